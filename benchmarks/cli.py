@@ -30,7 +30,7 @@ COMMANDS = {
 }
 
 
-def seed(path: Path, runs: int) -> None:
+def seed_registry(path: Path, runs: int) -> None:
     """Create a registry with `runs` runs, each with an attempt, two generations and a checkpoint, through plain SQL.
 
     The first run is created through the store, so that the tables are the real ones; the others are copies of it.
@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        seed(Path(folder) / "registry.db", options.runs)
+        seed_registry(Path(folder) / "registry.db", options.runs)
         environment = {**os.environ, "ORCH_HOME": folder}
         measure(environment, 1)  # caches of the file system and of bytecode
         seconds = measure(environment, max(7, options.repeats))

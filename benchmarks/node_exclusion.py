@@ -25,7 +25,7 @@ NO_FAULTS = ("Change", "Test")
 
 
 @dataclass(frozen=True)
-class Fault:
+class NodeOutage:
     """A node was unusable from `start` to `end`, in days."""
 
     node: str
@@ -37,7 +37,7 @@ Policy = Callable[[NodeHistory, NodeHistory], float]
 """Days for which a node is avoided after its repair, from its history and that of the others."""
 
 
-def faults(events: list[dict[str, Any]]) -> list[Fault]:
+def faults(events: list[dict[str, Any]]) -> list[NodeOutage]:
     """Return the faults with an end, by start; those of one node end in the order of their start."""
     begun: dict[str, list[float]] = {}
     found = []
@@ -48,11 +48,11 @@ def faults(events: list[dict[str, Any]]) -> list[Fault]:
         if event["event_type"] == "fault_start":
             begun.setdefault(node, []).append(at)
         elif begun.get(node):
-            found.append(Fault(node, begun[node].pop(0), at))
+            found.append(NodeOutage(node, begun[node].pop(0), at))
     return sorted(found, key=lambda one: one.start)
 
 
-def replay(trace: list[Fault], nodes: int, days: float, policy: Policy) -> tuple[float, float]:
+def replay(trace: list[NodeOutage], nodes: int, days: float, policy: Policy) -> tuple[float, float]:
     """Return the share of faults that were prevented, and the share of node-time given up for it."""
     until: dict[str, float] = {}
     starts: dict[str, list[float]] = {}
@@ -73,7 +73,7 @@ def replay(trace: list[Fault], nodes: int, days: float, policy: Policy) -> tuple
     return prevented / len(trace), given_up / (nodes * days)
 
 
-def again(days: float) -> Policy:
+def second_fault_policy(days: float) -> Policy:
     """Return a policy that avoids a node from its second fault on, however long ago the first was."""
     return lambda node, others: days if len(node.failed) > 1 else 0.0
 
@@ -88,9 +88,9 @@ def always(days: float) -> Policy:
     return lambda node, others: days
 
 
-def rows(trace: list[Fault], nodes: int, days: float) -> list[dict[str, Any]]:
+def rows(trace: list[NodeOutage], nodes: int, days: float) -> list[dict[str, Any]]:
     policies = {f"after every fault, {each:g} d": always(each) for each in (0.25, 1.0, 7.0, 30.0)}
-    policies |= {f"after the second fault and later, {each:g} d": again(each) for each in (1.0, 7.0)}
+    policies |= {f"after the second fault and later, {each:g} d": second_fault_policy(each) for each in (1.0, 7.0)}
     policies |= {f"where it fails more often than others, {each:g} d": ours(each) for each in (1.0, 7.0)}
     found = []
     for name, policy in policies.items():

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.recovery.job import Job, free_port
+from benchmarks.recovery.job import BenchmarkRun, free_port
 from benchmarks.recovery.polling import lines, until
 from trainer.contract.logs.line_file import read_new_lines
 
@@ -64,14 +64,14 @@ class Side:
         for pid in (*self._watching, *self._watched):
             os.kill(pid, signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         for pid in (*self._watched, *self._watching):
             os.kill(pid, signal.SIGCONT)
 
     def turn(self) -> None:
         """Train alone for a while, and record the turn."""
         first, before = len(lines(self._log)), self._spent()
-        self.go_on()
+        self.resume()
         time.sleep(_TURN_SECONDS)
         self.pause()
         told = [float(line["time"]) for line in lines(self._log)[first:] if _is_of_rank_zero(line)]
@@ -92,12 +92,12 @@ class Side:
         return sum(turn.cpu for turn in self.turns) / sum(turn.steps for turn in self.turns) / ranks
 
 
-def side_of(job: Job, ranks: int) -> Side:
+def job_side(job: BenchmarkRun, ranks: int) -> Side:
     """Return the side of a run on its nodes, with ranks bound to cores, once it has warmed up.
 
     The controller, shared by all runs, is left out.
     """
-    job.reached(_FROM, PATIENCE)
+    job.wait_for_step(_FROM, PATIENCE)
     agents = {agent.pid for agent in job.processes("orch-agent")}
     _bind([job.pid(rank) for rank in range(ranks)])
     return Side(job.work_log(0), agents, job.on_nodes() - agents)
@@ -140,7 +140,7 @@ def take_turns(ours: Side, bare: Side, turns: int) -> None:
             for side in sides if number % 2 else reversed(sides):
                 side.turn()
     finally:
-        ours.go_on()
+        ours.resume()
 
 
 def _is_of_rank_zero(line: dict[str, Any]) -> bool:

@@ -26,7 +26,7 @@ class ManifestError(CheckpointError):
     """A manifest or COMMIT that cannot be trusted; the message begins with the file's name."""
 
 
-class Refused(CheckpointError):
+class CheckpointRefused(CheckpointError):
     """A checkpoint that must not be loaded.
 
     It counts as `damaged` unless the reader, place or time may be the cause: a model that it does not fit, a node
@@ -41,14 +41,14 @@ class Refused(CheckpointError):
         self.name, self.reason, self.damaged, self.fits, self.unreadable = name, reason, damaged, fits, unreadable
 
 
-class UnsafePickle(Refused):
+class UnsafePickle(CheckpointRefused):
     """A pickle that names anything outside the allow-list."""
 
 
 class NothingVerifies(CheckpointError):
     """Every committed checkpoint was refused; `touched` is True if tensors were already overwritten."""
 
-    def __init__(self, refusals: Sequence[Refused], *, touched: bool) -> None:
+    def __init__(self, refusals: Sequence[CheckpointRefused], *, touched: bool) -> None:
         told = "; ".join(str(refusal) for refusal in refusals)
         super().__init__(f"{len(refusals)} committed checkpoint(s), none of which can be loaded: {told}")
         self.refusals, self.touched = tuple(refusals), touched
@@ -65,7 +65,7 @@ class NothingFits(NothingVerifies):
 class UnreadableNow(NothingVerifies):
     """The newest checkpoint not permanently refused cannot be read at `places`; older ones were not tried."""
 
-    def __init__(self, refusals: Sequence[Refused], places: Sequence[str]) -> None:
+    def __init__(self, refusals: Sequence[CheckpointRefused], places: Sequence[str]) -> None:
         super().__init__(refusals, touched=False)
         reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
         self.args = (
@@ -74,7 +74,7 @@ class UnreadableNow(NothingVerifies):
         )
 
 
-def nothing_verifies(refusals: Sequence[Refused], *, touched: bool) -> NothingVerifies:
+def nothing_verifies(refusals: Sequence[CheckpointRefused], *, touched: bool) -> NothingVerifies:
     """Return the error that summarizes the refusals of all existing checkpoints."""
     kind: type[NothingVerifies] = NothingVerifies
     if all(refusal.damaged for refusal in refusals):
@@ -100,7 +100,7 @@ class Unsound(SaveFailed):
     """A save that was given up because of its state, which was torn or cannot be saved in its present form."""
 
 
-class Unsavable(Unsound):
+class UnsavableState(Unsound):
     """A state that no later save can write either; training on would only lose more work."""
 
 

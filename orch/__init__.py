@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
 
         return metadata.version("orch")
     if name not in _HOME_OF:
-        raise _unknown(name, imported=sys._getframe(1).f_code.co_name == "_handle_fromlist")
+        raise _unknown_name_error(name, imported=sys._getframe(1).f_code.co_name == "_handle_fromlist")
     value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
     return value
 
@@ -86,7 +86,7 @@ _MEANT = {"Trainer": "BaseWorkload", "Module": "BaseWorkload", "Model": "BaseWor
 """Names of the same concepts in other libraries; keys are compared without case."""
 
 
-def _unknown(name: str, *, imported: bool) -> Exception:
+def _unknown_name_error(name: str, *, imported: bool) -> Exception:
     """Return the error for an unknown name; `imported`: the name comes from `from orch import`."""
     import difflib
     from importlib.util import find_spec

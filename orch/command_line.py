@@ -37,17 +37,17 @@ def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[
     words = (verb, *options, "--", *names)
     if not sys.executable:
         raise errors.OrchError("this process does not know its Python", hint="set sys.executable")
-    answer, code = _typed(words)
+    answer, code = _run_command(words)
     if "error" in answer:
-        raise _error_of(answer["error"], code)
+        raise _public_error(answer["error"], code)
     for warning in answer["warnings"]:
         warnings.warn(warning["message"], OrchWarning, stacklevel=3)
     if code != 0 and code not in accept:
-        raise _unexpected(words, code)
+        raise _no_answer_error(words, code)
     return answer["data"]
 
 
-def _typed(words: Sequence[str]) -> tuple[dict[str, Any], int]:
+def _run_command(words: Sequence[str]) -> tuple[dict[str, Any], int]:
     """Return the object that the command prints, and its exit code."""
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONINSPECT", "PYTHONIOENCODING")}
     command = [sys.executable, "-P", "-c", _PROGRAM, "--json", "--quiet", *words]
@@ -66,7 +66,7 @@ def _typed(words: Sequence[str]) -> tuple[dict[str, Any], int]:
             process.send_signal(signal.SIGINT)
             _tell(interrupt, process.communicate()[0])
             raise
-    return _parsed(text, words, process.returncode), process.returncode
+    return _parse_answer(text, words, process.returncode), process.returncode
 
 
 def _tell(interrupt: KeyboardInterrupt, text: str) -> None:
@@ -78,23 +78,23 @@ def _tell(interrupt: KeyboardInterrupt, text: str) -> None:
         warnings.warn(said, OrchWarning, stacklevel=5)
 
 
-def _parsed(text: str, words: Sequence[str], code: int) -> dict[str, Any]:
+def _parse_answer(text: str, words: Sequence[str], code: int) -> dict[str, Any]:
     try:
         answer = json.loads(text)
     except ValueError as error:
-        raise _unexpected(words, code) from error
+        raise _no_answer_error(words, code) from error
     if not isinstance(answer, dict):
-        raise _unexpected(words, code)
+        raise _no_answer_error(words, code)
     return answer
 
 
-def _unexpected(words: Sequence[str], code: int) -> errors.OrchError:
+def _no_answer_error(words: Sequence[str], code: int) -> errors.OrchError:
     end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     typed = " ".join(word for word in words if word != "--")
     return errors.OrchError(f"orch {end} without an answer", where=typed, hint="stderr may say why")
 
 
-def _error_of(told: dict[str, str], code: int) -> errors.OrchError:
+def _public_error(told: dict[str, str], code: int) -> errors.OrchError:
     """Return the error with its public class, else its nearest public ancestor, else one with its exit code."""
     own = getattr(errors, told["code"], None)
     ancestors = own.__mro__ if isinstance(own, type) else ()

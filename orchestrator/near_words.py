@@ -14,6 +14,6 @@ def did_you_mean(near: str, otherwise: str) -> str:
     return f"did you mean {near}?" if near else otherwise
 
 
-def did_you_mean_of(near: str, all_of_them: str) -> str:
+def hint_with_choices(near: str, all_of_them: str) -> str:
     """Return a hint with the near word, if any, followed by all words."""
     return f"did you mean {near}?  {all_of_them}" if near else all_of_them

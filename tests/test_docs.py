@@ -162,7 +162,7 @@ def places_of_keys() -> set[str]:
     from orchestrator.config import keys
 
     names = {path[first:last] for path in keys.every_key() for last in range(1, len(path) + 1) for first in range(last)}
-    return {keys.dotted(name) for name in names}
+    return {keys.dotted_key(name) for name in names}
 
 
 def dead_keys(text: str) -> list[str]:

@@ -46,7 +46,7 @@ def main() -> int:
     said = sys.stderr if options.json else sys.stdout
     print(table.head(report), file=said, flush=True)
     for row in rows:
-        report["rows"].append(_measured(row, options.folder, rounds, scale))
+        report["rows"].append(_measure_row(row, options.folder, rounds, scale))
         print(table.line(report["rows"][-1]), file=said, flush=True)
     print(table.notes(report), file=said)
     if options.json:
@@ -54,7 +54,7 @@ def main() -> int:
     return int(any("error" in row or row["verdict"] == MISSED for row in report["rows"]))
 
 
-def _measured(row: Row, at: Path, rounds: int, scale: float) -> dict[str, Any]:
+def _measure_row(row: Row, at: Path, rounds: int, scale: float) -> dict[str, Any]:
     """Run one row in a new process; return its result, or the reason for its failure."""
     bounds = {"must": row.must, "stretch": row.stretch, "at_most": row.at_most}
     fixed = {"row": row.name, "text": row.text, "limit_is": row.limit, **bounds}
@@ -76,10 +76,10 @@ def _measured(row: Row, at: Path, rounds: int, scale: float) -> dict[str, Any]:
     if done.returncode:
         return {**fixed, "error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     told = json.loads(done.stdout.splitlines()[-1])
-    return {**fixed, **told, **_judged(row, Measured(**told))}
+    return {**fixed, **told, **_judge_row(row, Measured(**told))}
 
 
-def _judged(row: Row, measured: Measured) -> dict[str, Any]:
+def _judge_row(row: Row, measured: Measured) -> dict[str, Any]:
     ratios = {name: row.ratio(value, measured.limit) for name, value in measured.peers.items()}
     best = (min if row.at_most else max)(ratios, key=ratios.__getitem__, default=None)
     verdict = row.verdict(measured)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from benchmarks.checkpoint import limits
-from benchmarks.checkpoint.ours import Ours, files_of
+from benchmarks.checkpoint.ours import Ours, checkpoint_files
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import LIMIT, OURS, Side, State, drop, interleaved, state, warm
+from benchmarks.checkpoint.states import LIMIT, OURS, BenchmarkState, Side, drop, interleaved_medians, state, warm
 
 _TIMES_DCP = 2.0
 
@@ -20,10 +20,10 @@ def load(setting: Setting, set_name: str, cold: bool) -> Measured:
     """Measure loads with the same layout; every side fills resident memory of the state's size."""
     torch.set_num_threads(1)
     made = state(set_name, setting.scale)
-    place = Ours.saved(setting.folder / "ours", made)
+    place = Ours.save_once(setting.folder / "ours", made)
     # A new generation, because the saving one also holds the state in memory.
-    ours = Ours(place.parent, State(made.blank()))
-    files, target = files_of(place), made.blank()
+    ours = Ours(place.parent, BenchmarkState(made.blank()))
+    files, target = checkpoint_files(place), made.blank()
     whole, threads = setting.folder / "torch.pt", limits.CORES
     torch.save(made.tensors, whole)
     room = limits.room(sum(-(-path.stat().st_size // limits.BLOCK) * limits.BLOCK for path in files))
@@ -31,14 +31,14 @@ def load(setting: Setting, set_name: str, cold: bool) -> Measured:
     if not cold:
         warm(everything)
 
-    def prepared() -> None:
+    def prepare() -> None:
         for tensor in target.values():
             tensor.zero_()
         if cold:
             drop(everything)
 
-    def restored() -> float:
-        prepared()
+    def time_restore() -> float:
+        prepare()
         start = time.perf_counter()
         found = ours.checkpointer.restore(target)
         seconds = time.perf_counter() - start
@@ -48,11 +48,11 @@ def load(setting: Setting, set_name: str, cold: bool) -> Measured:
 
     sides: dict[str, Side] = {
         **limits.raw_reads(files, room, cold=cold),
-        OURS: restored,
-        "dcp.load": lambda: _dcp_load(place, target, prepared),
-        "torch.load": lambda: _torch_load(whole, prepared),
+        OURS: time_restore,
+        "dcp.load": lambda: _dcp_load(place, target, prepare),
+        "torch.load": lambda: _torch_load(whole, prepare),
     }
-    times = interleaved(sides, setting.rounds)
+    times = interleaved_medians(sides, setting.rounds)
     ours.close()
     faster = times["dcp.load"] / times[OURS]
     return Measured(
@@ -63,7 +63,7 @@ def load(setting: Setting, set_name: str, cold: bool) -> Measured:
     )  # fmt: skip
 
 
-def _same(target: dict[str, Tensor], made: State) -> bool:
+def _same(target: dict[str, Tensor], made: BenchmarkState) -> bool:
     return all(torch.equal(target[key], tensor) for key, tensor in made.tensors.items())
 
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint.ours import Ours, files_of
+from benchmarks.checkpoint.ours import Ours, checkpoint_files
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import LIMIT, OURS, State, drop, interleaved, state
+from benchmarks.checkpoint.states import LIMIT, OURS, BenchmarkState, drop, interleaved_medians, state
 from checkpointing.writer.link import WriterLink
 from trainer.agent.processes.checkpoint_writers import CheckpointWriter
 
@@ -22,26 +22,26 @@ def restart(setting: Setting) -> Measured:
     checkpoint_writer = CheckpointWriter(
         0, os.environ, os.open(setting.folder / "writer.log", os.O_WRONLY | os.O_CREAT)
     )
-    saver = Ours(setting.folder / "ours", made, link=_linked(checkpoint_writer))
-    files = files_of(saver.folder / saver.save().name)
+    saver = Ours(setting.folder / "ours", made, link=_link_writer(checkpoint_writer))
+    files = checkpoint_files(saver.folder / saver.save().name)
     saver.checkpointer.close()
 
     def from_memory() -> float:
-        with _generation(saver, link=_linked(checkpoint_writer)) as ours:
-            return _loaded(ours, made, memory=True)
+        with _generation(saver, link=_link_writer(checkpoint_writer)) as ours:
+            return _time_load(ours, made, memory=True)
 
     def from_disk() -> float:
         with _generation(saver) as ours:
             drop(files)
-            return _loaded(ours, made, memory=False)
+            return _time_load(ours, made, memory=False)
 
-    times = interleaved({LIMIT: from_disk, OURS: from_memory}, setting.rounds)
+    times = interleaved_medians({LIMIT: from_disk, OURS: from_memory}, setting.rounds)
     checkpoint_writer.dismiss()
     checkpoint_writer.close()
     return Measured(ours=times[OURS], limit=times[LIMIT], rounds=setting.rounds, cache="cold disk")
 
 
-def _linked(checkpoint_writer: CheckpointWriter) -> WriterLink:
+def _link_writer(checkpoint_writer: CheckpointWriter) -> WriterLink:
     with checkpoint_writer.connection() as (memory, stream):
         return WriterLink.attach(os.dup(stream), os.dup(memory))
 
@@ -49,12 +49,12 @@ def _linked(checkpoint_writer: CheckpointWriter) -> WriterLink:
 @contextmanager
 def _generation(saver: Ours, link: WriterLink | None = None) -> Iterator[Ours]:
     """Yield a checkpointer like a new rank's: blank state of the same layout, prepared."""
-    ours = Ours(saver.folder, State(saver.state.blank()), link=link)
+    ours = Ours(saver.folder, BenchmarkState(saver.state.blank()), link=link)
     yield ours
     ours.checkpointer.close()
 
 
-def _loaded(ours: Ours, made: State, *, memory: bool) -> float:
+def _time_load(ours: Ours, made: BenchmarkState, *, memory: bool) -> float:
     target: dict[str, Tensor] = ours.state.tensors
     start = time.perf_counter()
     restored = ours.checkpointer.restore(target)

@@ -38,18 +38,18 @@ _PATIENCE_S = 240
 
 def reshard(setting: Setting, turn: str) -> Measured:
     """Measure the bytes read by all ranks, compared with the bytes of their tensors."""
-    told = _turned(setting, turn)
+    told = _run_turn(setting, turn)
     needed = sum(rank["needed"] for rank in told)
-    return _counted(setting, told, needed)
+    return _count_bytes(setting, told, needed)
 
 
 def replicated(setting: Setting) -> Measured:
     """Measure the bytes read by four ranks that all need everything, compared with the bytes of one of them."""
-    told = _turned(setting, "replicated")
-    return _counted(setting, told, told[0]["needed"])
+    told = _run_turn(setting, "replicated")
+    return _count_bytes(setting, told, told[0]["needed"])
 
 
-def _counted(setting: Setting, told: list[dict[str, Any]], needed: int) -> Measured:
+def _count_bytes(setting: Setting, told: list[dict[str, Any]], needed: int) -> Measured:
     system = sum(rank["system"] for rank in told) / needed
     return Measured(
         ours=told[0]["ours"], limit=needed, unit="MiB", rounds=1,
@@ -59,7 +59,7 @@ def _counted(setting: Setting, told: list[dict[str, Any]], needed: int) -> Measu
     )  # fmt: skip
 
 
-def _turned(setting: Setting, turn: str) -> list[dict[str, Any]]:
+def _run_turn(setting: Setting, turn: str) -> list[dict[str, Any]]:
     (savers, _), (loaders, _) = TURNS[turn]
     _run(setting, turn, "save", savers)
     return _run(setting, turn, "load", loaders)
@@ -100,12 +100,12 @@ def rank_main(turn: str, act: str, scale: float, folder: Path, rank: int, size: 
         checkpointer.wait()
         checkpointer.close()
         return {"committed": checkpointer.committed_step}
-    told = _loaded(checkpointer, folder, number, loaded_as)
+    told = _measure_load(checkpointer, folder, number, loaded_as)
     checkpointer.close()
     return told
 
 
-def _loaded(checkpointer: Checkpointer, folder: Path, number: int, placement: Placement) -> dict[str, Any]:
+def _measure_load(checkpointer: Checkpointer, folder: Path, number: int, placement: Placement) -> dict[str, Any]:
     target, wanted = _state(number, placement, 0), _state(number, placement, 1)
     before = _read_calls()
     restored = checkpointer.restore(target)

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.checkpoint.ours import Ours
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import LIMIT, OURS, Side, interleaved, peers, state
+from benchmarks.checkpoint.states import LIMIT, OURS, Side, interleaved_medians, peers, state
 from benchmarks.checkpoint.torch_own import Dcp, lone_group
 
 _SAVES = 3
@@ -54,18 +54,18 @@ def while_saving(setting: Setting) -> Measured:
             ours.checkpointer.save(step, made.tensors, {})
             return lambda: any(kind == "checkpoint.committed" and data["step"] == step for _, kind, data in ours.events)
 
-        passed = _stepped(training, begin)
+        passed = _train_during_saves(training, begin)
         ours.checkpointer.wait()
-        return _noted(seen, OURS, passed)
+        return _record_pass(seen, OURS, passed)
 
     def dcp_rate(kind: str, dcp: Dcp) -> float:
-        return _noted(seen, kind, _dcp_pass(training, dcp))
+        return _record_pass(seen, kind, _dcp_pass(training, dcp))
 
     with lone_group(setting.folder):
         dcps = {kind: Dcp(setting.folder, made, kind) for kind in ("DCP thread", "DCP process")}
         sides: dict[str, Side] = {LIMIT: alone, OURS: ours_rate}
         sides |= {kind: partial(dcp_rate, kind, dcp) for kind, dcp in dcps.items()}
-        times = interleaved(sides, setting.rounds)
+        times = interleaved_medians(sides, setting.rounds)
         for dcp in dcps.values():
             dcp.close()
     ours.close()
@@ -83,7 +83,7 @@ class Pass(NamedTuple):
     steps: int
 
 
-def _noted(seen: dict[str, list[Pass]], name: str, passed: Pass) -> float:
+def _record_pass(seen: dict[str, list[Pass]], name: str, passed: Pass) -> float:
     seen.setdefault(name, []).append(passed)
     return passed.seconds / max(1, passed.steps)
 
@@ -98,7 +98,7 @@ def _costs(seen: dict[str, list[Pass]], alone: float) -> str:
     return "; ".join(told)
 
 
-def _stepped(training: _Training, begin: Callable[[], Callable[[], bool]]) -> Pass:
+def _train_during_saves(training: _Training, begin: Callable[[], Callable[[], bool]]) -> Pass:
     """Run steps during several saves; every save begins as soon as the previous one has ended."""
     steps, spent = 0, 0.0
     for _ in range(_SAVES):
@@ -123,6 +123,6 @@ def _dcp_pass(training: _Training, dcp: Dcp) -> Pass:
         ended, _staging = dcp.start()
         return ended.done
 
-    passed = _stepped(training, begin)
+    passed = _train_during_saves(training, begin)
     dcp.clean()
     return passed

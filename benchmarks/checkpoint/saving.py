@@ -7,21 +7,21 @@ import torch
 from benchmarks.checkpoint import limits
 from benchmarks.checkpoint.ours import Ours
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import LIMIT, OURS, Side, interleaved, peers, state
+from benchmarks.checkpoint.states import LIMIT, OURS, Side, interleaved_medians, peers, state
 from benchmarks.checkpoint.torch_own import KINDS, Dcp, dcp_save, lone_group, torch_save
 
 
 def save(setting: Setting, set_name: str) -> Measured:
     """Measure from the end of staging (a separate row) to COMMIT; the raw write also starts from staged bytes."""
-    return _raced(setting, set_name, whole=False)
+    return _measure_save(setting, set_name, whole=False)
 
 
 def whole(setting: Setting, set_name: str) -> Measured:
     """Measure from the call to COMMIT, including staging."""
-    return _raced(setting, set_name, whole=True)
+    return _measure_save(setting, set_name, whole=True)
 
 
-def _raced(setting: Setting, set_name: str, *, whole: bool) -> Measured:
+def _measure_save(setting: Setting, set_name: str, *, whole: bool) -> Measured:
     torch.set_num_threads(1)
     made, folder = state(set_name, setting.scale), setting.folder
     ours = Ours(folder / "ours", made)
@@ -45,7 +45,7 @@ def _raced(setting: Setting, set_name: str, *, whole: bool) -> Measured:
         sides["dcp.save, 1 thread"] = lambda: dcp_save(made.tensors, folder / "dcp", threads=1)
         sides["dcp.save, 2 threads"] = lambda: dcp_save(made.tensors, folder / "dcp", threads=2)
         sides["torch.save"] = lambda: torch_save(made.tensors, folder / "torch.pt")
-        times = interleaved(sides, setting.rounds)
+        times = interleaved_medians(sides, setting.rounds)
         for dcp in dcps.values():
             dcp.close()
     ours.close()

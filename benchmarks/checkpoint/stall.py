@@ -8,7 +8,7 @@ import torch
 from benchmarks.checkpoint import limits
 from benchmarks.checkpoint.ours import Ours
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import LIMIT, OURS, Side, State, interleaved, peers, state
+from benchmarks.checkpoint.states import LIMIT, OURS, BenchmarkState, Side, interleaved_medians, peers, state
 from benchmarks.checkpoint.torch_own import Dcp, lone_group
 
 
@@ -20,12 +20,12 @@ def block(setting: Setting, set_name: str) -> Measured:
     with lone_group(setting.folder):
         dcps = {kind: Dcp(setting.folder, made, kind) for kind in ("DCP thread", "DCP process")}
         sides: dict[str, Side] = {LIMIT: _memcpy(made), OURS: lambda: ours.save().stall}
-        sides |= {kind: partial(_staged, dcp) for kind, dcp in dcps.items()}
-        times = interleaved(sides, setting.rounds)
+        sides |= {kind: partial(_staging_seconds, dcp) for kind, dcp in dcps.items()}
+        times = interleaved_medians(sides, setting.rounds)
         for dcp in dcps.values():
             dcp.close()
     ours.close()
-    return _measured(times, setting, "")
+    return _measurement(times, setting, "")
 
 
 def lazy(setting: Setting, set_name: str) -> Measured:
@@ -49,24 +49,24 @@ def lazy(setting: Setting, set_name: str) -> Measured:
         asked = time.perf_counter()
         ours.checkpointer.before_optimizer_step()
         waited = time.perf_counter() - asked
-        ours.committed(step)
+        ours.wait_for_commit(step)
         return called - start + waited
 
     with lone_group(setting.folder):
         kinds = ("DCP thread, async staging", "DCP process, async staging")
         dcps = {kind: Dcp(setting.folder, made, kind) for kind in kinds}
         sides: dict[str, Side] = {LIMIT: copied, OURS: ours_stall}
-        sides |= {kind: partial(_overlapped, dcp, made, training) for kind, dcp in dcps.items()}
-        times = interleaved(sides, setting.rounds)
+        sides |= {kind: partial(_overlapped_stall, dcp, made, training) for kind, dcp in dcps.items()}
+        times = interleaved_medians(sides, setting.rounds)
         for dcp in dcps.values():
             dcp.close()
     ours.close()
     alone = min(training.run() for _ in range(5))
     slower = sorted(lengths)[len(lengths) // 2] / alone - 1
-    return _measured(times, setting, f"the passes between took {slower:+.0%} of their time alone")
+    return _measurement(times, setting, f"the passes between took {slower:+.0%} of their time alone")
 
 
-def _overlapped(dcp: Dcp, made: State, training: "_Passes") -> float:
+def _overlapped_stall(dcp: Dcp, made: BenchmarkState, training: "_Passes") -> float:
     made.next_step()
     start = time.perf_counter()
     ended, staging = dcp.start()
@@ -81,11 +81,11 @@ def _overlapped(dcp: Dcp, made: State, training: "_Passes") -> float:
     return stall
 
 
-def _staged(dcp: Dcp) -> float:
+def _staging_seconds(dcp: Dcp) -> float:
     return dcp.save().staged
 
 
-def _memcpy(made: State) -> Side:
+def _memcpy(made: BenchmarkState) -> Side:
     source, target = limits.room(made.nbytes), limits.room(made.nbytes, shared=True)
     return lambda: limits.memcpy(source, target)
 
@@ -111,5 +111,5 @@ class _Passes:
         return time.perf_counter() - start
 
 
-def _measured(times: dict[str, float], setting: Setting, note: str) -> Measured:
+def _measurement(times: dict[str, float], setting: Setting, note: str) -> Measured:
     return Measured(ours=times[OURS], limit=times[LIMIT], peers=peers(times), rounds=setting.rounds, note=note)

@@ -17,7 +17,7 @@ _KINDS = ("model.{}", "optim.{}.exp_avg", "optim.{}.exp_avg_sq")
 
 
 @dataclass
-class State:
+class BenchmarkState:
     """Tensors that change slightly before every save, as in training."""
 
     tensors: dict[str, Tensor]
@@ -36,13 +36,13 @@ class State:
         return {key: torch.zeros_like(tensor) for key, tensor in self.tensors.items()}
 
 
-def state(set_name: str, scale: float = 1.0) -> State:
+def state(set_name: str, scale: float = 1.0) -> BenchmarkState:
     """Return the set of this name; `scale` is the share of its tensors to make."""
     number, words = _WORDS[set_name]
     draw = torch.Generator().manual_seed(number)
     names = (kind.format(f"layers.{index:05d}.weight") for index in count() for kind in _KINDS)
     tensors = {key: torch.randn(words, generator=draw) for key in islice(names, max(3, int(number * scale)))}
-    return State(tensors)
+    return BenchmarkState(tensors)
 
 
 _MOST_LEFT = 0.01
@@ -96,7 +96,7 @@ Side = Callable[[], float]
 """Function that performs its task once and returns its seconds, without set-up and clean-up."""
 
 
-def interleaved(sides: Mapping[str, Side], rounds: int) -> dict[str, float]:
+def interleaved_medians(sides: Mapping[str, Side], rounds: int) -> dict[str, float]:
     """Return the median of each side over `rounds`, after a warm-up round; `limit` is the fastest of several limits.
 
     Limits, ours, limits (A/B/A), then the peers; every second round runs in the opposite order.

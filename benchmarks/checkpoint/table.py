@@ -12,17 +12,17 @@ _WIDTHS = (max(len(row.text) for row in ROWS), 9, 9, 6, 6, 7, 7, 22, 9, 8, 3, 2)
 
 def head(report: dict[str, Any]) -> str:
     """Return the machine and the column names."""
-    return "\n".join([_machine(report), "", _aligned(_HEAD), _aligned(tuple("-" * width for width in _WIDTHS))])
+    return "\n".join([_machine(report), "", _align(_HEAD), _align(tuple("-" * width for width in _WIDTHS))])
 
 
 def line(row: dict[str, Any]) -> str:
     """Return one row."""
-    return _aligned(_cells(row))
+    return _align(_cells(row))
 
 
 def notes(report: dict[str, Any]) -> str:
     """Return remarks on single rows."""
-    return "\n".join(["", *(said for row in report["rows"] if (said := _said(row)))])
+    return "\n".join(["", *(said for row in report["rows"] if (said := _format_note(row)))])
 
 
 def _machine(report: dict[str, Any]) -> str:
@@ -60,7 +60,7 @@ def _bound(bound: float | None, row: dict[str, Any]) -> str:
     return "-" if bound is None else f"{'<=' if row['at_most'] else '>='}{bound:g}"
 
 
-def _said(row: dict[str, Any]) -> str:
+def _format_note(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['text']}: FAILED: {row['error']}"
     asked = [f"{what}: {'yes' if holds else 'NO'}" for what, holds in row["demands"]]
@@ -70,7 +70,7 @@ def _said(row: dict[str, Any]) -> str:
     return f"{row['text']}: {'; '.join(parts)}" if parts else ""
 
 
-def _aligned(cells: tuple[str, ...]) -> str:
+def _align(cells: tuple[str, ...]) -> str:
     first, *rest = (
         cell.ljust(width) if not at else cell.rjust(width)
         for at, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))

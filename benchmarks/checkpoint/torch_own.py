@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.checkpoint.states import State
+from benchmarks.checkpoint.states import BenchmarkState
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 
@@ -57,7 +57,7 @@ def lone_group(folder: Path) -> Iterator[None]:
 class Dcp:
     """Repeated `dcp.async_save` of one state set."""
 
-    def __init__(self, folder: Path, state: State, kind: str) -> None:
+    def __init__(self, folder: Path, state: BenchmarkState, kind: str) -> None:
         self._folder, self._state = folder / kind.replace(" ", "-"), state
         self._type, options = KINDS[kind]
         self._stager = DefaultStager(options)
@@ -121,16 +121,16 @@ def torch_save(tensors: dict[str, Tensor], path: Path) -> float:
 
 def without_numpy() -> None:
     """Replace the two conversions that need NumPy; their cost is equal to within microseconds."""
-    c10d._object_to_tensor = _packed
-    c10d._tensor_to_object = _unpacked
+    c10d._object_to_tensor = _pack_object
+    c10d._tensor_to_object = _unpack_object
 
 
-def _packed(value: Any, device: torch.device, _group: Any) -> tuple[Tensor, Tensor]:
+def _pack_object(value: Any, device: torch.device, _group: Any) -> tuple[Tensor, Tensor]:
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     return data, torch.tensor([data.numel()], device=device)
 
 
-def _unpacked(data: Tensor, size: Tensor | int, _group: Any) -> Any:
+def _unpack_object(data: Tensor, size: Tensor | int, _group: Any) -> Any:
     room = bytearray(int(size))
     torch.frombuffer(room, dtype=torch.uint8).copy_(data[: int(size)].cpu())
     return pickle.loads(room)

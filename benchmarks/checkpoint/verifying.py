@@ -5,22 +5,22 @@ import time
 import torch
 
 from benchmarks.checkpoint import limits
-from benchmarks.checkpoint.ours import Ours, files_of
+from benchmarks.checkpoint.ours import Ours, checkpoint_files
 from benchmarks.checkpoint.rows import Measured, Setting
-from benchmarks.checkpoint.states import LIMIT, OURS, drop, interleaved, state, warm
+from benchmarks.checkpoint.states import LIMIT, OURS, drop, interleaved_medians, state, warm
 from checkpointing.verification.verify import verify
 
 
 def level_2(setting: Setting, cold: bool) -> Measured:
     """Measure `verify` in this process; both sides read into a small, reused buffer."""
     torch.set_num_threads(1)
-    place = Ours.saved(setting.folder / "ours", state("BIG", setting.scale))
-    files, threads = files_of(place), limits.CORES
+    place = Ours.save_once(setting.folder / "ours", state("BIG", setting.scale))
+    files, threads = checkpoint_files(place), limits.CORES
     room = limits.room(threads * limits.BLOCK)
     if not cold:
         warm(files)
 
-    def checked() -> float:
+    def time_verify() -> float:
         if cold:
             drop(files)
         start = time.perf_counter()
@@ -30,7 +30,7 @@ def level_2(setting: Setting, cold: bool) -> Measured:
             raise RuntimeError(f"a healthy checkpoint is refused: {report.faults}")
         return seconds
 
-    times = interleaved({**limits.raw_reads(files, room, cold=cold), OURS: checked}, setting.rounds)
+    times = interleaved_medians({**limits.raw_reads(files, room, cold=cold), OURS: time_verify}, setting.rounds)
     rate = sum(path.stat().st_size for path in files) / times[LIMIT] / 1e9
     return Measured(
         ours=times[OURS], limit=times[LIMIT], threads=threads, rounds=setting.rounds,

@@ -32,7 +32,7 @@ import psutil
 
 from benchmarks.recovery.faults import FAULTS, ONCE, OURS
 from benchmarks.recovery.polling import NotInTimeError
-from benchmarks.recovery.rows import FAILED, MISSED, ROWS, Row, head, line, notes
+from benchmarks.recovery.rows import FAILED, MISSED, ROWS, RecoveryRow, head, line, notes
 
 Rounds = dict[str, list[dict[str, float]]]
 Problems = dict[str, str]
@@ -65,10 +65,10 @@ def main() -> int:
     said = sys.stderr if options.json else sys.stdout
     print(head(report), file=said, flush=True)
     for fault in dict.fromkeys(row.fault for row in rows):
-        rounds, problems = measured(fault, options.rounds, options.folder, cluster)
+        rounds, problems = measure_fault(fault, options.rounds, options.folder, cluster)
         for row in rows:
             if row.fault == fault:
-                report["rows"].append(judged(row, rounds, problems))
+                report["rows"].append(judge_row(row, rounds, problems))
                 print(line(report["rows"][-1]), file=said, flush=True)
     print(notes(report), file=said)
     if options.json:
@@ -76,7 +76,7 @@ def main() -> int:
     return int(any(row["verdict"] in (FAILED, MISSED) for row in report["rows"]))
 
 
-def measured(fault: str, rounds: int, at: Path, cluster: str) -> tuple[Rounds, Problems]:
+def measure_fault(fault: str, rounds: int, at: Path, cluster: str) -> tuple[Rounds, Problems]:
     """Return the figures of each side by round, empty for failed rounds, and each side's first failure."""
     found: Rounds = {name: [] for name in FAULTS[fault]}
     problems: Problems = {}
@@ -93,7 +93,7 @@ def measured(fault: str, rounds: int, at: Path, cluster: str) -> tuple[Rounds, P
     return found, problems
 
 
-def judged(row: Row, rounds: Rounds, problems: Problems) -> dict[str, Any]:
+def judge_row(row: RecoveryRow, rounds: Rounds, problems: Problems) -> dict[str, Any]:
     """Return the row's results: medians of all rounds, the number of good rounds, and our verdict.
 
     One failed round of ours, or one without the figure or with the wrong culprit, makes the whole row FAILED.

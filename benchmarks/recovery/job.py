@@ -20,7 +20,7 @@ from trainer.contract.run_dir import RunDir
 _OURS = ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank", "orch-writer")
 
 
-class Job:
+class BenchmarkRun:
     """A run from its submission on; leaving the block ends all of its processes."""
 
     def __init__(self, folder: Path, kind: str, preset: str, *settings: str, work_log: bool = True) -> None:
@@ -33,7 +33,7 @@ class Job:
         }  # fmt: skip
         self.name = ""
 
-    def __enter__(self) -> "Job":
+    def __enter__(self) -> "BenchmarkRun":
         root = self._folder / "runs"
         root.mkdir(parents=True)
         told = self.orch("submit", *self._settings, f"cluster.root={root}", f"cluster.kind={self._kind}", "--json")
@@ -83,7 +83,7 @@ class Job:
 
         return until(look, seconds, f"event {kind} {data or ''}")
 
-    def reached(self, step: int, seconds: float) -> None:
+    def wait_for_step(self, step: int, seconds: float) -> None:
         """Wait until every rank has trained this step."""
 
         def look() -> bool | None:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from benchmarks.recovery.job import Job
-from benchmarks.turns import bare_side, side_of, take_turns
+from benchmarks.recovery.job import BenchmarkRun
+from benchmarks.turns import bare_side, job_side, take_turns
 
 _TURNS = 15
 _RANKS = 4
@@ -19,8 +19,8 @@ def cost(folder: Path, kind: str) -> dict[str, float]:
     whole product is compared, not its monitoring alone: metrics, work logs and agreement are included. The ranks of
     both sides are bound to cores in the same way: placement of four ranks on two cores makes a tenth of a step's time.
     """
-    with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
-        ours = side_of(job, _RANKS)
+    with BenchmarkRun(folder, kind, "tiny-gpt", *_SETTINGS) as job:
+        ours = job_side(job, _RANKS)
         logs = folder / "bare"
         words = ["-m", "benchmarks.recovery.bare_loop", str(job.path("")), str(logs), "100000"]
         with bare_side(logs, words, _RANKS) as bare:

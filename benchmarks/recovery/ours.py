@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.recovery.job import Job, hit
+from benchmarks.recovery.job import BenchmarkRun, hit
 from benchmarks.recovery.polling import NotInTimeError, lines, until
 from trainer.contract.events import EventKind
 
@@ -24,10 +24,10 @@ def kill(folder: Path, kind: str, *settings: str) -> dict[str, float]:
 
     `settings` are added to those shared by all runs.
     """
-    with Job(folder, kind, "tiny-gpt", *_SETTINGS, *settings) as job:
+    with BenchmarkRun(folder, kind, "tiny-gpt", *_SETTINGS, *settings) as job:
         first = job.event(EventKind.GENERATION_FIRST_STEP, _START_SECONDS, generation=1)
         cold = first.time - job.began()
-        job.reached(_HIT_AT, _START_SECONDS)
+        job.wait_for_step(_HIT_AT, _START_SECONDS)
         at = hit(job.pid(_VICTIM), signal.SIGKILL)
         noticed = job.event(EventKind.RANK_EXITED, _NOTICE_SECONDS, after=at, rank=_VICTIM).time
         back = job.event(EventKind.GENERATION_FIRST_STEP, _BACK_SECONDS, generation=2).time
@@ -40,8 +40,8 @@ def stop(folder: Path, kind: str) -> dict[str, float]:
     `wrong` means that another rank was named, `unkept` that evidence was missing at the declaration; in both cases it
     counts as not declared.
     """
-    with Job(folder, kind, "tiny-gpt", *_SETTINGS) as job:
-        job.reached(_HIT_AT, _START_SECONDS)
+    with BenchmarkRun(folder, kind, "tiny-gpt", *_SETTINGS) as job:
+        job.wait_for_step(_HIT_AT, _START_SECONDS)
         at = hit(job.pid(_VICTIM), signal.SIGSTOP)
         incident = job.event(EventKind.INCIDENT, _NOTICE_SECONDS, after=at)
         bundle = job.path(str(incident.data["evidence"]))
@@ -60,8 +60,8 @@ def stop(folder: Path, kind: str) -> dict[str, float]:
 
 def lose_node(folder: Path, kind: str) -> dict[str, float]:
     """Kill the agent of a node with all its descendants, and measure until a spare takes its place."""
-    with Job(folder, kind, "tiny-gpt", *_SETTINGS, "cluster.spare_nodes=1") as job:
-        job.reached(_HIT_AT, _START_SECONDS)
+    with BenchmarkRun(folder, kind, "tiny-gpt", *_SETTINGS, "cluster.spare_nodes=1") as job:
+        job.wait_for_step(_HIT_AT, _START_SECONDS)
         at = hit(job.agent(1).pid, signal.SIGKILL)
         lost = job.event(EventKind.AGENT_LOST, _NOTICE_SECONDS, after=at).time
         job.event(EventKind.SPARE_USED, _NOTICE_SECONDS, after=at)
@@ -72,7 +72,7 @@ def lose_node(folder: Path, kind: str) -> dict[str, float]:
 def kill_in_script(folder: Path, kind: str, step_seconds: float) -> dict[str, float]:
     """Measure as `kill` does, on the script that torchrun also runs."""
     with _script(folder, kind, step_seconds) as (job, logs):
-        old = trained(logs, _HIT_AT)
+        old = wait_for_victim(logs, _HIT_AT)
         cold = float(lines(logs / "rank-0.jsonl")[0]["time"]) - job.began()
         at = hit(old, signal.SIGKILL)
         noticed = job.event(EventKind.RANK_EXITED, _NOTICE_SECONDS, after=at, rank=_VICTIM).time
@@ -86,7 +86,7 @@ def stop_in_script(folder: Path, kind: str, step_seconds: float, patience: float
     Ranks of a command have no progress cell, so they are watched only for their end.
     """
     with _script(folder, kind, step_seconds) as (job, logs):
-        at = hit(trained(logs, _HIT_AT), signal.SIGSTOP)
+        at = hit(wait_for_victim(logs, _HIT_AT), signal.SIGSTOP)
         try:
             incident = job.event(EventKind.INCIDENT, patience, after=at)
         except NotInTimeError:
@@ -96,17 +96,17 @@ def stop_in_script(folder: Path, kind: str, step_seconds: float, patience: float
 
 
 @contextlib.contextmanager
-def _script(folder: Path, kind: str, step_seconds: float) -> Iterator[tuple[Job, Path]]:
+def _script(folder: Path, kind: str, step_seconds: float) -> Iterator[tuple[BenchmarkRun, Path]]:
     """Run torchrun's script as a command of orch; yield the job and the folder of its ranks' logs."""
     logs = folder / "script"
     logs.mkdir(parents=True)
     command = json.dumps([sys.executable, str(SCRIPT), str(logs), "100000", str(step_seconds)])
     shape = ("cluster.nodes=2", "cluster.ranks_per_node=2")
-    with Job(folder, kind, "torchrun-script", f"command={command}", *shape) as job:
+    with BenchmarkRun(folder, kind, "torchrun-script", f"command={command}", *shape) as job:
         yield job, logs
 
 
-def trained(logs: Path, step: int) -> int:
+def wait_for_victim(logs: Path, step: int) -> int:
     """Return the victim's process once it has trained this step."""
 
     def look() -> int | None:

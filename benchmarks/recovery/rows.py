@@ -8,7 +8,7 @@ STRETCH, MUST, MISSED, FAILED = "stretch", "must", "MISSED", "FAILED"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RecoveryRow:
     """A row of the table; less is better."""
 
     name: str
@@ -29,9 +29,9 @@ COMPARED = frozenset({"step-time", "step-cpu"})
 """Rows that are small differences of two large figures, possibly negative; printed with the range of rounds."""
 
 
-def _row(name: str, text: str, bounds: tuple[float, float], where: str, unit: str = "s") -> Row:
+def _row(name: str, text: str, bounds: tuple[float, float], where: str, unit: str = "s") -> RecoveryRow:
     fault, _, figure = where.partition(":")
-    return Row(name=name, text=text, must=bounds[0], stretch=bounds[1], fault=fault, figure=figure, unit=unit)
+    return RecoveryRow(name=name, text=text, must=bounds[0], stretch=bounds[1], fault=fault, figure=figure, unit=unit)
 
 
 ROWS = (
@@ -57,7 +57,7 @@ def head(report: dict[str, Any]) -> str:
         f"{report['cores']} cores, torch {report['torch']}, Python {report['python']}, load before "
         f"{report['load']:.2f}; {report['cluster']} scheduler, 2 nodes x 2 ranks; medians of n rounds, sides in turn"
     )
-    return "\n".join([machine, "", _aligned(_HEAD), _aligned(tuple("-" * width for width in _WIDTHS))])
+    return "\n".join([machine, "", _align(_HEAD), _align(tuple("-" * width for width in _WIDTHS))])
 
 
 def line(row: dict[str, Any]) -> str:
@@ -66,7 +66,7 @@ def line(row: dict[str, Any]) -> str:
         f"{name} {_value(one['value'], row['unit'])} (n = {_count(one)})" for name, one in row["others"].items()
     )
     bounds = (_value(row[key], row["unit"]) for key in ("ours", "must", "stretch"))
-    return _aligned((row["text"], *bounds, row["verdict"], _count(row), others or "-"))
+    return _align((row["text"], *bounds, row["verdict"], _count(row), others or "-"))
 
 
 def notes(report: dict[str, Any]) -> str:
@@ -98,6 +98,6 @@ def _value(value: float, unit: str) -> str:
     return f"{value * scale:.{3 if unit == 'x' else 1}f} {name}"
 
 
-def _aligned(cells: tuple[str, ...]) -> str:
+def _align(cells: tuple[str, ...]) -> str:
     padded = [cell.rjust(width) for cell, width in zip(cells[1:-1], _WIDTHS[1:-1], strict=True)]
     return "  ".join([cells[0].ljust(_WIDTHS[0]), *padded, cells[-1]]).rstrip()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.recovery.job import free_port, hit
-from benchmarks.recovery.ours import SCRIPT, first_again, trained
+from benchmarks.recovery.ours import SCRIPT, first_again, wait_for_victim
 from benchmarks.recovery.polling import NotInTimeError, lines, until
 
 _SEEN = re.compile(r"failed \(exitcode: -\d+\) local_rank: \d+ \(pid: (\d+)\)")
@@ -46,7 +46,7 @@ class Torchrun:
         for line in run.stderr:
             self._heard.append((time.time(), line))
 
-    def noticed(self, pid: int, seconds: float) -> float:
+    def detection_time(self, pid: int, seconds: float) -> float:
         """Return when torchrun reported the failure of this process; infinity if it did not in time."""
 
         def look() -> float | None:
@@ -79,11 +79,11 @@ def fault(folder: Path, number: signal.Signals, step_seconds: float, patience: f
     """Send a rank this signal; measure when torchrun reports it and when rank 0 trains again, infinity if never."""
     logs = folder / "torchrun"
     with Torchrun(logs, step_seconds) as job:
-        victim = trained(logs, _HIT_AT)
+        victim = wait_for_victim(logs, _HIT_AT)
         cold = float(lines(logs / "rank-0.jsonl")[0]["time"]) - job.began
         at = hit(victim, number)
         try:
-            noticed = job.noticed(victim, patience)
+            noticed = job.detection_time(victim, patience)
             back = first_again(logs, at, patience) if math.isfinite(noticed) else math.inf
         finally:
             if number == signal.SIGSTOP:

@@ -44,8 +44,8 @@ def main() -> int:
                 report["rows"].append(row)
                 print(sizes.line(row), file=said, flush=True)
     if _BESIDE in chosen:
-        report[_BESIDE] = _beside(options.folder, options.windows)
-        print(sizes.beside(report[_BESIDE]), file=said, flush=True)
+        report[_BESIDE] = _measure_beside(options.folder, options.windows)
+        print(sizes.format_beside(report[_BESIDE]), file=said, flush=True)
     if options.json:
         print(json.dumps(report))
     return int(any("error" in row for row in (*report["rows"], report.get(_BESIDE, {}))))
@@ -59,7 +59,7 @@ def _of_a_size(size: sizes.Size, at: Path, rounds: int) -> list[dict[str, Any]]:
             return [{"size": size.name, "error": f"{type(error).__name__}: {error}"}]
 
 
-def _beside(at: Path, windows: int) -> dict[str, Any]:
+def _measure_beside(at: Path, windows: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=at, prefix="bench-restore-", ignore_cleanup_errors=True) as folder:
         try:
             return beside.measure(Path(folder), windows)

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery.job import Job
-from benchmarks.restore_tests.sizes import ON_TWO_RANKS, tested
+from benchmarks.recovery.job import BenchmarkRun
+from benchmarks.restore_tests.sizes import ON_TWO_RANKS, run_test
 from trainer.contract.events import read_events
 from trainer.contract.logs.line_file import work_lines
 from trainer.contract.run_dir import RunDir
@@ -27,8 +27,8 @@ def measure(folder: Path, windows: int) -> dict[str, Any]:
     A test's window is its job, from the first event to the last. The load has as many processes as the test has ranks,
     at the same nice value, for as long as the previous test. The ratio is the median over pairs.
     """
-    with Job(folder, "local", "tiny-gpt", *_SETTINGS) as job:
-        job.reached(_SAVED + 3, _PATIENCE)
+    with BenchmarkRun(folder, "local", "tiny-gpt", *_SETTINGS) as job:
+        job.wait_for_step(_SAVED + 3, _PATIENCE)
         seconds = _length(_test_window(job))  # warm-up for the file system's caches; not counted
         found: dict[str, list[float]] = {"alone": [], "test": [], "load": []}
         for number in range(windows):
@@ -52,8 +52,8 @@ def _length(window: Window) -> float:
     return window[1] - window[0]
 
 
-def _test_window(job: Job) -> Window:
-    test = tested(job, "same", _SAVED)
+def _test_window(job: BenchmarkRun) -> Window:
+    test = run_test(job, "same", _SAVED)
     attempt = RunDir(job.path("").parent / str(test["test"])).all_attempts()[-1]
     times = [event.time for path in attempt.events.glob("*.jsonl") for event in read_events(path)[0]]
     return min(times), max(times)
@@ -72,7 +72,7 @@ def _window(processes: int, seconds: float) -> Window:
     return began, began + seconds
 
 
-def _step_seconds(job: Job, window: Window) -> float:
+def _step_seconds(job: BenchmarkRun, window: Window) -> float:
     """Return the mean step time of rank 0 within the window."""
     lines = [line for line in work_lines(RunDir(job.path("")).all_attempts()[-1]) if line["rank"] == 0]
     times = [float(line["time"]) for line in lines if window[0] <= line["time"] <= window[1]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.checkpoint.limits import BLOCK, CORES, raw_read, room
 from benchmarks.checkpoint.states import drop, warm
-from benchmarks.recovery.job import Job
+from benchmarks.recovery.job import BenchmarkRun
 from checkpointing.tiers.catalog import Catalog
 from trainer.contract.logs.line_file import work_lines
 from trainer.contract.restore_test import Outcome
@@ -54,7 +54,7 @@ def measure(size: Size, folder: Path, rounds: int) -> Iterator[dict[str, Any]]:
     what that leaves in the cache.
     """
     settings = (*ON_TWO_RANKS, f"train.steps={_STEPS}", f"checkpoint.every={_SAVED}", *size.settings)
-    with Job(folder, "local", "tiny-gpt", *settings) as job:
+    with BenchmarkRun(folder, "local", "tiny-gpt", *settings) as job:
         job.orch("wait", job.name, seconds=_TRAIN_SECONDS)
         files = saved_files(job)
         nbytes = sum(file.stat().st_size for file in files)
@@ -67,20 +67,20 @@ def measure(size: Size, folder: Path, rounds: int) -> Iterator[dict[str, Any]]:
                 warm(files)
                 raw[False].append(raw_read(files, target, threads=CORES, cold=False))
                 drop(files)
-                tests[layout].append(tested(job, layout, _SAVED)["evidence"])
+                tests[layout].append(run_test(job, layout, _SAVED)["evidence"])
         step = statistics.median(step_seconds(job))
     for layout, found in tests.items():
         yield row(size, layout, found, raw, nbytes, step)
 
 
-def saved_files(job: Job) -> list[Path]:
+def saved_files(job: BenchmarkRun) -> list[Path]:
     """Return the files of the tested checkpoint."""
     catalog = Catalog(RunDir(job.path("")).checkpoints)
-    entry = next(entry for entry in catalog.committed() if entry.step == _SAVED)
+    entry = next(entry for entry in catalog.committed_entries() if entry.step == _SAVED)
     return [file for file in entry.path.iterdir() if file.is_file()]
 
 
-def tested(job: Job, layout: str, step: int) -> dict[str, Any]:
+def run_test(job: BenchmarkRun, layout: str, step: int) -> dict[str, Any]:
     """Run one test and return it with its evidence; raises RuntimeError unless the checkpoint was restored."""
     words = ("ckpt", "restore-test", f"{job.name}@{step}", "--layout", layout, "--wait", "--json")
     (test,) = json.loads(job.orch(*words, seconds=_TEST_SECONDS))["data"]
@@ -89,7 +89,7 @@ def tested(job: Job, layout: str, step: int) -> dict[str, Any]:
     return dict(test)
 
 
-def step_seconds(job: Job) -> list[float]:
+def step_seconds(job: BenchmarkRun) -> list[float]:
     """Return the seconds between steps of rank 0."""
     lines = [line for line in work_lines(RunDir(job.path("")).all_attempts()[-1]) if line["rank"] == 0]
     times = [float(line["time"]) for line in lines]
@@ -132,7 +132,7 @@ def head(report: dict[str, Any]) -> str:
         "RTO: start of the job to the first step, without verifying; of a day: rank-seconds of one test as a share of "
         "those of a run of a day on 2 ranks, computed"
     )
-    return "\n".join([machine, "", aligned(_HEAD), aligned(tuple("-" * width for width in _WIDTHS))])
+    return "\n".join([machine, "", align_cells(_HEAD), align_cells(tuple("-" * width for width in _WIDTHS))])
 
 
 def line(row: dict[str, Any]) -> str:
@@ -140,7 +140,7 @@ def line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['size']}: FAILED: {row['error']}"
     ranks = f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
-    return aligned(
+    return align_cells(
         (
             f"{row['size']}, {_size(row['bytes'])}", f"{row['layout']} ({ranks})", _seconds(row["rto_s"]),
             _seconds(row["restore_s"]), f"{_size(row['restore_bytes_per_s'])}/s", _seconds(row["read_cold_s"]),
@@ -150,7 +150,7 @@ def line(row: dict[str, Any]) -> str:
     )  # fmt: skip
 
 
-def beside(row: dict[str, Any]) -> str:
+def format_beside(row: dict[str, Any]) -> str:
     """Return the step times of a run alone and beside others."""
     if "error" in row:
         return f"step times beside a test: FAILED: {row['error']}"
@@ -161,7 +161,7 @@ def beside(row: dict[str, Any]) -> str:
     )
 
 
-def aligned(cells: tuple[str, ...]) -> str:
+def align_cells(cells: tuple[str, ...]) -> str:
     padded = [cell.rjust(width) for cell, width in zip(cells[2:], _WIDTHS[2:], strict=True)]
     return "  ".join([cells[0].ljust(_WIDTHS[0]), cells[1].ljust(_WIDTHS[1]), *padded]).rstrip()
 

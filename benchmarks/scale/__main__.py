@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.table import MUST, STRETCH, report
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import Event, EventKind, EventLog, read_events
@@ -87,9 +87,9 @@ class ScaleBenchmark:
             await self._until(EventKind.GENERATION_STARTED, _JOIN_SECONDS, leading)
             joined = time.monotonic() - started
             await asyncio.sleep(_WARM_SECONDS)
-            before = await self._asked(agents, "reports 0")
+            before = await self._ask_agents(agents, "reports 0")
             share = await self._steady(leading)
-            after = await self._asked(agents, "reports 0")
+            after = await self._ask_agents(agents, "reports 0")
             rate = (after["reports"] - before["reports"]) / self._options.seconds
             verdicts = [
                 await self._incident(agents, kind, number, leading)
@@ -104,7 +104,7 @@ class ScaleBenchmark:
     def _coordinator(self) -> Coordinator:
         options, token = self._options, LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
         token.write(self._attempt.go)
-        state = AttemptState(
+        state = CoordinatorState(
             run=self._run, attempt=self._attempt, token=token, started=time.monotonic(),
             config=JobConfig(cluster=ClusterShape(nodes=options.nodes, ranks_per_node=options.ranks_per_node)),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=options.nodes, name="node0000"),
@@ -138,7 +138,7 @@ class ScaleBenchmark:
         """Stop one rank; return the verdict and its timing."""
         # On a different node each time, because a node that hangs again is given up.
         rank = self._options.ranks_per_node * (self._options.nodes // 2 + number)
-        stopped = await self._asked(agents, f"{kind} {rank}")
+        stopped = await self._ask_agents(agents, f"{kind} {rank}")
         event = await self._until(EventKind.INCIDENT, _VERDICT_SECONDS, leading, stern=False)
         if event is None:
             return {
@@ -161,7 +161,7 @@ class ScaleBenchmark:
             "rank": rank, "named": event["data"]["rank"],
         }  # fmt: skip
 
-    async def _asked(self, agents: asyncio.subprocess.Process, order: str) -> dict[str, Any]:
+    async def _ask_agents(self, agents: asyncio.subprocess.Process, order: str) -> dict[str, Any]:
         """Send one order to the agents and return their answer."""
         assert agents.stdin is not None
         assert agents.stdout is not None

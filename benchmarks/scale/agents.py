@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
-from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
+from trainer.agent.flight.flight_record import CollectiveEntry, FlightRecord, Group
 from trainer.agent.watch.hang_detector import ReportSchedule
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.sampling import STILL
@@ -101,7 +101,9 @@ def _flight(entered: int, completed: int, world: tuple[int, ...]) -> str:
     """Return the template record of rank -1; one process writes all records here, but each node does in a real job."""
     states = ["done"] * completed + ["scheduled"] * (entered - completed)
     newest = list(enumerate(states, 1))[-30:]
-    entries = tuple(Entry("0", at, "all_reduce", "1024x1024", 1 << 20, "Float", state) for at, state in newest)
+    entries = tuple(
+        CollectiveEntry("0", at, "all_reduce", "1024x1024", 1 << 20, "Float", state) for at, state in newest
+    )
     return FlightRecord(
         rank=-1, groups={"0": Group(world, entered, completed, "default_pg")}, entries=entries
     ).to_json()
@@ -117,7 +119,7 @@ def _phase(into: float) -> tuple[str, float]:
     return "optimizer", 1.0 - _SHARE["optimizer"]
 
 
-class Agent:
+class SyntheticAgent:
     """Agent of one node; `world` is shared by all."""
 
     def __init__(self, node: int, nodes: int, ranks: int, world: SyntheticRanks) -> None:
@@ -212,7 +214,7 @@ async def main(found: Path, nodes: int, ranks: int, seconds: float) -> None:
     told, world = json.loads(found.read_text()), SyntheticRanks(seconds)
     attempt = int(found.parent.name)
     orders = asyncio.create_task(_follow_orders(world))
-    agents = [Agent(node, nodes, ranks, world) for node in range(nodes)]
+    agents = [SyntheticAgent(node, nodes, ranks, world) for node in range(nodes)]
     living = []
     for at in range(0, nodes, _JOIN_AT_ONCE):
         living += [asyncio.create_task(agent.live(told, attempt)) for agent in agents[at : at + _JOIN_AT_ONCE]]

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.recovery.job import Job
+from benchmarks.recovery.job import BenchmarkRun
 from benchmarks.recovery.polling import until
 from benchmarks.scale.exchange import sockets
 from trainer.contract.run_dir import AttemptDir, RunDir
@@ -67,7 +67,7 @@ def connections(rank: psutil.Process, store: int) -> dict[str, int]:
     return found
 
 
-def ranks_of(job: Job) -> dict[int, psutil.Process]:
+def rank_processes(job: BenchmarkRun) -> dict[int, psutil.Process]:
     found = job.processes("orch-rank-")
     return {int(process.cmdline()[0].rpartition("-")[2]): process for process in found}
 
@@ -79,11 +79,11 @@ def sizes(world: int) -> tuple[str, ...]:
 
 def measure(world: int, steps: int, folder: Path) -> dict[str, Any]:
     """Measure one job with this many ranks."""
-    with Job(folder, "local", "tiny-gpt", *SETTINGS, *sizes(world), work_log=False) as job:
+    with BenchmarkRun(folder, "local", "tiny-gpt", *SETTINGS, *sizes(world), work_log=False) as job:
         attempt = RunDir(job.path("")).attempt(1)
         until(lambda: newest_step(attempt) >= 5 or None, _START_SECONDS, f"step 5 of {world} ranks")
         first, before = newest_step(attempt), written(attempt)
-        ranks = ranks_of(job)
+        ranks = rank_processes(job)
         store = store_port(ranks[0])
         held = {number: connections(process, store) for number, process in ranks.items()}
         threads = {number: process.num_threads() for number, process in ranks.items()}

@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery.job import Job
-from benchmarks.turns import bare_side, interval, side_of, take_turns
+from benchmarks.recovery.job import BenchmarkRun
+from benchmarks.turns import bare_side, interval, job_side, take_turns
 
 GOAL, MUST = 1.00, 1.02
 _RANKS, _LEAST_TURNS = 2, 15
@@ -69,18 +69,18 @@ def main() -> int:
         with tempfile.TemporaryDirectory(
             dir=options.folder, prefix="bench-training-", ignore_cleanup_errors=True
         ) as folder:
-            rows.append(measured(name, Path(folder), options.turns))
+            rows.append(measure_row(name, Path(folder), options.turns))
         print(_line(rows[-1]), file=said, flush=True)
     if options.json:
         print(json.dumps({"benchmark": "training", "rows": rows}))
     return int(any(row["verdict"] == "MISSED" for row in rows))
 
 
-def measured(name: str, folder: Path, turns: int) -> dict[str, Any]:
+def measure_row(name: str, folder: Path, turns: int) -> dict[str, Any]:
     """Return one row: the median ratio of all pairs with its interval."""
     torchs, settings = ROWS[name]
-    with Job(folder, "local", "tiny-gpt", *_SETTINGS, *settings) as job:
-        ours = side_of(job, _RANKS)
+    with BenchmarkRun(folder, "local", "tiny-gpt", *_SETTINGS, *settings) as job:
+        ours = job_side(job, _RANKS)
         logs = folder / "bare"
         words = ["-m", "benchmarks.training.bare_loop", str(job.path("")), str(logs), name]
         with bare_side(logs, words, _RANKS) as bare:

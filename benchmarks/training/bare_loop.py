@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.recovery.script import tell
-from benchmarks.training.bare_pipeline import StagedPasses
+from benchmarks.training.bare_pipeline import BareStagedPasses
 from trainer.contract.config import JobConfig, load
 from trainer.contract.run_dir import RunDir
 from trainer.worker import workload
@@ -66,7 +66,7 @@ WRAPPED: dict[str, Callable[[Llama, DeviceMesh, int], nn.Module]] = {
 }  # fmt: skip
 
 
-class WholePasses:
+class BareWholePasses:
     """Passes of ranks that have all layers, or parts of each."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh, strategy: str) -> None:
@@ -95,7 +95,7 @@ def main(config: JobConfig, folder: Path, strategy: str) -> None:
     torch.set_num_threads(devices.threads_per_rank(config.cluster))
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    passes = StagedPasses(config, mesh) if strategy == "pp" else WholePasses(config, mesh, strategy)
+    passes = BareStagedPasses(config, mesh) if strategy == "pp" else BareWholePasses(config, mesh, strategy)
     optimizer = adamw(passes.model, config.optimizer)
     data = _data(config, alike=strategy in ("tp", "pp"))
     with (folder / f"rank-{dist.get_rank()}.jsonl").open("a") as lines:

@@ -10,17 +10,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
-from trainer.contract.pipeline.stage_split import split_of
+from trainer.contract.pipeline.stage_split import split_model
 from trainer.worker.pipeline.stage import LlamaStage
 
 _CPU = torch.device("cpu")
 
 
-class StagedPasses:
+class BareStagedPasses:
     """Passes with one stage on each rank of the mesh and orch's layers there; shapes are known beforehand."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh) -> None:
-        part = split_of(config.parallel.pipeline, config).parts[mesh.get_rank()]
+        part = split_model(config.parallel.pipeline, config).parts[mesh.get_rank()]
         with torch.device("meta"):
             self.model = LlamaStage(config.model, config.train, part)
         self.model.materialize(_CPU, config.train.seed)

@@ -20,11 +20,11 @@ from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Rest
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
 from checkpointing.engine.save.flusher import Flusher
 from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveAgreement, SaveQueue, SaveReadiness, agree_on_save
-from checkpointing.engine.save.saver import Job, Saved, Saver, Writer
+from checkpointing.engine.save.saver import CheckpointSaver, SavedCheckpoint, SaveJob, Writer
 from checkpointing.engine.state.plausibility import PlausibilityJudge
-from checkpointing.engine.state.save_plan import Plan, agree_on_plan, budgeted
+from checkpointing.engine.state.save_plan import AgreedPlan, agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure
-from checkpointing.errors import SaveFailed, Unsavable
+from checkpointing.errors import SaveFailed, UnsavableState
 from checkpointing.event_sink import EmitEvent, EventSink, emit_nothing
 from checkpointing.owner import Owner
 from checkpointing.retention.policy import Policy, TierRetention
@@ -78,12 +78,12 @@ class Checkpointer:
         self._judge = PlausibilityJudge(self._config.plausibility)
         self._flusher: Flusher | None = None
         self._first = tiers.tiers[0]
-        policy = Policy.of(self._first.keep, self._config)
+        policy = Policy.from_config(self._first.keep, self._config)
         emit = self._events.emit if self._ranks.leads else emit_nothing
         self._retention = TierRetention(self._first, policy, owner, emit, tiers.pins)
         self._debris_thread: threading.Thread | None = None
         self._stager: Stager | None = None
-        self._saver: Saver | None = None
+        self._saver: CheckpointSaver | None = None
         self._queue: SaveQueue | None = None
         self.committed_step: int | None = None
         """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
@@ -137,7 +137,7 @@ class Checkpointer:
         facts, own = _plain(extra, "extra"), _plain(rank_state or {}, "rank_state")
         self.before_optimizer_step()
         try:
-            parts = self._admitted(step, tensors, facts, own)
+            parts = self._admit(step, tensors, facts, own)
         except OSError as error:  # no memory for a new plan; all ranks agree on this
             parts, self._newest, self.failure = None, step, explain(error)
             self._emit_on_leader("checkpoint.failed", step=step, reason=self.failure)
@@ -155,7 +155,7 @@ class Checkpointer:
         """Return every rank's plain value in rank order. Collective; call on the caller's thread."""
         return self._ranks.all_gather(value)
 
-    def _admitted(
+    def _admit(
         self, step: int, tensors: Mapping[str, Tensor], facts: dict[str, Any], own: dict[str, Any]
     ) -> list[Tensor] | None:
         """Return this rank's parts of the tensors once there is memory for them, or None if this save must be skipped.
@@ -205,21 +205,21 @@ class Checkpointer:
         # The result of an earlier save does not apply to this one.
         self._newest, self.failure = step, None
         staged = self._stager.stage(parts, compare=not self._judge.is_off)
-        job = Job(step, self._stager.plan, staged, facts, self._facts, trained)
+        job = SaveJob(step, self._stager.plan, staged, facts, self._facts, trained)
         self._queue.submit(job)
         self._stager.stage_buckets(staged, parts)
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Agree on a plan and allocate memory for it while no save is running. Returns this rank's parts."""
         staging = self._config.staging
-        lay = budgeted(staging.files, staging.host_memory)
+        lay = layout_for_budget(staging.files, staging.host_memory)
         by_node = self._config.files == BY_NODE
         plan = agree_on_plan(self._ranks, tensors, lay, int(staging.host_memory * GIB), by_node=by_node)
         structure = Structure(tensors)
         if self._stager is not None:
             self._stager.close()
             self._stager = None
-        stager = result_or_failed(lambda: self._stager_for(plan, structure))
+        stager = result_or_failed(lambda: self._make_stager(plan, structure))
         told = self._ranks.all_gather(stager if isinstance(stager, Failed) else None)
         failed = [(f"rank {rank}: {result.reason}", result.lasting) for rank, result in enumerate(told) if result]
         if failed:
@@ -233,7 +233,7 @@ class Checkpointer:
         assert parts is not None, "a state does not match its own structure"
         return parts
 
-    def _stager_for(self, plan: Plan, structure: Structure) -> Stager:
+    def _make_stager(self, plan: AgreedPlan, structure: Structure) -> Stager:
         writer = self._open_writer()
         arena = writer.arena
         arena.reload()
@@ -247,8 +247,8 @@ class Checkpointer:
         if self._saver is None:
             self._link = self._link or WriterLink.start()
             emit = self._events.emit
-            self._saver = Saver(self._first, self._save_ranks, self._owner, self._link, self._judge, emit)
-            self._queue = SaveQueue(self._saver, self._save_ranks, emit, self._ended, self._pauses)
+            self._saver = CheckpointSaver(self._first, self._save_ranks, self._owner, self._link, self._judge, emit)
+            self._queue = SaveQueue(self._saver, self._save_ranks, emit, self._on_save_end, self._pauses)
         return self._saver.writer
 
     def _open_flusher(self) -> None:
@@ -265,10 +265,10 @@ class Checkpointer:
             distrusted=self._restorer.distrusted,
         )
 
-    def _ended(self, job: Job, saved: Saved | SaveFailed) -> None:
+    def _on_save_end(self, job: SaveJob, saved: SavedCheckpoint | SaveFailed) -> None:
         """Record the result of a save. Runs on the save queue's thread."""
         if isinstance(saved, SaveFailed):
-            if isinstance(saved, Unsavable):
+            if isinstance(saved, UnsavableState):
                 self.lasting = saved
             if job.step == self._newest:
                 self.failure = saved.reason
@@ -279,9 +279,9 @@ class Checkpointer:
             if self._debris_thread is not None:
                 self._debris_thread.join()  # at most one at a time
             held = self._flusher.held if self._flusher is not None else ()
-            self._retention.apply(saved.name, self._restorer.distrusted.of(self._first.path), held)
+            self._retention.apply(saved.name, self._restorer.distrusted.in_tier(self._first.path), held)
         if self._flusher is not None:
-            self._flusher.committed(saved.name)
+            self._flusher.record_commit(saved.name)
 
     @property
     def _looks_after_first_tier(self) -> bool:

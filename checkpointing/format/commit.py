@@ -28,7 +28,7 @@ class Region:
     filled: str
 
     @classmethod
-    def of(cls, entry: FileEntry, filled: str, places: Places) -> "Region":
+    def from_entry(cls, entry: FileEntry, filled: str, places: Places) -> "Region":
         file, at = places[entry.name]
         return cls(file=file, at=at, entry=entry, filled=filled)
 
@@ -53,15 +53,15 @@ def assign_places(sizes: Sequence[Mapping[str, int]], leads_node: Sequence[bool]
     return found
 
 
-def joined(regions: Sequence[Region]) -> list[FileEntry]:
+def join_regions(regions: Sequence[Region]) -> list[FileEntry]:
     """Return the entries of the nodes' files; raises ValueError if regions are not contiguous."""
     by_file: dict[str, list[Region]] = {}
     for region in sorted(regions, key=lambda region: region.at):
         by_file.setdefault(region.file, []).append(region)
-    return [_joined(file, parts) for file, parts in by_file.items()]
+    return [_join_parts(file, parts) for file, parts in by_file.items()]
 
 
-def _joined(file: str, parts: Sequence[Region]) -> FileEntry:
+def _join_parts(file: str, parts: Sequence[Region]) -> FileEntry:
     chunks: list[str] = []
     for part, after in zip(parts, (*parts[1:], None), strict=True):
         if part.at != len(chunks) * CHUNK or part.entry.chunk_size != CHUNK:

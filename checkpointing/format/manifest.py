@@ -64,7 +64,7 @@ class Index:
         }
         return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
-    def of(self, key: str) -> tuple[Piece, ...]:
+    def find_pieces(self, key: str) -> tuple[Piece, ...]:
         """Return the pieces of one tensor."""
         return tuple(piece for piece in self.pieces if piece.key == key)
 
@@ -201,10 +201,10 @@ def parse(data: bytes) -> Manifest:
         raise ManifestError(f"{MANIFEST} is malformed: {error}") from error
     if manifest.encode() != data:
         raise ManifestError(f"{MANIFEST} is not in canonical form")
-    return _checked(manifest)
+    return _check_manifest(manifest)
 
 
-def _checked(manifest: Manifest) -> Manifest:
+def _check_manifest(manifest: Manifest) -> Manifest:
     names = [entry.name for entry in manifest.files]
     if len(set(names)) != len(names):
         raise ManifestError(f"{MANIFEST} lists a file twice")

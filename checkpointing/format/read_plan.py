@@ -150,7 +150,7 @@ class Shard:
         return range(self.first + start // self.chunk_size, self.first + (end - 1) // self.chunk_size + 1)
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """Bytes `low` to `high` of a packed slice, all within one chunk."""
 
     chunk: int
@@ -158,11 +158,11 @@ class Part(NamedTuple):
     high: int
 
 
-def parts(rows: Sequence[Strip], shard: Shard) -> Iterator[Part]:
+def parts(rows: Sequence[Strip], shard: Shard) -> Iterator[ChunkPart]:
     """Yield the bytes of a slice chunk by chunk; chunks that hold none of them are skipped."""
     low = 0
     for chunk in shard.chunks(rows[0].offset, rows[-1].end):
         high = before(rows, shard.span(chunk)[1])
         if high > low:
-            yield Part(chunk, low, high)
+            yield ChunkPart(chunk, low, high)
             low = high

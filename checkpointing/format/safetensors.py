@@ -31,7 +31,7 @@ class Malformed(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """A tensor and the location of its values, in bytes of the file."""
 
     info: TensorInfo
@@ -44,7 +44,7 @@ class Header:
     """The beginning of a file as bytes, and the tensors that follow."""
 
     encoded: bytes
-    tensors: dict[str, Place]
+    tensors: dict[str, TensorLocation]
     size: int
     """Bytes of the whole file."""
 
@@ -63,13 +63,13 @@ def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> H
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
     encoded = struct.pack("<Q", len(text)) + text
-    places = {name: Place(info, len(encoded) + start, nbytes) for name, (info, start, nbytes) in spans.items()}
+    places = {name: TensorLocation(info, len(encoded) + start, nbytes) for name, (info, start, nbytes) in spans.items()}
     return Header(encoded, places, len(encoded) + end)
 
 
 def read_header(stream: BinaryIO, size: int) -> Header:
     """Return the header of a file of `size` bytes; raises Malformed unless it describes exactly these bytes."""
-    encoded, described = _described(stream, size)
+    encoded, described = _read_entries(stream, size)
     try:
         places = {name: _place(entry, len(encoded)) for name, entry in described.items()}
     except Malformed:
@@ -82,7 +82,7 @@ def read_header(stream: BinaryIO, size: int) -> Header:
 
 def check_length(stream: BinaryIO, size: int) -> None:
     """Raise Malformed if the values do not end at the end of the file of `size` bytes; accepts any dtype."""
-    encoded, described = _described(stream, size)
+    encoded, described = _read_entries(stream, size)
     try:
         end = max((int(entry["data_offsets"][1]) for entry in described.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
@@ -94,7 +94,7 @@ def check_length(stream: BinaryIO, size: int) -> None:
 _ENDS = "its values end at byte {}, the file at {} (cut off, or something is appended)"
 
 
-def _described(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
+def _read_entries(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
     """Return the file's bytes up to its values, and the entries of its header."""
     begin = stream.read(8)
     if len(begin) < 8:
@@ -121,17 +121,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _place(entry: dict[str, Any], base: int) -> Place:
+def _place(entry: dict[str, Any], base: int) -> TensorLocation:
     dtype, size = DTYPES[entry["dtype"]]
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise Malformed("its header has a size or place that is no whole number")
     if end - start != math.prod(shape) * size:
         raise Malformed(f"its header gives {end - start} bytes to a {dtype} tensor of shape {shape}")
-    return Place(TensorInfo(dtype, shape), base + start, end - start)
+    return TensorLocation(TensorInfo(dtype, shape), base + start, end - start)
 
 
-def _check_whole(places: Mapping[str, Place], start: int, size: int) -> None:
+def _check_whole(places: Mapping[str, TensorLocation], start: int, size: int) -> None:
     """Check that values are contiguous, without gap or overlap, up to the end of the file."""
     at = start
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):

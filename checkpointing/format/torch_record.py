@@ -53,9 +53,9 @@ def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
             if described.compress_type or values.compress_type or described.file_size > _LONGEST:
                 raise ValueError("it is packed in another way")
         # Not read through the archive, which would compare checksums: torch can be configured to omit them.
-        place = start + offset_of(read, start, length, described)
+        place = start + member_offset(read, start, length, described)
         dtype, shape = _describe(read(place, described.file_size))
-        return TorchRecord(dtype, shape, offset_of(read, start, length, values), values.file_size)
+        return TorchRecord(dtype, shape, member_offset(read, start, length, values), values.file_size)
     except _MALFORMED as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -72,12 +72,12 @@ def locate_values(read: ReadAt, start: int, length: int) -> tuple[int, int]:
         if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"it has {len(records)} plain records of values instead of one")
         (record,) = records
-        return start + offset_of(read, start, length, record), record.file_size
+        return start + member_offset(read, start, length, record), record.file_size
     except _MALFORMED as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def read_at(stream: BinaryIO) -> ReadAt:
+def make_reader(stream: BinaryIO) -> ReadAt:
     """Return a function that reads bytes at given offsets of a stream."""
 
     def read(place: int, length: int) -> bytes:
@@ -87,7 +87,7 @@ def read_at(stream: BinaryIO) -> ReadAt:
     return read
 
 
-def offset_of(read: ReadAt, start: int, length: int, member: zipfile.ZipInfo) -> int:
+def member_offset(read: ReadAt, start: int, length: int, member: zipfile.ZipInfo) -> int:
     """Return the offset of a member's bytes from the start of the record, after its own local header."""
     mark, name, extra = _LOCAL_HEADER.unpack(read(start + member.header_offset, _LOCAL_HEADER.size))
     place = member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)

@@ -25,7 +25,7 @@ from checkpointing.storage.backends import Storage
 from checkpointing.storage.durable import number
 from checkpointing.tiers.catalog import Entry
 from checkpointing.tiers.tier import ResolvedTier
-from checkpointing.verification.verdicts import Verdict, bad_copies, newest_restore_tested, read_verdicts
+from checkpointing.verification.verdicts import CopyVerdict, bad_copies, newest_restore_tested, read_verdicts
 from checkpointing.verification.verify import read_sealed
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Policy:
     mode: str = "min"
 
     @classmethod
-    def of(cls, keep: int, config: CheckpointConfig) -> "Policy":
+    def from_config(cls, keep: int, config: CheckpointConfig) -> "Policy":
         """Return the policy of a tier that keeps the newest `keep`."""
         best = config.best
         number_of_best = best.keep if best.metric else 0
@@ -129,14 +129,14 @@ def best_names(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, f
     return tuple(entry.name for _, entry in sorted(rated, key=lambda pair: pair[0])[: policy.best])
 
 
-def expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
+def select_expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
     """Return what `decide_retention` (same arguments) does not keep, oldest first, each with the reason."""
     return [(judged.entry, judged.reason) for judged in decide_retention(entries, policy, **facts) if not judged.stays][
         ::-1
     ]
 
 
-def metric_of(manifest: Manifest, metric: str) -> float | None:
+def read_metric(manifest: Manifest, metric: str) -> float | None:
     """Return the workload's metric of this name for the checkpoint's step, else a fact (`loss`), else None."""
     own = manifest.extra.get(METRICS)
     value: Any = own[metric] if isinstance(own, dict) and metric in own else manifest.extra.get(metric)
@@ -187,7 +187,7 @@ class TierRetention:
 
     def _delete_expired(self, newest: str, refused: Collection[str], held: Collection[str]) -> bool:
         """Delete expired checkpoints; return False if the fence was lost."""
-        entries = self._tier.catalog.accepted(self._owner)
+        entries = self._tier.catalog.entries_for_owner(self._owner)
         pinned = pinned_names(self._pins)
         if len(entries) <= max(self._policy.keep, FLOOR):
             return True
@@ -197,7 +197,7 @@ class TierRetention:
         refused |= self._unsound(entries, refused)
         tested = self._newest_restore_tested(verdicts, entries, refused)
         facts = {"metrics": self.metrics, "pinned": pinned, "refused": refused, "held": held, "newest": newest}
-        gone = expired(entries, self._policy, restore_tested=tested, **facts)
+        gone = select_expired(entries, self._policy, restore_tested=tested, **facts)
         return self._delete([entry for entry, _ in gone])
 
     def _delete_orphaned(self, held: Collection[str]) -> bool:
@@ -205,7 +205,7 @@ class TierRetention:
         tier, owner, ended_attempts = self._tier, self._owner, attempt_ids(self._owner.ended_attempts)
         if tier.shared or not ended_attempts:
             return True
-        committed = tier.catalog.committed()
+        committed = tier.catalog.committed_entries()
         own = [entry for entry in committed if (entry.attempt, entry.nonce) == (owner.attempt, owner.nonce)]
         if len(own) < FLOOR:
             return True
@@ -215,7 +215,7 @@ class TierRetention:
         return self._delete([entry for entry in left if entry.name != tested])
 
     def _newest_restore_tested(
-        self, verdicts: Sequence[Verdict], entries: Sequence[Entry], refused: Collection[str] = ()
+        self, verdicts: Sequence[CopyVerdict], entries: Sequence[Entry], refused: Collection[str] = ()
     ) -> str | None:
         names = {entry.name for entry in entries if entry.name not in refused}
         return newest_restore_tested(verdicts, self._tier.path, self._tier.storage, names)
@@ -254,7 +254,7 @@ class TierRetention:
             if manifest is None or (faults and self._tier.shared):
                 unsound.add(entry.name)
                 continue
-            self.metrics[entry.name] = metric_of(manifest, self._policy.metric)
+            self.metrics[entry.name] = read_metric(manifest, self._policy.metric)
         return unsound
 
     def _collect(self, held: Collection[str], there: Collection[str] | None = None) -> bool:

@@ -207,33 +207,33 @@ class FsspecStorage:
         # An object store has no folders: creating one costs requests and may need rights on the bucket.
         self._folders = _OBJECT_STORES.isdisjoint((spoken,) if isinstance(spoken, str) else spoken)
 
-    def _at(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
     def _url(self, path: str) -> str:
-        return str(self._fs.unstrip_protocol(self._at(path)))
+        return str(self._fs.unstrip_protocol(self._full_path(path)))
 
-    def _make_folder_of(self, target: str) -> None:
+    def _make_parent(self, target: str) -> None:
         if self._folders:
             self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
 
     def create(self, path: str) -> Sink:
-        target = self._at(path)
+        target = self._full_path(path)
         with as_oserror(self._url(path)):
             self._fs.invalidate_cache(target.rpartition("/")[0])
             if self._fs.exists(target):
                 raise FileExistsError(f"{target} exists already")
-            self._make_folder_of(target)
+            self._make_parent(target)
             return _RemoteFile(self._fs.open(target, "wb"), self._url(path))
 
     def publish(self, path: str, data: bytes) -> None:
-        target = self._at(path)
+        target = self._full_path(path)
         with as_oserror(self._url(path)):
-            self._make_folder_of(target)
+            self._make_parent(target)
             self._fs.pipe_file(target, data)
 
     def open(self, path: str) -> BinaryIO:
-        target = self._at(path)
+        target = self._full_path(path)
         with as_oserror(self._url(path)):
             self._fs.invalidate_cache(target.rpartition("/")[0])
             # Checkpoints are read in chunks of several MiB, so read-ahead would fetch most bytes twice.
@@ -241,7 +241,7 @@ class FsspecStorage:
         return stream if self._folders else cast(BinaryIO, _RemoteReader(stream, self._url(path)))
 
     def list(self, path: str) -> dict[str, int | None]:
-        target = self._at(path)
+        target = self._full_path(path)
         with as_oserror(self._url(path)):
             self._fs.invalidate_cache(target)
             try:
@@ -254,7 +254,7 @@ class FsspecStorage:
         }
 
     def delete(self, path: str) -> None:
-        target = self._at(path)
+        target = self._full_path(path)
         with as_oserror(self._url(path)), contextlib.suppress(FileNotFoundError):
             if self._folders and self._fs.isdir(target):
                 self._fs.rmdir(target)
@@ -277,7 +277,7 @@ def without_secrets(text: str) -> str:
     return _SECRET_ANYWHERE.sub(r"\1://***@", text)
 
 
-def storage_at(place: str | Path) -> Storage:
+def open_storage(place: str | Path) -> Storage:
     """Return the storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`).
 
     Credentials come only from the environment. Raises ValueError for a URL that contains some, ImportError if the

@@ -49,7 +49,7 @@ def _create(parent: Path, beginning: str, mode: int) -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             continue  # swept by another process before it was locked
-        if _locked(descriptor, without_locks=True) and folder.exists():
+        if _try_lock(descriptor, without_locks=True) and folder.exists():
             return folder, descriptor
         os.close(descriptor)
 
@@ -65,13 +65,13 @@ def _sweep(parent: Path, beginning: str) -> None:
         except OSError:
             continue  # owned by another user, or already gone
         try:
-            if _locked(descriptor, without_locks=False):
+            if _try_lock(descriptor, without_locks=False):
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)
 
 
-def _locked(descriptor: int, *, without_locks: bool) -> bool:
+def _try_lock(descriptor: int, *, without_locks: bool) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -267,12 +267,12 @@ RESERVED_BYTES = 32 << 10
 
 def reserve(path: Path, size: int = RESERVED_BYTES) -> None:
     """Reserve space for `write_reserved(path, ...)`; raises OSError if the disk is full."""
-    write_durably(_reserve_of(path), os.urandom(size))  # random, so that a compressing file system cannot shrink it
+    write_durably(_reserve_path(path), os.urandom(size))  # random, so that a compressing file system cannot shrink it
 
 
 def write_reserved(path: Path, data: bytes) -> None:
     """Replace `path` durably; on a full disk, use the space reserved for it. Raises OSError."""
-    room = _reserve_of(path)
+    room = _reserve_path(path)
     try:
         write_durably(path, data)
     except OSError as error:
@@ -297,7 +297,7 @@ def replace_or_overwrite(path: Path, data: bytes) -> None:
             raise
 
 
-def _reserve_of(path: Path) -> Path:
+def _reserve_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.reserve")
 
 

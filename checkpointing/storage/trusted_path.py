@@ -96,7 +96,7 @@ def own_name() -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Opened]:
+def open_folder(path: Path) -> Iterator[Opened]:
     """Open a folder component by component; raises OSError."""
     walk = _Walk()
     try:
@@ -111,7 +111,7 @@ def weakness(path: Path) -> Weakness | None:
 
     A folder that only its owner, another user, may write does not count.
     """
-    with opened(path) as found:
+    with open_folder(path) as found:
         weak = (*found.weak, *_weak_folder(found.descriptor, path))
         return next((each for each in weak if each.writers), None)
 
@@ -119,7 +119,7 @@ def weakness(path: Path) -> Weakness | None:
 def can_be_exchanged(path: Path) -> bool:
     """Return whether another user could replace this folder; False if it does not exist."""
     try:
-        with opened(path) as found:
+        with open_folder(path) as found:
             return bool(found.weak)
     except OSError:
         return False
@@ -135,7 +135,7 @@ def check_unshared(path: Path, *, then: str) -> None:
 
 def check_private(path: Path) -> None:
     """Raise NotPrivate if the folder belongs to another user or others may write it, OSError if it does not exist."""
-    with opened(path) as found:
+    with open_folder(path) as found:
         if fault := found.fault():
             raise NotPrivate(errno.EPERM, fault, str(path))
 
@@ -143,30 +143,30 @@ def check_private(path: Path) -> None:
 _held: dict[Path, Path] = {}
 
 
-def pinned(path: Path) -> Path:
+def pin_path(path: Path) -> Path:
     """Return a private folder under a name that cannot be redirected during the life of this process.
 
     This is `path` if no other user can rename it, else `/proc/<pid>/fd/<n>`, which the user's other processes can open
     as well. Raises NotPrivate, or OSError if the folder does not exist.
     """
     if path not in _held:
-        with opened(path) as found:
+        with open_folder(path) as found:
             if fault := found.fault():
                 raise NotPrivate(errno.EPERM, fault, str(path))
-            _held[path] = _held_at(found.descriptor) if found.weak else path
+            _held[path] = _descriptor_path(found.descriptor) if found.weak else path
     return _held[path]
 
 
 @contextmanager
-def pinned_for_now(path: Path) -> Iterator[Path]:
+def pin_path_temporarily(path: Path) -> Iterator[Path]:
     """Like `pinned`, but only within the context."""
-    with opened(path) as found:
+    with open_folder(path) as found:
         if fault := found.fault():
             raise NotPrivate(errno.EPERM, fault, str(path))
         yield Path(f"/proc/{os.getpid()}/fd/{found.descriptor}") if found.weak else path
 
 
-def _held_at(descriptor: int) -> Path:
+def _descriptor_path(descriptor: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{os.dup(descriptor)}")
 
 

@@ -8,7 +8,7 @@ from checkpointing.errors import ManifestError
 from checkpointing.format.commit import DELETED, Commit, Name, parse_name, read_commit
 from checkpointing.format.manifest import COMMIT
 from checkpointing.owner import Owner
-from checkpointing.storage.backends import Storage, storage_at
+from checkpointing.storage.backends import Storage, open_storage
 
 _UNREADABLE = Commit(manifest="", size=0, committed_at=0.0)
 
@@ -35,7 +35,7 @@ class Catalog:
 
     def __init__(self, root: Path | str, storage: Storage | None = None) -> None:
         self.root, self.place = Path(root), str(root).rstrip("/")
-        self.storage = storage or storage_at(root)
+        self.storage = storage or open_storage(root)
 
     def names(self) -> list[str]:
         """Return every folder with a checkpoint's name, committed or not, newest first."""
@@ -63,7 +63,7 @@ class Catalog:
             return unreadable
         return True
 
-    def committed(self) -> list[Entry]:
+    def committed_entries(self) -> list[Entry]:
         """Return all committed checkpoints, highest step first, and the latest attempt first within a step."""
         return [self._entry(name) for name in self.names() if self.is_committed(name)]
 
@@ -72,9 +72,9 @@ class Catalog:
         listed = set(names)
         return [self._entry(name) for name in self.names() if name in listed and self.is_committed(name)]
 
-    def accepted(self, owner: Owner) -> list[Entry]:
+    def entries_for_owner(self, owner: Owner) -> list[Entry]:
         """Return what an attempt may load or delete: its own checkpoints and those in its launch token."""
-        own = [name for name in self.names() if _is_of(name, owner.attempt, owner.nonce)]
+        own = [name for name in self.names() if _has_owner(name, owner.attempt, owner.nonce)]
         return self.inheritable({*own, *owner.inherit})
 
     def _entry(self, name: str) -> Entry:
@@ -96,7 +96,7 @@ class Catalog:
         )
 
 
-def _is_of(name: str, attempt: int, nonce: str) -> bool:
+def _has_owner(name: str, attempt: int, nonce: str) -> bool:
     parts: Name | None = parse_name(name)
     return parts is not None and (parts.attempt, parts.nonce) == (attempt, nonce)
 
@@ -116,6 +116,6 @@ class DistrustedCheckpoints:
         """Mark the checkpoints that a restore skipped or passed over for an older one."""
         self._passed_over = frozenset(names)
 
-    def of(self, tier: str) -> frozenset[str]:
+    def in_tier(self, tier: str) -> frozenset[str]:
         """Return the names that count neither as a substitute nor as a source in this tier."""
         return self._passed_over | {name for path, name in self._refused if path == tier}

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar
 
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import FileEntry
-from checkpointing.storage.backends import Storage, make_durable, storage_at
+from checkpointing.storage.backends import Storage, make_durable, open_storage
 from checkpointing.storage.digests import CHUNK, Sink, digest
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import bad_copies, read_verdicts
@@ -29,7 +29,7 @@ class TierContents:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CopyChoice:
     """The checkpoint to copy (or None), the tier to copy it from, and the reason."""
 
     name: str | None
@@ -49,7 +49,7 @@ def choose_checkpoint(
     latest: str | None = None,
     last: str | None = None,
     everything: bool = False,
-) -> Choice:
+) -> CopyChoice:
     """Choose the checkpoint that tier `target` should now receive from a faster tier.
 
     `latest` was just committed (None: look for the newest), `last` is what this tier received last. `everything`
@@ -59,18 +59,18 @@ def choose_checkpoint(
     last = last or (here[0] if here else None)
     name, source = _newest(contents[:target], latest)
     if name is None:
-        return Choice(None, 0, "no faster tier has a checkpoint that can be trusted")
+        return CopyChoice(None, 0, "no faster tier has a checkpoint that can be trusted")
     if name in here:
-        return Choice(None, source, THERE)
+        return CopyChoice(None, source, THERE)
     if last is None:
-        return Choice(name, source, "there is none yet")
+        return CopyChoice(name, source, "there is none yet")
     if everything:
-        return Choice(name, source, "the last one goes everywhere")
+        return CopyChoice(name, source, "the last one goes everywhere")
     newer = _step(name) - _step(last)
     # After a rollback, steps restart below the step copied last.
     if 0 <= newer < every:
-        return Choice(None, source, f"it is {newer} steps newer than the newest one there, {every} are asked for")
-    return Choice(name, source, "there is a newer one")
+        return CopyChoice(None, source, f"it is {newer} steps newer than the newest one there, {every} are asked for")
+    return CopyChoice(name, source, "there is a newer one")
 
 
 def _newest(faster: Sequence[TierContents], latest: str | None) -> tuple[str | None, int]:
@@ -241,13 +241,13 @@ def copy_files(
     Raises OSError as `copy_file` does. An interruptible `sleep` lets a throttled copy stop sooner.
     """
     start, done = clock(), 0
-    origin, goal = source or storage_at(order.source), target or storage_at(order.target)
+    origin, goal = source or open_storage(order.source), target or open_storage(order.target)
     throttle = Throttle(order.bandwidth * MIB, clock=clock, sleep=sleep)
     retry = Retry(sleep=sleep)
     try:
         for entry in order.files:
             done += copy_file(origin, goal, order.folder, entry, throttle=throttle, retry=retry, stopped=stopped)
-    except Refused as refusal:
+    except CheckpointRefused as refusal:
         return Copied(bytes=done, seconds=clock() - start, bad=refusal.reason)
     return Copied(bytes=done, seconds=clock() - start)
 
@@ -313,7 +313,7 @@ class _Copy:
             for piece in self._chunks(stream):
                 self.throttle.take(len(piece))
                 sink.write(piece)
-        except (OSError, Refused):
+        except (OSError, CheckpointRefused):
             with contextlib.suppress(OSError):
                 sink.abort()
             self._delete_target()
@@ -336,7 +336,7 @@ class _Copy:
             try:
                 for _ in self._chunks(stream):
                     pass
-            except Refused:
+            except CheckpointRefused:
                 return False
         return True
 
@@ -350,12 +350,12 @@ class _Copy:
             with _doing("reading", self.path):
                 filled = _read_full(stream, piece)
             if filled < len(piece):
-                raise Refused(self.folder, f"{entry.name} chunk {index}: the file is too short")
+                raise CheckpointRefused(self.folder, f"{entry.name} chunk {index}: the file is too short")
             if digest(piece) != expected:
-                raise Refused(self.folder, f"{entry.name} chunk {index}: digest differs")
+                raise CheckpointRefused(self.folder, f"{entry.name} chunk {index}: digest differs")
             yield piece
         if stream.read(1):
-            raise Refused(self.folder, f"{entry.name}: the file is longer than {entry.size} bytes")
+            raise CheckpointRefused(self.folder, f"{entry.name}: the file is longer than {entry.size} bytes")
 
 
 def _read_full(stream: Any, room: memoryview) -> int:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from checkpointing.config import RUN, CheckpointConfig, TierConfig
 from checkpointing.errors import TierUnavailable
-from checkpointing.storage.backends import LocalStorage, Storage, storage_at, without_secrets
+from checkpointing.storage.backends import LocalStorage, Storage, open_storage, without_secrets
 from checkpointing.storage.durable import make_folder
 from checkpointing.tiers.catalog import Catalog
 
@@ -52,7 +52,7 @@ class RunTiers:
     def single(cls, root: Path | str, storage: Storage | None = None, keep: int = 3) -> "RunTiers":
         """Return the folder itself as the only tier, on `storage` or the default storage for its path."""
         path = str(root) if "://" in str(root) else str(Path(root).absolute())
-        storage = storage if storage is not None else storage_at(path)
+        storage = storage if storage is not None else open_storage(path)
         catalog = Catalog(Path(root), storage)
         return cls((ResolvedTier(path=path, storage=storage, catalog=catalog, keep=keep),), storage)
 
@@ -79,7 +79,7 @@ def resolve_tier(tier: TierConfig, run_checkpoints: Path, run_name: str, node_na
             raise ValueError(f"checkpoint.tiers: {name!r} cannot be the name of a folder")
     path = _root(tier, run_checkpoints, run_name, node_name)
     try:
-        storage = storage_at(path)
+        storage = open_storage(path)
     except ImportError as error:
         raise TierUnavailable(f"checkpoint.tiers: {tier.path} needs a library that is missing: {error}") from error
     return ResolvedTier(
@@ -168,13 +168,13 @@ def on_lustre(folder: Path, mounts: Path = MOUNTS) -> bool:
         return False
     table = [fields for line in lines if len(fields := line.split()) >= 3]
     place = Path(os.path.realpath(folder))
-    above = [(Path(_unescaped(point)), kind) for _, point, kind, *_ in table]
+    above = [(Path(_unescape(point)), kind) for _, point, kind, *_ in table]
     # The longest mount point wins; for two mounts at the same point, the later one.
     covering = [(len(point.parts), at, kind) for at, (point, kind) in enumerate(above) if place.is_relative_to(point)]
     return max(covering, default=(0, 0, ""))[2] == "lustre"
 
 
-def _unescaped(point: str) -> str:
+def _unescape(point: str) -> str:
     """Decode the octal escapes of blanks in the mount table."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         point = point.replace(code, letter)
@@ -207,7 +207,7 @@ def refusal(url: str) -> tuple[str, str] | None:
     probe = f".orch-probe-{token_hex(6)}"
     kind = url.partition("://")[0]
     try:
-        storage = storage_at(url)
+        storage = open_storage(url)
         storage.list("")
         storage.publish(probe, b"orch")
         storage.delete(probe)

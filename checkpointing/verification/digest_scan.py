@@ -55,7 +55,7 @@ class Digester(Protocol):
     def close(self) -> None: ...
 
 
-def digester_of(storage: Storage, folder: str, before: "PageCacheState | None" = None) -> Callable[[], Digester]:
+def digester_factory(storage: Storage, folder: str, before: "PageCacheState | None" = None) -> Callable[[], Digester]:
     """Return a factory of per-thread digesters for the files in one folder of a storage.
 
     If `before.keeps` is set, read pages stay in the page cache until `before.drop_new_pages`.
@@ -139,7 +139,7 @@ class PageCacheState:
         self._lock = threading.Lock()
         self._files: dict[str, list[bool]] = {}
 
-    def of(self, name: str, descriptor: int) -> list[bool]:
+    def cached_ranges(self, name: str, descriptor: int) -> list[bool]:
         """Return for every 8 MiB of a file whether they were cached, judged by the page in the middle."""
         with self._lock:
             if name not in self._files:
@@ -197,7 +197,7 @@ class _LocalDigester:
     def _open(self, name: str) -> None:
         self.close()
         self._descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
-        self._name, self._warm = name, self._before.of(name, self._descriptor)
+        self._name, self._warm = name, self._before.cached_ranges(name, self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -56,7 +56,7 @@ RESTORE_TESTED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class CopyVerdict:
     """Result for the copy of `name` in `place` (the folder or URL that holds it), with its level and time.
 
     `manifest` is the digest in its COMMIT, "" if COMMIT could not be trusted; `at` is in seconds since the epoch.
@@ -71,22 +71,22 @@ class Verdict:
     reason: str = ""
 
 
-def manifest_of(storage: Storage, name: str) -> str:
+def read_manifest_digest(storage: Storage, name: str) -> str:
     """Return the manifest digest of a copy, or "" without a valid COMMIT; raises OSError if COMMIT is unreadable."""
     with contextlib.suppress(ManifestError, FileNotFoundError):
         return read_commit(storage, name).manifest
     return ""
 
 
-def record(storage: Storage, verdict: Verdict) -> None:
+def record(storage: Storage, verdict: CopyVerdict) -> None:
     """Write a verdict, unless an earlier good verdict on the same copy has a higher level; raises OSError."""
     file = _file(verdict.name, verdict.place)
     earlier = _read(storage, file)
-    if earlier is None or not _says_more(earlier, verdict):
+    if earlier is None or not _is_superseded(earlier, verdict):
         storage.publish(file, canonical({"schema": SCHEMA, **asdict(verdict)}))
 
 
-def _says_more(earlier: Verdict, verdict: Verdict) -> bool:
+def _is_superseded(earlier: CopyVerdict, verdict: CopyVerdict) -> bool:
     """Return whether both found the same copy good, and the earlier one at a higher level."""
     return earlier.ok and verdict.ok and earlier.manifest == verdict.manifest and earlier.level > verdict.level
 
@@ -106,7 +106,7 @@ def forget(storage: Storage, place: str, present: Iterable[str]) -> None:
             storage.delete(_file(verdict.name, place))
 
 
-def read_verdicts(storage: Storage) -> list[Verdict]:
+def read_verdicts(storage: Storage) -> list[CopyVerdict]:
     """Return all verdicts except damaged ones. Raises OSError if they cannot be listed."""
     names = [name for name, size in storage.list(VERDICTS).items() if size is not None]
     return [verdict for name in names if (verdict := _read(storage, f"{VERDICTS}/{name}")) is not None]
@@ -120,14 +120,14 @@ def known_bad(storage: Storage, place: str, copies: Storage) -> dict[str, str]:
     return bad_copies(read_verdicts(storage), place, copies)
 
 
-def bad_copies(verdicts: Iterable[Verdict], place: str, copies: Storage) -> dict[str, str]:
+def bad_copies(verdicts: Iterable[CopyVerdict], place: str, copies: Storage) -> dict[str, str]:
     """Like `known_bad`, but with verdicts that were already read; raises OSError."""
     bad = [verdict for verdict in verdicts if verdict.place == place and not verdict.ok]
-    return {item.name: item.reason for item in bad if item.manifest == manifest_of(copies, item.name)}
+    return {item.name: item.reason for item in bad if item.manifest == read_manifest_digest(copies, item.name)}
 
 
 def newest_restore_tested(
-    verdicts: Iterable[Verdict], place: str, copies: Storage, names: Collection[str]
+    verdicts: Iterable[CopyVerdict], place: str, copies: Storage, names: Collection[str]
 ) -> str | None:
     """Return the newest of `names` whose copy in `place` passed a restore test and has not changed since.
 
@@ -136,18 +136,18 @@ def newest_restore_tested(
     passed = [item for item in verdicts if item.ok and item.level >= RESTORE_TESTED and item.place == place]
     tested = {parts: item for item in passed if item.name in names and (parts := parse_name(item.name)) is not None}
     newest_first = (tested[parts] for parts in sorted(tested, reverse=True))
-    return next((item.name for item in newest_first if item.manifest == manifest_of(copies, item.name)), None)
+    return next((item.name for item in newest_first if item.manifest == read_manifest_digest(copies, item.name)), None)
 
 
 def _file(name: str, place: str) -> str:
     return f"{VERDICTS}/{name}.{digest(place.encode())[:16]}"
 
 
-def _read(storage: Storage, file: str) -> Verdict | None:
+def _read(storage: Storage, file: str) -> CopyVerdict | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         with storage.open(file) as stream:
             fields = json.loads(stream.read())
         if fields.pop("schema") != SCHEMA or parse_name(fields["name"]) is None:
             return None
-        return Verdict(**fields)
+        return CopyVerdict(**fields)
     return None

@@ -12,7 +12,7 @@ from checkpointing.format.manifest import COMMIT, INDEX, MANIFEST, FileEntry, In
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.storage.digests import digest
 from checkpointing.storage.storage_errors import error_words
-from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_of
+from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_factory
 
 Progress = Callable[[int, int], None]
 """Called with the amount done and the total, in bytes or pieces."""
@@ -36,7 +36,7 @@ class Fault:
     gone: bool = False
 
     @classmethod
-    def of(cls, file: str, error: OSError) -> "Fault":
+    def from_error(cls, file: str, error: OSError) -> "Fault":
         """Return the fault of a file that could not be read."""
         gone = isinstance(error, FileNotFoundError)
         return cls(file=file, chunk=None, reason=f"unreadable: {error_words(error)}", gone=gone)
@@ -101,10 +101,10 @@ class Chunk:
 
 def verify(path: Path, level: int, progress: Progress | None = None) -> Report:
     """Verify the checkpoint in the folder `path` at level 0 (committed, sizes), 1 (sampled chunks) or 2 (all)."""
-    return verify_in(LocalStorage(path.parent), path.name, level, progress)
+    return verify_checkpoint(LocalStorage(path.parent), path.name, level, progress)
 
 
-def verify_in(
+def verify_checkpoint(
     storage: Storage, name: str, level: int, progress: Progress | None = None, before: PageCacheState | None = None,
     choose: Callable[[Sequence[Chunk]], Sequence[Chunk]] | None = None,
 ) -> Report:  # fmt: skip
@@ -120,9 +120,9 @@ def verify_in(
     done = 0
     if sealed is not None:
         bad = {fault.file for fault in faults}
-        wanted = [chunk for chunk in _chosen(sealed, level) if chunk.file.name not in bad]
+        wanted = [chunk for chunk in _choose_chunks(sealed, level) if chunk.file.name not in bad]
         wanted = list(choose(wanted)) if choose else wanted
-        faults = named(storage, sealed, faults + check_chunks(storage, name, wanted, progress, before))
+        faults = add_tensor_names(storage, sealed, faults + check_chunks(storage, name, wanted, progress, before))
         done = sum(chunk.length for chunk in wanted)
     return Report(ok=not faults, level=level, bytes=done, seconds=time.monotonic() - start, faults=tuple(faults))
 
@@ -130,18 +130,18 @@ def verify_in(
 def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Fault]]:
     """Return the manifest that COMMIT vouches for (None if invalid), and the faults of files by name and size."""
     try:
-        manifest = _manifest_of(storage, name)
+        manifest = _read_manifest(storage, name)
         present = storage.list(name)
     except ManifestError as error:
         file, _, reason = str(error).partition(" ")
         return None, [Fault(file=file, chunk=None, reason=reason)]
     except OSError as error:
-        return None, [Fault.of(_named(error), error)]
+        return None, [Fault.from_error(_file_name(error), error)]
     gone = [Fault(file=DELETED, chunk=None, reason="its deletion was begun")] if DELETED in present else []
     return manifest, gone + [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
 
 
-def _manifest_of(storage: Storage, name: str) -> Manifest:
+def _read_manifest(storage: Storage, name: str) -> Manifest:
     commit = read_commit(storage, name)
     with storage.open(f"{name}/{MANIFEST}") as stream:
         data = stream.read()
@@ -158,7 +158,7 @@ def _manifest_of(storage: Storage, name: str) -> Manifest:
     return manifest
 
 
-def _named(error: OSError) -> str:
+def _file_name(error: OSError) -> str:
     return Path(str(error.filename)).name if error.filename else COMMIT
 
 
@@ -178,14 +178,14 @@ def all_chunks(manifest: Manifest) -> list[Chunk]:
     return [Chunk(entry, index) for entry in manifest.files for index in range(len(entry.chunks))]
 
 
-def _chosen(manifest: Manifest, level: int) -> list[Chunk]:
+def _choose_chunks(manifest: Manifest, level: int) -> list[Chunk]:
     if level == 0:
         return []
     chunks = all_chunks(manifest)
-    return chunks if level == 2 else _sampled(chunks, manifest.digest)
+    return chunks if level == 2 else _sample_chunks(chunks, manifest.digest)
 
 
-def _sampled(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
+def _sample_chunks(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
     """Return the first and last chunk of every file and one in sixteen; always the same ones for a checkpoint."""
     draw = random.Random(seed)
     return [
@@ -210,18 +210,18 @@ def check_chunks(
 
     def on_digest(chunk: Chunk, result: str | OSError) -> None:
         nonlocal done
-        fault = _compared(chunk, result)
+        fault = _compare_digest(chunk, result)
         if fault is not None:
             found[order[chunk.file.name, chunk.index]] = fault
         done += chunk.length
         if progress:
             progress(done, total)
 
-    DigestScan(digester_of(storage, name, before), on_digest).run(wanted)
+    DigestScan(digester_factory(storage, name, before), on_digest).run(wanted)
     return [found[at] for at in sorted(found)]
 
 
-def _compared(chunk: Chunk, result: str | OSError) -> Fault | None:
+def _compare_digest(chunk: Chunk, result: str | OSError) -> Fault | None:
     if result == chunk.file.chunks[chunk.index]:
         return None
     reason = f"unreadable: {result}" if isinstance(result, OSError) else "digest differs"
@@ -241,7 +241,7 @@ def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
     return data
 
 
-def named(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
+def add_tensor_names(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
     """Add the affected tensors to the faults, if the checkpoint's index can still be trusted."""
     if not faults or manifest.file(INDEX) is None:
         return faults
@@ -250,10 +250,10 @@ def named(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fau
     except (ManifestError, OSError):
         return faults
     places = {entry.name: entry for entry in manifest.files}
-    return [replace(fault, tensors=_touched(index, places, fault)) for fault in faults]
+    return [replace(fault, tensors=_affected_tensors(index, places, fault)) for fault in faults]
 
 
-def _touched(index: Index, places: Mapping[str, FileEntry], fault: Fault) -> tuple[str, ...]:
+def _affected_tensors(index: Index, places: Mapping[str, FileEntry], fault: Fault) -> tuple[str, ...]:
     entry = places.get(fault.file)
     if entry is None:
         return fault.tensors

@@ -26,7 +26,7 @@ _MOST_FILES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class BufferRecord:
     """Contents of a buffer: the files of one rank at one step, with digests and offsets in the buffer."""
 
     step: int
@@ -41,7 +41,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shape:
+class _ArenaShape:
     """Shape of an arena; `stamp` differs for every shape that one arena is given."""
 
     plan: str = ""
@@ -50,15 +50,15 @@ class _Shape:
     record_bytes: int = 0
     stamp: str = ""
 
-    def record_at(self, index: int) -> int:
+    def record_offset(self, index: int) -> int:
         return PAGE + index * (self.record_bytes + self.buffer_bytes)
 
-    def buffer_at(self, index: int) -> int:
-        return self.record_at(index) + self.record_bytes
+    def buffer_offset(self, index: int) -> int:
+        return self.record_offset(index) + self.record_bytes
 
     @property
     def size(self) -> int:
-        return self.record_at(self.buffers)
+        return self.record_offset(self.buffers)
 
 
 class Arena:
@@ -69,7 +69,7 @@ class Arena:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._shape, self._memory = _Shape(), memoryview(b"")
+        self._shape, self._memory = _ArenaShape(), memoryview(b"")
         self.reload()
 
     @classmethod
@@ -103,7 +103,7 @@ class Arena:
         assert plan, "an arena without a plan has no shape"
         whole = whole_pages(buffer_bytes)
         room = _SEAL.size + PAGE + extra_room + _MOST_FILES * _FILE_ROOM + -(-whole // CHUNK) * _DIGEST_ROOM
-        shape = _Shape(
+        shape = _ArenaShape(
             plan=plan, buffer_bytes=whole, buffers=buffers, record_bytes=whole_pages(room), stamp=os.urandom(8).hex()
         )
         self._forget()
@@ -117,7 +117,7 @@ class Arena:
         size = os.fstat(self.descriptor).st_size
         if size:
             shared_memory.punch_hole(self.descriptor, size)
-        self._shape, self._memory = _Shape(), memoryview(b"")
+        self._shape, self._memory = _ArenaShape(), memoryview(b"")
 
     def reload(self) -> None:
         """Map the current shape of the memory."""
@@ -125,13 +125,13 @@ class Arena:
         if shape.stamp != self._shape.stamp:
             self._map(shape)
 
-    def _shape_found(self) -> _Shape:
+    def _shape_found(self) -> _ArenaShape:
         if os.fstat(self.descriptor).st_size < PAGE:
-            return _Shape()
-        payload = _sealed(memoryview(os.pread(self.descriptor, PAGE, 0)), _SHAPE_MARK)
-        return _Shape(**json.loads(payload)) if payload is not None else _Shape()
+            return _ArenaShape()
+        payload = _unseal(memoryview(os.pread(self.descriptor, PAGE, 0)), _SHAPE_MARK)
+        return _ArenaShape(**json.loads(payload)) if payload is not None else _ArenaShape()
 
-    def _map(self, shape: _Shape) -> None:
+    def _map(self, shape: _ArenaShape) -> None:
         self._memory = shared_memory.map_shared(self.descriptor, shape.size) if shape.buffers else memoryview(b"")
         self._shape = shape
 
@@ -147,39 +147,39 @@ class Arena:
     def buffer(self, index: int) -> memoryview:
         """Return the bytes of one buffer, writable and page-aligned."""
         assert 0 <= index < self.buffers, f"buffer {index} of {self.buffers}"
-        start = self._shape.buffer_at(index)
+        start = self._shape.buffer_offset(index)
         return self._memory[start : start + self.buffer_bytes]
 
     def _record_area(self, index: int) -> memoryview:
         assert 0 <= index < self.buffers, f"record {index} of {self.buffers}"
-        start = self._shape.record_at(index)
+        start = self._shape.record_offset(index)
         return self._memory[start : start + self._shape.record_bytes]
 
     def clear(self, index: int) -> None:
         """Invalidate the record of a buffer; call this before writing into the buffer."""
         self._record_area(index)[: _SEAL.size] = bytes(_SEAL.size)
 
-    def publish(self, index: int, record: Record) -> None:
+    def publish(self, index: int, record: BufferRecord) -> None:
         """Record a buffer's contents as valid; raises ValueError if the record does not fit its area."""
         assert record.plan == self.plan, "a record of another plan"
         self.clear(index)
         _seal(self._record_area(index), _RECORD_MARK, record.encode())
 
-    def record(self, index: int) -> Record | None:
+    def record(self, index: int) -> BufferRecord | None:
         """Return the record of a buffer; None if it is missing, torn or invalid."""
         if index >= self.buffers:
             return None
-        payload = _sealed(self._record_area(index), _RECORD_MARK)
+        payload = _unseal(self._record_area(index), _RECORD_MARK)
         if payload is None:
             return None
         fields = json.loads(payload)
         files = tuple(FileEntry(**{**entry, "chunks": tuple(entry["chunks"])}) for entry in fields["files"])
-        record = Record(**{**fields, "files": files, "places": tuple(fields["places"])})
+        record = BufferRecord(**{**fields, "files": files, "places": tuple(fields["places"])})
         return record if record.plan == self.plan else None
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed once no view of it is left on any side."""
-        self._shape, self._memory = _Shape(), memoryview(b"")
+        self._shape, self._memory = _ArenaShape(), memoryview(b"")
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -193,7 +193,7 @@ def _seal(area: memoryview, mark: bytes, payload: bytes) -> None:
     area[: _SEAL.size] = _SEAL.pack(mark, len(payload), xxhash.xxh3_128_digest(payload))
 
 
-def _sealed(area: memoryview, mark: bytes) -> bytes | None:
+def _unseal(area: memoryview, mark: bytes) -> bytes | None:
     """Return the payload below a seal; None if the seal is missing or torn."""
     found, length, claimed = _SEAL.unpack(area[: _SEAL.size])
     if found != mark or length > len(area) - _SEAL.size:

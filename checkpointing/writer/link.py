@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from checkpointing.format.manifest import FileEntry
-from checkpointing.storage.backends import Storage, storage_at
+from checkpointing.storage.backends import Storage, open_storage
 from checkpointing.tiers.copy_files import Copied, CopyOrder, copy_files
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import (
@@ -200,12 +200,12 @@ class InProcessWriter:
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
         """Write one small file durably, in parallel with other orders."""
-        return self._orders.start(lambda _: put_file(self._at(place), folder, name, blob))
+        return self._orders.start(lambda _: put_file(self._open_storage(place), folder, name, blob))
 
     def copy(self, order: CopyOrder) -> "Future[Copied]":
         """Copy files of a checkpoint to another tier, between the places named in the order."""
         return self._orders.start(
-            lambda cancel_token: copy_files(order, stopped=cancel_token.cancelled, sleep=cancel_token.sleep)
+            lambda cancel_token: copy_files(order, stopped=cancel_token.is_cancelled, sleep=cancel_token.sleep)
         )
 
     def ping(self) -> "Future[None]":
@@ -229,5 +229,5 @@ class InProcessWriter:
         self._orders.quiesce(_LEAVE_SECONDS)
         self.arena.close()
 
-    def _at(self, place: str) -> Storage:
-        return self._storage if self._storage is not None else storage_at(place)
+    def _open_storage(self, place: str) -> Storage:
+        return self._storage if self._storage is not None else open_storage(place)

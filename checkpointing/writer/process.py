@@ -21,7 +21,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from checkpointing.storage.backends import storage_at
+from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.copy_files import copy_files
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import (
@@ -88,7 +88,7 @@ def _wait_and_exit(handle: int) -> None:
 _PATIENCE = 5.0
 
 
-class Session:
+class WriterSession:
     """A rank's connection: reads orders and answers each when it is done."""
 
     def __init__(self, stream: socket.socket, arena: Arena) -> None:
@@ -133,19 +133,21 @@ class Session:
             case "put":
                 place, folder, name = header["place"], header["folder"], header["name"]
                 put = self._orders.start(
-                    lambda _: put_file(storage_at(place), folder, name, blob, lambda: self._orders.until_unread(place))
+                    lambda _: put_file(
+                        open_storage(place), folder, name, blob, lambda: self._orders.until_unread(place)
+                    )
                 )
                 self._answer_when_done(number, put, asdict)
             case "copy":
                 flush = decode_copy_order(header["order"])
                 copied = self._orders.start(
-                    lambda cancel_token: copy_files(flush, stopped=cancel_token.cancelled, sleep=cancel_token.sleep)
+                    lambda cancel_token: copy_files(flush, stopped=cancel_token.is_cancelled, sleep=cancel_token.sleep)
                 )
                 self._answer_when_done(number, copied, asdict)
             case "warm":
                 self._reload_arena(header["stamp"])
                 self._answer_when_done(number, self._orders.start(lambda _: self._arena.populate()), lambda _: {})
-                self._orders.start(lambda cancel_token: self._arena.use_huge_pages(cancel_token.cancelled))
+                self._orders.start(lambda cancel_token: self._arena.use_huge_pages(cancel_token.is_cancelled))
             case "cancel":
                 self._orders.cancel()
                 self._answer(number, {"result": {}})
@@ -171,7 +173,7 @@ class Session:
 
 def _serve_many(control: socket.socket, arena: Arena) -> None:
     """Serve connections handed over by the owner, one after the other; a new one ends the previous one."""
-    session: Session | None = None
+    session: WriterSession | None = None
     while True:
         try:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -181,7 +183,7 @@ def _serve_many(control: socket.socket, arena: Arena) -> None:
             return
         if session is not None:
             session.end()
-        session = Session(socket.socket(fileno=descriptors[0]), arena)
+        session = WriterSession(socket.socket(fileno=descriptors[0]), arena)
         session.start()
         with contextlib.suppress(ConnectionError):
             control.send(b"t")  # taken; an owner that misses this replaces a stopped or stuck writer
@@ -201,7 +203,7 @@ def main(arguments: list[str]) -> None:
     if kind == "many":
         _serve_many(link, arena)
     else:
-        Session(link, arena).serve()
+        WriterSession(link, arena).serve()
     # Skip interpreter shutdown: a thread that hangs in the kernel must not keep the process alive.
     os._exit(0)
 

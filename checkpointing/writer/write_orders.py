@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from checkpointing.format.manifest import FileEntry
-from checkpointing.storage.backends import LocalStorage, Storage, storage_at
+from checkpointing.storage.backends import LocalStorage, Storage, open_storage
 from checkpointing.storage.digests import CHUNK, DigestSink, digest, filled_digest
 from checkpointing.storage.direct_io import BLOCK, write_direct
 from checkpointing.storage.durable import fsync_dir, make_folder
 from checkpointing.tiers.copy_files import CopyOrder
-from checkpointing.writer.arena import Arena, Record
+from checkpointing.writer.arena import Arena, BufferRecord
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class CancelToken:
     def cancel(self) -> None:
         self._cancelled.set()
 
-    def cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
 
     def sleep(self, seconds: float) -> None:
@@ -62,7 +62,7 @@ class CancelToken:
         with self._lock:
             self._halted = True
 
-    def halted(self) -> bool:
+    def is_halted(self) -> bool:
         return self._halted
 
     def unless_halted(self, act: Callable[[], None]) -> None:
@@ -188,7 +188,7 @@ class _LocalTarget:
         make_folder(folder)
 
     def write(self, name: str, data: memoryview, at: int | None = None) -> bool:
-        return write_direct(self._folder / name, data, cancelled=self._cancel_token.cancelled, at=at)
+        return write_direct(self._folder / name, data, cancelled=self._cancel_token.is_cancelled, at=at)
 
     def finish(self) -> None:
         fsync_dir(self._folder)
@@ -220,7 +220,7 @@ class _StorageTarget:
 
 
 def _target(order: WriteOrder, storage: Storage | None, cancel_token: CancelToken) -> _Target:
-    storage = storage if storage is not None else storage_at(order.place)
+    storage = storage if storage is not None else open_storage(order.place)
     # A storage derived from LocalStorage, for example by a test, must see every byte.
     if type(storage) is LocalStorage:
         return _LocalTarget(storage.root / order.folder, cancel_token)
@@ -319,7 +319,7 @@ class _DigestThread(threading.Thread):
         files = []
         for name, data in self._parts:
             chunks = self._digests(data)
-            if self._cancel_token.halted():
+            if self._cancel_token.is_halted():
                 return
             files.append(FileEntry(name=name, size=len(data), chunks=chunks))
             if self._order.places:
@@ -332,11 +332,11 @@ class _DigestThread(threading.Thread):
 
     def _digests(self, data: memoryview) -> tuple[str, ...]:
         starts = range(0, len(data), CHUNK)
-        return tuple(digest(data[start : start + CHUNK]) for start in starts if not self._cancel_token.halted())
+        return tuple(digest(data[start : start + CHUNK]) for start in starts if not self._cancel_token.is_halted())
 
     def _publish(self, files: tuple[FileEntry, ...]) -> None:
         order = self._order
-        record = Record(
+        record = BufferRecord(
             step=order.step, plan=order.plan, name=order.folder, extra=order.extra, files=files,
             places=tuple(offset for _, offset, _ in order.files),
         )  # fmt: skip

@@ -10,7 +10,7 @@ import click
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Column, Screen
-from orchestrator.config.redaction import redacted, redacted_origins, redacted_value
+from orchestrator.config.redaction import redact_config, redacted_origins, redacted_value
 from orchestrator.errors import ConfigError, NotFound, OrchError
 from orchestrator.home import registry_path
 
@@ -37,7 +37,7 @@ def show(screen: Screen, source: str, overrides: tuple[str, ...], origin: bool) 
     """Print the resolved configuration, every value with its origin."""
     composed = _compose(source, overrides)
     if screen.json:
-        answer = {"config": redacted(composed.data), "origins": redacted_origins(composed.origins)}
+        answer = {"config": redact_config(composed.data), "origins": redacted_origins(composed.origins)}
         screen.data("config.show", {"digest": composed.digest, **answer})
         return
     print_config(screen, composed.data, composed.origins if origin else {})
@@ -49,7 +49,7 @@ def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) 
     from orchestrator.config.compose import flat
 
     shown = redacted_origins(origins)
-    lines = [(f"{key} = {dump_line(value)}", shown.get(key, "")) for key, value in flat(redacted(data)).items()]
+    lines = [(f"{key} = {dump_line(value)}", shown.get(key, "")) for key, value in flat(redact_config(data)).items()]
     width = min(60, max(len(line) for line, _ in lines))
     for line, where in lines:
         screen.raw(f"{line:<{width}}  # {where}" if where else line)
@@ -68,7 +68,7 @@ def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
 
     composed = _compose(source, overrides)
     user_code.check(composed.config)
-    warn_of(screen, composed.config)
+    warn_about_config(screen, composed.config)
     if screen.json:
         screen.data("config.validate", {"valid": True, "digest": composed.digest})
     else:
@@ -104,13 +104,13 @@ def _compose(source: str, overrides: tuple[str, ...]) -> Any:
     try:
         return compose(source, overrides, environ=os.environ)
     except NotFound as error:
-        if (run := run_of(source)) is not None:
+        if (run := find_exact_run(source)) is not None:
             shows = f"`orch show {run}` shows it; `orch config diff {run} CONFIG` compares its configuration"
             raise NotFound(f"{source} is a run, and no preset or file", where=error.where, hint=shows) from error
         raise
 
 
-def warn_of(screen: Screen, config: Any) -> None:
+def warn_about_config(screen: Screen, config: Any) -> None:
     """Warn of misspelled method names, modules that a job resolves elsewhere, and pipelines with much idle time."""
     from orchestrator.submission.pipeline_warning import few_micro_batches
     from orchestrator.submission.user_code import (
@@ -126,7 +126,7 @@ def warn_of(screen: Screen, config: Any) -> None:
         screen.warn("few_micro_batches", waits)
 
 
-def run_of(name: str) -> str | None:
+def find_exact_run(name: str) -> str | None:
     """Return the run with exactly this name, or `@last`; None without one or if the registry is unreadable."""
     from orchestrator.cli.runs.status import one_row  # only after a mistake
 
@@ -144,7 +144,7 @@ def find_config(name: str) -> dict[str, Any]:
     try:
         return _data(_compose(name, ()))
     except (ConfigError, NotFound) as error:
-        stored = _stored(name)
+        stored = _find_stored_config(name)
         if stored is not None:
             return stored
         if isinstance(error, NotFound) and (near := _near_run(name)):
@@ -175,7 +175,7 @@ def _data(composed: Any) -> dict[str, Any]:
     return data
 
 
-def _stored(name: str) -> dict[str, Any] | None:
+def _find_stored_config(name: str) -> dict[str, Any] | None:
     from orchestrator.registry.store import Store  # sqlalchemy: only where the registry is read in full
 
     if not registry_path().exists():

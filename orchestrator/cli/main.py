@@ -107,7 +107,7 @@ def run(args: Sequence[str] | None = None) -> int:
         screen.json = False  # no place to write an object to
         return _report_error(screen, error)
     except RunExpected as error:
-        error.hint = DELETED_BY_ORCH if words[0] == "rm" else f"orch {shlex.join(_of_run(error, words))}"
+        error.hint = DELETED_BY_ORCH if words[0] == "rm" else f"orch {shlex.join(_replace_run_name(error, words))}"
         return _report_error(screen, error)
     except OrchError as error:
         return _report_error(screen, error)
@@ -117,10 +117,10 @@ def run(args: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _usage(screen, error, words)
     except (click.Abort, KeyboardInterrupt):
-        screen.interrupted()
+        screen.report_interrupt()
         return 130
     except OSError as error:
-        return _report_error(screen, _of_the_system(error))
+        return _report_error(screen, _system_error(error))
     except UnicodeEncodeError as error:
         if not (shown := [word for word in words if error.object[error.start : error.end] in word]):
             return _internal(screen, error, words)
@@ -152,7 +152,7 @@ def _without_home() -> Precondition:
     return Precondition(what, where="$HOME", hint="set HOME: `export HOME=FOLDER`")
 
 
-def _of_the_system(error: OSError) -> Precondition:
+def _system_error(error: OSError) -> Precondition:
     if isinstance(error, FileNotFoundError) and not error.filename and not _has_current_folder():
         where = os.environ.get("PWD", "")
         return Precondition("the current folder is not there any more", where=where, hint="cd to a folder that is")
@@ -177,7 +177,7 @@ def _is_near(error: click.ClickException) -> bool:
     return bool(nearest(error.option_name, error.possibilities or (), 0.8))
 
 
-def _of_run(error: RunExpected, words: Sequence[str]) -> list[str]:
+def _replace_run_name(error: RunExpected, words: Sequence[str]) -> list[str]:
     return [error.run if word == error.given else word for word in words]
 
 
@@ -202,7 +202,7 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
     return NotFound.exit_code if code == "NotFound" else 2
 
 
-def redacted(words: Sequence[str]) -> str:
+def redact_command_line(words: Sequence[str]) -> str:
     """Return a command line fit for storage: without values of `env` and `notify` and without credentials in URLs."""
     from checkpointing.storage.backends import without_secrets
 
@@ -212,12 +212,12 @@ def redacted(words: Sequence[str]) -> str:
 
 
 def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
-    from orchestrator.cli.terminal.shadowed_modules import shadowed
+    from orchestrator.cli.terminal.shadowed_modules import find_shadowed_module
     from orchestrator.home import state_home
 
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         return _report_error(screen, _without_home())
-    if found := shadowed():
+    if found := find_shadowed_module():
         what = f"PYTHONPATH has another `{found[0]}` than orch needs ({type(error).__name__}: {error})"
         hint = "`unset PYTHONPATH`, or rename that file"
         return _report_error(screen, Precondition(what, where=str(found[1]), hint=hint))
@@ -228,7 +228,7 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
         descriptor = os.open(saved, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", errors="backslashreplace") as stream:
             os.fchmod(descriptor, 0o600)  # an existing file keeps its mode
-            stream.write(f"orch {redacted(words)}\n\n{text}")
+            stream.write(f"orch {redact_command_line(words)}\n\n{text}")
         where = f"the traceback is in {saved}"
     except OSError:
         where = "the traceback could not be saved; --debug prints it"

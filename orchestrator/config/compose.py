@@ -18,14 +18,14 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.config.validation import refuse_ineffective
 from orchestrator.errors import ConfigError
 from orchestrator.home import expand_home
-from trainer.contract.config import build, digest_of
+from trainer.contract.config import build, hash_config
 from trainer.contract.config_sections.fault_detection_config import DrillEvent
 from trainer.contract.layout.fixes import MayChange
 
 
-def merged(values: dict[str, Any]) -> dict[str, Any]:
+def merge_config(values: dict[str, Any]) -> dict[str, Any]:
     """Return the whole configuration with interpolations replaced; raises OmegaConfBaseException."""
-    return deepcopy(_merged(_Values(repr(values), values)))
+    return deepcopy(_merge_cached(_Values(repr(values), values)))
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class _Values:
 
 
 @lru_cache(maxsize=64)  # a controller recomposes the same configs in every pass, and merging is most of the work
-def _merged(values: _Values) -> dict[str, Any]:
+def _merge_cached(values: _Values) -> dict[str, Any]:
     from omegaconf import OmegaConf  # heavy
 
-    whole = OmegaConf.merge(writable_schema(RunConfig), _changed(values.plain, _defaults()))
+    whole = OmegaConf.merge(writable_schema(RunConfig), _drop_defaults(values.plain, _defaults()))
     found: dict[str, Any] = plain(OmegaConf.to_container(whole, resolve=True))
     return found
 
@@ -53,13 +53,13 @@ def _defaults() -> dict[str, Any]:
     return found
 
 
-def _changed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _drop_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Drop values equal to their defaults, which are most of a stored config: merging a value is slow."""
     found = {}
     for name, value in values.items():
         default = defaults.get(name)
         if isinstance(value, dict) and isinstance(default, dict):
-            if below := _changed(value, default):
+            if below := _drop_defaults(value, default):
                 found[name] = below
         elif name not in defaults or repr(value) != repr(default):
             found[name] = value
@@ -125,7 +125,7 @@ def compose(
     own = [item for item in wanted if preset_wins or not item.shipped]
     given = [*layers.from_settings(settings), *layers.from_overrides(overrides)]
     said = f"{path}, which is empty" if not wanted else str(path)
-    composed = _composed([name, *shipped, *standing, *own, *given], environ, source=said)
+    composed = _compose_assignments([name, *shipped, *standing, *own, *given], environ, source=said)
     if not preset_wins:
         refuse_ineffective(composed.config, [*own, *layers.from_overrides(overrides)])
     return without_secrets(composed)
@@ -153,13 +153,13 @@ def recompose(
         if path not in gone
     ]
     changes = layers.from_overrides(overrides)
-    composed = _composed([*found, *changes], environ, checked=checked, may_change=may_change)
+    composed = _compose_assignments([*found, *changes], environ, checked=checked, may_change=may_change)
     refuse_ineffective(composed.config, changes)
     composed = without_secrets(composed) if overrides else composed
     whole = dict(composed.data)
     for section, name in gone:
         whole[section] = {**whole[section], name: whole[section][name] or data[section].get(name, [])}
-    return replace(composed, data=whole, digest=digest_of(whole))
+    return replace(composed, data=whole, digest=hash_config(whole))
 
 
 def without_secrets(composed: Composed) -> Composed:
@@ -196,7 +196,7 @@ def _replace_text(value: Any, old: str, new: str) -> Any:
     return [_replace_text(item, old, new) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _composed(
+def _compose_assignments(
     assignments: Sequence[Assignment],
     environ: Mapping[str, str],
     *,
@@ -204,10 +204,10 @@ def _composed(
     source: str = "",
     may_change: MayChange = lambda key: True,
 ) -> Composed:
-    values, origins = _applied(assignments)
+    values, origins = _apply_assignments(assignments)
     folders = {item.path: item.folder for item in assignments}
-    _placed(values, folders)
-    data = _absolute(_resolved(values, origins), origins, environ, folders)
+    _make_folders_absolute(values, folders)
+    data = _absolute(_resolve_values(values, origins), origins, environ, folders)
     config = _built(data, origins)
     if checked:
         validation.check(config, origins, source, may_change)
@@ -215,7 +215,7 @@ def _composed(
     return Composed(
         config=config,
         data=data,
-        digest=digest_of(data),
+        digest=hash_config(data),
         origins={key: _origin(key, origins) for key in flat(data)},
     )
 
@@ -237,11 +237,11 @@ def flat(data: dict[str, Any], prefix: keys.Path = ()) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in data.items():
         below = (*prefix, key)
-        found |= flat(value, below) if isinstance(value, dict) and value else {keys.dotted(below): value}
+        found |= flat(value, below) if isinstance(value, dict) and value else {keys.dotted_key(below): value}
     return found
 
 
-def _applied(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[keys.Path, str]]:
+def _apply_assignments(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[keys.Path, str]]:
     """Apply assignments in order; a replaced value loses its origin."""
     values: dict[keys.Path, Any] = {}
     origins: dict[keys.Path, str] = {}
@@ -255,19 +255,19 @@ def _applied(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[ke
         if not item.clears:
             values[item.path] = item.value
         origins[item.path] = f"{DEFAULT} ({item.origin})" if item.clears else item.origin
-    return _nested(values), origins
+    return _nest_keys(values), origins
 
 
 def _check_entry(item: Assignment, *, known: bool) -> None:
     """Require `+` for a new entry of an open map, which catches typos in existing names."""
     if known or not keys.within_open(item.path) or (item.adds and not item.clears):
         return
-    key = keys.dotted(item.path)
+    key = keys.dotted_key(item.path)
     hint = f"to add it: +{key}=VALUE" if not item.clears else "`orch config show CONFIG` lists what is set"
     raise ConfigError(f"`{key}` is not set in this config", where=item.origin, hint=hint)
 
 
-def _nested(values: dict[keys.Path, Any]) -> dict[str, Any]:
+def _nest_keys(values: dict[keys.Path, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, value in values.items():
         branch = tree
@@ -277,12 +277,12 @@ def _nested(values: dict[keys.Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def _resolved(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str, Any]:
+def _resolve_values(values: dict[str, Any], origins: dict[keys.Path, str]) -> dict[str, Any]:
     """Check and convert types, resolve interpolations and fill in defaults."""
     from omegaconf.errors import OmegaConfBaseException  # heavy; only verbs that read configs need it
 
     try:
-        data: dict[str, Any] = merged(values)
+        data: dict[str, Any] = merge_config(values)
     except OmegaConfBaseException as error:
         for path, kind, example in _LISTS:  # OmegaConf 2.3 does not name the list of a wrong entry
             entries = (_branch(values, path) or {}).get(path[-1])
@@ -312,13 +312,13 @@ def _typed_entries(
         try:
             entry.update(plain(OmegaConf.to_container(OmegaConf.merge(schema, entry))))
         except OmegaConfBaseException as error:
-            name, what = keys.dotted(path), str(error).splitlines()[0]
+            name, what = keys.dotted_key(path), str(error).splitlines()[0]
             hint = f"an entry reads {example}"
             raise ConfigError(f"{name}: `{error.full_key}`: {what}", where=_where(path, origins), hint=hint) from error
 
 
 def _where(path: keys.Path, origins: dict[keys.Path, str]) -> str:
-    return _origin(keys.dotted(path), origins)
+    return _origin(keys.dotted_key(path), origins)
 
 
 def _origin(key: str, origins: dict[keys.Path, str]) -> str:
@@ -346,7 +346,7 @@ _PLACED_BY_ITSELF = ("/", "~", "$", "\\$")
 """Prefixes of paths that are not relative; the last two are references and shell variables."""
 
 
-def _placed(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
+def _make_folders_absolute(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
     """Make relative folders absolute before other values refer to them (`${cluster.root}/x`)."""
     for path, is_folder in _FOLDERS.items():
         branch = _branch(values, path)
@@ -384,7 +384,7 @@ def _absolute(
             variable = match[1] or match[2]
             if variable not in environ:
                 shown = _replace_text(name, _DOLLAR, "$")
-                what = f"`{keys.dotted(key)}`={shown}: there is no variable {variable} here"
+                what = f"`{keys.dotted_key(key)}`={shown}: there is no variable {variable} here"
                 raise ConfigError(
                     what, where=_where(key, origins), hint=f"export {variable}=..., or write the folder out"
                 )
@@ -392,10 +392,10 @@ def _absolute(
 
         written = _VARIABLE.sub(value, name)
         if not written.strip():  # an unset shell variable would mean the current folder
-            what = f"`{keys.dotted(key)}`={name}: is empty, and must be a folder"
+            what = f"`{keys.dotted_key(key)}`={name}: is empty, and must be a folder"
             here = folders.get(key) or "here"
             raise ConfigError(
-                what, where=_where(key, origins), hint=f"~{keys.dotted(key)} takes its default; . is {here}"
+                what, where=_where(key, origins), hint=f"~{keys.dotted_key(key)} takes its default; . is {here}"
             )
         return os.path.abspath(os.path.join(folders.get(key, ""), expand_home(written)))
 
@@ -430,7 +430,7 @@ def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
     try:
         config = build(RunConfig, data)
     except ValueError as error:
-        raise validation.refused(str(error), origins) from error
+        raise validation.invalid_values_error(str(error), origins) from error
     assert isinstance(config, RunConfig)
     return config
 

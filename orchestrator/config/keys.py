@@ -14,12 +14,12 @@ from orchestrator.config import yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
-from trainer.contract.config_sections.moved_keys import moved_from, present_path
+from trainer.contract.config_sections.moved_keys import moved_key_names, present_path
 
 Path = tuple[str, ...]
 
 
-def dotted(path: Sequence[str]) -> str:
+def dotted_key(path: Sequence[str]) -> str:
     return ".".join(path)
 
 
@@ -45,7 +45,7 @@ def item_kind(kind: Any) -> Any:
     return arguments[1] if is_open(kind) else arguments[0]
 
 
-def kind_of(path: Path, where: str) -> Any:
+def key_type(path: Path, where: str) -> Any:
     """Return the type of the key at `path`; raises ConfigError with the nearest valid key if it is unknown."""
     kind: Any = RunConfig
     for depth, name in enumerate(path):
@@ -56,9 +56,9 @@ def kind_of(path: Path, where: str) -> Any:
         elif is_section(kind) and name in section(kind):
             kind = section(kind)[name]
         elif is_section(kind):
-            raise unknown(path[: depth + 1], kind, where, path)
+            raise unknown_key_error(path[: depth + 1], kind, where, path)
         else:
-            parent = dotted(path[:depth])
+            parent = dotted_key(path[:depth])
             hint = f"{parent}=VALUE"
             raise ConfigError(f"`{parent}` is a single value, it has no key `{name}`", where=where, hint=hint)
     return kind
@@ -66,36 +66,36 @@ def kind_of(path: Path, where: str) -> Any:
 
 def within_open(path: Path) -> bool:
     """Return whether `path` names an entry of an open map."""
-    return any(is_open(kind_of(path[:depth], "")) for depth in range(len(path)))
+    return any(is_open(key_type(path[:depth], "")) for depth in range(len(path)))
 
 
-def unknown(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
+def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> ConfigError:
     """Return the error for an unknown key of section `kind`; `whole` is the full typed key, if longer."""
     prefix, there = path[:-1], list(section(kind))
     typed = whole or path
-    moved = dotted(present_path(typed)) if present_path(typed) != typed else ""
+    moved = dotted_key(present_path(typed)) if present_path(typed) != typed else ""
     near = moved or _nearest(typed, path, there)
     meant = f"did you mean `{near}`?  " if near else ""
-    place = f"keys in `{dotted(prefix)}`" if prefix else "keys"
-    return ConfigError(f"unknown key `{dotted(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
+    place = f"keys in `{dotted_key(prefix)}`" if prefix else "keys"
+    return ConfigError(f"unknown key `{dotted_key(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
 
 
 def _nearest(typed: Path, path: Path, there: Sequence[str]) -> str:
     """Return the key spelled most like all of `typed`, or like the unknown `path` within it."""
     prefix, name = path[:-1], path[-1]
 
-    def here(cutoff: float) -> str:
-        found = nearest(name, [*there, *moved_from(prefix)], cutoff)
-        return dotted(present_path((*prefix, found))) if found else ""
+    def nearest_sibling(cutoff: float) -> str:
+        found = nearest(name, [*there, *moved_key_names(prefix)], cutoff)
+        return dotted_key(present_path((*prefix, found))) if found else ""
 
-    whole = nearest(dotted(typed), map(dotted, every_key()), 0.8) if typed != path else ""
-    same = (dotted(key) for key in every_key() if key[-1] == name)
-    return whole or here(0.8) or next(same, "") or here(0.6)
+    whole = nearest(dotted_key(typed), map(dotted_key, every_key()), 0.8) if typed != path else ""
+    same = (dotted_key(key) for key in every_key() if key[-1] == name)
+    return whole or nearest_sibling(0.8) or next(same, "") or nearest_sibling(0.6)
 
 
 def meant(name: str) -> str:
     """Return the key with this full name or last part, or the nearest one; empty if nothing matches."""
-    known = {dotted(key): key for key in every_key()}
+    known = {dotted_key(key): key for key in every_key()}
     short = [whole for whole, path in known.items() if path[-1] == name]
     return name if name in known else next(iter(short), "") or nearest(name, known, 0.8)
 
@@ -114,7 +114,7 @@ def _below(kind: Any, path: Path) -> Iterator[Path]:
             yield (*path, name)
 
 
-def default_of(path: Path) -> Any:
+def key_default(path: Path) -> Any:
     """Return the default of a key; None for an entry of an open map."""
     value: Any = RunConfig()
     for name in path:
@@ -150,12 +150,12 @@ def value(node: Node, path: Path, where: str) -> Any:
     if isinstance(node, MappingNode):
         return {key.value: value(below, (*path, key.value), where) for key, below in node.value}
     if meant := yaml_text.old_boolean(node):
-        what = f"`{dotted(path)}` is the word {node.value}, which YAML 1.2 reads as text"
+        what = f"`{dotted_key(path)}` is the word {node.value}, which YAML 1.2 reads as text"
         hint = f'write {meant}, or "{node.value}" in quotes for the word'
-        raise ConfigError(what, where=yaml_text.place_of(node, where), hint=hint)
+        raise ConfigError(what, where=yaml_text.node_location(node, where), hint=hint)
     found = yaml_text.plain(node) if path[0] == _WORKLOAD else yaml_text.as_typed(node)
     if isinstance(found, float) and not math.isfinite(found):
-        what = f"`{dotted(path)}` is {node.value}: must be a finite number"
+        what = f"`{dotted_key(path)}` is {node.value}: must be a finite number"
         hint = f'write "{found}" in quotes, and have the workload call float() on it'
-        raise ConfigError(what, where=yaml_text.place_of(node, where), hint=hint)
+        raise ConfigError(what, where=yaml_text.node_location(node, where), hint=hint)
     return found

@@ -14,7 +14,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from orchestrator.config import keys, redaction, yaml_text
 from orchestrator.config.run_config import RunConfig
-from orchestrator.config.yaml_text import configs_in, near_file
+from orchestrator.config.yaml_text import find_configs, near_file
 from orchestrator.errors import ConfigError, NotFound
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.config_sections.scheduler_kinds import choices
@@ -115,11 +115,11 @@ def _refuse_script(source: str, path: Path) -> None:
         there = source.removesuffix(path.name) + near if near else source
         offer = f"did you mean {there}?  " if near else "a script that is there: "
         raise NotFound(f"no such file {source}", where=str(path), hint=f"{offer}{_as_command(there)}")
-    hint = _workload_in(path) or hint
+    hint = _workload_hint(path) or hint
     raise ConfigError(f"{source} is a script, and no configuration", where=str(path), hint=hint)
 
 
-def _workload_in(path: Path) -> str:
+def _workload_hint(path: Path) -> str:
     """Return a hint with the config of the workload class that a module defines, or an empty string."""
     try:
         tree = ast.parse(path.read_bytes())
@@ -162,7 +162,7 @@ def _offer(source: str, where: str, beside: Path) -> str:
     """Return a hint with the nearest file or presets; only files may include partial presets."""
     typed = Path(source).expanduser()
     source = source.rstrip("/") or source
-    if source.strip() and (inside := configs_in(beside / typed)):
+    if source.strip() and (inside := find_configs(beside / typed)):
         return f"did you mean {' or '.join(shlex.quote(str(typed / file.name)) for file in inside)}?"
     if _TARGET.fullmatch(source):
         module, _, kind = source.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
@@ -192,7 +192,7 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
         hint = "write keys and values, as in `train: {steps: 100}`"
         raise ConfigError(f"a config must be a mapping, this is {what}", where=str(path), hint=hint)
     found = []
-    for included, where in _included(node, path):
+    for included, where in _read_includes(node, path):
         found += from_file(locate(included, path.parent, where), (*above, path))
     pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
     _refuse_other_includes(pairs, path)
@@ -214,7 +214,7 @@ def _refuse_other_includes(pairs: Sequence[tuple[Node, Node]], path: Path) -> No
         items = value.value if isinstance(value, SequenceNode) else [value]
         names = [str(item.value) for item in items if isinstance(item, ScalarNode) and not yaml_text.is_null(item)]
         line = f"`{INCLUDES}: [{', '.join(names) or 'model/tiny'}]`"
-        where = yaml_text.place_of(key, str(path))
+        where = yaml_text.node_location(key, str(path))
         raise ConfigError(f"unknown key `{key.value}`", where=where, hint=f"did you mean {line}?")
 
 
@@ -229,20 +229,20 @@ def _text(path: Path) -> str:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from error
 
 
-def _included(node: MappingNode, path: Path) -> Iterator[tuple[str, str]]:
+def _read_includes(node: MappingNode, path: Path) -> Iterator[tuple[str, str]]:
     for key, value in node.value:
         if key.value != INCLUDES:
             continue
         items = value.value if isinstance(value, SequenceNode) else [value]
         for item in items:
-            where = yaml_text.place_of(item, str(path))
+            where = yaml_text.node_location(item, str(path))
             if not isinstance(item, ScalarNode) or yaml_text.is_null(item):
                 raise ConfigError("`includes` must be a list of presets", where=where, hint="includes: [model/tiny]")
             yield str(item.value), where
 
 
 def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator[Assignment]:
-    here = yaml_text.place_of(node, where)
+    here = yaml_text.node_location(node, where)
     nested = keys.is_section(kind) or keys.is_open(kind) or (kind is Any and isinstance(node, MappingNode))
     if kind is WorkloadConfig and isinstance(node, ScalarNode) and not yaml_text.is_null(node):
         # `workload=my_pkg.mod:Class` is short for `workload.target`.
@@ -257,16 +257,16 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
     elif isinstance(node, MappingNode):
         for key, value in node.value:
             below = (*path, str(key.value))
-            inner = _kind_below(kind, below, yaml_text.place_of(key, where))
+            inner = _kind_below(kind, below, yaml_text.node_location(key, where))
             yield from _assignments(value, inner, below, where)
     elif not yaml_text.is_null(node):
         there = (
-            f"keys in `{keys.dotted(path)}`: {', '.join(keys.section(kind))}"
+            f"keys in `{keys.dotted_key(path)}`: {', '.join(keys.section(kind))}"
             if keys.is_section(kind)
-            else f"{keys.dotted(path)}={{key: value}}"
+            else f"{keys.dotted_key(path)}={{key: value}}"
         )
         offer = _section_meant(path, str(node.value)) if isinstance(node, ScalarNode) else ""
-        raise ConfigError(f"`{keys.dotted(path)}` must be a mapping", where=here, hint=offer or there)
+        raise ConfigError(f"`{keys.dotted_key(path)}` must be a mapping", where=here, hint=offer or there)
 
 
 def _section_meant(path: keys.Path, value: str) -> str:
@@ -278,12 +278,12 @@ def _section_meant(path: keys.Path, value: str) -> str:
 
 def _preset_meant(path: keys.Path, value: str) -> str:
     """Return a suggested replacement of `cluster=NAME` or `model=NAME`; empty for a section without presets."""
-    parts = [name for name in yaml_text.names() if name.startswith(f"{keys.dotted(path)}/")]
+    parts = [name for name in yaml_text.names() if name.startswith(f"{keys.dotted_key(path)}/")]
     if not parts:
         return ""
     if path == _CLUSTER and value in choices():
-        return f"{keys.dotted((*path, 'kind'))}={value}"
-    near = yaml_text.nearest_part(keys.dotted(path), value)
+        return f"{keys.dotted_key((*path, 'kind'))}={value}"
+    near = yaml_text.nearest_part(keys.dotted_key(path), value)
     if not near and path != _CLUSTER:  # `train=3` needs a key
         return ""
     said = f"did you mean the preset {near}?  " if near else ""
@@ -296,7 +296,7 @@ def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:
     if keys.is_open(kind):
         return keys.item_kind(kind)
     if path[-1] not in keys.section(kind):
-        raise keys.unknown(path, kind, where)
+        raise keys.unknown_key_error(path, kind, where)
     return keys.section(kind)[path[-1]]
 
 
@@ -304,11 +304,11 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
     """Return a node as data; a value of type text keeps its spelling (`017` keeps its zero)."""
     is_list = keys.type_words(kind).startswith("a list")
     if yaml_text.is_null(node) and kind is not Any:
-        hint = f"leave `{keys.dotted(path)}` out for its default" + (", or write ''" if kind is str else "")
-        raise _wrong(path, "empty", kind, yaml_text.place_of(node, where), hint)
+        hint = f"leave `{keys.dotted_key(path)}` out for its default" + (", or write ''" if kind is str else "")
+        raise _wrong(path, "empty", kind, yaml_text.node_location(node, where), hint)
     if kind is str:
         if not isinstance(node, ScalarNode):
-            raise _wrong(path, yaml_text.plain(node), kind, yaml_text.place_of(node, where), "put it in quotes")
+            raise _wrong(path, yaml_text.plain(node), kind, yaml_text.node_location(node, where), "put it in quotes")
         return str(node.value)
     if kind is Any:
         return keys.value(node, path, where)
@@ -318,8 +318,8 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
         shown = str(yaml_text.plain(node))
         of_mappings = keys.type_words(kind) == "a list of mappings"
         what = "{KEY: VALUE}" if of_mappings else _as_list(path, shown)
-        hint = f"write a list: {shlex.quote(f'{keys.dotted(path)}=[{what}]')}"
-        raise _wrong(path, shown, kind, yaml_text.place_of(node, where), hint)
+        hint = f"write a list: {shlex.quote(f'{keys.dotted_key(path)}=[{what}]')}"
+        raise _wrong(path, shown, kind, yaml_text.node_location(node, where), hint)
     inner = keys.item_kind(kind)
     return [_item(item, inner, path, where) for item in node.value]
 
@@ -336,14 +336,14 @@ def _as_list(path: keys.Path, text: str) -> str:
 def _item(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
     if not keys.is_section(kind) or _is_reference(node):
         return _value(node, kind, path, where)
-    here = yaml_text.place_of(node, where)
+    here = yaml_text.node_location(node, where)
     if not isinstance(node, MappingNode):
         hint = f"keys: {', '.join(keys.section(kind))}"
-        raise ConfigError(f"every entry of `{keys.dotted(path)}` must be a mapping", where=here, hint=hint)
+        raise ConfigError(f"every entry of `{keys.dotted_key(path)}` must be a mapping", where=here, hint=hint)
     item = {}
     for key, value in node.value:
         if key.value not in keys.section(kind):
-            raise keys.unknown((*path, str(key.value)), kind, yaml_text.place_of(key, where))
+            raise keys.unknown_key_error((*path, str(key.value)), kind, yaml_text.node_location(key, where))
         item[key.value] = _value(value, keys.section(kind)[key.value], (*path, str(key.value)), where)
     return item
 
@@ -353,7 +353,7 @@ def _is_reference(node: Node) -> bool:
 
 
 def _wrong(path: keys.Path, shown: Any, kind: Any, where: str, hint: str) -> ConfigError:
-    return ConfigError(f"`{keys.dotted(path)}` is {shown}, must be {keys.type_words(kind)}", where=where, hint=hint)
+    return ConfigError(f"`{keys.dotted_key(path)}` is {shown}, must be {keys.type_words(kind)}", where=where, hint=hint)
 
 
 def from_overrides(overrides: Sequence[str]) -> list[Assignment]:
@@ -375,7 +375,7 @@ def _override(source: str, text: str) -> list[Assignment]:
         hint = f"one that brings others in has `includes: [{text}]` at its top"
         raise ConfigError(f"{text} is a second configuration, and one is taken", where=where, hint=hint)
     sign, path, value = match["sign"], tuple(match["key"].split(".")), match["value"]
-    kind = keys.kind_of(path, where)
+    kind = keys.key_type(path, where)
     if sign == "~":
         if value is not None:
             raise ConfigError("`~key` takes no value", where=where, hint=f"~{match['key']}")

@@ -21,7 +21,7 @@ def redacted_value(key: str, value: Any) -> Any:
     return redacted_url(value) if key in SECRET_KEYS and isinstance(value, str) else value
 
 
-def redacted(config: dict[str, Any]) -> dict[str, Any]:
+def redact_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a resolved configuration as it may be shown."""
     webhook = config.get("notify", {}).get("webhook")
     return {**config, "notify": {**config["notify"], "webhook": redacted_url(webhook)}} if webhook else config
@@ -84,12 +84,14 @@ def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: S
 
     `origins`: origin of each value; `named`: variables already in `env_from`.
     """
-    for key, what, variable in _found(values):
+    for key, what, variable in _find_secrets(values):
         secret = f"{key}: {what}, and would be written to config.json and the registry"
-        raise refused(secret, key=key, origins=origins, variable=variable, named=named)
+        raise plain_secret_error(secret, key=key, origins=origins, variable=variable, named=named)
 
 
-def refused(what: str, *, key: str, origins: Mapping[str, str], variable: str, named: Sequence[str]) -> ConfigError:
+def plain_secret_error(
+    what: str, *, key: str, origins: Mapping[str, str], variable: str, named: Sequence[str]
+) -> ConfigError:
     """Return the error for a secret in plain text, with the command that avoids it."""
     names, origin = ",".join(dict.fromkeys([*named, variable])), origins.get(key, "")
     # A value from an override disappears with it, so `~key` is not needed.
@@ -110,7 +112,7 @@ def place(origin: str) -> str:
     return origin.partition("=")[0] if origin.startswith(_TYPED) else origin
 
 
-def _found(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _find_secrets(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield the key, the complaint and the variable to use instead."""
     for key, value in values.items():
         if key in SECRET_KEYS:  # moved out of the config elsewhere

@@ -120,7 +120,7 @@ def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> 
     texts = [text for item in assignments for text in _texts(item.value)]
     for item in assignments:
         instead = next((what for path, what in _OF_WORKLOADS.items() if item.path[: len(path)] == path), "")
-        key = keys.dotted(item.path)
+        key = keys.dotted_key(item.path)
         if not instead or item.clears or any(f"${{{key}}}" in text for text in texts):
             continue
         hint = f"leave it out: {instead}"
@@ -157,20 +157,20 @@ def check(config: RunConfig, origins: Origins, source: str = "", may_change: May
     Hints suggest other sizes only for keys that `may_change`.
     """
     for what, hint in _complaints(config, may_change):
-        raise refused(what, origins, hint, f"not set in {source}" if source else _DEFAULTS)
+        raise invalid_values_error(what, origins, hint, f"not set in {source}" if source else _DEFAULTS)
 
 
 _DEFAULTS = "defaults only"
 
 
-def refused(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS) -> ConfigError:
+def invalid_values_error(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS) -> ConfigError:
     """Return the error for values that do not fit, with the origins of all keys that `what` names.
 
     If `what` ends with ": type ...", that part becomes the hint.
     """
     what, _, advice = what.partition(": type ")
     hint = hint or (f"type {advice}" if advice else "")
-    named = _named(what)
+    named = _mentioned_keys(what)
     places = [
         f"{'.'.join(path)} from {origin}"
         for path, origin in origins.items()
@@ -179,7 +179,7 @@ def refused(what: str, origins: Origins, hint: str = "", unset: str = _DEFAULTS)
     return ConfigError(what, where="; ".join(dict.fromkeys(places)) or unset, hint=hint or _usual(what, origins))
 
 
-def _named(what: str) -> set[tuple[str, ...]]:
+def _mentioned_keys(what: str) -> set[tuple[str, ...]]:
     """Return the keys that a message mentions: `a.b`, its first word, and short names within those sections."""
     full = {tuple(key.split(".")) for key in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", what)}
     words = re.findall(r"[a-z_]+", what)
@@ -217,11 +217,11 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
 
 def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
     """Yield whole numbers too large for the registry or some JSON readers; open maps are the user's own."""
-    if isinstance(value, dict) and not keys.is_open(keys.kind_of(path, "")):
+    if isinstance(value, dict) and not keys.is_open(keys.key_type(path, "")):
         for name, inner in value.items():
             yield from _too_large(inner, (*path, name))
     elif isinstance(value, int) and abs(value) > LARGEST:
-        yield f"{keys.dotted(path)}={value}: must be between -{LARGEST} and {LARGEST} (2^53)", ""
+        yield f"{keys.dotted_key(path)}={value}: must be between -{LARGEST} and {LARGEST} (2^53)", ""
 
 
 def _no_text(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
@@ -234,7 +234,10 @@ def _no_text(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
         for inner in value:
             yield from _no_text(inner, path)
     elif isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
-        yield f"{keys.dotted(path)}={value}: is not UTF-8 text", "type it in a UTF-8 terminal (`locale` shows yours)"
+        yield (
+            f"{keys.dotted_key(path)}={value}: is not UTF-8 text",
+            "type it in a UTF-8 terminal (`locale` shows yours)",
+        )
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:

@@ -13,15 +13,15 @@ _OTHER_FOLDERS = (("checkpoints", "path"), ("checkpoint", "tiers"))
 def complaint(error: Any, values: dict[str, Any], folders: Container[keys.Path]) -> tuple[str, keys.Path, str]:
     """Return the error, its key, and the remedy; `folders`: keys that may hold `$VARIABLE`."""
     path, given = _refused_value(str(error.full_key or ""), values)
-    what, name = str(error).splitlines()[0], keys.dotted(path)
+    what, name = str(error).splitlines()[0], keys.dotted_key(path)
     if "nterpolation" in type(error).__name__ or isinstance(given, str) and "${" in given:
         is_folder = path in folders or path in _OTHER_FOLDERS
         hint = _variable_meant(given, is_folder) or "write the full key, as in ${train.steps}; a literal one is \\${"
         return f"`{name}`={given}: {what}", path, hint
-    kind = keys.kind_of(path, "")
+    kind = keys.key_type(path, "")
     hint = f"write {name}={int(given)}" if kind in (int, int | str) and _is_whole(given) else ""
     shown = f"`{name}`={given}: must be {keys.type_words(kind)}"
-    return shown, path, hint or f"its default is {keys.default_of(path)}"
+    return shown, path, hint or f"its default is {keys.key_default(path)}"
 
 
 def _refused_value(full_key: str, values: dict[str, Any]) -> tuple[keys.Path, Any]:

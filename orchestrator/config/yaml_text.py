@@ -31,7 +31,7 @@ def near_file(path: Path, endings: Collection[str]) -> str | None:
     return next(iter(same), None) or stems.get(nearest(path.stem.lower(), stems, 0.7))
 
 
-def configs_in(folder: Path, most: int = 3) -> list[Path]:
+def find_configs(folder: Path, most: int = 3) -> list[Path]:
     """Return the configs in a folder, newest first: readable YAML files with a workload, command, data or includes."""
     try:
         there = [file for _, file in zip(range(MOST), folder.glob("*.y*ml"), strict=False) if file.is_file()]
@@ -148,7 +148,7 @@ def place(where: str, mark: Any) -> str:
     return where if mark is None or where.startswith("override") else f"{where}:{mark.line + 1}"
 
 
-def place_of(node: Node, where: str) -> str:
+def node_location(node: Node, where: str) -> str:
     return place(where, node.start_mark)
 
 
@@ -158,10 +158,10 @@ def _check(node: Node, where: str, count: list[None], depth: int = 0) -> None:
         raise ConfigError(_TOO_DEEP, where=where, hint=_PLAINLY)
     if node.tag not in _ALLOWED:
         tag = node.tag.replace(_CORE, "!!")
-        raise ConfigError(f"the YAML tag `{tag}` is not allowed", where=place_of(node, where), hint=_PLAINLY)
+        raise ConfigError(f"the YAML tag `{tag}` is not allowed", where=node_location(node, where), hint=_PLAINLY)
     if node.tag == _CORE + "int" and len(node.value) > _MOST_DIGITS:
         what = f"a number has {len(node.value)} digits: {node.value[:20]}..."
-        raise ConfigError(what, where=place_of(node, where), hint="put it in quotes if it is a text")
+        raise ConfigError(what, where=node_location(node, where), hint="put it in quotes if it is a text")
     if isinstance(node, SequenceNode):
         for item in node.value:
             _check(item, where, count, depth + 1)
@@ -174,14 +174,14 @@ def _check_mapping(node: MappingNode, where: str, count: list[None], depth: int)
     for key, value in node.value:
         if not isinstance(key, ScalarNode):
             what = "a key must be a word, not a list or mapping"
-            raise ConfigError(what, where=place_of(key, where), hint=_PLAINLY)
+            raise ConfigError(what, where=node_location(key, where), hint=_PLAINLY)
         if key.value == "<<":
             what, hint = "merge keys (`<<`) are not read", "write the keys out, or put them into a file for `includes`"
-            raise ConfigError(what, where=place_of(key, where), hint=hint)
+            raise ConfigError(what, where=node_location(key, where), hint=hint)
         if key.value in seen:
-            first = place_of(seen[key.value], where)
+            first = node_location(seen[key.value], where)
             hint = f"it is also at {first}; keep one of the two"
-            raise ConfigError(f"the key `{key.value}` is given twice", where=place_of(key, where), hint=hint)
+            raise ConfigError(f"the key `{key.value}` is given twice", where=node_location(key, where), hint=hint)
         seen[key.value] = key
         _check(value, where, count, depth + 1)
 

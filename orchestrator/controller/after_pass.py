@@ -24,7 +24,7 @@ class AfterPass:
     repaired: RepairedNodes
 
     @classmethod
-    def of(cls, controller: Controller) -> Self:
+    def for_controller(cls, controller: Controller) -> Self:
         store, owns, between = controller.store, controller.domain.has, controller.actor.renew_lease_if_due
         return cls(
             controller,

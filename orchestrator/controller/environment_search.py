@@ -45,14 +45,19 @@ class EnvironmentSearch:
         """
         left = MOST_TRIED
         for run in runs:
-            found = ClientEnvironment.of(run.identity.get(RECORDED)) if run.cluster == SLURM else None
-            if found is None or not found.can_replace(ClientEnvironment.here()) or not left or not self._is_due(found):
+            found = ClientEnvironment.from_json(run.identity.get(RECORDED)) if run.cluster == SLURM else None
+            if (
+                found is None
+                or not found.can_replace(ClientEnvironment.from_environ())
+                or not left
+                or not self._is_due(found)
+            ):
                 continue
             left -= 1
             self._between()
-            instance = SlurmInstance(environ=found.applied(os.environ))()
+            instance = SlurmInstance(environ=found.build_environ(os.environ))()
             if instance and (instance == wanted or not is_known(wanted)):
-                changed = "; ".join(found.differences(ClientEnvironment.here()))
+                changed = "; ".join(found.differences(ClientEnvironment.from_environ()))
                 found.take_over()
                 log.info("goes on with the environment that %s was submitted with: %s", run.name, changed)
                 return run.name

@@ -33,7 +33,7 @@ class RepairedNodes:
         self._looked = now
         excluded: dict[str, list[Node]] = {}
         for node in self._store.nodes():
-            if node.excluded_by(now) == ORCH:
+            if node.exclusion_source(now) == ORCH:
                 excluded.setdefault(node.cluster, []).append(node)
         by_domain: dict[str, list[Run]] = {}
         for run in runs if excluded else ():

@@ -36,7 +36,7 @@ from orchestrator.home import controller_log, state_home
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.available_schedulers import instance_of, lease_key, usable
+from orchestrator.scheduler.available_schedulers import lease_key, make_instance, usable
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
 from orchestrator.scheduler.slurm.node_capacity import usable_nodes
@@ -189,7 +189,7 @@ def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
         files = BoundedFiles()
         controller = Controller(
             store, usable(kind), clock=clock, observed=observed, pool_size=PartitionSizes(),
-            usable_nodes=usable_nodes, files=files, instance=instance_of(kind),
+            usable_nodes=usable_nodes, files=files, instance=make_instance(kind),
         )  # fmt: skip
         files.between = controller.actor.renew_lease_if_due
         store.database.after_commit = records = RecordWriter(store, files)
@@ -221,7 +221,7 @@ def tick_once(
             controller.observed.save()
             return None
         try:
-            report, after = controller.tick(lease), AfterPass.of(controller)
+            report, after = controller.tick(lease), AfterPass.for_controller(controller)
             begun = after.tests.run(controller.actor.epoch, time.time(), look=True, force=force_tests)
             # Launch the new runs now, because the next pass may be far away.
             report = replace(report, actions=(*report.actions, *begun))
@@ -249,7 +249,7 @@ class Daemon:
     def __init__(self, controller: Controller, idle_exit_s: float | None, kind: str = LOCAL) -> None:
         self.controller, self.idle_exit_s, self.kind = controller, idle_exit_s, kind
         self.stopping = False
-        self._after = AfterPass.of(controller)
+        self._after = AfterPass.for_controller(controller)
         self._watch = SlurmWatch(controller.store.database.path, kind, controller)
         self._lease: Lease | None = None
         self._served: set[str] = set()  # schedulers it has held a lease for
@@ -359,7 +359,7 @@ class Daemon:
         return self.idle_exit_s is not None and now - self._idle_since >= self.idle_exit_s
 
     def _has_work(self) -> bool:
-        return self.controller.domain.count() > 0 or self.controller.domain.asked()
+        return self.controller.domain.count() > 0 or self.controller.domain.has_pending_request()
 
     def _rest(self, report: TickReport | None) -> None:
         """Sleep until the next pass; news that needs no scheduler ends the sleep early."""

@@ -28,7 +28,7 @@ def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
         fields = read_json(host_file(store_path, SLURM, lease.scheduler, holder.host))
-        client = ClientEnvironment.of(fields["client"])
+        client = ClientEnvironment.from_json(fields["client"])
         if client is not None and fields["pid"] == holder.pid:
             return SlurmContact(pid=fields["pid"], client=client, silence=str(fields["silence"]))
     return None
@@ -36,5 +36,5 @@ def read_contact(store_path: Path, lease: Lease | None) -> SlurmContact | None:
 
 def write_contact(store_path: Path, scheduler: str, silence: str) -> None:
     """Record this process's environment. Raises OSError."""
-    fields = {"pid": os.getpid(), "client": ClientEnvironment.here().to_json(), "silence": silence}
+    fields = {"pid": os.getpid(), "client": ClientEnvironment.from_environ().to_json(), "silence": silence}
     write_atomically(host_file(store_path, SLURM, scheduler), dump_line(fields).encode())

@@ -96,7 +96,7 @@ MOST_WAITING = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class DeliveryRecord:
     """Delivery record of one message: the run's state change number `index`, counted from its first."""
 
     index: int
@@ -118,15 +118,15 @@ class Told:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notified:
+class NotificationState:
     """Delivery record of a run's state changes; changes before `settled` were sent or need no message."""
 
     settled: int = 0
-    newest: Told | None = None
-    waiting: tuple[Told, ...] = ()  # for another try, oldest first
+    newest: DeliveryRecord | None = None
+    waiting: tuple[DeliveryRecord, ...] = ()  # for another try, oldest first
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> "Notified":
+    def from_json(cls, fields: dict[str, Any]) -> "NotificationState":
         """Parse the output of `to_json` from the run's row."""
         made = build(cls, fields)
         assert isinstance(made, cls)
@@ -135,13 +135,13 @@ class Notified:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def after(self, told: Told) -> "Notified":
+    def after(self, told: DeliveryRecord) -> "NotificationState":
         """Return the record after a try of this message."""
         others = [one for one in self.waiting if one.index != told.index]
         waiting = sorted([*others, told] if told.next_at else others, key=lambda one: one.index)
         newest = told if self.newest is None or told.index >= self.newest.index else self.newest
         settled = max(self.settled, told.index + 1)
-        return Notified(settled=settled, newest=newest, waiting=tuple(waiting[-MOST_WAITING:]))
+        return NotificationState(settled=settled, newest=newest, waiting=tuple(waiting[-MOST_WAITING:]))
 
     @property
     def trouble(self) -> str:

@@ -14,7 +14,16 @@ from typing import Any
 
 from orchestrator.config.run_config import NotifyConfig
 from orchestrator.errors import NotFound, RegistryError
-from orchestrator.notifications.channels import COMMAND, MAIL, WEBHOOK, Notified, Order, Sender, Told, message
+from orchestrator.notifications.channels import (
+    COMMAND,
+    MAIL,
+    WEBHOOK,
+    DeliveryRecord,
+    NotificationState,
+    Order,
+    Sender,
+    message,
+)
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.job_environment import Submitter
@@ -42,7 +51,7 @@ class Notifications:
     wall: Callable[[], float] = time.time
     _seen: int = 0  # newest state change examined, in the registry's order
     _watched: set[str] = field(default_factory=set)  # runs with unsettled changes
-    _sending: dict[str, tuple[Sender, Told]] = field(default_factory=dict)
+    _sending: dict[str, tuple[Sender, DeliveryRecord]] = field(default_factory=dict)
     _configs: dict[str, NotifyConfig] = field(default_factory=dict)
 
     @property
@@ -57,7 +66,7 @@ class Notifications:
 
     def run(self, epoch: int, now: float) -> list[str]:
         """Record finished deliveries and send due messages; return one line each. Raises Fenced, RegistryError."""
-        done = [words for run in list(self._sending) if (words := self._taken_in(run, epoch, now))]
+        done = [words for run in list(self._sending) if (words := self._collect_result(run, epoch, now))]
         newest = self.store.changes_after(self._seen, now - STALE)
         self._seen = max((number for number, _ in newest), default=self._seen)
         self._watched |= {run for _, run in newest}
@@ -72,7 +81,7 @@ class Notifications:
         while self._sending and time.monotonic() < deadline:
             self.between()
             time.sleep(0.05)
-            done += [words for run in list(self._sending) if (words := self._taken_in(run, epoch, self.wall()))]
+            done += [words for run in list(self._sending) if (words := self._collect_result(run, epoch, self.wall()))]
         return done
 
     # -- one run
@@ -87,19 +96,19 @@ class Notifications:
         if run.name != name or "restore_test" in run.identity or not self.owns(run):
             self._watched.discard(name)
             return
-        notified = Notified.of(run.notified)
+        notified = NotificationState.from_json(run.notified)
         changes = [change for change in self.store.transitions(name) if change.kind == "run"]
         attempts = self.store.attempts(name)
         news = range(notified.settled, len(changes))
-        fresh = next((index for index in news if self._is_told(run, attempts, changes[index], now)), None)
+        fresh = next((index for index in news if self._needs_message(run, attempts, changes[index], now)), None)
         due = next((told for told in notified.waiting if _is_due(told, now)), None)
-        told = Told(index=fresh, state=changes[fresh].after) if fresh is not None else due
+        told = DeliveryRecord(index=fresh, state=changes[fresh].after) if fresh is not None else due
         if told is not None:
             self._send(run, changes[told.index], self._config(run, attempts, changes[told.index]), told, epoch, now)
         elif not notified.waiting:
             self._watched.discard(name)
 
-    def _is_told(self, run: Run, attempts: list[Attempt], change: Transition, now: float) -> bool:
+    def _needs_message(self, run: Run, attempts: list[Attempt], change: Transition, now: float) -> bool:
         """Return whether this change needs a message."""
         if now - change.time > STALE:
             return False
@@ -121,12 +130,12 @@ class Notifications:
         return self._configs[digest]
 
     def _send(
-        self, run: Run, change: Transition, config: NotifyConfig, told: Told, epoch: int, now: float
+        self, run: Run, change: Transition, config: NotifyConfig, told: DeliveryRecord, epoch: int, now: float
     ) -> None:  # fmt: skip
         targets = {way: where for way, where in _targets(config).items() if way not in told.delivered}
         said = message(run, change)
         folder = str(run.identity.get("submit_dir", "/"))
-        environ = {**Submitter.of(run.identity).environ(os.environ), **said.variables()}
+        environ = {**Submitter.from_identity(run.identity).environ(os.environ), **said.variables()}
         secrets = str(RunDir(Path(run.run_dir)).secrets)
         order = Order(targets=targets, payload=said.to_json(), environ=environ, folder=folder, secrets=secrets)
         trying = replace(told, tries=told.tries + 1, at=now)
@@ -135,7 +144,7 @@ class Notifications:
         except OSError as error:
             self._write(run.name, trying, dict.fromkeys(targets, f"no process: {error.strerror}"), epoch)
 
-    def _taken_in(self, run: str, epoch: int, now: float) -> str:
+    def _collect_result(self, run: str, epoch: int, now: float) -> str:
         """Record the result of a finished delivery; return "" while it is in progress."""
         sender, trying = self._sending[run]
         result = sender.result()
@@ -144,7 +153,7 @@ class Notifications:
         del self._sending[run]
         return self._write(run, replace(trying, at=now), result, epoch)
 
-    def _write(self, run: str, trying: Told, result: Mapping[str, str], epoch: int) -> str:
+    def _write(self, run: str, trying: DeliveryRecord, result: Mapping[str, str], epoch: int) -> str:
         failed = {way: why for way, why in result.items() if why}
         reached = sorted(set(result) - set(failed))
         again = AGAIN[trying.tries - 1] if failed and trying.tries <= len(AGAIN) else None
@@ -153,7 +162,7 @@ class Notifications:
             next_at=0.0 if again is None else trying.at + again,
         )  # fmt: skip
         try:
-            notified = Notified.of(self.store.run(run).notified).after(told)
+            notified = NotificationState.from_json(self.store.run(run).notified).after(told)
         except NotFound:
             return ""  # removed by `orch rm` in the meantime
         self.store.note_notified(run, notified.to_json(), epoch=epoch)
@@ -162,7 +171,7 @@ class Notifications:
         return f"{run}: told that it is {told.state} by {', '.join(reached)}" if reached else ""
 
 
-def _is_due(told: Told, now: float) -> bool:
+def _is_due(told: DeliveryRecord, now: float) -> bool:
     """Return whether a try is due. Pauses never exceed the longest; a longer remainder means that the clock was set."""
     return not 0.0 < told.next_at - now <= AGAIN[-1]
 

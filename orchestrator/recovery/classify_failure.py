@@ -14,7 +14,7 @@ from trainer.contract.failures.outcome import (
     ExitCode,
     Failure,
     FailureKind,
-    kinds_with,
+    select_kinds,
 )
 
 LOST_AFTER = 60.0
@@ -29,7 +29,7 @@ LEAVING_LIMIT = 600.0
 """Seconds in COMPLETING after which the attempt is fenced and the next one starts without waiting for it."""
 
 
-class End(StrEnum):
+class AttemptEnd(StrEnum):
     """Kinds of ends of an attempt."""
 
     OPEN = "open"  # alive, or nothing certain is known
@@ -39,64 +39,68 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class AttemptVerdict:
     """End of an attempt with its reason; `failure` is set for FAILED and LOST."""
 
-    end: End
+    end: AttemptEnd
     reason: str
     failure: Failure | None = None
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: Evidence) -> AttemptVerdict:
     """Return the verdict on an attempt. Missing reports do not end an attempt."""
     # Without an answer from the scheduler the state is unknown, whatever the files show.
     if not evidence.answered:
-        return Verdict(end=End.OPEN, reason="the scheduler does not answer: nothing is assumed")
+        return AttemptVerdict(end=AttemptEnd.OPEN, reason="the scheduler does not answer: nothing is assumed")
     if evidence.job is None:
         return _judge_absent(evidence)
     # A job in COMPLETING still has processes; a stuck one is fenced instead of waited for.
     if evidence.job_leaving:
         if evidence.leaving_for < LEAVING_LIMIT:
-            return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
-        return _ended(evidence)
+            return AttemptVerdict(end=AttemptEnd.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
+        return _judge_ended(evidence)
     # Slurm reports that the leading node has left the job, and the heartbeat is silent.
     if evidence.leader_gone and evidence.silent_for >= LOST_AFTER:
         return _without_leader(evidence, evidence.job)
     if not evidence.job_ended:
-        return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
+        return AttemptVerdict(end=AttemptEnd.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
     # The program ended on its own, so its outcome may become visible a little later.
     by_itself = evidence.job.state in _BY_ITSELF
     if evidence.outcome is None and evidence.started and by_itself and evidence.ended_for < OUTCOME_GRACE:
-        return Verdict(end=End.OPEN, reason=f"job {evidence.job.job_id} has ended: waiting for its outcome file")
-    return _ended(evidence)
+        return AttemptVerdict(
+            end=AttemptEnd.OPEN, reason=f"job {evidence.job.job_id} has ended: waiting for its outcome file"
+        )
+    return _judge_ended(evidence)
 
 
-def _without_leader(evidence: Evidence, job: JobStatus) -> Verdict:
+def _without_leader(evidence: Evidence, job: JobStatus) -> AttemptVerdict:
     """Return the verdict on a job without its leader, which with --no-kill would idle until its time limit."""
     if evidence.outcome is not None:
-        return _ended(evidence)
+        return _judge_ended(evidence)
     reason = f"{evidence.leader_gone}, which led job {job.job_id}, is out of the job and its heartbeat is silent"
     failure = Failure(kind=FailureKind.NODE_LOST, reason=reason, node=evidence.leader_gone)
-    return Verdict(end=End.FAILED, reason=reason, failure=failure)
+    return AttemptVerdict(end=AttemptEnd.FAILED, reason=reason, failure=failure)
 
 
-def _judge_absent(evidence: Evidence) -> Verdict:
+def _judge_absent(evidence: Evidence) -> AttemptVerdict:
     if evidence.outcome is not None and evidence.absent_for >= GONE_AFTER:
-        return _ended(evidence)
+        return _judge_ended(evidence)
     if evidence.absent_for < (RECORD_WITHIN if evidence.unrecorded else LOST_AFTER):
-        return Verdict(end=End.OPEN, reason="the scheduler does not know the job: looking again")
+        return AttemptVerdict(end=AttemptEnd.OPEN, reason="the scheduler does not know the job: looking again")
     if evidence.silent_for < LOST_AFTER:
-        return Verdict(end=End.OPEN, reason="the scheduler does not know the job, but its heartbeat goes on")
+        return AttemptVerdict(
+            end=AttemptEnd.OPEN, reason="the scheduler does not know the job, but its heartbeat goes on"
+        )
     failure = classify(evidence)
-    return Verdict(end=End.LOST, reason=failure.reason, failure=failure)
+    return AttemptVerdict(end=AttemptEnd.LOST, reason=failure.reason, failure=failure)
 
 
-def _ended(evidence: Evidence) -> Verdict:
+def _judge_ended(evidence: Evidence) -> AttemptVerdict:
     outcome = evidence.outcome
     if outcome is not None and outcome.result is AttemptResult.FINISHED:
-        return Verdict(end=End.FINISHED, reason=outcome.reason or "all steps are trained")
+        return AttemptVerdict(end=AttemptEnd.FINISHED, reason=outcome.reason or "all steps are trained")
     failure = classify(evidence)
-    return Verdict(end=End.FAILED, reason=failure.reason, failure=failure)
+    return AttemptVerdict(end=AttemptEnd.FAILED, reason=failure.reason, failure=failure)
 
 
 _SLURM_KINDS = {
@@ -115,13 +119,13 @@ _BY_ITSELF = frozenset({"COMPLETED", "FAILED"})
 """States that Slurm derives from the exit of the batch script."""
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
 """States after a person's scancel."""
-_SENDERS = kinds_with(lambda traits: traits.asked_by_slurm)
+_SENDERS = select_kinds(lambda traits: traits.asked_by_slurm)
 """Failure kinds for which Slurm asks a job to stop."""
-_STOPS = kinds_with(lambda traits: traits.asked_to_stop)
+_STOPS = select_kinds(lambda traits: traits.asked_to_stop)
 """Failure kinds that the job itself reports as the reason to stop."""
 _SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
 _SRUN_SIGNALLED, _LOST = "srun: forcing job termination", FailureKind.AGENT_LOST
-_OWN_CAUSES = kinds_with(lambda traits: traits.seen_inside)
+_OWN_CAUSES = select_kinds(lambda traits: traits.seen_inside)
 """Causes that the job saw from inside; Slurm's report of its end must not hide them."""
 
 
@@ -143,14 +147,14 @@ def classify(evidence: Evidence) -> Failure:
         return Failure(kind=FailureKind.NODES_MISSING, reason=evidence.gave_up)
     # A requeued job must not train again: it was restarted from outside, and orch ended it.
     if job is not None and (job.restarts > 0 or (evidence.requeued and job.state in _TAKEN_AWAY)):
-        return _requeued(evidence, job)
+        return _requeue_failure(evidence, job)
     # A coordinator that stalled cannot report its own end.
     if outcome is None and (stood := _stood_still(evidence, job)) is not None:
         return stood
     # The job was cancelled from outside. It is not restarted, saved or not.
     by_others = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
     if by_others and job and outcome and (outcome.result is AttemptResult.STOPPED or _stop_failed(outcome)):
-        saved = _saved(evidence) if outcome.failure is None else f"; {outcome.failure.reason}"
+        saved = _saved_step_suffix(evidence) if outcome.failure is None else f"; {outcome.failure.reason}"
         said = f"job {job.job_id} was cancelled, not by orch{saved}"
         return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
     # Its time limit passed while saves failed, so more time would not have helped.
@@ -159,19 +163,19 @@ def classify(evidence: Evidence) -> Failure:
         return Failure(kind=FailureKind.STORAGE, reason=reason)
     # Slurm names the cause.
     if job is not None and job.state in _SLURM_KINDS:
-        return _by_slurm(job, outcome)
+        return _failure_from_slurm(job, outcome)
     # The coordinator lost a node before Slurm did, and by now Slurm misses it too.
     down = _down_node(job, outcome)
     if down is not None:
         return down
     # The coordinator's outcome takes precedence over COMPLETED and FAILED.
     if outcome is not None:
-        return _by_outcome(evidence, outcome)
+        return _failure_from_outcome(evidence, outcome)
     if job is None:
         reason = f"Slurm has not known the job for {evidence.absent_for:.0f} s and its heartbeat is silent"
         also = "; its accounting does not answer" if evidence.unrecorded else ""
         return Failure(kind=FailureKind.JOB_LOST, reason=reason + also)
-    return _by_logs(evidence, job)
+    return _failure_from_logs(evidence, job)
 
 
 def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
@@ -194,14 +198,14 @@ def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
     return None
 
 
-def _requeued(evidence: Evidence, job: JobStatus) -> Failure:
+def _requeue_failure(evidence: Evidence, job: JobStatus) -> Failure:
     kind = FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED
     # Accounting does not report the number of restarts.
     times = f" ({job.restarts} restarts)" if job.restarts else ""
     return Failure(kind=kind, reason=f"Slurm requeued job {job.job_id}{times}; orch ended it")
 
 
-def _by_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
+def _failure_from_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
     kind = _SLURM_KINDS[job.state]
     seen = outcome.failure if outcome else None
     said = f" ({job.reason})" if job.reason and job.reason != "None" else ""
@@ -225,20 +229,20 @@ def _down_node(job: JobStatus | None, outcome: AttemptOutcome | None) -> Failure
     return replace(seen, kind=FailureKind.NODE_LOST, reason=reason)
 
 
-def _by_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failure:
+def _failure_from_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failure:
     if outcome.failure is not None and outcome.failure.kind is not FailureKind.PREEMPTED:
         return outcome.failure
     if outcome.failure is None and outcome.result is not AttemptResult.STOPPED:
         return Failure(kind=FailureKind.UNKNOWN, reason=outcome.reason, step=outcome.step, exit_code=outcome.exit_code)
-    saved = f"stopped{_saved(evidence)}: {outcome.reason}"
+    saved = f"stopped{_saved_step_suffix(evidence)}: {outcome.reason}"
     stopped = outcome.failure or Failure(kind=FailureKind.PREEMPTED, reason=saved, step=outcome.step or None)
     word = outcome.reason.lower().replace("_", " ")
     if outcome.failure is None and ("time limit" in word or "deadline" in word):
         return replace(stopped, kind=FailureKind.TIME_LIMIT)
-    return _by_sender(evidence, stopped)
+    return _failure_from_signal(evidence, stopped)
 
 
-def _by_sender(evidence: Evidence, stopped: Failure) -> Failure:
+def _failure_from_signal(evidence: Evidence, stopped: Failure) -> Failure:
     """Return the failure of an attempt that got a signal, the same for preemption, time limit and lost node."""
     job = evidence.job
     # Slurm prints its own message on every node whose step it ends.
@@ -261,12 +265,12 @@ def _stop_failed(outcome: AttemptOutcome) -> bool:
     return outcome.failure is not None and outcome.failure.kind in _STOPS
 
 
-def _saved(evidence: Evidence) -> str:
+def _saved_step_suffix(evidence: Evidence) -> str:
     """Describe the newest saved step of the attempt, which may be older than the step it had reached."""
     return f", with step {evidence.saved_step} saved" if evidence.saved_step is not None else ""
 
 
-def _by_logs(evidence: Evidence, job: JobStatus) -> Failure:
+def _failure_from_logs(evidence: Evidence, job: JobStatus) -> Failure:
     kind, reason = _from_logs(evidence, job)
     # The batch script exited before any agent started; its exit code may be unknown.
     script = kind is FailureKind.LAUNCH_FAILED and job.state in _BY_ITSELF and not evidence.started

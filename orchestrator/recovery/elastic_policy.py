@@ -92,11 +92,11 @@ def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:
         if replicas > full.dp_replicate:
             return None  # and fewer shards would need even more
         if not rest and can_share(config, shards * parallel.cp * parallel.tp, parallel.ep):
-            return _changed(parallel, replicas, shards)
+            return _mesh_overrides(parallel, replicas, shards)
     return None
 
 
-def _changed(parallel: ParallelConfig, replicas: int, shards: int) -> dict[str, Any]:
+def _mesh_overrides(parallel: ParallelConfig, replicas: int, shards: int) -> dict[str, Any]:
     """Return the keys to set for this mesh; sizes left open stay open."""
     changes: dict[str, Any] = {}
     if parallel.dp_replicate > 1 and replicas != parallel.dp_replicate:
@@ -108,7 +108,7 @@ def _changed(parallel: ParallelConfig, replicas: int, shards: int) -> dict[str, 
     return changes
 
 
-def resized(data: dict[str, Any], size: WorldSize) -> dict[str, Any]:
+def resize_config(data: dict[str, Any], size: WorldSize) -> dict[str, Any]:
     """Return the run's resolved config with the overrides of this size."""
     changed = copy.deepcopy(data)
     for key, value in size.overrides.items():

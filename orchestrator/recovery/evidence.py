@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, JobStatus
 from trainer.contract.cut_text import cut
-from trainer.contract.failures.failure_patterns import Meaning, log_line_says
+from trainer.contract.failures.failure_patterns import Meaning, log_line_meaning
 from trainer.contract.failures.outcome import AgentReport, AttemptOutcome, FailureKind
 
 
@@ -123,7 +123,7 @@ def scan(tails: Iterable[LogTail]) -> list[Match]:
     """Return every known line, in the order of the logs."""
     known = (
         (tail.source, line, meaning) for tail in tails for line in tail.text.splitlines()
-        if (meaning := log_line_says(line)) is not None
+        if (meaning := log_line_meaning(line)) is not None
     )  # fmt: skip
     return [
         Match(kind=STANDS_FOR[meaning][0], role=STANDS_FOR[meaning][1], line=cut(line.strip(), 300), source=source)

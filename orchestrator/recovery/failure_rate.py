@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrator.registry.records import Attempt, Generation
-from trainer.contract.failures.outcome import FailureKind, Losses, kinds_with
+from trainer.contract.failures.outcome import FailureKind, Losses, select_kinds
 
 DAY = 86400.0
 WINDOW = 90 * DAY
@@ -19,8 +19,8 @@ _TRUST_IN_CLUSTER = 4.0
 """Maximum weight of the cluster's history, in failures: runs differ in the components they stress."""
 
 
-_OF_THE_CLUSTER = kinds_with(lambda traits: traits.losses is Losses.CLUSTER)
-_OF_A_RUN = kinds_with(lambda traits: traits.losses is not Losses.NOBODY)
+_OF_THE_CLUSTER = select_kinds(lambda traits: traits.losses is Losses.CLUSTER)
+_OF_A_RUN = select_kinds(lambda traits: traits.losses is not Losses.NOBODY)
 """Ends that lose unsaved work."""
 
 

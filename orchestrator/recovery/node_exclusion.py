@@ -65,7 +65,7 @@ class Pool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blame:
+class ExclusionDecision:
     """Whether a failure excludes its node, until when, and why."""
 
     node: str | None
@@ -73,32 +73,34 @@ class Blame:
     until: float = 0.0
 
 
-def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
+def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) -> ExclusionDecision:
     """Judge the first node that `failure` names."""
     if not failure.nodes:
-        return Blame(node=None, reason="the failure names no node")
+        return ExclusionDecision(node=None, reason="the failure names no node")
     return _blame(failure, failure.nodes[0], pool, recovery, now)
 
 
-def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
+def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now: float) -> ExclusionDecision:
     until = now + recovery.exclude_hours * 3600
     if failure.kind in NODE_LOCAL:
-        return _capped(node, until, f"{failure.kind} on {node}", pool, recovery, now)
+        return _exclude_within_limit(node, until, f"{failure.kind} on {node}", pool, recovery, now)
     if failure.kind not in WEAK:
-        return Blame(node=None, reason=f"{failure.kind} is no evidence about {node}")
+        return ExclusionDecision(node=None, reason=f"{failure.kind} is no evidence about {node}")
     record = next((known for known in pool.known if known.name == node), NodeRecord(name=node))
-    history = record.history.again()
+    history = record.history.add_failure()
     if len(history.failed) == 1:
-        return Blame(node=None, reason=f"{failure.kind} once on {node} is no evidence against it")
+        return ExclusionDecision(node=None, reason=f"{failure.kind} once on {node} is no evidence against it")
     # A second, independent failure soon after is a pattern.
     if is_worse(history, record.others, pool.node_days):
-        return _capped(node, until, _often(node, history), pool, recovery, now)
-    return Blame(node=None, reason=f"{_often(node, history)}: that may be chance")
+        return _exclude_within_limit(node, until, _often(node, history), pool, recovery, now)
+    return ExclusionDecision(node=None, reason=f"{_often(node, history)}: that may be chance")
 
 
-def nodes_to_exclude(failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: float) -> list[Blame]:
+def nodes_to_exclude(
+    failure: Failure | None, pool: Pool, recovery: RecoveryConfig, now: float
+) -> list[ExclusionDecision]:
     """Judge the nodes that the failure names, then nodes with a bad record; each with its reason."""
-    found: list[Blame] = []
+    found: list[ExclusionDecision] = []
     if failure is not None:
         found.append(blame(failure, pool, recovery, now))
         for node in failure.nodes[1:]:
@@ -107,11 +109,11 @@ def nodes_to_exclude(failure: Failure | None, pool: Pool, recovery: RecoveryConf
         reason = _reason_against(record, recovery, pool.node_days)
         if reason and record.name not in {one.node for one in found} and record.excluded_until <= now:
             until = now + recovery.exclude_hours * 3600
-            found.append(_capped(record.name, until, reason, _without(pool, found, now), recovery, now))
+            found.append(_exclude_within_limit(record.name, until, reason, _without(pool, found, now), recovery, now))
     return found
 
 
-def _without(pool: Pool, found: Sequence[Blame], now: float) -> Pool:
+def _without(pool: Pool, found: Sequence[ExclusionDecision], now: float) -> Pool:
     """Return the pool after these exclusions, which count towards the share limit."""
     taken = {one.node for one in found}
     known = (replace(one, excluded_until=now + 1.0) if one.name in taken else one for one in pool.known)
@@ -201,7 +203,7 @@ def faulty(
     return found
 
 
-def replaced(notices: Sequence[Notice]) -> dict[str, int]:
+def count_replacements(notices: Sequence[Notice]) -> dict[str, int]:
     """Return by node the number of attempts in which a spare replaced it."""
     drilled = drilled_generations(notices)
     spares = [
@@ -225,13 +227,15 @@ def _by_node(found: Collection[tuple[str, str, int]]) -> dict[str, int]:
     return dict(Counter(node for node, _, _ in found if node))
 
 
-def _capped(node: str, until: float, reason: str, pool: Pool, recovery: RecoveryConfig, now: float) -> Blame:
+def _exclude_within_limit(
+    node: str, until: float, reason: str, pool: Pool, recovery: RecoveryConfig, now: float
+) -> ExclusionDecision:
     if node in pool.by_persons:
-        return Blame(node=None, reason=f"{reason}; a person has excluded it already")
-    listed = [name for name in excluded(pool.known, now) if name != node and name not in pool.by_persons]
+        return ExclusionDecision(node=None, reason=f"{reason}; a person has excluded it already")
+    listed = [name for name in excluded_nodes(pool.known, now) if name != node and name not in pool.by_persons]
     if len(listed) + 1 > exclusion_limit(pool, recovery):
-        return Blame(node=None, reason=f"{reason}, but no more nodes of the partition may be excluded")
-    return Blame(node=node, until=until, reason=reason)
+        return ExclusionDecision(node=None, reason=f"{reason}, but no more nodes of the partition may be excluded")
+    return ExclusionDecision(node=node, until=until, reason=reason)
 
 
 def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:
@@ -240,13 +244,13 @@ def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:
     return min(pool.excludable, max(1, int(size * recovery.exclude_share)))
 
 
-def avoided(pool: Pool, recovery: RecoveryConfig, now: float) -> tuple[str, ...]:
+def avoided_nodes(pool: Pool, recovery: RecoveryConfig, now: float) -> tuple[str, ...]:
     """Return the nodes that the next job must avoid: excluded by people, and by orch up to its limit, latest first."""
     until = {node.name: node.excluded_until for node in pool.known if not node.by_person}
     latest = sorted((name for name in until if until[name] > now), key=lambda name: until[name], reverse=True)
     return tuple(sorted({*pool.by_persons, *latest[: exclusion_limit(pool, recovery)]}))
 
 
-def excluded(known: Sequence[NodeRecord], now: float) -> tuple[str, ...]:
+def excluded_nodes(known: Sequence[NodeRecord], now: float) -> tuple[str, ...]:
     """Return the nodes whose exclusion has not expired, sorted."""
     return tuple(sorted(node.name for node in known if node.excluded_until > now))

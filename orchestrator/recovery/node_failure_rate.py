@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from orchestrator.registry.records import Attempt
-from trainer.contract.failures.outcome import Blame, Failure, kinds_with
+from trainer.contract.failures.outcome import Failure, NodeBlame, select_kinds
 
 DAY = 86400.0
 HALF_LIFE = 7 * DAY
@@ -23,9 +23,9 @@ TIMES, SURE = 2.0, 0.75
 BY_CHANCE = 0.3
 """... and if the probability of its failures, at the others' rate, is below this."""
 
-NODE_LOCAL = kinds_with(lambda traits: traits.blame is Blame.NODE)
+NODE_LOCAL = select_kinds(lambda traits: traits.blame is NodeBlame.NODE)
 """Kinds that are conclusive evidence against the node they name."""
-WEAK = kinds_with(lambda traits: traits.blame is Blame.WEAK)
+WEAK = select_kinds(lambda traits: traits.blame is NodeBlame.WEAK)
 """Kinds that merely occurred on a node; a single one is no evidence."""
 
 
@@ -37,7 +37,7 @@ class NodeHistory:
     seconds: float = 0.0  # in jobs
     recent_seconds: float = 0.0  # `seconds` with the same decay as failures
 
-    def again(self) -> "NodeHistory":
+    def add_failure(self) -> "NodeHistory":
         """Return the history with one more failure, now."""
         return replace(self, failed=(0.0, *self.failed))
 
@@ -94,12 +94,12 @@ def of_others(known: dict[str, NodeHistory], node: str) -> NodeHistory:
 def is_worse(node: NodeHistory, others: NodeHistory, node_days: float) -> bool:
     """Return whether the node fails more often than others; `node_days`: prior node-days between failures."""
     rate = (1 + len(others.failed)) / (node_days * DAY + others.seconds)
-    weight = sum(_left(age) for age in node.failed)
-    chance = _above(SPREAD + weight, TIMES * (SPREAD + rate * node.recent_seconds))
-    return chance >= SURE and _by_chance(node, others) < BY_CHANCE
+    weight = sum(_decay_weight(age) for age in node.failed)
+    chance = _gamma_tail(SPREAD + weight, TIMES * (SPREAD + rate * node.recent_seconds))
+    return chance >= SURE and _chance_probability(node, others) < BY_CHANCE
 
 
-def _by_chance(node: NodeHistory, others: NodeHistory) -> float:
+def _chance_probability(node: NodeHistory, others: NodeHistory) -> float:
     """Return the probability of at least this many failures on the node, if failures follow the time in jobs."""
     most, total = len(node.failed), len(node.failed) + len(others.failed)
     if not node.seconds > 0.0 or not others.seconds:
@@ -115,15 +115,15 @@ def _by_chance(node: NodeHistory, others: NodeHistory) -> float:
 def _decayed_span(began: float, ended: float) -> float:
     """Return the decayed length in seconds of a span between two ages (seconds ago), with half-life HALF_LIFE."""
     unit = HALF_LIFE / math.log(2)
-    return unit * (_left(ended) - _left(max(began, ended)))
+    return unit * (_decay_weight(ended) - _decay_weight(max(began, ended)))
 
 
-def _left(age: float) -> float:
+def _decay_weight(age: float) -> float:
     """Return the remaining weight of an event of this age in seconds."""
     return math.pow(0.5, max(0.0, age) / HALF_LIFE)
 
 
-def _above(shape: float, x: float) -> float:
+def _gamma_tail(shape: float, x: float) -> float:
     """Return the probability that a gamma variate (scale 1) exceeds x: one minus the series of DLMF 8.11.4."""
     term = total = 1.0 / shape
     k = 0

@@ -66,7 +66,9 @@ def _failure(attempt: Attempt) -> Failure | None:
     return Failure.from_json(attempt.failure) if attempt.failure else None
 
 
-def attributed(failure: Failure | None, notices: Iterable[Notice], attempt: int, generation: int) -> Failure | None:
+def attribute_drill(
+    failure: Failure | None, notices: Iterable[Notice], attempt: int, generation: int
+) -> Failure | None:
     """Return the failure that ended an attempt in this generation, with the drill that caused it, if any.
 
     The job itself usually reports the drill, except when the coordinator's own node was hit.
@@ -88,7 +90,7 @@ def drill_words(failure: Mapping[str, object]) -> str:
     return f" (drill {drill})" if drill else ""
 
 
-class Action(StrEnum):
+class RunAction(StrEnum):
     RETRY = "RETRY"
     WAIT = "WAIT"
     SUCCEED = "SUCCEED"
@@ -132,10 +134,10 @@ class EndedAttempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class RetryDecision:
     """Next action and its reason; `not_before` is seconds since the epoch, `exclude` the nodes to avoid."""
 
-    action: Action
+    action: RunAction
     reason: str
     not_before: float = 0.0
     exclude: tuple[str, ...] = ()
@@ -168,7 +170,7 @@ def decide(
     steps_known: bool = True,
     exclude: tuple[str, ...] = (),
     run: str,
-) -> Decision:
+) -> RetryDecision:
     """Decide after the newest attempt of `history`; `failure` must be None if it finished.
 
     `history` holds the attempts that count (since the last `orch resume`), `jitter` is a draw from [0, 1).
@@ -178,22 +180,26 @@ def decide(
     assert history, "a decision needs the attempt that ended"
     # All steps are trained and the last checkpoint is committed.
     if failure is None:
-        return Decision(action=Action.SUCCEED, reason="all steps are trained")
+        return RetryDecision(action=RunAction.SUCCEED, reason="all steps are trained")
     # A failure that no retry can fix ends here, with Slurm's or the program's own message.
     if TRAITS[failure.kind].budget is Budget.PERSON:
-        return _without_return(failure, run) if _never_saved(failure, history) else _final(failure, run)
+        return _hold_after_bad_loss(failure, run) if _never_saved(failure, history) else _final(failure, run)
     # An end that orch or a person caused on purpose proves nothing about the cluster.
-    if reason := _on_purpose(history[-1], failure):
-        return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
+    if reason := _deliberate_end_reason(history[-1], failure):
+        return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=now, exclude=exclude)
     # Without progress the next job cannot be expected to need less memory.
-    if failure.kind is FailureKind.OUT_OF_MEMORY and not _advanced(history, len(history) - 1, steps_known=steps_known):
+    if failure.kind is FailureKind.OUT_OF_MEMORY and not _has_progress(
+        history, len(history) - 1, steps_known=steps_known
+    ):
         return _final(failure, run)
     # One node may have misread; a second job with the same result is evidence about the bytes.
     if [past.none_intact for past in history[-2:]] == [True, True]:
         return _none_intact(failure, run)
     # After an end that costs nothing, the queue is pause enough.
-    if TRAITS[failure.kind].free and _advanced(history, len(history) - 1, steps_known=steps_known):
-        return Decision(action=Action.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude)
+    if TRAITS[failure.kind].free and _has_progress(history, len(history) - 1, steps_known=steps_known):
+        return RetryDecision(
+            action=RunAction.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude
+        )
     row = _without_progress(history, steps_known=steps_known)
     budget = Budget.TRIES if history[-1].script_failed else TRAITS[failure.kind].budget
     anew = any(past.saved_after for past in row[1:]) and steps_known
@@ -202,24 +208,24 @@ def decide(
     # A program that fails repeatedly wastes the cluster.
     tries = [past for past in row if past.budget is Budget.TRIES]
     if len(tries) >= recovery.max_failures and budget is Budget.TRIES:
-        spent = f"{_counted(tries)} without a new checkpoint: recovery.max_failures is spent"
-        return Decision(action=Action.FAIL, reason=f"{spent}; {last}")
+        spent = f"{_summarize_failures(tries)} without a new checkpoint: recovery.max_failures is spent"
+        return RetryDecision(action=RunAction.FAIL, reason=f"{spent}; {last}")
     # An outage is measured by the clock; a few failures with long queues between them do not form one.
     outage = [past for past in row if past.budget is Budget.TIME]
     if len(outage) >= recovery.max_failures and now >= _gives_up(outage, recovery):
-        spent = f"{_told(outage, now)} without a new checkpoint: recovery.no_progress_hours is spent"
-        return Decision(action=Action.HOLD, reason=f"{spent}; {last}")
+        spent = f"{_describe_outage(outage, now)} without a new checkpoint: recovery.no_progress_hours is spent"
+        return RetryDecision(action=RunAction.HOLD, reason=f"{spent}; {last}")
     start = now + backoff_seconds(len(row), recovery, jitter)
     if budget is Budget.TRIES:
-        reason = f"{_counted(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
+        reason = f"{_summarize_failures(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
     else:
         last_moment = stored_moment(_gives_up(outage, recovery))
-        reason = f"{_told(outage, now)}; holds after {last_moment} unless a checkpoint is saved"
+        reason = f"{_describe_outage(outage, now)}; holds after {last_moment} unless a checkpoint is saved"
     reason = f"{reason}; next try at {stored_moment(start)}; {last}"
-    return Decision(action=Action.RETRY, reason=reason, not_before=start, exclude=exclude)
+    return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=start, exclude=exclude)
 
 
-def _on_purpose(last: EndedAttempt, failure: Failure) -> str:
+def _deliberate_end_reason(last: EndedAttempt, failure: Failure) -> str:
     """Return why the run continues at once after an end that is not a failure; empty for any other end."""
     if TRAITS[failure.kind].budget is Budget.NOTHING:
         return f"goes on with fewer nodes: {failure.reason}"
@@ -227,17 +233,17 @@ def _on_purpose(last: EndedAttempt, failure: Failure) -> str:
 
 
 _FINAL = {
-    FailureKind.USER_ERROR: (Action.FAIL, "the training code failed: ", ""),
-    FailureKind.SUBMIT_REJECTED: (Action.HOLD, "the job was refused: ", ""),
+    FailureKind.USER_ERROR: (RunAction.FAIL, "the training code failed: ", ""),
+    FailureKind.SUBMIT_REJECTED: (RunAction.HOLD, "the job was refused: ", ""),
     # Both would recur at the same step, on any nodes.
     FailureKind.DESYNC: (
-        Action.HOLD,
+        RunAction.HOLD,
         "ranks called different collectives: ",
         "; that is a bug of the program, or of orch where the model is the built-in one: see that every rank takes the "
         "same way through it",
     ),
     FailureKind.NUMERIC: (
-        Action.HOLD,
+        RunAction.HOLD,
         "the loss went bad: ",
         "; mend the data or the code, or go on with other settings (optimizer.lr, optimizer.clip_norm, "
         "detection.spike): from the last good checkpoint that `orch ckpt ls {run}` lists with "
@@ -247,9 +253,9 @@ _FINAL = {
 """Action and message around the reason for kinds that a person must resolve; HOLD if a kind is missing here."""
 
 
-def _final(failure: Failure, run: str) -> Decision:
-    action, before, after = _FINAL.get(failure.kind, (Action.HOLD, "", ""))
-    return Decision(action=action, reason=f"{before}{failure.reason}{after.format(run=run)}")
+def _final(failure: Failure, run: str) -> RetryDecision:
+    action, before, after = _FINAL.get(failure.kind, (RunAction.HOLD, "", ""))
+    return RetryDecision(action=action, reason=f"{before}{failure.reason}{after.format(run=run)}")
 
 
 def _never_saved(failure: Failure, history: Sequence[EndedAttempt]) -> bool:
@@ -258,25 +264,25 @@ def _never_saved(failure: Failure, history: Sequence[EndedAttempt]) -> bool:
     return failure.kind is FailureKind.NUMERIC and not saved and history[0].number == 1
 
 
-def _none_intact(failure: Failure, run: str) -> Decision:
+def _none_intact(failure: Failure, run: str) -> RetryDecision:
     cure = (
         f"`orch ckpt ls {run}` lists them: put an intact copy in place of one, or begin anew from another run's: "
         "`orch submit --from OTHER@STEP`"
     )
-    return Decision(action=Action.HOLD, reason=f"no checkpoint is intact: {failure.reason}; {cure}")
+    return RetryDecision(action=RunAction.HOLD, reason=f"no checkpoint is intact: {failure.reason}; {cure}")
 
 
-def _without_return(failure: Failure, run: str) -> Decision:
+def _hold_after_bad_loss(failure: Failure, run: str) -> RetryDecision:
     what = f"the loss went bad: {failure.reason}; the run has saved no checkpoint"
     cure = "mend the data or the code, or begin at step 0 with other settings (optimizer.lr, optimizer.clip_norm)"
-    return Decision(action=Action.HOLD, reason=f"{what}: {cure}: `orch resume {run} KEY=VALUE`")
+    return RetryDecision(action=RunAction.HOLD, reason=f"{what}: {cure}: `orch resume {run} KEY=VALUE`")
 
 
-def after_cancel(step: int | None, missing: str = "") -> Decision:
+def after_cancel(step: int | None, missing: str = "") -> RetryDecision:
     """Return the decision for a cancelled run without a job; `missing`: why its checkpoint is not visible."""
     saved = f"; the newest checkpoint is of step {step}" if step is not None else "; no checkpoint of it is known"
     saved = f"; the newest checkpoint was of step {step}, and {missing}" if missing else saved
-    return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
+    return RetryDecision(action=RunAction.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
 
 
 def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
@@ -286,10 +292,10 @@ def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
 
 
 def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float:
-    return outage[-1].ended_at + recovery.no_progress_hours * 3600 - _lasted(outage)
+    return outage[-1].ended_at + recovery.no_progress_hours * 3600 - _outage_seconds(outage)
 
 
-def _lasted(outage: Sequence[EndedAttempt]) -> float:
+def _outage_seconds(outage: Sequence[EndedAttempt]) -> float:
     """Return the seconds that an outage has lasted, without long queues between failures and clock changes."""
     gaps = [later.ended_at - earlier.ended_at for earlier, later in pairwise(outage)]
     counted = sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
@@ -297,16 +303,16 @@ def _lasted(outage: Sequence[EndedAttempt]) -> float:
     return min(counted, whole) if whole > 0 else counted
 
 
-def _counted(row: Sequence[EndedAttempt]) -> str:
+def _summarize_failures(row: Sequence[EndedAttempt]) -> str:
     """Return e.g. `launch failed 4 times, node lost once`."""
     kinds = Counter(str(past.kind).replace("_", " ") for past in row)
     return ", ".join(f"{kind} {'once' if times == 1 else f'{times} times'}" for kind, times in kinds.items())
 
 
-def _told(outage: Sequence[EndedAttempt], now: float) -> str:
+def _describe_outage(outage: Sequence[EndedAttempt], now: float) -> str:
     """Return the failures with the duration, once per decision: `launch failed 4 times in 12 min`."""
     lasted = now - min(past.ended_at for past in outage)
-    return _counted(outage) if len(outage) == 1 else f"{_counted(outage)} in {_span(lasted)}"
+    return _summarize_failures(outage) if len(outage) == 1 else f"{_summarize_failures(outage)} in {_span(lasted)}"
 
 
 def _span(seconds: float) -> str:
@@ -315,7 +321,7 @@ def _span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _advanced(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:
+def _has_progress(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:
     """Return whether this attempt made progress: its checkpoint is the newest so far, or counts by time or step."""
     attempt, earlier = history[index], history[:index]
     enough = FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS
@@ -336,7 +342,7 @@ def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> 
     """Return the failures since the last progress; the first is the end of the attempt that made it."""
     row: list[EndedAttempt] = []
     for index in reversed(range(len(history))):
-        past, advanced = history[index], _advanced(history, index, steps_known=steps_known)
+        past, advanced = history[index], _has_progress(history, index, steps_known=steps_known)
         if past.counts and not (advanced and past.is_free):
             row.append(past)
         if advanced:

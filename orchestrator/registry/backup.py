@@ -78,9 +78,9 @@ def _copy(path: Path, to: Path) -> None:
         _copy_files(path, to)
     else:
         uri = f"{path.absolute().as_uri()}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30)) as source, _opened(to) as target:
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30)) as source, _open_database(to) as target:
             source.backup(target)
-    with _opened(to) as target:
+    with _open_database(to) as target:
         # A write-ahead log beside the copy could be left behind when the file is moved.
         target.execute("PRAGMA journal_mode = DELETE")
         verdict = target.execute("PRAGMA integrity_check").fetchone()[0]
@@ -89,7 +89,7 @@ def _copy(path: Path, to: Path) -> None:
             raise RegistryError(f"the copy is damaged: {verdict}", where=str(path), hint=hint)
 
 
-def _opened(path: Path) -> contextlib.closing[sqlite3.Connection]:
+def _open_database(path: Path) -> contextlib.closing[sqlite3.Connection]:
     return contextlib.closing(sqlite3.connect(path))
 
 

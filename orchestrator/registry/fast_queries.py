@@ -92,7 +92,7 @@ def newest(
     return _newest(path, limit, [*where, *([] if tests else [_NO_TEST]), *[_TAGGED] * len(tagged)], [*wanted, *tagged])
 
 
-def named(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
+def runs_by_name(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     """Return the fields of `newest` for the runs with exactly these names; unknown names are omitted."""
     return _newest(path, None, *_among("name", names))
 
@@ -153,10 +153,10 @@ def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
 def lease(path: Path, scheduler: str | None = None) -> Lease | None:
     """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
     found = leases(path)
-    return next(iter(found), None) if scheduler is None else lease_for(found, scheduler)
+    return next(iter(found), None) if scheduler is None else covering_lease(found, scheduler)
 
 
-def lease_for(found: Iterable[Lease], scheduler: str) -> Lease | None:
+def covering_lease(found: Iterable[Lease], scheduler: str) -> Lease | None:
     """Return the lease that covers an instance's runs: the lease for all runs if it is held, else the instance's."""
     of = {item.scheduler: item for item in found}
     whole = of.get("")
@@ -207,9 +207,9 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer = dict(row)
     step, trust, at = answer.pop("saved_step"), answer.pop("saved_trust"), answer.pop("saved_at")
     answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
-    answer["restore_test"] = _popped(answer, "tested", ("step", "layout", "verdict", "ended_at"))
-    answer["bad_test"] = _popped(answer, "bad", ("step", "layout", "verdict", "ended_at", "reason"))
-    answer["test_of"] = _popped(answer, "own", ("run", "step", "layout"))
+    answer["restore_test"] = _pop_columns(answer, "tested", ("step", "layout", "verdict", "ended_at"))
+    answer["bad_test"] = _pop_columns(answer, "bad", ("step", "layout", "verdict", "ended_at", "reason"))
+    answer["test_of"] = _pop_columns(answer, "own", ("run", "step", "layout"))
     step, at = answer.pop("since_step"), answer.pop("since_at")
     saved = bool(answer.pop("since_saved"))
     answer["speed_since"] = None if at is None else {"step": step, "at": at, "saved": saved}
@@ -221,7 +221,7 @@ def _answer(row: sqlite3.Row) -> dict[str, Any]:
     return answer
 
 
-def _popped(answer: dict[str, Any], prefix: str, keys: Iterable[str]) -> dict[str, Any] | None:
+def _pop_columns(answer: dict[str, Any], prefix: str, keys: Iterable[str]) -> dict[str, Any] | None:
     """Return the columns of a joined table as one value; None if no row was joined."""
     found = {key: answer.pop(f"{prefix}_{key}") for key in keys}
     return None if found["step"] is None else found

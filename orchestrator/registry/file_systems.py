@@ -30,26 +30,26 @@ Overlay is included: its upper layer cannot be on a network file system (kernel,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class LockRule:
     """File system whose locks all hosts see, except with an option in `unshared` or without the option `needs`."""
 
     unshared: frozenset[str] = frozenset()
     needs: str = ""
 
 
-_NFS = Rule(unshared=frozenset({"nolock", "local_lock=all", "local_lock=posix"}))
-RULES: dict[str, Rule] = {
+_NFS = LockRule(unshared=frozenset({"nolock", "local_lock=all", "local_lock=posix"}))
+RULES: dict[str, LockRule] = {
     # nfs(5): byte-range locks are part of NFSv4 and use NLM before; `local_lock=flock` does not affect fcntl's.
     "nfs": _NFS,
     "nfs4": _NFS,
     # mount.lustre(8): coherent with `flock`, local with `localflock`, refused by the kernel with neither.
-    "lustre": Rule(unshared=frozenset({"localflock", "noflock"}), needs="flock"),
+    "lustre": LockRule(unshared=frozenset({"localflock", "noflock"}), needs="flock"),
     # IBM Storage Scale: fcntl locks are tokens of the cluster.
-    "gpfs": Rule(),
+    "gpfs": LockRule(),
     # CephFS, kernel client: the metadata server keeps fcntl locks.
-    "ceph": Rule(),
+    "ceph": LockRule(),
     # gfs2(5): `localflocks` keeps flock and fcntl on this host.
-    "gfs2": Rule(unshared=frozenset({"localflocks"})),
+    "gfs2": LockRule(unshared=frozenset({"localflocks"})),
 }
 
 
@@ -74,15 +74,15 @@ def mounts(text: str) -> list[Mount]:
         left, _, right = line.partition(" - ")
         front, back = left.split(" "), right.split(" ")
         options = frozenset({*front[5].split(","), *back[2].split(",")})
-        found.append(Mount(point=_unescaped(front[4]), kind=back[0], options=options, source=_unescaped(back[1])))
+        found.append(Mount(point=_unescape(front[4]), kind=back[0], options=options, source=_unescape(back[1])))
     return found
 
 
-def _unescaped(field: str) -> str:
+def _unescape(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
-def mount_of(path: Path, text: str) -> Mount | None:
+def match_mount(path: Path, text: str) -> Mount | None:
     """Return the mount that holds `path`: the longest mount point above it, the later of two equal ones."""
     best = None
     for mount in mounts(text):
@@ -92,13 +92,13 @@ def mount_of(path: Path, text: str) -> Mount | None:
     return best
 
 
-def mounted(path: Path) -> Mount | None:
+def find_mount(path: Path) -> Mount | None:
     """Return the mount that holds `path` on this machine; None if /proc cannot be read."""
     try:
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     except OSError:
         return None
-    return mount_of(path.resolve(), text)
+    return match_mount(path.resolve(), text)
 
 
 def why_unshared(mount: Mount | None) -> str:
@@ -115,7 +115,7 @@ def why_unshared(mount: Mount | None) -> str:
     return ""
 
 
-def journal_for(registry: Path, mount: Mount | None) -> str:
+def choose_journal_mode(registry: Path, mount: Mount | None) -> str:
     """Return SQLite's journal mode: `wal` on a local file system, `delete` if all hosts see locks.
 
     Raises RegistryError on other file systems, and OSError if no file can be created.

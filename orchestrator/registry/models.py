@@ -51,7 +51,7 @@ class Number(TypeDecorator[float]):
         return None if value is None else number(value)
 
 
-class State(TypeDecorator[StrEnum]):
+class EnumText(TypeDecorator[StrEnum]):
     """Member of a StrEnum, stored by its value."""
 
     impl, cache_ok = Text, True
@@ -74,9 +74,9 @@ class Base(DeclarativeBase):
         float: Number(),
         dict[str, Any]: Document(),
         tuple[str, ...]: Words(),
-        RunState: State(RunState),
-        AttemptState: State(AttemptState),
-        Trust: State(Trust),
+        RunState: EnumText(RunState),
+        AttemptState: EnumText(AttemptState),
+        Trust: EnumText(Trust),
     }
 
 

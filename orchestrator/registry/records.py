@@ -152,7 +152,7 @@ class RestoreTest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class CheckpointCopy:
     """Checkpoint in a further tier; `tier` is that tier's path."""
 
     run: str
@@ -204,7 +204,7 @@ class Node:
     excluded_until: float = 0.0
     reason: str = ""
 
-    def excluded_by(self, now: float) -> str:
+    def exclusion_source(self, now: float) -> str:
         """Return PERSON or ORCH; empty if the node is not excluded."""
         if self.excluded_until <= now:
             return ""

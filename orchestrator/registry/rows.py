@@ -19,7 +19,7 @@ def record(kind: type[R], row: RowMapping) -> R:
     return kind(**{item.name: row[item.name] for item in fields(kind)})  # type: ignore[arg-type]
 
 
-def changed(model: type[Base], changes: dict[str, Any]) -> dict[str, Any]:
+def check_columns(model: type[Base], changes: dict[str, Any]) -> dict[str, Any]:
     """Return `changes` for an UPDATE, asserting that each name is a column outside the row's identity."""
     keys = {column.name for column in model.__table__.primary_key} | {"id", "name", "run", "state"}
     unknown = set(changes) - ({column.name for column in model.__table__.columns} - keys)

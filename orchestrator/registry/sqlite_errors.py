@@ -47,7 +47,7 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
     if is_busy(error):
         hint = "another orch process is writing; try again (`orch controller status` shows who)"
         return RegistryError("the registry is locked by another process", where=str(path), hint=hint)
-    if code(error) in _UNOPENED and (plain := _kept_from(path)) is not None:
+    if code(error) in _UNOPENED and (plain := _access_error(path)) is not None:
         return plain
     if code(error) in _UNWRITABLE and (place := log_without_place(path)):
         what = f"the registry lies {place}, where its write-ahead log cannot be used"
@@ -86,7 +86,7 @@ def log_without_place(path: Path) -> str:
     return "" if os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True) else _FOLDER
 
 
-def _kept_from(path: Path) -> RegistryError | None:
+def _access_error(path: Path) -> RegistryError | None:
     """Return the file system's error on opening the file, which SQLite reports as an I/O error or not at all."""
     try:
         path.lstat()

@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries, migrate, sqlite_errors, versions
 from orchestrator.registry.database import Database
-from orchestrator.registry.file_systems import journal_for, mounted
+from orchestrator.registry.file_systems import choose_journal_mode, find_mount
 from orchestrator.registry.operations.controller_writes import ControllerWrites, LeaseWrites
 from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.operations.rebuild_writes import RebuildWrites
@@ -73,7 +73,7 @@ def _make(path: Path) -> str:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        journal = journal_for(path, mounted(path.parent))
+        journal = choose_journal_mode(path, find_mount(path.parent))
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise RegistryError(

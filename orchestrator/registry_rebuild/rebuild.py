@@ -12,7 +12,7 @@ from typing import Any
 from checkpointing.storage.durable import fsync_dir, only_own_files, read_json
 from checkpointing.storage.trusted_path import check_private
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.leasing.lease import displayed_state, host_of
+from orchestrator.controller.leasing.lease import displayed_state, holder_host
 from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.inheritable_checkpoints import look, of_run, shared_places
 from orchestrator.controller.run_dirs.other_registry import find_serving_registry, read_leases
@@ -20,13 +20,13 @@ from orchestrator.controller.run_view import RunView
 from orchestrator.errors import RegistryError
 from orchestrator.recovery.elastic_policy import choose_smaller_world
 from orchestrator.registry import fast_queries
-from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import Attempt, Checkpoint
 from orchestrator.registry.sqlite_errors import ForeignDatabase
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
 from orchestrator.states import LIVE_RUNS, RunState, Trust
-from trainer.contract.config import build, digest_of
+from trainer.contract.config import build, hash_config
 from trainer.contract.config_sections.moved_keys import in_present_keys
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.run_dir import RunDir
@@ -38,12 +38,12 @@ _UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ImportableRun:
     """A run directory that can be imported."""
 
     folder: RunDir
     configs: dict[str, dict[str, Any]]  # by digest: of every attempt, and of the run
-    record: Record
+    record: RunRecord
 
     @property
     def config(self) -> RunConfig:
@@ -70,7 +70,7 @@ def rebuild(
     _refuse_foreign(store_path)
     _refuse_while_served(store_path, now)
     found = sorted(
-        _found(roots, partial(_known_config, store_path)),
+        _find_importable_runs(roots, partial(_known_config, store_path)),
         key=lambda item: (item.record.run.created_at, item.record.run.name),
     )
     _refuse_twins(found)
@@ -107,18 +107,18 @@ def _refuse_while_served(path: Path, now: float) -> None:
             raise RegistryError(
                 f"a controller{of} is alive ({lease.holder}) and writes to this registry",
                 where=str(path),
-                hint=f"`orch controller stop` on {host_of(lease.holder)}, then again",
+                hint=f"`orch controller stop` on {holder_host(lease.holder)}, then again",
             )
 
 
-def _refuse_runs_of_others(found: list[Found], path: Path, now: float) -> None:
+def _refuse_runs_of_others(found: list[ImportableRun], path: Path, now: float) -> None:
     """Raise RegistryError if another registry's controller serves a run; two controllers would act on it unaware."""
     for item in found:
         if (other := find_serving_registry(item.record, path, now)) is not None:
             raise RegistryError(other.what, where=str(item.folder.path), hint=other.hint)
 
 
-def _refuse_twins(found: list[Found]) -> None:
+def _refuse_twins(found: list[ImportableRun]) -> None:
     seen: dict[str, Path] = {}
     for item in found:
         name = item.record.run.name
@@ -142,7 +142,7 @@ def _known_config(path: Path, digest: str) -> dict[str, Any] | None:
         return None
 
 
-def _found(roots: Sequence[Path], known: KnownConfig) -> Iterator[Found]:
+def _find_importable_runs(roots: Sequence[Path], known: KnownConfig) -> Iterator[ImportableRun]:
     for root in dict.fromkeys(root.resolve() for root in roots):
         folders = [root] if (root / "run.json").is_file() else sorted(root.iterdir())
         for path in folders:
@@ -156,31 +156,31 @@ def _found(roots: Sequence[Path], known: KnownConfig) -> Iterator[Found]:
                 log.warning("left out: %s: %s", path, error)
 
 
-def _read(folder: RunDir, known: KnownConfig) -> Found:
+def _read(folder: RunDir, known: KnownConfig) -> ImportableRun:
     run, config = read_json(folder.run), read_json(folder.config)
     if not isinstance(run, dict) or not isinstance(config, dict):
         raise ValueError(f"{folder.run} or {folder.config} is no JSON object")
     if run.get("schema") != "orch.run/1":
         raise ValueError(f"{folder.run} is not of a run of orch")
-    digest = digest_of(config)
+    digest = hash_config(config)
     if digest != run["config_digest"]:
         kept = known(run["config_digest"])
-        if kept is None or digest_of(kept) != run["config_digest"]:
+        if kept is None or hash_config(kept) != run["config_digest"]:
             digests = f"its digest is {digest}, the run's is {run['config_digest']}"
             raise ValueError(f"{folder.config} was changed ({digests}): put it back as it was, and rebuild again")
         log.warning("%s was changed: the run keeps the configuration that the registry had", folder.config)
         config = kept
     try:
-        record = Record.read(folder.record)
+        record = RunRecord.read(folder.record)
         if record.run.name != run["name"]:
             raise ValueError(f"{folder.record} is of another run")
     except _UNUSABLE as error:
         log.info("no record: %s", error)
-        return _with_configs(folder, _moved(salvage(folder, run), folder), config, recorded=False)
-    return _with_configs(folder, _with_submission(_moved(record, folder), folder), config, recorded=True)
+        return _with_configs(folder, _relocate_record(salvage(folder, run), folder), config, recorded=False)
+    return _with_configs(folder, _with_submission(_relocate_record(record, folder), folder), config, recorded=True)
 
 
-def _with_submission(record: Record, folder: RunDir) -> Record:
+def _with_submission(record: RunRecord, folder: RunDir) -> RunRecord:
     """Mark the newest attempt as submitted if its folder proves that and the record missed that change."""
     last, place = record.attempts[-1], folder.attempt(record.attempts[-1].number)
     left = (place.submission, place.logs, place.events, place.outcomes)
@@ -190,14 +190,14 @@ def _with_submission(record: Record, folder: RunDir) -> Record:
     return replace(record, attempts=(*record.attempts[:-1], replace(last, submitted_at=last.intent_at)))
 
 
-def _with_configs(folder: RunDir, record: Record, submitted: dict[str, Any], *, recorded: bool) -> Found:
+def _with_configs(folder: RunDir, record: RunRecord, submitted: dict[str, Any], *, recorded: bool) -> ImportableRun:
     """Return each attempt with the config from its folder; a change without an attempt is lost."""
     configs: dict[str, dict[str, Any]] = {}
 
-    def digest_in(file: Path) -> str:
+    def add_config(file: Path) -> str:
         config = submitted if file == folder.config else read_json(file)
         build(RunConfig, config)  # rejected by the present rules: no controller could serve it
-        digest = digest_of(config)
+        digest = hash_config(config)
         configs[digest] = config
         return digest
 
@@ -205,8 +205,8 @@ def _with_configs(folder: RunDir, record: Record, submitted: dict[str, Any], *, 
         number = attempt.number
         # An attempt that has not begun has no file yet; it has the run's config.
         if number > 1 and not (folder.attempt(number).path / "intent.json").exists():
-            return replace(attempt, config_digest=digest_in(folder.run_config_of(number - 1)), smaller_world=None)
-        own, base = digest_in(folder.config_of(number)), digest_in(folder.run_config_of(number))
+            return replace(attempt, config_digest=add_config(folder.attempt_run_config(number - 1)), smaller_world=None)
+        own, base = add_config(folder.attempt_config(number)), add_config(folder.attempt_run_config(number))
         if own == base:
             return replace(attempt, config_digest=own, smaller_world=None)
         mine, full = configs[own].get("cluster", {}), configs[base].get("cluster", {})
@@ -222,10 +222,10 @@ def _with_configs(folder: RunDir, record: Record, submitted: dict[str, Any], *, 
             lost = "rebuilt, but a change of its configuration is lost: `orch resume RUN KEY=VALUE` makes it again"
             run = replace(run, state=RunState.HELD, reason=lost.replace("RUN", run.name))
         record = replace(record, run=run)
-    return Found(folder=folder, configs=configs, record=replace(record, attempts=attempts))
+    return ImportableRun(folder=folder, configs=configs, record=replace(record, attempts=attempts))
 
 
-def _moved(record: Record, folder: RunDir) -> Record:
+def _relocate_record(record: RunRecord, folder: RunDir) -> RunRecord:
     """Return the record with the folder's present path; file systems move, and folders are copied."""
     if Path(record.run.run_dir) == folder.path:
         return record
@@ -239,10 +239,10 @@ def _moved(record: Record, folder: RunDir) -> Record:
     ]
     run = {**record.run.__dict__, "run_dir": str(folder.path)}
     fields = {**record.__dict__, "run": type(record.run)(**run), "copies": tuple(copies)}
-    return Record(**{**fields, "checkpoints": tuple(Checkpoint(**item) for item in checkpoints)})
+    return RunRecord(**{**fields, "checkpoints": tuple(Checkpoint(**item) for item in checkpoints)})
 
 
-def _fill(store: Store, found: list[Found], now: float) -> None:
+def _fill(store: Store, found: list[ImportableRun], now: float) -> None:
     epoch = max((_epoch(item) for item in found), default=0)
     store.start_epochs_after(epoch)
     lease = store.take_lease(HOLDER, now, 3600.0)
@@ -259,7 +259,7 @@ def _fill(store: Store, found: list[Found], now: float) -> None:
     store.drop_lease(lease)
 
 
-def _epoch(item: Found) -> int:
+def _epoch(item: ImportableRun) -> int:
     """Return the highest epoch with which any of a run's attempts was launched."""
     epochs = [attempt.epoch for attempt in item.record.attempts]
     for place in item.folder.all_attempts():
@@ -270,7 +270,7 @@ def _epoch(item: Found) -> int:
     return max(epochs, default=0)
 
 
-def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
+def _catch_up(store: Store, item: ImportableRun, epoch: int, now: float) -> None:
     """Import the jobs' output since the record, then compare the checkpoints with the disk."""
     attempts = item.record.attempts
     for count in range(1, len(attempts) + 1):
@@ -284,7 +284,7 @@ def _catch_up(store: Store, item: Found, epoch: int, now: float) -> None:
     store.note_run(item.record.run.name, epoch=epoch, now=item.record.run.updated_at)
 
 
-def _check_against_disk(store: Store, item: Found, epoch: int, now: float) -> None:
+def _check_against_disk(store: Store, item: ImportableRun, epoch: int, now: float) -> None:
     name, folder = item.record.run.name, item.folder
     config = item.config.checkpoint
     places = shared_places(config, folder)

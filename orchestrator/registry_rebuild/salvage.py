@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import read_json
-from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.events import Event, EventKind, read_events
@@ -17,7 +17,7 @@ FRESH = 120.0
 """Seconds for which a heartbeat proves that the job is alive."""
 
 
-def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> Record:
+def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> RunRecord:
     """Build a record from run.json and the attempts' files. Raises OSError, ValueError or KeyError."""
     now = time.time() if now is None else now
     places = [place for place in folder.all_attempts() if (place.path / "intent.json").exists()]
@@ -42,14 +42,14 @@ def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> Re
     note = Transition(
         run=row.name, kind="run", subject=row.name, before="", after=state, reason=reason, time=row.updated_at
     )
-    return Record(
+    return RunRecord(
         run=row, attempts=tuple(attempts), generations=(), checkpoints=(), transitions=(note,), nodes=(), cursors={}
     )
 
 
 def _attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
     intent = read_json(place.path / "intent.json")
-    token, started, outcome = _token(place), _started(place), _outcome(place)
+    token, started, outcome = _token(place), _find_start_event(place), _outcome(place)
     job_id = (token and token.job_id) or (started and started.data.get("job_id")) or (outcome and outcome.job_id)
     if outcome is not None:
         state = AttemptState.ENDED
@@ -112,7 +112,7 @@ def _outcome(place: AttemptDir) -> AttemptOutcome | None:
         return None
 
 
-def _started(place: AttemptDir) -> Event | None:
+def _find_start_event(place: AttemptDir) -> Event | None:
     files = sorted(place.events.glob("*.jsonl")) if place.events.is_dir() else []
     events = [event for path in files for event in read_events(path)[0]]
     return next((event for event in events if event.kind == EventKind.ATTEMPT_STARTED), None)

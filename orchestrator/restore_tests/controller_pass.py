@@ -14,7 +14,7 @@ from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.errors import Fenced, NotFound, OrchError, RegistryError
 from orchestrator.registry.records import Checkpoint, RestoreTest, Run
 from orchestrator.registry.store import Store
-from orchestrator.restore_tests.create import Asked, check_test, create_test, hold, shared_paths
+from orchestrator.restore_tests.create import RestoreTestRequest, check_test, create_test, hold, shared_paths
 from orchestrator.restore_tests.due import Due, RunFacts, next_test, trained_seconds
 from orchestrator.restore_tests.record_verdicts import HOUR, VerdictRecorder
 from orchestrator.states import LIVE_RUNS, RunState, Trust
@@ -51,7 +51,9 @@ class RestoreTests:
         """
         recorder = VerdictRecorder(self.store, self.files, self.owns)
         done = [
-            words for test in self.store.restore_tests(going_on=True) if (words := recorder.ended(test, epoch, now))
+            words
+            for test in self.store.restore_tests(going_on=True)
+            if (words := recorder.close_test(test, epoch, now))
         ]
         if look or done or time.monotonic() - self._looked_at >= LOOK_EVERY:
             self._looked_at = time.monotonic()
@@ -66,7 +68,7 @@ class RestoreTests:
                 continue
             try:
                 run = self.store.run(due.run)
-                asked = Asked(checkpoint=self._row(due), layout=due.layout, forced=force)
+                asked = RestoreTestRequest(checkpoint=self._row(due), layout=due.layout, forced=force)
                 test = begin_test(self.store, self.files, run, asked, now)
             except (Fenced, RegistryError):
                 raise
@@ -124,7 +126,9 @@ class RestoreTests:
     def _cannot(self, due: Due, now: float) -> str:
         """Return why this test cannot be created; empty if it can."""
         try:
-            check_test(self.store, self.store.run(due.run), Asked(checkpoint=self._row(due), layout=due.layout))
+            check_test(
+                self.store, self.store.run(due.run), RestoreTestRequest(checkpoint=self._row(due), layout=due.layout)
+            )
         except OrchError as error:
             return "; ".join(part for part in (error.what, error.hint) if part)
         except _UNUSABLE as error:
@@ -178,7 +182,7 @@ class RestoreTests:
         return [row for row in rows if row.name in copied or (row.tier or shared_paths(run, None)[0]) in shared]
 
 
-def begin_test(store: Store, files: Files, run: Run, asked: Asked, now: float) -> RestoreTest:
+def begin_test(store: Store, files: Files, run: Run, asked: RestoreTestRequest, now: float) -> RestoreTest:
     """Create a test and pin its checkpoint. Raises the errors of `create_test`.
 
     If the checkpoint is deleted in between, the test ends without a verdict and the next one is due.

@@ -16,10 +16,17 @@ from typing import Any
 from checkpointing.config import CheckpointConfig
 from checkpointing.format.commit import parse_name
 from checkpointing.retention.garbage import pin, read_pins, unpin
-from checkpointing.storage.backends import LocalStorage, storage_at
+from checkpointing.storage.backends import LocalStorage, open_storage
 from checkpointing.storage.trusted_path import can_be_exchanged
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, forget, manifest_of, record, withdraw
+from checkpointing.verification.verdicts import (
+    RESTORE_TESTED,
+    CopyVerdict,
+    forget,
+    read_manifest_digest,
+    record,
+    withdraw,
+)
 from orchestrator.config.compose import Composed, recompose
 from orchestrator.config.restore_layouts import with_layout
 from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig
@@ -28,7 +35,7 @@ from orchestrator.controller.run_dirs.inheritable_checkpoints import shared_plac
 from orchestrator.errors import ConfigError, NotFound, Precondition
 from orchestrator.registry.records import Attempt, Checkpoint, NewRun, RestoreTest, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.available_schedulers import instance_of, resolve
+from orchestrator.scheduler.available_schedulers import make_instance, resolve
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, identity_changes
@@ -67,8 +74,8 @@ def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, rea
         withdraw(_own(run), test.checkpoint, place)
         return
     good = outcome is Outcome.RESTORED
-    found = Verdict(
-        name=test.checkpoint, place=place, manifest=manifest_of(storage_at(place), test.checkpoint),
+    found = CopyVerdict(
+        name=test.checkpoint, place=place, manifest=read_manifest_digest(open_storage(place), test.checkpoint),
         ok=good, level=RESTORE_TESTED, at=now, reason="" if good else reason,
     )  # fmt: skip
     record(_own(run), found)
@@ -98,7 +105,7 @@ NAME_ROOM = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RestoreTestRequest:
     """Request for a restore test; None means the value from the run's `restore_tests`."""
 
     checkpoint: Checkpoint
@@ -122,12 +129,12 @@ class _Plan:
     saved_by_run: bool
 
 
-def check_test(store: Store, run: Run, asked: Asked) -> None:
+def check_test(store: Store, run: Run, asked: RestoreTestRequest) -> None:
     """Raise the errors that `create_test` would raise, without writing anything."""
     _plan(store, run, asked)
 
 
-def _plan(store: Store, run: Run, asked: Asked) -> _Plan:
+def _plan(store: Store, run: Run, asked: RestoreTestRequest) -> _Plan:
     saved_by = _attempt(store, run, asked.checkpoint)
     config = build(RunConfig, store.config(run.config_digest))
     assert isinstance(config, RunConfig)
@@ -136,16 +143,16 @@ def _plan(store: Store, run: Run, asked: Asked) -> _Plan:
     first = run.config_digest if config.command else store.attempt(run.name, 1).config_digest or run.config_digest
     saved_digest = saved_by.config_digest if saved_by else first
     return _Plan(
-        composed=_composed(store.config(saved_digest), run, settings, asked),
+        composed=_compose_test(store.config(saved_digest), run, settings, asked),
         settings=settings,
         config=config,
-        place=place_of(store, run, config, asked.checkpoint, settings.tier if asked.tier is None else asked.tier),
+        place=choose_copy(store, run, config, asked.checkpoint, settings.tier if asked.tier is None else asked.tier),
         saved_digest=saved_digest,
         saved_by_run=saved_by is not None,
     )
 
 
-def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest:
+def create_test(store: Store, run: Run, asked: RestoreTestRequest, now: float) -> RestoreTest:
     """Write the run that executes the test; the next pass of a controller launches it.
 
     Raises ConfigError for a layout that does not fit the run, and Precondition for a checkpoint that no job can reach
@@ -153,7 +160,7 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
     """
     plan = _plan(store, run, asked)
     kind = resolve(asked.kind or run.cluster)
-    order = restore_test.RestoreTest(
+    order = restore_test.RestoreTestOrder(
         run=run.name,
         run_dir=run.run_dir,
         place=plan.place,
@@ -166,8 +173,8 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
         manifest=asked.checkpoint.manifest,
         config_digest=plan.saved_digest if plan.saved_by_run else "",
         steps_digest=plan.saved_digest,
-        agreed=_agreed(store.restore_tests(run.name), asked.layout),
-        differs=_differs(run, plan.config),
+        agreed=_find_exact_test(store.restore_tests(run.name), asked.layout),
+        differs=_changes_since_training(run, plan.config),
     )
     identity = {key: value for key, value in run.identity.items() if key != "imported"}
     composed = plan.composed
@@ -178,7 +185,7 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
         config_digest=composed.digest,
         total_steps=0 if composed.config.command else order.last_step(composed.config.train.steps),
         identity={**identity, "restore_test": asdict(order)},
-        scheduler=instance_of(kind)(),
+        scheduler=make_instance(kind)(),
     )
 
     def written() -> RestoreTest:
@@ -198,14 +205,14 @@ def create_test(store: Store, run: Run, asked: Asked, now: float) -> RestoreTest
     return store.together(written)
 
 
-def _agreed(tests: Iterable[RestoreTest], layout: str) -> str:
+def _find_exact_test(tests: Iterable[RestoreTest], layout: str) -> str:
     """Return a test that has restored a checkpoint on this layout with steps equal to those of its run."""
     exact = (test for test in tests if test.layout == layout and test.evidence.get("exact"))
     good = (test for test in exact if test.verdict == Outcome.RESTORED and test.evidence.get("compared"))
     return next((test.test for test in good), "")
 
 
-def _differs(run: Run, config: RunConfig) -> tuple[str, ...]:
+def _changes_since_training(run: Run, config: RunConfig) -> tuple[str, ...]:
     """Return the differences from the last training that change the computation.
 
     The test's job compares the packages recorded by the run's attempts with its own.
@@ -223,7 +230,7 @@ def shared_paths(run: Run, config: RunConfig | None) -> list[str]:
     return [place.path for place in shared_places(config.checkpoint if config else CheckpointConfig(), folder)]
 
 
-def place_of(store: Store, run: Run, config: RunConfig, checkpoint: Checkpoint, tier: str) -> str:
+def choose_copy(store: Store, run: Run, config: RunConfig, checkpoint: Checkpoint, tier: str) -> str:
     """Return the folder or URL of the copy to test. Raises Precondition if no copy is visible to every node."""
     folder = RunDir(Path(run.run_dir))
     shared = shared_paths(run, config)
@@ -257,7 +264,9 @@ def _attempt(store: Store, run: Run, checkpoint: Checkpoint) -> Attempt | None:
     return attempt if attempt.nonce == parts.nonce and attempt.config_digest else None
 
 
-def _composed(saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig, asked: Asked) -> Composed:
+def _compose_test(
+    saved_with: dict[str, Any], run: Run, settings: RestoreTestsConfig, asked: RestoreTestRequest
+) -> Composed:
     """Return the config of the test: without saves, drills and retries, and with bounded hangs."""
     data = recompose(saved_with, []).data
     data = {**copy.deepcopy(data), **with_layout(data, asked.layout)}
@@ -297,7 +306,7 @@ def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, check
             f"{run.name} runs a program of yours, and nothing says how that restores a checkpoint",
             where="restore_tests.command", hint="restore_tests.command=[python, restore.py] in the run's configuration",
         )  # fmt: skip
-    python = data["cluster"]["python"] or Submitter.of(run.identity).python or "python"
+    python = data["cluster"]["python"] or Submitter.from_identity(run.identity).python or "python"
     variables = {CHECKPOINT_VARIABLE: checkpoint.path, "ORCH_CHECKPOINT_STEP": str(checkpoint.step)}
     return {
         "command": [python, str(RESTORE_PROGRAM), *settings.command],

@@ -55,10 +55,10 @@ def next_test(facts: RunFacts, now: float, rng: Random) -> Due | None:
     if asked.every == OFF or not facts.checkpoints or any(test.ended_at is None for test in facts.tests):
         return None
     older = _after_a_bad_one(facts)
-    found = older or _after_success(facts, now) or _other_layouts(facts) or _scheduled(facts, now, rng)
+    found = older or _after_success(facts, now) or _other_layouts(facts) or _due_by_schedule(facts, now, rng)
     if found is None:
         return None
-    found = _postponed(facts, found)
+    found = _back_off(facts, found)
     if facts.config.command and not asked.command:
         return replace(found, refused="the program is the user's own: restore_tests.command says how to test it")
     if older is not None or found.at > now:
@@ -143,10 +143,10 @@ def _other_layouts(facts: RunFacts) -> Due | None:
     )
 
 
-def _scheduled(facts: RunFacts, now: float, rng: Random) -> Due | None:
+def _due_by_schedule(facts: RunFacts, now: float, rng: Random) -> Due | None:
     if facts.run.state not in LIVE_RUNS:
         return None
-    at, chosen = _when(facts, now), _sampled(facts, rng)
+    at, chosen = _when(facts, now), _sample_checkpoint(facts, rng)
     if at is None or chosen is None:
         return None
     every = facts.config.restore_tests.every
@@ -171,7 +171,7 @@ def cron_time(expression: str, after: float) -> float | None:
     return None if found is None else found.timestamp()
 
 
-def _sampled(facts: RunFacts, rng: Random) -> Checkpoint | None:
+def _sample_checkpoint(facts: RunFacts, rng: Random) -> Checkpoint | None:
     bad = _found_bad(facts)
     good = [one for one in facts.checkpoints if one.trust not in _NO and one.name not in bad]
     sample = facts.config.restore_tests.sample
@@ -184,7 +184,7 @@ def _sampled(facts: RunFacts, rng: Random) -> Checkpoint | None:
     return good[0] if sample == "newest" else good[-1]
 
 
-def _postponed(facts: RunFacts, due: Due) -> Due:
+def _back_off(facts: RunFacts, due: Due) -> Due:
     """Postpone a test after unfinished ones, longer with each in a row."""
     in_a_row = 0
     for test in reversed(facts.tests):

@@ -33,7 +33,7 @@ _MARKS = (OSError, RunDirHangs, ImportError, ValueError)
 
 
 @dataclass(frozen=True)
-class Found:
+class RestoreTestResult:
     """Result of a test; `evidence` from its job, with times from the registry."""
 
     outcome: Outcome
@@ -53,7 +53,7 @@ class VerdictRecorder:
     files: Files
     owns: Callable[[Run], bool]
 
-    def ended(self, test: RestoreTest, epoch: int, now: float) -> str:
+    def close_test(self, test: RestoreTest, epoch: int, now: float) -> str:
         """Close a test whose run has ended or takes too long; return "" while it is in progress. Raises Fenced."""
         run, source = self.store.run(test.test), self._source(test)
         if not self.owns(source or run):
@@ -61,7 +61,7 @@ class VerdictRecorder:
         late = self._too_late(run, test, now) if run.state in LIVE_RUNS else ""
         if run.state in LIVE_RUNS and not late:
             return ""
-        found = Found(Outcome.NOT_FINISHED, late, {}) if late else self._found(run)
+        found = RestoreTestResult(Outcome.NOT_FINISHED, late, {}) if late else self._read_result(run)
         found.evidence.update(self._times(test, found.evidence, now))
         if source is not None:
             self._mark(source, test, found, now)
@@ -112,16 +112,18 @@ class VerdictRecorder:
         except (ConfigError, ValueError, TypeError):
             return 24 * 60
 
-    def _found(self, run: Run) -> Found:
+    def _read_result(self, run: Run) -> RestoreTestResult:
         told = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
         if not told:
-            return Found(Outcome.NOT_FINISHED, run.reason, {})
+            return RestoreTestResult(Outcome.NOT_FINISHED, run.reason, {})
         # Each rank of a user's own program reports separately: a bad checkpoint decides, then a missing verdict.
         said = max(told, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
         outcome = Outcome(said["verdict"])
         if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:
-            return Found(Outcome.NOT_FINISHED, run.reason, dict(said["evidence"]))  # another rank ended earlier
-        return Found(outcome, str(said["reason"]), dict(said["evidence"]))
+            return RestoreTestResult(
+                Outcome.NOT_FINISHED, run.reason, dict(said["evidence"])
+            )  # another rank ended earlier
+        return RestoreTestResult(outcome, str(said["reason"]), dict(said["evidence"]))
 
     def _times(self, test: RestoreTest, evidence: dict[str, Any], now: float) -> dict[str, float]:
         """Return the seconds of the job, and from its start to the first step without verification."""
@@ -135,7 +137,7 @@ class VerdictRecorder:
             found["rto_seconds"] = max(0.0, first - min(known) - (verified if isinstance(verified, float) else 0.0))
         return found
 
-    def _mark(self, source: Run, test: RestoreTest, found: Found, now: float) -> None:
+    def _mark(self, source: Run, test: RestoreTest, found: RestoreTestResult, now: float) -> None:
         """Write the verdict, then release the pin, so that retention always sees one of them."""
         if found.place:
             try:
@@ -157,7 +159,7 @@ class VerdictRecorder:
         except _MARKS as error:
             log.warning("%s: the pin of %s stays for now: %s", source.name, test.test, error)
 
-    def _judge(self, source: Run, test: RestoreTest, found: Found, epoch: int, now: float) -> None:
+    def _judge(self, source: Run, test: RestoreTest, found: RestoreTestResult, epoch: int, now: float) -> None:
         known = [row for row in self.store.checkpoints(source.name) if row.name == test.checkpoint]
         if found.outcome in UNDECIDED or not known:
             return

@@ -118,11 +118,11 @@ def usable(kind: str) -> Mapping[str, Scheduler]:
     return {kind: FACTORIES[kind].make()} if kind in kinds() else {}
 
 
-def instance_of(kind: str) -> Instance:
+def make_instance(kind: str) -> Instance:
     """Return the object that names the reachable scheduler of this kind."""
     return FACTORIES[kind].instance()
 
 
 def lease_key(kind: str) -> str:
     """Return the key of a local controller's lease: the scheduler of this kind that commands now reach."""
-    return instance_of(kind)() or unknown_instance(kind)
+    return make_instance(kind)() or unknown_instance(kind)

@@ -63,7 +63,7 @@ class JobSpec:
     templates: tuple[str, ...] = ("default",)
     template_args: dict[str, str] = field(default_factory=dict)
     python: str = ""
-    submitter: Submitter = field(default_factory=Submitter.unrecorded)
+    submitter: Submitter = field(default_factory=Submitter.from_current_process)
 
 
 @dataclass(frozen=True, kw_only=True)

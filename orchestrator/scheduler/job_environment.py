@@ -47,7 +47,7 @@ def is_always_passed(name: str) -> bool:
     return name in _NAMES and not SECRET.search(name)
 
 
-def allowed(environ: Mapping[str, str]) -> dict[str, str]:
+def filter_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the part of `environ` that a job sees."""
     return {name: value for name, value in environ.items() if passes(name)}
 
@@ -74,18 +74,18 @@ class Submitter:
     variables: dict[str, str] | None = field(repr=False)  # None: not recorded; this process's are used
 
     @classmethod
-    def unrecorded(cls) -> Self:
+    def from_current_process(cls) -> Self:
         """Return this process's values as a substitute if the submitter is unknown."""
         return cls(python=sys.executable, package_root=package_root(), variables=None)
 
     @classmethod
-    def here(cls, environ: Mapping[str, str]) -> Self:
+    def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Return this process's values, limited to recorded variables."""
         kept = {name: value for name, value in sorted(environ.items()) if is_recorded(name) and _is_text(value)}
         return cls(python=sys.executable, package_root=package_root(), variables=kept)
 
     @classmethod
-    def of(cls, identity: Mapping[str, Any]) -> Self:
+    def from_identity(cls, identity: Mapping[str, Any]) -> Self:
         """Return the submitter recorded in a run's identity, or `unrecorded()` for runs of older versions."""
         kept: Any = identity.get("job")
         try:
@@ -94,7 +94,7 @@ class Submitter:
                 python=str(python), package_root=str(root), variables={str(k): str(variables[k]) for k in variables}
             )
         except (KeyError, TypeError):
-            return cls.unrecorded()
+            return cls.from_current_process()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,8 +102,12 @@ class Submitter:
     def environ(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the job's environment if a process with the variables `own` submits it."""
         if self.variables is None:
-            return allowed(own) | _UTF8
-        return {name: value for name, value in allowed(own).items() if not is_recorded(name)} | self.variables | _UTF8
+            return filter_environ(own) | _UTF8
+        return (
+            {name: value for name, value in filter_environ(own).items() if not is_recorded(name)}
+            | self.variables
+            | _UTF8
+        )
 
 
 def _is_text(value: str) -> bool:

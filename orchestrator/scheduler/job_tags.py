@@ -33,7 +33,7 @@ class JobTag:
         return name.startswith(name_prefix) or (not self.nonce and name_prefix.startswith(name))
 
 
-def comment_of(run: str, attempt: int, nonce: str) -> str:
+def job_comment(run: str, attempt: int, nonce: str) -> str:
     """Return the comment of a submitted job, as unique as its name."""
     return f"orch:{run}/{attempt}/{nonce}"
 
@@ -43,11 +43,11 @@ def tags(job: JobStatus) -> tuple[JobTag, ...]:
 
     Name and comment must begin with the mark: a user's job named `eval-` plus an orch name is not orch's.
     """
-    return _tags_in(job.name, job.comment, tuple(job.files), job.script_tag)
+    return _parse_tags(job.name, job.comment, tuple(job.files), job.script_tag)
 
 
 @lru_cache(maxsize=4096)  # each pass needs these several times per job
-def _tags_in(name: str, comment: str, files: tuple[str, ...], script_tag: str | None) -> tuple[JobTag, ...]:
+def _parse_tags(name: str, comment: str, files: tuple[str, ...], script_tag: str | None) -> tuple[JobTag, ...]:
     found = []
     for pattern, text in ((_NAME, name), (_COMMENT, comment)):
         if (match := pattern.match(text)) is not None:
@@ -60,13 +60,13 @@ def _tags_in(name: str, comment: str, files: tuple[str, ...], script_tag: str | 
     return tuple(found)
 
 
-def tag_in(script: str) -> str:
+def find_script_tag(script: str) -> str:
     """Return the job name that a batch script exports; "" for a script that is not orch's."""
     found = _EXPORT.search(script)
     return found[1] if found else ""
 
 
-def names_in(text: str) -> tuple[str, str]:
+def find_name_and_comment(text: str) -> tuple[str, str]:
     """Return a possible job name and comment within unparsable text; "" if absent."""
     name, comment = _NAME.search(text), _COMMENT.search(text)
     return name[0] if name else "", comment[0] if comment else ""

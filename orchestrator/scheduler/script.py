@@ -99,10 +99,10 @@ def load(name: str, folder: Path | None = None) -> Fragment:
     if "/" in name:
         path = Path(name).expanduser()
     else:
-        place = folder or _shipped()
+        place = folder or _shipped_templates()
         path = place / f"{name}.sh"
         if not path.is_file():
-            raise _unknown(name, sorted(item.stem for item in place.glob("*.sh")))
+            raise _unknown_template_error(name, sorted(item.stem for item in place.glob("*.sh")))
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -111,13 +111,13 @@ def load(name: str, folder: Path | None = None) -> Fragment:
     return parse(name, text)
 
 
-def _shipped() -> Path:
+def _shipped_templates() -> Path:
     from orchestrator.config.yaml_text import folder  # differs between wheel and source tree
 
     return folder("sbatch_templates")
 
 
-def _unknown(name: str, known: list[str]) -> ConfigError:
+def _unknown_template_error(name: str, known: list[str]) -> ConfigError:
     hint = did_you_mean(nearest(name, known), f"there are {', '.join(known)}; or give the path of your own")
     return ConfigError(f"cluster.templates: no template {name!r}", where="cluster.templates", hint=hint)
 

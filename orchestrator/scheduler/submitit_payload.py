@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir, write_durably
-from checkpointing.storage.trusted_path import NotPrivate, pinned_for_now
+from checkpointing.storage.trusted_path import NotPrivate, pin_path_temporarily
 from orchestrator.errors import Precondition
 from orchestrator.scheduler.interface import JobSpec
 
@@ -40,7 +40,7 @@ def own_folder(spec: JobSpec) -> Iterator[Path]:
     """Yield the submission folder under a name pinned to it; raises Precondition if it is not private to this user."""
     try:
         spec.submission.mkdir(mode=0o700, exist_ok=True)
-        with pinned_for_now(spec.run_dir) as place:
+        with pin_path_temporarily(spec.run_dir) as place:
             yield place / spec.submission.relative_to(spec.run_dir)
     except NotPrivate as error:
         raise Precondition(
@@ -50,7 +50,7 @@ def own_folder(spec: JobSpec) -> Iterator[Path]:
         ) from error
 
 
-def ids_in(submission: Path) -> set[str]:
+def find_job_ids(submission: Path) -> set[str]:
     """Return ids of jobs that submitit submitted from this folder; it names its script after sbatch's answer."""
     try:
         found = [_SCRIPT.fullmatch(name) for name in os.listdir(submission)]

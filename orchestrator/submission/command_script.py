@@ -166,17 +166,17 @@ def _launch(command: Sequence[str]) -> Launch | None:
     """
     if not command or command[0] in _LAST_WORDS | _FILTERS:
         return None
-    found = _launch_at(command)
+    found = _parse_launcher(command)
     if found is not None and not _is_mere_name(found, command):
         return found
-    for at in range(1, _script_at(command) + 1):
-        found = _launch_at(command[at:])
+    for at in range(1, _find_script_index(command) + 1):
+        found = _parse_launcher(command[at:])
         if found is not None and _is_started(found, command[at:], is_value=command[at - 1].startswith("-")):
             return found
     return None
 
 
-def _script_at(words: Sequence[str]) -> int:
+def _find_script_index(words: Sequence[str]) -> int:
     """Return the index of the first script, or of the Python or shell that runs one; by default the last word's."""
     for at, (word, after) in enumerate(pairwise(words)):
         if word.endswith((".py", ".sh")) or SHELL.fullmatch(word):
@@ -207,11 +207,11 @@ def _is_mere_name(found: Launch, words: Sequence[str]) -> bool:
 
 def _from_shell(command: Sequence[str]) -> Sequence[str]:
     """Return the command's words from its shell on, or none if it starts no shell."""
-    at = _script_at(command)
+    at = _find_script_index(command)
     return command[at:] if SHELL.fullmatch(command[at]) else ()
 
 
-def _launch_at(words: Sequence[str]) -> Launch | None:
+def _parse_launcher(words: Sequence[str]) -> Launch | None:
     """Return the launcher at the start of these words."""
     program = words[0].rpartition("/")[2]
     if _PYTHON.fullmatch(words[0]) and "-m" in words and (at := words.index("-m")) + 1 < len(words):

@@ -25,7 +25,7 @@ from orchestrator.interrupts import interrupts_held
 from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of
+from orchestrator.scheduler.available_schedulers import FACTORIES, make_instance
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.states import AttemptState, RunState
 from orchestrator.submission import secret_values, user_code
@@ -33,7 +33,7 @@ from orchestrator.submission.run_identity import identify
 from orchestrator.submission.user_code import BoundedChild, ChildAnswer, job_environment
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.run_dir import RunDir
-from trainer.contract.token_shards import INDEX_NAME, Index, TokensError, prepare_under
+from trainer.contract.token_shards import INDEX_NAME, TokenIndex, TokensError, prepare_under
 from trainer.contract.user_code.code_record import CodeRecord
 
 
@@ -258,7 +258,7 @@ def create_run(
         check_readable_code(Path(place).expanduser() for place in config.workload.path)
     check_script(config, kind)
     check_tier_folders(config, RunDir(root / store.free_name(config.name, root)))
-    given = secret_values.submitted(composed, os.environ)
+    given = secret_values.separate_secrets(composed, os.environ)
     data = given.data
     index = prepare_data(config, data, root, progress)
     recorded = {name: value for name, value in os.environ.items() if name not in config.env_from}
@@ -272,13 +272,13 @@ def create_run(
         root=root,
         config_digest=digest,
         total_steps=0 if config.command else config.train.steps,
-        identity=given.redacted(identity),
-        scheduler=instance_of(kind)(),
+        identity=given.redact(identity),
+        scheduler=make_instance(kind)(),
         tags=origin.tags,
     )
     nonce = token_hex(4)
     with interrupts_held():
-        with staged_secrets.staged(root, nonce, given.secrets):
+        with staged_secrets.stage_secrets(root, nonce, given.secrets):
             run, attempt = store.create_run(new, now=now, nonce=nonce)
         on_recorded(run)
     failpoints.reach("after_create")
@@ -347,10 +347,12 @@ def writable_root(text: str, *, shared: bool) -> Path:
     return root
 
 
-def prepare_data(config: RunConfig, data: dict[str, Any], root: Path, progress: Progress | None = None) -> Index | None:
+def prepare_data(
+    config: RunConfig, data: dict[str, Any], root: Path, progress: Progress | None = None
+) -> TokenIndex | None:
     """Tokenize `data.text` below the root and set `data.path`; check the data that the run will read."""
     if config.data.text:
-        folder, index = _tokenized(config, root, progress)
+        folder, index = _tokenize_text(config, root, progress)
         data["data"]["path"] = str(folder)
     elif config.data.path:
         index = read_index(config.data.path)
@@ -361,7 +363,7 @@ def prepare_data(config: RunConfig, data: dict[str, Any], root: Path, progress: 
     return index
 
 
-def _tokenized(config: RunConfig, root: Path, progress: Progress | None) -> tuple[Path, Index]:
+def _tokenize_text(config: RunConfig, root: Path, progress: Progress | None) -> tuple[Path, TokenIndex]:
     place = data_folder(root, config)
     check_data(place, config)
     try:
@@ -379,11 +381,11 @@ def _tokenized(config: RunConfig, root: Path, progress: Progress | None) -> tupl
     return folder, index
 
 
-def read_index(path: str) -> Index:
+def read_index(path: str) -> TokenIndex:
     """Return the index of a token folder; raises ConfigError, also for shards changed after it was written."""
     folder = Path(path).expanduser()
     try:
-        index = Index.read(folder)
+        index = TokenIndex.read(folder)
         changed = index.shards_changed_lately(folder)
     except TokensError as error:
         hint = "`orch data prepare PATHS --out DIR` makes such a folder"
@@ -399,7 +401,7 @@ def read_index(path: str) -> Index:
     return index
 
 
-def _check_fit(config: RunConfig, index: Index, path: str) -> None:
+def _check_fit(config: RunConfig, index: TokenIndex, path: str) -> None:
     if index.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}, but the data has {index.vocab_size} kinds of tokens",
@@ -423,6 +425,6 @@ def _check_fit(config: RunConfig, index: Index, path: str) -> None:
         )
 
 
-def data_identity(path: str, index: Index) -> dict[str, Any]:
+def data_identity(path: str, index: TokenIndex) -> dict[str, Any]:
     """Return the data's entry in a run's identity."""
     return {"path": path, "fingerprint": index.fingerprint, "tokens": index.tokens, "shards": len(index.shards)}

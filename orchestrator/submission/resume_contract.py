@@ -20,7 +20,7 @@ from trainer.contract.user_code.code_record import (
     judge_code,
     shorten,
 )
-from trainer.contract.user_code.installed_packages import COMPUTING, normalized
+from trainer.contract.user_code.installed_packages import COMPUTING, normalize_names
 
 
 class Rule(StrEnum):
@@ -307,7 +307,7 @@ def check_keys(accepted: Collection[str]) -> None:
             raise ConfigError(f"there is no key {key} to accept", where="--accept", hint=hint)
 
 
-def for_a_new_beginning(changes: Collection[Change]) -> list[Change]:
+def relax_without_checkpoints(changes: Collection[Change]) -> list[Change]:
     """Return the changes for a run without checkpoints, where a misfit with a checkpoint is harmless."""
     return [
         replace(one, term=HARMLESS) if one.term.rule is Rule.REFUSED and one.key not in OWN_FOLDER else one
@@ -321,7 +321,7 @@ def refuse(changes: Collection[Change]) -> None:
     if refused:
         raise Precondition(
             f"{refused[0].key} cannot change: {refused[0].term.why}",
-            where="; ".join(map(words_of, refused)),
+            where="; ".join(map(describe_change, refused)),
             hint="leave it as it was",
         )
 
@@ -336,12 +336,12 @@ def require(changes: Collection[Change], accepted: Collection[str], command: str
     if asked:
         raise Precondition(
             f"{asked[0].key} differs from what the run was trained with: {asked[0].term.why}",
-            where="; ".join(map(words_of, asked)),
+            where="; ".join(map(describe_change, asked)),
             hint=" ".join([*([command] if command else []), *(f"--accept {change.key}" for change in asked)]),
         )
 
 
-def rule_of(key: str) -> Rule:
+def find_rule(key: str) -> Rule:
     """Return the rule of a config key; unknown keys are harmless."""
     return next((CONFIG[name].rule for name in _above(key) if name in CONFIG), Rule.HARMLESS)
 
@@ -365,11 +365,11 @@ def _field(identity: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     if key == PACKAGES and isinstance(value, Mapping):
-        return {name: version for name, version in normalized(value).items() if name.startswith(COMPUTING)}
+        return {name: version for name, version in normalize_names(value).items() if name.startswith(COMPUTING)}
     return value
 
 
-def words_of(change: Change) -> str:
+def describe_change(change: Change) -> str:
     """Return a change in one line; values too long to print are left out."""
     if change.key == USER_CODE:
         return f"{change.key}: {shorten(changed_files(change.before, change.now))}"

@@ -14,7 +14,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
-from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, kinds
+from orchestrator.scheduler.available_schedulers import FACTORIES, kinds, make_instance
 from orchestrator.scheduler.job_environment import Submitter, package_root
 from orchestrator.states import RunState
 from orchestrator.submission import user_code
@@ -35,24 +35,24 @@ from orchestrator.submission.resume_contract import (
     Rule,
     check_keys,
     config_changes,
-    for_a_new_beginning,
+    describe_change,
+    find_rule,
     identity_changes,
     refuse,
+    relax_without_checkpoints,
     require,
-    rule_of,
     why_packages_unknown,
-    words_of,
 )
 from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
 from trainer.contract.config import build
-from trainer.contract.failures.outcome import kinds_with
+from trainer.contract.failures.outcome import select_kinds
 from trainer.contract.run_dir import RunDir
 from trainer.contract.token_shards import INDEX_NAME
 from trainer.contract.user_code.code_record import CodeRecord
 from trainer.contract.user_code.record_code import read_again, read_packages_again
 
-_FIXED_BY_A_PERSON = kinds_with(lambda traits: traits.of_the_program or traits.comes_back)
+_FIXED_BY_A_PERSON = select_kinds(lambda traits: traits.of_the_program or traits.comes_back)
 
 
 def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
@@ -67,7 +67,7 @@ def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
     if any(tier["path"] != RUN for tier in tiers):
         return not run.step
     folder = RunDir(Path(run.run_dir))
-    skips = any(attempt.skipped.exists() for attempt in folder.all_attempts())
+    skips = any(attempt.skipped_batches.exists() for attempt in folder.all_attempts())
     return not skips and not any(folder.checkpoints.glob("step-*"))
 
 
@@ -99,7 +99,7 @@ def resume_request(
     anew = keeps_nothing(store, run, data)
     if overrides:
         # Keys added by a newer orch are not changes by the user.
-        before, now = recompose(data, [], checked=False), _recomposed(data, overrides, anew)
+        before, now = recompose(data, [], checked=False), _apply_overrides(data, overrides, anew)
         if not now.config.workload.snapshot:
             _check_code(run, now.config, anew)
         _check_tiers(before.config, now.config, RunDir(Path(run.run_dir)))
@@ -115,7 +115,7 @@ def resume_request(
     identity = current_identity(run, config) | _client_here(run)
     other_data = any(change.key == DATA_PATH for change in changes)
     if other_data:
-        identity |= _data_at(data["data"]["path"])
+        identity |= _read_data_identity(data["data"]["path"])
         changes = _unless_only_moved(changes, run, identity)
     elif config.data.path and Path(config.data.path, INDEX_NAME).exists():  # otherwise the job reports missing data
         read_index(config.data.path)
@@ -123,14 +123,14 @@ def resume_request(
     has_trained = bool(config.command or (run.step and not anew) or store.checkpoints(run.name))
     differs = _differences(run, identity, note if has_trained else lambda words: None)
     compared = differs if has_trained else []
-    changes = for_a_new_beginning(changes) if anew else changes
+    changes = relax_without_checkpoints(changes) if anew else changes
     typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
     refuse([*changes, *compared])
     _require_more_steps(run, config, changes, accepted)
     fixed = [one for one in compared if one.key == USER_CODE and awaits_fixed_code(store, run)]
     require([*changes, *compared], {one.key for one in (*changes, *fixed)} | set(accepted), typed)
     for one in fixed:
-        note(f"{run.name} trains on with fixed code: {words_of(one)}")
+        note(f"{run.name} trains on with fixed code: {describe_change(one)}")
     if any(change.key.startswith("cluster.") for change in changes):
         _check_job(run, config)
     folder = RunDir(Path(run.run_dir))
@@ -148,12 +148,12 @@ def _differences(run: Run, identity: dict[str, Any], note: Callable[[str], None]
     return identity_changes(trained, identity)
 
 
-def _recomposed(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> Composed:
+def _apply_overrides(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> Composed:
     """Return the config with overrides; refused changes are reported before misfits."""
     if not anew:
         there, now = recompose(data, [], checked=False).data, recompose(data, overrides, checked=False).data
         refuse([one for one in config_changes(there, now) if one.key not in (DATA_PATH, DATA_TEXT)])
-    return recompose(data, overrides, may_change=lambda key: anew or rule_of(key) is not Rule.REFUSED)
+    return recompose(data, overrides, may_change=lambda key: anew or find_rule(key) is not Rule.REFUSED)
 
 
 def _check_code(run: Run, config: RunConfig, anew: bool) -> None:
@@ -166,7 +166,7 @@ def _check_code(run: Run, config: RunConfig, anew: bool) -> None:
         raise
 
 
-def _data_at(path: str) -> dict[str, Any]:
+def _read_data_identity(path: str) -> dict[str, Any]:
     return {"data": data_identity(path, read_index(path))} if path else {}
 
 
@@ -202,7 +202,7 @@ def _check_job(run: Run, config: RunConfig) -> None:
     """
     if FACTORIES[run.cluster].script is not None:
         check_script(config, run.cluster)
-    if run.cluster not in kinds() or instance_of(run.cluster)() != run.scheduler:
+    if run.cluster not in kinds() or make_instance(run.cluster)() != run.scheduler:
         return
     check_script(config, run.cluster)
     check_with_scheduler(config, run.cluster, lambda _: None)
@@ -210,7 +210,7 @@ def _check_job(run: Run, config: RunConfig) -> None:
 
 def _client_here(run: Run) -> dict[str, Any]:
     """Return this shell's Slurm client settings if they reach the run's Slurm (it may have moved since)."""
-    reached = instance_of(run.cluster)() if FACTORIES[run.cluster].named_by_environment else ""
+    reached = make_instance(run.cluster)() if FACTORIES[run.cluster].named_by_environment else ""
     return client(run.cluster) if reached and run.scheduler in ("", reached) else {}
 
 
@@ -232,7 +232,7 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
     before = CodeRecord.from_identity(trained)
     if before is not None:
         now["code"]["files"] = _code_now(before, CodeRecord.from_identity(now), run).to_json()
-    if Submitter.of(run.identity).python == sys.executable and not config.cluster.python:
+    if Submitter.from_identity(run.identity).python == sys.executable and not config.cluster.python:
         here = environment(run.cluster)
         shown = {name: value for name, value in here["variables"].items() if name not in config.env_from}
         now["env"] = {**here, "variables": shown}
@@ -250,7 +250,7 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
 def _code_now(before: CodeRecord, named: CodeRecord | None, run: Run) -> CodeRecord:
     """Read the trained files again; a module that moved since is replaced by the file that would now be imported."""
     again = read_again(before)
-    if named is None or Submitter.of(run.identity).python != sys.executable:
+    if named is None or Submitter.from_identity(run.identity).python != sys.executable:
         return again
     absent = (*again.absent, *(name for name in named.absent if name not in again.files))
     return replace(again, files={**again.files, **named.files}, absent=tuple(sorted(set(absent) - set(named.files))))

@@ -42,7 +42,7 @@ def identify(
     return {
         "code": code(config, imported=imported),
         "env": environment(kind, environ),
-        "job": Submitter.here(environ).to_json(),
+        "job": Submitter.from_environ(environ).to_json(),
         "data": data,
         "submit_dir": os.getcwd(),
         **client(kind, environ),
@@ -51,7 +51,7 @@ def identify(
 
 def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the settings that select a Slurm, so that any controller can continue the run there; empty for others."""
-    return {RECORDED: ClientEnvironment.here(environ).to_json()} if FACTORIES[kind].named_by_environment else {}
+    return {RECORDED: ClientEnvironment.from_environ(environ).to_json()} if FACTORIES[kind].named_by_environment else {}
 
 
 def code(config: RunConfig, folder: Path | None = None, imported: CodeRecord | None = None) -> dict[str, Any]:

@@ -24,16 +24,16 @@ class Submitted:
     secrets: RunSecrets = field(repr=False)
     redactor: Redactor = field(repr=False)
 
-    def redacted(self, value: Any) -> Any:
+    def redact(self, value: Any) -> Any:
         """Return plain data with all secret values removed."""
         if isinstance(value, str):
             return self.redactor.record(value)
         if isinstance(value, dict):
-            return {key: self.redacted(item) for key, item in value.items()}
-        return [self.redacted(item) for item in value] if isinstance(value, (list, tuple)) else value
+            return {key: self.redact(item) for key, item in value.items()}
+        return [self.redact(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def submitted(composed: Composed, environ: Mapping[str, str]) -> Submitted:
+def separate_secrets(composed: Composed, environ: Mapping[str, str]) -> Submitted:
     """Return the storable form of a config and its secrets; raises ConfigError for a missing or misplaced secret."""
     config = without_secrets(composed).config
     values = _from_shell(config, environ, {})

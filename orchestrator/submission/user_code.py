@@ -142,7 +142,7 @@ def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iter
 
 def job_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the job's processes, as far as known here."""
-    submitter = Submitter.here(environ)
+    submitter = Submitter.from_environ(environ)
     path = {"PYTHONPATH": submitter.package_root} if submitter.package_root else {}
     made = {**submitter.environ(environ), **path, "OMP_NUM_THREADS": "1", **config.env}
     given = {name: environ[name] for name in config.env_from if name in environ}
@@ -220,7 +220,7 @@ def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | No
     bases = [ast.unparse(base) for base in kind.bases]
     if len(bases) != 1 or bases[0] not in {*ours, "orch.BaseWorkload"} or kind.keywords or kind.decorator_list:
         return None
-    named = _named(tree)
+    named = _all_names(tree)
     if {"setattr", "__getattr__", "__getattribute__", "__dict__", "globals"} & named:
         return None
     typed = {meant: typed for typed, meant, _ in _slips(kind, tree)}
@@ -230,7 +230,7 @@ def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | No
 def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
     """Return unused methods with a name close to a workload method: name, intended name, line."""
     own = {node.name: node.lineno for node in kind.body if isinstance(node, ast.FunctionDef)}
-    used = _used(tree)
+    used = _used_names(tree)
     found = []
     for typed, line in own.items():
         near = nearest(typed, [*REQUIRED, *OPTIONAL], _NEAR)
@@ -239,17 +239,17 @@ def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
     return found
 
 
-def _used(tree: ast.Module) -> set[str]:
+def _used_names(tree: ast.Module) -> set[str]:
     """Return every attribute, name and string in a file, by which its code may call a method."""
     words = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     words |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return words | {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
-def _named(tree: ast.Module) -> set[str]:
+def _all_names(tree: ast.Module) -> set[str]:
     """Return the names used, defined or imported in a file."""
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
-    return _used(tree) | {node.name for node in ast.walk(tree) if isinstance(node, defined)}
+    return _used_names(tree) | {node.name for node in ast.walk(tree) if isinstance(node, defined)}
 
 
 OURS = ("orch", "orchestrator", "trainer", "checkpointing")
@@ -316,7 +316,7 @@ def _check_target(target: str, folders: list[Path]) -> None:
     places = [_ROOT] if top in OURS else folders
     if top not in OURS:
         _refuse_shadowed(target, top, folders)
-    file = _file_of(module, places) or (None if top in OURS else _installed(module))
+    file = _find_module_file(module, places) or (None if top in OURS else _find_installed_file(module))
     if file is None:
         searched = ", ".join(str(place) for place in places) or "no folder (workload.path is empty)"
         raise ConfigError(
@@ -356,7 +356,7 @@ _ON_THE_PATH = "workload.path=[/folder/that/holds/it] puts a folder on the impor
 
 def _near_module(module: str, places: list[Path]) -> str:
     """Return the intended module: without a file suffix, or with the nearest spelling."""
-    if module.endswith(".py") and _file_of(module.removesuffix(".py"), places):
+    if module.endswith(".py") and _find_module_file(module.removesuffix(".py"), places):
         return module.removesuffix(".py")
     top, _, name = module.rpartition(".")
     folders = [place / Path(*top.split(".")) for place in places] if top else places
@@ -364,7 +364,7 @@ def _near_module(module: str, places: list[Path]) -> str:
     return ".".join(filter(None, (top, next(filter(None, near), "")))) if any(near) else ""
 
 
-def _file_of(module: str, places: list[Path]) -> Path | None:
+def _find_module_file(module: str, places: list[Path]) -> Path | None:
     below = Path(*module.split("."))
     for place in places:
         for file in (place / below.with_suffix(".py"), place / below / "__init__.py"):
@@ -373,7 +373,7 @@ def _file_of(module: str, places: list[Path]) -> Path | None:
     return None
 
 
-def _installed(module: str) -> Path | None:
+def _find_installed_file(module: str) -> Path | None:
     """Return the file of an installed module, found without importing it."""
     top, _, rest = module.partition(".")
     spec = PathFinder.find_spec(top)
@@ -381,7 +381,7 @@ def _installed(module: str) -> Path | None:
         return None
     if not rest:
         return Path(spec.origin) if spec.origin else None
-    return _file_of(rest, [Path(place) for place in spec.submodule_search_locations or ()])
+    return _find_module_file(rest, [Path(place) for place in spec.submodule_search_locations or ()])
 
 
 def _check_class(target: str, name: str, file: Path) -> None:
@@ -394,7 +394,7 @@ def _check_class(target: str, name: str, file: Path) -> None:
         place = f"{file}:{line}" if line else str(file)
         raise ConfigError(f"{file} is no Python that runs here: {why}", where=place, hint="mend it") from error
     _check_base(target, name, file, tree)
-    names = {name for node in tree.body for name in _names_of(node)}
+    names = {name for node in tree.body for name in _bound_names(node)}
     # A star import or a module's __getattr__ may define any name, so only the job can check.
     if name in names or names & {"*", "__getattr__"}:
         return
@@ -408,7 +408,7 @@ _SIGNATURES = {"build_model": "build_model(self)", "loss": "loss(self, model, ba
 
 def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
     """Refuse a plain class without the required methods if nothing could supply them."""
-    binds = [node for node in tree.body if name in _names_of(node)]
+    binds = [node for node in tree.body if name in _bound_names(node)]
     if len(binds) != 1 or not isinstance(kind := binds[0], ast.ClassDef):
         return
     if (lacks := missing_method(kind, tree)) is not None:
@@ -421,7 +421,7 @@ def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
     inherits = any(not (isinstance(base, ast.Name) and base.id == "object") for base in kind.bases)
     if inherits or kind.keywords or kind.decorator_list:
         return
-    own = {each for node in kind.body for each in _names_of(node)}
+    own = {each for node in kind.body for each in _bound_names(node)}
     if not own & {"__init__", "__new__"} or not own & {"build_model", "__getattr__"}:
         raise ConfigError(
             f"workload.target={target}: {name} is no BaseWorkload",
@@ -430,7 +430,7 @@ def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
         )
 
 
-def _names_of(node: ast.stmt) -> set[str]:
+def _bound_names(node: ast.stmt) -> set[str]:
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return {node.name}
     if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -3,12 +3,12 @@
 import pytest
 
 from checkpointing.engine.ranks.peer_codec import decode, encode
-from checkpointing.errors import NothingFits, NothingIntact, NothingVerifies, Refused, nothing_verifies
+from checkpointing.errors import CheckpointRefused, NothingFits, NothingIntact, NothingVerifies, nothing_verifies
 
-DAMAGED = Refused("step-2", "digest differs")
-AWAY = Refused("step-3", "not there", damaged=False)
-UNREADABLE = Refused("step-5", "COMMIT: unreadable: Input/output error", damaged=False, unreadable=True)
-OTHER_MODEL = Refused("step-4", "w has shape (3,) in it, (4,) here", damaged=False, fits=False)
+DAMAGED = CheckpointRefused("step-2", "digest differs")
+AWAY = CheckpointRefused("step-3", "not there", damaged=False)
+UNREADABLE = CheckpointRefused("step-5", "COMMIT: unreadable: Input/output error", damaged=False, unreadable=True)
+OTHER_MODEL = CheckpointRefused("step-4", "w has shape (3,) in it, (4,) here", damaged=False, fits=False)
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,11 @@ OTHER_MODEL = Refused("step-4", "w has shape (3,) in it, (4,) here", damaged=Fal
     ],
 )
 def test_another_try_helps_only_where_one_is_neither_damaged_nor_of_another_model(
-    refusals: list[Refused], kind: type[NothingVerifies]
+    refusals: list[CheckpointRefused], kind: type[NothingVerifies]
 ) -> None:
     assert type(nothing_verifies(refusals, touched=False)) is kind
 
 
 @pytest.mark.parametrize("refusal", [DAMAGED, AWAY, OTHER_MODEL, UNREADABLE])
-def test_ranks_tell_each_other_why(refusal: Refused) -> None:
+def test_ranks_tell_each_other_why(refusal: CheckpointRefused) -> None:
     assert vars(decode(encode(refusal))) == vars(refusal)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.errors import Fenced, ForeignRun, NotFound
-from orchestrator.registry.fast_queries import lease_for
+from orchestrator.registry.fast_queries import covering_lease
 from orchestrator.registry.operations.controller_writes import is_live
 from orchestrator.registry.records import (
     Attempt,
     Checkpoint,
-    Copy,
+    CheckpointCopy,
     Generation,
     Lease,
     NewRun,
@@ -39,7 +39,7 @@ class MemoryStore:
         self._attempts: dict[tuple[str, int], Attempt] = {}
         self._generations: dict[tuple[str, int, int], Generation] = {}
         self._checkpoints: dict[tuple[str, str], Checkpoint] = {}
-        self._copies: dict[tuple[str, str, str], Copy] = {}
+        self._copies: dict[tuple[str, str, str], CheckpointCopy] = {}
         self._nodes: dict[tuple[str, str], Node] = {}
         self._configs: dict[str, dict[str, Any]] = {}
         self._cursors: dict[tuple[str, str], int] = {}
@@ -84,7 +84,7 @@ class MemoryStore:
         mine = [item for (name, _), item in self._checkpoints.items() if name == run]
         return sorted(mine, key=lambda item: (item.step, item.name), reverse=True)
 
-    def copies(self, run: str) -> list[Copy]:
+    def copies(self, run: str) -> list[CheckpointCopy]:
         return [item for (name, _, _), item in sorted(self._copies.items()) if name == run]
 
     def history(self, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
@@ -117,7 +117,7 @@ class MemoryStore:
     def notices(self, run: str) -> list[Notice]:
         return sorted((item for item in self._notices.values() if item.run == run), key=lambda item: item.time)
 
-    def noticed(self, cluster: str, kinds: Any, since: float) -> list[Notice]:
+    def cluster_notices(self, cluster: str, kinds: Any, since: float) -> list[Notice]:
         here = {name for name, run in self._runs.items() if run.domain == cluster}
         found = [item for item in self._notices.values() if item.run in here and item.kind in kinds]
         return sorted((item for item in found if item.time >= since), key=lambda item: item.time)
@@ -134,7 +134,7 @@ class MemoryStore:
         return sorted(self._leases.values(), key=lambda lease: (not lease.holder, -lease.renewed_at, -lease.epoch))
 
     def lease(self, scheduler: str | None = None) -> Lease | None:
-        return next(iter(self.leases()), None) if scheduler is None else lease_for(self.leases(), scheduler)
+        return next(iter(self.leases()), None) if scheduler is None else covering_lease(self.leases(), scheduler)
 
     def user_requests(self, pending: bool = True) -> list[UserRequest]:
         return [ask for ask in self._user_requests if not pending or ask.answered_at is None]
@@ -202,7 +202,7 @@ class MemoryStore:
             if held.epoch == lease.epoch:
                 self._leases[held.scheduler] = replace(held, holder="", expires_at=0.0)
 
-    def ticked(self, lease: Lease, now: float) -> None:
+    def note_tick(self, lease: Lease, now: float) -> None:
         held = self._check(lease.epoch)
         self._leases[held.scheduler] = replace(held, ticked_at=now)
 
@@ -290,7 +290,7 @@ class MemoryStore:
         self._check(epoch, checkpoint.run)
         self._checkpoints.setdefault((checkpoint.run, checkpoint.name), checkpoint)
 
-    def put_copy(self, copy: Copy, *, epoch: int) -> None:
+    def put_copy(self, copy: CheckpointCopy, *, epoch: int) -> None:
         self._check(epoch, copy.run)
         self._copies.setdefault((copy.run, copy.name, copy.tier), copy)
 
@@ -303,7 +303,7 @@ class MemoryStore:
         row = self._checkpoints[run, name]
         self._checkpoints[run, name] = replace(row, path=path, tier=os.path.dirname(path))
 
-    def rehome(self, copy: Copy, reason: str, *, epoch: int) -> None:
+    def rehome(self, copy: CheckpointCopy, reason: str, *, epoch: int) -> None:
         self._check(epoch, copy.run)
         key = (copy.run, copy.name)
         self._checkpoints[key] = replace(self._checkpoints[key], tier=copy.tier, path=copy.path, reason=reason)

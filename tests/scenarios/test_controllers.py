@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
-from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus
@@ -219,4 +219,4 @@ def test_a_run_with_which_another_registry_goes_on_is_held(tmp_path: Path, attem
         assert f"`orch db rebuild --root {world.root}` takes that in" in world.run.reason
         assert (len(world.attempts), world.folder.attempt(2).go.exists()) == (attempts, True)
         assert sorted(world.folder.path.rglob("*")) == before
-        assert Record.read(world.folder.record).registry == str(other)
+        assert RunRecord.read(world.folder.record).registry == str(other)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.reconciler.nodes_to_avoid import pool_of
+from orchestrator.controller.reconciler.nodes_to_avoid import load_pool
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Notice
@@ -150,7 +150,7 @@ def test_what_a_node_was_kept_away_for_is_not_held_against_it_when_it_is_back(tm
         world.store.put_notice(notice, **stamp)
 
     def known() -> tuple[int, int]:
-        (standing,) = pool_of(world.store, view, now + 100, lambda _: 4).known
+        (standing,) = load_pool(world.store, view, now + 100, lambda _: 4).known
         return standing.hangs, standing.slow
 
     assert known() == (1, 1)

@@ -67,7 +67,7 @@ class Trace:
         self.pauses = self.hidden = False
         self.ends: dict[str, float] = {}  # when these outages end
         monkeypatch.setattr(failpoints, "reach", self._reach)
-        monkeypatch.setattr(reconcile, "hidden", self._hidden)
+        monkeypatch.setattr(reconcile, "hidden_reason", self._hidden)
 
     def close(self) -> None:
         """Give back the files of all jobs: ten thousand traces in one process would use up its descriptors."""
@@ -184,7 +184,9 @@ class Trace:
 
     def _hidden(self, run: Run, first: Attempt) -> str:
         """Stands in for `folder.hidden`: what the host of the controller sees."""
-        return f"the run directory is not visible: {run.run_dir}" if self.hidden else run_folder.hidden(run, first)
+        return (
+            f"the run directory is not visible: {run.run_dir}" if self.hidden else run_folder.hidden_reason(run, first)
+        )
 
     def _reach(self, point: str) -> None:
         """Stands in for `failpoints.reach`: the controller is stopped here, and goes on behind its successor's back."""

@@ -294,7 +294,7 @@ def test_bob_cannot(live, attack):
 
 def forged_hello(challenge: str, token: str) -> bytes:
     told = {"say": "hello", "nonce": new_nonce(), "node": 0, "name": "x", "attempt": 1}
-    return hello_seal(token, challenge).sealed(json.dumps(told).encode()) + b"\n"
+    return hello_seal(token, challenge).sign(json.dumps(told).encode()) + b"\n"
 
 
 HELLOS = {

@@ -17,12 +17,12 @@ from setproctitle import setproctitle
 
 from checkpointing.storage.durable import read_json
 from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
-from checkpointing.storage.trusted_path import NotPrivate, pinned
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from checkpointing.storage.trusted_path import NotPrivate, pin_path
+from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.control import tcp_transport
 from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, NotGreeted, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.agent.coordination.message_loop import Refused, wait_for_go
+from trainer.agent.coordination.message_loop import LaunchRefused, wait_for_go
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.processes import process_tree
 from trainer.agent.processes.background_tasks import (
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     os.umask(os.umask(0o077) | _WRITABLE_BY_OTHERS)  # a site's 0002 would let the group write to new files
     run_dir, submission = map(Path, arguments)
     try:
-        place = pinned(run_dir)
+        place = pin_path(run_dir)
         folder = place / submission.relative_to(run_dir)
         os.chdir(place)
     except OSError as error:
@@ -136,7 +136,7 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
         # The title must not overwrite the environment, which identifies the processes of a job.
         os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
-        run = RunDir(pinned(Path(run_dir)), label=Path(run_dir).name)
+        run = RunDir(pin_path(Path(run_dir)), label=Path(run_dir).name)
         agent = Agent(run, run.attempt(int(attempt)), early)
         code = runner.run(agent.live())
     except NotPrivate as error:
@@ -193,7 +193,7 @@ class Agent:
             run_secrets.enter(await read_file(lambda: self._secrets(config), self._run.path, _READ_SECONDS))
             self._node_logs.limit(config.logs)
             return await self._work(identity, config, token)
-        except Refused as refusal:
+        except LaunchRefused as refusal:
             return self._refuse(identity, str(refusal))
         except HungFileSystem as error:
             sys.stderr.write(f"orch-agent: cannot begin: {error}\n")
@@ -210,21 +210,25 @@ class Agent:
 
     def _config(self, identity: NodeIdentity, token: LaunchToken) -> JobConfig:
         try:
-            path = self._run.config_of(self._attempt.number)
+            path = self._run.attempt_config(self._attempt.number)
             digest, config = config_digest(path), load(self._run, self._attempt.number)
         except (OSError, ValueError, TypeError) as error:
-            raise Refused(f"cannot read the run's configuration: {error}") from error
+            raise LaunchRefused(f"cannot read the run's configuration: {error}") from error
         if token.config_digest not in ("", digest):
-            raise Refused(f"{path} was edited: `orch resume {self._run.name} KEY=VALUE` changes a run's configuration")
+            raise LaunchRefused(
+                f"{path} was edited: `orch resume {self._run.name} KEY=VALUE` changes a run's configuration"
+            )
         if config.cluster.all_nodes != identity.nodes:
-            raise Refused(f"the job has {identity.nodes} node(s), the run is configured for {config.cluster.all_nodes}")
+            raise LaunchRefused(
+                f"the job has {identity.nodes} node(s), the run is configured for {config.cluster.all_nodes}"
+            )
         return config
 
     def _secrets(self, config: JobConfig) -> dict[str, str]:
         try:
             return run_secrets.values_for_job(self._run, config)
         except (OSError, run_secrets.SecretsRefused) as error:
-            raise Refused(f"cannot read the run's secrets: {error}") from error
+            raise LaunchRefused(f"cannot read the run's secrets: {error}") from error
 
     # -- signals and the job -----------------------------------------------------------------------------------------
 
@@ -307,15 +311,15 @@ class Agent:
 
     async def _lead(self, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
         """Start the coordinator in this loop; node 0 only."""
-        state = AttemptState(
+        state = CoordinatorState(
             run=self._run, attempt=self._attempt, config=config, identity=identity, events=self._log("coordinator"),
             token=token, started=self._started,
         )  # fmt: skip
         coordinator = Coordinator(state)
         try:
-            host = tcp_transport.reachable(identity.kind, config.cluster.interface)
+            host = tcp_transport.rendezvous_address(identity.kind, config.cluster.interface)
         except RuntimeError as error:
-            raise Refused(str(error)) from error
+            raise LaunchRefused(str(error)) from error
         await coordinator.open(host)
         return asyncio.get_running_loop().create_task(coordinator.run())
 
@@ -336,13 +340,13 @@ class Agent:
                 raise
             except ForeignProtocol as error:
                 await process_tree.write(self._attempt, identity, AgentEnd.REFUSED, str(error))
-                raise Refused(str(error)) from error
+                raise LaunchRefused(str(error)) from error
             except WireError as error:
-                raise Refused(str(error)) from error
+                raise LaunchRefused(str(error)) from error
             except (OSError, ValueError, TypeError, KeyError) as error:
                 problem = error
             if await outcome_file.result(give_up - time.monotonic()):
-                raise Refused("the attempt ended before this node had joined it")
+                raise LaunchRefused("the attempt ended before this node had joined it")
             if time.monotonic() >= give_up and isinstance(problem, NotGreeted):
                 # A release without protocol versions sends no named refusal; without this its job would be repeated.
                 reason = (
@@ -350,7 +354,7 @@ class Agent:
                     f"(this one: {installed_release()})"
                 )
                 await process_tree.write(self._attempt, identity, AgentEnd.REFUSED, reason)
-                raise Refused(reason)
+                raise LaunchRefused(reason)
             if time.monotonic() >= give_up:
                 raise RuntimeError(f"cannot reach the coordinator within {_CONNECT_SECONDS:.0f} s: {problem}")
             await asyncio.sleep(0.2)

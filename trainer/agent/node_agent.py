@@ -117,14 +117,14 @@ class NodeAgent:
             try:
                 message = await asyncio.wait_for(self._peer.receive(), POLL_SECONDS)
             except TimeoutError:
-                if timeout.silent_for(time.monotonic()) < AGENT_TIMEOUT_SECONDS:
+                if timeout.seconds_silent(time.monotonic()) < AGENT_TIMEOUT_SECONDS:
                     continue
                 return await self._lost_coordinator(AgentEnd.SILENT, f"it was silent for {AGENT_TIMEOUT_SECONDS:.0f} s")
             except WireError as error:
                 return await self._lost_coordinator(AgentEnd.GONE, str(error))
             if message is None:
                 return await self._lost_coordinator(AgentEnd.GONE, "the connection ended")
-            timeout.received(time.monotonic())
+            timeout.record_message(time.monotonic())
             if isinstance(message, agents.End):
                 return message.code
             self._handle(message)
@@ -150,7 +150,7 @@ class NodeAgent:
             case agents.KillGeneration():
                 self._kill(message.generation)
             case agents.GenerationStore() if ranks is not None and ranks.generation == message.generation:
-                ranks.pass_on(message.store)
+                ranks.forward_store(message.store)
             case agents.ExpectStop() if ranks is not None:
                 ranks.expect_stop(time.monotonic() + message.seconds)
             case agents.QueryFlights() | agents.CollectEvidence() if ranks is not None and self._sampler is not None:
@@ -245,7 +245,7 @@ class NodeAgent:
         self._forget_ranks()
         self._events.generation = start.generation
         ranks = self._ranks = LocalRanks(start.generation, self._local_ranks())
-        writer = self._writers.pid_of if self._writers is not None else no_writer
+        writer = self._writers.writer_pid if self._writers is not None else no_writer
         self._sampler = Sampler(ranks, self._node.name, writer)
         if self._link is None or self._link.lost:
             # It died while the other nodes were ready; its replacement belongs to the next generation.
@@ -311,7 +311,7 @@ class NodeAgent:
         local.ended = True
         generation, command = self._ranks.generation, bool(self._config.command)
         exit_code, number = decode_shell_exit(exit_code, number) if command else (exit_code, number)
-        info = ExitInfo.of(local, self._node.name, self._ranks.memory_kill(rank, number))
+        info = ExitInfo.from_rank(local, self._node.name, self._ranks.memory_kill(rank, number))
         reason = "killed by its agent" if self._ranks.killed else exit_words(exit_code, number, info.memory_kill)
         known = {"exit_code": exit_code, "signal": number, "reason": reason}
         self._events.write(EventKind.RANK_EXITED, rank=rank, node=self._node.name, **known)

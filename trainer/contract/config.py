@@ -342,7 +342,7 @@ class JobConfig(RecipeConfig):
 
 def load(run: RunDir, attempt: int) -> JobConfig:
     """Read the config of an attempt; 0: the submitted one. Raises OSError or ValueError."""
-    config = build(JobConfig, in_present_keys(read_json(run.config_of(attempt))))
+    config = build(JobConfig, in_present_keys(read_json(run.attempt_config(attempt))))
     assert isinstance(config, JobConfig)
     if not config.workload.snapshot:
         return config
@@ -352,10 +352,10 @@ def load(run: RunDir, attempt: int) -> JobConfig:
 
 def config_digest(path: Path) -> str:
     """Return the digest of a config file; raises like `load`."""
-    return digest_of(read_json(path))
+    return hash_config(read_json(path))
 
 
-def digest_of(config: Any) -> str:
+def hash_config(config: Any) -> str:
     """Return the SHA-256 of a resolved config's canonical bytes, its key in the registry."""
     return hashlib.sha256(canonical(config)).hexdigest()
 

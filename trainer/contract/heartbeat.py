@@ -14,7 +14,7 @@ LONGEST_TROUBLE = 500
 """Maximum characters of the ranks' save trouble: the heartbeat must stay within its file's reserved space."""
 
 
-class Stage(StrEnum):
+class AttemptStage(StrEnum):
     """Activity of the coordinator."""
 
     JOINING = "joining"  # waiting for agents and their preflight

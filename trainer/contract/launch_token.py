@@ -36,7 +36,7 @@ class LaunchToken:
     @classmethod
     def read(cls, path: Path) -> "LaunchToken":
         """Parse a token; raises OSError if it is missing or revoked, ValueError if it is invalid."""
-        if _revoked(path).exists():
+        if _revocation_marker(path).exists():
             raise FileNotFoundError(errno.ENOENT, "was revoked", str(path))
         fields: Any = read_json(path)
         if not isinstance(fields, dict) or fields.pop("schema", None) != "orch.go/1":
@@ -54,21 +54,21 @@ def revoke(path: Path) -> None:
     if is_revoked(path):
         return
     try:
-        write_durably(_revoked(path), b"")
+        write_durably(_revocation_marker(path), b"")
     except OSError as error:
         if error.errno not in FULL:
             raise
-        os.replace(path, _revoked(path))  # needs no space; the content of the file does not matter
+        os.replace(path, _revocation_marker(path))  # needs no space; the content of the file does not matter
         fsync_dir(path.parent)
     path.unlink(missing_ok=True)
 
 
 def is_revoked(path: Path) -> bool:
     """Return whether an attempt is fenced."""
-    return _revoked(path).exists() and not path.exists()
+    return _revocation_marker(path).exists() and not path.exists()
 
 
-def _revoked(path: Path) -> Path:
+def _revocation_marker(path: Path) -> Path:
     """Return the marker beside a revoked GO. A paused controller may rewrite GO, but never removes the marker."""
     return path.with_name(f"{path.name}.revoked")
 

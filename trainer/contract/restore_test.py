@@ -34,7 +34,7 @@ UNDECIDED = frozenset({Outcome.NOT_COMPARABLE, Outcome.NOT_FINISHED})
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoreTest:
+class RestoreTestOrder:
     """The checkpoint that a run restores instead of training, and the number of steps to train after it.
 
     `manifest` is the digest that the registry kept at commit, `config_digest` that of the config it was saved with;
@@ -87,12 +87,12 @@ def write_order(run: RunDir, order: dict[str, Any]) -> None:
     write_durably(run.restore_test, dump_line({"schema": ORDER_SCHEMA, **order}).encode())
 
 
-def read_order(run: RunDir) -> RestoreTest | None:
+def read_order(run: RunDir) -> RestoreTestOrder | None:
     """Return the restore order of this run; None for a run that trains. Raises OSError or ValueError."""
     try:
         fields = read_json(run.restore_test)
     except FileNotFoundError:
         return None
-    order = build(RestoreTest, fields)
-    assert isinstance(order, RestoreTest)
+    order = build(RestoreTestOrder, fields)
+    assert isinstance(order, RestoreTestOrder)
     return order

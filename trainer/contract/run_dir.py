@@ -100,7 +100,7 @@ class AttemptDir:
         return self.path / "ranks.json"
 
     @property
-    def skipped(self) -> Path:
+    def skipped_batches(self) -> Path:
         """Return the file with the data positions that this attempt's rollbacks skip, with reasons."""
         return self.path / "skipped.json"
 
@@ -238,15 +238,15 @@ class RunDir:
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{number:03d}")
 
-    def config_of(self, attempt: int) -> Path:
+    def attempt_config(self, attempt: int) -> Path:
         """Return the config of this attempt: its own if present, else the submitted one."""
         own = self.attempt(attempt).config
         return own if own.exists() else self.config
 
-    def run_config_of(self, attempt: int) -> Path:
+    def attempt_run_config(self, attempt: int) -> Path:
         """Return the run's full-size config at the start of this attempt, before any reduction in nodes."""
         base = self.attempt(attempt).run_config
-        return base if base.exists() else self.config_of(attempt)
+        return base if base.exists() else self.attempt_config(attempt)
 
     def all_attempts(self) -> list[AttemptDir]:
         """Return the attempts that have a folder, oldest first."""

@@ -25,11 +25,11 @@ class Skip:
 def read(attempt: AttemptDir) -> tuple[Skip, ...]:
     """Return the batches first skipped by this attempt; raises OSError, or ValueError if the file is damaged."""
     try:
-        return tuple(Skip(**fields) for fields in read_json(attempt.skipped)["skipped"])
+        return tuple(Skip(**fields) for fields in read_json(attempt.skipped_batches)["skipped"])
     except FileNotFoundError:
         return ()
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{attempt.skipped} is no list of skipped batches: {error!r}") from error
+        raise ValueError(f"{attempt.skipped_batches} is no list of skipped batches: {error!r}") from error
 
 
 def read_all(run: RunDir) -> tuple[Skip, ...]:
@@ -45,4 +45,4 @@ def add(attempt: AttemptDir, skips: Iterable[Skip]) -> None:
     """Add batches to skip from now on, durable on return; raises OSError."""
     found = {skip.position: skip for skip in (*read(attempt), *skips)}
     fields = {"schema": _SCHEMA, "skipped": [asdict(skip) for skip in found.values()]}
-    write_durably(attempt.skipped, in_use().record(dump_line(fields)).encode(errors="backslashreplace"))
+    write_durably(attempt.skipped_batches, in_use().record(dump_line(fields)).encode(errors="backslashreplace"))

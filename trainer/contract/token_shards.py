@@ -36,7 +36,7 @@ class TokensError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class TokenShard:
     """A file of tokens; `digest` is BLAKE2b-256 of its bytes."""
 
     name: str
@@ -45,19 +45,19 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class TokenIndex:
     """Content of a folder of shards; `fingerprint` identifies the tokens and their order."""
 
     dtype: str
     tokens: int
     vocab_size: int
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
     fingerprint: str
     sources: int  # files read
     skipped: int  # binary or unreadable files
 
     @classmethod
-    def read(cls, folder: Path) -> "Index":
+    def read(cls, folder: Path) -> "TokenIndex":
         """Parse and check the index of `folder`; raises TokensError with a remedy."""
         path = folder / INDEX_NAME
         hint = "make it with `orch data prepare PATHS --out DIR`"
@@ -100,12 +100,12 @@ class Index:
         write_durably(folder / INDEX_NAME, dump_line({"schema": SCHEMA, **asdict(self)}).encode(), mode=0o644)
 
 
-def _parse(fields: Any, path: Path) -> Index:
+def _parse(fields: Any, path: Path) -> TokenIndex:
     if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
         raise TokensError(f"{path} is not an index of tokens ({SCHEMA})")
     try:
-        known = {name: fields[name] for name in Index.__dataclass_fields__}
-        return Index(**{**known, "shards": tuple(Shard(**shard) for shard in known["shards"])})
+        known = {name: fields[name] for name in TokenIndex.__dataclass_fields__}
+        return TokenIndex(**{**known, "shards": tuple(TokenShard(**shard) for shard in known["shards"])})
     except (KeyError, TypeError) as error:
         raise TokensError(f"{path} is damaged ({error}): remove the folder and prepare it again") from error
 
@@ -148,7 +148,7 @@ def _below(folder: Path, *, suffix: str = "", left_out: frozenset[str] = frozens
     return found
 
 
-def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None = None) -> Index:
+def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None = None) -> TokenIndex:
     """Tokenize `sources` into the folder `out`; keeps an `out` that already holds the same tokens.
 
     Raises TokensError if there is nothing to read or `out` holds something else, OSError if it cannot be written.
@@ -161,7 +161,9 @@ def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def prepare_under(sources: Sequence[str | Path], folder: Path, progress: Progress | None = None) -> tuple[Path, Index]:
+def prepare_under(
+    sources: Sequence[str | Path], folder: Path, progress: Progress | None = None
+) -> tuple[Path, TokenIndex]:
     """Tokenize `sources` into `folder/<fingerprint>`, so that changed text gets its own folder; raises like prepare."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     temporary = folder / f".{secrets.token_hex(6)}.tmp"
@@ -173,7 +175,7 @@ def prepare_under(sources: Sequence[str | Path], folder: Path, progress: Progres
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _place(index: Index, temporary: Path, out: Path) -> Index:
+def _place(index: TokenIndex, temporary: Path, out: Path) -> TokenIndex:
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
     try:
@@ -186,9 +188,9 @@ def _place(index: Index, temporary: Path, out: Path) -> Index:
     return index
 
 
-def _existing(index: Index, out: Path) -> Index:
+def _existing(index: TokenIndex, out: Path) -> TokenIndex:
     """Return the index of `out` if it holds the tokens of `index`, possibly written concurrently by another process."""
-    found = Index.read(out) if (out / INDEX_NAME).exists() else None
+    found = TokenIndex.read(out) if (out / INDEX_NAME).exists() else None
     if found is None or found.fingerprint != index.fingerprint:
         raise TokensError(f"{out} exists and holds something else: choose another folder or remove it")
     if changed := found.changed_shards(out):
@@ -196,7 +198,7 @@ def _existing(index: Index, out: Path) -> Index:
     return found
 
 
-def _write(sources: Sequence[str | Path], folder: Path, progress: Progress | None) -> Index:
+def _write(sources: Sequence[str | Path], folder: Path, progress: Progress | None) -> TokenIndex:
     files = expand_sources(sources)
     total = sum(_size(path) for path in files)
     folder.mkdir(mode=0o755)  # with a umask of 0002 the group could otherwise change the training data
@@ -246,7 +248,7 @@ class _ShardWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shards: list[Shard] = []
+        self._shards: list[TokenShard] = []
         self._stream: BinaryIO | None = None
         self._name = ""
         self._tokens = 0
@@ -287,13 +289,13 @@ class _ShardWriter:
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
-        self._shards.append(Shard(name=self._name, tokens=self._tokens, digest=self._digest.hexdigest()))
+        self._shards.append(TokenShard(name=self._name, tokens=self._tokens, digest=self._digest.hexdigest()))
         self._stream, self._tokens, self._digest = None, 0, hashlib.blake2b(digest_size=32)
 
-    def finish(self, *, sources: int, skipped: int) -> Index:
+    def finish(self, *, sources: int, skipped: int) -> TokenIndex:
         self._close()
         content = [[shard.tokens, shard.digest] for shard in self._shards]
-        return Index(
+        return TokenIndex(
             dtype="uint16",
             tokens=sum(shard.tokens for shard in self._shards),
             vocab_size=VOCAB_SIZE,

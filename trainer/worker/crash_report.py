@@ -37,7 +37,7 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
     secondary = is_secondary_failure(error) and not is_node_fault(error)
     cause = {
         "exception": type(error).__name__,
-        "message": shorten(in_use().text(said(error)), _MAX_MESSAGE),
+        "message": shorten(in_use().text(exception_message(error)), _MAX_MESSAGE),
         "traceback": text,
         "secondary": secondary,
     }
@@ -46,7 +46,7 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
     return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last
 
 
-def said(error: BaseException) -> str:
+def exception_message(error: BaseException) -> str:
     """Return the message of an exception, even if its `__str__` raises."""
     return str(traceback.TracebackException(type(error), error, None))
 

@@ -9,7 +9,7 @@ import torch
 
 from trainer.contract.config import TrainConfig
 from trainer.contract.layout.problems import batch_problems
-from trainer.contract.token_shards import Index
+from trainer.contract.token_shards import TokenIndex
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -74,7 +74,7 @@ def with_position(data: Any) -> Data:
     return data if hasattr(data, "consumed") else CountedData(data)
 
 
-def unwrapped(data: Data) -> Data | StatefulData:
+def unwrap_data(data: Data) -> Data | StatefulData:
     """Return the object that `build_data` returned."""
     return data.data if isinstance(data, CountedData) else data
 
@@ -145,7 +145,7 @@ class TokenStream:
     """The shards of a folder as one sequence of tokens, mapped read-only."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.index = folder, Index.read(folder)
+        self.folder, self.index = folder, TokenIndex.read(folder)
         self._parts = [
             torch.from_file(str(folder / shard.name), shared=False, size=shard.tokens, dtype=torch.uint16)
             for shard in self.index.shards

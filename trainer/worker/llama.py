@@ -17,14 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.model_costs.model_flops import flops_per_token
-from trainer.contract.token_shards import Index
+from trainer.contract.token_shards import TokenIndex
 from trainer.worker.data import Data, StatefulData
 from trainer.worker.mixture_of_experts import MixtureOfExperts, Router
 from trainer.worker.parallel import parallelize
 from trainer.worker.parallel.context_parallel import SequencePart
 from trainer.worker.parallel.data_parallel import offloads_all
 from trainer.worker.parallel.gradient_buckets import own_part
-from trainer.worker.parallel.layer_wrappers import Recompute, for_layer
+from trainer.worker.parallel.layer_wrappers import Recompute, choose_recompute
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
@@ -197,7 +197,7 @@ class Llama(nn.Module):
         rows = config.embedding_rows
         self.embedding = nn.Embedding(rows, config.dim)
         self.layers = nn.ModuleList(
-            [Block(config, recompute=for_layer(number, train)) for number in range(config.layers)]
+            [Block(config, recompute=choose_recompute(number, train)) for number in range(config.layers)]
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, rows, bias=False)
@@ -220,7 +220,7 @@ class Llama(nn.Module):
         self.tie()
         width = self.config.dim // self.config.heads
         table = rotary_table(self.seq_len, width, self.config.rope_theta, device)
-        self.rotary = table if self.part is None else self.part.rows_of(table)
+        self.rotary = table if self.part is None else self.part.select_rows(table)
         for module in self.modules():
             if isinstance(module, Router):
                 module.reset(device)
@@ -247,11 +247,11 @@ class Llama(nn.Module):
                 f"parallel.cp={self.part.ranks}: no rank has all logits of a sequence: call the model with its "
                 "targets, for their mean loss, or type parallel.cp=1"
             )
-        return self.result(self.through_layers(self.embed(tokens)), targets)
+        return self.result(self.through_layers(self.embed_tokens(tokens)), targets)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return activations of this rank's part of `tokens`, which are whole rows."""
-        x: torch.Tensor = self.embedding(tokens if self.part is None else self.part.of(tokens))
+        x: torch.Tensor = self.embedding(tokens if self.part is None else self.part.select_tokens(tokens))
         return x
 
     def through_layers(self, x: torch.Tensor) -> torch.Tensor:
@@ -278,7 +278,7 @@ class Llama(nn.Module):
         part = self.part
         if part is None:
             return self._summed_loss(x, targets) / targets.numel()
-        own = part.of(targets)
+        own = part.select_tokens(targets)
         return self._summed_loss(x[:, : part.real], own[:, : part.real]) * (part.ranks / targets.numel())
 
     def _summed_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -337,7 +337,7 @@ class LlamaWorkload(BaseWorkload):
 
     def build_data(self, layout: Layout) -> Data | StatefulData:
         data = super().build_data(layout)
-        found, known = Index.read(Path(self.config.data.path)).vocab_size, self.config.model.vocab_size
+        found, known = TokenIndex.read(Path(self.config.data.path)).vocab_size, self.config.model.vocab_size
         if found > known:
             raise WorkloadError(f"model.vocab_size={known}, but {self.config.data.path} has {found} kinds of tokens")
         return data

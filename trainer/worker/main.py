@@ -16,8 +16,8 @@ import setproctitle
 from torch import nn
 
 from checkpointing.owner import Owner
-from checkpointing.storage.backends import storage_at
-from checkpointing.storage.trusted_path import pinned
+from checkpointing.storage.backends import open_storage
+from checkpointing.storage.trusted_path import pin_path
 from checkpointing.tiers.tier import RunTiers, one_folder, resolve_tiers
 from trainer.contract.config import JobConfig, load
 from trainer.contract.failures.outcome import ExitCode
@@ -33,12 +33,12 @@ from trainer.worker.llama import Llama, LlamaWorkload
 from trainer.worker.parallel import mesh
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
-from trainer.worker.reporting.phase_tracker import Ticker
+from trainer.worker.reporting.phase_tracker import ProgressTicker
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.saved_state.data_state import require_resharding
 from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import TrainObjects
-from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
+from trainer.worker.session import RankSession, new_train_state, run_training, skipped_positions
 from trainer.worker.startup import node_benchmark, rendezvous
 from trainer.worker.startup import rendezvous as devices
 from trainer.worker.startup.preimport import protect_data_loader_workers
@@ -119,7 +119,7 @@ def rank_main(spec: RankSpec) -> int:
     cell, control = ProgressCell(spec.cell_fd), socket.socket(fileno=spec.control_fd)
     control.settimeout(None)  # the user's module may have called `socket.setdefaulttimeout`
     control.set_inheritable(False)  # inheritable in a cold-started rank, but must close with the rank
-    ticker = Ticker(cell)
+    ticker = ProgressTicker(cell)
     ticker.start()
     try:
         last = crash_report.finished_outcome(spec, cell, _train(spec, cell, control, started, modules))
@@ -165,7 +165,7 @@ def _train(
         objects = _build(made, config, mesh.build(config.parallel, device, spec.rank, spec.world_size))
         require_resharding(objects.data, config.cluster)
         flight_recorder.write_groups(spec)
-        session = Session(
+        session = RankSession(
             spec=spec, config=config, run_dir=run_dir, cell=cell, objects=objects, started=started, key=key,
             on_saves=partial(report_saves, control), modules=modules,
         )  # fmt: skip
@@ -209,15 +209,15 @@ def _model(
     return model, partial(model.set_initial_weights, config.train.seed)
 
 
-def _restore_and_train(session: Session) -> ExitCode:
+def _restore_and_train(session: RankSession) -> ExitCode:
     """Restore the newest checkpoint, if there is one, and train on; or execute a restore-test order."""
     order = read_order(session.run_dir)
     if order is not None:
-        from trainer.worker.restore_test.run import carry_out  # needed only here
+        from trainer.worker.restore_test.run import run_restore_test  # needed only here
 
         with suppress(FileNotFoundError):  # a missing folder is reported where it is read
-            order = replace(order, run_dir=str(pinned(Path(order.run_dir))))
-        return carry_out(order, session)
+            order = replace(order, run_dir=str(pin_path(Path(order.run_dir))))
+        return run_restore_test(order, session)
     journal = Journal(session.attempt, session.spec, session.on_saves)
     try:
         return _train_from_newest(session, journal)
@@ -225,14 +225,14 @@ def _restore_and_train(session: Session) -> ExitCode:
         journal.close()
 
 
-def _train_from_newest(session: Session, journal: Journal) -> ExitCode:
+def _train_from_newest(session: RankSession, journal: Journal) -> ExitCode:
     token = session.launch_token()
     saver = _checkpointer(session, token, journal.checkpoint)
     skip = skipped_positions(session.spec, session.run_dir)
     state = new_train_state(session, journal)
     state.restore(saver)
     state.compare_ranks(saver.all_gather)
-    code = train_on(session, state, saver, journal, token, skip)
+    code = run_training(session, state, saver, journal, token, skip)
     session.cell.update(phase=Phase.CHECKPOINT)
     saver.close(seconds_left(session.cell, finished=code is ExitCode.FINISHED))
     session.cell.update(phase=Phase.DONE)
@@ -240,7 +240,7 @@ def _train_from_newest(session: Session, journal: Journal) -> ExitCode:
 
 
 def _checkpointer(
-    session: Session, token: LaunchToken, on_event: Callable[[str, dict[str, Any]], None]
+    session: RankSession, token: LaunchToken, on_event: Callable[[str, dict[str, Any]], None]
 ) -> "Checkpointer":
     """Return the run's checkpointer, fenced by the attempt's GO."""
     spec, config, run_dir = session.spec, session.config, session.run_dir
@@ -261,7 +261,7 @@ def _checkpointer(
     return Checkpointer(
         Owner(token.attempt, token.nonce, inherit, lambda: holds(go, token), token.over),
         World(facts=facts, key=session.key, leads_node=spec.local_rank == 0),
-        RunTiers(tiers, storage_at(run_dir.checkpoints)),
+        RunTiers(tiers, open_storage(run_dir.checkpoints)),
         on_event,
         config=config.checkpoint,
         link=_agent_writer(spec),

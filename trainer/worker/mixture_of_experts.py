@@ -24,7 +24,7 @@ from trainer.worker.parallel.mesh import Layout
 from trainer.worker.reporting.phase_tracker import current_tracker
 
 
-def permuted(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def permute_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return `rows[order]`, where `order` contains each row once."""
     moved: torch.Tensor = _Permuted.apply(rows, order, inverse(order))  # type: ignore[no-untyped-call]
     return moved
@@ -77,7 +77,7 @@ def own_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local(grad_placements=placements)
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """Routing of tokens: numbers and weights of their experts, both [tokens, experts of a token]."""
 
     experts: torch.Tensor
@@ -108,7 +108,7 @@ class Router(nn.Module):
         self.moves = torch.zeros_like(self.moves, device=device)
         self.load = torch.zeros_like(self.load, device=device)
 
-    def forward(self, tokens: torch.Tensor) -> Choice:
+    def forward(self, tokens: torch.Tensor) -> Routing:
         """Choose experts for `tokens` [tokens, dim]."""
         scores = functional.linear(tokens.float(), own_weight(self.weight).float()).sigmoid()
         chosen = (scores.detach() + self.rate * self.moves).topk(self.per_token, dim=-1).indices
@@ -117,7 +117,7 @@ class Router(nn.Module):
         weights: torch.Tensor = _Counted.apply(  # type: ignore[no-untyped-call]
             own / own.sum(dim=-1, keepdim=True), load, self.load
         )
-        return Choice(chosen, weights, load)
+        return Routing(chosen, weights, load)
 
     @torch.no_grad()
     def balance(self, load: torch.Tensor) -> None:
@@ -191,10 +191,10 @@ class TokenExchange:
         sent = load.view(self._group.size(), -1)
         received = self._exchange_counts(sent)
         to, of = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
-        order = _by_expert(received)
+        order = _expert_order(received)
         # Reordered copies of the rows have no name, so that each is freed as soon as the next one exists.
-        computed = permuted(
-            experts(permuted(self._exchange(rows, to, of, is_way_there=True), order), received.sum(dim=0).tolist()),
+        computed = permute_rows(
+            experts(permute_rows(self._exchange(rows, to, of, is_way_there=True), order), received.sum(dim=0).tolist()),
             inverse(order),
         )
         return self._exchange(computed, of, to, is_way_there=False)
@@ -202,7 +202,7 @@ class TokenExchange:
     def _exchange(
         self, rows: torch.Tensor, to: Sequence[int], of: Sequence[int], *, is_way_there: bool
     ) -> torch.Tensor:
-        received: torch.Tensor = _Exchange.apply(rows, to, of, self._group, is_way_there)  # type: ignore[no-untyped-call]
+        received: torch.Tensor = _RowExchange.apply(rows, to, of, self._group, is_way_there)  # type: ignore[no-untyped-call]
         return received
 
     def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
@@ -213,14 +213,14 @@ class TokenExchange:
         return received
 
 
-def _by_expert(received: torch.Tensor) -> torch.Tensor:
+def _expert_order(received: torch.Tensor) -> torch.Tensor:
     """Return the order that sorts rows by expert, then rank; they arrive sorted by rank, then expert."""
     ranks, experts = received.shape
     numbers = torch.arange(experts, device=received.device).repeat(ranks)
     return numbers.repeat_interleave(received.flatten()).argsort(stable=True)
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """Sends rows to each rank and receives rows from it; gradients take the reverse path.
 
     The time between the exchange and its return is not measured, in the forward and in the backward pass.
@@ -231,14 +231,14 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup, is_way_there: bool
     ) -> torch.Tensor:
         ctx.to, ctx.of, ctx.group, ctx.is_way_there = to, of, group, is_way_there
-        return _exchanged(rows, to, of, group, opens=is_way_there)
+        return _exchange_rows(rows, to, of, group, opens=is_way_there)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _exchanged(gradient, ctx.of, ctx.to, ctx.group, opens=not ctx.is_way_there), None, None, None, None
+        return _exchange_rows(gradient, ctx.of, ctx.to, ctx.group, opens=not ctx.is_way_there), None, None, None, None
 
 
-def _exchanged(
+def _exchange_rows(
     rows: torch.Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup, *, opens: bool
 ) -> torch.Tensor:
     """Exchange rows; `opens`: the experts compute afterwards, else they have computed."""
@@ -338,7 +338,7 @@ class MixtureOfExperts(nn.Module):
         each = choice.experts.shape[1]
         order = choice.experts.flatten().argsort(stable=True)
         # Without names, so that reordered copies of all rows are freed at once.
-        rows = permuted(tokens[:, None].expand(-1, each, -1).flatten(0, 1), order)
-        parts = permuted(self.dispatch(rows, choice.load, self.experts), inverse(order)).unflatten(0, (-1, each))
+        rows = permute_rows(tokens[:, None].expand(-1, each, -1).flatten(0, 1), order)
+        parts = permute_rows(self.dispatch(rows, choice.load, self.experts), inverse(order)).unflatten(0, (-1, each))
         mixed: torch.Tensor = (parts.float() * choice.weights[..., None]).sum(dim=1)
         return mixed.to(tokens.dtype)

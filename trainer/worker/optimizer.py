@@ -43,9 +43,9 @@ class HostAdamW(torch.optim.AdamW):
     def _step_some(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         if not parameters:
             return
-        held = [self._state_of(parameter) for parameter in parameters]
-        weights = [_on_host(parameter) for parameter in parameters]
-        gradients = [_on_host(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        held = [self._ensure_state(parameter) for parameter in parameters]
+        weights = [_copy_to_host(parameter) for parameter in parameters]
+        gradients = [_copy_to_host(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if parameters[0].is_cuda:
             torch.cuda.current_stream(parameters[0].device).synchronize()
         torch_adamw(
@@ -60,7 +60,7 @@ class HostAdamW(torch.optim.AdamW):
         for parameter, weight in zip(parameters, weights, strict=True):
             own_part(parameter).copy_(weight, non_blocking=True)
 
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _ensure_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state of a parameter, created at its first step; a shard's state is a shard."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
@@ -70,7 +70,7 @@ class HostAdamW(torch.optim.AdamW):
         return state
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy the local part to host memory, pinned if it comes from a GPU."""
     own = own_part(tensor)
     copy = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
@@ -146,7 +146,7 @@ def train_mode(optimizer: torch.optim.Optimizer) -> None:
         train()
 
 
-def optimizers_in(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
+def find_optimizers(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers among some values, and in lists, tuples and dicts of them."""
     for value in values:
         for each in value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,):
@@ -165,7 +165,7 @@ def clear_gradients(
     left = [parameter for parameter in parameters if parameter.grad is not None]
     if left:
         values = [value for owner in (optimizer, *owners) for value in getattr(owner, "__dict__", {}).values()]
-        groups = [group for each in (optimizer, *optimizers_in(values)) for group in each.param_groups]
+        groups = [group for each in (optimizer, *find_optimizers(values)) for group in each.param_groups]
         known = {id(parameter) for group in groups for parameter in group["params"]}
         for parameter in left:
             if id(parameter) not in known:
@@ -179,7 +179,7 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
     checkpoint, or drop it.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
-    with _weights_kept(optimizer), _without_hooks(optimizer):
+    with _preserve_weights(optimizer), _without_hooks(optimizer):
         try:
             _step_without_gradients(optimizer, 0.0)
         except ArithmeticError:
@@ -191,7 +191,7 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _weights_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _preserve_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore the weights afterwards: at rate 0 a fixed decay still changes them, and 0 / 0 gives NaN."""
     parameters = [own_part(parameter.detach()) for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.clone() for parameter in parameters]

@@ -16,17 +16,17 @@ from trainer.contract.launch_token import LaunchToken
 from trainer.contract.ranks.progress import Phase, ProgressCell
 from trainer.contract.ranks.rank_messages import RankSpec
 from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.worker.data import unwrapped
+from trainer.worker.data import unwrap_data
 from trainer.worker.optimizer import learning_rate, set_learning_rate
 from trainer.worker.parallel.gradient_buckets import CannotAverage
 from trainer.worker.reporting.metrics import Journal, StepFigures
 from trainer.worker.reporting.phase_tracker import ProgressLog, phase_tracker
 from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.retrained_steps import RetrainedSteps, has_new_code, read_retrained
-from trainer.worker.reporting.traffic import TrafficMeter, groups_of, messages_of
+from trainer.worker.reporting.traffic import TrafficMeter, group_dimensions, message_counters
 from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_by_data
-from trainer.worker.saved_state.train_state import Saver, TrainObjects, TrainState
+from trainer.worker.saved_state.train_state import RankCheckpointer, TrainObjects, TrainState
 from trainer.worker.startup.late_code import record_late_code
 from trainer.worker.training.drill import Drill
 from trainer.worker.training.loop import Loop, LoopServices
@@ -38,7 +38,7 @@ OnSoftware = Callable[[int, dict[str, Any], dict[str, int]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class RankSession:
     """A rank of a generation; `key` authenticates the ranks to each other, `started` is time.monotonic()."""
 
     spec: RankSpec
@@ -57,18 +57,18 @@ class Session:
 
     def launch_token(self) -> LaunchToken:
         """Return the GO of this attempt; raises WorkloadError if its config was edited since."""
-        token, file = LaunchToken.read(self.attempt.go), self.run_dir.config_of(self.spec.attempt)
+        token, file = LaunchToken.read(self.attempt.go), self.run_dir.attempt_config(self.spec.attempt)
         if token.config_digest not in ("", config_digest(file)):
             raise WorkloadError(f"{file} was edited while its job runs")
         return token
 
 
-def new_train_state(session: Session, journal: Journal, on_software: OnSoftware | None = None) -> TrainState:
+def new_train_state(session: RankSession, journal: Journal, on_software: OnSoftware | None = None) -> TrainState:
     """Build the state of step 0, with the generators of this rank; `on_software` replaces the event."""
     config, rank = session.config, session.spec.rank
     state = TrainState(
         session.objects,
-        config_digest=config_digest(session.run_dir.config_of(session.spec.attempt)),
+        config_digest=config_digest(session.run_dir.attempt_config(session.spec.attempt)),
         seed=config.train.seed,
         loss_scale=LossScale(config.train.dtype),
         lazy=config.checkpoint.staging.mode == "lazy",
@@ -80,8 +80,9 @@ def new_train_state(session: Session, journal: Journal, on_software: OnSoftware 
     return state
 
 
-def train_on(
-    session: Session, state: TrainState, saver: Saver, journal: Journal, token: LaunchToken, skip: frozenset[int],
+def run_training(
+    session: RankSession, state: TrainState, saver: RankCheckpointer, journal: Journal, token: LaunchToken,
+    skip: frozenset[int],
     *, test_until: int = 0,
 ) -> ExitCode:  # fmt: skip
     """Train from `state`; `test_until` as in LoopServices."""
@@ -106,7 +107,7 @@ def train_on(
         started=session.started,
         progress_log=progress_log,
         figures=_figures(session),
-        retrained=_retrained(session, state.step, journal, test=bool(test_until)),
+        retrained=_retrained_steps(session, state.step, journal, test=bool(test_until)),
         record_code=partial(record_late_code, session.attempt, config, session.modules, journal),
         skip=skip,
         test_until=test_until,
@@ -117,7 +118,7 @@ def train_on(
         raise WorkloadError(str(error)) from error
 
 
-def _retrained(session: Session, restored: int, journal: Journal, *, test: bool) -> RetrainedSteps:
+def _retrained_steps(session: RankSession, restored: int, journal: Journal, *, test: bool) -> RetrainedSteps:
     """Return the comparison of retrained steps; active on rank 0 if equal inputs give equal bits."""
     spec, run, device = session.spec, session.run_dir, session.objects.layout.device
     repeats = device.type == "cpu" or getattr(session.objects.workload, "strictly_deterministic", False)
@@ -134,11 +135,11 @@ def _retrained(session: Session, restored: int, journal: Journal, *, test: bool)
     )
 
 
-def _figures(session: Session) -> StepFigures:
+def _figures(session: RankSession) -> StepFigures:
     objects, layout = session.objects, session.objects.layout
     flops = _positive(objects.workload, "flops_per_step")
-    _positive(unwrapped(objects.data), "tokens_per_step")
-    meter = TrafficMeter(groups_of(layout), unrecorded=messages_of(objects.model, layout.device))
+    _positive(unwrap_data(objects.data), "tokens_per_step")
+    meter = TrafficMeter(group_dimensions(layout), unrecorded=message_counters(objects.model, layout.device))
     return StepFigures(session.config, layout.device, layout.world_size, flops, meter, RankComparison())
 
 
@@ -152,7 +153,7 @@ def _positive(owner: object, name: str) -> float | None:
     return float(value)
 
 
-def _progress_log(session: Session) -> ProgressLog:
+def _progress_log(session: RankSession) -> ProgressLog:
     """Return rank 0's progress log; other ranks log no lines."""
     config, data = session.config, session.objects.data
     every = config.logs.every if session.spec.rank == 0 else 0

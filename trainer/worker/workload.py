@@ -23,7 +23,7 @@ from trainer.contract.ranks.progress import Phase
 from trainer.contract.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
 from trainer.worker.optimizer import HostAdamW, adamw
-from trainer.worker.parallel.data_parallel import offloads_optimizer, share_out
+from trainer.worker.parallel.data_parallel import apply_data_parallel, offloads_optimizer
 from trainer.worker.parallel.fsdp_units import CannotShard, fsdp_units
 from trainer.worker.parallel.layer_wrappers import copy_views
 from trainer.worker.parallel.mesh import Layout
@@ -123,7 +123,7 @@ class BaseWorkload:
         for unit in (*units, model):
             copy_views(unit)
         try:
-            share_out(units, model, layout, self.config, mixed_precision(self.config))
+            apply_data_parallel(units, model, layout, self.config, mixed_precision(self.config))
         except CannotShard as error:
             raise WorkloadError(str(error)) from error
         return model

@@ -21,9 +21,9 @@ from checkpointing.engine.restore.metadata_reader import (
     read_metadata,
     read_whole_index,
 )
-from checkpointing.engine.restore.source import dtype_of
+from checkpointing.engine.restore.source import parse_dtype
 from checkpointing.engine.state.fingerprints import combine, partial
-from checkpointing.errors import ManifestError, Refused
+from checkpointing.errors import CheckpointRefused, ManifestError
 from checkpointing.format.manifest import (
     COMMIT,
     FINGERPRINTS,
@@ -42,7 +42,15 @@ from checkpointing.format.torch_record import ReadAt, read_record
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.storage.storage_errors import error_words
 from checkpointing.verification.digest_scan import PageCacheState
-from checkpointing.verification.verify import Chunk, Fault, Progress, Report, read_listed, read_sealed, verify_in
+from checkpointing.verification.verify import (
+    Chunk,
+    Fault,
+    Progress,
+    Report,
+    read_listed,
+    read_sealed,
+    verify_checkpoint,
+)
 
 ChooseFiles = Callable[[Sequence[str], Manifest], Sequence[str]]
 
@@ -64,12 +72,12 @@ def structure_faults(
     faults = strays(storage, manifest)
     try:
         index = read_whole_index(storage, manifest)
-    except Refused as refusal:
+    except CheckpointRefused as refusal:
         file = INDEX if manifest.file(INDEX) else METADATA
         return None, [*faults, Fault(file=file, chunk=None, reason=refusal.reason)]
     try:
         faults += disagreements(index, read_metadata(storage, manifest))
-    except Refused as refusal:
+    except CheckpointRefused as refusal:
         faults.append(Fault(file=METADATA, chunk=None, reason=refusal.reason))
     faults += cover_faults(index)
     outside = list(_outside(index, {entry.name: entry for entry in manifest.files}))
@@ -122,7 +130,7 @@ def cover_faults(index: Index) -> list[Fault]:
 
 
 def _cover(info: TensorInfo, pieces: Sequence[Piece]) -> str:
-    dtype = dtype_of(info.dtype)
+    dtype = parse_dtype(info.dtype)
     if dtype is None:
         return f"no dtype is called {info.dtype}"
     for piece in pieces:
@@ -204,7 +212,7 @@ _WANTED = {3: (INDEX,), 4: (INDEX, FINGERPRINTS)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class TensorExpectations:
     """Expectations of a checkpoint's owner about its tensors, beyond their bytes."""
 
     required: tuple[str, ...] = ()
@@ -245,10 +253,10 @@ class AuditShare:
 
 
 WHOLE = AuditShare()
-Expect = Callable[[Manifest], Expected]
+Expect = Callable[[Manifest], TensorExpectations]
 
 
-def audit_in(
+def audit_checkpoint(
     storage: Storage, name: str, level: int, progress: Progress | None = None, expect: Expect | None = None,
     share: AuditShare = WHOLE,
 ) -> Report:  # fmt: skip
@@ -261,12 +269,12 @@ def audit_in(
         raise ValueError(f"audit level {level}: must be one of {sorted(AUDITS)}")
     start = time.monotonic()
     with _read_twice(storage, name) as before:
-        report = verify_in(storage, name, 2, progress, before, share.take_chunks)
+        report = verify_checkpoint(storage, name, 2, progress, before, share.take_chunks)
         faults, size, notes = list(report.faults), report.bytes, list[str]()
         if not faults:
             manifest, faults = read_sealed(storage, name)
             if manifest is not None and not faults:
-                faults, read, seen = _audited(storage, manifest, level, progress, expect, share)
+                faults, read, seen = _audit_tensors(storage, manifest, level, progress, expect, share)
                 size += read
                 lacking = [file for file in _WANTED[level] if manifest.file(file) is None]
                 absent = [f"it has no {file}: that part was not looked at" for file in lacking]
@@ -295,14 +303,14 @@ def _read_twice(storage: Storage, name: str) -> Iterator[PageCacheState | None]:
         yield None
         return
     # Files that do not fit would evict other data and be evicted before the second reading.
-    before = PageCacheState(keeps=_bytes_in(storage, name) <= _available() // 4)
+    before = PageCacheState(keeps=_folder_bytes(storage, name) <= _available() // 4)
     try:
         yield before
     finally:
         before.drop_new_pages(storage.root / name)
 
 
-def _bytes_in(storage: Storage, name: str) -> int:
+def _folder_bytes(storage: Storage, name: str) -> int:
     try:
         return sum(size or 0 for size in storage.list(name).values())
     except OSError:
@@ -315,7 +323,7 @@ def _available() -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
-def _audited(
+def _audit_tensors(
     storage: Storage, manifest: Manifest, level: int, progress: Progress | None, expect: Expect | None,
     share: AuditShare,
 ) -> tuple[list[Fault], int, list[str]]:  # fmt: skip
@@ -323,25 +331,25 @@ def _audited(
         index, faults = structure_faults(storage, manifest, choose_files=share.take_files)
         if level < 4 or index is None or faults:
             return faults, 0, []
-        expected = expect(manifest) if expect else Expected()
-        faults = _absent(index, manifest, expected) if share.leads else []
+        expected = expect(manifest) if expect else TensorExpectations()
+        faults = _missing_tensors(index, manifest, expected) if share.leads else []
         found, read, notes = value_faults(storage, manifest, index, expected, progress, share)
         return faults + found, read, notes
-    except Refused as refusal:
+    except CheckpointRefused as refusal:
         return [Fault(file=MANIFEST, chunk=None, reason=refusal.reason)], 0, []
     except OSError as error:
         file = str(error.filename or manifest.name).rpartition("/")[2]
         return [Fault(file=file, chunk=None, reason=f"unreadable: {error_words(error)}")], 0, []
 
 
-def _absent(index: Index, manifest: Manifest, expected: Expected) -> list[Fault]:
+def _missing_tensors(index: Index, manifest: Manifest, expected: TensorExpectations) -> list[Fault]:
     file = INDEX if manifest.file(INDEX) else METADATA
     lacking = [key for key in expected.required if key not in index.tensors]
     return [Fault(file=file, chunk=None, reason=f"there is no tensor {key}", tensors=(key,)) for key in lacking]
 
 
 def value_faults(
-    storage: Storage, manifest: Manifest, index: Index, expected: Expected, progress: Progress | None = None,
+    storage: Storage, manifest: Manifest, index: Index, expected: TensorExpectations, progress: Progress | None = None,
     share: AuditShare = WHOLE,
 ) -> tuple[list[Fault], int, list[str]]:  # fmt: skip
     """Load every value of the share once; return the faults, the bytes loaded, and notes."""
@@ -359,7 +367,7 @@ class _Judge:
     """Check of values tensor by tensor: fingerprints, NaN and infinities, and the owner's own checks."""
 
     def __init__(
-        self, manifest: Manifest, values: Values, expected: Expected, known: Mapping[str, str] | None,
+        self, manifest: Manifest, values: Values, expected: TensorExpectations, known: Mapping[str, str] | None,
         progress: Progress | None,
     ) -> None:  # fmt: skip
         self._manifest, self._values, self._expected, self._known = manifest, values, expected, known

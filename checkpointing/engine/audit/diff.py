@@ -9,7 +9,7 @@ from torch import Tensor
 
 from checkpointing.engine.audit.values import BLOCK, Values
 from checkpointing.engine.restore.metadata_reader import read_whole_index
-from checkpointing.errors import ManifestError, Refused
+from checkpointing.errors import CheckpointRefused, ManifestError
 from checkpointing.format.manifest import FINGERPRINTS, Index, Manifest, parse_fingerprints
 from checkpointing.storage.backends import Storage
 from checkpointing.verification.verdicts import TensorDiff
@@ -19,7 +19,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Side:
+class DiffSide:
     """A checkpoint of a comparison, with its seal and index already checked."""
 
     storage: Storage
@@ -28,35 +28,35 @@ class Side:
     fingerprints: Mapping[str, str]
 
 
-def open_side(storage: Storage, name: str) -> Side:
+def open_side(storage: Storage, name: str) -> DiffSide:
     """Check the seal and read what is needed to compare; raises Refused or OSError."""
     manifest, faults = read_sealed(storage, name)
     if manifest is None or faults:
-        raise Refused(name, "; ".join(map(str, faults)))
+        raise CheckpointRefused(name, "; ".join(map(str, faults)))
     try:
         index = read_whole_index(storage, manifest)
         listed = manifest.file(FINGERPRINTS) is not None
         known = parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS)) if listed else {}
     except ManifestError as error:
-        raise Refused(name, str(error)) from error
-    return Side(storage, manifest, index, known)
+        raise CheckpointRefused(name, str(error)) from error
+    return DiffSide(storage, manifest, index, known)
 
 
-def compare(first: Side, second: Side, progress: Progress | None = None) -> list[TensorDiff]:
+def compare(first: DiffSide, second: DiffSide, progress: Progress | None = None) -> list[TensorDiff]:
     """Return the diff of every tensor of either checkpoint, largest relative difference first.
 
     Only tensors without equal fingerprints are read, and verified as they are read. `progress` receives the bytes of
     values compared. Raises Refused or OSError.
     """
     keys = sorted(first.index.tensors.keys() | second.index.tensors.keys())
-    found = [_told(first, second, key) for key in keys]
+    found = [_diff_metadata(first, second, key) for key in keys]
     unknown = {diff.key for diff in found if diff.comparable and not diff.equal}
     reader = _Reader(first, second, unknown, progress)
-    found = [diff for diff in found if diff.key not in unknown] + reader.compared()
+    found = [diff for diff in found if diff.key not in unknown] + reader.diff_tensors()
     return sorted(found, key=lambda diff: (-diff.weight, diff.key))
 
 
-def _told(first: Side, second: Side, key: str) -> TensorDiff:
+def _diff_metadata(first: DiffSide, second: DiffSide, key: str) -> TensorDiff:
     """Return what is known of a tensor before its values are read."""
     here, there = first.index.tensors.get(key), second.index.tensors.get(key)
     mark = first.fingerprints.get(key)
@@ -71,13 +71,13 @@ def _told(first: Side, second: Side, key: str) -> TensorDiff:
 class _Reader:
     """Reader of the same rows of both sides."""
 
-    def __init__(self, first: Side, second: Side, keys: set[str], progress: Progress | None) -> None:
+    def __init__(self, first: DiffSide, second: DiffSide, keys: set[str], progress: Progress | None) -> None:
         self._first = Values(first.storage, first.manifest, first.index)
         self._second = Values(second.storage, second.manifest, second.index)
         self._keys, self._progress, self._done = keys, progress, 0
         self._total = sum(self._first.row_bytes(key) * self._first.row_count(key) for key in keys)
 
-    def compared(self) -> list[TensorDiff]:
+    def diff_tensors(self) -> list[TensorDiff]:
         """Return the differences of those tensors, in the file order of the first side."""
         with self._first as first, self._second as second:
             return [self._difference(key, first, second) for key in first.in_file_order() if key in self._keys]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.engine.restore.metadata_reader import VerifiedFile
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import Index, Manifest, Piece
 from checkpointing.storage.backends import Storage
 
@@ -122,7 +122,7 @@ class Values:
             self._open.pop(next(iter(self._open)))[0].close()
         entry = self._manifest.file(name)
         if entry is None:
-            raise Refused(self._manifest.name, f"{name} holds values, but the manifest does not list it")
+            raise CheckpointRefused(self._manifest.name, f"{name} holds values, but the manifest does not list it")
         stream = self._storage.open(f"{self._manifest.name}/{name}")
         self._open[name] = stream, VerifiedFile(stream, entry, self._manifest.name)
         return self._open[name][1]

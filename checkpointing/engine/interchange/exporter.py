@@ -33,10 +33,10 @@ from checkpointing.engine.interchange.importer import (
 )
 from checkpointing.engine.restore.metadata_reader import read_whole_index
 from checkpointing.engine.state.fingerprints import combine, partial
-from checkpointing.errors import ManifestError, Refused
+from checkpointing.errors import CheckpointRefused, ManifestError
 from checkpointing.format.manifest import FINGERPRINTS, Manifest, TensorInfo, parse_fingerprints
 from checkpointing.format.safetensors import lay_out
-from checkpointing.format.torch_record import offset_of, read_at
+from checkpointing.format.torch_record import make_reader, member_offset
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.durable import fsync_dir, temporary_folder
 from checkpointing.verification.verify import Progress, read_listed, read_sealed
@@ -44,7 +44,7 @@ from checkpointing.verification.verify import Progress, read_listed, read_sealed
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, missing from this Python's mmap
 
 
-def stand_in(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor whose memory is never touched or reserved, whatever its size."""
     numel = torch.Size(shape).numel()
     if not numel:
@@ -92,9 +92,9 @@ def _records(path: Path) -> list[int]:
     """Return the offsets of the values of storage 0, 1, ... in the file."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        read, size, found = read_at(stream), path.stat().st_size, list[int]()
+        read, size, found = make_reader(stream), path.stat().st_size, list[int]()
         while (info := members.get(f"data/{len(found)}")) is not None:
-            found.append(offset_of(read, 0, size, info))
+            found.append(member_offset(read, 0, size, info))
     return found
 
 
@@ -103,13 +103,13 @@ class SealedCheckpoint:
 
     def __init__(self, storage: Storage, name: str) -> None:
         """Check the structure; raises Refused or OSError."""
-        self.manifest = _sealed(storage, name)
+        self.manifest = _read_manifest(storage, name)
         self.index = read_whole_index(storage, self.manifest)
         listed = {entry.name for entry in self.manifest.files}
         faults = [f"{file} is not listed" for file in sorted({piece.file for piece in self.index.pieces} - listed)]
         faults += [str(fault) for fault in cover_faults(self.index)]
         if faults:
-            raise Refused(name, "; ".join(faults[:4]))
+            raise CheckpointRefused(name, "; ".join(faults[:4]))
         self.fingerprints = _fingerprints(storage, self.manifest)
         self._values = Values(storage, self.manifest, self.index)
 
@@ -139,10 +139,10 @@ class SealedCheckpoint:
                 yield self._values.rows(key, start, start + span.sizes[lead]), span.offsets
 
 
-def _sealed(storage: Storage, name: str) -> Manifest:
+def _read_manifest(storage: Storage, name: str) -> Manifest:
     manifest, faults = read_sealed(storage, name)
     if manifest is None or faults:
-        raise Refused(name, "; ".join(map(str, faults[:4])))
+        raise CheckpointRefused(name, "; ".join(map(str, faults[:4])))
     return manifest
 
 
@@ -152,7 +152,7 @@ def _fingerprints(storage: Storage, manifest: Manifest) -> dict[str, str]:
     try:
         return parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS))
     except ManifestError as error:
-        raise Refused(manifest.name, str(error)) from error
+        raise CheckpointRefused(manifest.name, str(error)) from error
 
 
 LARGEST_FILE = 5 * 10**9
@@ -224,18 +224,18 @@ def write_safetensors(
         try:
             head = lay_out({w.name: _outside(source, w) for w in group}, {"format": "pt"})
         except ValueError as error:
-            raise Refused(source.manifest.name, f"{error}; a torch file takes it") from error
+            raise CheckpointRefused(source.manifest.name, f"{error}; a torch file takes it") from error
         with (folder / name).open("xb") as stream:
             stream.write(head.encoded)
             # In the order of their places: each begins at the end of the previous one.
-            handed.update({w.name: _copied(source, w, stream, meter) for w in group})
+            handed.update({w.name: _copy_tensor(source, w, stream, meter) for w in group})
             _settle(stream)
     if len(groups) > 1:
         places = {w.name: name for name, group in zip(names, groups, strict=True) for w in group}
         total = sum(_size(source, w) for w in wanted)
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
     found = _read_back(SafetensorsFiles([folder / name for name in names]), {w.name: w.name for w in wanted}, meter)
-    return _proved(source, wanted, folder, handed, found)
+    return _verify_export(source, wanted, folder, handed, found)
 
 
 def write_torch(
@@ -252,18 +252,18 @@ def write_torch(
     Raises Refused or OSError.
     """
     meter, path = _Meter(source, wanted, progress), folder / name
-    blanks = {w.name: stand_in(w.dtype, source.shape(w.key)) for w in wanted}
+    blanks = {w.name: placeholder_tensor(w.dtype, source.shape(w.key)) for w in wanted}
     content = nest(blanks)
     places = lay_out_torch_file(path, content, blanks)
     handed = {}
     with path.open("r+b") as stream:
         for w in wanted:
             stream.seek(places[w.name])
-            handed[w.name] = _copied(source, w, stream, meter)
+            handed[w.name] = _copy_tensor(source, w, stream, meter)
         _settle(stream)
     paths = {id(tensor): at for at, tensor in reversed(list(_paths(content)))}
     found = _read_back(TorchTensors(flat(load_torch(path))), {w.name: paths[id(blanks[w.name])] for w in wanted}, meter)
-    return _proved(source, wanted, folder, handed, found)
+    return _verify_export(source, wanted, folder, handed, found)
 
 
 def _paths(value: Any, before: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -312,7 +312,7 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _copied(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, meter: _Meter) -> str:
+def _copy_tensor(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, meter: _Meter) -> str:
     """Write one tensor; return the fingerprint of the written values.
 
     Raises Refused if the checkpoint's own fingerprint differs from the values read.
@@ -328,7 +328,9 @@ def _copied(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, meter
         meter.add(given.nbytes)
     found, told = combine(before), source.fingerprints.get(w.key)
     if told is not None and told != found:
-        raise Refused(source.manifest.name, f"{w.key} has fingerprint {found}, but {FINGERPRINTS} says {told}")
+        raise CheckpointRefused(
+            source.manifest.name, f"{w.key} has fingerprint {found}, but {FINGERPRINTS} says {told}"
+        )
     return found if same else combine(after)
 
 
@@ -344,7 +346,7 @@ def _read_back(given: ExternalTensors, names: Mapping[str, str], meter: _Meter) 
     return found
 
 
-def _proved(
+def _verify_export(
     source: SealedCheckpoint,
     wanted: Sequence[ExportedTensor],
     folder: Path,

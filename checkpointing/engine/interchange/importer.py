@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from checkpointing.engine.state.fingerprints import combine, partial
 from checkpointing.engine.state.layout import ALIGNMENT, RecordTemplate, template
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import Name, seal, write_file
 from checkpointing.format.manifest import (
     FINGERPRINTS,
@@ -41,7 +41,7 @@ from checkpointing.format.manifest import (
     TensorInfo,
     encode_fingerprints,
 )
-from checkpointing.format.safetensors import Malformed, Place, read_header
+from checkpointing.format.safetensors import Malformed, TensorLocation, read_header
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import DigestSink
 from checkpointing.storage.shared_memory import PAGE
@@ -58,7 +58,7 @@ _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """Some rows of a tensor: their position in it, and the byte range of their values."""
 
     offsets: tuple[int, ...]
@@ -67,24 +67,24 @@ class Span:
     nbytes: int
 
 
-def spans(shape: tuple[int, ...], itemsize: int, most: int = BLOCK) -> Iterator[Span]:
+def spans(shape: tuple[int, ...], itemsize: int, most: int = BLOCK) -> Iterator[RowSpan]:
     """Yield spans of a tensor along its first dimension longer than 1, in value order; none if it is empty."""
     total = math.prod(shape) * itemsize
     if not total:
         return
     lead = next((at for at, size in enumerate(shape) if size != 1), None)
     if lead is None:
-        yield Span((0,) * len(shape), shape, 0, total)
+        yield RowSpan((0,) * len(shape), shape, 0, total)
         return
     row, step = total // shape[lead], max(1, most // (total // shape[lead]))
     for first in range(0, shape[lead], step):
         count = min(step, shape[lead] - first)
         offsets = tuple(first if at == lead else 0 for at in range(len(shape)))
         sizes = tuple(count if at == lead else size for at, size in enumerate(shape))
-        yield Span(offsets, sizes, first * row, count * row)
+        yield RowSpan(offsets, sizes, first * row, count * row)
 
 
-def info_of(tensor: Tensor) -> TensorInfo:
+def tensor_info(tensor: Tensor) -> TensorInfo:
     return TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
@@ -117,7 +117,7 @@ class SafetensorsFiles:
     def __init__(self, files: Sequence[Path]) -> None:
         """Read the headers; raises Refused if a file violates the format or two files contain the same name."""
         self.tensors: dict[str, TensorInfo] = {}
-        self._places: dict[str, tuple[Path, Place]] = {}
+        self._places: dict[str, tuple[Path, TensorLocation]] = {}
         for path in files:
             self._add(path)
 
@@ -126,10 +126,10 @@ class SafetensorsFiles:
             try:
                 header = read_header(stream, path.stat().st_size)
             except Malformed as error:
-                raise Refused(path.name, f"is not a safetensors file: {error}") from error
+                raise CheckpointRefused(path.name, f"is not a safetensors file: {error}") from error
         twice = sorted(header.tensors.keys() & self.tensors.keys())
         if twice:
-            raise Refused(path.name, f"{twice[0]} is in {self._places[twice[0]][0].name} too")
+            raise CheckpointRefused(path.name, f"{twice[0]} is in {self._places[twice[0]][0].name} too")
         for name, place in header.tensors.items():
             self.tensors[name], self._places[name] = place.info, (path, place)
 
@@ -141,7 +141,7 @@ class SafetensorsFiles:
                 stream.seek(place.start + span.start)
                 held = bytearray(stream.read(span.nbytes))
                 if len(held) != span.nbytes:
-                    raise Refused(path.name, f"ends within {name}: it was cut off meanwhile")
+                    raise CheckpointRefused(path.name, f"ends within {name}: it was cut off meanwhile")
                 yield torch.frombuffer(held, dtype=torch.uint8).view(dtype).view(span.sizes), span.offsets
 
 
@@ -150,7 +150,7 @@ class TorchTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._held = dict(tensors)
-        self.tensors = {name: info_of(tensor) for name, tensor in tensors.items()}
+        self.tensors = {name: tensor_info(tensor) for name, tensor in tensors.items()}
 
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         tensor = self._held[name]
@@ -161,7 +161,7 @@ class TorchTensors:
             yield part.contiguous(), span.offsets
 
 
-def safetensors_in(place: Path) -> SafetensorsFiles:
+def open_safetensors(place: Path) -> SafetensorsFiles:
     """Return the tensors of a safetensors file or a Hugging Face folder; raises Refused or OSError."""
     if place.is_file():
         return SafetensorsFiles([place])
@@ -170,11 +170,11 @@ def safetensors_in(place: Path) -> SafetensorsFiles:
     mapped = _weight_map(place / INDEX_FILE)
     missing = sorted(name for name in set(mapped.values()) if not (place / name).is_file())
     if missing:
-        raise Refused(INDEX_FILE, f"promises files that are not there: {', '.join(missing[:4])}")
+        raise CheckpointRefused(INDEX_FILE, f"promises files that are not there: {', '.join(missing[:4])}")
     found = SafetensorsFiles([place / name for name in sorted(set(mapped.values()))])
     absent = sorted(mapped.keys() - found.tensors.keys())
     if absent:
-        raise Refused(INDEX_FILE, f"promises {absent[0]}, which no file holds")
+        raise CheckpointRefused(INDEX_FILE, f"promises {absent[0]}, which no file holds")
     return found
 
 
@@ -183,10 +183,10 @@ def _weight_map(path: Path) -> dict[str, str]:
         mapped = json.loads(path.read_bytes())["weight_map"]
         pairs = {str(name): str(file) for name, file in mapped.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Refused(path.name, f"is malformed: {type(error).__name__}: {error}") from error
+        raise CheckpointRefused(path.name, f"is malformed: {type(error).__name__}: {error}") from error
     for file in pairs.values():
         if "/" in file or file.startswith("."):
-            raise Refused(path.name, f"names {file!r}, which leaves the folder")
+            raise CheckpointRefused(path.name, f"names {file!r}, which leaves the folder")
     return pairs
 
 
@@ -195,7 +195,7 @@ def load_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(path.name, _why_not_torch(path, str(error))) from error
+        raise CheckpointRefused(path.name, _why_not_torch(path, str(error))) from error
 
 
 def _why_not_torch(path: Path, said: str) -> str:
@@ -268,7 +268,7 @@ def write_checkpoint(
     files = [*writer.finish()]
     index = Index({key: imported.info for key, imported in tensors.items()}, tuple(writer.pieces))
     described = {
-        INDEX: index.encode(), FINGERPRINTS: encode_fingerprints(writer.fingerprints), METADATA: metadata_of(index)
+        INDEX: index.encode(), FINGERPRINTS: encode_fingerprints(writer.fingerprints), METADATA: encode_metadata(index)
     }  # fmt: skip
     for file, data in described.items():
         sink = write_file(storage, str(name), file, data)
@@ -282,7 +282,7 @@ def write_checkpoint(
     return manifest
 
 
-def metadata_of(index: Index) -> bytes:
+def encode_metadata(index: Index) -> bytes:
     """Return DCP's description of the files of an index."""
     tensors: dict[str, TensorStorageMetadata] = {}
     for key, info in index.tensors.items():
@@ -332,7 +332,7 @@ class _Writer:
             sink.write(around.head)
             self._values(key, sink)
             sink.write(around.tail)
-        except (Refused, OSError):
+        except (CheckpointRefused, OSError):
             sink.__exit__(OSError, None, None)  # given up: nothing waits for the disk
             raise
         data = start + len(around.head)
@@ -373,7 +373,7 @@ class _Writer:
         found = combine(before)
         if imported.expected_fingerprint not in (None, found):
             reason = f"its values have fingerprint {found}, but its export wrote down {imported.expected_fingerprint}"
-            raise Refused(imported.name, reason)
+            raise CheckpointRefused(imported.name, reason)
         self.fingerprints[key] = combine(after)
 
 

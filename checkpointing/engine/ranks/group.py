@@ -19,7 +19,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpointing.engine.ranks.peer_codec import decode, encode, peer_message
-from checkpointing.errors import CheckpointError, FencedOff, ManifestError, Refused, SaveFailed, Unsavable, Unsound
+from checkpointing.errors import (
+    CheckpointError,
+    CheckpointRefused,
+    FencedOff,
+    ManifestError,
+    SaveFailed,
+    UnsavableState,
+    Unsound,
+)
 from checkpointing.storage.storage_errors import FULL
 
 
@@ -68,7 +76,7 @@ _PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError
 
 def explain(error: BaseException) -> str:
     """Return the error as one line; a full disk is named as such, whatever torch raised."""
-    if isinstance(error, (Refused, SaveFailed)):
+    if isinstance(error, (CheckpointRefused, SaveFailed)):
         return error.reason
     if isinstance(error, OSError):
         return f"disk full ({error})" if error.errno in FULL else str(error) or type(error).__name__
@@ -80,17 +88,17 @@ def explain(error: BaseException) -> str:
 
 def is_damage(error: BaseException) -> bool:
     """Return whether a load failed because of the checkpoint's bytes, not because of the program or the machine."""
-    return error.damaged if isinstance(error, Refused) else isinstance(error, ManifestError)
+    return error.damaged if isinstance(error, CheckpointRefused) else isinstance(error, ManifestError)
 
 
 def is_misfit(error: BaseException) -> bool:
     """Return whether a load failed because the checkpoint belongs to another model."""
-    return isinstance(error, Refused) and not error.fits
+    return isinstance(error, CheckpointRefused) and not error.fits
 
 
 def is_unreadable(error: BaseException) -> bool:
     """Return whether a load failed because existing bytes could not be read, which may work later."""
-    if isinstance(error, Refused):
+    if isinstance(error, CheckpointRefused):
         return error.unreadable
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
@@ -113,8 +121,8 @@ class Failed:
     lasting: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failed":
-        lasting = isinstance(error, Unsavable) or not isinstance(error, (*_PASSING, CheckpointError))
+    def from_error(cls, error: BaseException) -> "Failed":
+        lasting = isinstance(error, UnsavableState) or not isinstance(error, (*_PASSING, CheckpointError))
         return cls(
             explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound) or lasting,
             lasting=lasting,
@@ -125,7 +133,7 @@ class Failed:
         if self.fenced:
             return FencedOff(step, self.reason)
         if self.lasting:
-            return Unsavable(step, self.reason)
+            return UnsavableState(step, self.reason)
         return Unsound(step, self.reason) if self.final else SaveFailed(step, self.reason)
 
 
@@ -139,7 +147,7 @@ def result_or(act: Callable[[], T], failed: Callable[[BaseException], F]) -> T |
 
 def result_or_failed(act: Callable[[], T]) -> T | Failed:
     """Return the result of `act`, or its error as a Failed."""
-    return result_or(act, Failed.of)
+    return result_or(act, Failed.from_error)
 
 
 _TAG = 32
@@ -200,10 +208,10 @@ class RankGroup:
             return [value]
         data = self._next_message(value, to=0)
         sizes = self._sizes(len(data))
-        mine, _ = _padded(data, max(sizes))
+        mine, _ = _padded_buffer(data, max(sizes))
         received = [_room(max(sizes)) for _ in sizes] if self.leads else None
         dist.gather(mine, [tensor for tensor, _ in received] if received else None, group=self._group, group_dst=0)
-        return self._all_opened(received, sizes, to=0) if received else None
+        return self._verify_all(received, sizes, to=0) if received else None
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order, on every rank."""
@@ -211,10 +219,10 @@ class RankGroup:
             return [value]
         data = self._next_message(value, to=_ALL)
         sizes = self._sizes(len(data))
-        mine, _ = _padded(data, max(sizes))
+        mine, _ = _padded_buffer(data, max(sizes))
         received = [_room(max(sizes)) for _ in sizes]
         dist.all_gather([tensor for tensor, _ in received], mine, group=self._group)
-        return self._all_opened(received, sizes, to=_ALL)
+        return self._verify_all(received, sizes, to=_ALL)
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """Return this rank's value from rank 0, which passes one per rank; the others pass None."""
@@ -222,12 +230,12 @@ class RankGroup:
             assert values is not None
             return values[0]
         self._exchanges += 1
-        data = [self._sealed(value, to) for to, value in enumerate(values)] if values is not None else []
+        data = [self._sign(value, to) for to, value in enumerate(values)] if values is not None else []
         sizes = self._broadcast_numbers([len(piece) for piece in data] or [0] * self.size)
-        pieces = [_padded(piece, max(sizes))[0] for piece in data] if self.leads else None
+        pieces = [_padded_buffer(piece, max(sizes))[0] for piece in data] if self.leads else None
         tensor, room = _room(max(sizes))
         dist.scatter(tensor, pieces, group=self._group, group_src=0)
-        mine: T = self._opened(room[: sizes[self.rank]], sender=0, to=self.rank)
+        mine: T = self._verify(room[: sizes[self.rank]], sender=0, to=self.rank)
         return mine
 
     def broadcast(self, value: Any) -> Any:
@@ -237,9 +245,9 @@ class RankGroup:
             return value
         data = self._next_message(value, to=_ALL) if self.leads else self._nothing()
         (size,) = self._broadcast_numbers([len(data)])
-        tensor, room = _padded(data, size)
+        tensor, room = _padded_buffer(data, size)
         dist.broadcast(tensor, group=self._group, group_src=0)
-        return self._opened(room, sender=0, to=_ALL)
+        return self._verify(room, sender=0, to=_ALL)
 
     def minimum(self, numbers: Sequence[int]) -> list[int]:
         """Return the element-wise minimum over all ranks, on every rank: 8 bytes each, not authenticated."""
@@ -254,25 +262,25 @@ class RankGroup:
     def _next_message(self, value: Any, to: int) -> bytes:
         """Begin the next exchange and return this rank's message in it."""
         self._exchanges += 1
-        return self._sealed(value, to)
+        return self._sign(value, to)
 
     def _nothing(self) -> bytes:
         self._exchanges += 1
         return b""
 
-    def _sealed(self, value: Any, to: int) -> bytes:
+    def _sign(self, value: Any, to: int) -> bytes:
         data = encode(value)
         return self._tag(data, self.rank, to) + data
 
-    def _opened(self, message: bytearray, sender: int, to: int) -> Any:
+    def _verify(self, message: bytearray, sender: int, to: int) -> Any:
         tag, data = bytes(message[:_TAG]), bytes(message[_TAG:])
         if not hmac.compare_digest(tag, self._tag(data, sender, to)):
             raise UnauthenticatedPeer(sender)
         return decode(data)
 
-    def _all_opened(self, received: Sequence[tuple[Tensor, bytearray]], sizes: Sequence[int], to: int) -> list[Any]:
+    def _verify_all(self, received: Sequence[tuple[Tensor, bytearray]], sizes: Sequence[int], to: int) -> list[Any]:
         messages = zip(received, sizes, strict=True)
-        return [self._opened(room[:size], sender, to) for sender, ((_, room), size) in enumerate(messages)]
+        return [self._verify(room[:size], sender, to) for sender, ((_, room), size) in enumerate(messages)]
 
     def _tag(self, data: bytes, sender: int, to: int) -> bytes:
         place = f"{self._name}\n{self._exchanges}\n{sender}\n{to}\n".encode()
@@ -312,10 +320,10 @@ class World:
 
 
 def _room(size: int) -> tuple[Tensor, bytearray]:
-    return _padded(b"", size)
+    return _padded_buffer(b"", size)
 
 
-def _padded(data: bytes, size: int) -> tuple[Tensor, bytearray]:
+def _padded_buffer(data: bytes, size: int) -> tuple[Tensor, bytearray]:
     """Return a tensor over `size` bytes that begin with `data`, and the same memory as a bytearray."""
     room = bytearray(data.ljust(size, b"\0"))
     return torch.frombuffer(room, dtype=torch.uint8), room

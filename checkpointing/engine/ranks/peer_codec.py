@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from checkpointing.errors import Refused, UnsafePickle
+from checkpointing.errors import CheckpointRefused, UnsafePickle
 from checkpointing.format.commit import Commit, Region
 from checkpointing.format.manifest import FileEntry, Index, Manifest, Piece, TensorInfo
 from checkpointing.format.read_plan import Strip
@@ -51,31 +51,31 @@ def _register(kind: type[T], fields: tuple[str, ...]) -> type[T]:
 
 for _kind in (Commit, Copied, FileEntry, Index, Manifest, Piece, Region, Strip, TensorInfo):
     peer_message(_kind)
-for _error in (Refused, UnsafePickle):
+for _error in (CheckpointRefused, UnsafePickle):
     _register(_error, ("name", "reason", "damaged", "fits", "unreadable"))
 
 
 def encode(value: Any) -> bytes:
     """Return `value` as a message; raises InvalidMessage for a type that ranks do not send."""
-    return json.dumps(_encoded(value), allow_nan=False, separators=(",", ":")).encode()
+    return json.dumps(_encode_value(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 def decode(message: bytes | bytearray) -> Any:
     """Return the value that `encode` was called with; raises InvalidMessage."""
     try:
-        return json.loads(message, object_hook=_decoded, parse_constant=_refused)
+        return json.loads(message, object_hook=_decode_object, parse_constant=_raise_unknown)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidMessage(f"no message of a rank: {error}") from error
 
 
-def _encoded(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is list:
-        return [_encoded(item) for item in value]
+        return [_encode_value(item) for item in value]
     if kind in _FIELDS:
-        return {kind.__name__: [_encoded(field) for field in _getter(cast(Any, kind))(value)]}
+        return {kind.__name__: [_encode_value(field) for field in _getter(cast(Any, kind))(value)]}
     for base, encode_kind in _ENCODERS:
         if isinstance(value, base):
             return encode_kind(value)
@@ -95,37 +95,41 @@ def _float(value: float) -> Any:
 
 
 def _pairs(value: Mapping[Any, Any]) -> Any:
-    return {"dict": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
+    return {"dict": [[_encode_value(key), _encode_value(item)] for key, item in value.items()]}
 
 
 _ENCODERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (float, _float),
     (str, str),  # subclasses too, such as torch's version
     (bytes, lambda value: {"bytes": base64.b64encode(value).decode()}),
-    (tuple, lambda value: {"tuple": [_encoded(item) for item in value]}),
+    (tuple, lambda value: {"tuple": [_encode_value(item) for item in value]}),
     (Mapping, _pairs),
-    (Set, lambda value: {"set": [_encoded(item) for item in value]}),
+    (Set, lambda value: {"set": [_encode_value(item) for item in value]}),
     (torch.dtype, lambda value: {"dtype": str(value).removeprefix("torch.")}),
 )
 
 
-def _decoded(found: dict[str, Any]) -> Any:
+def _decode_object(found: dict[str, Any]) -> Any:
     """Return the value of one JSON object whose parts are already decoded."""
     ((kind, value),) = found.items()
     make = _DECODERS.get(kind)
-    return make(value) if make is not None else _instance(_CLASSES[kind] if kind in _CLASSES else _refused(kind), value)
+    return (
+        make(value)
+        if make is not None
+        else _instance(_CLASSES[kind] if kind in _CLASSES else _raise_unknown(kind), value)
+    )
 
 
 def _instance(kind: Any, values: list[Any]) -> Any:
-    fields, declared = _FIELDS[kind], _declared(kind)
+    fields, declared = _FIELDS[kind], _declared_types(kind)
     for name, value, allowed in zip(fields, values, declared, strict=True):
         if not isinstance(value, allowed):
-            _refused(f"{kind.__name__}.{name} is a {type(value).__name__}")
+            _raise_unknown(f"{kind.__name__}.{name} is a {type(value).__name__}")
     return kind(**dict(zip(fields, values, strict=True)))
 
 
 @cache
-def _declared(kind: type) -> tuple[tuple[type, ...], ...]:
+def _declared_types(kind: type) -> tuple[tuple[type, ...], ...]:
     """Return for every field the outermost classes that its annotation allows; any class without one."""
     known = typing.get_type_hints(kind)
     return tuple(_classes(known.get(field, Any)) for field in _FIELDS[kind])
@@ -142,15 +146,15 @@ def _classes(hint: Any) -> tuple[type, ...]:
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else _refused(f"dtype {name}")
+    return found if isinstance(found, torch.dtype) else _raise_unknown(f"dtype {name}")
 
 
-def _refused(what: str) -> typing.NoReturn:
+def _raise_unknown(what: str) -> typing.NoReturn:
     raise ValueError(f"{what[:60]} is not known")
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "float": lambda name: _NON_FINITE[name] if name in _NON_FINITE else _refused(name),
+    "float": lambda name: _NON_FINITE[name] if name in _NON_FINITE else _raise_unknown(name),
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "tuple": tuple,
     "dict": dict,

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.engine.restore.metadata_reader import AllowList, index_from_metadata, metadata_from
-from checkpointing.engine.restore.source import Source, dtype_of, in_one_row
-from checkpointing.errors import Refused
+from checkpointing.engine.restore.metadata_reader import AllowList, index_from_metadata, parse_metadata
+from checkpointing.engine.restore.source import LoadSource, number_chunks, parse_dtype
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import COMMIT, MANIFEST, METADATA, Index, Piece
-from checkpointing.format.torch_record import read_at, read_record
+from checkpointing.format.torch_record import make_reader, read_record
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import CHUNK
 
@@ -57,10 +57,10 @@ def foreign_names(storage: Storage) -> list[str]:
         files = storage.list(name)
         if METADATA in files and not {MANIFEST, COMMIT} & files.keys():
             found.append(name)
-    return sorted(found, key=lambda name: (step_of(name), name), reverse=True)
+    return sorted(found, key=lambda name: (parse_step(name), name), reverse=True)
 
 
-def step_of(name: str) -> int:
+def parse_step(name: str) -> int:
     """Return the number at the end of a folder's name (`step-1000`, `iter_0001000`), or 0."""
     match = _STEP.search(name)
     return int(match.group(1)) if match else 0
@@ -78,28 +78,28 @@ def describe(storage: Storage, name: str) -> Described:
     """Read the `.metadata` of a folder; raises Refused or OSError."""
     with storage.open(f"{name}/{METADATA}" if name else METADATA) as stream:
         data = stream.read()
-    index = index_from_metadata(metadata_from(data, name, ForeignAllowList))
+    index = index_from_metadata(parse_metadata(data, name, ForeignAllowList))
     sizes = {file: size for file, size in storage.list(name).items() if size is not None}
     for piece in index.pieces:
         if piece.file not in sizes:
-            raise Refused(name, f"{METADATA} names {piece.file}, which is not there")
+            raise CheckpointRefused(name, f"{METADATA} names {piece.file}, which is not there")
         if piece.start + piece.length > sizes[piece.file]:
-            raise Refused(name, f"{piece.file} has no bytes {piece.start}..{piece.start + piece.length}")
+            raise CheckpointRefused(name, f"{piece.file} has no bytes {piece.start}..{piece.start + piece.length}")
     return Described(index, {file: sizes[file] for file in sorted({piece.file for piece in index.pieces})})
 
 
-def source_of(storage: Storage, name: str, told: Described) -> Source:
+def build_source(storage: Storage, name: str, told: Described) -> LoadSource:
     """Return the source of a foreign checkpoint; its chunks have no digests. Raises Refused or OSError."""
     pieces, odd = [], dict[int, Callable[[], Tensor]]()
     for number, piece in enumerate(told.index.pieces):
         dtype = told.index.tensors[piece.key].dtype
-        located = _located(storage, name, piece, dtype)
+        located = _locate_piece(storage, name, piece, dtype)
         if located is None:
-            odd[number] = partial(_loaded, storage, name, piece, dtype)
+            odd[number] = partial(_load_piece, storage, name, piece, dtype)
         pieces.append(located or replace(piece, data=piece.start))
-    return Source(
+    return LoadSource(
         name=name,
-        shards=in_one_row((file, size, CHUNK, None) for file, size in told.sizes.items()),
+        shards=number_chunks((file, size, CHUNK, None) for file, size in told.sizes.items()),
         index=Index(told.index.tensors, tuple(pieces)),
         open=lambda file: storage.open(f"{name}/{file}" if name else file),
         seen=frozenset(told.sizes),
@@ -107,11 +107,11 @@ def source_of(storage: Storage, name: str, told: Described) -> Source:
     )
 
 
-def _located(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | None:
+def _locate_piece(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | None:
     """Return the piece with the position of its values, or None if they are not one plain row."""
     try:
         with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
-            record = read_record(read_at(stream), piece.start, piece.length)
+            record = read_record(make_reader(stream), piece.start, piece.length)
     except ValueError:
         return None
     if (record.dtype, record.shape) != (dtype, piece.sizes):
@@ -119,13 +119,15 @@ def _located(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | N
     return replace(piece, data=piece.start + record.data, nbytes=record.nbytes)
 
 
-def _loaded(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
+def _load_piece(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
     """Load a tensor that is a view, quantized, or in a custom format; raises Refused if it does not match."""
     with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
         stream.seek(piece.start)
         data = stream.read(piece.length)
     tensor: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    fits = isinstance(tensor, Tensor) and tensor.dtype == dtype_of(dtype) and tuple(tensor.shape) == piece.sizes
+    fits = isinstance(tensor, Tensor) and tensor.dtype == parse_dtype(dtype) and tuple(tensor.shape) == piece.sizes
     if not fits or tensor.layout != torch.strided:
-        raise Refused(name, f"{piece.key}: what {piece.file} holds is not the tensor that {METADATA} describes")
+        raise CheckpointRefused(
+            name, f"{piece.key}: what {piece.file} holds is not the tensor that {METADATA} describes"
+        )
     return tensor.detach()

@@ -29,18 +29,18 @@ from checkpointing.engine.ranks.group import (
 )
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.engine.restore.exchange import Readers, Send, assign, exchange, gather
-from checkpointing.engine.restore.read_buffers import Lend, ReadBuffers, Reader, threads
+from checkpointing.engine.restore.read_buffers import ChunkReader, Lend, ReadBuffers, threads
 from checkpointing.engine.restore.source import (
+    LoadSource,
     OptionalKeys,
     SliceBytes,
-    Source,
     find_slices,
     local_box,
     local_part,
     locate_slice,
 )
 from checkpointing.engine.state.fingerprints import combine, fingerprint, partial
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import FINGERPRINTS, parse_fingerprints
 from checkpointing.format.read_plan import Slice, Strip, parts
 from checkpointing.storage.backends import Storage
@@ -79,7 +79,7 @@ def saved_fingerprints(storage: Storage, name: str) -> dict[str, str]:
     """
     manifest, faults = read_sealed(storage, name)
     if manifest is None:
-        raise Refused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
+        raise CheckpointRefused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
     if manifest.file(FINGERPRINTS) is None:
         return {}
     return parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS))
@@ -93,15 +93,15 @@ def differing_tensors(
     `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises Refused on every rank if one of them
     could not compute its fingerprints.
     """
-    told = ranks.gather(result_or_failed(lambda: _of_rank(ranks.rank, tensors, saved)))
+    told = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
     mine: list[str] | Failed | None = None if told is None else result_or_failed(lambda: _lines(name, told, saved))
     lines: list[str] | Failed = ranks.broadcast(mine)
     if isinstance(lines, Failed):
-        raise Refused(name, lines.reason, damaged=False)
+        raise CheckpointRefused(name, lines.reason, damaged=False)
     return lines
 
 
-def _of_rank(rank: int, tensors: Mapping[str, Tensor], saved: Mapping[str, str]) -> RankFingerprints:
+def _rank_fingerprints(rank: int, tensors: Mapping[str, Tensor], saved: Mapping[str, str]) -> RankFingerprints:
     differing, shards = dict[str, str](), dict[str, ShardFingerprint]()
     for key, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -118,7 +118,7 @@ def _lines(name: str, told: Sequence[RankFingerprints | Failed], saved: Mapping[
     reports: list[RankFingerprints] = []
     for rank, each in enumerate(told):
         if isinstance(each, Failed):
-            raise Refused(name, f"rank {rank}: {each.reason}", damaged=False)
+            raise CheckpointRefused(name, f"rank {rank}: {each.reason}", damaged=False)
         reports.append(each)
     faults: dict[str, str] = {}
     for key, reason in (*_whole_faults(reports, saved), *_shard_faults(reports, saved)):
@@ -167,19 +167,19 @@ class Loaded:
     bytes_needed: int
 
 
-def refused_for(error: BaseException, name: str = "") -> Refused:
+def to_refusal(error: BaseException, name: str = "") -> CheckpointRefused:
     """Return the refusal of a checkpoint whose load raised this error."""
-    return Refused(name, explain(error), is_damage(error), not is_misfit(error), is_unreadable(error))
+    return CheckpointRefused(name, explain(error), is_damage(error), not is_misfit(error), is_unreadable(error))
 
 
 def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
     """Do this rank's part and return all ranks' results; raises the same Refused on every rank if one failed."""
-    told: list[tuple[T | None, Refused | None]] = ranks.all_gather(
-        result_or(lambda: (act(), None), lambda error: (None, refused_for(error)))
+    told: list[tuple[T | None, CheckpointRefused | None]] = ranks.all_gather(
+        result_or(lambda: (act(), None), lambda error: (None, to_refusal(error)))
     )
     failures = [failure for _, failure in told if failure is not None]
     if failures:
-        raise Refused(
+        raise CheckpointRefused(
             name,
             "; ".join(list(dict.fromkeys(failure.reason for failure in failures))[:4]),
             damaged=any(failure.damaged for failure in failures),
@@ -190,7 +190,7 @@ def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
 
 
 def load(
-    source: Source, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys, lend: Lend
+    source: LoadSource, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys, lend: Lend
 ) -> Loaded:
     """Read and verify everything, then fill `tensors`; collective. Raises Refused before any tensor has changed."""
     rank_load = RankLoad(source, ranks, tensors)
@@ -199,14 +199,14 @@ def load(
     lost = optional_keys.lost([want.surplus for want in wanted], source.index.tensors)
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise Refused(source.name, f"has {lost[0]}{more}, which is not here", damaged=False, fits=False)
+        raise CheckpointRefused(source.name, f"has {lost[0]}{more}, which is not here", damaged=False, fits=False)
 
     def read() -> "ReadResult":
         _check_present(source, wanted)
         readers = assign(source.shards, [want.by_chunk for want in wanted], [want.seen for want in wanted])
         mine = [chunk for chunk, reading in enumerate(readers) if ranks.rank in reading]
         buffers = ReadBuffers.allocate(source.shards, mine, lend)
-        reader = Reader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
+        reader = ChunkReader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
             reading = pool.submit(reader.read, mine, buffers)
             requests = rank_load.expect(buffers, readers)
@@ -217,7 +217,7 @@ def load(
 
 
 def load_own(
-    source: Source,
+    source: LoadSource,
     readers: Readers,
     ranks: RankGroup,
     tensors: Mapping[str, Tensor],
@@ -227,10 +227,10 @@ def load_own(
     """Load a checkpoint in the run's own layout: like `load`, but readers are known, so planning overlaps reading."""
     rank_load = RankLoad(source, ranks, tensors)
 
-    def read() -> tuple[Wanted, ReadResult]:
+    def read() -> tuple[RankNeeds, ReadResult]:
         mine = [chunk for chunk, (owner,) in enumerate(readers) if owner == ranks.rank]
         buffers = ReadBuffers.allocate(source.shards, mine, lend)
-        reader = Reader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
+        reader = ChunkReader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
             reading = pool.submit(reader.read, mine, buffers)
             wanted = rank_load.plan(optional_keys)
@@ -242,17 +242,17 @@ def load_own(
     return rank_load.finish([held for _, held in told], [wanted for wanted, _ in told])
 
 
-def _check_present(source: Source, wanted: Sequence["Wanted"]) -> None:
+def _check_present(source: LoadSource, wanted: Sequence["RankNeeds"]) -> None:
     seen = frozenset[str]().union(*(want.seen for want in wanted))
     missing = [shard.name for shard in source.shards if shard.name not in seen]
     if missing:
         # A file that exists nowhere fails the check by name; these may be on nodes outside this job.
-        raise Refused(source.name, "; ".join(f"{name}: missing" for name in missing[:4]), damaged=False)
+        raise CheckpointRefused(source.name, "; ".join(f"{name}: missing" for name in missing[:4]), damaged=False)
 
 
 @peer_message
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class RankNeeds:
     """Needs of a rank, exchanged before anything is read."""
 
     seen: frozenset[str]
@@ -278,7 +278,7 @@ Requests = list[tuple[str, list[Strip]]]
 class RankLoad:
     """A rank's part of loading `source` into `tensors`: what it needs, reads, forwards and delivers."""
 
-    def __init__(self, source: Source, ranks: RankGroup, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, source: LoadSource, ranks: RankGroup, tensors: Mapping[str, Tensor]) -> None:
         self._source, self._ranks, self._tensors = source, ranks, tensors
         self._slices: list[Slice] = []
         self._slice_bytes: list[SliceBytes | None] = []  # None for an odd piece
@@ -289,7 +289,7 @@ class RankLoad:
         self._unfilled: list[tuple[SliceBytes, Tensor]] = []  # memory of values that are not in one piece
         self._absent: tuple[str, ...] = ()
 
-    def plan(self, optional_keys: OptionalKeys) -> Wanted:
+    def plan(self, optional_keys: OptionalKeys) -> RankNeeds:
         """Determine what is needed; raises Refused if the checkpoint does not fit."""
         source = self._source
         self._slices, self._absent = find_slices(source, self._tensors, optional_keys)
@@ -307,7 +307,7 @@ class RankLoad:
                 unique += slice_bytes.nbytes if _first_replica(tensor) else 0
             else:
                 plain[slice_bytes.shard.name, slice_bytes.rows[0].offset] = slice_bytes.nbytes
-        return Wanted(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain, surplus=surplus)
+        return RankNeeds(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain, surplus=surplus)
 
     def expect(self, buffers: ReadBuffers, readers: Readers) -> Requests:
         """Prepare for the data being read; return the slices of which other ranks read a part.
@@ -320,12 +320,12 @@ class RankLoad:
             local = {key: local_part(self._tensors[key]) for key in {need.key for need in self._slices}}
             for need, slice_bytes in zip(self._slices, self._slice_bytes, strict=True):
                 self._goals.append(_region(local[need.key], need.goal, need.sizes))
-                self._sources.append(self._place_of(need, slice_bytes))
+                self._sources.append(self._slice_memory(need, slice_bytes))
                 if slice_bytes is not None and any(me not in readers[chunk] for chunk in slice_bytes.chunks):
                     requests.append((slice_bytes.shard.name, slice_bytes.rows))
         return requests
 
-    def finish(self, held: Sequence[ReadResult], wanted: Sequence[Wanted]) -> Loaded:
+    def finish(self, held: Sequence[ReadResult], wanted: Sequence[RankNeeds]) -> Loaded:
         """Forward what others need, then fill the tensors; collective, after all ranks have agreed."""
         receives: list[list[Tensor]] = [[] for _ in held]
         for slice_bytes, packed in self._unfilled:
@@ -340,7 +340,7 @@ class RankLoad:
             bytes_needed=sum(want.unique for want in wanted) + sum(plain.values()),
         )
 
-    def _place_of(self, need: Slice, slice_bytes: SliceBytes | None) -> Tensor:
+    def _slice_memory(self, need: Slice, slice_bytes: SliceBytes | None) -> Tensor:
         """Return the memory that holds or will hold a slice's values."""
         if slice_bytes is None:
             return _region(self._source.odd[need.piece](), need.source, need.sizes)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.restore.loader import Loaded, RankLoad, ReadResult, on_all_ranks
-from checkpointing.engine.restore.read_buffers import ReadBuffers, Reader
+from checkpointing.engine.restore.read_buffers import ChunkReader, ReadBuffers
 from checkpointing.engine.restore.saved_layout import PlannedFiles, SavedLayout, owners
-from checkpointing.engine.restore.source import OptionalKeys, Source, in_one_row
-from checkpointing.writer.arena import Arena, Record
+from checkpointing.engine.restore.source import LoadSource, OptionalKeys, number_chunks
+from checkpointing.writer.arena import Arena, BufferRecord
 
 _WORTH_IT = 8  # rewrite a buffer's templates only if at least this fraction (1/8) of it is used
 
@@ -34,7 +34,7 @@ class Memory:
         self._arena, self._write_templates = arena, write_templates
         self.layout, self.on_disk = SavedLayout(plan), SavedLayout(on_disk or plan)
         self._lent: set[int] = set()
-        self._held: dict[str, tuple[int, Record]] = {}  # by the name of the save: buffer, record
+        self._held: dict[str, tuple[int, BufferRecord]] = {}  # by the name of the save: buffer, record
 
     def names(self, ranks: RankGroup) -> list[str]:
         """Return the saves of which every rank holds its part, newest first; collective."""
@@ -45,7 +45,7 @@ class Memory:
             del self._held[name]
         return sorted(common, key=lambda name: (self.step(name), name), reverse=True)
 
-    def _records(self) -> list[tuple[int, Record]]:
+    def _records(self) -> list[tuple[int, BufferRecord]]:
         found = ((at, self._arena.record(at)) for at in range(self._arena.buffers))
         return [(at, record) for at, record in found if record is not None and record.plan == self.layout.plan.hash]
 
@@ -63,8 +63,8 @@ class Memory:
         facts = self.layout.exchange_facts(ranks, lacking, [(entry.name, 0, entry.size) for entry in record.files])
         files = ranks.all_gather([(entry.name, entry.size, entry.chunk_size) for entry in record.files])
         digests = {entry.name: entry.chunks for entry in record.files}
-        shards = in_one_row((*file, digests.get(file[0])) for told in files for file in told)
-        source = Source(
+        shards = number_chunks((*file, digests.get(file[0])) for told in files for file in told)
+        source = LoadSource(
             name=record.name, shards=shards, index=self.layout.index(facts), open=_never, seen=frozenset(digests)
         )
         readers = owners(shards, facts)
@@ -73,9 +73,9 @@ class Memory:
 
         def check() -> ReadResult:
             own = [source.shard[entry.name] for entry in record.files]
-            buffers = ReadBuffers.of(self._arena.buffer(at), zip(own, record.places, strict=True))
+            buffers = ReadBuffers.from_memory(self._arena.buffer(at), zip(own, record.places, strict=True))
             mine = [chunk for chunk, (owner,) in enumerate(readers) if owner == ranks.rank]
-            Reader(record.name, source.shards, source.open).check(mine, buffers)
+            ChunkReader(record.name, source.shards, source.open).check(mine, buffers)
             return ReadResult(bytes_read=0, requests=rank_load.expect(buffers, readers))
 
         return rank_load.finish(on_all_ranks(ranks, record.name, check), wanted)

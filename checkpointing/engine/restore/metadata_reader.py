@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpointing.errors import ManifestError, Refused, UnsafePickle
+from checkpointing.errors import CheckpointRefused, ManifestError, UnsafePickle
 from checkpointing.format.manifest import INDEX, METADATA, FileEntry, Index, Manifest, Piece, TensorInfo, parse_index
 from checkpointing.format.torch_record import locate_values
 from checkpointing.storage.backends import Storage
@@ -58,7 +58,7 @@ class AllowList(pickle.Unpickler):
             return lambda kind, member: self._enum_member(kind, member)
         if (module, name) in _ALLOWED:
             if name not in self._made:
-                self._made[name] = _made_of(super().find_class(module, name))
+                self._made[name] = _lenient_subclass(super().find_class(module, name))
             return self._made[name]
         if (module, name) == _FORMAT:
             return self._format
@@ -75,7 +75,7 @@ class AllowList(pickle.Unpickler):
         return member
 
 
-def _made_of(kind: type) -> type:
+def _lenient_subclass(kind: type) -> type:
     """Return a subclass whose instances load their state like the class, as far as we read it."""
 
     def take(self: Any, state: Any) -> None:
@@ -97,7 +97,7 @@ class VerifiedFile:
         """Return exactly these bytes; raises Refused if the file has other bytes or fewer."""
         size = self._entry.chunk_size
         if offset < 0 or length < 0 or offset + length > self._entry.size:
-            raise Refused(self._name, f"{self._entry.name} has no bytes {offset}..{offset + length}")
+            raise CheckpointRefused(self._name, f"{self._entry.name} has no bytes {offset}..{offset + length}")
         pieces = []
         while length > 0:
             start = offset % size
@@ -112,7 +112,7 @@ class VerifiedFile:
             self._stream.seek(start)
             data = self._stream.read(min(self._entry.chunk_size, self._entry.size - start))
             if digest(data) != self._entry.chunks[index]:
-                raise Refused(self._name, f"{self._entry.name} chunk {index}: digest differs")
+                raise CheckpointRefused(self._name, f"{self._entry.name} chunk {index}: digest differs")
             while len(self._held) >= _HELD:
                 self._held.pop(next(iter(self._held)))
             self._held[index] = data
@@ -136,7 +136,7 @@ def read_index(storage: Storage, manifest: Manifest) -> Index:
     try:
         return parse_index(_read(storage, manifest, INDEX))
     except ManifestError as error:
-        raise Refused(manifest.name, str(error)) from error
+        raise CheckpointRefused(manifest.name, str(error)) from error
 
 
 def read_whole_index(storage: Storage, manifest: Manifest) -> Index:
@@ -150,18 +150,18 @@ def read_whole_index(storage: Storage, manifest: Manifest) -> Index:
 
 def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
     """Unpickle `.metadata` from verified bytes through the allow-list; raises Refused (UnsafePickle) or OSError."""
-    return metadata_from(_read(storage, manifest, METADATA), manifest.name)
+    return parse_metadata(_read(storage, manifest, METADATA), manifest.name)
 
 
-def metadata_from(data: bytes, name: str, kind: type[AllowList] = AllowList) -> Metadata:
+def parse_metadata(data: bytes, name: str, kind: type[AllowList] = AllowList) -> Metadata:
     """Unpickle `.metadata` through an allow-list, for `index_from_metadata`; raises Refused (UnsafePickle)."""
     try:
         metadata = kind(data, name).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise Refused(name, f"{METADATA} does not describe a checkpoint")
+            raise CheckpointRefused(name, f"{METADATA} does not describe a checkpoint")
         index_from_metadata(metadata)
     except _MALFORMED as error:
-        raise Refused(name, f"{METADATA} is malformed: {error}") from error
+        raise CheckpointRefused(name, f"{METADATA} is malformed: {error}") from error
     return metadata
 
 
@@ -204,16 +204,18 @@ def with_places(storage: Storage, manifest: Manifest, index: Index, files: Itera
     for file in files:
         entry = manifest.file(file)
         if entry is None:
-            raise Refused(manifest.name, f"{METADATA} names {file}, which the manifest does not list")
+            raise CheckpointRefused(manifest.name, f"{METADATA} names {file}, which the manifest does not list")
         with storage.open(f"{manifest.name}/{file}") as stream:
             verified = VerifiedFile(stream, entry, manifest.name)
-            found += [_placed(verified, manifest.name, piece) for piece in index.pieces if piece.file == file]
+            found += [_locate_piece(verified, manifest.name, piece) for piece in index.pieces if piece.file == file]
     return found
 
 
-def _placed(verified: VerifiedFile, name: str, piece: Piece) -> Piece:
+def _locate_piece(verified: VerifiedFile, name: str, piece: Piece) -> Piece:
     try:
         data, nbytes = locate_values(verified.read, piece.start, piece.length)
     except ValueError as error:
-        raise Refused(name, f"{piece.file} has no whole frame of {piece.key} at {piece.start}: {error}") from error
+        raise CheckpointRefused(
+            name, f"{piece.file} has no whole frame of {piece.key} at {piece.start}: {error}"
+        ) from error
     return replace(piece, data=data, nbytes=nbytes)

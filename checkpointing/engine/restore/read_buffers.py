@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.read_plan import Shard
 from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE, whole_pages
@@ -70,7 +70,7 @@ class ReadBuffers:
         return buffers
 
     @classmethod
-    def of(cls, memory: memoryview, placed: Iterable[tuple[Shard, int]]) -> "ReadBuffers":
+    def from_memory(cls, memory: memoryview, placed: Iterable[tuple[Shard, int]]) -> "ReadBuffers":
         """Wrap files that are already in memory, each whole, at the given offsets."""
         buffers = cls()
         block = buffers._add(memory)
@@ -141,8 +141,8 @@ class _File:
         self._descriptor = raw.fileno() if isinstance(raw, io.FileIO) else -1
         self._direct = self._probe = -1
         if self._descriptor >= 0:
-            self._direct = _reopened(self._descriptor, os.O_DIRECT)
-            self._probe = _reopened(self._descriptor, 0)
+            self._direct = _reopen(self._descriptor, os.O_DIRECT)
+            self._probe = _reopen(self._descriptor, 0)
         if self._probe >= 0:
             os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -152,7 +152,7 @@ class _File:
             with self._lock:
                 return self._stream_into(view, offset)
         done = 0
-        if self._direct >= 0 and offset % PAGE == 0 and not self._cached(offset):
+        if self._direct >= 0 and offset % PAGE == 0 and not self._is_cached(offset):
             done = min(self._past_the_cache(room, offset), len(view))
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done : done + READ]], offset + done)
@@ -161,7 +161,7 @@ class _File:
             done += count
         return done
 
-    def _cached(self, offset: int) -> bool:
+    def _is_cached(self, offset: int) -> bool:
         """Return whether the first page is cached; direct I/O would then be slower and save no cache."""
         if self._probe < 0:
             return False
@@ -200,7 +200,7 @@ class _File:
                 os.close(descriptor)
 
 
-def _reopened(descriptor: int, flags: int) -> int:
+def _reopen(descriptor: int, flags: int) -> int:
     """Reopen the same file, even if it was renamed; return -1 on failure."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
@@ -208,7 +208,7 @@ def _reopened(descriptor: int, flags: int) -> int:
         return -1
 
 
-class Reader:
+class ChunkReader:
     """Reader of a checkpoint's chunks into read buffers, where it verifies them."""
 
     def __init__(
@@ -225,16 +225,16 @@ class Reader:
     def read(self, chunks: Sequence[int], buffers: ReadBuffers) -> None:
         """Fill the buffers; raises Refused if a byte differs or a file cannot be read."""
         try:
-            self._verified(chunks, lambda chunk: self._read_chunk(chunk, buffers))
+            self._verify_chunks(chunks, lambda chunk: self._read_chunk(chunk, buffers))
         finally:
             for file in self._files.values():
                 file.close()
 
     def check(self, chunks: Sequence[int], buffers: ReadBuffers) -> None:
         """Verify data already in the buffers; raises Refused."""
-        self._verified(chunks, lambda chunk: self._compare(chunk, buffers.memory(self._shards[chunk], chunk)[0]))
+        self._verify_chunks(chunks, lambda chunk: self._compare(chunk, buffers.memory(self._shards[chunk], chunk)[0]))
 
-    def _verified(self, chunks: Sequence[int], act: Callable[[int], Fault | None]) -> None:
+    def _verify_chunks(self, chunks: Sequence[int], act: Callable[[int], Fault | None]) -> None:
         queue = iter(chunks)
         count = min(threads(), len(chunks))
         if count <= 1:
@@ -246,7 +246,9 @@ class Reader:
         if faults:
             damaged = any(fault.is_damage for fault in faults)
             reason = "; ".join(sorted(str(fault) for fault in faults))
-            raise Refused(self._name, reason, damaged, unreadable=all(fault.is_unreadable for fault in faults))
+            raise CheckpointRefused(
+                self._name, reason, damaged, unreadable=all(fault.is_unreadable for fault in faults)
+            )
 
     def _work(self, queue: Iterator[int], act: Callable[[int], Fault | None]) -> list[Fault]:
         for chunk in queue:
@@ -264,7 +266,7 @@ class Reader:
         try:
             count = self._file(shard.name).fill(view, room, shard.span(chunk)[0])
         except OSError as error:
-            return Fault.of(shard.name, error)
+            return Fault.from_error(shard.name, error)
         with self._lock:
             self.bytes_read += count
         if count < len(view):
@@ -280,10 +282,10 @@ class Reader:
     def _file(self, name: str) -> _File:
         with self._lock:
             if name not in self._files:
-                self._files[name] = _File(self._opened(name))
+                self._files[name] = _File(self._open_with_retry(name))
             return self._files[name]
 
-    def _opened(self, name: str) -> BinaryIO:
+    def _open_with_retry(self, name: str) -> BinaryIO:
         deadline = time.monotonic() + self._patience
         while True:
             try:

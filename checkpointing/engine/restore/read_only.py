@@ -10,11 +10,11 @@ from checkpointing.engine.ranks.group import Failed, World, result_or_failed
 from checkpointing.engine.restore.loader import differing_tensors, saved_fingerprints
 from checkpointing.engine.restore.restorer import Restored, Restorer
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
-from checkpointing.errors import Refused, SaveFailed
+from checkpointing.errors import CheckpointRefused, SaveFailed
 from checkpointing.event_sink import EmitEvent, EventSink
 from checkpointing.format.commit import parse_name
 from checkpointing.owner import Owner
-from checkpointing.storage.backends import storage_at
+from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier
 
@@ -40,7 +40,7 @@ class ReadOnlyCheckpoint:
         if parse_name(name) is None:
             raise ValueError(f"{name!r} is not the name of a checkpoint")
         path = place if "://" in place else str(Path(place).absolute())
-        storage = storage_at(path)
+        storage = open_storage(path)
         tier = ResolvedTier(path=path, storage=storage, catalog=Catalog(path, storage))
         # No checkpoint has an empty nonce, so this owner may load only the inherited checkpoint.
         owner = Owner(attempt=0, nonce="", inherit=(name,), fence=lambda: False)
@@ -52,7 +52,7 @@ class ReadOnlyCheckpoint:
         self._restored: Restored | None = None
 
     @property
-    def restored(self) -> Restored | None:
+    def restore_result(self) -> Restored | None:
         """Result of `restore`; None before."""
         return self._restored
 
@@ -84,7 +84,7 @@ class ReadOnlyCheckpoint:
             mine = result_or_failed(lambda: saved_fingerprints(self._storage, self._name))
         saved: dict[str, str] | Failed = self._ranks.broadcast(mine)
         if isinstance(saved, Failed):
-            raise Refused(self._name, saved.reason, damaged=False)
+            raise CheckpointRefused(self._name, saved.reason, damaged=False)
         absent = set(restored.absent)
         self._loaded = {key: tensor for key, tensor in targets.last.items() if key not in absent}
         self._saved, self._restored, self.committed_step = saved, restored, restored.step

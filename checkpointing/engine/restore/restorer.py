@@ -15,13 +15,13 @@ from torch import Tensor
 from checkpointing.config import MEMORY
 from checkpointing.engine.ranks.group import Failed, RankGroup, result_or, result_or_failed
 from checkpointing.engine.ranks.peer_codec import peer_message
-from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
-from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks, refused_for
+from checkpointing.engine.restore.foreign_dcp import build_source, describe, foreign_names, parse_step
+from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks, to_refusal
 from checkpointing.engine.restore.memory_tier import Memory
 from checkpointing.engine.restore.metadata_reader import read_index, with_places
 from checkpointing.engine.restore.saved_layout import owners
-from checkpointing.engine.restore.source import OptionalKeys, Source, Targets, shards_of
-from checkpointing.errors import NothingVerifies, Refused, UnreadableNow, nothing_verifies
+from checkpointing.engine.restore.source import LoadSource, OptionalKeys, Targets, to_shards
+from checkpointing.errors import CheckpointRefused, NothingVerifies, UnreadableNow, nothing_verifies
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import INDEX, Index, Manifest
@@ -74,7 +74,7 @@ def agree_on_committed_step(
 
 
 def _find_committed(places: Sequence[ResolvedTier], owner: Owner, restored: "Restored") -> int | None:
-    entries = [entry for place in places for entry in place.catalog.accepted(owner)]
+    entries = [entry for place in places for entry in place.catalog.entries_for_owner(owner)]
     if any(entry.name == restored.name for entry in entries):
         return restored.step
     return max((entry.step for entry in entries if entry.step <= restored.step), default=None)
@@ -156,25 +156,27 @@ class Restorer:
             return self._try_candidates(tensors if isinstance(tensors, Targets) else Targets(tensors), optional_keys)
 
     def _try_candidates(self, targets: Targets, optional_keys: OptionalKeys) -> Restored | None:
-        refusals: list[Refused] = []
+        refusals: list[CheckpointRefused] = []
         found, missing = self._candidates()
         for name in missing:
-            refusals.append(Refused(name, "not there, although this attempt is to inherit it", damaged=False))
+            refusals.append(CheckpointRefused(name, "not there, although this attempt is to inherit it", damaged=False))
             self._refuse(refusals[-1], None)
         for name in newer_names(self._optional_names, found):
-            self._refuse(Refused(name, "not found: another node may have it on its own disk", damaged=False), None)
+            self._refuse(
+                CheckpointRefused(name, "not found: another node may have it on its own disk", damaged=False), None
+            )
         found = self._without_corrupt(found, refusals)
         ordered = self._without_suspects(found)
         for _, copies in groupby(ordered, key=lambda candidate: (candidate.foreign, candidate.step)):
             start = time.monotonic()
-            restored = self._load_one_of(list(copies), targets, optional_keys, refusals)
+            restored = self._load_any_copy(list(copies), targets, optional_keys, refusals)
             if restored is None:
                 continue
             self._emit_restored(restored, time.monotonic() - start)
             doubted = (each for each in found if each.step > restored.step or each.step in self._suspects)
             self.distrusted.pass_over(each.name for each in doubted if each.name != restored.name)
             return restored
-        refusals += [Refused(name, "was found CORRUPT, and no run resumes from it") for name in self._corrupt]
+        refusals += [CheckpointRefused(name, "was found CORRUPT, and no run resumes from it") for name in self._corrupt]
         if refusals:
             raise nothing_verifies(refusals, touched=False)
         return None
@@ -183,13 +185,13 @@ class Restorer:
 
     def _candidates(self) -> tuple[list[Candidate], list[str]]:
         """Return the candidates, best first, and the required names that are missing and newer than all of them."""
-        listed = [_or_refused(self._listed)] if self._ranks.leads or self._some_places_are_of_a_node() else [None]
+        listed = [_or_refused(self._list_candidates)] if self._ranks.leads or self._has_node_local_places() else [None]
         told = [each for (each,) in self._ranks.all_gather(listed) if each is not None]
         for each in told:
-            if isinstance(each, Refused):
+            if isinstance(each, CheckpointRefused):
                 # An unreadable folder must never look like a fresh start.
-                raise NothingVerifies([Refused("the checkpoint folder", each.reason)], touched=False)
-        names = {each for listing in told if not isinstance(listing, Refused) for each in listing}
+                raise NothingVerifies([CheckpointRefused("the checkpoint folder", each.reason)], touched=False)
+        names = {each for listing in told if not isinstance(listing, CheckpointRefused) for each in listing}
         found = [candidate for candidate in names if not candidate.foreign]
         if self.memory is not None:
             memory = self.memory
@@ -199,10 +201,10 @@ class Restorer:
             self._required_names, found
         )
 
-    def _some_places_are_of_a_node(self) -> bool:
+    def _has_node_local_places(self) -> bool:
         return any(not place.shared for place in self._places)
 
-    def _listed(self) -> list[Candidate]:
+    def _list_candidates(self) -> list[Candidate]:
         """Return the candidates in this node's own tiers, and on rank 0 also in the shared ones.
 
         Raises OSError for an unreadable place, unless another place has the newest checkpoint to inherit.
@@ -213,11 +215,9 @@ class Restorer:
             if unread is not None and (not found or newer_names([*self._required_names, *self._optional_names], found)):
                 raise unread
             # Only names in shared places can appear late; other nodes report their own.
-            late = (
-                self._ranks.leads and not self._some_places_are_of_a_node() and newer_names(self._required_names, found)
-            )
+            late = self._ranks.leads and not self._has_node_local_places() and newer_names(self._required_names, found)
             if not late or time.monotonic() >= deadline:
-                return found + self._listed_foreign()
+                return found + self._list_foreign()
             time.sleep(_PATIENCE_S)
 
     def _read_places(self) -> tuple[list[Candidate], OSError | None]:
@@ -227,7 +227,9 @@ class Restorer:
             if not (self._ranks.leads or not place.shared):
                 continue
             try:
-                found += [Candidate(entry.step, entry.name, number) for entry in place.catalog.accepted(self._owner)]
+                found += [
+                    Candidate(entry.step, entry.name, number) for entry in place.catalog.entries_for_owner(self._owner)
+                ]
             except OSError as error:
                 if not place.shared:
                     raise
@@ -235,17 +237,17 @@ class Restorer:
                 _log.warning("%s cannot be read: %s", place.path, error)
         return found, unread
 
-    def _listed_foreign(self) -> list[Candidate]:
+    def _list_foreign(self) -> list[Candidate]:
         if not (self._trust_foreign and self._ranks.leads):
             return []
         return [
-            Candidate(step_of(name), name, number, foreign=True)
+            Candidate(parse_step(name), name, number, foreign=True)
             for number, place in enumerate(self._places)
             if place.shared
             for name in foreign_names(place.storage)
         ]
 
-    def _without_corrupt(self, found: Sequence[Candidate], refusals: list[Refused]) -> list[Candidate]:
+    def _without_corrupt(self, found: Sequence[Candidate], refusals: list[CheckpointRefused]) -> list[Candidate]:
         """Leave out checkpoints found CORRUPT after their commit, including their copies in memory."""
         mine = corrupt_copies(self._verdicts, self._places) if self._ranks.leads else ()
         copies = self._ranks.broadcast(mine)
@@ -255,7 +257,7 @@ class Restorer:
             if not reason:
                 kept.append(candidate)
                 continue
-            refusals.append(Refused(candidate.name, f"was found CORRUPT: {reason}"))
+            refusals.append(CheckpointRefused(candidate.name, f"was found CORRUPT: {reason}"))
             if candidate.place == 0:
                 self._refuse(refusals[-1], candidate)
         return kept
@@ -273,8 +275,12 @@ class Restorer:
 
     # ---- loading
 
-    def _load_one_of(
-        self, copies: Sequence[Candidate], targets: Targets, optional_keys: OptionalKeys, refusals: list[Refused]
+    def _load_any_copy(
+        self,
+        copies: Sequence[Candidate],
+        targets: Targets,
+        optional_keys: OptionalKeys,
+        refusals: list[CheckpointRefused],
     ) -> Restored | None:
         """Load the first loadable copy of one step; return None if all are permanently refused.
 
@@ -283,13 +289,13 @@ class Restorer:
         """
         deadline = 0.0
         while True:
-            unread: list[tuple[Candidate, Refused]] = []
+            unread: list[tuple[Candidate, CheckpointRefused]] = []
             restored = None
             for candidate in copies:
                 try:
                     restored = self._load(candidate, targets, optional_keys)
                     break
-                except Refused as refusal:
+                except CheckpointRefused as refusal:
                     if refusal.unreadable and candidate.place >= 0 and self._places[candidate.place].shared:
                         unread.append((candidate, refusal))
                         continue
@@ -313,36 +319,36 @@ class Restorer:
             return self._from_memory(candidate, targets, optional_keys)
         place = self._places[candidate.place]
         if candidate.foreign:
-            return self._from_foreign(place, candidate, targets.of({}), optional_keys)
-        manifest, index = self._sealed(place, candidate.name)
-        tensors = targets.of(manifest.extra)
+            return self._from_foreign(place, candidate, targets.resolve({}), optional_keys)
+        manifest, index = self._agree_on_manifest(place, candidate.name)
+        tensors = targets.resolve(manifest.extra)
         if index is None:
-            loaded = self._filled_as_laid(place, manifest, tensors, optional_keys)
+            loaded = self._fill_own_layout(place, manifest, tensors, optional_keys)
         else:
-            loaded = self._filled(self._source(place, manifest, index), tensors, optional_keys)
-        return _restored(candidate, place.path, manifest.extra, loaded)
+            loaded = self._fill(self._source(place, manifest, index), tensors, optional_keys)
+        return _build_result(candidate, place.path, manifest.extra, loaded)
 
     def _from_memory(self, candidate: Candidate, targets: Targets, optional_keys: OptionalKeys) -> Restored:
         assert self.memory is not None
         extra = self._ranks.broadcast(self.memory.extra(candidate.name))
         try:
-            loaded = self.memory.load(candidate.name, self._ranks, targets.of(extra), optional_keys)
-        except Refused:
+            loaded = self.memory.load(candidate.name, self._ranks, targets.resolve(extra), optional_keys)
+        except CheckpointRefused:
             self.memory.forget(candidate.name)
             raise
-        return _restored(candidate, MEMORY, extra, loaded)
+        return _build_result(candidate, MEMORY, extra, loaded)
 
     def _from_foreign(
         self, place: ResolvedTier, candidate: Candidate, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
     ) -> Restored:
-        def open_it() -> Source:
-            return source_of(place.storage, candidate.name, describe(place.storage, candidate.name))
+        def open_it() -> LoadSource:
+            return build_source(place.storage, candidate.name, describe(place.storage, candidate.name))
 
         source = self._local_result(candidate.name, open_it)
-        loaded = self._filled(source, tensors, optional_keys)
-        return replace(_restored(candidate, place.path, {}, loaded), verified=False)
+        loaded = self._fill(source, tensors, optional_keys)
+        return replace(_build_result(candidate, place.path, {}, loaded), verified=False)
 
-    def _filled(self, source: Source, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys) -> Loaded:
+    def _fill(self, source: LoadSource, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys) -> Loaded:
         memory = self.memory
         if memory is None:
             return load(source, self._ranks, tensors, optional_keys, lambda _: [])
@@ -351,7 +357,7 @@ class Restorer:
         finally:
             memory.take_back()
 
-    def _filled_as_laid(
+    def _fill_own_layout(
         self, place: ResolvedTier, manifest: Manifest, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
     ) -> Loaded:
         """Load a checkpoint in the run's own layout: each rank reads the files that it would write."""
@@ -361,9 +367,9 @@ class Restorer:
         lacking = on_all_ranks(ranks, name, lambda: layout.lacking(tensors, alone=ranks.size == 1))
         facts = layout.exchange_facts(ranks, lacking, layout.plan.files)
         fits = on_all_ranks(ranks, name, lambda: layout.holds_nearly_all(tensors))
-        if not all(fits) or layout.unknown(lacking, facts):
+        if not all(fits) or layout.unknown_keys(lacking, facts):
             index = self._local_result(name, lambda: read_index(place.storage, manifest))
-            return self._filled(self._source(place, manifest, index), tensors, optional_keys)
+            return self._fill(self._source(place, manifest, index), tensors, optional_keys)
         source = self._source(place, manifest, layout.index(facts))
         try:
             return load_own(source, owners(source.shards, facts), ranks, tensors, optional_keys, memory.lend)
@@ -376,7 +382,7 @@ class Restorer:
         on_all_ranks(self._ranks, name, lambda: kept.append(act()))
         return kept[0]
 
-    def _sealed(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
+    def _agree_on_manifest(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
         """Return the manifest and the index, the same on all ranks; raises Refused on all of them.
 
         No index is returned for a checkpoint in the run's own layout, which is known already.
@@ -384,30 +390,30 @@ class Restorer:
         ranks = self._ranks
         if place.shared:
             mine = _or_refused(lambda: self._read_sealed(place, name)) if ranks.leads else None
-            found: tuple[Manifest, Index | None] | Refused | None = ranks.broadcast(mine)
-            if isinstance(found, Refused):
-                raise Refused(name, found.reason, found.damaged, unreadable=found.unreadable)
+            found: tuple[Manifest, Index | None] | CheckpointRefused | None = ranks.broadcast(mine)
+            if isinstance(found, CheckpointRefused):
+                raise CheckpointRefused(name, found.reason, found.damaged, unreadable=found.unreadable)
         else:
             told = ranks.all_gather(_or_refused(lambda: self._read_sealed(place, name)))
-            found = next((each for each in told if not isinstance(each, Refused)), None)
+            found = next((each for each in told if not isinstance(each, CheckpointRefused)), None)
             if found is None:
-                refused = [each for each in told if isinstance(each, Refused)]
-                raise Refused(name, refused[0].reason, any(each.damaged for each in refused))
+                refused = [each for each in told if isinstance(each, CheckpointRefused)]
+                raise CheckpointRefused(name, refused[0].reason, any(each.damaged for each in refused))
         assert found is not None
         manifest, index = found
-        return manifest, index and self._resolved(place, manifest, index)
+        return manifest, index and self._resolve_index(place, manifest, index)
 
     def _read_sealed(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
         manifest, faults = read_sealed(place.storage, name)
         if manifest is None or (faults and place.shared):
             damaged = any(fault.is_damage for fault in faults)
             unreadable = all(fault.is_unreadable for fault in faults)
-            raise Refused(name, "; ".join(map(str, faults)), damaged, unreadable=unreadable)
+            raise CheckpointRefused(name, "; ".join(map(str, faults)), damaged, unreadable=unreadable)
         if self.memory is not None and place.shared and self.memory.on_disk.matches(manifest):
             return manifest, None
         return manifest, read_index(place.storage, manifest)
 
-    def _resolved(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Index:
+    def _resolve_index(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Index:
         """Return the index with the positions of all values; for older checkpoints, ranks share reading the files."""
         if manifest.file(INDEX) is not None:
             return index
@@ -416,15 +422,15 @@ class Restorer:
         found = on_all_ranks(ranks, manifest.name, lambda: with_places(place.storage, manifest, index, files))
         return Index(index.tensors, tuple(piece for part in found for piece in part))
 
-    def _source(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Source:
+    def _source(self, place: ResolvedTier, manifest: Manifest, index: Index) -> LoadSource:
         storage, name = place.storage, manifest.name
         seen = {entry.name: entry.size for entry in manifest.files}
         if not place.shared:
             present = self._local_result(name, lambda: storage.list(name))
             seen = {file: size for file, size in seen.items() if present.get(file) == size}
-        return Source(
+        return LoadSource(
             name=name,
-            shards=shards_of(manifest.files),
+            shards=to_shards(manifest.files),
             index=index,
             open=lambda file: storage.open(f"{name}/{file}"),
             seen=frozenset(seen),
@@ -434,7 +440,7 @@ class Restorer:
 
     # ---- events
 
-    def _refuse(self, refusal: Refused, candidate: Candidate | None) -> None:
+    def _refuse(self, refusal: CheckpointRefused, candidate: Candidate | None) -> None:
         if candidate is not None and refusal.damaged:
             tier = MEMORY if candidate.place < 0 else self._places[candidate.place].path
             self.distrusted.refuse(tier, refusal.name)
@@ -461,7 +467,7 @@ class Restorer:
             self._emit(kind, data)
 
 
-def _restored(candidate: Candidate, tier: str, extra: dict[str, Any], loaded: Loaded) -> Restored:
+def _build_result(candidate: Candidate, tier: str, extra: dict[str, Any], loaded: Loaded) -> Restored:
     return Restored(
         step=candidate.step,
         extra=extra,
@@ -490,6 +496,6 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _or_refused(act: Callable[[], T]) -> T | Refused:
+def _or_refused(act: Callable[[], T]) -> T | CheckpointRefused:
     """Return the result of `act`, or its error as a Refused."""
-    return result_or(act, lambda error: error if isinstance(error, Refused) else refused_for(error))
+    return result_or(act, lambda error: error if isinstance(error, CheckpointRefused) else to_refusal(error))

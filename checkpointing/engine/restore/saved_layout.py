@@ -83,7 +83,7 @@ class SavedLayout:
         own: dict[str, list[Item]] = {}
         for item in self.plan.items:
             own.setdefault(item.key, []).append(item)
-        return [key for key, tensor in tensors.items() if not _served(tensor, own.get(key, ()))]
+        return [key for key, tensor in tensors.items() if not _is_covered(tensor, own.get(key, ()))]
 
     def exchange_facts(
         self, ranks: RankGroup, lacking: Iterable[Sequence[str]], files: Sequence[tuple[str, int, int]]
@@ -93,7 +93,7 @@ class SavedLayout:
         pieces = tuple((item.piece, _info(item)) for item in self.plan.items if item.key in asked)
         return ranks.all_gather(Facts(tuple(files), pieces))
 
-    def unknown(self, lacking: Iterable[Sequence[str]], facts: Iterable[Facts]) -> set[str]:
+    def unknown_keys(self, lacking: Iterable[Sequence[str]], facts: Iterable[Facts]) -> set[str]:
         """Return keys that some rank lacks and no rank has."""
         return set[str]().union(*lacking) - {piece.key for told in facts for piece, _ in told.pieces}
 
@@ -128,7 +128,7 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor._local_tensor.nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
-def _served(tensor: Tensor, items: Sequence["Item"]) -> bool:
+def _is_covered(tensor: Tensor, items: Sequence["Item"]) -> bool:
     """Return whether the rank's items hold all of its part; an empty part needs an item, to report the tensor."""
     local = local_box(tensor)
     needs = [intersect(item.piece, 0, local) for item in items if item.share.whole == tuple(tensor.shape)]

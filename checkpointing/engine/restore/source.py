@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from checkpointing.engine.restore.read_buffers import Open
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import FileEntry, Index
 from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, overlaps, parts, strips
 
@@ -44,7 +44,7 @@ class OptionalKeys:
     def _kept(self, known: Iterable[str]) -> list[str]:
         return sorted(key for key in known if key.startswith(self.complete) and key != NO_OPTIMIZER_STATE)
 
-    def needed(self, absent: Iterable[str], known: Iterable[str]) -> list[str]:
+    def required_keys(self, absent: Iterable[str], known: Iterable[str]) -> list[str]:
         """Return the keys among `absent` that are required."""
         whole = tuple(prefix for prefix in self.together if any(key.startswith(prefix) for key in known))
         folders = {_folder(key) for key in known}
@@ -72,7 +72,7 @@ class Targets:
         self.last: Mapping[str, Tensor] = {}
         """Tensors of the checkpoint that was tried last."""
 
-    def of(self, extra: dict[str, Any]) -> Mapping[str, Tensor]:
+    def resolve(self, extra: dict[str, Any]) -> Mapping[str, Tensor]:
         """Return the tensors for `extra`; called on all ranks with the same value."""
         self.last = self._make(extra)
         return self.last
@@ -96,13 +96,13 @@ def local_box(tensor: Tensor) -> Box:
 
 
 @lru_cache(maxsize=256)
-def dtype_of(name: str) -> torch.dtype | None:
+def parse_dtype(name: str) -> torch.dtype | None:
     """Return torch's dtype of this name, or None."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 
 
-def in_one_row(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]]) -> tuple[Shard, ...]:
+def number_chunks(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]]) -> tuple[Shard, ...]:
     """Return files (name, size, chunk size, digests) as shards with consecutively numbered chunks."""
     shards, first = [], 0
     for name, size, chunk_size, digests in files:
@@ -111,13 +111,13 @@ def in_one_row(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]]) ->
     return tuple(shards)
 
 
-def shards_of(files: Iterable[FileEntry]) -> tuple[Shard, ...]:
+def to_shards(files: Iterable[FileEntry]) -> tuple[Shard, ...]:
     """Return the files of a manifest as shards."""
-    return in_one_row((entry.name, entry.size, entry.chunk_size, entry.chunks) for entry in files)
+    return number_chunks((entry.name, entry.size, entry.chunk_size, entry.chunks) for entry in files)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class LoadSource:
     """Source of a load: all files with their digests, the positions of tensors in them, and a function to open one."""
 
     name: str
@@ -162,20 +162,20 @@ class SliceBytes(NamedTuple):
 
 
 def find_slices(
-    source: Source, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
+    source: LoadSource, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
 ) -> tuple[list[Slice], tuple[str, ...]]:
     """Return this rank's slices and the absent optional keys; raises Refused if the checkpoint does not fit."""
     known = source.index.tensors
     absent = sorted(key for key in tensors if key not in known)
-    needed = optional_keys.needed(absent, known)
+    needed = optional_keys.required_keys(absent, known)
     if needed:
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
-        raise Refused(source.name, f"has no tensor {needed[0]}{more}", damaged=False, fits=False)
+        raise CheckpointRefused(source.name, f"has no tensor {needed[0]}{more}", damaged=False, fits=False)
     needs: list[Slice] = []
     boxes = Boxes()
     for key in sorted(tensors.keys() & known.keys()):
         _check_fit(source, key, tensors[key])
-        local = boxes.of(tensors[key])
+        local = boxes.for_tensor(tensors[key])
         found = [
             need
             for number in source.pieces.get(key, ())
@@ -193,7 +193,7 @@ class Boxes:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Box] = {}
 
-    def of(self, tensor: Tensor) -> Box:
+    def for_tensor(self, tensor: Tensor) -> Box:
         if not isinstance(tensor, DTensor):
             return Box((0,) * tensor.dim(), tuple(tensor.shape))
         form = (tuple(tensor.shape), id(tensor.device_mesh), tensor.placements)
@@ -202,14 +202,14 @@ class Boxes:
         return self._known[form]
 
 
-def _check_fit(source: Source, key: str, tensor: Tensor) -> None:
+def _check_fit(source: LoadSource, key: str, tensor: Tensor) -> None:
     saved = source.index.tensors[key]
     if saved.shape != tuple(tensor.shape):
-        raise Refused(
+        raise CheckpointRefused(
             source.name, f"{key} has shape {saved.shape} in it, {tuple(tensor.shape)} here", damaged=False, fits=False
         )
-    if dtype_of(saved.dtype) != tensor.dtype:
-        raise Refused(
+    if parse_dtype(saved.dtype) != tensor.dtype:
+        raise CheckpointRefused(
             source.name, f"{key} is torch.{saved.dtype} in it, {tensor.dtype} here", damaged=False, fits=False
         )
 
@@ -219,23 +219,23 @@ def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> Non
     boxes = [Box(need.goal, need.sizes) for need in needs]
     covered = sum(box.volume for box in boxes)
     if covered != local.volume:
-        raise Refused(name, f"{key}: its shards hold {covered} of the {local.volume} values needed here")
+        raise CheckpointRefused(name, f"{key}: its shards hold {covered} of the {local.volume} values needed here")
     if len(boxes) > 1 and any(overlaps(boxes)):
-        raise Refused(name, f"{key}: its shards overlap")
+        raise CheckpointRefused(name, f"{key}: its shards overlap")
 
 
-def locate_slice(source: Source, need: Slice) -> SliceBytes:
+def locate_slice(source: LoadSource, need: Slice) -> SliceBytes:
     """Return the bytes of a slice in its file; raises Refused if the file has no such bytes."""
     piece = source.index.pieces[need.piece]
     shard = source.shard.get(piece.file)
-    dtype = dtype_of(source.index.tensors[piece.key].dtype)
+    dtype = parse_dtype(source.index.tensors[piece.key].dtype)
     assert dtype is not None  # it fits a local tensor
     if shard is None:
-        raise Refused(source.name, f"{piece.key} is in {piece.file}, which the manifest does not list")
+        raise CheckpointRefused(source.name, f"{piece.key} is in {piece.file}, which the manifest does not list")
     if piece.data + piece.nbytes > shard.size:
-        raise Refused(source.name, f"{piece.file} has no bytes {piece.data}..{piece.data + piece.nbytes}")
+        raise CheckpointRefused(source.name, f"{piece.file} has no bytes {piece.data}..{piece.data + piece.nbytes}")
     if piece.nbytes != math.prod(piece.sizes) * dtype.itemsize:
-        raise Refused(source.name, f"{piece.key}: {piece.nbytes} bytes are not its values")
+        raise CheckpointRefused(source.name, f"{piece.key}: {piece.nbytes} bytes are not its values")
     if need.sizes == piece.sizes:
         rows = [Strip(piece.data, 1, piece.nbytes, piece.nbytes)]
         return SliceBytes(shard, rows, piece.nbytes, shard.chunks(piece.data, piece.data + piece.nbytes))

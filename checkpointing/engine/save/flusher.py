@@ -14,19 +14,19 @@ from checkpointing.engine.save.transfer import (
     FileCopier,
     FlushState,
     Route,
-    Transfer,
+    TierTransfer,
     TransferFailure,
     TransferTimeouts,
-    tried,
+    result_or_transfer_failure,
 )
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.event_sink import EmitEvent, emit_nothing
 from checkpointing.format.manifest import Manifest
 from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.tiers.catalog import DistrustedCheckpoints
-from checkpointing.tiers.copy_files import THERE, Choice, TierContents, choose_checkpoint
+from checkpointing.tiers.copy_files import THERE, CopyChoice, TierContents, choose_checkpoint
 from checkpointing.tiers.tier import ResolvedTier, RunTiers, make_striped_folder
 from checkpointing.verification.verify import read_sealed
 
@@ -67,11 +67,11 @@ class Flusher:
         emit = emit if ranks.leads else emit_nothing
         self._tiers = [BoundedTier(tier, self._timeouts.access) for tier in tiers.tiers]
         self._retention = [
-            TierRetention(tier, Policy.of(tier.keep, config or CheckpointConfig()), owner, emit, tiers.pins)
+            TierRetention(tier, Policy.from_config(tier.keep, config or CheckpointConfig()), owner, emit, tiers.pins)
             for tier in tiers.tiers
         ]
         self._ranks, self._owner, self._state = ranks, owner, FlushState(emit)
-        self._transfer = Transfer(self._tiers, ranks, owner, link, self._timeouts, self._state)
+        self._transfer = TierTransfer(self._tiers, ranks, owner, link, self._timeouts, self._state)
         self._distrusted, self._damaged = distrusted or DistrustedCheckpoints(), DistrustedCheckpoints()
         self._last: dict[int, str] = {}
         self._changed = threading.Condition()
@@ -87,7 +87,7 @@ class Flusher:
             self._signals = self._everything = 1
             self._thread = start_background_thread(self._serve, "checkpoint-flush")
 
-    def committed(self, name: str) -> None:
+    def record_commit(self, name: str) -> None:
         """Record a commit in the first tier; returns at once."""
         with self._changed:
             self._state.latest = name
@@ -182,16 +182,16 @@ class Flusher:
         """Bring one tier up to date; return False if it should have received a checkpoint and did not."""
         mine: Route | tuple[()] | TransferFailure | None = None
         if self._ranks.leads:
-            mine = tried(lambda: self._route(target, everything))
+            mine = result_or_transfer_failure(lambda: self._route(target, everything))
         route: Route | tuple[()] | TransferFailure = self._ranks.broadcast(mine)
         self._stuck.discard(target)
         if isinstance(route, tuple):
             return True
         start = time.monotonic()
-        failure = route if isinstance(route, TransferFailure) else self._carried(route)
+        failure = route if isinstance(route, TransferFailure) else self._run_transfer(route)
         if failure is None:
             assert isinstance(route, Route)
-            self._arrived(route, time.monotonic() - start)
+            self._record_arrival(route, time.monotonic() - start)
             return True
         if failure.bad and isinstance(route, Route):
             self._damaged.refuse(self._tiers[route.source].tier.path, route.manifest.name)
@@ -200,7 +200,7 @@ class Flusher:
         self._state.report_failure(self._tiers[target].tier, failure)
         return False
 
-    def _carried(self, route: Route) -> TransferFailure | None:
+    def _run_transfer(self, route: Route) -> TransferFailure | None:
         self.held = frozenset({route.manifest.name})
         try:
             return self._transfer.run(route)
@@ -230,16 +230,16 @@ class Flusher:
         if warning:
             _log.warning("%s", warning)
 
-    def _choice(self, target: int, everything: bool) -> Choice:
+    def _choice(self, target: int, everything: bool) -> CopyChoice:
         contents = []
         for number, each in enumerate(self._tiers[: target + 1]):
-            content = tried(partial(self._contents, each))
+            content = result_or_transfer_failure(partial(self._contents, each))
             if isinstance(content, TransferFailure):
                 if number == target:
                     raise OSError(errno.ETIMEDOUT, content.reason) if content.stuck else OSError(content.reason)
                 content = TierContents(())  # another tier may have the checkpoint
             if number < target:
-                doubted = self._doubted(each.tier)
+                doubted = self._doubtful_names(each.tier)
                 content = TierContents(tuple(name for name in content.committed if name not in doubted))
             contents.append(content)
         return choose_checkpoint(
@@ -251,26 +251,30 @@ class Flusher:
             everything=everything,
         )
 
-    def _doubted(self, tier: ResolvedTier) -> frozenset[str]:
-        return self._distrusted.of(tier.path) | self._damaged.of(tier.path)
+    def _doubtful_names(self, tier: ResolvedTier) -> frozenset[str]:
+        return self._distrusted.in_tier(tier.path) | self._damaged.in_tier(tier.path)
 
     def _contents(self, bounded: BoundedTier) -> TierContents:
-        return TierContents(tuple(entry.name for entry in bounded.run(bounded.tier.catalog.accepted, self._owner)))
+        return TierContents(
+            tuple(entry.name for entry in bounded.run(bounded.tier.catalog.entries_for_owner, self._owner))
+        )
 
     def _manifest(self, name: str, source: BoundedTier) -> Manifest:
         manifest, faults = source.run(read_sealed, source.tier.storage, name)
         if manifest is None:
             self._damaged.refuse(source.tier.path, name)
-            raise Refused(name, f"the source is damaged: {'; '.join(map(str, faults))}")
+            raise CheckpointRefused(name, f"the source is damaged: {'; '.join(map(str, faults))}")
         return manifest
 
-    def _arrived(self, route: Route, seconds: float) -> None:
+    def _record_arrival(self, route: Route, seconds: float) -> None:
         name, target = route.manifest.name, self._tiers[route.target]
         self._last[route.target] = name
         self._state.report_arrival(target.tier, route.manifest, seconds)
         if self._ranks.looks_after(shared=target.tier.shared):
-            retention, doubted = self._retention[route.target], self._doubted(target.tier)
-            failure = tried(lambda: target.run_within(self._timeouts.copy, lambda: retention.apply(name, doubted)))
+            retention, doubted = self._retention[route.target], self._doubtful_names(target.tier)
+            failure = result_or_transfer_failure(
+                lambda: target.run_within(self._timeouts.copy, lambda: retention.apply(name, doubted))
+            )
             if isinstance(failure, TransferFailure):
                 _log.warning("%s: old checkpoints could not be deleted yet: %s", target.tier.path, failure.reason)
 

@@ -15,7 +15,7 @@ from checkpointing.engine.ranks.group import (
     result_or_failed,
     start_background_thread,
 )
-from checkpointing.engine.save.saver import Job, Saved, Saver
+from checkpointing.engine.save.saver import CheckpointSaver, SavedCheckpoint, SaveJob
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
 from checkpointing.event_sink import EmitEvent
 
@@ -78,15 +78,15 @@ class SaveQueue:
 
     def __init__(
         self,
-        saver: Saver,
+        saver: CheckpointSaver,
         ranks: RankGroup,
         emit: EmitEvent,
-        ended: Callable[[Job, Saved | SaveFailed], None],
+        ended: Callable[[SaveJob, SavedCheckpoint | SaveFailed], None],
         pauses: Sequence[float] = RETRY_PAUSES,
     ) -> None:
         """Create a queue; `ended` is called with each job and its result or failure; its buffers are then free."""
         self._saver, self._ranks, self._emit, self._ended, self._pauses = saver, ranks, emit, ended, pauses
-        self._jobs: collections.deque[Job] = collections.deque()
+        self._jobs: collections.deque[SaveJob] = collections.deque()
         self._changed = threading.Condition()
         self._busy = self._waited = self._closed = self._dead = False
         self._thread: threading.Thread | None = None
@@ -96,7 +96,7 @@ class SaveQueue:
         """False after the thread ended with an unexpected error; no further save of this rank can finish."""
         return not self._dead
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SaveJob) -> None:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
@@ -132,7 +132,7 @@ class SaveQueue:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _serve_one(self, job: Job) -> None:
+    def _serve_one(self, job: SaveJob) -> None:
         result = self._work(job)
         job.staged.drain()
         # The save is committed or failed by now; later errors must not change that or stop the next save.
@@ -140,7 +140,7 @@ class SaveQueue:
         if isinstance(ended, Failed):
             _log.error("after the save of step %d: %s", job.step, ended.reason)
 
-    def _die(self, job: Job, error: Exception) -> None:
+    def _die(self, job: SaveJob, error: Exception) -> None:
         """Release everything that waits: callers of `wait`, training that fills buckets, other ranks."""
         _log.error("the thread that saves has ended", exc_info=error)
         with self._changed:
@@ -153,7 +153,7 @@ class SaveQueue:
         for left in jobs:
             left.staged.drain()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> SaveJob | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             if not self._jobs:
@@ -161,7 +161,7 @@ class SaveQueue:
             self._busy = True
             return self._jobs.popleft()
 
-    def _work(self, job: Job) -> Saved | SaveFailed:
+    def _work(self, job: SaveJob) -> SavedCheckpoint | SaveFailed:
         """Retry until the job is saved or given up; return the last failure."""
         tries = 0
         while True:
@@ -169,7 +169,9 @@ class SaveQueue:
                 return self._saver.run(job)
             except SaveFailed as failure:
                 try:
-                    again = self._ranks.broadcast(self._decided(job, failure, tries) if self._ranks.leads else None)
+                    again = self._ranks.broadcast(
+                        self._decide_retry(job, failure, tries) if self._ranks.leads else None
+                    )
                 except FAILURES as error:
                     return SaveFailed(job.step, self._broken(job, error))
                 if not again:
@@ -179,21 +181,21 @@ class SaveQueue:
                 return SaveFailed(job.step, self._broken(job, error))
             tries += 1
 
-    def _broken(self, job: Job, error: BaseException) -> str:
+    def _broken(self, job: SaveJob, error: BaseException) -> str:
         """Report a broken group; no rank can act for the others any more."""
         reason = f"rank {self._ranks.rank}: {explain(error)}"
         self._emit("checkpoint.failed", {"step": job.step, "reason": reason})
         return reason
 
-    def _emit_failed(self, job: Job, reason: str) -> None:
+    def _emit_failed(self, job: SaveJob, reason: str) -> None:
         if self._ranks.leads:
             self._emit("checkpoint.failed", {"step": job.step, "reason": reason, "bytes": job.plan.size})
 
-    def _decided(self, job: Job, failure: SaveFailed, tries: int) -> bool:
+    def _decide_retry(self, job: SaveJob, failure: SaveFailed, tries: int) -> bool:
         """Decide on a retry on rank 0 for all ranks; an error while deciding or emitting the event means no."""
-        return result_or_failed(lambda: self._again(job, failure, tries)) is True
+        return result_or_failed(lambda: self._should_retry(job, failure, tries)) is True
 
-    def _again(self, job: Job, failure: SaveFailed, tries: int) -> bool:
+    def _should_retry(self, job: SaveJob, failure: SaveFailed, tries: int) -> bool:
         """Return whether to write these bytes again after a pause; a newer save always takes precedence."""
         if isinstance(failure, (FencedOff, Unsound)) or not job.staged.kept or tries >= len(self._pauses):
             return False

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from checkpointing.engine.ranks.group import Failed, RankGroup, result_or_failed
-from checkpointing.engine.state.plausibility import InspectionReport, Judgement, PlausibilityJudge
-from checkpointing.engine.state.save_plan import Plan
+from checkpointing.engine.state.plausibility import InspectionReport, PlausibilityJudge, StateJudgement
+from checkpointing.engine.state.save_plan import AgreedPlan
 from checkpointing.engine.state.staging import Bucket, Staged
-from checkpointing.errors import SaveFailed, Unsavable
+from checkpointing.errors import SaveFailed, UnsavableState
 from checkpointing.event_sink import EmitEvent
-from checkpointing.format.commit import Commit, Region, fresh_name, joined, seal
+from checkpointing.format.commit import Commit, Region, fresh_name, join_regions, seal
 from checkpointing.format.manifest import FINGERPRINTS, INDEX, METADATA, FileEntry, Manifest, encode_fingerprints
 from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
@@ -59,11 +59,11 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """Inputs of one save; the state is copied, or being copied."""
 
     step: int
-    plan: Plan
+    plan: AgreedPlan
     staged: Staged
     extra: dict[str, Any]
     world: dict[str, Any]
@@ -80,7 +80,7 @@ class _Submitted:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A committed checkpoint; `manifest` is the digest in its COMMIT."""
 
     name: str
@@ -89,7 +89,7 @@ class Saved:
     manifest: str
 
 
-class Saver:
+class CheckpointSaver:
     """Runner of one save at a time; every rank of the group calls `run` for the same step."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Saver:
         self._seals = ranks.looks_after(shared=place.shared)
         self.writer = writer
 
-    def run(self, job: Job) -> Saved:
+    def run(self, job: SaveJob) -> SavedCheckpoint:
         """Name, write and seal one checkpoint; raises SaveFailed on every rank if any rank failed."""
         start = self._clock()
         name = self._agreed_name(job)
@@ -116,7 +116,9 @@ class Saver:
         submitted.report = result_or_failed(lambda: self._submit_parts(job, name, submitted))
         described = submitted.described
         reports = self._ranks.gather(submitted.report)
-        judgement = None if reports is None else result_or_failed(lambda: self._checked(job, name, reports, described))
+        judgement = (
+            None if reports is None else result_or_failed(lambda: self._judge_state(job, name, reports, described))
+        )
         if self._ranks.broadcast(_refusal(judgement) is not None):
             self._forget(job)  # now: the write may take long, and a restart meanwhile would prefer the copy in memory
         everything = self._ranks.gather(result_or_failed(lambda: self._written(job, submitted)))
@@ -129,12 +131,12 @@ class Saver:
                 or _first_failure(judgement)
                 or result_or_failed(lambda: self._manifest(job, name, described, everything))
             )
-        told = self._sealed(manifest)
+        told = self._seal(manifest)
         if isinstance(told, Failed):
             self._undo(job, name, told)
             raise told.error(job.step)
-        saved = Saved(name, told.size, self._clock() - start, told.manifest)
-        if isinstance(judgement, Judgement):
+        saved = SavedCheckpoint(name, told.size, self._clock() - start, told.manifest)
+        if isinstance(judgement, StateJudgement):
             accepted = judgement
             # It is committed: a failed event must not make one rank believe otherwise.
             not_emitted = result_or_failed(lambda: self._emit_saved(job, saved, accepted))
@@ -144,18 +146,18 @@ class Saver:
 
     # ---- naming
 
-    def _agreed_name(self, job: Job) -> str:
+    def _agreed_name(self, job: SaveJob) -> str:
         """Agree on a fresh name from rank 0; raises SaveFailed on every rank if that fails."""
         there = None if self._place.shared else self._ranks.gather(result_or_failed(self._place.catalog.names))
         name: str | Failed | None = None
         if self._ranks.leads:
-            name = (_failures(there) if there else None) or result_or_failed(lambda: self._named(job, there))
+            name = (_failures(there) if there else None) or result_or_failed(lambda: self._name_checkpoint(job, there))
         told: str | Failed = self._ranks.broadcast(name)
         if isinstance(told, Failed):
             raise SaveFailed(job.step, told.reason)
         return told
 
-    def _named(self, job: Job, there: Sequence[Any] | None) -> str:
+    def _name_checkpoint(self, job: SaveJob, there: Sequence[Any] | None) -> str:
         owner, step = self._owner, job.step
         taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
         # Steps grow within a generation: no name is reused, even after retention has deleted the first folder.
@@ -173,7 +175,7 @@ class Saver:
             _log.warning("the checkpoint writer is gone; another one is started")
             self.writer = self.writer.replacement()
 
-    def _submit_parts(self, job: Job, name: str, submitted: _Submitted) -> InspectionReport:
+    def _submit_parts(self, job: SaveJob, name: str, submitted: _Submitted) -> InspectionReport:
         """Hand every part to the writer once it is copied, and inspect it while it is being written."""
         self._ensure_writer()
         inspection = self._judge.inspection(job.trained)
@@ -192,12 +194,12 @@ class Saver:
                 job.staged.empty(bucket)
         return inspection.report(job.staged.replicas())
 
-    def _describe(self, job: Job, name: str) -> "list[Future[FileEntry]]":
+    def _describe(self, job: SaveJob, name: str) -> "list[Future[FileEntry]]":
         """Have rank 0's writer put the two files that describe the layout while the data is written."""
         blobs = ((METADATA, job.plan.metadata), (INDEX, job.plan.index))
         return [self.writer.put(self._place.path, name, file, blob) for file, blob in blobs if blob is not None]
 
-    def _order(self, job: Job, name: str, bucket: Bucket) -> WriteOrder:
+    def _order(self, job: SaveJob, name: str, bucket: Bucket) -> WriteOrder:
         return WriteOrder(
             place=self._place.path,
             folder=name,
@@ -210,7 +212,7 @@ class Saver:
             places=tuple(job.plan.places[name] for name, *_ in bucket.part.files) if job.plan.places else (),
         )
 
-    def _written(self, job: Job, submitted: _Submitted) -> tuple[FileEntry | Region, ...]:
+    def _written(self, job: SaveJob, submitted: _Submitted) -> tuple[FileEntry | Region, ...]:
         """Wait until the writer has read the buffers; return the written files or raise the first failure."""
         for bucket, write in submitted.writes:
             self._await_write(write, job, bucket)
@@ -223,9 +225,9 @@ class Saver:
         if not job.plan.places:
             return tuple(entry for result in results for entry in result.files)
         written = [pair for result in results for pair in zip(result.files, result.filled, strict=True)]
-        return tuple(Region.of(entry, filled, job.plan.places) for entry, filled in written)
+        return tuple(Region.from_entry(entry, filled, job.plan.places) for entry, filled in written)
 
-    def _await_write(self, write: "Future[WriteResult]", job: Job, bucket: Bucket) -> None:
+    def _await_write(self, write: "Future[WriteResult]", job: SaveJob, bucket: Bucket) -> None:
         """Wait as long as the write takes; report once if it takes far too long."""
         size = sum(size for _, _, size in bucket.part.files)
         late = self._clock() + STUCK_SECONDS + size / _SLOW_DISK
@@ -238,20 +240,22 @@ class Saver:
 
     # ---- verdict and seal
 
-    def _checked(self, job: Job, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]") -> Judgement:
+    def _judge_state(
+        self, job: SaveJob, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]"
+    ) -> StateJudgement:
         """Judge the state on rank 0 and write the fingerprints while the data is written; raises Unsavable."""
         failed = _failures(reports)
         if failed is not None:
             raise failed.error(job.step)
         judgement = self._judge.judge(job.plan.everything, reports, job.plan.replicas)
         if judgement.refused:
-            raise Unsavable(job.step, "; ".join(judgement.reasons))
+            raise UnsavableState(job.step, "; ".join(judgement.reasons))
         blob = encode_fingerprints(judgement.fingerprints)
         described.append(self.writer.put(self._place.path, name, FINGERPRINTS, blob))
         return judgement
 
     def _manifest(
-        self, job: Job, name: str, described: "Sequence[Future[FileEntry]]", everything: Sequence[Any]
+        self, job: SaveJob, name: str, described: "Sequence[Future[FileEntry]]", everything: Sequence[Any]
     ) -> Manifest:
         written = [entry for part in everything for entry in part]
         regions = [entry for entry in written if isinstance(entry, Region)]
@@ -263,11 +267,11 @@ class Saver:
             created_at=time.time(),
             torch=torch.__version__,
             world={**job.world, "ranks": self._ranks.size},
-            files=(*(put.result() for put in described), *(joined(regions) if regions else written)),
+            files=(*(put.result() for put in described), *(join_regions(regions) if regions else written)),
             extra=job.extra,
         )
 
-    def _sealed(self, manifest: Manifest | Failed | None) -> Commit | Failed:
+    def _seal(self, manifest: Manifest | Failed | None) -> Commit | Failed:
         """Seal on rank 0, or once per node in a node-local tier; return COMMIT or the failure, equal on every rank."""
         if not self._place.shared:
             told: Manifest | Failed = self._ranks.broadcast(manifest)
@@ -286,7 +290,7 @@ class Saver:
         agreed: Commit | Failed = self._ranks.broadcast(verdict)
         return agreed
 
-    def _undo(self, job: Job, name: str, failed: Failed) -> None:
+    def _undo(self, job: SaveJob, name: str, failed: Failed) -> None:
         """Delete an unfinished folder, which no rank and no other process writes to any more."""
         if failed.final:
             self._forget(job)
@@ -297,12 +301,12 @@ class Saver:
         except OSError as error:
             _log.warning("half-written %s could not be removed yet: %s", name, error)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: SaveJob) -> None:
         """Invalidate the copy in memory too; the writer publishes its record once it is fully digested."""
         for bucket in job.staged.buckets() if job.staged.kept else ():
             self.writer.arena.clear(bucket.buffer)
 
-    def _emit_saved(self, job: Job, saved: Saved, judgement: Judgement) -> None:
+    def _emit_saved(self, job: SaveJob, saved: SavedCheckpoint, judgement: StateJudgement) -> None:
         """Emit the events of a commit on rank 0."""
         facts = {"step": job.step, "name": saved.name, "bytes": saved.size, "seconds": saved.seconds}
         self._emit("checkpoint.committed", {**facts, "manifest": saved.manifest})

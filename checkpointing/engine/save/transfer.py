@@ -73,7 +73,7 @@ class TransferFailure:
     bad: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> "TransferFailure":
+    def from_error(cls, error: BaseException) -> "TransferFailure":
         return cls(explain(error), stuck=isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
 
 
@@ -154,7 +154,7 @@ class Route:
     manifest: Manifest
 
 
-class Transfer:
+class TierTransfer:
     """Transfer by all ranks, which call `run` with the same route; every step that may fail or hang is agreed on."""
 
     def __init__(
@@ -171,17 +171,17 @@ class Transfer:
 
     def run(self, route: Route) -> TransferFailure | None:
         """Copy and seal; return None once the target has committed, else the same failure on every rank."""
-        seen = self._ranks.all_gather(tried(lambda: self._seen(route)))
+        seen = self._ranks.all_gather(result_or_transfer_failure(lambda: self._seen(route)))
         failure = _first(seen)
         if failure is not None:
             return failure
         names = [None if isinstance(found, TransferFailure) else found for found in seen]
-        shares = tried(lambda: divide_files(route.manifest.files, names))
+        shares = result_or_transfer_failure(lambda: divide_files(route.manifest.files, names))
         if isinstance(shares, TransferFailure):
             return shares  # the same on every rank, computed from the same lists
         mine = shares[self._ranks.rank]
-        failure = _first(self._copied(route, mine, max(map(_size, shares))))
-        return failure or _first(self._ranks.all_gather(tried(lambda: self._sealed(route, mine))))
+        failure = _first(self._await_copies(route, mine, max(map(_size, shares))))
+        return failure or _first(self._ranks.all_gather(result_or_transfer_failure(lambda: self._seal(route, mine))))
 
     def _seen(self, route: Route) -> Collection[str] | None:
         source = self._tiers[route.source]
@@ -189,10 +189,12 @@ class Transfer:
             return None
         return frozenset(source.run(source.tier.storage.list, route.manifest.name))
 
-    def _copied(self, route: Route, files: tuple[FileEntry, ...], most: int) -> list[Copied | TransferFailure | None]:
+    def _await_copies(
+        self, route: Route, files: tuple[FileEntry, ...], most: int
+    ) -> list[Copied | TransferFailure | None]:
         """Return the outcomes of all ranks' copies; a rank that is done waits here for the others."""
-        begun = tried(lambda: self._begin(route, files))
-        late = time.monotonic() + self._allowed(route, files)
+        begun = result_or_transfer_failure(lambda: self._begin(route, files))
+        late = time.monotonic() + self._copy_timeout(route, files)
         report_at = time.monotonic() + self._timeouts.access + self._usual(route, most)
         while True:
             mine = begun if isinstance(begun, TransferFailure) else self._outcome(route, begun, late)
@@ -226,7 +228,7 @@ class Transfer:
             )
         )
 
-    def _allowed(self, route: Route, files: tuple[FileEntry, ...]) -> float:
+    def _copy_timeout(self, route: Route, files: tuple[FileEntry, ...]) -> float:
         rate = min(self._tiers[route.target].tier.bandwidth or _SLOW_DISK, _SLOW_DISK) / 2
         return self._timeouts.copy + _size(files) / MIB / rate
 
@@ -240,14 +242,14 @@ class Transfer:
                 return None
             self._tiers[route.target].abandon(begun)
             return TransferFailure(f"rank {self._ranks.rank}: the copy does not come to an end", stuck=True)
-        copied = tried(begun.result)
+        copied = result_or_transfer_failure(begun.result)
         if isinstance(copied, TransferFailure):
             return TransferFailure(f"rank {self._ranks.rank}: {copied.reason}", copied.stuck, copied.bad)
         if copied.bad:
             return TransferFailure(f"rank {self._ranks.rank}: the source is damaged: {copied.bad}", bad=True)
         return copied
 
-    def _sealed(self, route: Route, mine: tuple[FileEntry, ...]) -> Commit | None:
+    def _seal(self, route: Route, mine: tuple[FileEntry, ...]) -> Commit | None:
         target = self._tiers[route.target]
         if not self._ranks.looks_after(shared=target.tier.shared):
             return None
@@ -275,9 +277,9 @@ def _missing(storage: Storage, folder: str, expected: Sequence[FileEntry]) -> li
     return [entry.name for entry in expected if there.get(entry.name) != entry.size]
 
 
-def tried(act: Callable[[], T]) -> T | TransferFailure:
+def result_or_transfer_failure(act: Callable[[], T]) -> T | TransferFailure:
     """Return the result of `act`, or its error as a TransferFailure."""
-    return result_or(act, TransferFailure.of)
+    return result_or(act, TransferFailure.from_error)
 
 
 def _first(outcomes: Sequence[object]) -> TransferFailure | None:

@@ -34,7 +34,7 @@ def word_type(dtype: torch.dtype) -> torch.dtype:
     return torch.int16 if dtype.itemsize == 2 else torch.uint8
 
 
-def _mixed(index: Tensor, seed: int) -> Tensor:
+def _mix(index: Tensor, seed: int) -> Tensor:
     """Return odd 32-bit numbers (as int32) for int64 indices; multiplication wraps, as in murmur's finalizer."""
     mixed = (index + seed) & _MASK
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -44,17 +44,17 @@ def _mixed(index: Tensor, seed: int) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _table(seed: int) -> Tensor:
-    return _mixed(torch.arange(_SPAN), seed)
+    return _mix(torch.arange(_SPAN), seed)
 
 
 def _low_weights(index: Tensor, seed: int) -> Tensor:
     """Return weights of indices below _SPAN; short inputs skip the table."""
-    return _mixed(index, seed) if index.numel() < _SPAN // 8 else _table(seed)[index]
+    return _mix(index, seed) if index.numel() < _SPAN // 8 else _table(seed)[index]
 
 
 def _weights(index: Tensor, seed: int) -> Tensor:
     """Return weights as the product of one for an index's high and one for its low bits, cheap for long ranges."""
-    return _low_weights(index & (_SPAN - 1), seed) * _mixed(index // _SPAN, ~seed & _MASK)
+    return _low_weights(index & (_SPAN - 1), seed) * _mix(index // _SPAN, ~seed & _MASK)
 
 
 @lru_cache(maxsize=64)
@@ -62,13 +62,13 @@ def _row_weights(start: int, count: int) -> Tensor:
     pieces = []
     for at in range(start - start % _SPAN, start + count, _SPAN):
         inside = torch.arange(max(start - at, 0), min(start + count - at, _SPAN))
-        factor = _mixed(torch.tensor([at // _SPAN]), ~_ROW_SEED & _MASK)
+        factor = _mix(torch.tensor([at // _SPAN]), ~_ROW_SEED & _MASK)
         pieces.append(_low_weights(inside, _ROW_SEED) * factor)
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32)
 
 
 @lru_cache(maxsize=64)
-def _column_weights(form: "Form", start: int, count: int) -> Tensor:
+def _column_weights(form: "PieceSpec", start: int, count: int) -> Tensor:
     """Return the weights of a piece's columns from `start` on."""
     place = torch.arange(start, start + count)
     word, rest = place % form.words, place // form.words
@@ -79,13 +79,15 @@ def _column_weights(form: "Form", start: int, count: int) -> Tensor:
     return _weights(index * form.words + word, _COLUMN_SEED)
 
 
-class Form(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]):
+class PieceSpec(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]):
     """Type, size and position of a piece of a tensor: dtype, sizes, offsets, and the shape of the whole."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, dtype: torch.dtype, sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> "Form":
+    def create(
+        cls, dtype: torch.dtype, sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int]
+    ) -> "PieceSpec":
         return cls((dtype, tuple(sizes), tuple(offsets), tuple(shape)))
 
     @property
@@ -123,7 +125,7 @@ class Form(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
         return self.offsets[0] if self.offsets else 0
 
 
-def weighted(block: Tensor, form: Form, row: int, column: int) -> tuple[Tensor, Tensor]:
+def weighted_sums(block: Tensor, form: PieceSpec, row: int, column: int) -> tuple[Tensor, Tensor]:
     """Return the weighted sums of a block of words, items x rows x columns, at `row` and `column` of its pieces.
 
     Returns two int32 tensors with one number per item; they wrap around, and the sums of blocks add up.
@@ -155,12 +157,12 @@ def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, 
 
 def partial(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
     """Return the contribution of a part at `offsets` of a tensor of this shape."""
-    form = Form.of(local.dtype, local.shape, offsets, shape)
+    form = PieceSpec.create(local.dtype, local.shape, offsets, shape)
     values = local.detach().cpu().contiguous().resolve_conj().resolve_neg()
     words = values.reshape(-1).view(word_type(local.dtype)).reshape(1, form.rows, form.columns)
     total = [0, 0]
     for item, row, column in blocks(*words.shape):
-        sums = weighted(words[item, row, column], form, row.start, column.start)
+        sums = weighted_sums(words[item, row, column], form, row.start, column.start)
         total = [(old + int(new)) & _MASK for old, new in zip(total, sums, strict=True)]
     return total[0], total[1]
 
@@ -184,9 +186,11 @@ def digest_replicas(tensors: Sequence[Tensor]) -> Tensor:
     Small tensors of equal form are processed together, because one call for each of thousands would take too long.
     """
     found = torch.zeros(len(tensors), 2, dtype=torch.int32, device=tensors[0].device if tensors else "cpu")
-    groups: dict[Form, list[int]] = {}
+    groups: dict[PieceSpec, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        groups.setdefault(Form.of(tensor.dtype, tensor.shape, (0,) * tensor.dim(), tensor.shape), []).append(number)
+        groups.setdefault(PieceSpec.create(tensor.dtype, tensor.shape, (0,) * tensor.dim(), tensor.shape), []).append(
+            number
+        )
     for form, numbers in groups.items():
         if not math.prod(form.sizes):
             continue
@@ -197,19 +201,19 @@ def digest_replicas(tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def _digest_alike(tensors: Sequence[Tensor], form: Form) -> Tensor:
+def _digest_alike(tensors: Sequence[Tensor], form: PieceSpec) -> Tensor:
     plain = [each.detach().resolve_conj().resolve_neg() for each in tensors]
     values = torch.stack(plain) if len(plain) > 1 else plain[0].contiguous()
     words = values.reshape(-1).view(word_type(form.dtype)).reshape(len(plain), form.rows, form.columns)
     sums = torch.zeros(len(plain), 2, dtype=torch.int32, device=words.device)
     for item, row, column in blocks(*words.shape):
-        by_row, by_column = weighted(words[item, row, column], form, row.start, column.start)
+        by_row, by_column = weighted_sums(words[item, row, column], form, row.start, column.start)
         sums[item, 0] += by_row
         sums[item, 1] += by_column
     return sums
 
 
-def of_state(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+def tensor_contributions(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     """Return this rank's contribution to every tensor; a replicated tensor contributes the whole on every rank."""
     return {key: _of_local(tensor) for key, tensor in tensors.items()}
 

@@ -23,7 +23,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from checkpointing.engine.ranks.peer_codec import peer_message
 from checkpointing.format.manifest import Piece
-from checkpointing.format.torch_record import locate_values, read_at
+from checkpointing.format.torch_record import locate_values, make_reader
 from checkpointing.storage.shared_memory import PAGE, whole_pages
 
 ALIGNMENT = 64
@@ -76,11 +76,11 @@ def _without_checksums() -> Iterator[None]:
 def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
     """Return a template cut from a real file, after comparing it with a real file of other values."""
     zeros, others = torch.zeros(shape, dtype=dtype), _bytes_of_its_own(dtype, shape)
-    saved = _saved(zeros)
+    saved = _save_to_bytes(zeros)
     start, nbytes = _place_of_values(saved)
     made = RecordTemplate(saved[:start], nbytes, saved[start + nbytes :])
     values = bytes(others.reshape(-1).view(torch.uint8).tolist()) if nbytes else b""
-    if made.head + values + made.tail != _saved(others):
+    if made.head + values + made.tail != _save_to_bytes(others):
         raise RecordFormatError(
             f"torch {torch.__version__} writes a {dtype} tensor with bytes that depend on its values"
         )
@@ -94,7 +94,7 @@ def _bytes_of_its_own(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return pattern.view(dtype).reshape(shape) if numel else torch.zeros(shape, dtype=dtype)
 
 
-def _saved(tensor: Tensor) -> bytes:
+def _save_to_bytes(tensor: Tensor) -> bytes:
     stream = io.BytesIO()
     with _without_checksums():
         torch.save(tensor, stream)
@@ -104,7 +104,7 @@ def _saved(tensor: Tensor) -> bytes:
 def _place_of_values(saved: bytes) -> tuple[int, int]:
     """Return the offset and size of the values in a torch.save file."""
     try:
-        return locate_values(read_at(io.BytesIO(saved)), 0, len(saved))
+        return locate_values(make_reader(io.BytesIO(saved)), 0, len(saved))
     except ValueError as error:
         reason = f"torch {torch.__version__} does not store a tensor's values as one plain record: {error}"
         raise RecordFormatError(reason) from error
@@ -203,7 +203,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """All parts of one rank, in the order in which they are written."""
 
     parts: tuple[Part, ...]
@@ -227,26 +227,26 @@ def file_name(rank: int, number: int) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def lay_out(shares: Iterable[Share], rank: int, files: int) -> Layout:
+def lay_out(shares: Iterable[Share], rank: int, files: int) -> FileLayout:
     """Lay out all shares in one buffer, as `files` files of similar size (fewer if there are fewer tensors)."""
-    ordered = _grouped(shares)
+    ordered = _sort_shares(shares)
     spans, items, offset = [], [], 0
-    for number, group in enumerate(_divided(ordered, files)):
-        placed, size = _placed(group, file_name(rank, number), offset)
+    for number, group in enumerate(_divide_evenly(ordered, files)):
+        placed, size = _place_items(group, file_name(rank, number), offset)
         items += placed
         spans.append((file_name(rank, number), offset, size))
         offset += size
-    return Layout((Part(tuple(spans), tuple(items)),))
+    return FileLayout((Part(tuple(spans), tuple(items)),))
 
 
-def lay_out_in_buckets(shares: Iterable[Share], rank: int, window: int) -> Layout:
+def lay_out_in_buckets(shares: Iterable[Share], rank: int, window: int) -> FileLayout:
     """Lay out shares as parts of one file each that fit a buffer of `window` bytes; larger shares are split."""
     pieces = [piece for share in shares for piece in split(share, window)]
     parts = []
-    for number, group in enumerate(_filled(_grouped(pieces), window)):
-        placed, size = _placed(group, file_name(rank, number), 0)
+    for number, group in enumerate(_fill_windows(_sort_shares(pieces), window)):
+        placed, size = _place_items(group, file_name(rank, number), 0)
         parts.append(Part(((file_name(rank, number), 0, size),), tuple(placed)))
-    return Layout(tuple(parts) or (Part((), ()),))
+    return FileLayout(tuple(parts) or (Part((), ()),))
 
 
 def split(share: Share, window: int) -> Iterator[Share]:
@@ -262,14 +262,14 @@ def split(share: Share, window: int) -> Iterator[Share]:
 
 
 def _cut(share: Share, axis: int, start: int, length: int) -> Share:
-    def moved(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    def shift(numbers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(number + (start if at == axis else 0) for at, number in enumerate(numbers))
 
     shape = tuple(length if at == axis else size for at, size in enumerate(share.shape))
-    return replace(share, shape=shape, offsets=moved(share.offsets), within=moved(share.within))
+    return replace(share, shape=shape, offsets=shift(share.offsets), within=shift(share.within))
 
 
-def _grouped(shares: Iterable[Share]) -> list[Share]:
+def _sort_shares(shares: Iterable[Share]) -> list[Share]:
     """Sort large tensors first; equal ones at equal positions are adjacent, ordered by name."""
     return sorted(shares, key=lambda share: (-share.template.nbytes, str(share.dtype), _form(share), share.key))
 
@@ -282,7 +282,7 @@ def _room(share: Share) -> int:
     return -(-share.template.length // ALIGNMENT) * ALIGNMENT
 
 
-def _divided(shares: Sequence[Share], files: int) -> Iterator[list[Share]]:
+def _divide_evenly(shares: Sequence[Share], files: int) -> Iterator[list[Share]]:
     """Yield groups of neighbours of about the same number of bytes."""
     total = sum(map(_room, shares))
     group: list[Share] = []
@@ -297,7 +297,7 @@ def _divided(shares: Sequence[Share], files: int) -> Iterator[list[Share]]:
     assert not group, "the last share completes the last file"
 
 
-def _filled(shares: Iterable[Share], window: int) -> Iterator[list[Share]]:
+def _fill_windows(shares: Iterable[Share], window: int) -> Iterator[list[Share]]:
     group: list[Share] = []
     filled = 0
     for share in shares:
@@ -310,7 +310,7 @@ def _filled(shares: Iterable[Share], window: int) -> Iterator[list[Share]]:
         yield group
 
 
-def _placed(shares: Iterable[Share], name: str, offset: int) -> tuple[list[Item], int]:
+def _place_items(shares: Iterable[Share], name: str, offset: int) -> tuple[list[Item], int]:
     """Return the items of one file that begins at `offset` of the buffer, and the file's size."""
     items, start = [], 0
     for share in shares:

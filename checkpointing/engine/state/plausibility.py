@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.engine.ranks.peer_codec import peer_message
-from checkpointing.engine.state.fingerprints import Form, blocks, combine, weighted, word_type
+from checkpointing.engine.state.fingerprints import PieceSpec, blocks, combine, weighted_sums, word_type
 from checkpointing.engine.state.layout import Item
 
 _ROUNDED_SUM = (torch.float16,)
@@ -60,14 +60,14 @@ class Inspection:
         return InspectionReport(bytes(self._partials), Findings(broken=tuple(self._broken)), replicas)
 
     def _inspect_batch(self, memory: Tensor, batch: Sequence[Item]) -> bytes:
-        form = form_of(batch[0])
+        form = piece_spec(batch[0])
         words = _words(memory, batch, form)
         room = bytearray(8 * len(batch))
         sums = torch.frombuffer(room, dtype=torch.int32).view(len(batch), 2)
         trains = self._trains(batch)
         for item, row, column in blocks(*words.shape):
             block = words[item, row, column]
-            by_row, by_column = weighted(block, form, row.start, column.start)
+            by_row, by_column = weighted_sums(block, form, row.start, column.start)
             sums[item, 0] += by_row
             sums[item, 1] += by_column
             if trains and _sum_is_nan(block, form.dtype):
@@ -86,13 +86,13 @@ class Inspection:
                 self._broken.append((item.key, count))
 
 
-def form_of(item: Item) -> Form:
-    return Form.of(item.dtype, item.shape, item.share.offsets, item.share.whole)
+def piece_spec(item: Item) -> PieceSpec:
+    return PieceSpec.create(item.dtype, item.shape, item.share.offsets, item.share.whole)
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
     """Yield neighbours of one form, as long as they are at a constant distance."""
-    for _, alike in groupby(items, form_of):
+    for _, alike in groupby(items, piece_spec):
         batch: list[Item] = []
         for item in alike:
             if len(batch) > 1 and item.place - batch[-1].place != batch[1].place - batch[0].place:
@@ -102,7 +102,7 @@ def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _words(memory: Tensor, batch: Sequence[Item], form: Form) -> Tensor:
+def _words(memory: Tensor, batch: Sequence[Item], form: PieceSpec) -> Tensor:
     """Return the values of a batch without a copy: items x rows x columns of integers."""
     kind = word_type(form.dtype)
     distance = batch[1].place - batch[0].place if len(batch) > 1 else 0
@@ -130,7 +130,7 @@ _NAMED = 4
 
 
 @dataclass(frozen=True)
-class Judgement:
+class StateJudgement:
     """The verdict on one state: its fingerprints by key, and the reasons not to save it."""
 
     fingerprints: dict[str, str]
@@ -156,14 +156,14 @@ class PlausibilityJudge:
     def judge(
         self, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport],
         replicas: Sequence[Sequence[str]] = (),
-    ) -> Judgement:  # fmt: skip
+    ) -> StateJudgement:  # fmt: skip
         """Judge a state; `everything` has all ranks' items in the order of their reports, `replicas` as in `Plan`."""
         fingerprints = _added_up(everything, [report.partials for report in reports])
         if self.is_off:
-            return Judgement(fingerprints)
+            return StateJudgement(fingerprints)
         nan = nan_reason([found for report in reports for found in report.findings.broken])
         found = tuple(filter(None, [nan, differing_reason(replicas, [report.replicas for report in reports])]))
-        return Judgement(fingerprints, found, bool(found) and self._mode == REFUSE)
+        return StateJudgement(fingerprints, found, bool(found) and self._mode == REFUSE)
 
 
 def nan_reason(broken: Sequence[tuple[str, int]]) -> str:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpointing.engine.ranks.group import Failed, RankGroup, result_or_failed
 from checkpointing.engine.ranks.peer_codec import peer_message
-from checkpointing.engine.state.layout import FileSpan, Item, Layout, Part, Share, lay_out, lay_out_in_buckets
+from checkpointing.engine.state.layout import FileLayout, FileSpan, Item, Part, Share, lay_out, lay_out_in_buckets
 from checkpointing.format.commit import Places, assign_places
 from checkpointing.format.manifest import Index, Piece, TensorInfo, parse_index
 from checkpointing.storage.digests import digest
@@ -37,15 +37,15 @@ from checkpointing.storage.shared_memory import PAGE
 LEAST_WINDOW = 64 * PAGE
 """Minimum bucket size in bytes, regardless of the memory limit."""
 
-Lay = Callable[[Sequence[Share], int], Layout]
+Lay = Callable[[Sequence[Share], int], FileLayout]
 
 
 @dataclass(frozen=True)
-class Plan:
+class AgreedPlan:
     """A rank's part of the agreed layout; `hash` is the same on all ranks, and rank 0 holds the files' contents."""
 
     hash: str
-    layout: Layout
+    layout: FileLayout
     buffers: int
     whole: bool
     """Whether one buffer holds all of a rank's data, on every rank; it can then be rewritten and kept in memory."""
@@ -89,9 +89,9 @@ class Plan:
     def on_disk(self) -> "OnDisk":
         """Return this rank's part as it appears in a checkpoint's folder."""
         files = tuple((*self.places.get(name, (name, 0)), size) for name, _, size in self.files)
-        return OnDisk(self.hash, files, tuple(_moved(self.places, item) for item in self.items), self.index)
+        return OnDisk(self.hash, files, tuple(_move_item(self.places, item) for item in self.items), self.index)
 
-    def index_of(self) -> Index:
+    def decode_index(self) -> Index:
         """Return the index of every checkpoint of this plan; rank 0 only."""
         assert self.index is not None
         return parse_index(self.index)
@@ -107,17 +107,17 @@ class OnDisk:
     index: bytes | None
 
 
-def _moved(places: Places, item: Item) -> Item:
+def _move_item(places: Places, item: Item) -> Item:
     """Return the item with its position in the node's file."""
     piece = item.piece
     file, at = places.get(piece.file, (piece.file, 0))
     return replace(item, piece=replace(piece, file=file, start=piece.start + at, data=piece.data + at))
 
 
-def budgeted(files: int, host_memory: float) -> Lay:
+def layout_for_budget(files: int, host_memory: float) -> Lay:
     """Return a layout function for at most `host_memory` GiB of copies per rank; 0 is unlimited."""
 
-    def lay(shares: Sequence[Share], rank: int) -> Layout:
+    def lay(shares: Sequence[Share], rank: int) -> FileLayout:
         whole = lay_out(shares, rank, files)
         most = int(host_memory * (1 << 30))
         if not most or whole.buffer_bytes <= most:
@@ -129,7 +129,7 @@ def budgeted(files: int, host_memory: float) -> Lay:
 
 def agree_on_plan(
     ranks: RankGroup, tensors: Mapping[str, Tensor], lay: Lay, most: int = 0, *, by_node: bool = False
-) -> Plan:
+) -> AgreedPlan:
     """Plan together; collective. Raises ValueError on every rank if any rank's state cannot be saved.
 
     `most` bytes of host memory (0: no limit) decide whether there is a second buffer; `by_node`: one file per node.
@@ -146,24 +146,24 @@ def agree_on_plan(
         everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
         described = _combined_failure(layouts)
         if described is None:
-            described = result_or_failed(lambda: _described(planned.metadata, _all_moved(places, everything)))
+            described = result_or_failed(lambda: _describe_plan(planned.metadata, _all_moved(places, everything)))
         # If one rank uses buckets, no rank retries or keeps copies; otherwise the ranks would get out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
         agreed = described if isinstance(described, Failed) else (described[0], whole)
     told = ranks.broadcast(agreed)
     if isinstance(told, Failed):
         raise ValueError(told.reason)
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, FileLayout)
     buffers = 1 if most and len(layout.parts) == 1 and 2 * layout.buffer_bytes > most else 2
     mine = places[ranks.rank]
     if not isinstance(described, tuple):
-        return Plan(told[0], layout, buffers, told[1], places=mine, shared=shared)
-    return Plan(
+        return AgreedPlan(told[0], layout, buffers, told[1], places=mine, shared=shared)
+    return AgreedPlan(
         told[0], layout, buffers, told[1], described[1], described[2], everything, mine, shared, planned.replicas
     )
 
 
-def _agreed_places(ranks: RankGroup, layout: Layout | Failed) -> list[Places]:
+def _agreed_places(ranks: RankGroup, layout: FileLayout | Failed) -> list[Places]:
     """Return the positions of every rank's files in the nodes' files, computed locally by each rank; collective."""
     sizes = {} if isinstance(layout, Failed) else {name: size for name, _, size in layout.files}
     told = ranks.all_gather((sizes, ranks.looks_after(shared=False)))
@@ -171,7 +171,7 @@ def _agreed_places(ranks: RankGroup, layout: Layout | Failed) -> list[Places]:
 
 
 def _all_moved(places: Sequence[Places], everything: Sequence[Sequence[Item]]) -> list[list[Item]]:
-    return [[_moved(mine, item) for item in part] for mine, part in zip(places, everything, strict=True)]
+    return [[_move_item(mine, item) for item in part] for mine, part in zip(places, everything, strict=True)]
 
 
 # ---- a rank's local plan in plain fields for sending; the receiver rebuilds torch's classes
@@ -203,7 +203,7 @@ class LocalPlan:
 
 def _plan_message(plan: SavePlan) -> LocalPlan:
     """Return the plan as a message; raises ValueError for an item that is not a dense tensor."""
-    return LocalPlan(tuple(map(_planned, plan.items)), tuple(plan.planner_data))
+    return LocalPlan(tuple(map(_planned_item, plan.items)), tuple(plan.planner_data))
 
 
 def _save_plan(plan: LocalPlan) -> SavePlan:
@@ -211,13 +211,13 @@ def _save_plan(plan: LocalPlan) -> SavePlan:
     return SavePlan([_write_item(item) for item in plan.items], planner_data={key: (key,) for key in plan.keys})
 
 
-def _kept(before: SavePlan, after: SavePlan) -> tuple[int, ...]:
+def _kept_item_numbers(before: SavePlan, after: SavePlan) -> tuple[int, ...]:
     """Return the local plan's item numbers that the agreed plan keeps."""
     number = {item.index: at for at, item in enumerate(before.items)}
     return tuple(number[item.index] for item in after.items)
 
 
-def _planned(item: WriteItem) -> PlannedItem:
+def _planned_item(item: WriteItem) -> PlannedItem:
     data = item.tensor_data
     if data is None or data.properties.memory_format != torch.contiguous_format:
         raise ValueError(f"{item.index.fqn}: is no dense tensor to torch's planner")
@@ -268,7 +268,7 @@ def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
         agreed: tuple[list[tuple[int, ...]], Metadata] | Failed | None = _combined_failure(plans)
         if agreed is None:
             whole = [told for told in plans if not isinstance(told, Failed)]
-            agreed = result_or_failed(lambda: _decided(whole))
+            agreed = result_or_failed(lambda: _decide_items(whole))
         if isinstance(agreed, Failed):
             shares = [agreed] * ranks.size
         else:
@@ -289,11 +289,11 @@ def find_replicas(plans: Sequence[LocalPlan]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(piece for piece in of_rank if counts[piece] > 1) for of_rank in pieces)
 
 
-def _decided(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
+def _decide_items(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
     """Return for each rank the numbers of the items that it writes, and the metadata of all items."""
     plans = [_save_plan(each) for each in told]
     agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
-    return [_kept(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
+    return [_kept_item_numbers(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
 
 
 def _combined_failure(results: Sequence[Any]) -> Failed | None:
@@ -309,20 +309,20 @@ def _combined_failure(results: Sequence[Any]) -> Failed | None:
 def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
     """Return this rank's plan as if it were alone; raises ValueError for state without well-defined content."""
     with torch.no_grad():
-        checked = {key: _checked(key, tensor).detach() for key, tensor in sorted(tensors.items())}
+        checked = {key: _check_tensor(key, tensor).detach() for key, tensor in sorted(tensors.items())}
         plan = create_default_local_save_plan(checked, is_coordinator=False)
     # Like DCP for a flat state dict: tools that rebuild a nested one look up the key's path here.
     return replace(plan, planner_data={key: (key,) for key in checked})
 
 
-def _checked(key: str, tensor: Tensor) -> Tensor:
+def _check_tensor(key: str, tensor: Tensor) -> Tensor:
     """Return the tensor; raises ValueError if its values cannot be copied into a file and back."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{key}: a {type(tensor).__name__} is no tensor; put it into `extra`")
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{key}: a partial DTensor has no value before it is reduced")
-        _checked(key, tensor._local_tensor)
+        _check_tensor(key, tensor._local_tensor)
         return tensor
     if tensor.is_meta:
         raise ValueError(f"{key}: a tensor on the meta device has no values: give it some, or set it to None")
@@ -348,7 +348,7 @@ def _share(item: WriteItem) -> Share:
     )
 
 
-def _described(metadata: Metadata | None, everything: Sequence[Sequence[Item]]) -> tuple[str, bytes, bytes]:
+def _describe_plan(metadata: Metadata | None, everything: Sequence[Sequence[Item]]) -> tuple[str, bytes, bytes]:
     """Return the plan's hash, `.metadata` and `index.json`."""
     assert metadata is not None
     items = [item for part in everything for item in part]

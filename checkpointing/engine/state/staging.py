@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from checkpointing.engine.ranks.group import FAILURES, Failed, start_background_thread
 from checkpointing.engine.state.fingerprints import digest_replicas
 from checkpointing.engine.state.layout import Item, Part
-from checkpointing.engine.state.save_plan import Plan
+from checkpointing.engine.state.save_plan import AgreedPlan
 from checkpointing.writer.arena import Arena
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ The copying thread may lose its core in the middle. A caller that settles ends t
 _version = operator.attrgetter("_version")
 
 
-class Copy:
+class PendingCopy:
     """A copy in progress. `failure` is settled once `wait` has returned."""
 
     def __init__(self, views: Sequence[Tensor], sources: Sequence[Tensor], versions: list[int] | None) -> None:
@@ -51,7 +51,7 @@ class Copy:
                 else:
                     self._enqueue(side, ready)
         except FAILURES as error:
-            self.failure = Failed.of(error)
+            self.failure = Failed.from_error(error)
         if not fits():  # checked now, while they are all in the cache
             self.failure = Failed("tensors were given other memory since the last save", final=True)
         self._issued.set()
@@ -120,10 +120,10 @@ class Copier:
     def __init__(self, *, lazy: bool, gpu: torch.device | None) -> None:
         """Create a copier; `gpu` is the device of the tensors, None for host memory."""
         self._lazy, self._gpu = lazy, gpu
-        self._last: Copy | None = None
+        self._last: PendingCopy | None = None
         self._side = torch.cuda.Stream(gpu) if gpu is not None else None
         self._pinned: list[Tensor] = []
-        self._orders: queue.SimpleQueue[tuple[Copy, Any, Fits] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[PendingCopy, Any, Fits] | None] = queue.SimpleQueue()
         self._thread = start_background_thread(self._serve, "checkpoint-copy") if lazy else None
 
     def pin(self, memory: Sequence[Tensor]) -> None:
@@ -138,13 +138,13 @@ class Copier:
                 return
             self._pinned.append(buffer)
 
-    def copy(self, views: Sequence[Tensor], sources: Sequence[Tensor], fits: Fits) -> Copy:
+    def copy(self, views: Sequence[Tensor], sources: Sequence[Tensor], fits: Fits) -> PendingCopy:
         """Start a copy, or finish it if it is not lazy. Failures are stored in the copy.
 
         `fits` is called in the thread that copies.
         """
         self.settle()
-        copy = Copy(views, sources, _versions(sources) if self._lazy else None)
+        copy = PendingCopy(views, sources, _versions(sources) if self._lazy else None)
         ready = torch.cuda.current_stream(self._gpu).record_event() if self._side is not None else None
         if self._lazy:
             self._last = copy
@@ -280,7 +280,7 @@ class Bucket:
     part: Part
     buffer: int
     memory: Tensor
-    copy: Copy
+    copy: PendingCopy
 
 
 class Staged:
@@ -329,7 +329,7 @@ class Staged:
 class Stager:
     """Views of an arena's buffers for one plan, and the copying of states into them."""
 
-    def __init__(self, arena: Arena, plan: Plan, structure: Structure, mode: str) -> None:
+    def __init__(self, arena: Arena, plan: AgreedPlan, structure: Structure, mode: str) -> None:
         """Write the templates into the arena; `mode` is `block` or `lazy`. WARNING: no order may be in flight."""
         self.plan, self._arena, self._structure = plan, arena, structure
         self._memory = [torch.frombuffer(arena.buffer(at), dtype=torch.uint8) for at in range(arena.buffers)]

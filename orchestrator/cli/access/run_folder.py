@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.controller.leasing.lease import LeaseState, displayed_state, host_of
-from orchestrator.controller.run_dirs.run_folder import foreign
+from orchestrator.controller.leasing.lease import LeaseState, displayed_state, holder_host
+from orchestrator.controller.run_dirs.run_folder import foreign_reason
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 from trainer.contract.config_sections.scheduler_kinds import traits
@@ -28,7 +28,7 @@ def existing_folder(run: str, run_dir: str) -> RunDir:
     """Return the folder of a run. Raises Precondition if it is missing or belongs to another user."""
     if not Path(run_dir).is_dir():
         raise Precondition(_missing(run), where=run_dir, hint=PUT_BACK)
-    if why := foreign(Path(run_dir)):
+    if why := foreign_reason(Path(run_dir)):
         raise Precondition(why, where=run_dir, hint="ask who put it there; nothing in it is read")
     return RunDir(Path(run_dir))
 
@@ -144,13 +144,13 @@ def locate_run(row: dict[str, Any]) -> RunLocation:
 
 def reaches(kind: str, scheduler: str) -> bool:
     """Return whether this host reaches that scheduler; also True if its own scheduler does not answer just now."""
-    from orchestrator.scheduler.available_schedulers import instance_of, kinds
+    from orchestrator.scheduler.available_schedulers import kinds, make_instance
 
     if not scheduler:
         return True
     if kind not in kinds():
         return False
-    return instance_of(kind)() in ("", scheduler)
+    return make_instance(kind)() in ("", scheduler)
 
 
 def where_to_start(scheduler: str, kind: str, here: str) -> str:
@@ -165,5 +165,5 @@ def last_seen(scheduler: str) -> str:
     from orchestrator.registry import fast_queries
 
     held = fast_queries.lease(registry_path(), scheduler)
-    host = host_of(held.holder) if held is not None else ""
+    host = holder_host(held.holder) if held is not None else ""
     return f"the last one ran on {host}" if host else f"registry {registry_path()}"

@@ -4,7 +4,7 @@ import os
 import time
 
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.controller.leasing.lease import displayed_state, host_of
+from orchestrator.controller.leasing.lease import displayed_state, holder_host
 from orchestrator.controller.slurm_contact import SlurmContact, read_contact
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
@@ -16,14 +16,14 @@ RESTART = "`orch controller stop`, then the same again: the next controller has 
 _ELSEWHERE = "in a shell where `sinfo` answers (`export SLURM_CONF=FILE`), type `orch controller start`"
 
 
-def contact_of(lease: Lease | None) -> SlurmContact | None:
+def read_live_contact(lease: Lease | None) -> SlurmContact | None:
     """Return the Slurm contact of the live controller with this lease; None without one or before its first report."""
     return read_contact(registry_path(), lease) if displayed_state(lease, time.time()).alive else None
 
 
-def silence_of(lease: Lease | None) -> str:
+def silence_reason(lease: Lease | None) -> str:
     """Return why a live controller gets no answer from its Slurm; empty if it gets one."""
-    contact = contact_of(lease)
+    contact = read_live_contact(lease)
     return contact.silence if contact is not None else ""
 
 
@@ -45,17 +45,17 @@ def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> boo
         screen.warn("no_answer", f"{told}; {_ELSEWHERE}")
         return True
     from orchestrator.registry import fast_queries
-    from orchestrator.scheduler.available_schedulers import instance_of
+    from orchestrator.scheduler.available_schedulers import make_instance
     from orchestrator.scheduler.scheduler_instance import unknown_instance
 
     leases = [fast_queries.lease(registry_path(), key) for key in (scheduler, unknown_instance(kind)) if key]
-    silence = next(filter(None, map(silence_of, leases)), "")
+    silence = next(filter(None, map(silence_reason, leases)), "")
     if silence:
         told = f"{kind} does not answer the controller ({silence}): the request stands, and is carried out when it does"
         screen.warn("no_answer", told)
     if silence or any(displayed_state(lease, time.time()).alive for lease in leases):
         return bool(silence)
-    reached = instance_of(kind)
+    reached = make_instance(kind)
     if not reached():  # no pass has queried it: no live controller belongs to it
         screen.warn(
             "no_answer", f"{kind} does not answer from here ({reached.silence}): the request stands; {_ELSEWHERE}"
@@ -76,10 +76,13 @@ def compare_with_controller(screen: Screen, kind: str) -> None:
         return
 
     lease = fast_queries.lease(registry_path(), lease_key(kind))
-    contact, mine = contact_of(lease), ClientEnvironment.here()
+    contact, mine = read_live_contact(lease), ClientEnvironment.from_environ()
     if lease is None or contact is None:
         return
-    who, differs = f"the controller (pid {contact.pid} on {host_of(lease.holder)})", contact.client.differences(mine)
+    who, differs = (
+        f"the controller (pid {contact.pid} on {holder_host(lease.holder)})",
+        contact.client.differences(mine),
+    )
     if contact.silence and contact.client.token != mine.token:
         raise Precondition(
             f"{who} gets no answer from Slurm: {contact.silence}", where=f"its {'; its '.join(differs)}", hint=RESTART

@@ -31,7 +31,7 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
     """
     left, right = find_one(first, screen.warn), find_one(second, screen.warn)
     with kept_while_read(left, right):
-        found = _compared(screen, left, right)
+        found = _compare_targets(screen, left, right)
     changed = [item for item in found if not item.equal]
     settings = _settings(left, right)
     if screen.json:
@@ -50,10 +50,10 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
     _show_settings(screen, settings)
 
 
-def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]":
+def _compare_targets(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]":
     verify.prepare()
     from checkpointing.engine.audit.diff import compare, open_side  # torch: seconds to import
-    from checkpointing.errors import Refused
+    from checkpointing.errors import CheckpointRefused
 
     side = left  # the side to name in a refusal; two copies of one checkpoint have the same name
     try:
@@ -62,9 +62,9 @@ def _compared(screen: Screen, left: Target, right: Target) -> "list[TensorDiff]"
         second = open_side(right.storage, right.name)
         with screen.bar("compare") as meter:
             found: list[TensorDiff] = compare(first, second, meter)
-    except (Refused, FileNotFoundError) as refusal:
+    except (CheckpointRefused, FileNotFoundError) as refusal:
         require_there(left, right)
-        if not isinstance(refusal, Refused):
+        if not isinstance(refusal, CheckpointRefused):
             raise
         side = side if refusal.name == side.name else left
         raise CheckpointInvalid(

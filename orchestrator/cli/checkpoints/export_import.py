@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.checkpoints import verify
-from orchestrator.cli.checkpoints.import_weights import bring, staged
+from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
 from orchestrator.cli.checkpoints.target import find_one, kept_while_read
 from orchestrator.cli.config import OVERRIDES
 from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
@@ -68,7 +68,7 @@ def export(
         raise Precondition(
             "the folder is not empty", where=str(folder), hint="name a new folder, or empty this one first"
         ) from error
-    _tell_export(screen, chosen, folder, done, provenance, built_in=order.built_in)
+    _tell_export(screen, chosen, folder, done, provenance, built_in=order.has_built_in_model)
 
 
 def _require_folder(folder: Path, to: str) -> None:
@@ -136,16 +136,17 @@ def import_(
     from orchestrator.submission.create_run import check_beginning
 
     _refuse_swapped(screen, given, preset)
-    source = _weights_at(given)
+    source = _resolve_weights(given)
     words = [f"cluster.kind={cluster}"] if cluster else []
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
     screen.if_interrupted = lambda: "interrupted: no run was made"
     composed = compose(preset, (*overrides, *words), environ=os.environ)
     check_beginning(composed.config, preset)
     _require_weights(given, source)
-    with nullcontext() if dry_run else staged(composed.config.cluster) as staging:
+    with nullcontext() if dry_run else staging_folder(composed.config.cluster) as staging:
         brought = bring(
-            screen, composed.config, staging, source=lambda: _opened(source.absolute()), where=str(source.absolute()),
+            screen, composed.config, staging, source=lambda: _open_weights(source.absolute()),
+            where=str(source.absolute()),
             weights_only=weights_only,
         )  # fmt: skip
         if staging is None:
@@ -172,7 +173,7 @@ def _refuse_swapped(screen: Screen, given: str, preset: str) -> None:
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
-def _weights_at(given: str) -> Path:
+def _resolve_weights(given: str) -> Path:
     """Return the given file or folder. Raises NotFound, or ConfigError for a URL."""
     if "://" in given:
         hint = "download them first, then name the folder"
@@ -199,7 +200,7 @@ def _require_weights(given: str, place: Path) -> None:
         )  # fmt: skip
 
 
-def _opened(place: Path) -> AbstractContextManager[Any]:
+def _open_weights(place: Path) -> AbstractContextManager[Any]:
     from trainer.worker.interchange.weights_import import open_source  # torch
 
     return nullcontext(open_source(place))

@@ -21,7 +21,7 @@ import click
 from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import START, warn_of_missing
-from orchestrator.cli.checkpoints.tiers import Tier, missing_files, own_and_others, own_checkpoints, tiers_of
+from orchestrator.cli.checkpoints.tiers import Tier, missing_files, own_and_others, own_checkpoints, visible_tiers
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, size
 from orchestrator.errors import ConfigError, Precondition
@@ -71,7 +71,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
     if runs:
         with open_store(readonly=True) as store:  # check the names before anything else, controller or not
             runs = tuple(store.run(name).name for name in runs)
-    with _opened(locked=refused and not dry_run) as (store, lease):
+    with _open_registry(locked=refused and not dry_run) as (store, lease):
         chosen = store.runs() if everything else [store.run(name) for name in runs]
         found = [item for run in chosen for item in gc_candidates(store, run, screen, refused=refused)]
         failed = (
@@ -82,7 +82,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
 
 
 @contextmanager
-def _opened(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
+def _open_registry(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
     """Open the registry, with the lease if `locked` (to delete committed checkpoints)."""
     with open_store(readonly=not locked) as store:
         if not locked:
@@ -108,15 +108,15 @@ def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool =
     """Judge every folder of a run that is not a valid checkpoint. Warns of unreadable tiers and skips them."""
     found: list[GcCandidate] = []
     warn_of_missing(screen, run.name, run.run_dir)
-    for tier in tiers_of(RunDir(Path(run.run_dir))):
+    for tier in visible_tiers(RunDir(Path(run.run_dir))):
         try:
-            found += gc_candidates_in(store, run, tier, refused=refused)
+            found += find_tier_candidates(store, run, tier, refused=refused)
         except OSError as error:
             screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error_words(error)}")
     return found
 
 
-def gc_candidates_in(store: "Store", run: "Run", tier: Tier, *, refused: bool = False) -> list[GcCandidate]:
+def find_tier_candidates(store: "Store", run: "Run", tier: Tier, *, refused: bool = False) -> list[GcCandidate]:
     """Judge every folder of a run in one tier that is not a valid checkpoint. Raises OSError."""
     return [*_half_written(store, run, tier), *_corrupt(store, run, tier, refused)]
 
@@ -167,7 +167,7 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
     from checkpointing.verification.verdicts import known_bad
 
     place = RunDir(Path(run.run_dir))
-    own = tiers_of(place)[0].storage
+    own = visible_tiers(place)[0].storage
     bad = known_bad(own, tier.catalog.place, tier.storage)
     bad.update({row.name: row.reason for row in store.checkpoints(run.name) if row.trust is Trust.CORRUPT})
     if not bad:
@@ -202,9 +202,9 @@ def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
 
 def _still_good(tier: Tier, name: str) -> str:
     """Return why a refused copy is kept: its bytes verify now, so another copy was bad or a read failed temporarily."""
-    from checkpointing.verification.verify import verify_in
+    from checkpointing.verification.verify import verify_checkpoint
 
-    bad = {fault.file for fault in verify_in(tier.storage, name, 2).faults}
+    bad = {fault.file for fault in verify_checkpoint(tier.storage, name, 2).faults}
     if not bad:
         return "its bytes are as they were written"
     absent, _ = missing_files(tier.storage, name) if not tier.shared else (frozenset(), 0)
@@ -221,7 +221,7 @@ def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandi
         screen.warn("NotDeleted", f"{item.tier.catalog.place}/{item.name}: {error_words(error)}")
         return False
     if gone and item.what == REFUSED and lease is not None:
-        places = tiers_of(RunDir(Path(store.run(item.run).run_dir)))
+        places = visible_tiers(RunDir(Path(store.run(item.run).run_dir)))
         known = any(row.name == item.name for row in store.checkpoints(item.run))
         if known and not any(tier.catalog.is_committed(item.name) for tier in places):
             reason = "deleted by `orch ckpt gc --refused`"
@@ -239,12 +239,12 @@ def _fence(store: "Store", lease: "Lease | None", item: GcCandidate) -> Callable
         run = store.run(item.run)
         return lambda: not _blocking_attempt(store, run, item.tier, parts.attempt, parts.nonce)
 
-    def held() -> bool:
+    def holds_lease() -> bool:
         assert lease is not None
         now = store.lease()
         return now is not None and (now.epoch, now.holder) == (lease.epoch, lease.holder)
 
-    return held
+    return holds_lease
 
 
 def _show(screen: Screen, found: list[GcCandidate], failed: list[GcCandidate], dry_run: bool) -> None:
@@ -310,10 +310,10 @@ def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]
     warn_of_missing(screen, run.name, run.run_dir)
     trust = {row.name: str(row.trust) for row in store.checkpoints(run.name)}
     place, own = RunDir(Path(run.run_dir)), own_checkpoints(store, run)
-    for tier in tiers_of(place):
+    for tier in visible_tiers(place):
         sums: dict[str, dict[str, Any]] = {}
         try:
-            committed = {entry.name for entry in tier.catalog.committed()}
+            committed = {entry.name for entry in tier.catalog.committed_entries()}
             for name in tier.catalog.names():
                 if name not in own and not tier.is_within(place):
                     continue  # belongs to another run of this name
@@ -323,7 +323,7 @@ def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]
                 row["count"] += 1
                 row["bytes"] += sum(length or 0 for length in tier.storage.list(name).values())
             if DEBRIS in sums:
-                deletable = [item.bytes for item in gc_candidates_in(store, run, tier) if item.deletable]
+                deletable = [item.bytes for item in find_tier_candidates(store, run, tier) if item.deletable]
                 sums[DEBRIS]["collectable"] = sum(deletable)
         except OSError as error:
             screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error_words(error)}")

@@ -19,7 +19,7 @@ SHOWN = 12
 
 
 @contextmanager
-def staged(cluster: ClusterConfig) -> Iterator[Path]:
+def staging_folder(cluster: ClusterConfig) -> Iterator[Path]:
     """Yield the folder in which the checkpoint is made, until its run's folder takes it over."""
     from checkpointing.storage.durable import temporary_folder
     from orchestrator.submission.create_run import writable_root
@@ -50,7 +50,7 @@ def bring(
             if found.complaints:
                 raise _does_not_fit(where, found.complaints)
             step, extra = weights_import.facts(opened, found)
-            made = None if staging is None else _made(screen, staging, step, found.tensors, extra)
+            made = None if staging is None else _write_imported(screen, staging, step, found.tensors, extra)
     except CheckpointError as error:
         hint = "name safetensors files, or a file made with torch.save(model.state_dict(), FILE)"
         raise CheckpointInvalid(f"nothing was imported: {error}", where=where, hint=hint) from error
@@ -73,7 +73,7 @@ def _does_not_fit(where: str, complaints: list[tuple[str, str]]) -> ConfigError:
     return ConfigError("it does not fit: " + "; ".join(lines), where=where, hint=hint)
 
 
-def _made(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
+def _write_imported(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
     from checkpointing.engine.interchange.importer import write_checkpoint
     from checkpointing.format.commit import Name
     from checkpointing.storage.backends import LocalStorage

@@ -10,7 +10,7 @@ import click
 from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder, warn_of_missing
-from orchestrator.cli.checkpoints.target import Target, best_checkpoints, find, is_location, known_run, target_at
+from orchestrator.cli.checkpoints.target import Target, best_checkpoints, find, is_location, known_run, locate_target
 from orchestrator.cli.checkpoints.tested_layouts import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
 from orchestrator.cli.checkpoints.tiers import (
     Tier,
@@ -18,7 +18,7 @@ from orchestrator.cli.checkpoints.tiers import (
     keeps_on_nodes,
     own_and_others,
     own_checkpoints,
-    tiers_of,
+    visible_tiers,
 )
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
@@ -58,7 +58,7 @@ def unpin(screen: Screen, target: str) -> None:
     """Return a checkpoint to retention."""
     from checkpointing.retention import garbage
 
-    storage, names = _pinned(target)
+    storage, names = _find_pins(target)
     if not names:
         raise NotFound(
             f"{target} is not pinned", hint=f"`orch ckpt ls {target.rpartition('@')[0] or 'RUN'}` shows what is"
@@ -84,14 +84,14 @@ def _is_there(target: Target) -> bool:
     return Catalog(target.path.rpartition("/")[0], target.storage).is_committed(target.name)
 
 
-def _pinned(words: str) -> "tuple[Storage, list[str]]":
+def _find_pins(words: str) -> "tuple[Storage, list[str]]":
     """Return the storage and names of the matching pins, including pins of deleted checkpoints."""
     from checkpointing.format.commit import parse_name
     from checkpointing.retention.garbage import pinned_names
     from checkpointing.storage.backends import LocalStorage
 
     if is_location(words):
-        target = target_at(words)
+        target = locate_target(words)
         storage = _pins(target, words)
         return storage, [name for name in pinned_names(storage) if name == target.name]
     run, mark, step = words.rpartition("@")
@@ -127,7 +127,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
         own = own_checkpoints(store, found)
     place = RunDir(Path(found.run_dir))
     warn_of_missing(screen, found.name, found.run_dir)
-    tiers = tiers_of(place)
+    tiers = visible_tiers(place)
     visible = Path(found.run_dir).is_dir()  # if not, the warning above covers it, and the folder's content is unknown
     of_command = is_command(place)
     if of_command:
@@ -166,7 +166,7 @@ def _add_places(screen: Screen, rows: dict[str, dict[str, Any]], place: RunDir, 
     Returns whether every tier could be read. Checkpoints of another run of this name are only counted.
     """
     now, answered = time.time(), True
-    for tier in tiers_of(place):
+    for tier in visible_tiers(place):
         try:
             entries, others = own_and_others(tier, place, own)
         except OSError as error:
@@ -204,10 +204,10 @@ def _mark_gone(screen: Screen, run: str, rows: dict[str, dict[str, Any]], *, of_
         more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
         who = "the folder of the command does not have" if of_command else "no tier has"
         words = f"{who} these checkpoints of {run} any more: {steps}{more}"
-        screen.warn("checkpoints_gone", words if of_command else f"{words}; {_then(rows, gone)}")
+        screen.warn("checkpoints_gone", words if of_command else f"{words}; {_describe_resume(rows, gone)}")
 
 
-def _then(rows: dict[str, dict[str, Any]], gone: list[dict[str, Any]]) -> str:
+def _describe_resume(rows: dict[str, dict[str, Any]], gone: list[dict[str, Any]]) -> str:
     """Describe the checkpoint that a resume loads. Not for a `command:`, whose program chooses it."""
     left = [row["step"] for row in rows.values() if row["tiers"] and row["trust"] not in _NOT_RESUMED]
     if left:
@@ -244,7 +244,7 @@ def _best(row: dict[str, Any]) -> str:
     return f"{numbers} best" if row["best"] else numbers
 
 
-def _verified(row: dict[str, Any]) -> str:
+def _summarize_verifications(row: dict[str, Any]) -> str:
     """Return the bad copies, or else the newest verification."""
     from checkpointing.verification.verdicts import RESTORE_TESTED
 
@@ -274,7 +274,10 @@ def _show(screen: Screen, rows: list[dict[str, Any]]) -> None:
     ]
     shown = [{**row, "pin_words": (row["pin"] or "pinned") if row["pinned"] else ""} for row in rows]
     shown = [{**row, "best_words": _best(row)} for row in shown]
-    shown = [{**row, "found": _verified(row)} | (_without_tests(row) if screen.terminal else {}) for row in shown]
+    shown = [
+        {**row, "found": _summarize_verifications(row)} | (_without_tests(row) if screen.terminal else {})
+        for row in shown
+    ]
     screen.table(columns, shown)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder
-from orchestrator.cli.checkpoints.tiers import Tier, own_and_others, own_checkpoints, read_config, tiers_of
+from orchestrator.cli.checkpoints.tiers import Tier, own_and_others, own_checkpoints, read_config, visible_tiers
 from orchestrator.cli.runs.status import restore_test_again
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.states import Trust
@@ -46,7 +46,7 @@ def best_checkpoints(
     from checkpointing.retention.policy import Policy, best_names
     from checkpointing.verification.verdicts import known_bad
 
-    policy = Policy.of(config.checkpoint.keep, config.checkpoint)
+    policy = Policy.from_config(config.checkpoint.keep, config.checkpoint)
     entries: dict[str, Entry] = {}
     numbers: dict[str, float] = {}
     refused = set(bad)
@@ -65,11 +65,11 @@ def best_checkpoints(
 
 
 def _number(tier: Tier, name: str, metric: str) -> float | None:
-    from checkpointing.retention.policy import metric_of
+    from checkpointing.retention.policy import read_metric
     from checkpointing.verification.verify import read_sealed
 
     manifest, _ = read_sealed(tier.storage, name)
-    return None if manifest is None else metric_of(manifest, metric)
+    return None if manifest is None else read_metric(manifest, metric)
 
 
 def name_of_best(run: "Run") -> str:
@@ -78,7 +78,7 @@ def name_of_best(run: "Run") -> str:
     with open_store(readonly=True) as store:
         bad = [row.name for row in store.checkpoints(run.name) if row.trust in (Trust.CORRUPT, Trust.SUSPECT)]
         own = own_checkpoints(store, run)
-    found = best_checkpoints(place, tiers_of(place), own, bad)
+    found = best_checkpoints(place, visible_tiers(place), own, bad)
     if not found.metric:
         raise ConfigError(
             f"{run.name} has no checkpoint.best.metric: nobody says which checkpoint is the best",
@@ -136,7 +136,7 @@ class Target:
         from checkpointing.format.commit import parse_name
 
         parts = parse_name(self.name)
-        return self.run_dir.config_of(parts.attempt) if self.run_dir is not None and parts is not None else None
+        return self.run_dir.attempt_config(parts.attempt) if self.run_dir is not None and parts is not None else None
 
     @property
     def run_config_file(self) -> Path | None:
@@ -144,7 +144,9 @@ class Target:
         from checkpointing.format.commit import parse_name
 
         parts = parse_name(self.name)
-        return self.run_dir.run_config_of(parts.attempt) if self.run_dir is not None and parts is not None else None
+        return (
+            self.run_dir.attempt_run_config(parts.attempt) if self.run_dir is not None and parts is not None else None
+        )
 
     @property
     def config(self) -> Any:
@@ -159,7 +161,7 @@ def find(words: str, warn: Warn) -> list[Target]:
     has a checkpoint.
     """
     if is_location(words):
-        return [target_at(words)]
+        return [locate_target(words)]
     name, mark, step = words.partition("@") if not words.startswith("@") else _after_last(words)
     if mark and not step:
         raise ConfigError("no step is given after the @", where=words, hint=f"{name}@latest is the newest; or {WAYS}")
@@ -167,7 +169,7 @@ def find(words: str, warn: Warn) -> list[Target]:
         run = known_run(name)
     except NotFound:
         if not mark and Path(name).is_dir():
-            return [target_at(words)]  # a folder in the current directory, typed without a slash
+            return [locate_target(words)]  # a folder in the current directory, typed without a slash
         before, colon, number = name.rpartition(":")
         if not (colon and number.isdigit()):
             raise
@@ -207,15 +209,15 @@ def is_location(words: str) -> bool:
     return "/" in words or words in (".", "..") or words.startswith("~")
 
 
-def target_at(words: str) -> Target:
+def locate_target(words: str) -> Target:
     """Return the checkpoint at a folder's path or URL, with the run whose folder contains it."""
     from checkpointing.format.commit import parse_name
-    from checkpointing.storage.backends import LocalStorage, storage_at, without_secrets
+    from checkpointing.storage.backends import LocalStorage, open_storage, without_secrets
 
     if "://" in words and not words.startswith("file://"):
         above, _, name = words.rstrip("/").rpartition("/")
         try:
-            target = Target(storage_at(above), name, words.rstrip("/"))
+            target = Target(open_storage(above), name, words.rstrip("/"))
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{without_secrets(words)} cannot be read: {error}", hint=WAYS_TO_STORES) from error
     else:
@@ -284,7 +286,7 @@ def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
     found: dict[str, list[Target]] = {}
     unread: OSError | None = None
     # Shared tiers first: a node's own disk may have only a part.
-    for tier in sorted(tiers_of(place), key=lambda tier: not tier.shared):
+    for tier in sorted(visible_tiers(place), key=lambda tier: not tier.shared):
         try:
             entries, _ = own_and_others(tier, place, own)
         except OSError as error:

@@ -33,7 +33,7 @@ def by_checkpoint(tests: Iterable[RestoreTest]) -> dict[str, list[RestoreTest]]:
 def newest_by_layout(tests: Iterable[RestoreTest]) -> dict[str, RestoreTest]:
     """Return, from the tests of one checkpoint, the newest test with a verdict on each layout."""
     finished = [test for test in tests if test.ended_at is not None and test.verdict not in UNDECIDED]
-    newest = {test.layout: test for test in sorted(finished, key=_ended)}
+    newest = {test.layout: test for test in sorted(finished, key=_end_time)}
     return dict(sorted(newest.items(), key=lambda item: (item[0] != SAME, len(item[0]), item[0])))
 
 
@@ -63,15 +63,15 @@ def newest_proven(tests: Iterable[RestoreTest], there: Mapping[str, float]) -> P
 def _proven(tests: list[RestoreTest]) -> Proven | None:
     """Return the layouts that one checkpoint is proven on. CORRUPT on any layout voids all earlier restores."""
     newest = newest_by_layout(tests).values()
-    corrupt_at = max((_ended(test) for test in newest if test.verdict == Outcome.CORRUPT), default=0.0)
-    good = [test for test in newest if test.verdict == Outcome.RESTORED and _ended(test) > corrupt_at]
+    corrupt_at = max((_end_time(test) for test in newest if test.verdict == Outcome.CORRUPT), default=0.0)
+    good = [test for test in newest if test.verdict == Outcome.RESTORED and _end_time(test) > corrupt_at]
     if not good:
         return None
     return Proven(
         step=good[0].step, checkpoint=good[0].checkpoint, layouts=tuple(test.layout for test in good),
-        ended_at=max(map(_ended, good)),
+        ended_at=max(map(_end_time, good)),
     )  # fmt: skip
 
 
-def _ended(test: RestoreTest) -> float:
+def _end_time(test: RestoreTest) -> float:
     return test.ended_at or 0.0

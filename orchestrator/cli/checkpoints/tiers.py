@@ -86,7 +86,7 @@ def keeps_on_nodes(place: RunDir) -> bool:
     return config is not None and any(not tier.shared for tier in config.checkpoint.tiers)
 
 
-def tiers_of(place: RunDir) -> list[Tier]:
+def visible_tiers(place: RunDir) -> list[Tier]:
     """Return every tier of the run that is visible from this machine, the run's own folder first.
 
     An unreachable tier is included; listing it raises OSError.
@@ -102,7 +102,7 @@ def tiers_of(place: RunDir) -> list[Tier]:
     found = [Tier("run", Catalog(place.checkpoints), is_copy_target=bool(said) and said[0].path != RUN)]
     for number, tier in enumerate(said):
         if tier.path != RUN:
-            found += _configured(place, tier, is_copy_target=number > 0)
+            found += _configured_tiers(place, tier, is_copy_target=number > 0)
     return found
 
 
@@ -115,13 +115,13 @@ def own_checkpoints(store: "Store", run: "Run") -> "OwnCheckpoints":
 
 def own_and_others(tier: Tier, place: RunDir, own: "OwnCheckpoints") -> "tuple[list[Entry], list[Entry]]":
     """Return this run's committed checkpoints in the tier, and those of other runs of this name. Raises OSError."""
-    entries = tier.catalog.committed()
+    entries = tier.catalog.committed_entries()
     if tier.is_within(place):
         return entries, []
     return [entry for entry in entries if entry.name in own], [entry for entry in entries if entry.name not in own]
 
 
-def _configured(place: RunDir, said: "TierConfig", *, is_copy_target: bool) -> list[Tier]:
+def _configured_tiers(place: RunDir, said: "TierConfig", *, is_copy_target: bool) -> list[Tier]:
     """Return one configured tier as visible from here: of the nodes' own disks only the folders on this machine."""
     from checkpointing.tiers.catalog import Catalog
     from checkpointing.tiers.tier import resolve_tier

@@ -55,13 +55,15 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     screen.if_interrupted = lambda: "interrupted: only results that were printed are recorded"
     found = find(target, screen.warn)
     chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]
-    answers = [answer for item in chosen if (answer := _kept(screen, item, level, alone=len(chosen) == 1)) is not None]
+    answers = [
+        answer for item in chosen if (answer := _verify_pinned(screen, item, level, alone=len(chosen) == 1)) is not None
+    ]
     if screen.json:
         screen.data("ckpt.verify", answers)
     return 0 if all(answer["ok"] for answer in answers) else CheckpointInvalid.exit_code
 
 
-def _kept(screen: Screen, target: Target, level: int, *, alone: bool) -> dict[str, Any] | None:
+def _verify_pinned(screen: Screen, target: Target, level: int, *, alone: bool) -> dict[str, Any] | None:
     """Verify one checkpoint, pinned meanwhile. Returns None if it is one of several and its run has deleted it."""
     try:
         with kept_while_read(target):
@@ -109,9 +111,9 @@ def _check_readable(target: Target) -> None:
 
 def _part(target: Target, level: int, meter: Any, absent: Collection[str], count: int) -> "Report":
     """Verify the files of a checkpoint that this node has. Structure and values need all files."""
-    from checkpointing.verification.verify import verify_in
+    from checkpointing.verification.verify import verify_checkpoint
 
-    report = verify_in(target.storage, target.name, min(level, 2), meter)
+    report = verify_checkpoint(target.storage, target.name, min(level, 2), meter)
     faults = tuple(fault for fault in report.faults if fault.file not in absent)
     notes = [f"{len(absent)} of {count} files, which other nodes have: that part was not looked at"]
     notes += ["structure and values (levels 3 and 4), which need every file: not looked at"] if level > 2 else []
@@ -120,15 +122,15 @@ def _part(target: Target, level: int, meter: Any, absent: Collection[str], count
 
 def _whole(target: Target, level: int, meter: Any) -> "Report":
     if level < 3:
-        from checkpointing.verification.verify import verify_in
+        from checkpointing.verification.verify import verify_checkpoint
 
-        return verify_in(target.storage, target.name, level, meter)
+        return verify_checkpoint(target.storage, target.name, level, meter)
     prepare()
     # Only these levels need torch, which takes seconds to import.
-    from checkpointing.engine.audit.audit import audit_in
-    from trainer.worker.saved_state.checkpoint_contents import expected
+    from checkpointing.engine.audit.audit import audit_checkpoint
+    from trainer.worker.saved_state.checkpoint_contents import expected_entries
 
-    report: Report = audit_in(target.storage, target.name, level, meter, expected)
+    report: Report = audit_checkpoint(target.storage, target.name, level, meter, expected_entries)
     return report
 
 
@@ -145,8 +147,9 @@ def _record_verdict(screen: Screen, target: Target, report: "Report") -> None:
     own = LocalStorage(target.run_dir.checkpoints)
     place = target.path.rpartition("/")[0]
     try:
-        found = verdicts.Verdict(
-            name=target.name, place=place, manifest=verdicts.manifest_of(target.storage, target.name), ok=report.ok,
+        found = verdicts.CopyVerdict(
+            name=target.name, place=place, manifest=verdicts.read_manifest_digest(target.storage, target.name),
+            ok=report.ok,
             level=report.level, at=time.time(), reason=_line(report.faults[0]) if report.faults else "",
         )  # fmt: skip
         verdicts.record(own, found)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.access.run_folder import START, TAKE_OVER, controller_state
-from orchestrator.cli.access.slurm_environment import silence_of
+from orchestrator.cli.access.slurm_environment import silence_reason
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, iso, span
@@ -176,7 +176,7 @@ def status(screen: Screen) -> None:
     from orchestrator.registry import fast_queries
 
     health, every = service.status(registry_path()), service.statuses(registry_path())
-    unanswered = {held.scheduler: silence_of(held) for held in fast_queries.leases(registry_path())}
+    unanswered = {held.scheduler: silence_reason(held) for held in fast_queries.leases(registry_path())}
     if screen.json:
         controllers = [{**_plain(one), "silence": unanswered.get(one.scheduler, "")} for one in every]
         screen.data("controller.status", {**_plain(health), "controllers": controllers})

@@ -109,8 +109,8 @@ def registry(path: Path) -> Iterator[Check]:
     from orchestrator.registry import fast_queries, file_systems, versions
 
     try:
-        mount = file_systems.mounted(path.absolute().parent)
-        journal = file_systems.journal_for(path.absolute(), mount)
+        mount = file_systems.find_mount(path.absolute().parent)
+        journal = file_systems.choose_journal_mode(path.absolute(), mount)
         version = fast_queries.version(path)
         versions.require_known(version, path)
     except RegistryError as error:
@@ -164,16 +164,16 @@ def run_folder(root: Path | None) -> Iterator[Check]:
 
 def is_local(root: Path) -> bool:
     """Return whether the folder is on a file system that other hosts cannot see."""
-    from orchestrator.registry.file_systems import mounted
+    from orchestrator.registry.file_systems import find_mount
 
-    mount = mounted(_nearest(root))
+    mount = find_mount(_nearest(root))
     return mount is not None and mount.is_local
 
 
 def _kind(path: Path) -> str:
-    from orchestrator.registry.file_systems import mounted
+    from orchestrator.registry.file_systems import find_mount
 
-    mount = mounted(path)
+    mount = find_mount(path)
     return mount.kind if mount else "unknown file system"
 
 

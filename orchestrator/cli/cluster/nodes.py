@@ -40,7 +40,7 @@ def ls(screen: Screen) -> None:
         Column("ATTEMPTS", "attempts", count, right=True),
         Column("FAILURES", "failures", count, right=True),
         Column("LAST SEEN", "_ago", _ago) if people else Column("LAST_SEEN", "last_seen"),
-        Column("EXCLUDED FOR", "_left", _for) if people else Column("EXCLUDED_UNTIL", "excluded_until"),
+        Column("EXCLUDED FOR", "_left", _format_remaining) if people else Column("EXCLUDED_UNTIL", "excluded_until"),
         *([Column("BY", "excluded_by")] if people else []),
         Column("WHY", "reason"),
         *([] if people else [Column("EXCLUDED_BY", "excluded_by")]),
@@ -72,7 +72,7 @@ def _ago(age: float | None) -> str:
     return "never" if age is None else f"{span(age)} ago"
 
 
-def _for(left: float | None) -> str:
+def _format_remaining(left: float | None) -> str:
     """Format the remaining time of an exclusion."""
     return "until released" if left is not None and left > UNTIL_RELEASED / 2 else span(left)
 
@@ -91,7 +91,7 @@ def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str
     until = UNTIL_RELEASED if period is None else time.time() + _seconds(period)
     by = f"{own_name()}@{socket.gethostname()}"
     args = {"until": until, "why": f"{by}: {' '.join(why.split())[:_LONGEST_WHY]}" if why.split() else by}
-    return _request_each(screen, EXCLUDE, _expanded(names), args, no_controller)
+    return _request_each(screen, EXCLUDE, _expand_names(names), args, no_controller)
 
 
 def _seconds(period: str) -> float:
@@ -103,7 +103,7 @@ def _seconds(period: str) -> float:
     return seconds
 
 
-def _expanded(names: tuple[str, ...]) -> list[str]:
+def _expand_names(names: tuple[str, ...]) -> list[str]:
     """Expand host lists to single names. Raises ConfigError."""
     from orchestrator.scheduler.slurm.command_output import expand_nodes
     from orchestrator.scheduler.slurm.sbatch_values import check_nodes  # as for cluster.exclude
@@ -117,14 +117,14 @@ def _expanded(names: tuple[str, ...]) -> list[str]:
 @click.pass_obj
 def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
     """Remove the exclusion of nodes: they may be used again from the next attempt on."""
-    return _request_each(screen, RELEASE, _expanded(names), {}, no_controller)
+    return _request_each(screen, RELEASE, _expand_names(names), {}, no_controller)
 
 
 def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> int:
     """Record the requests, let the controller act, and print its answers."""
     with open_store() as store:
         clusters = {name: _clusters(store, verb, name) for name in names}  # all before the first request
-        asked = [item for name in names for item in _requested(store, verb, name, clusters[name], args)]
+        asked = [item for name in names for item in _request_per_cluster(store, verb, name, clusters[name], args)]
         kinds = sorted({item["kind"] for item in asked if item["where"].reached})
         silent = {kind: wake_controller(screen, kind, no_controller=no_controller) for kind in kinds}
         answerable = [item for item in asked if item["where"].reached or item["where"].lives]
@@ -151,29 +151,29 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
             hint="nodes of a Slurm cluster can be excluded",
         )  # fmt: skip
     if not found and verb == EXCLUDE:
-        found = [_cluster_with(name)]
+        found = [_find_cluster(name)]
     if not found:
         raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the nodes that are known")
     return found
 
 
-def _cluster_with(name: str) -> str:
+def _find_cluster(name: str) -> str:
     """Return the cluster reachable from here that has this so far unused node. Raises NotFound."""
-    from orchestrator.scheduler.available_schedulers import FACTORIES, instance_of, kinds
+    from orchestrator.scheduler.available_schedulers import FACTORIES, kinds, make_instance
 
     reached = False
     for kind in kinds():
         has_node = FACTORIES[kind].has_node
         if has_node is not None and has_node(name):
-            return instance_of(kind)()
-        reached |= has_node is not None and bool(instance_of(kind)())
+            return make_instance(kind)()
+        reached |= has_node is not None and bool(make_instance(kind)())
     more = ", `sinfo -N` those of the cluster" if reached else ""
     raise NotFound(
         f"no run has used a node {name}, and no Slurm here has it", hint=f"`orch nodes ls` lists those of runs{more}"
     )
 
 
-def _requested(
+def _request_per_cluster(
     store: Any, verb: str, name: str, clusters: list[str], args: dict[str, Any]
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Record one request per cluster with this node, under a run of that cluster. Raises Precondition without a run."""

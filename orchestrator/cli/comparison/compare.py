@@ -87,7 +87,7 @@ class Scale:
     high: float
 
     @classmethod
-    def of(cls, curves: Sequence[LossCurve]) -> "Scale | None":
+    def from_curves(cls, curves: Sequence[LossCurve]) -> "Scale | None":
         """Return the scale of the curves; None if no run has a finite loss."""
         steps = [step for curve in curves for step in curve.losses]
         finite = sorted(loss for curve in curves for loss in curve.losses.values() if math.isfinite(loss))
@@ -251,7 +251,7 @@ def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _document(found: Sequence[Compared], steps: Sequence[int]) -> dict[str, Any]:
-    names, scale = [run.name for run in found], Scale.of([run.curve for run in found])
+    names, scale = [run.name for run in found], Scale.from_curves([run.curve for run in found])
 
     def by_run(rows: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         return [{"key": key, "values": dict(zip(names, row, strict=True))} for key, row in rows.items()]
@@ -290,7 +290,7 @@ def _labels(found: Sequence[Compared], width: int) -> list[str]:
 
 
 def _run_table(screen: Screen, found: Sequence[Compared], labels: Sequence[str]) -> None:
-    scale = Scale.of([run.curve for run in found])
+    scale = Scale.from_curves([run.curve for run in found])
     width = WIDE if screen.width > 140 else NARROW
     rows = [
         {
@@ -343,18 +343,18 @@ def _difference_table(
         return
     screen.say(f"\n{what}")
     columns = [Column("KEY", "key"), *(Column(label, label, wraps=True) for label in labels)]
-    shown = [[_shown(value) for value in row] for row in differences.values()]
+    shown = [[_format_value(value) for value in row] for row in differences.values()]
     rows = [{"key": key, **dict(zip(labels, row, strict=True))} for key, row in zip(differences, shown, strict=True)]
     screen.table(columns, rows, aligned=True)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "-" if value is None else value if isinstance(value, str) and value else dump_line(value)
 
 
 def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int], labels: Sequence[str]) -> None:
     if not steps:
-        screen.say(f"\n{_where_they_stand(found, labels) or 'no step was trained by all of them'}")
+        screen.say(f"\n{_describe_progress(found, labels) or 'no step was trained by all of them'}")
         return
     columns = [
         Column("STEP", "step", count, right=True),
@@ -365,13 +365,13 @@ def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int],
         for step in steps
     ]
     if len(found) == 2:
-        columns.append(Column("DIFFERENCE", "apart", _signed, right=True))
+        columns.append(Column("DIFFERENCE", "apart", _format_difference, right=True))
         rows = [{**row, "apart": row[labels[1]] - row[labels[0]]} for row in rows]
     screen.say(f"\nloss at {'the step' if len(steps) == 1 else 'steps'} that all of them trained")
     screen.table(columns, rows, aligned=True)
 
 
-def _where_they_stand(found: Sequence[Compared], labels: Sequence[str]) -> str:
+def _describe_progress(found: Sequence[Compared], labels: Sequence[str]) -> str:
     """Describe the progress that commands report, for lack of losses by step; empty if every run is a workload's."""
     if not any(run.config.get("command") for run in found):
         return ""
@@ -384,5 +384,5 @@ def _where_they_stand(found: Sequence[Compared], labels: Sequence[str]) -> str:
     return f"orch records no losses by step for a `command`, only its progress: {'; '.join(stands)}"
 
 
-def _signed(difference: float) -> str:
+def _format_difference(difference: float) -> str:
     return "0" if difference == 0 else f"{difference:+.4g}"

@@ -68,11 +68,11 @@ class Equality:
     def __str__(self) -> str:
         if self.difference is not None:
             return str(self.difference)
-        said = f"equal bit for bit: {_all_of(self.steps, 'shared step')} ({', '.join(self.compared)})"
-        return said + (f", {_all_of(self.validations, 'validation')}" if self.validations else "")
+        said = f"equal bit for bit: {_format_full_count(self.steps, 'shared step')} ({', '.join(self.compared)})"
+        return said + (f", {_format_full_count(self.validations, 'validation')}" if self.validations else "")
 
 
-def _all_of(count: int, what: str) -> str:
+def _format_full_count(count: int, what: str) -> str:
     return f"{count} of {count} {what}{'' if count == 1 else 's'}"
 
 

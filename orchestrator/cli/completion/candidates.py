@@ -49,7 +49,7 @@ _STATES: dict[str, typing.Collection[str]] = {
 
 def candidates(context: click.Context, parameter: str, incomplete: str) -> list[Item]:
     """Return the candidates that begin with `incomplete`; empty for free text or an unreadable registry."""
-    source = source_of(context, parameter)
+    source = find_source(context, parameter)
     if source is None:
         return []
     try:
@@ -59,7 +59,7 @@ def candidates(context: click.Context, parameter: str, incomplete: str) -> list[
     return list({item.value: item for item in found}.values())
 
 
-def source_of(context: click.Context, parameter: str) -> Source | None:
+def find_source(context: click.Context, parameter: str) -> Source | None:
     """Return the source of candidates for this parameter of a verb; None for free text."""
     verb = context.command_path.partition(" ")[2]
     return _SOURCES.get(f"{verb} {parameter}") or _SOURCES.get(parameter)
@@ -120,10 +120,10 @@ def _keys(context: click.Context, incomplete: str) -> Iterator[Item]:
         if path[: len(above)] != above:
             continue
         whole = len(path) == len(above) + 1
-        end = "." if not whole or keys.is_open(keys.kind_of(path, "")) else "" if sign == "~" else "="
+        end = "." if not whole or keys.is_open(keys.key_type(path, "")) else "" if sign == "~" else "="
         yield CompletionItem(
-            f"{sign}{keys.dotted(path[: len(above) + 1])}{end}", type=OPEN if end else "plain",
-            help=str(keys.default_of(path)) if whole else "",
+            f"{sign}{keys.dotted_key(path[: len(above) + 1])}{end}", type=OPEN if end else "plain",
+            help=str(keys.key_default(path)) if whole else "",
         )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def _values(path: tuple[str, ...], before: str) -> Iterator[Item]:
 
     if path not in keys.every_key():
         return
-    kind, default = keys.kind_of(path, ""), keys.default_of(path)
+    kind, default = keys.key_type(path, ""), keys.key_default(path)
     if kind is bool:
         yield from (CompletionItem(f"{before}{word}") for word in ("true", "false"))
     elif path in _CHOICES:
@@ -186,7 +186,7 @@ def _states(context: click.Context, incomplete: str) -> Iterator[Item]:
     yield from (CompletionItem(str(state)) for state in RunState)
 
 
-def _accepted(context: click.Context, incomplete: str) -> Iterator[Item]:
+def _acceptable_keys(context: click.Context, incomplete: str) -> Iterator[Item]:
     """Yield the settings in which a resumed run may differ from its training so far with `--accept`."""
     from orchestrator.submission.resume_contract import CONFIG, IDENTITY, Rule
 
@@ -204,7 +204,7 @@ def _configs_and_runs(context: click.Context, incomplete: str) -> Iterator[Item]
 
 _SOURCES: dict[str, Source] = {
     "run": _runs, "runs": _runs, "target": _checkpoints, "begin": _checkpoints, "source": _configs, "preset": _configs,
-    "overrides": _keys, "tags": _tags, "states": _states, "names": _nodes, "paths": _files, "accept": _accepted,
+    "overrides": _keys, "tags": _tags, "states": _states, "names": _nodes, "paths": _files, "accept": _acceptable_keys,
     "resume words": _runs_and_keys, "drill words": _drill, "demo words": _keys, "tag words": _signed_tags,
     "config diff first": _configs_and_runs, "config diff second": _configs_and_runs, "ckpt diff first": _checkpoints,
     "ckpt diff second": _checkpoints,

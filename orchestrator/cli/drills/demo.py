@@ -42,7 +42,7 @@ class DemoReport:
     replayed_equal: int
 
     @property
-    def recovered(self) -> bool:
+    def has_recovered(self) -> bool:
         return self.fault is not None and self.recovery_s is not None
 
 
@@ -53,7 +53,7 @@ def read_demo_report(run_dir: Path) -> DemoReport:
     first = _after(events, fault, EventKind.GENERATION_FIRST_STEP)
     restored = _after(events, fault, EventKind.CHECKPOINT_RESTORED)
     before, after = _around(steps, fault)
-    pairs = _replayed(steps)
+    pairs = _replayed_losses(steps)
     return DemoReport(
         fault=_words(fault) if fault else None,
         step=before["step"] if before else None,
@@ -101,7 +101,7 @@ def _around(steps: list[dict[str, Any]], fault: Event | None) -> tuple[dict[str,
     return (before[-1] if before else None), (after[0] if after else None)
 
 
-def _replayed(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
+def _replayed_losses(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """Return pairs of losses, first and last, of the steps that were trained again."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
@@ -171,7 +171,7 @@ def _show(screen: Screen, row: dict[str, Any], report: DemoReport, seconds: floa
     if screen.json:
         document = {**public([row])[0], "seconds": round(seconds, 2), "story": report.__dict__}
         shown = [attempt_json(attempt, generations) for attempt in attempts]
-        screen.data("demo", {**document, "recovered": report.recovered, "attempts": shown})
+        screen.data("demo", {**document, "recovered": report.has_recovered, "attempts": shown})
         return
     screen.say("")
     status_table(screen, [row], aligned=True)
@@ -206,7 +206,7 @@ def _lines(report: DemoReport) -> list[str]:
 def _judge(screen: Screen, row: dict[str, Any], report: DemoReport) -> int:
     """Return 0 if the run was hit, recovered and succeeded. Else raises the error, or with --json returns its code."""
     trouble = end_error(row)
-    if trouble is None and not report.recovered:
+    if trouble is None and not report.has_recovered:
         what = "nothing hit the run" if report.fault is None else "the run ended without having recovered"
         trouble = RunFailed(what, where=row["run_dir"], hint=f"orch show {row['run']}")
     if trouble is None:

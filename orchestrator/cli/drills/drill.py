@@ -19,7 +19,7 @@ from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
-from orchestrator.near_words import did_you_mean_of, nearest
+from orchestrator.near_words import hint_with_choices, nearest
 from trainer.contract.config import JobConfig
 from trainer.contract.config_sections.fault_detection_config import KINDS
 from trainer.contract.config_sections.scheduler_kinds import LOCAL
@@ -80,7 +80,7 @@ def _not_a_pair(words: tuple[str, ...]) -> ConfigError:
 
 def _known(kind: str) -> str:
     if kind not in EXPECTED:
-        hint = did_you_mean_of(nearest(kind, EXPECTED), f"one of {', '.join(EXPECTED)}")
+        hint = hint_with_choices(nearest(kind, EXPECTED), f"one of {', '.join(EXPECTED)}")
         raise ConfigError(f"no such fault: {kind}", where="command line", hint=hint)
     return kind
 

@@ -161,7 +161,7 @@ class DrillRun:
 
     def until_saved(self, seconds: float) -> None:
         """Wait until the demo has trained and saved enough steps. Raises RunFailed if it ends first."""
-        row = self._follower.until(lambda row: is_over(row) or _saved(row) >= SAVED, seconds)
+        row = self._follower.until(lambda row: is_over(row) or _last_saved_step(row) >= SAVED, seconds)
         if is_over(row):
             what = f"{self._run} was {row['state']} before anything could strike"
             raise RunFailed(what, where=row["reason"], hint=f"orch show {self._run}")
@@ -200,7 +200,7 @@ class DrillRun:
     def _card(self, row: dict[str, Any]) -> Scorecard:
         events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
-        ended = _ended(self._run, struck) if struck < row["attempts"] or is_over(row) else None
+        ended = _find_attempt(self._run, struck) if struck < row["attempts"] or is_over(row) else None
         # The controller has the last step, which a full disk may have kept out of the files.
         newest = [{"attempt": struck, "generation": 0, "step": ended.last_step}] if ended and ended.last_step else []
         failure = ended.failure if ended else None
@@ -217,12 +217,12 @@ class DrillRun:
         return replace(event, data={"node": name, **event.data, "rank": None})
 
 
-def _saved(row: dict[str, Any]) -> int:
+def _last_saved_step(row: dict[str, Any]) -> int:
     last = row["last_checkpoint"]
     return int(last["step"]) if last is not None else 0
 
 
-def _ended(run: str, attempt: int) -> Attempt | None:
+def _find_attempt(run: str, attempt: int) -> Attempt | None:
     """Return the controller's record of an attempt, which may have died without an outcome."""
     with open_store(readonly=True) as store:
         return next((one for one in store.attempts(run) if one.number == attempt), None)

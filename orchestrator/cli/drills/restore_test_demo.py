@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpointing.format.manifest import INDEX, parse_index
 from orchestrator.cli.access.registry import open_store, wake_controller
-from orchestrator.cli.restore_tests.group import show_tests, told
+from orchestrator.cli.restore_tests.group import restore_test_json, show_tests
 from orchestrator.cli.runs.events import end_error, following, wait_until_end
 from orchestrator.cli.runs.submit import launch
 from orchestrator.cli.terminal.render import Screen
@@ -54,13 +54,13 @@ class FlippedBit:
 def restore_test_demo(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> int:
     """Train, test, damage, test again, and print the results. Returns 0 if every verdict is correct."""
     started = time.monotonic()
-    run, run_dir = _trained(screen, overrides, root, timeout)
+    run, run_dir = _train_demo_run(screen, overrides, root, timeout)
     newest, older, oldest = _newest_three(run, run_dir)
     tests = []
 
     def test(checkpoint: Checkpoint, layout: str) -> None:
         screen.note(f"restore test of step {checkpoint.step} on {_ranks(layout)}")
-        tests.append(_tested(screen, checkpoint, layout, timeout - (time.monotonic() - started)))
+        tests.append(_run_restore_test(screen, checkpoint, layout, timeout - (time.monotonic() - started)))
         screen.say(verdict_line(tests[-1]))
 
     screen.say("")
@@ -70,12 +70,12 @@ def restore_test_demo(screen: Screen, overrides: tuple[str, ...], root: Path | N
     screen.say(f"damaged    on purpose: one bit of step {bit.step} was flipped, at byte {bit.byte} of {bit.file}")
     test(newest, OTHER_LAYOUT)
     test(older, OTHER_LAYOUT)
-    wrong = unexpected(tests, bit)
+    wrong = describe_wrong_verdicts(tests, bit)
     _show(screen, run, run_dir, tests, bit, wrong, time.monotonic() - started)
     return _judge(screen, run, run_dir, wrong)
 
 
-def _trained(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> tuple[str, str]:
+def _train_demo_run(screen: Screen, overrides: tuple[str, ...], root: Path | None, timeout: float) -> tuple[str, str]:
     """Train the run and return its name and folder. Raises the error that ended it."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
@@ -102,14 +102,14 @@ def _newest_three(run: str, run_dir: str) -> list[Checkpoint]:
     return found[:3]
 
 
-def _tested(screen: Screen, checkpoint: Checkpoint, layout: str, seconds: float) -> RestoreTest:
+def _run_restore_test(screen: Screen, checkpoint: Checkpoint, layout: str, seconds: float) -> RestoreTest:
     """Run one restore test from submission to verdict. Raises WaitTimeout."""
     from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test
-    from orchestrator.restore_tests.create import Asked
+    from orchestrator.restore_tests.create import RestoreTestRequest
 
     with open_store() as store:
-        asked = Asked(checkpoint=checkpoint, layout=layout, forced=True)
+        asked = RestoreTestRequest(checkpoint=checkpoint, layout=layout, forced=True)
         test = begin_test(store, DirectFiles(), store.run(checkpoint.run), asked, time.time())
         wake_controller(screen, LOCAL, no_controller=False)
 
@@ -147,7 +147,7 @@ def _ranks(layout: str) -> str:
     return "the same ranks" if layout == "same" else f"{layout} rank{'' if layout == '1' else 's'}"
 
 
-def unexpected(tests: Sequence[RestoreTest], bit: FlippedBit) -> list[str]:
+def describe_wrong_verdicts(tests: Sequence[RestoreTest], bit: FlippedBit) -> list[str]:
     """Describe every wrong verdict. Pure."""
     found = []
     for test in tests:
@@ -169,7 +169,7 @@ def _show(
     if screen.json:
         document: dict[str, Any] = {
             "run": run, "run_dir": run_dir, "seconds": round(seconds, 2), "damaged": asdict(bit),
-            "tests": [told(test) for test in tests], "passed": not wrong, "wrong": wrong,
+            "tests": [restore_test_json(test) for test in tests], "passed": not wrong, "wrong": wrong,
         }  # fmt: skip
         screen.data("demo.restore-test", document)
         return

@@ -11,7 +11,7 @@ from trainer.contract.failures.save_trouble import short_reason
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedReaction:
     """Expected reaction to a fault, as visible from outside."""
 
     signs: tuple[EventKind, ...]  # the first of these after the fault is its detection
@@ -20,33 +20,33 @@ class Expected:
     then: str  # restart, hold, or go on
 
 
-_KILLED = Expected(signs=(EventKind.RANK_EXITED,), failures=("rank_killed",), names="rank", then="restart")
-_RAISED = Expected(signs=(EventKind.RANK_EXITED,), failures=("exception",), names="rank", then="restart")
-_HUNG = Expected(signs=(EventKind.INCIDENT,), failures=("hang",), names="rank", then="restart")
-_DESYNC = Expected(
+_KILLED = ExpectedReaction(signs=(EventKind.RANK_EXITED,), failures=("rank_killed",), names="rank", then="restart")
+_RAISED = ExpectedReaction(signs=(EventKind.RANK_EXITED,), failures=("exception",), names="rank", then="restart")
+_HUNG = ExpectedReaction(signs=(EventKind.INCIDENT,), failures=("hang",), names="rank", then="restart")
+_DESYNC = ExpectedReaction(
     signs=(EventKind.INCIDENT, EventKind.RANK_EXITED), failures=("desync",), names="rank", then="hold"
 )  # fmt: skip
-_BAD_LOSS = Expected(
+_BAD_LOSS = ExpectedReaction(
     signs=(EventKind.BATCH_SKIPPED, EventKind.RANK_EXITED), failures=("numeric",), names="step", then="restart"
 )  # fmt: skip
-_LOST = Expected(
+_LOST = ExpectedReaction(
     signs=(EventKind.AGENT_LOST, EventKind.ATTEMPT_STARTED), failures=("agent_lost", "node_lost"), names="node",
     then="restart",
 )  # fmt: skip
-EXPECTED: Mapping[str, Expected] = {
+EXPECTED: Mapping[str, ExpectedReaction] = {
     "kill-rank": _KILLED,
     "stop-rank": _HUNG,
-    "slow-rank": Expected(signs=(EventKind.STRAGGLER,), failures=(), names="rank", then="go on"),
+    "slow-rank": ExpectedReaction(signs=(EventKind.STRAGGLER,), failures=(), names="rank", then="go on"),
     "kill-agent": _LOST,
     "kill-node": _LOST,
     "hang-in-collective": _HUNG,
     "desync": _DESYNC,
     "nan": _BAD_LOSS,
-    "full-disk": Expected(
+    "full-disk": ExpectedReaction(
         signs=(EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED), failures=("storage",), names="nobody",
         then="restart",
     ),
-    "corrupt-checkpoint": Expected(
+    "corrupt-checkpoint": ExpectedReaction(
         signs=(EventKind.CHECKPOINT_REFUSED,), failures=("agent_lost", "node_lost"), names="step", then="restart"
     ),
     "raise": _RAISED,
@@ -113,7 +113,7 @@ def score(
     later = [event for event in events if event.time >= fault.time and event is not fault]
     sign = next((event for event in later if event.kind in expected.signs and _tells(event, fault)), None)
     found = _failure(later, fault) or failure
-    named, right = _named(expected, fault, later, found)
+    named, right = _judge_culprit(expected, fault, later, found)
     first = _first_step(later, fault)
     if first is None and running_for is not None:
         first = _started_again(later, fault, now - running_for)
@@ -139,10 +139,10 @@ def score(
         evidence=_evidence(later, found),
     )
     over = back is not None or held or (expected.then == "go on" and sign is not None)
-    return _judged(card, expected, over, state)
+    return _add_verdict(card, expected, over, state)
 
 
-def _judged(card: Scorecard, expected: Expected, over: bool, state: str) -> Scorecard:
+def _add_verdict(card: Scorecard, expected: ExpectedReaction, over: bool, state: str) -> Scorecard:
     """Return the card with a verdict, which names the first thing that went wrong."""
     ended = state in (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.HELD)
     if card.noticed is None:
@@ -196,8 +196,8 @@ def _failure(later: Sequence[Event], fault: Event) -> Mapping[str, Any] | None:
     return None
 
 
-def _named(
-    expected: Expected, fault: Event, later: Sequence[Event], failure: Mapping[str, Any] | None
+def _judge_culprit(
+    expected: ExpectedReaction, fault: Event, later: Sequence[Event], failure: Mapping[str, Any] | None
 ) -> tuple[str | None, bool | None]:
     """Return the named culprit and whether it is correct."""
     if expected.names == "nobody":

@@ -26,7 +26,7 @@ _DAMAGE = 64
 
 def expendable(folder: RunDir) -> Entry:
     """Return the newest committed checkpoint. Raises Precondition without an older one to restore instead."""
-    found = Catalog(folder.checkpoints).committed() if folder.checkpoints.is_dir() else []
+    found = Catalog(folder.checkpoints).committed_entries() if folder.checkpoints.is_dir() else []
     if len(found) < 2:
         raise Precondition(
             f"{folder.name} has {len(found)} committed checkpoints in its own folder: without the newest one it could "

@@ -121,7 +121,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     seen, told = _seen(found, folder), {thread.rank for thread in threads}
     missing = [
         {"rank": one, "node": _node(seen.get(one)), "why": _why(seen.get(one))}
-        for one in _asked(found.cluster, rank, node)
+        for one in _selected_ranks(found.cluster, rank, node)
         if one not in told
     ]
     if not threads:
@@ -144,7 +144,7 @@ def _show(
         screen.data("attach", {"run": found.run, "folder": str(folder), "threads": rows, "missing": missing})
         return
     for thread in threads:
-        where = _on(_node(seen.get(thread.rank)))
+        where = _node_suffix(_node(seen.get(thread.rank)))
         screen.raw(f"rank {thread.rank}{where}, thread {thread.name} (newest call last)")
         for frame in thread.frames:
             screen.raw(f"  {frame}")
@@ -153,7 +153,7 @@ def _show(
     screen.note(f"kept in {folder}")
 
 
-def _asked(cluster: ClusterShape, rank: int | None, node: int | None) -> range:
+def _selected_ranks(cluster: ClusterShape, rank: int | None, node: int | None) -> range:
     """Return the ranks that were asked."""
     if rank is not None:
         return range(rank, rank + 1)
@@ -163,10 +163,10 @@ def _asked(cluster: ClusterShape, rank: int | None, node: int | None) -> range:
 
 def _silence(row: Row) -> str:
     why = f": {row['why']}" if row["why"] else ""
-    return f"rank {row['rank']}{_on(row['node'])} did not answer{why}"
+    return f"rank {row['rank']}{_node_suffix(row['node'])} did not answer{why}"
 
 
-def _on(node: str | None) -> str:
+def _node_suffix(node: str | None) -> str:
     return f" on {node}" if node else ""
 
 

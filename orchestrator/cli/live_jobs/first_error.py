@@ -55,7 +55,7 @@ def first_error(place: RunDir, attempt: int | None) -> RootFailure | None:
     return None
 
 
-def concluded(place: RunDir, run: str, attempt: int | None) -> RootFailure | None:
+def controller_failure(place: RunDir, run: str, attempt: int | None) -> RootFailure | None:
     """Return the failure that the controller concluded if the job left none, with output of the scheduler or agents."""
     with open_store(readonly=True) as store:
         attempts = [each for each in store.attempts(run) if each.failure and attempt in (None, each.number)]

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.run_folder import existing_folder
-from orchestrator.cli.live_jobs.first_error import concluded, first_error
+from orchestrator.cli.live_jobs.first_error import controller_failure, first_error
 from orchestrator.cli.live_jobs.live_attempt import require_rank_and_node
-from orchestrator.cli.runs.events import detached, end_error
+from orchestrator.cli.runs.events import detach_message, end_error
 from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, plain
@@ -32,7 +32,7 @@ _RANK_LOG = re.compile(r"rank-(\d+)\.log(?:\.\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class LogSelection:
     """Selection of logs. At most one of the fields after `attempt` is set; rank 0 is the default."""
 
     attempt: int | None
@@ -42,7 +42,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """A log file, with the prefix of its lines if there are several."""
 
     label: str
@@ -71,7 +71,7 @@ def logs(
     _check(rank, node, controller, follow and screen.json)
     row = one_row(run)
     place = RunDir(Path(row["run_dir"])) if controller else existing_folder(row["run"], row["run_dir"])
-    wanted = Wanted(attempt=attempt, rank=rank, node=node, controller=controller)
+    wanted = LogSelection(attempt=attempt, rank=rank, node=node, controller=controller)
     if rank == "first-error":
         return _first_error(screen, place, row["run"], attempt, only_path)
     sources = _sources(place, wanted, row["run"])
@@ -100,7 +100,7 @@ def _check(rank: str | None, node: int | None, controller: bool, follow_json: bo
         raise ConfigError("-f has no end, --json is one object", where="command line: orch logs", hint="leave one out")
 
 
-def _require_there(place: RunDir, wanted: Wanted) -> None:
+def _require_there(place: RunDir, wanted: LogSelection) -> None:
     """Raise ConfigError for a rank or node that the job does not have, since its log will never appear."""
     attempts = [item.number for item in place.all_attempts() if wanted.attempt in (None, item.number)]
     rank = int(wanted.rank) if wanted.rank is not None and wanted.rank.isdigit() else None
@@ -108,7 +108,7 @@ def _require_there(place: RunDir, wanted: Wanted) -> None:
         require_rank_and_node(load(place, attempts[-1] if attempts else 0).cluster, rank, wanted.node)
 
 
-def _require_folder(place: RunDir, wanted: Wanted, row: dict[str, Any]) -> None:
+def _require_folder(place: RunDir, wanted: LogSelection, row: dict[str, Any]) -> None:
     """Raise NotFound if the log folder of a started attempt is gone, since no logs will appear there."""
     number = wanted.attempt or row["attempt"]
     if wanted.controller or not number or row["state"] not in {*ENDED_RUNS, RunState.HELD, RunState.RUNNING}:
@@ -121,7 +121,7 @@ def _require_folder(place: RunDir, wanted: Wanted, row: dict[str, Any]) -> None:
 
 
 def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, only_path: bool) -> int:
-    found = first_error(place, attempt) or concluded(place, run, attempt)
+    found = first_error(place, attempt) or controller_failure(place, run, attempt)
     if found is None:
         raise NotFound(
             f"no failure is on record for {run}" + (f", attempt {attempt}" if attempt else ""),
@@ -139,11 +139,11 @@ def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, o
     return 0
 
 
-def _sources(place: RunDir, wanted: Wanted, run: str) -> list[Source]:
+def _sources(place: RunDir, wanted: LogSelection, run: str) -> list[LogSource]:
     """Return the selected logs that exist, of the newest attempt unless one is given."""
     if wanted.controller:
         path = state_home() / "controller.log"
-        return [Source("controller", path)] if path.exists() else []
+        return [LogSource("controller", path)] if path.exists() else []
     attempts = place.all_attempts()
     if wanted.attempt is not None:
         attempts = [item for item in attempts if item.number == wanted.attempt]
@@ -152,30 +152,30 @@ def _sources(place: RunDir, wanted: Wanted, run: str) -> list[Source]:
     return _of_attempt(attempts[-1], wanted) if attempts else []
 
 
-def _of_attempt(attempt: AttemptDir, wanted: Wanted) -> list[Source]:
+def _of_attempt(attempt: AttemptDir, wanted: LogSelection) -> list[LogSource]:
     if wanted.node is not None:
-        return _existing([Source(f"node {wanted.node}", attempt.agent_log(wanted.node))])
+        return _existing([LogSource(f"node {wanted.node}", attempt.agent_log(wanted.node))])
     if wanted.rank == "all":
         ranks = {int(match[1]) for path in attempt.logs.glob("rank-*") if (match := _RANK_LOG.fullmatch(path.name))}
-        return [Source(f"rank {rank}", attempt.rank_log(rank)) for rank in sorted(ranks)]
+        return [LogSource(f"rank {rank}", attempt.rank_log(rank)) for rank in sorted(ranks)]
     rank = int(wanted.rank or 0)
-    found = _existing([Source(f"rank {rank}", attempt.rank_log(rank))])
+    found = _existing([LogSource(f"rank {rank}", attempt.rank_log(rank))])
     if found or wanted.rank is not None:
         return found
     # No rank has started yet: use the agents' logs, or else the scheduler's output files.
-    agents = [Source(path.stem, path) for path in sorted(attempt.logs.glob("agent-*.log"))]
+    agents = [LogSource(path.stem, path) for path in sorted(attempt.logs.glob("agent-*.log"))]
     if agents:
         return agents
     caught = [path for pattern in ("*.out", "*.err") for path in sorted(attempt.submission.glob(pattern))]
-    return [Source(path.name, path) for path in caught]
+    return [LogSource(path.name, path) for path in caught]
 
 
-def _existing(sources: list[Source]) -> list[Source]:
+def _existing(sources: list[LogSource]) -> list[LogSource]:
     """Return the logs that have a file; during a rotation there may be only rotated files."""
     return [source for source in sources if log_files(source.path)]
 
 
-def _paths(screen: Screen, sources: list[Source], place: RunDir, wanted: Wanted) -> int:
+def _paths(screen: Screen, sources: list[LogSource], place: RunDir, wanted: LogSelection) -> int:
     if not sources:
         where = str(place.path) if not wanted.controller else str(state_home())
         raise NotFound("there is no such log (yet)", where=where, hint=_what_there_is(place, wanted))
@@ -186,17 +186,17 @@ def _paths(screen: Screen, sources: list[Source], place: RunDir, wanted: Wanted)
     return 0
 
 
-def _what_there_is(place: RunDir, wanted: Wanted) -> str:
+def _what_there_is(place: RunDir, wanted: LogSelection) -> str:
     """Return a command that lists logs of the same attempt, or else the run's events."""
     attempts = [item for item in place.all_attempts() if wanted.attempt in (None, item.number)]
     of = ["--attempt", str(wanted.attempt)] if wanted.attempt is not None else []
     for option, rank in ((["--rank", "all"], "all"), ([], None)):
-        if attempts and _of_attempt(attempts[-1], Wanted(attempt=None, rank=rank, node=None, controller=False)):
+        if attempts and _of_attempt(attempts[-1], LogSelection(attempt=None, rank=rank, node=None, controller=False)):
             return " ".join(["orch logs", place.name, *option, *of, "--path"])
     return f"orch events {place.name}"
 
 
-def _dump(screen: Screen, sources: list[Source], tail: int | None, only: str) -> None:
+def _dump(screen: Screen, sources: list[LogSource], tail: int | None, only: str) -> None:
     prefix = len(sources) > 1
     collected: list[dict[str, Any]] = []
     for source in sources:
@@ -243,7 +243,7 @@ def _text(line: bytes) -> str:
 class _Tail:
     """Reader of the complete new lines of a growing log."""
 
-    def __init__(self, source: Source, lines: int | None) -> None:
+    def __init__(self, source: LogSource, lines: int | None) -> None:
         """Start `lines` before the end; with None, at the beginning."""
         self.source, self._rest = source, b""
         self._reader = LogReader(source.path, lines)
@@ -261,10 +261,10 @@ class _Tail:
         self._reader.close()
 
 
-def _follow(screen: Screen, place: RunDir, wanted: Wanted, run: str, lines: int) -> int:
+def _follow(screen: Screen, place: RunDir, wanted: LogSelection, run: str, lines: int) -> int:
     """Print appended lines, across attempts, until the run has ended and no more arrive. Returns the exit code."""
     tails: dict[Path, _Tail] = {}
-    screen.if_interrupted = lambda: detached(run)
+    screen.if_interrupted = lambda: detach_message(run)
     try:
         while True:
             row = one_row(run)

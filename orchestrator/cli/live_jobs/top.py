@@ -23,7 +23,7 @@ from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso
 from orchestrator.home import registry_path
 from orchestrator.registry.fast_queries import saved_steps
 from trainer.contract.events import EventKind
-from trainer.contract.heartbeat import Heartbeat, Stage
+from trainer.contract.heartbeat import AttemptStage, Heartbeat
 from trainer.contract.rank_readings import RankReading, RankReadings
 from trainer.contract.run_dir import AttemptDir, RunDir
 
@@ -135,7 +135,7 @@ class Reading:
         }  # fmt: skip
 
 
-class Reader:
+class LiveRunReader:
     """Repeated reader of a run; continues in the events where the last read stopped."""
 
     def __init__(self, run: str, run_dir: Path) -> None:
@@ -195,7 +195,7 @@ def worst(ranks: Sequence[RankReading], most: int = WORST) -> Sequence[RankReadi
 def top(screen: Screen, run: str, once: bool, every: float) -> None:
     """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display."""
     row = one_row(run)
-    reader = Reader(row["run"], existing_folder(row["run"], row["run_dir"]).path)
+    reader = LiveRunReader(row["run"], existing_folder(row["run"], row["run_dir"]).path)
     warn_without_controller(screen, [row])
     if screen.json:
         screen.data("top", reader.read().to_json())
@@ -220,10 +220,10 @@ def _print(screen: Screen, reading: Reading) -> None:
         screen.say("")
     # Above the ranks, because a live display is cut at the bottom of the terminal.
     remaining_space = screen.remaining_space
-    for line in told(reading, screen, remaining_space[1] if remaining_space is not None else None):
+    for line in format_events(reading, screen, remaining_space[1] if remaining_space is not None else None):
         screen.say(line, hang=len(screen.when(0.0)) + 2)
     remaining_space = screen.remaining_space
-    rows = shown(reading, remaining_space[0] if remaining_space is not None else None)
+    rows = select_ranks(reading, remaining_space[0] if remaining_space is not None else None)
     if rows:
         screen.say(
             "" if len(rows) == reading.world else f"\nthe {len(rows)} of {count(reading.world)} ranks to look at"
@@ -231,7 +231,7 @@ def _print(screen: Screen, reading: Reading) -> None:
         screen.table(RANKS, [_flat(one) for one in rows], aligned=True)
 
 
-def told(reading: Reading, screen: Screen, width: int | None) -> list[str]:
+def format_events(reading: Reading, screen: Screen, width: int | None) -> list[str]:
     """Return the events, newest last. In a live display, all but the newest are cut to one line of `width`."""
     lines = [f"{screen.when(when)}  {one_line(text)}" for when, text in reading.events]
     return lines if width is None else [*(_cut(line, width) for line in lines[:-1]), *lines[-1:]]
@@ -241,7 +241,7 @@ def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def shown(reading: Reading, lines: int | None) -> Sequence[RankReading]:
+def select_ranks(reading: Reading, lines: int | None) -> Sequence[RankReading]:
     """Return the ranks to show: all if they fit into `lines` (None: no limit), else the worst."""
     rows = reading.ranks if reading.world <= MOST else worst(reading.ranks)
     if lines is None or len(rows) + _ABOVE <= lines:
@@ -301,9 +301,9 @@ def _flat(one: RankReading) -> dict[str, Any]:
 
 
 STAGES: dict[str, str] = {
-    Stage.JOINING: "checking nodes",
-    Stage.WARMING: "importing torch and your code",
-    Stage.CLEARING: "ending the remaining ranks",
+    AttemptStage.JOINING: "checking nodes",
+    AttemptStage.WARMING: "importing torch and your code",
+    AttemptStage.CLEARING: "ending the remaining ranks",
 }
 """Activities of a job while no rank trains."""
 STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "Z": "dead", "X": "gone"}

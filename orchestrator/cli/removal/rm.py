@@ -22,7 +22,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import NotAFile, fsync_dir, read_json
 from checkpointing.storage.storage_errors import error_words
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.checkpoints.tiers import Tier, tiers_of
+from orchestrator.cli.checkpoints.tiers import Tier, visible_tiers
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.controller import failpoints
@@ -53,11 +53,11 @@ class TierCopies:
 
 def find_copies(folder: RunDir, own: OwnCheckpoints, *, keep: bool) -> list[TierCopies]:
     """Return the run's checkpoints in tiers outside its folder; with `keep`, all of them stay."""
-    outside = [tier for tier in tiers_of(folder) if not tier.is_within(folder)]
-    return [_found(tier, own, keep) for tier in outside]
+    outside = [tier for tier in visible_tiers(folder) if not tier.is_within(folder)]
+    return [_find_tier_copies(tier, own, keep) for tier in outside]
 
 
-def _found(tier: Tier, checkpoints: OwnCheckpoints, keep: bool) -> TierCopies:
+def _find_tier_copies(tier: Tier, checkpoints: OwnCheckpoints, keep: bool) -> TierCopies:
     try:
         names = tier.catalog.names()
         if keep:
@@ -190,7 +190,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Choice:
+class RemovalOptions:
     """Files to keep: copies in further tiers, or with `forget`, every file."""
 
     keep_copies: bool = False
@@ -198,7 +198,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RemovalPlan:
     """A run that may be removed. `folder` has its files now; None if there is nothing to delete."""
 
     run: Run
@@ -207,7 +207,7 @@ class Plan:
     bytes: int = 0
     copies: tuple[TierCopies, ...] = ()
     left: tuple[str, ...] = ()  # kept items, each with the reason
-    tests: tuple["Plan", ...] = ()  # its restore tests, which are removed with it
+    tests: tuple["RemovalPlan", ...] = ()  # its restore tests, which are removed with it
 
     @property
     def all_bytes(self) -> int:
@@ -215,14 +215,14 @@ class Plan:
         return self.bytes + sum(item.bytes for item in self.copies) + sum(test.all_bytes for test in self.tests)
 
 
-def plan_removal(store: Store, run: Run, choice: Choice) -> Plan:
+def plan_removal(store: Store, run: Run, choice: RemovalOptions) -> RemovalPlan:
     """Plan the removal without changing anything. Raises Precondition for a run that is live, foreign or has pins."""
     tests = [store.run(test.test) for test in store.restore_tests(run.name) if test.ended_at is not None]
     under_way = [test.test for test in store.restore_tests(run.name, going_on=True)]
     attempts = store.attempts(run.name)
     require_removable(run, attempts, under_way)
     if choice.forget:
-        return Plan(
+        return RemovalPlan(
             run=run, first=attempts[0], folder=None, left=(f"{run.run_dir}: no file was touched (--forget)",),
             tests=tuple(plan_removal(store, test, choice) for test in tests),
         )  # fmt: skip
@@ -235,7 +235,7 @@ def plan_removal(store: Store, run: Run, choice: Choice) -> Plan:
         own = OwnCheckpoints.from_rows(run, attempts)
         copies = tuple(find_copies(RunDir(folder), own, keep=choice.keep_copies))
     left = [f"{item.place}: {item.left}" for item in copies if item.left]
-    return Plan(
+    return RemovalPlan(
         run=run,
         first=attempts[0],
         folder=folder,
@@ -251,7 +251,7 @@ def _refuse_pins(run: Run, folder: RunDir) -> None:
     pinned = pinned_names(LocalStorage(folder.checkpoints))
     if run.removal or not pinned:
         return  # a begun removal has passed this check
-    there = {name for tier in tiers_of(folder) for name in pinned if tier.catalog.is_committed(name)}
+    there = {name for tier in visible_tiers(folder) for name in pinned if tier.catalog.is_committed(name)}
     steps = sorted({parts.step for name in there if (parts := parse_name(name))})
     if not steps:
         return
@@ -289,8 +289,8 @@ def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forg
     A run that is live or has a pinned checkpoint is refused. If the command is killed, the same command finishes.
     """
     with open_store() as store:
-        plans, refused = _plans(screen, store, runs, Choice(keep_copies, forget))
-        if plans and not dry_run and not (yes or _is_confirmed(screen, plans, Choice(keep_copies, forget))):
+        plans, refused = _plans(screen, store, runs, RemovalOptions(keep_copies, forget))
+        if plans and not dry_run and not (yes or _is_confirmed(screen, plans, RemovalOptions(keep_copies, forget))):
             screen.note("nothing was removed")
             return 0
         done = [] if dry_run else [plan.run.name for plan in plans if _is_removed(screen, store, plan)]
@@ -299,9 +299,11 @@ def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forg
     return refused.exit_code if refused else Precondition.exit_code if failed else 0
 
 
-def _plans(screen: Screen, store: Store, names: tuple[str, ...], choice: Choice) -> tuple[list[Plan], OrchError | None]:
+def _plans(
+    screen: Screen, store: Store, names: tuple[str, ...], choice: RemovalOptions
+) -> tuple[list[RemovalPlan], OrchError | None]:
     """Return the possible removals and the first refusal. Raises the refusal if no removal is possible."""
-    plans: list[Plan] = []
+    plans: list[RemovalPlan] = []
     refused: OrchError | None = None
     for name in dict.fromkeys(names):
         try:
@@ -325,7 +327,7 @@ def _plans(screen: Screen, store: Store, names: tuple[str, ...], choice: Choice)
     return [plan for plan in plans if plan.run.name not in along], refused
 
 
-def _is_confirmed(screen: Screen, plans: list[Plan], choice: Choice) -> bool:
+def _is_confirmed(screen: Screen, plans: list[RemovalPlan], choice: RemovalOptions) -> bool:
     """Ask for confirmation. Raises ConfigError if stdin is not a terminal."""
     names = " ".join(plan.run.name for plan in plans)
     if not sys.stdin.isatty():
@@ -339,7 +341,7 @@ def _is_confirmed(screen: Screen, plans: list[Plan], choice: Choice) -> bool:
     return click.confirm("Remove for good?", err=True)
 
 
-def _is_removed(screen: Screen, store: Store, plan: Plan) -> bool:
+def _is_removed(screen: Screen, store: Store, plan: RemovalPlan) -> bool:
     """Remove one run and its restore tests. Returns False, with a warning, if that fails."""
     try:
         for test in plan.tests:
@@ -363,7 +365,7 @@ def _is_removed(screen: Screen, store: Store, plan: Plan) -> bool:
     return True
 
 
-def _is_gone(store: Store, plan: Plan) -> bool:
+def _is_gone(store: Store, plan: RemovalPlan) -> bool:
     """Return whether another command has finished the removal, after waiting a while for it."""
     give_up = time.monotonic() + OTHER_WITHIN
     while time.monotonic() < give_up:
@@ -390,7 +392,7 @@ def _removed_meanwhile(store: Store, name: str) -> OrchError:
     )
 
 
-def remove(store: Store, plan: Plan) -> None:
+def remove(store: Store, plan: RemovalPlan) -> None:
     """Remove one run; continues a removal that was interrupted by a kill. Raises OSError, Precondition."""
     run = plan.run.name
     store.begin_removal(run)
@@ -408,7 +410,7 @@ def remove(store: Store, plan: Plan) -> None:
     store.delete_run(run)
 
 
-def _say(screen: Screen, plans: list[Plan], done: list[str], dry_run: bool) -> None:
+def _say(screen: Screen, plans: list[RemovalPlan], done: list[str], dry_run: bool) -> None:
     if screen.json:
         screen.data("rm", [_as_json(plan, plan.run.name in done) for plan in plans])
         return
@@ -425,7 +427,7 @@ def _say(screen: Screen, plans: list[Plan], done: list[str], dry_run: bool) -> N
         screen.note("nothing was removed")
 
 
-def _lines(plan: Plan) -> list[str]:
+def _lines(plan: RemovalPlan) -> list[str]:
     """Describe what would be removed and what would stay."""
     lines = [f"{plan.run.name}  {plan.run.state}  {plan.run.reason}".rstrip()]
     if plan.folder is not None:
@@ -435,7 +437,7 @@ def _lines(plan: Plan) -> list[str]:
     return [*lines, *(f"  stays   {words}" for words in plan.left)]
 
 
-def _as_json(plan: Plan, removed: bool) -> dict[str, Any]:
+def _as_json(plan: RemovalPlan, removed: bool) -> dict[str, Any]:
     copies = [{"tier": item.place, "checkpoints": list(item.names), "bytes": item.bytes} for item in plan.copies]
     return {
         "run": plan.run.name, "state": str(plan.run.state), "removed": removed, "folder": plan.run.run_dir,

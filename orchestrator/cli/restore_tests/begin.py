@@ -8,7 +8,7 @@ import click
 
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.checkpoints.target import Target, find_one, known_run
-from orchestrator.cli.restore_tests.group import exit_code, show_verdict, told
+from orchestrator.cli.restore_tests.group import exit_code, restore_test_json, show_verdict
 from orchestrator.cli.runs.status import restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, span
@@ -41,7 +41,7 @@ def restore_test(
     """
     from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test
-    from orchestrator.restore_tests.create import Asked, check_test
+    from orchestrator.restore_tests.create import RestoreTestRequest, check_test
     from orchestrator.scheduler.available_schedulers import resolve
 
     if wait_ and no_controller:
@@ -54,26 +54,26 @@ def restore_test(
         wanted = chosen or store.config(run.config_digest).get("restore_tests", {}).get("layouts") or ["same"]
         kind = LOCAL if local else ""
         asked = [
-            Asked(checkpoint=row, layout=each, steps=steps, level=level, tier=tier, kind=kind, forced=True)
+            RestoreTestRequest(checkpoint=row, layout=each, steps=steps, level=level, tier=tier, kind=kind, forced=True)
             for each in wanted
         ]
         for each in asked:
             check_test(store, run, each)  # all of them, before the first one begins
         started = time.time()
-        screen.if_interrupted = lambda: _interrupted(run, started)
+        screen.if_interrupted = lambda: _interrupt_message(run, started)
         begun = [begin_test(store, DirectFiles(), run, each, time.time()) for each in asked]
         for cluster in sorted({resolve(kind or run.cluster), run.cluster}):  # the run's controller records the verdict
             wake_controller(screen, cluster, no_controller=no_controller)
         if wait_:
-            begun = _awaited(screen, store, begun)
+            begun = _await_verdicts(screen, store, begun)
         if screen.json:
-            screen.data("ckpt.restore-test", [told(test) for test in begun])
+            screen.data("ckpt.restore-test", [restore_test_json(test) for test in begun])
         else:
             _tell(screen, begun, wait_)
     return exit_code(begun) if wait_ else 0
 
 
-def _interrupted(run: Run, started: float) -> str:
+def _interrupt_message(run: Run, started: float) -> str:
     with open_store(readonly=True) as store:
         begun = [test.test for test in store.restore_tests(run.name, going_on=True) if test.begun_at >= started]
     if not begun:
@@ -103,7 +103,7 @@ def _checkpoint(screen: Screen, store: Any, run: Run, target: str) -> Checkpoint
     """Return the checkpoint's row in the registry, or one made from a folder that is not registered yet."""
     rows = {row.name: row for row in store.checkpoints(run.name)}
     if store.config(run.config_digest).get("command"):
-        return _of_a_program(run, [row for row in rows.values() if row.trust is not Trust.DELETED], target)
+        return _find_program_checkpoint(run, [row for row in rows.values() if row.trust is not Trust.DELETED], target)
     found: Target = find_one(target, screen.warn)
     if found.name in rows:
         known: Checkpoint = rows[found.name]
@@ -118,7 +118,7 @@ def _checkpoint(screen: Screen, store: Any, run: Run, target: str) -> Checkpoint
     )  # fmt: skip
 
 
-def _of_a_program(run: Run, rows: list[Checkpoint], target: str) -> Checkpoint:
+def _find_program_checkpoint(run: Run, rows: list[Checkpoint], target: str) -> Checkpoint:
     """Return a checkpoint that the user's own program wrote; only the registry knows it."""
     step = target.rpartition("@")[2] if "@" in target[1:] else ""
     same = [row for row in rows if step in ("", "latest", str(row.step), row.name)]
@@ -148,7 +148,7 @@ def _layouts(words: str | None) -> list[str]:
     return found
 
 
-def _awaited(screen: Screen, store: Any, begun: list[RestoreTest]) -> list[RestoreTest]:
+def _await_verdicts(screen: Screen, store: Any, begun: list[RestoreTest]) -> list[RestoreTest]:
     """Wait until all tests have a verdict. Ctrl-C leaves them running."""
     started = time.monotonic()
     with screen.ticker() as ticker:

@@ -15,7 +15,7 @@ from orchestrator.registry.records import RestoreTest
 from trainer.contract.restore_test import FOUND_BAD, Outcome
 
 
-def told(test: RestoreTest) -> dict[str, Any]:
+def restore_test_json(test: RestoreTest) -> dict[str, Any]:
     """Return a test as plain JSON data."""
     return {
         "test": test.test, "run": test.run, "checkpoint": test.checkpoint, "step": test.step, "layout": test.layout,
@@ -54,7 +54,7 @@ _TIMES = (
 )
 
 
-def _rounded(value: Any, digits: int) -> float | None:
+def _round_number(value: Any, digits: int) -> float | None:
     return round(value, digits) if isinstance(value, (int, float)) else None
 
 
@@ -69,8 +69,8 @@ def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool =
         {
             "run": test.run, "step": test.step, "layout": test.layout, "verdict": test.verdict or "under way",
             "age": now - (test.ended_at or test.begun_at), "at": iso(test.ended_at or test.begun_at),
-            "rto": _rounded(test.evidence.get("rto_seconds"), 2),
-            "rate": _rounded(test.evidence.get("bytes_per_second"), 0),
+            "rto": _round_number(test.evidence.get("rto_seconds"), 2),
+            "rate": _round_number(test.evidence.get("bytes_per_second"), 0),
             "compared": test.evidence.get("compared"), "test": test.test, "reason": test.reason,
         }
         for test in tests
@@ -122,7 +122,7 @@ def history(screen: Screen, run: str | None) -> None:
 
 def _show(screen: Screen, verb: str, tests: list[Any], nothing: str) -> None:
     if screen.json:
-        screen.data(verb, [told(test) for test in tests])
+        screen.data(verb, [restore_test_json(test) for test in tests])
         return
     show_tests(screen, tests)
     if not tests:

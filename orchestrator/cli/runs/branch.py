@@ -12,7 +12,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import read_json
 from checkpointing.verification.verdicts import known_bad
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.checkpoints.import_weights import bring, staged
+from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
 from orchestrator.cli.checkpoints.target import Target, find_one, kept_while_read
 from orchestrator.cli.terminal.render import Screen, count
 from orchestrator.config.compose import Composed, compose, recompose
@@ -39,7 +39,7 @@ def branch(
     Raises NotFound, ConfigError, CheckpointInvalid, and Precondition if the checkpoint does not fit.
     """
     chosen = find_one(words, screen.warn)
-    before = config_of(chosen, words)
+    before = trained_config(chosen, words)
     run = require_trusted(screen, store, chosen)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)
     if not preset and before["workload"]["snapshot"]:  # the new run copies the code again, and imports it before that
@@ -82,7 +82,7 @@ def _skipped_by_source(chosen: Target) -> list[dict[str, Any]]:
         ) from error
 
 
-def config_of(chosen: Target, words: str) -> dict[str, Any]:
+def trained_config(chosen: Target, words: str) -> dict[str, Any]:
     """Return the config that the checkpoint's run had then, with the code path of the trained copy, if one exists."""
     file = chosen.run_config_file
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
@@ -162,12 +162,12 @@ def branch_weights(
     if preset:
         composed = compose(preset, overrides, environ=os.environ)
     else:
-        composed = recompose(config_of(chosen, words), overrides)
+        composed = recompose(trained_config(chosen, words), overrides)
     check_beginning(composed.config, words)
     with open_store() as store:
         require_trusted(screen, store, chosen)
     label = f"{chosen.run or chosen.path}@{chosen.step}"
-    with staged(composed.config.cluster) if write else nullcontext() as staging:
+    with staging_folder(composed.config.cluster) if write else nullcontext() as staging:
         found = bring(
             screen, composed.config, staging, source=lambda: _weights(chosen), where=label, weights_only=True
         )  # fmt: skip
@@ -180,7 +180,7 @@ def branch_weights(
 @contextmanager
 def _weights(chosen: Target) -> Iterator[Any]:
     from checkpointing.engine.interchange.exporter import SealedCheckpoint  # torch
-    from trainer.worker.interchange.checkpoint_export import weights_of
+    from trainer.worker.interchange.checkpoint_export import weights_source
 
     with kept_while_read(chosen), SealedCheckpoint(chosen.storage, chosen.name) as sealed:
-        yield weights_of(sealed, Path(chosen.path))
+        yield weights_source(sealed, Path(chosen.path))

@@ -57,7 +57,7 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     _check_overrides(overrides)
     for run in runs:
         _warn_of_edited_config(screen, run)
-    change = Change(overrides=overrides, accepted=accept, note=screen.note)
+    change = ResumeOptions(overrides=overrides, accepted=accept, note=screen.note)
     return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
 
 
@@ -76,7 +76,7 @@ def _warn_of_edited_config(screen: Screen, run: str) -> None:
 
 
 @dataclass(frozen=True)
-class Change:
+class ResumeOptions:
     """Changes that `orch resume` makes to a run, and the differences that the user accepts."""
 
     overrides: tuple[str, ...] = ()
@@ -92,14 +92,14 @@ def _request_each(
     no_controller: bool,
     *,
     here: bool = False,
-    change: Change | None = None,
+    change: ResumeOptions | None = None,
 ) -> int:
     """Record one request per run, let the controller act, and print its answers.
 
     With several runs, a refused request does not stop the others; the exit code is that of the first refusal.
     """
     asked: list[dict[str, Any]] = []
-    screen.if_interrupted = lambda: _interrupted(verb, asked)
+    screen.if_interrupted = lambda: _interrupt_message(verb, asked)
     refused: OrchError | None = None
     silent: dict[str, str] = {}
     with open_store() as store:
@@ -141,7 +141,7 @@ def _needs_controller(item: dict[str, Any]) -> bool:
     return bool(item["where"].reached and (item["ask"] or (item["state"] in LIVE_RUNS and not item["where"].lives)))
 
 
-def _interrupted(verb: str, asked: list[dict[str, Any]]) -> str:
+def _interrupt_message(verb: str, asked: list[dict[str, Any]]) -> str:
     names = [item["run"] for item in asked if item["ask"]]
     if not names:
         return "interrupted: nothing was asked for"
@@ -157,7 +157,9 @@ def _is_answerable(item: dict[str, Any]) -> bool:
     return bool(item["where"].reached or item["where"].lives)
 
 
-def _request(store: Any, verb: str, name: str, target: RunState, here: bool, change: Change | None) -> dict[str, Any]:
+def _request(
+    store: Any, verb: str, name: str, target: RunState, here: bool, change: ResumeOptions | None
+) -> dict[str, Any]:
     run = store.run(name)
     if name not in (run.name, "@last"):
         raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
@@ -197,7 +199,7 @@ def _request(store: Any, verb: str, name: str, target: RunState, here: bool, cha
             where=run.reason,
             hint=f"`orch show {run.name}` tells what happened",
         )
-    changed = _changed(store, run, change) if change is not None else {}
+    changed = _store_changes(store, run, change) if change is not None else {}
     ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
     return {**item, "ask": ask}
 
@@ -225,17 +227,17 @@ def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
     """
     from orchestrator.controller.reconciler.ownership import never_submitted
     from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
-    from orchestrator.controller.run_dirs.run_folder import hidden
+    from orchestrator.controller.run_dirs.run_folder import hidden_reason
 
     if never_submitted(attempts) and run.state in LIVE_RUNS:
         return
     folder = existing_folder(run.name, run.run_dir)
-    if not never_submitted(attempts) and (why := hidden(run, attempts[0])):
+    if not never_submitted(attempts) and (why := hidden_reason(run, attempts[0])):
         raise Precondition(f"{why}; the folder there is not that of {run.name}", where=str(folder.path), hint=PUT_BACK)
     refuse_other_registry(run, attempts, registry)
 
 
-def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict[str, Any]:
+def _already_live(run: Run, item: dict[str, Any], change: ResumeOptions | None) -> dict[str, Any]:
     if change is not None and change.overrides:
         raise Precondition(
             f"{run.name} is {run.state}: its configuration changes only while no job of it lives",
@@ -245,7 +247,7 @@ def _already_live(run: Run, item: dict[str, Any], change: Change | None) -> dict
     return {**item, "answer": "is going on already"}
 
 
-def _changed(store: Any, run: Run, change: Change) -> dict[str, Any]:
+def _store_changes(store: Any, run: Run, change: ResumeOptions) -> dict[str, Any]:
     """Store the changed configuration and return its part of the request. Raises if the resume contract refuses it."""
     from orchestrator.submission.resume_request import resume_request  # omegaconf: only here
 
@@ -260,9 +262,9 @@ def _may_have_job(attempts: list[Any]) -> bool:
 
 def _key_here(kind: str, *, must: bool) -> str:
     """Return the key of the scheduler that this host reaches; if it is silent: empty, or SlurmUnreachable if `must`."""
-    from orchestrator.scheduler.available_schedulers import instance_of
+    from orchestrator.scheduler.available_schedulers import make_instance
 
-    found = instance_of(kind)
+    found = make_instance(kind)
     key = found()
     if must and not key:
         raise SlurmUnreachable(
@@ -279,7 +281,7 @@ def await_answers(screen: Screen, store: Any, asked: list[dict[str, Any]], no_co
     """
     began = time.monotonic()
     with screen.ticker() as ticker:
-        while not _answered(store, asked):
+        while not _record_answers(store, asked):
             waited = time.monotonic() - began
             if no_controller or waited >= ANSWER_TIMEOUT:
                 return
@@ -289,7 +291,7 @@ def await_answers(screen: Screen, store: Any, asked: list[dict[str, Any]], no_co
             time.sleep(0.2)
 
 
-def _answered(store: Any, asked: list[dict[str, Any]]) -> bool:
+def _record_answers(store: Any, asked: list[dict[str, Any]]) -> bool:
     """Record the available answers in the items; return whether all are answered."""
     if not all(item["answer"] for item in asked):
         answers = {ask.id: ask for ask in store.user_requests(pending=False)}

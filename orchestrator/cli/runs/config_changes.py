@@ -79,11 +79,11 @@ _TOLD = 3
 
 def warn_of_edited_config(screen: Screen, row: dict[str, Any]) -> None:
     """Warn of edits in the run's config.json that have no effect, with the command to type; `row` is the status row."""
-    edited = _edited(RunDir(Path(row["run_dir"])))
+    edited = _find_edited_config(RunDir(Path(row["run_dir"])))
     if edited is None:
         return
     path, content, digest = edited
-    asked = _asked(content, digest, row["config_digest"])
+    asked = _edited_overrides(content, digest, row["config_digest"])
     if asked is None:
         return
     command = _command(row, asked or "KEY=VALUE")
@@ -99,12 +99,12 @@ def _command(row: dict[str, Any], change: str) -> str:
     return f"`orch cancel {run}`, then `{resume}`" if row["state"] in LIVE_RUNS else resume
 
 
-def _edited(folder: RunDir) -> tuple[Path, Any, str] | None:
+def _find_edited_config(folder: RunDir) -> tuple[Path, Any, str] | None:
     """Return the config file if it was edited, its content (None: unreadable) and the submitted digest; else None."""
     found: list[tuple[Path, Any, str]] = []
 
     def read() -> None:
-        from trainer.contract.config import digest_of  # dataclasses of a whole job: only for commands that name a run
+        from trainer.contract.config import hash_config  # dataclasses of a whole job: only for commands that name a run
 
         try:
             submitted = str(read_json(folder.run)["config_digest"])
@@ -113,7 +113,7 @@ def _edited(folder: RunDir) -> tuple[Path, Any, str] | None:
             return
         try:
             parsed = json.loads(content)
-            if digest_of(parsed) != submitted:
+            if hash_config(parsed) != submitted:
                 found.append((folder.config, parsed, submitted))
         except ValueError:
             found.append((folder.config, None, submitted))
@@ -124,7 +124,7 @@ def _edited(folder: RunDir) -> tuple[Path, Any, str] | None:
     return found[0] if found else None
 
 
-def _asked(content: Any, submitted: str, current: str) -> str | None:
+def _edited_overrides(content: Any, submitted: str, current: str) -> str | None:
     """Return overrides for the edited values; empty if they are not clear, None if all are in force."""
     from orchestrator.config.compose import diff  # omegaconf: only after an edit
 

@@ -15,10 +15,10 @@ from orchestrator.cli.access.run_folder import START, warn_of_moved
 from orchestrator.cli.runs import timeline
 from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.cli.runs.status import after_end, look_closer, one_row, public, warn_without_controller
-from orchestrator.cli.runs.timeline import EventDescriber, Moment, Repetition, Timeline, progress_line
+from orchestrator.cli.runs.timeline import EventDescriber, Repetition, Timeline, TimelineEntry, progress_line
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
-from orchestrator.cli.terminal.render import Screen, Ticker, iso, one_line, progress
+from orchestrator.cli.terminal.render import Screen, StatusLine, iso, one_line, progress
 from orchestrator.errors import ConfigError, Fenced, RunCancelled, RunFailed, WaitTimeout
 from orchestrator.home import registry_path
 from orchestrator.states import ENDED_RUNS, RunState
@@ -44,12 +44,12 @@ def wait_until_end(screen: Screen, run: str, *, timeout: float | None = None, fo
 @contextmanager
 def following(screen: Screen, run: str, *, follow: bool = True) -> "Iterator[RunFollower]":
     """Yield a follower of one run. Ctrl-C stops the watching, not the run, and prints the run's state."""
-    screen.if_interrupted = lambda: detached(run)
+    screen.if_interrupted = lambda: detach_message(run)
     with screen.ticker() as ticker:
         yield RunFollower(screen, ticker, run, follow)
 
 
-def detached(run: str) -> str:
+def detach_message(run: str) -> str:
     """Return the message after Ctrl-C on a watched run: its state, and the commands to type."""
     row = one_row(run)
     if is_over(row):
@@ -69,7 +69,7 @@ def is_over(row: dict[str, Any]) -> bool:
 class RunFollower:
     """Watcher of one run; `events` has every event seen so far, if they are followed."""
 
-    def __init__(self, screen: Screen, ticker: Ticker, run: str, follow: bool) -> None:
+    def __init__(self, screen: Screen, ticker: StatusLine, run: str, follow: bool) -> None:
         self._screen, self._ticker, self._run, self._follow = screen, ticker, run, follow
         self._feed: EventFeed | None = None
         self._describer = EventDescriber()
@@ -219,7 +219,7 @@ def events(screen: Screen, run: str, follow: bool, start: str | None, everything
 
 
 def _follow(screen: Screen, reader: Timeline, printer: "_Printer", run: str) -> int:
-    screen.if_interrupted = lambda: detached(run)
+    screen.if_interrupted = lambda: detach_message(run)
     while True:
         row = one_row(run)
         fresh = reader.poll()
@@ -232,7 +232,7 @@ def _follow(screen: Screen, reader: Timeline, printer: "_Printer", run: str) -> 
         time.sleep(POLL)
 
 
-def to_json(moment: Moment) -> dict[str, Any]:
+def to_json(moment: TimelineEntry) -> dict[str, Any]:
     """Return a moment as plain JSON data."""
     return {
         "time": iso(moment.time), "attempt": moment.attempt, "generation": moment.generation, "source": moment.source,
@@ -248,7 +248,7 @@ class _Printer:
         self._repetition = Repetition()
         self.printed = 0
 
-    def show(self, moments: list[Moment]) -> None:
+    def show(self, moments: list[TimelineEntry]) -> None:
         for moment in moments:
             if moment.text or self._everything:
                 if not self.printed and not self._screen.terminal:
@@ -256,7 +256,7 @@ class _Printer:
                 self._one(moment)
                 self.printed += 1
 
-    def _one(self, moment: Moment) -> None:
+    def _one(self, moment: TimelineEntry) -> None:
         if not self._screen.terminal:
             cells = (iso(moment.time), moment.place, moment.source, moment.kind, moment.words)
             self._screen.say("\t".join(one_line(cell or "") for cell in cells))

@@ -22,9 +22,9 @@ def warn_of_untold(screen: Screen, rows: list[dict[str, Any]]) -> None:
 def _trouble(row: dict[str, Any]) -> str:
     if not row["notified"].get("newest"):
         return ""
-    from orchestrator.notifications.channels import Notified  # only if a message was sent
+    from orchestrator.notifications.channels import NotificationState  # only if a message was sent
 
-    return Notified.of(row["notified"]).trouble
+    return NotificationState.from_json(row["notified"]).trouble
 
 
 def notified_json(row: dict[str, Any]) -> dict[str, Any] | None:

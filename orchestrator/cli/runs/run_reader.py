@@ -138,12 +138,12 @@ class EventFeed:
                 self._events[path] = tail_offset(path) if self._recent_only else 0
             if path.name in _MAIN_FILES or path in self._rank_zero or file_size(path) > self._events[path]:
                 events, self._events[path] = read_events(path, self._events[path])
-                found += self._wanted(events)
+                found += self._filter_events(events)
                 if any(event.source == _RANK_ZERO for event in events):
                     self._rank_zero.add(path)
         return found
 
-    def _wanted(self, events: list[Event]) -> list[Event]:
+    def _filter_events(self, events: list[Event]) -> list[Event]:
         if not self._recent_only:
             return events
         return [event for event in events if event.source == _RANK_ZERO or not event.source.startswith("rank-")]

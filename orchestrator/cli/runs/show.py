@@ -15,15 +15,15 @@ from orchestrator.cli.runs.config_changes import code_words, config_changes, sho
 from orchestrator.cli.runs.notified import notified_json, notified_words, warn_of_untold
 from orchestrator.cli.runs.show_tables import (
     compared_table,
+    find_proven_checkpoint,
     incident_tables,
     incidents_json,
     own_lines,
-    proven_of,
     restore_tests_json,
     say_restore_tests,
 )
 from orchestrator.cli.runs.status import (
-    go_on,
+    continue_command,
     look_closer,
     one_row,
     public,
@@ -37,7 +37,16 @@ from orchestrator.cli.terminal.render import Column, Screen, count, decimal, hos
 from orchestrator.home import registry_path
 from orchestrator.recovery.elastic_policy import size_words
 from orchestrator.recovery.retry_policy import drill_words
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice, RestoreTest, Run, Transition
+from orchestrator.registry.records import (
+    Attempt,
+    Checkpoint,
+    CheckpointCopy,
+    Generation,
+    Notice,
+    RestoreTest,
+    Run,
+    Transition,
+)
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.run_dir import RunDir
 
@@ -55,7 +64,10 @@ def show(screen: Screen, run: str, history: bool) -> None:
         copies, notices = store.copies(found.name), store.notices(found.name)
         changes = config_changes(store, found, attempts)
         tests, own_test = store.restore_tests(found.name), store.restore_test(found.name)
-    proven, kept = proven_of(tests, checkpoints, copies), _kept(checkpoints, copies, _pins(found))
+    proven, kept = (
+        find_proven_checkpoint(tests, checkpoints, copies),
+        _existing_checkpoints(checkpoints, copies, _pins(found)),
+    )
     row = one_row(found.name)
     warn_without_controller(screen, [row])
     warn_of_missing(screen, found.name, found.run_dir)
@@ -167,9 +179,11 @@ def _pins(run: Run) -> dict[str, str]:
         return {}
 
 
-def _kept(checkpoints: list[Checkpoint], copies: list[Copy], pins: dict[str, str]) -> list[dict[str, Any]]:
+def _existing_checkpoints(
+    checkpoints: list[Checkpoint], copies: list[CheckpointCopy], pins: dict[str, str]
+) -> list[dict[str, Any]]:
     """Return the checkpoints that still exist, if only as copies."""
-    places: dict[str, list[Copy]] = {}
+    places: dict[str, list[CheckpointCopy]] = {}
     for copy in copies:
         places.setdefault(copy.name, []).append(copy)
     return [
@@ -184,7 +198,7 @@ def _kept(checkpoints: list[Checkpoint], copies: list[Copy], pins: dict[str, str
     ]
 
 
-def copy_json(copy: Copy) -> dict[str, Any]:
+def copy_json(copy: CheckpointCopy) -> dict[str, Any]:
     """Return a copy in a further tier as plain JSON data."""
     return {"tier": copy.tier, "path": copy.path, "bytes": copy.bytes, "copied_at": iso(copy.copied_at)}
 
@@ -209,7 +223,7 @@ def _head(
         **figures_words(figures_of_run(RunDir(Path(run.run_dir)))),
         "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
         "tags": ", ".join(run.tags),
-        "config": run.config_digest[:12] + _compared_with(run),
+        "config": run.config_digest[:12] + _compare_command(run),
         "code": code_words(code, notices),
         "env": _words(env),
         "data": _words(run.identity.get("data") or {}),
@@ -223,7 +237,7 @@ def _head(
             screen.say(f"{name:<8} {text}", hang=9)
 
 
-def _compared_with(run: Run) -> str:
+def _compare_command(run: Run) -> str:
     """Return the command that compares this run with the newest earlier one of its name; empty if they are equal."""
     from orchestrator.registry import fast_queries
 
@@ -332,12 +346,12 @@ def _generation_row(item: Generation, attempt: Attempt) -> dict[str, Any]:
         "started_at": item.started_at,
         "ended_at": end,
         "took": _took(item.started_at, end),
-        "failure": _end_of(item, unreported),
+        "failure": _describe_end(item, unreported),
         "decision": "resumed from memory" if item.tier == MEMORY else "",
     }
 
 
-def _end_of(item: Generation, unreported: bool) -> str:
+def _describe_end(item: Generation, unreported: bool) -> str:
     """Describe the end of a generation."""
     if item.failure:
         return f"{item.failure['reason']}{drill_words(item.failure)}"
@@ -385,7 +399,7 @@ def _history(screen: Screen, transitions: list[Transition]) -> None:
 
 
 def _next(screen: Screen, row: dict[str, Any]) -> None:
-    run, more = row["run"], "" if has_moved(row) else go_on(row)
+    run, more = row["run"], "" if has_moved(row) else continue_command(row)
     if more and row["state"] in ("HELD", "FAILED"):
         screen.note(f"\nwhy:      {look_closer(row)[-1]}\n{'again: ' if row['test_of'] else 'go on: '}   {more}")
         return

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.checkpoints.tested_layouts import Proven, newest_proven
-from orchestrator.cli.restore_tests.group import told
+from orchestrator.cli.restore_tests.group import restore_test_json
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT
-from orchestrator.registry.records import Checkpoint, Copy, Generation, Notice, RestoreTest, Run
+from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, Notice, RestoreTest, Run
 from orchestrator.states import Trust
 from trainer.contract.events import EventKind
 from trainer.contract.restore_test import Outcome
@@ -152,7 +152,9 @@ SHOWN = 5
 UNDER_WAY = "under way"
 
 
-def proven_of(tests: Sequence[RestoreTest], checkpoints: Sequence[Checkpoint], copies: Sequence[Copy]) -> Proven | None:
+def find_proven_checkpoint(
+    tests: Sequence[RestoreTest], checkpoints: Sequence[Checkpoint], copies: Sequence[CheckpointCopy]
+) -> Proven | None:
     """Return the newest proven checkpoint that still exists."""
     copied = {copy.name for copy in copies}
     gone = {item.name for item in checkpoints if item.trust is Trust.DELETED and item.name not in copied}
@@ -163,9 +165,9 @@ def proven_of(tests: Sequence[RestoreTest], checkpoints: Sequence[Checkpoint], c
 def restore_tests_json(tests: Sequence[RestoreTest], proven: Proven | None, own: RestoreTest | None) -> Row:
     """Return tests of a run's checkpoints, newest first, the proven checkpoint, and the test that the run itself is."""
     return {
-        "restore_tests": [told(test) for test in reversed(tests)],
+        "restore_tests": [restore_test_json(test) for test in reversed(tests)],
         "proven": {**asdict(proven), "ended_at": iso(proven.ended_at)} if proven else None,
-        "is_restore_test": told(own) if own else None,
+        "is_restore_test": restore_test_json(own) if own else None,
     }
 
 
@@ -224,13 +226,15 @@ def own_lines(test: RestoreTest) -> dict[str, str]:
 def compared_table(screen: Screen, test: RestoreTest) -> None:
     """Print the steps that a restore test trained beside the run's own."""
     recorded = test.evidence.get("run_steps") or {}
-    rows = [_compared(step, recorded.get(str(step["step"])) or []) for step in test.evidence.get("steps") or ()]
+    rows = [
+        _join_recorded_step(step, recorded.get(str(step["step"])) or []) for step in test.evidence.get("steps") or ()
+    ]
     if rows:
         screen.say("")
         screen.table(COMPARED, rows, aligned=True)
 
 
-def _compared(step: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Row:
+def _join_recorded_step(step: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Row:
     """Return a step beside the run's closest record of it, since the run may have trained it more than once."""
     nearest = min(recorded, key=lambda own: _distance(own.get("loss"), step.get("loss")), default={})
     return {**step, **{f"run_{name}": value for name, value in nearest.items()}}

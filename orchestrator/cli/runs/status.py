@@ -15,10 +15,10 @@ from orchestrator.cli.access.run_folder import (
     warn_of_moved,
     where_to_start,
 )
-from orchestrator.cli.access.slurm_environment import silence_of
+from orchestrator.cli.access.slurm_environment import silence_reason
 from orchestrator.cli.runs.config_changes import warn_of_edited_config
 from orchestrator.cli.runs.notified import warn_of_untold
-from orchestrator.cli.runs.tags import checked, unknown_tags
+from orchestrator.cli.runs.tags import check_tags, unknown_tags
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import (
     Column,
@@ -30,10 +30,10 @@ from orchestrator.cli.terminal.render import (
     iso,
     plain,
     progress,
-    shortened,
+    shorten_text,
     span,
 )
-from orchestrator.controller.leasing.lease import displayed_state, host_name, host_of
+from orchestrator.controller.leasing.lease import displayed_state, holder_host, host_name
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Lease
@@ -60,7 +60,7 @@ def look_closer(row: Row) -> list[str]:
     return [f"orch show {run}", more]
 
 
-def go_on(row: Row) -> str:
+def continue_command(row: Row) -> str:
     """Return the command that continues a run or repeats a restore test; empty for a live run or if none exists."""
     run, test = row["run"], row["test_of"]
     if row["state"] in LIVE_RUNS:
@@ -80,7 +80,7 @@ def restore_test_again(order: Mapping[str, Any]) -> str:
 
 def after_end(row: Row) -> str:
     """Return a hint for a command that needs a live job, for a run without one."""
-    command = go_on(row)
+    command = continue_command(row)
     if row["state"] == RunState.SUCCEEDED and row["test_of"] is None:
         more = f"   train on:  {command}" if command else ""
         return f"it has finished:  orch show {row['run']}{more}"
@@ -116,7 +116,7 @@ def status(
     It reads only the registry, changes nothing, and prints how old its information is. Runs that are restore tests
     are listed with --all or by their names.
     """
-    chosen, tags = _states(states), checked(tags)
+    chosen, tags = _states(states), check_tags(tags)
     if watch:
         screen.if_interrupted = lambda: ""  # the usual way to leave
     for what, offer in unknown_tags(tags) if tags else ():
@@ -156,7 +156,7 @@ def overview(screen: Screen) -> None:
     status_table(screen, running)
     screen.note(_footer(running))
     for row in stuck:
-        next_step = f"orch rm {row['run']}" if row["removal"] else go_on(row)
+        next_step = f"orch rm {row['run']}" if row["removal"] else continue_command(row)
         words = [*look_closer(row), *([next_step] if next_step else [])]
         _say_need(screen, f"{row['run']} is {row['state']}: {row['reason']}", *words)
     for row in _waiting_for_ever(running):
@@ -172,7 +172,7 @@ def overview(screen: Screen) -> None:
 
 def _say_need(screen: Screen, why: str, *commands: str) -> None:
     """Print a reason for attention, and the commands that the reason does not already include."""
-    screen.say(f"needs you: {shortened(plain(why))}", hang=11)
+    screen.say(f"needs you: {shorten_text(plain(why))}", hang=11)
     named = [command for command in commands if command not in why]
     beside = "   ".join(named)
     for line in [beside] if len(beside) + 11 <= screen.width else named:
@@ -196,7 +196,7 @@ def _found_bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     since = time.time() - RECENT
     others = set(fast_queries.found_bad(registry_path(), since)) - {row["run"] for row in rows}
-    found = [*rows, *map(_with_ages, fast_queries.named(registry_path(), sorted(others)) if others else ())]
+    found = [*rows, *map(_with_ages, fast_queries.runs_by_name(registry_path(), sorted(others)) if others else ())]
     going_on = {*LIVE_RUNS, RunState.HELD}
     bad = [row for row in found if row["bad_test"]]
     return [row for row in bad if row["state"] in going_on or row["bad_test"]["ended_at"] >= since]
@@ -232,7 +232,7 @@ def _rows(
 
 def rows_with_tags(tags: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the rows of all runs with all of these tags, newest first."""
-    return _rows((), None, None, checked(tags))
+    return _rows((), None, None, check_tags(tags))
 
 
 def one_row(name: str) -> dict[str, Any]:
@@ -240,10 +240,14 @@ def one_row(name: str) -> dict[str, Any]:
     from orchestrator.registry import fast_queries
 
     require_registry(registry_path())
-    rows = fast_queries.newest(registry_path(), 1) if name == "@last" else fast_queries.named(registry_path(), [name])
+    rows = (
+        fast_queries.newest(registry_path(), 1)
+        if name == "@last"
+        else fast_queries.runs_by_name(registry_path(), [name])
+    )
     if not rows:
         with open_store(readonly=True) as store:  # slower: needed for beginnings of names and for similar names
-            rows = fast_queries.named(registry_path(), [store.run(name).name])
+            rows = fast_queries.runs_by_name(registry_path(), [store.run(name).name])
     return _with_ages(rows[0])
 
 
@@ -370,7 +374,7 @@ TABLE = [
     Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=7),
     Column("UPDATED", "age_s", lambda age: f"{span(age)} ago", right=True, drop_order=5),
     Column("TAGS", "tags", ", ".join, drop_order=8),
-    Column("WHY", "reason", lambda reason: shortened(as_text(reason))),
+    Column("WHY", "reason", lambda reason: shorten_text(as_text(reason))),
 ]
 TSV = [
     Column("RUN", "run"),
@@ -431,8 +435,8 @@ def _controller(lease: Lease, now: float, named: bool) -> str:
     state = displayed_state(lease, now)
     if state.stalled:
         return f"{state.reason}{of}, {looked}"
-    if state.alive and silence_of(lease):
-        return f"controller{of} gets no answer from Slurm ({looked}, {host_of(lease.holder)})"
+    if state.alive and silence_reason(lease):
+        return f"controller{of} gets no answer from Slurm ({looked}, {holder_host(lease.holder)})"
     if state.alive:
-        return f"controller{of} ok ({looked}, {host_of(lease.holder)})"
+        return f"controller{of} ok ({looked}, {holder_host(lease.holder)})"
     return f"controller{of} none ({looked})"

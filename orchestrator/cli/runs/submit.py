@@ -13,15 +13,15 @@ import click
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import START, TAKE_OVER, controller_state
-from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_of, unset_words
-from orchestrator.cli.config import OVERRIDES, print_config, run_of, warn_of
-from orchestrator.cli.runs.events import detached, end_error, wait_until_end
+from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_reason, unset_words
+from orchestrator.cli.config import OVERRIDES, find_exact_run, print_config, warn_about_config
+from orchestrator.cli.runs.events import detach_message, end_error, wait_until_end
 from orchestrator.cli.runs.status import one_row
-from orchestrator.cli.runs.tags import checked
+from orchestrator.cli.runs.tags import check_tags
 from orchestrator.cli.terminal.argument_types import ClusterKind
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, progress
-from orchestrator.config.redaction import redacted, redacted_origins
+from orchestrator.config.redaction import redact_config, redacted_origins
 from orchestrator.errors import ConfigError, Fenced, NotFound, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Run
@@ -68,7 +68,7 @@ def submit(
     from orchestrator.config.layers import is_override  # yaml: only for the verbs that read configurations
 
     screen.if_interrupted = lambda: "interrupted: no run was made"
-    tags = checked(tags)
+    tags = check_tags(tags)
     if source is not None and is_override(source) and not Path(source).exists():
         overrides, source = (source, *overrides), None
     if cluster is not None:
@@ -84,7 +84,7 @@ def submit(
     begun_with = _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look)
     with offered_import(begin, source, screen.words), begun_with as begun:
         composed, imported = begun
-        warn_of(screen, composed.config)
+        warn_about_config(screen, composed.config)
         if only_look:
             preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
             return 0
@@ -131,7 +131,7 @@ def _beginning(
         return
     if source is None:
         raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")
-    composed = _composed(source, overrides)
+    composed = _compose_config(source, overrides)
     if not write:
         from orchestrator.submission import user_code  # ast: a real submit checks it on creating the run
 
@@ -174,14 +174,14 @@ def _is_setting(word: str) -> bool:
 _FOR_IMPORT = ("--weights-only", "--no-controller", "--dry-run", "--json")
 
 
-def _composed(source: str, overrides: tuple[str, ...]) -> Any:
+def _compose_config(source: str, overrides: tuple[str, ...]) -> Any:
     """Return the configuration. Raises NotFound; for a run's name, with the commands that continue that run."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     try:
         return compose(source, overrides, environ=os.environ)
     except NotFound as error:
-        if (run := run_of(source)) is None:
+        if (run := find_exact_run(source)) is None:
             raise
         more = shlex.join([run, *overrides])
         hint = f"orch resume {more}   (goes on with it)   or   orch submit --from {more}   (a new run beside it)"
@@ -206,8 +206,8 @@ def launch(
 
     screen.if_interrupted = lambda: "interrupted: no run was made"
 
-    def recorded(run: Run) -> None:
-        screen.if_interrupted = lambda: detached(run.name)
+    def set_interrupt_message(run: Run) -> None:
+        screen.if_interrupted = lambda: detach_message(run.name)
 
     if not no_controller:
         compare_with_controller(screen, resolve(cluster or composed.config.cluster.kind))
@@ -219,7 +219,7 @@ def launch(
         code = inspection.finish(screen.note, lambda words: screen.warn("workload_import", words))
     with open_store() as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
-            store, composed, cluster=cluster, now=time.time(), progress=meter, on_recorded=recorded,
+            store, composed, cluster=cluster, now=time.time(), progress=meter, on_recorded=set_interrupt_message,
             origin=launching.RunOrigin(imported=imported, code=code, tags=tags),
         )  # fmt: skip
     if not no_controller:
@@ -278,7 +278,7 @@ def _no_job_yet(row: dict[str, Any]) -> str:
     """Explain why the run has no job, by its controller, and whether SLURM_CONF is not set here."""
     from orchestrator.registry import fast_queries
 
-    why = row["reason"] or silence_of(fast_queries.lease(registry_path(), row["scheduler"] or None))
+    why = row["reason"] or silence_reason(fast_queries.lease(registry_path(), row["scheduler"] or None))
     unset = "" if row["scheduler"] or not unset_words(row["cluster"]) else _UNSET
     said = f"no job yet{f': {why}' if why else ''}{unset}"
     return f"{said}; the controller goes on trying: orch status {row['run']}"
@@ -348,9 +348,9 @@ def _tell(screen: Screen, launched: dict[str, Any]) -> None:
 
 def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: bool) -> None:
     """Print the resolved config with origins and the sbatch script. Writes nothing."""
-    from orchestrator.submission.secret_values import submitted  # omegaconf
+    from orchestrator.submission.secret_values import separate_secrets  # omegaconf
 
-    submitted(composed, os.environ)  # refused as by a submit
+    separate_secrets(composed, os.environ)  # refused as by a submit
     kind = _kind(screen, cluster or composed.config.cluster.kind)
     script = _script(composed, kind)
     try:
@@ -358,7 +358,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
     except SubmitRejected as error:
         screen.warn("slurm_refuses", f"{error.what}; {error.hint}")
     if screen.json:
-        answer = {"cluster": kind, "config_digest": composed.digest, "config": redacted(composed.data)}
+        answer = {"cluster": kind, "config_digest": composed.digest, "config": redact_config(composed.data)}
         screen.data("submit.preview", {**answer, "origins": redacted_origins(composed.origins), "sbatch": script})
         return
     if not only_script:

@@ -16,7 +16,7 @@ _TAKEN_AWAY = re.compile(r"-(?![qvh]$)[A-Za-z0-9].*")
 """Matches `-baseline`, but not `-q`, `-v` and `-h`, which every verb takes."""
 
 
-def checked(words: Iterable[str]) -> tuple[str, ...]:
+def check_tags(words: Iterable[str]) -> tuple[str, ...]:
     """Return the tags, sorted and unique. Raises ConfigError for an invalid one."""
     tags = tuple(sorted(set(words)))
     for word in tags:
@@ -31,14 +31,14 @@ def checked(words: Iterable[str]) -> tuple[str, ...]:
 
 def unknown_tags(tags: Iterable[str]) -> list[tuple[str, str]]:
     """Return for each unused tag a message and a hint with similar or existing tags."""
-    from orchestrator.near_words import did_you_mean_of, nearest  # only for a mistake
+    from orchestrator.near_words import hint_with_choices, nearest  # only for a mistake
     from orchestrator.registry import fast_queries
 
     known = fast_queries.tag_names(registry_path())
     listed = f"tags: {', '.join(sorted(known)[:_SHOWN])}{', ...' if len(known) > _SHOWN else ''}"
     told = []
     for tag in tags:
-        offer = did_you_mean_of(nearest(tag, known), listed if known else "no run has any tag")
+        offer = hint_with_choices(nearest(tag, known), listed if known else "no run has any tag")
         told += [(f"no run has the tag {tag}", offer)] if tag not in known else []
     return told
 
@@ -64,7 +64,7 @@ def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
 
     `orch tag RUN +a -b` adds a and removes b. Without a sign a tag is added.
     """
-    added, removed = _sorted_out(words, remove)
+    added, removed = _split_tags(words, remove)
     if both := sorted({*added} & {*removed}):
         raise ConfigError(f"{both[0]} is to be added and removed", where=" ".join(words), hint="say one of the two")
     with open_store(readonly=not words) as store:
@@ -76,8 +76,8 @@ def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
     screen.say(f"{found.name}: {', '.join(now) or 'no tag'}")
 
 
-def _sorted_out(words: tuple[str, ...], remove: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _split_tags(words: tuple[str, ...], remove: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the tags to add and the tags to remove, by their signs."""
     away = [word for word in words if word.startswith("~") or (remove and not word.startswith("+"))]
     added = [word.removeprefix("+") for word in words if word not in away]
-    return checked(added), checked(word.removeprefix("~") for word in away)
+    return check_tags(added), check_tags(word.removeprefix("~") for word in away)

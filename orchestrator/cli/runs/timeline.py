@@ -85,7 +85,7 @@ def event_sentence(event: Event) -> str | None:
         return None  # written by another version: better silent than wrong
 
 
-def _exited(data: dict[str, Any]) -> str:
+def _describe_exit(data: dict[str, Any]) -> str:
     code, signal = data.get("exit_code"), data.get("signal")
     if not signal and code in (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE, ExitCode.RETRY):
         return ""  # peers of a dead rank exit with RETRY
@@ -93,24 +93,24 @@ def _exited(data: dict[str, Any]) -> str:
     return f"rank {data['rank']} on {data.get('node')} ended: {how}"
 
 
-def _ended(data: dict[str, Any]) -> str:
+def _describe_generation_end(data: dict[str, Any]) -> str:
     failure = data.get("failure")
     why = f"{failure['reason']}{drill_words(failure)}" if failure else data["reason"]
     return f"ended{_at_step(data)}: {why}"
 
 
-def _saved(data: dict[str, Any]) -> str:
+def _describe_save(data: dict[str, Any]) -> str:
     stall = data.get("stall")
     waited = f", training waited {1000 * stall:.0f} ms" if stall else ""
     return f"saved step {data['step']} ({size(data['bytes'])}, {_s(data)}{waited})"
 
 
-def _validated(data: dict[str, Any]) -> str:
+def _describe_validation(data: dict[str, Any]) -> str:
     numbers = "  ".join(f"{name} {decimal(value)}" for name, value in data["metrics"].items())
     return f"validated after step {data['step']}: {numbers} ({_s(data)})"
 
 
-def _failed(data: dict[str, Any]) -> str:
+def _describe_failed_save(data: dict[str, Any]) -> str:
     what = f"copying step {data['step']} to {data['tier']}" if data.get("tier") else f"saving step {data['step']}"
     return f"{what} failed: {short_reason(data['reason'])}"
 
@@ -149,7 +149,7 @@ def _s(data: dict[str, Any]) -> str:
     return f"{data['seconds']:.1f} s"
 
 
-def _of(data: dict[str, Any]) -> str:
+def _tier_suffix(data: dict[str, Any]) -> str:
     """Return the tier if there is more than one."""
     tier = data.get("tier")
     return "" if not tier else " in memory" if tier == MEMORY else f" in {tier}"
@@ -167,13 +167,13 @@ def _software(data: dict[str, Any]) -> str:
     return f"checkpoint {data['step']} was made with other software, numbers may differ: {changes}"
 
 
-def _agreed(data: dict[str, Any]) -> str:
+def _describe_stop(data: dict[str, Any]) -> str:
     if data["reason"] == "save_and_go_on":
         return f"ranks save together after step {data['step']}, as somebody asked"
     return f"ranks stop together after step {data['step']}{_STOPS.get(data['reason'], '')}"
 
 
-def _held(data: dict[str, Any]) -> str:
+def _model_state_suffix(data: dict[str, Any]) -> str:
     """Describe the model states that rank 0 holds; empty for events of older releases."""
     if not (held := data.get("held")):
         return ""
@@ -192,9 +192,11 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.AGENT_LOST: lambda d: f"lost the agent of {d['name']}: {d['reason']}",
     EventKind.PREFLIGHT: lambda d: "" if d["ok"] else f"{_node(d)} failed its checks: {d['reason']}",
     EventKind.GENERATION_STARTED: lambda d: f"ranks start ({d['world']})",
-    EventKind.GENERATION_FIRST_STEP: lambda d: f"trains: step {d['step']} done after {d['seconds']:.1f} s{_held(d)}",
-    EventKind.GENERATION_ENDED: _ended,
-    EventKind.RANK_EXITED: _exited,
+    EventKind.GENERATION_FIRST_STEP: lambda d: (
+        f"trains: step {d['step']} done after {d['seconds']:.1f} s{_model_state_suffix(d)}"
+    ),
+    EventKind.GENERATION_ENDED: _describe_generation_end,
+    EventKind.RANK_EXITED: _describe_exit,
     EventKind.DECISION: lambda d: f"decision: {d['action']} ({d['reason']})",
     EventKind.INCIDENT: _incident,
     EventKind.STRAGGLER: _straggler,
@@ -207,12 +209,12 @@ _DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     EventKind.LOSS_LEVEL: lambda d: f"the losses have a new level from step {d['step']} on: {d['reason']}",
     EventKind.SPARE_USED: lambda d: f"{d['name']} takes the place of {d['instead']}: {d['reason']}",
     EventKind.DRILL: _drill,
-    EventKind.VALIDATED: _validated,
+    EventKind.VALIDATED: _describe_validation,
     EventKind.STOP_REQUESTED: lambda d: f"asked to stop: {d['reason']}",
-    EventKind.STOP_AGREED: _agreed,
-    EventKind.CHECKPOINT_COMMITTED: _saved,
-    EventKind.CHECKPOINT_FAILED: _failed,
-    EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']}{_of(d)} is not used: {d['reason']}",
+    EventKind.STOP_AGREED: _describe_stop,
+    EventKind.CHECKPOINT_COMMITTED: _describe_save,
+    EventKind.CHECKPOINT_FAILED: _describe_failed_save,
+    EventKind.CHECKPOINT_REFUSED: lambda d: f"checkpoint {d['step']}{_tier_suffix(d)} is not used: {d['reason']}",
     EventKind.CHECKPOINT_RESTORED: lambda d: f"resumed from {_source(d)}step {d['step']}",
     EventKind.CHECKPOINT_INCOMPLETE: lambda d: f"checkpoint {d['step']} does not hold everything: {d['reason']}",
     EventKind.CHECKPOINT_SOFTWARE: _software,
@@ -239,7 +241,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class TimelineEntry:
     """Entry of the timeline. `text` is empty for entries that only `--all` shows; `key` is its identity in the run."""
 
     time: float
@@ -271,12 +273,12 @@ class Timeline:
         self._run, self._feed = run, EventFeed(run_dir)
         self._seen: set[tuple[Any, ...]] = set()
 
-    def poll(self) -> list[Moment]:
+    def poll(self) -> list[TimelineEntry]:
         """Return the new moments since the last call, sorted by time."""
-        fresh = [*self._recorded(), *map(of_event, self._feed.poll())]
+        fresh = [*self._poll_registry(), *map(of_event, self._feed.poll())]
         return sorted(fresh, key=lambda moment: moment.time)
 
-    def _recorded(self) -> list[Moment]:
+    def _poll_registry(self) -> list[TimelineEntry]:
         with open_store(readonly=True) as store:
             attempts, transitions = store.attempts(self._run), store.transitions(self._run)
             requests = [one for one in store.user_requests(pending=False) if one.run == self._run]
@@ -286,15 +288,15 @@ class Timeline:
         return fresh
 
 
-def of_event(event: Event) -> Moment:
+def of_event(event: Event) -> TimelineEntry:
     """Convert an event of a job."""
-    return Moment(
+    return TimelineEntry(
         time=event.time, source=event.source, kind=event.kind, text=event_sentence(event) or "", attempt=event.attempt,
         generation=event.generation, data=event.data, key=(event.attempt, event.source, event.generation, event.seq),
     )  # fmt: skip
 
 
-def of_registry(transitions: Sequence[Transition], attempts: Sequence[Attempt]) -> Iterator[Moment]:
+def of_registry(transitions: Sequence[Transition], attempts: Sequence[Attempt]) -> Iterator[TimelineEntry]:
     """Yield state changes in recorded order, and the decision after each end of an attempt."""
     by_number = {str(attempt.number): attempt for attempt in attempts}
     decided = ""
@@ -303,13 +305,13 @@ def of_registry(transitions: Sequence[Transition], attempts: Sequence[Attempt]) 
         yield _of_transition(index, move, attempt, decided)
         if attempt is not None and attempt.decision is not None and move.after in ("ENDED", "LOST"):
             decided = attempt.decision["reason"]
-            yield Moment(
+            yield TimelineEntry(
                 time=move.time, source="controller", kind="decision", attempt=attempt.number, data=attempt.decision,
                 text=f"decision: {attempt.decision['action']} ({decided})", key=("decision", attempt.number),
             )  # fmt: skip
 
 
-def in_recorded_order(moments: Iterable[Moment]) -> Iterator[Moment]:
+def in_recorded_order(moments: Iterable[TimelineEntry]) -> Iterator[TimelineEntry]:
     """Make the times of moments recorded together monotonic. Larger steps back (a clock that was reset) are kept."""
     latest = 0.0
     for moment in moments:
@@ -317,7 +319,7 @@ def in_recorded_order(moments: Iterable[Moment]) -> Iterator[Moment]:
         yield replace(moment, time=latest)
 
 
-def _of_transition(index: int, move: Transition, attempt: Attempt | None, decided: str) -> Moment:
+def _of_transition(index: int, move: Transition, attempt: Attempt | None, decided: str) -> TimelineEntry:
     """Convert a transition. `decided` is the newest decision, whose text the run's reason repeats."""
     reason = move.reason
     if move.kind == "run" and decided and reason.startswith(decided):
@@ -330,21 +332,23 @@ def _of_transition(index: int, move: Transition, attempt: Attempt | None, decide
     # New checkpoints are covered by the job's events, and deletions by retention are routine.
     told = move.kind == "checkpoint" and (not move.before or move.after == "DELETED")
     fields = {key: getattr(move, key) for key in ("kind", "subject", "before", "after", "reason")}
-    return Moment(
+    return TimelineEntry(
         time=move.time, source="controller", kind="transition", text="" if told else text, data=fields,
         attempt=attempt.number if attempt is not None else None, key=("transition", index),
     )  # fmt: skip
 
 
-def of_requests(requests: Iterable[UserRequest]) -> Iterator[Moment]:
+def of_requests(requests: Iterable[UserRequest]) -> Iterator[TimelineEntry]:
     """Yield user requests and the controller's answers."""
     for one in requests:
         data = {"verb": one.verb, "args": one.args}
         words = f"asked: orch {one.verb}"
-        yield Moment(time=one.asked_at, source="person", kind="request", text=words, data=data, key=("request", one.id))
+        yield TimelineEntry(
+            time=one.asked_at, source="person", kind="request", text=words, data=data, key=("request", one.id)
+        )
         if one.answered_at is not None:
             answer = one.answer or "done"
-            yield Moment(
+            yield TimelineEntry(
                 time=one.answered_at, source="controller", kind="answer", text=f"answered: {answer}",
                 data={**data, "answer": answer}, key=("answer", one.id),
             )  # fmt: skip
@@ -360,7 +364,7 @@ class Repetition:
         self._attempt: int | None = None
         self._said: list[str] = []
 
-    def without(self, moment: Moment) -> str:
+    def without(self, moment: TimelineEntry) -> str:
         """Return the text of a moment without reasons already printed, and remember its own reasons."""
         if moment.attempt not in (None, self._attempt):
             self._attempt, self._said = moment.attempt, []

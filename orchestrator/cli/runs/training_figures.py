@@ -61,7 +61,7 @@ def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> Tra
         tflops_per_rank=_median([line.get("tflops_per_rank") for line in own]),
         mfu=_median([line.get("mfu") for line in own]),
         shares={name: median(one.get(name, 0.0) for one in shares if one) for one in shares[-1:] for name in one},
-        exposed=_exposed(own),
+        exposed=_exposed_shares(own),
         memory=dict(own[-1].get("memory") or {}),
         ranks=_newest(own, "ranks"),
         traffic=_newest(own, "bytes"),
@@ -108,7 +108,7 @@ def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
     }
 
 
-def _exposed(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _exposed_shares(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return shares of a step by kind of communication; each line has the communication of the step before it.
 
     Empty for lines of older releases.

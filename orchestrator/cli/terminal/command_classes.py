@@ -15,7 +15,7 @@ from orchestrator.cli.terminal.render import Screen
 
 def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
     """Return a hint with the option or configuration key that was probably meant; empty if none is close."""
-    if (whole := _unquoted(words)) is not None:
+    if (whole := _find_unquoted_list(words)) is not None:
         return f"the shell broke it at its blanks; put it in quotes: {shlex.quote(whole)}"
     if error.ctx is None or not any("KEY=VALUE" in str(item.metavar) for item in error.ctx.command.params):
         return ""
@@ -26,7 +26,7 @@ def what_to_type(error: click.NoSuchOption, words: Sequence[str]) -> str:
     return f"a key is typed without dashes: {key}={value or 'VALUE'}" if key else ""
 
 
-def _unquoted(words: Sequence[str]) -> str | None:
+def _find_unquoted_list(words: Sequence[str]) -> str | None:
     """Return a `KEY=[A, B]` that the shell split at its blanks, joined again; None without one."""
     for begin, word in enumerate(words):
         if re.match(r"[\w.]+=\[[^\]]*$", word):

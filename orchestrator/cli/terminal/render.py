@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.terminal.tables import Column as Column
 from orchestrator.cli.terminal.tables import as_text as as_text
-from orchestrator.cli.terminal.tables import shortened as shortened
-from orchestrator.cli.terminal.tables import table_lines, wrapped
+from orchestrator.cli.terminal.tables import shorten_text as shorten_text
+from orchestrator.cli.terminal.tables import table_lines, wrap_line
 from trainer.contract import time_spans
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
@@ -168,7 +168,7 @@ class Screen:
     def _sentences(self, text: str, stream: TextIO, hang: int = 0) -> None:
         """Print lines, folded between words if they are too long for a terminal."""
         width, text = _terminal_columns() if stream.isatty() else 0, self._in_own_time(text)
-        lines = [piece for line in text.split("\n") for piece in wrapped(line, width, hang)] if width else [text]
+        lines = [piece for line in text.split("\n") for piece in wrap_line(line, width, hang)] if width else [text]
         self._print("\n".join(lines), stream)
 
     def raw(self, text: str) -> None:
@@ -193,9 +193,9 @@ class Screen:
             {column: self._in_own_time(one_line(column.show(row.get(column.key)))) for column in columns}
             for row in rows
         ]
-        self._print("\n".join(table_lines(columns, texts, self.width, self._painted)), sys.stdout)
+        self._print("\n".join(table_lines(columns, texts, self.width, self._paint)), sys.stdout)
 
-    def _painted(self, piece: str, text: str) -> str:
+    def _paint(self, piece: str, text: str) -> str:
         """Return a piece of a cell in the colour of its text; titles, whose text is empty, are bold."""
         style = _STYLES.get(text, "") if text else _BOLD
         coloured = style and self.terminal and not self.colorless and os.environ.get("TERM") != "dumb"
@@ -234,7 +234,7 @@ class Screen:
         lines = [f"error: {_readable(what)}", *(f"  {_readable(line)}" for line in (where, hint) if line)]
         self._sentences("\n".join(lines), sys.stderr)
 
-    def interrupted(self) -> None:
+    def report_interrupt(self) -> None:
         """Print the state after Ctrl-C, even with -q, since the run may continue."""
         what, _, hint = self.if_interrupted().partition("\n")
         if self.json:
@@ -311,16 +311,16 @@ class Screen:
             yield lambda done, total: bars.update(task, completed=done, total=total)
 
     @contextmanager
-    def ticker(self) -> Iterator["Ticker"]:
+    def ticker(self) -> Iterator["StatusLine"]:
         """Show a line that is redrawn, with permanent lines above it."""
-        ticker = Ticker(self)
+        ticker = StatusLine(self)
         try:
             yield ticker
         finally:
             ticker.clear()
 
 
-class Ticker:
+class StatusLine:
     """The status line of --follow: redrawn on a terminal, printed periodically elsewhere."""
 
     EVERY = 10.0

@@ -9,17 +9,17 @@ _NEEDED = ("click", "yaml", "rich", "omegaconf", "sqlalchemy", "alembic", "Clust
 """Third-party modules; an installed one on PYTHONPATH is taken to be intended."""
 
 
-def shadowed() -> tuple[str, Path] | None:
+def find_shadowed_module() -> tuple[str, Path] | None:
     """Return the first module on PYTHONPATH that shadows Python's own or an installed one, and its file."""
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     for name in (*sorted(sys.stdlib_module_names), *_NEEDED):
         spec = PathFinder.find_spec(name, folders) if folders else None
-        if spec is not None and spec.origin and not _installed(name, Path(spec.origin)):
+        if spec is not None and spec.origin and not _is_installed(name, Path(spec.origin)):
             return name, Path(spec.origin)
     return None
 
 
-def _installed(name: str, file: Path) -> bool:
+def _is_installed(name: str, file: Path) -> bool:
     """Return whether the module was put there by an installer, or belongs to a whole standard library."""
     folder = file.parent.parent if file.name == "__init__.py" else file.parent
     of_it = any(folder.glob(f"{name}-*.dist-info")) or any(folder.glob(f"{name}-*.egg-info"))

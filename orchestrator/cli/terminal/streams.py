@@ -29,7 +29,7 @@ def cure(error: OSError) -> str:
         return f"HOME={home} is no folder: export HOME=FOLDER, or ORCH_HOME=FOLDER for orch alone; {_AGAIN}"
     place = _nearest(Path(name))
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"{_opened(_closed(place))}; {_AGAIN}"
+        return f"{_permission_hint(_closed(place))}; {_AGAIN}"
     if error.errno == errno.ENOENT and place != Path(name).parent:
         return f"`mkdir -p {shlex.quote(str(Path(name).parent))}`, {_AGAIN}"
     if error.errno == errno.EROFS:
@@ -52,7 +52,7 @@ def _closed(place: Path) -> Path:
     return place if not os.access(place, os.W_OK) or place.is_dir() else place.parent
 
 
-def _opened(place: Path) -> str:
+def _permission_hint(place: Path) -> str:
     try:
         owner = place.stat().st_uid
     except OSError:
@@ -126,11 +126,11 @@ def prepare() -> None:
     codecs.register_error(_ERRORS, _in_plain_signs)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  # for as long as the program lives
     # shutil takes the terminal's width from `sys.__stdout__`, and the originals are detached.
-    sys.stdout = sys.__stdout__ = _wrapped(_Answers, sys.stdout, 1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _wrapped(_Stream, sys.stderr, 2)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _wrap_stream(_Answers, sys.stdout, 1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _wrap_stream(_Stream, sys.stderr, 2)  # type: ignore[misc]
 
 
-def _wrapped(kind: type[_Stream], stream: TextIO | None, number: int) -> _Stream:
+def _wrap_stream(kind: type[_Stream], stream: TextIO | None, number: int) -> _Stream:
     if not isinstance(stream, io.TextIOWrapper):  # it was closed when the program started
         return kind(open(number, "wb", closefd=False), encoding="utf-8", errors=_ERRORS)
     encoding = stream.encoding

@@ -30,7 +30,7 @@ MOST = 300
 """Maximum number of characters of a sentence in a table of many runs."""
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Return the first clauses of a text, with the number of characters left out; `orch show` has the whole text."""
     kept = cut(text, MOST)
     left = len(text) - len(kept.removesuffix(" ..."))
@@ -53,7 +53,7 @@ Cells = Mapping[Column, Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """The shown columns with their widths; texts of `below` longer than `most` are printed below their rows."""
 
     widths: dict[Column, int]
@@ -69,7 +69,7 @@ def cell_width(text: str) -> int:
     return len(text) + wide - sum(unicodedata.combining(char) > 0 for char in text)
 
 
-def layout(cells: Cells, width: int) -> Layout:
+def layout(cells: Cells, width: int) -> TableLayout:
     """Choose the columns: drop empty ones, then optional ones, until the text columns have room for some words.
 
     A long last text is printed below its row if its column is too narrow; all of them are if no words fit.
@@ -77,21 +77,21 @@ def layout(cells: Cells, width: int) -> Layout:
     kept = [column for column, texts in cells.items() if not texts or any(text not in ("", "-") for text in texts)]
     kept = kept or list(cells)
     if sum(_natural(column, cells) for column in kept) + len(_GAP) * (len(kept) - 1) <= width:
-        return Layout({column: _natural(column, cells) for column in kept})
+        return TableLayout({column: _natural(column, cells) for column in kept})
     last = kept[-1]
     below = last if len(kept) > 2 and any(cell_width(text) > WORDS for text in cells[last]) else None
     short = {**cells, last: [text for text in cells[last] if below is None or cell_width(text) <= _LONG]}
     chosen = _without_spare(kept, short, width, last_folds=True)
     in_column = any(text not in ("", "-") for text in short[last])
-    if below is None or (in_column and _needed(chosen, short, last_folds=True) <= width):
-        return Layout(_shared_out(chosen, short, width, last_folds=True), below, _LONG)
+    if below is None or (in_column and _needed_width(chosen, short, last_folds=True) <= width):
+        return TableLayout(_shared_out(chosen, short, width, last_folds=True), below, _LONG)
     chosen = _without_spare(kept[:-1], cells, width, last_folds=False)
-    return Layout(_shared_out(chosen, cells, width, last_folds=False), below)
+    return TableLayout(_shared_out(chosen, cells, width, last_folds=False), below)
 
 
 def _without_spare(columns: Sequence[Column], cells: Cells, width: int, *, last_folds: bool) -> list[Column]:
     kept = list(columns)
-    while _needed(kept, cells, last_folds=last_folds) > width and any(column.drop_order for column in kept):
+    while _needed_width(kept, cells, last_folds=last_folds) > width and any(column.drop_order for column in kept):
         kept.remove(max(kept, key=lambda column: column.drop_order))
     return kept
 
@@ -110,7 +110,7 @@ def _least(column: Column, cells: Cells) -> int:
     return min(_natural(column, cells), max(WORDS, cell_width(column.title), min(longest, _PIECE)))
 
 
-def _needed(columns: Sequence[Column], cells: Cells, *, last_folds: bool) -> int:
+def _needed_width(columns: Sequence[Column], cells: Cells, *, last_folds: bool) -> int:
     folding = _folding(columns, last_folds)
     widths = (_least(column, cells) if column in folding else _natural(column, cells) for column in columns)
     return sum(widths) + len(_GAP) * (len(columns) - 1)
@@ -142,11 +142,11 @@ def table_lines(
         apart = cells[plan.below][index] if plan.below is not None else ""
         apart = apart if cell_width(apart) > plan.most and apart != "-" else ""
         lines += _row_lines(plan, {column: "" if text == apart else text for column, text in texts.items()}, paint)
-        lines += wrapped(_INDENT + apart, width) if apart else []
+        lines += wrap_line(_INDENT + apart, width) if apart else []
     return lines
 
 
-def _row_lines(plan: Layout, texts: Mapping[Column, str], paint: Callable[[str, str], str]) -> list[str]:
+def _row_lines(plan: TableLayout, texts: Mapping[Column, str], paint: Callable[[str, str], str]) -> list[str]:
     folded = {column: folded_text(text, plan.widths[column]) or [""] for column, text in texts.items()}
     lines = []
     for index in range(max(map(len, folded.values()))):
@@ -160,7 +160,7 @@ def _row_lines(plan: Layout, texts: Mapping[Column, str], paint: Callable[[str, 
     return lines
 
 
-def wrapped(text: str, width: int, hang: int = 0) -> list[str]:
+def wrap_line(text: str, width: int, hang: int = 0) -> list[str]:
     """Fold one line of text; further lines are indented like the first one plus its `hang` characters."""
     edge = len(text) - len(text.lstrip()) + hang
     if cell_width(text) <= width or edge > width // 2:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from orchestrator.controller.jobs.submission_limits import unresolved
+from orchestrator.controller.jobs.submission_limits import unresolved_submissions
 from orchestrator.errors import ConfigError
 from orchestrator.registry.records import Attempt, Run, Submission
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
@@ -38,7 +38,7 @@ class JobRecord:
     fresh: str | None = None  # id that sbatch returned just now
 
     @classmethod
-    def of(cls, run: Run, attempt: Attempt, submissions: Iterable[Submission]) -> "JobRecord":
+    def from_rows(cls, run: Run, attempt: Attempt, submissions: Iterable[Submission]) -> "JobRecord":
         return cls(
             run=run.name, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name, run_dir=run.run_dir,
             job_id=attempt.job_id, submit_time=attempt.submit_time,
@@ -62,7 +62,7 @@ class JobRecord:
             return []
         if attempt.job_id is not None:
             return [attempt.job_id]
-        return [one.job_id for one in unresolved(self.submissions) if one.job_id]
+        return [one.job_id for one in unresolved_submissions(self.submissions) if one.job_id]
 
 
 def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
@@ -113,13 +113,13 @@ def _changes(job: JobStatus, asked: JobSpec) -> Iterator[str]:
     same = job.comment.startswith(asked.comment) or (job.comment and asked.comment.startswith(job.comment))
     if job.source == "queue" and not same:
         yield f"Slurm changed its comment to {job.comment[:_SHOWN]!r}"
-    for name, wanted in _wanted(asked):
+    for name, wanted in _required_settings(asked):
         found = job.settings.get(name, "")
         if found and not _agrees(name, found, wanted):
             yield f"Slurm changed its {name}: {wanted} -> {found[:_SHOWN]}"
 
 
-def _wanted(asked: JobSpec) -> Iterator[tuple[str, str]]:
+def _required_settings(asked: JobSpec) -> Iterator[tuple[str, str]]:
     """Yield the settings for which a site default does not count."""
     of = asked.resources
     yield "requeue", "0"

@@ -7,7 +7,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.job_tags import comment_of
+from orchestrator.scheduler.job_tags import job_comment
 from trainer.contract.run_dir import RunDir
 
 
@@ -27,7 +27,7 @@ def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
     named = (cluster.exclude,) if cluster.exclude else ()
     return JobSpec(
         name=attempt.job_name,
-        comment=comment_of(run.name, attempt.number, attempt.nonce),
+        comment=job_comment(run.name, attempt.number, attempt.nonce),
         run_dir=folder.path,
         attempt=attempt.number,
         submission=folder.attempt(attempt.number).submission,
@@ -50,5 +50,5 @@ def job_spec(run: Run, attempt: Attempt, config: RunConfig) -> JobSpec:
         templates=cluster.templates,
         template_args=dict(cluster.template_args),
         python=cluster.python,
-        submitter=Submitter.of(run.identity),
+        submitter=Submitter.from_identity(run.identity),
     )

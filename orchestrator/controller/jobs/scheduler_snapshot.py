@@ -39,7 +39,7 @@ class SchedulerSnapshot:
                 )
         return self
 
-    def job_of(self, attempt: Attempt) -> JobStatus | None:
+    def adopted_job(self, attempt: Attempt) -> JobStatus | None:
         """Return the attempt's adopted job, or None if the answers do not include it."""
         return next((job for job in self.of_attempt(attempt) if job.job_id == attempt.job_id), None)
 
@@ -49,7 +49,7 @@ class SchedulerSnapshot:
 
     def of_record(self, record: JobRecord) -> list[JobStatus]:
         """Return every job that this record identifies."""
-        named = self._tagged.get((record.run, record.attempt), [])
+        named = self._jobs_by_tag.get((record.run, record.attempt), [])
         found = {id(job): job for job in (*named, *self._with_ids(record.ids))}
         return [job for job in found.values() if identify(job, record)[0]]
 
@@ -62,9 +62,9 @@ class SchedulerSnapshot:
 
         A run of the same name in another registry has other nonces and another folder.
         """
-        records = self._records_of.get(run.name, [])
+        records = self._records_by_run.get(run.name, [])
         nonces = {record.nonce for record in records}
-        named = (job for (name, _), jobs in self._tagged.items() if name == run.name for job in jobs)
+        named = (job for (name, _), jobs in self._jobs_by_tag.items() if name == run.name for job in jobs)
         found = {
             id(job): job
             for job in named
@@ -97,7 +97,7 @@ class SchedulerSnapshot:
         )
 
     @cached_property
-    def _tagged(self) -> dict[tuple[str, int], list[JobStatus]]:
+    def _jobs_by_tag(self) -> dict[tuple[str, int], list[JobStatus]]:
         found: dict[tuple[str, int], list[JobStatus]] = {}
         for job in self._jobs:
             for key in {(tag.run, tag.attempt) for tag in tags(job)}:
@@ -112,7 +112,7 @@ class SchedulerSnapshot:
         return found
 
     @cached_property
-    def _records_of(self) -> dict[str, list[JobRecord]]:
+    def _records_by_run(self) -> dict[str, list[JobRecord]]:
         found: dict[str, list[JobRecord]] = {}
         for record in self.records.values():
             found.setdefault(record.run, []).append(record)
@@ -137,7 +137,7 @@ def take_snapshot(
     try:
         answers = scheduler.poll(sorted(set(wanted))) if wanted else {}
     except _NO_ANSWER as error:
-        return replace(UNREACHABLE, error=_said(error))
+        return replace(UNREACHABLE, error=_error_text(error))
     polled = {job_id: job for job_id, job in answers.items() if job.state != UNRECORDED}
     unrecorded = frozenset(answers) - frozenset(polled)
     seen = SchedulerSnapshot(answered=True, swept=False, polled=polled, records=records, unrecorded=unrecorded)
@@ -149,12 +149,12 @@ def take_snapshot(
         return replace(seen, swept=True, found=tuple(scheduler.find(PREFIX, known)))
     except _NO_ANSWER as error:
         # The jobs polled by id are known regardless.
-        return replace(seen, error=_said(error)) if polled else replace(UNREACHABLE, error=_said(error))
+        return replace(seen, error=_error_text(error)) if polled else replace(UNREACHABLE, error=_error_text(error))
 
 
 _NO_ANSWER = (SlurmUnreachable, Precondition, OSError, ValueError)
 """Errors that mean "no answer". They carry no evidence about the jobs."""
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return error.what if isinstance(error, OrchError) else str(error)

@@ -59,7 +59,7 @@ def read_sizes(text: str, partition: str) -> int | None:
 _KEY = re.compile(r"[a-z_]+(\.[a-z_-]+)+", re.ASCII)
 
 
-def refused(run: Run, error: SubmitRejected | ConfigError, also: str = "", *, accepted: bool) -> Failure:
+def rejection_failure(run: Run, error: SubmitRejected | ConfigError, also: str = "", *, accepted: bool) -> Failure:
     """Return a rejection's failure; `accepted`: Slurm has taken a job of this run with this configuration before."""
     retryable = error.retryable if isinstance(error, SubmitRejected) else Retryable.NEVER
     # A value that was accepted before is not a typo.
@@ -105,7 +105,7 @@ class Permission:
     reason: str = ""
 
 
-def unresolved(submissions: Iterable[Submission]) -> list[Submission]:
+def unresolved_submissions(submissions: Iterable[Submission]) -> list[Submission]:
     """Return the submissions with unknown outcome."""
     return [one for one in submissions if not one.outcome]
 
@@ -115,11 +115,11 @@ def submit_permission(attempt: Sequence[Submission], everyone: Sequence[Submissi
 
     `attempt`: its own submissions so far; `everyone`: submissions of all runs within the last HOUR.
     """
-    lost = unresolved(attempt)
+    lost = unresolved_submissions(attempt)
     # A site that changes jobs beyond recognition would otherwise be flooded with them.
     if len(lost) >= MOST_FOR_ATTEMPT:
         return Permission(step=SubmitStep.GIVE_UP, reason=_given_up(lost))
-    recent = sorted(one.submitted_at for one in unresolved(everyone) if one.submitted_at > now - HOUR)
+    recent = sorted(one.submitted_at for one in unresolved_submissions(everyone) if one.submitted_at > now - HOUR)
     if len(recent) >= MOST_IN_AN_HOUR:
         until = stored_moment(recent[len(recent) - MOST_IN_AN_HOUR] + HOUR)
         said = f"{len(recent)} jobs that were submitted within the last hour cannot be found in Slurm"

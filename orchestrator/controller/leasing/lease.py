@@ -74,7 +74,7 @@ class Holder:
         return start_time(self.pid) == self.started if self.is_here else None
 
 
-def host_of(text: str) -> str:
+def holder_host(text: str) -> str:
     """Return the host in a holder's name; empty for a dropped lease."""
     holder = Holder.parse(text)
     return holder.host if holder is not None else text.partition(":")[0]
@@ -100,7 +100,7 @@ class LeaseFacts:
     unrenewed_for: float
 
     @classmethod
-    def of(cls, lease: Lease, unrenewed_for: float) -> "LeaseFacts":
+    def from_lease(cls, lease: Lease, unrenewed_for: float) -> "LeaseFacts":
         holder = Holder.parse(lease.holder)
         return cls(
             holder=holder,
@@ -159,15 +159,15 @@ def displayed_state(lease: Lease | None, now: float) -> LeaseState:
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
     # A renewal in the future proves as little as one long ago: the clock was set since, without a later renewal.
-    return judge(LeaseFacts.of(lease, abs(now - lease.renewed_at)), LEASE_TTL)
+    return judge(LeaseFacts.from_lease(lease, abs(now - lease.renewed_at)), LEASE_TTL)
 
 
 def observed_state(lease: Lease | None, observed: ObservedSince) -> LeaseState:
     """Return the lease state for takeovers: how long this host watched the lease unchanged, minus its own pauses."""
     if lease is None or not lease.holder:
         return judge(None, LEASE_TTL)
-    seen = observed.watched_for(f"lease:{lease.scheduler}", f"{lease.epoch}:{lease.renewed_at}")
-    return judge(LeaseFacts.of(lease, seen), LEASE_TTL)
+    seen = observed.watched_seconds(f"lease:{lease.scheduler}", f"{lease.epoch}:{lease.renewed_at}")
+    return judge(LeaseFacts.from_lease(lease, seen), LEASE_TTL)
 
 
 def acquire(

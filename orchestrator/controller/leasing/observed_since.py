@@ -42,7 +42,7 @@ class ObservedSince:
             return 0.0
         return now - before[1]
 
-    def watched_for(self, key: str, value: object) -> float:
+    def watched_seconds(self, key: str, value: object) -> float:
         """Return the seconds for which `key` was *watched* with this value; at most `LOOK` counts between two looks.
 
         Time in which this process stalled too (a suspended machine, a frozen VM) is therefore not counted.

@@ -15,9 +15,9 @@ from orchestrator.controller.jobs.submission_limits import (
     HOUR,
     REFUSED,
     SubmitStep,
-    refused,
+    rejection_failure,
     submit_permission,
-    unresolved,
+    unresolved_submissions,
 )
 from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
@@ -30,7 +30,7 @@ from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Scheduler
-from orchestrator.scheduler.submitit_payload import ids_in
+from orchestrator.scheduler.submitit_payload import find_job_ids
 from orchestrator.states import AttemptState, RunState
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
@@ -131,7 +131,7 @@ class Actor:
         if permission.step is SubmitStep.GIVE_UP:
             # A person must look at jobs that sbatch has acknowledged repeatedly and that cannot be found. Failures of
             # sbatch are transient, and without accounting a single job may have been cancelled by hand.
-            lost = unresolved(own)
+            lost = unresolved_submissions(own)
             repeated = 2 * sum(bool(one.job_id) for one in lost) > len(lost)
             kind = FailureKind.SUBMISSION_LOST if repeated else FailureKind.JOB_LOST
             return Failure(kind=kind, reason=permission.reason)
@@ -166,11 +166,11 @@ class Actor:
     def _take_ids_from_folder(self, view: RunView) -> None:
         """Recover job ids from submitit's file names after a controller died between sbatch and its record."""
         recorded = self._submissions(view)
-        open_ones = [one for one in unresolved(recorded) if one.job_id is None]
+        open_ones = [one for one in unresolved_submissions(recorded) if one.job_id is None]
         if not open_ones:
             return
         known = {one.job_id for one in recorded}
-        there = self.files.call(view.folder.path, lambda: ids_in(view.attempt_dir.submission))
+        there = self.files.call(view.folder.path, lambda: find_job_ids(view.attempt_dir.submission))
         left = sorted(there - known, key=lambda job_id: (len(job_id), job_id))
         for one, job_id in zip(open_ones, left, strict=False):
             self.store.note_submission(one.run, one.attempt, one.number, epoch=self.epoch, job_id=job_id)
@@ -178,14 +178,14 @@ class Actor:
     def _submissions(self, view: RunView) -> list[Submission]:
         return [one for one in self.store.submissions(view.run.name) if one.attempt == view.last.number]
 
-    def _refused(self, view: RunView, error: SubmitRejected | ConfigError) -> Failure:
+    def _handle_rejection(self, view: RunView, error: SubmitRejected | ConfigError) -> Failure:
         """Return the failure of a rejected submission; end the exclusion of nodes that Slurm no longer knows."""
         stamp, domain = self.stamp(), view.run.domain
         for node in error.unknown_nodes if isinstance(error, SubmitRejected) else ():
             self.store.exclude_node(node, domain, stamp["now"], "Slurm does not know this node any more", **stamp)
         avoided = ", ".join(view.last.excluded)
         also = f"{avoided} {EXCLUDED_HINT}" if avoided and not getattr(error, "unknown_nodes", ()) else ""
-        return refused(view.run, error, also, accepted=any(attempt.job_id for attempt in view.attempts))
+        return rejection_failure(view.run, error, also, accepted=any(attempt.job_id for attempt in view.attempts))
 
     def _submit_and_look(self, view: RunView) -> Failure | None:
         attempt, scheduler = view.last, self.schedulers[view.run.cluster]
@@ -193,12 +193,12 @@ class Actor:
         try:
             job_id, answered = self._submit(view, scheduler), True
         except (SubmitRejected, ConfigError) as error:
-            return self._refused(view, error)
+            return self._handle_rejection(view, error)
         except SlurmUnreachable as error:
             # The job may exist despite the error. Only look-ups decide, in this pass or a later one.
             self.record_action(f"{view.run.name}/{attempt.number}: {error.what}: looking for the job")
             self.note(view.run, f"looks for its job, which may exist: {error.what}")
-        record = replace(JobRecord.of(view.run, attempt, self._submissions(view)), fresh=job_id)
+        record = replace(JobRecord.from_rows(view.run, attempt, self._submissions(view)), fresh=job_id)
         found = scheduler.find(attempt.job_name, record.ids)
         live = [job for job in found if identify(job, record)[0] and is_live(job) and job.state != UNREADABLE]
         if live:
@@ -257,7 +257,7 @@ class Actor:
         if changed := changes(job, job_spec(view.run, attempt, view.config)):
             reason = f"{reason}; {changed}"
 
-        def submitted() -> None:
+        def record_submission() -> None:
             self._resolve(view, job, live)
             job_of: dict[str, Any] = {"job_id": job.job_id, "submit_time": job.submit_time, "job_state": job.state}
             to, stamp = AttemptState.SUBMITTED, self.stamp()
@@ -265,7 +265,7 @@ class Actor:
             if view.run.state is not RunState.HELD:
                 self.store.move_run(view.run.name, RunState.QUEUED, reason, **stamp)
 
-        self.store.together(submitted)
+        self.store.together(record_submission)
         failpoints.reach("after_submitted")
         self.record_action(
             f"adopted job {job.job_id} for {view.run.name}/{attempt.number}{f': {changed}' if changed else ''}"
@@ -274,7 +274,7 @@ class Actor:
 
     def _resolve(self, view: RunView, job: JobStatus, live: list[JobStatus]) -> None:
         """Record the outcome of the attempt's submissions; one without an id is taken to be the adopted job's."""
-        open_ones = unresolved(self._submissions(view))
+        open_ones = unresolved_submissions(self._submissions(view))
         adopted = [one for one in open_ones if one.job_id == job.job_id]
         adopted = adopted or [one for one in open_ones if one.job_id is None][:1]
         fate = {one.number: ADOPTED for one in adopted}
@@ -388,7 +388,7 @@ class Actor:
     def cancel_orphan(self, run: Run, owner: JobRecord, job_id: str, reason: str) -> None:
         """End a job that was submitted for an attempt but not adopted, and record that it was found."""
         self.cancel(run, job_id, reason)
-        for one in unresolved(owner.submissions):
+        for one in unresolved_submissions(owner.submissions):
             if one.job_id == job_id:
                 self.store.note_submission(one.run, one.attempt, one.number, epoch=self.epoch, outcome=CANCELLED)
 

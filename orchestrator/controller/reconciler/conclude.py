@@ -7,23 +7,23 @@ from random import Random
 
 from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.actor import Actor
-from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, pool_of
+from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, load_pool
 from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import forget
-from orchestrator.controller.run_dirs.run_folder import hidden
+from orchestrator.controller.run_dirs.run_folder import hidden_reason
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
-from orchestrator.recovery.classify_failure import End, Verdict
+from orchestrator.recovery.classify_failure import AttemptEnd, AttemptVerdict
 from orchestrator.recovery.node_exclusion import (
-    Blame,
+    ExclusionDecision,
     nodes_to_exclude,
 )
 from orchestrator.recovery.retry_policy import (
-    Action,
-    Decision,
     EndedAttempt,
+    RetryDecision,
+    RunAction,
     after_cancel,
-    attributed,
+    attribute_drill,
     decide,
     newly_suspect,
 )
@@ -34,25 +34,25 @@ from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.failures.outcome import Failure
 
 _RUN_AFTER = {
-    Action.SUCCEED: RunState.SUCCEEDED,
-    Action.FAIL: RunState.FAILED,
-    Action.HOLD: RunState.HELD,
-    Action.CANCEL: RunState.CANCELLED,
-    Action.RETRY: RunState.RECOVERING,
-    Action.WAIT: RunState.RECOVERING,
+    RunAction.SUCCEED: RunState.SUCCEEDED,
+    RunAction.FAIL: RunState.FAILED,
+    RunAction.HOLD: RunState.HELD,
+    RunAction.CANCEL: RunState.CANCELLED,
+    RunAction.RETRY: RunState.RECOVERING,
+    RunAction.WAIT: RunState.RECOVERING,
 }
 
 
 def conclude(
-    actor: Actor, view: RunView, verdict: Verdict, rng: Random, pool_size: PoolSize, gone: Sequence[str] = ()
-) -> Decision:
+    actor: Actor, view: RunView, verdict: AttemptVerdict, rng: Random, pool_size: PoolSize, gone: Sequence[str] = ()
+) -> RetryDecision:
     """End the newest attempt of a run and decide the next action; `gone`: nodes that the scheduler removed from it."""
     run, attempt = view.run, view.last
-    failure = attributed(verdict.failure, actor.store.notices(run.name), attempt.number, attempt.generations)
+    failure = attribute_drill(verdict.failure, actor.store.notices(run.name), attempt.number, attempt.generations)
     verdict = replace(verdict, failure=failure)
     actor.fence(view.attempt_dir)
     now = actor.clock.wall()
-    pool = pool_of(actor.store, view, now, pool_size, gone)
+    pool = load_pool(actor.store, view, now, pool_size, gone)
     held = None if failure is None or failure.drill else failure  # a drill counts against no node
     blamed = [one for one in nodes_to_exclude(held, pool, view.config.recovery, now) if one.node is not None]
     decision = _decision(actor, view, verdict, now, rng, blamed)
@@ -63,7 +63,7 @@ def conclude(
         generations, checkpoints = actor.store.generations(run.name), actor.store.checkpoints(run.name)
         for item, why in newly_suspect(view.attempts, generations, checkpoints, failure):
             actor.store.trust(run.name, item.name, Trust.SUSPECT, why, **stamp)
-        to = AttemptState.LOST if verdict.end is End.LOST else AttemptState.ENDED
+        to = AttemptState.LOST if verdict.end is AttemptEnd.LOST else AttemptState.ENDED
         actor.store.move_attempt(
             run.name,
             attempt.number,
@@ -88,7 +88,9 @@ def conclude(
     return decision
 
 
-def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | None, blamed: Sequence[Blame]) -> None:
+def _note_nodes(
+    actor: Actor, run: Run, attempt: Attempt, failure: Failure | None, blamed: Sequence[ExclusionDecision]
+) -> None:
     """Count the failure on its nodes and record which nodes are avoided from now on."""
     if traits(run.cluster).simulated_nodes:
         return
@@ -103,11 +105,11 @@ def _note_nodes(actor: Actor, run: Run, attempt: Attempt, failure: Failure | Non
             actor.store.exclude_node(one.node, run.domain, one.until, because, **stamp)
 
 
-def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
+def apply(actor: Actor, run: Run, decision: RetryDecision, now: float) -> None:
     """Move the run to the state that a decision requires; if a person is needed, the reason has the command to type."""
     reason = decision.reason
     cured = f"orch resume {run.name} " in reason  # the reason already includes the change to make
-    if decision.action in (Action.HOLD, Action.FAIL) and not (cured or is_restore_test(run)):
+    if decision.action in (RunAction.HOLD, RunAction.FAIL) and not (cured or is_restore_test(run)):
         reason = f"{reason}; when it is mended: orch resume {run.name}"
     actor.store.move_run(
         run.name, _RUN_AFTER[decision.action], reason, epoch=actor.epoch, now=now, not_before=decision.not_before
@@ -115,15 +117,17 @@ def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
 
 
 def _decision(
-    actor: Actor, view: RunView, verdict: Verdict, now: float, rng: Random, blamed: Sequence[Blame]
-) -> Decision:
-    if verdict.end is End.FINISHED:
-        return Decision(action=Action.SUCCEED, reason=verdict.reason)
+    actor: Actor, view: RunView, verdict: AttemptVerdict, now: float, rng: Random, blamed: Sequence[ExclusionDecision]
+) -> RetryDecision:
+    if verdict.end is AttemptEnd.FINISHED:
+        return RetryDecision(action=RunAction.SUCCEED, reason=verdict.reason)
     assert verdict.failure is not None
     if view.cancel is not None:
         return cancel_decision(actor, view)
     if is_restore_test(run := view.run):
-        return Decision(action=Action.FAIL, reason=f"not finished, and not tried again as {run.name}: {verdict.reason}")
+        return RetryDecision(
+            action=RunAction.FAIL, reason=f"not finished, and not tried again as {run.name}: {verdict.reason}"
+        )
     return decide(
         history(view, verdict.failure, now, _saved_after(actor.store, view)),
         verdict.failure,
@@ -136,7 +140,7 @@ def _decision(
     )
 
 
-def cancel_decision(actor: Actor, view: RunView) -> Decision:
+def cancel_decision(actor: Actor, view: RunView) -> RetryDecision:
     """Return the decision for a cancelled run; it mentions no checkpoint that is gone from its folder."""
     step = max((attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None), default=None)
     return after_cancel(step, "" if step is None else _missing(actor, view, step))
@@ -150,7 +154,7 @@ def _missing(actor: Actor, view: RunView, step: int) -> str:
     paths = [*(Path(row.path) for row in rows), *(Path(copy.path) for copy in copies)]
 
     def look() -> str:
-        if why := hidden(view.run, view.attempts[0]):
+        if why := hidden_reason(view.run, view.attempts[0]):
             return why
         inside = bool(paths) and all(str(path.parent) == own for path in paths)
         return "its folder is gone" if inside and not any(path.is_dir() for path in paths) else ""
@@ -220,14 +224,14 @@ def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, 
         saved_step=attempt.saved_step,
         step=attempt.last_step,
         ended_at=ended,
-        trained=_ran_for(attempt, ended),
+        trained=_run_seconds(attempt, ended),
         script_failed=not trained and failure is not None and failure.script,
         drilled=once and failure is not None and bool(failure.drill),
         none_intact=failure is not None and failure.exception == NONE_INTACT,
     )
 
 
-def _ran_for(attempt: Attempt, ended: float) -> float:
+def _run_seconds(attempt: Attempt, ended: float) -> float:
     """Return the seconds from start to end; from the submission if the node's clock was behind."""
     if attempt.started_at is None:
         return 0.0

@@ -13,12 +13,12 @@ from orchestrator.recovery.node_exclusion import (
     REMEMBERED,
     NodeRecord,
     Pool,
-    avoided,
-    excluded,
+    avoided_nodes,
+    count_replacements,
+    excluded_nodes,
     faulty,
     hangs,
     of_every_node,
-    replaced,
     slowness,
 )
 from orchestrator.recovery.node_failure_rate import NodeHistory
@@ -38,7 +38,7 @@ None if the scheduler cannot report it. Raises SlurmUnreachable if it does not a
 _NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
 
 
-def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
+def load_pool(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
     """Return the nodes this run may use with their records; simulated nodes are never excluded.
 
     `gone`: nodes that the scheduler removed from the newest attempt's job while it continued.
@@ -50,12 +50,12 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
     # Incidents that led to an exclusion no longer count once the node is back.
     noticed = [
         notice
-        for notice in of_every_node(store.noticed(view.run.domain, _NOTICED, now - REMEMBERED))
+        for notice in of_every_node(store.cluster_notices(view.run.domain, _NOTICED, now - REMEMBERED))
         if notice.kind == EventKind.DRILL or notice.time > back.get(notice.node, 0.0)
     ]
     runs = {notice.run for notice in noticed}
     generations = {(run, each.number): each.generations for run in runs for each in store.attempts(run)}
-    hung, slow, lost = hangs(noticed), slowness(noticed, generations), replaced(noticed)
+    hung, slow, lost = hangs(noticed), slowness(noticed, generations), count_replacements(noticed)
     sick = faulty(noticed, generations, {(view.run.name, view.last.number, node) for node in gone})
     spared = [(one.node, one.time) for one in noticed if one.kind == EventKind.SPARE_USED and not one.data.get("drill")]
     attempts, _ = store.history(view.run.domain, now - node_failure_rate.WINDOW)
@@ -67,7 +67,7 @@ def pool_of(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: 
             name=node.name, history=own[node.name], others=node_failure_rate.of_others(own, node.name),
             excluded_until=node.excluded_until,
             hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0), replaced=lost.get(node.name, 0),
-            faulty=sick.get(node.name, ""), by_person=node.excluded_by(now) == PERSON,
+            faulty=sick.get(node.name, ""), by_person=node.exclusion_source(now) == PERSON,
         )
         for node in nodes
     ]  # fmt: skip
@@ -89,18 +89,18 @@ def to_avoid(
     # Usually no node is excluded, and Slurm's partition size is not needed.
     if not any(node.excluded_until > now for node in store.nodes() if node.cluster == view.run.domain):
         return ()
-    pool = pool_of(store, view, now, pool_size)
+    pool = load_pool(store, view, now, pool_size)
     pool = replace(pool, needed=needed or pool.needed)
     if view.config.cluster.min_nodes:
         actor.renew_lease_if_due()
         pool = replace(pool, in_service=_in_service(view, pool, now, usable_nodes))
-    return avoided(pool, view.config.recovery, now)
+    return avoided_nodes(pool, view.config.recovery, now)
 
 
 def _in_service(view: RunView, pool: Pool, now: float, usable_nodes: UsableNodes) -> int | None:
     """Return the nodes that people permit, if too few for the smallest size remain after all exclusions."""
     resources = job_spec(view.run, view.last, view.config).resources
-    left = usable_nodes(resources, frozenset(excluded(pool.known, now)) | pool.by_persons)
+    left = usable_nodes(resources, frozenset(excluded_nodes(pool.known, now)) | pool.by_persons)
     if left is None or left >= world_sizes(view.config)[-1].all_nodes:
         return None
     return usable_nodes(resources, pool.by_persons)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from orchestrator.controller.jobs.job_identity import JobRecord, identify
 from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import Records, SchedulerSnapshot
-from orchestrator.controller.jobs.submission_limits import ORPHANS_FOR, unresolved
+from orchestrator.controller.jobs.submission_limits import ORPHANS_FOR, unresolved_submissions
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.errors import NotFound, Precondition, SchedulerChanged, SlurmUnreachable
 from orchestrator.registry.records import Attempt, Run, Submission, UserRequest
@@ -46,7 +46,7 @@ def never_submitted(attempts: Sequence[Attempt]) -> bool:
 def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, host: str) -> Claim:
     """Decide from a scheduler's answers whether an unassigned run belongs to it; only positive evidence counts."""
     if never_submitted(attempts):
-        at = _submitted_on(run, host)
+        at = _submit_host(run, host)
         if at == host:
             return Claim(holds=True, reason="no scheduler has a job of it yet")
         why = f"it was submitted on {at} while no scheduler answered; it goes on with the next `orch` command there"
@@ -71,7 +71,7 @@ def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Cla
     return Claim(holds=False)
 
 
-def _submitted_on(run: Run, host: str) -> str:
+def _submit_host(run: Run, host: str) -> str:
     return str(run.identity.get("host") or host)
 
 
@@ -100,7 +100,7 @@ class Domain:
         runs = self._actor.store.runs(LIVE_RUNS)
         return [run for run in runs if self.has(run) or (not run.scheduler and run.cluster in self._actor.schedulers)]
 
-    def looked_for(self) -> list[Run]:
+    def runs_to_look_up(self) -> list[Run]:
         """Return the live runs whose jobs may be here: runs of this Slurm, under its present or former name."""
         moved = [run for run in self._actor.store.runs(LIVE_RUNS) if same_cluster_name(run.scheduler, self.scheduler)]
         return self.live() + moved
@@ -118,10 +118,10 @@ class Domain:
             made.setdefault(one.run, []).append(one)
         runs = {name: store.run(name) for name in {*attempts, *made}}
         # An id has no meaning in a different Slurm.
-        orphaned = [name for name, several in made.items() if name not in attempts and unresolved(several)]
+        orphaned = [name for name, several in made.items() if name not in attempts and unresolved_submissions(several)]
         known = {**attempts, **{name: tuple(store.attempts(name)) for name in orphaned if self.has(runs[name])}}
         return {
-            (name, attempt.number): JobRecord.of(runs[name], attempt, made.get(name, ()))
+            (name, attempt.number): JobRecord.from_rows(runs[name], attempt, made.get(name, ()))
             for name, several in known.items()
             for attempt in several
         }
@@ -130,11 +130,11 @@ class Domain:
         """Return the number of live runs that this controller serves."""
         return len(self._perhaps_ours() or self.live())
 
-    def unanswered(self) -> dict[str, str]:
+    def silent_schedulers(self) -> dict[str, str]:
         """Return the kinds of schedulers that have live runs but no known instance yet, with the reason."""
         return {run.cluster: self.silence(run.cluster) or "it has not said which it is" for run in self._perhaps_ours()}
 
-    def asked(self) -> bool:
+    def has_pending_request(self) -> bool:
         """Return whether a user request waits for this controller's answer."""
         store = self._actor.store
         return any(
@@ -144,7 +144,7 @@ class Domain:
     def expects(self, run: Run, attempts: Sequence[Attempt]) -> bool:
         """Return whether this scheduler should know the newest job of a run."""
         host = socket.gethostname()
-        return self.has(run) or (not run.scheduler and never_submitted(attempts) and _submitted_on(run, host) == host)
+        return self.has(run) or (not run.scheduler and never_submitted(attempts) and _submit_host(run, host) == host)
 
     def owns(self, run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
         """Return whether the run belongs here; an unclaimed run is claimed on evidence only."""
@@ -217,7 +217,7 @@ def _recorded_owner(store: Store, job: JobStatus) -> JobRecord | None:
             run, attempt = store.run(tag.run), store.attempt(tag.run, tag.attempt)
         except NotFound:
             continue
-        record = JobRecord.of(run, attempt, ())
+        record = JobRecord.from_rows(run, attempt, ())
         if run.name == tag.run and identify(job, record)[0]:
             return record
     return None

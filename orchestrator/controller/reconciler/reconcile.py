@@ -24,7 +24,7 @@ from orchestrator.controller.reconciler.ownership import Domain, never_submitted
 from orchestrator.controller.reconciler.running_jobs import (
     end_judged_job,
     end_silent_job,
-    is_held_by_somebody,
+    is_held_by_person,
     maintain_job,
     update_exclusions,
     wait_for_room,
@@ -36,10 +36,10 @@ from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, R
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir, has_outcome, hidden
+from orchestrator.controller.run_dirs.run_folder import ensure_run_dir, has_outcome, hidden_reason
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
-from orchestrator.recovery.classify_failure import LEAVING_LIMIT, End, Verdict, judge
+from orchestrator.recovery.classify_failure import LEAVING_LIMIT, AttemptEnd, AttemptVerdict, judge
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
@@ -116,9 +116,9 @@ class Controller:
         """Run one pass. Raises Fenced if the lease is lost, RegistryError if the registry is unusable."""
         self.actor.start_pass(lease)
         self.actor.renew_lease()
-        self._errors, self._silent = [], self.domain.unanswered()
+        self._errors, self._silent = [], self.domain.silent_schedulers()
         user_requests.answer_idle(self.actor)
-        runs = self.domain.looked_for()
+        runs = self.domain.runs_to_look_up()
         attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
         records = self.domain.job_records(attempts, self.clock.wall())
         snapshots = {
@@ -127,7 +127,7 @@ class Controller:
         fresh = [self._serve(run, attempts[run.name], snapshots[run.cluster]) for run in runs]
         for kind, snapshot in snapshots.items():
             sweep_orphans(self.actor, self.domain, kind, snapshot)
-        self.store.ticked(self.actor.lease, self.clock.wall())
+        self.store.note_tick(self.actor.lease, self.clock.wall())
         self.observed.save()
         return TickReport(
             live=self.domain.count(),
@@ -168,7 +168,7 @@ class Controller:
         self.actor.renew_lease_if_due()
 
         def sweep(seen: SchedulerSnapshot) -> bool:
-            return due or len(adopted) < len(last) or any(seen.job_of(attempt) is None for attempt in adopted)
+            return due or len(adopted) < len(last) or any(seen.adopted_job(attempt) is None for attempt in adopted)
 
         snapshot = take_snapshot(
             self.schedulers[kind], records, wanted, sweep=sweep, between=self.actor.renew_lease_if_due
@@ -192,7 +192,7 @@ class Controller:
                 self.actor.note(run, owned.reason)
                 return False
             view = self._view(run, attempts)
-            return self._advance(view if self.domain.has(run) else self._again(view), snapshot)
+            return self._advance(view if self.domain.has(run) else self._reload_view(view), snapshot)
         except ForeignRun as error:
             log.warning("%s", error.what)  # another scheduler's controller has just taken it over
         except (Fenced, RegistryError):
@@ -226,7 +226,7 @@ class Controller:
         """Return a run with its effective config: a live attempt's own, possibly of a smaller world."""
         last = attempts[-1]
         digest = (last.config_digest if last.state in LIVE_ATTEMPTS else "") or run.config_digest
-        cancel = user_requests.cancel_of(self.store, run)
+        cancel = user_requests.pending_cancel(self.store, run)
         return RunView(run=run, attempts=attempts, config=self._config(digest), cancel=cancel)
 
     def _config(self, digest: str) -> RunConfig:
@@ -236,7 +236,7 @@ class Controller:
             self._configs[digest] = config
         return self._configs[digest]
 
-    def _again(self, view: RunView) -> RunView:
+    def _reload_view(self, view: RunView) -> RunView:
         """Return a view of the run from its current rows."""
         return self._view(self.store.run(view.run.name), tuple(self.store.attempts(view.run.name)))
 
@@ -269,7 +269,7 @@ class Controller:
             view = with_exclusions(self.actor, view, self.pool_size, self.usable_nodes)
         failure = self.actor.launch(view, snapshot)
         if failure is not None:
-            verdict = Verdict(end=End.FAILED, reason=failure.reason, failure=failure)
+            verdict = AttemptVerdict(end=AttemptEnd.FAILED, reason=failure.reason, failure=failure)
             conclude(self.actor, view, verdict, self.rng, self.pool_size)
         return False
 
@@ -278,7 +278,7 @@ class Controller:
 
         Durations measured from its files start anew once it is back.
         """
-        why = self.files.call(view.folder.path, lambda: hidden(view.run, view.attempts[0]))
+        why = self.files.call(view.folder.path, lambda: hidden_reason(view.run, view.attempts[0]))
         if not why:
             return False
         for what in ("gone", "ended", "beat"):
@@ -314,10 +314,10 @@ class Controller:
         if view.cancel is not None:
             user_requests.advance_cancel(self.actor, view, snapshot)
         verdict = judge(evidence)
-        if verdict.end is End.OPEN:
+        if verdict.end is AttemptEnd.OPEN:
             return fresh
         lost = view.last.job_id
-        if verdict.end is End.LOST and lost is not None and lost not in snapshot.polled:
+        if verdict.end is AttemptEnd.LOST and lost is not None and lost not in snapshot.polled:
             # Job lists omit it, but a list can be wrong, and it must not start beside its successor.
             end_judged_job(self.actor, view, lost, "Slurm does not list it any more")
         if job is not None and is_live(job) and not evidence.job_leaving:
@@ -325,7 +325,7 @@ class Controller:
             end_judged_job(self.actor, view, job.job_id, verdict.reason)
         # Include the job's last writes in its history.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
-        conclude(self.actor, self._again(view), verdict, self.rng, self.pool_size, evidence.gone)
+        conclude(self.actor, self._reload_view(view), verdict, self.rng, self.pool_size, evidence.gone)
         return True
 
     def _note_job(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
@@ -353,9 +353,7 @@ class Controller:
         reason_for = self.actor.observed.age(f"reason:{run.name}/{attempt.number}", job.reason)
         waits = waiting_words(job.reason, spec.resources, run.name, reason_for) if not runs else ""
         changed = changes(job, spec)
-        held = (
-            f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_somebody(self.actor, view, job) else ""
-        )
+        held = f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
         size = size_note(view, self._config(run.config_digest), job)
         code = code_note(self.store, attempt) if runs else ""
         said = "".join(f"; {words}" for words in (size, held, silence.reason, evidence.odd, changed, code) if words)
@@ -365,7 +363,7 @@ class Controller:
     def _next(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
         """Start the next attempt of a run without a live attempt, once nothing delays it."""
         run = view.run
-        blockers = [job for job in snapshot.of_run(run) if not self._fenced(job)]
+        blockers = [job for job in snapshot.of_run(run) if not self._is_stuck(job)]
         if view.cancel is not None and snapshot.swept and not blockers:
             user_requests.mark_cancelled(self.actor, view)
             return True
@@ -398,9 +396,9 @@ class Controller:
         failpoints.reach("after_next_intent")
         self.actor.make_attempt_dir(view, attempt)
         self.actor.record_action(f"{run.name}: attempt {attempt.number}")
-        return self._intent(self._again(view), snapshot)
+        return self._intent(self._reload_view(view), snapshot)
 
-    def _fenced(self, job: JobStatus) -> bool:
+    def _is_stuck(self, job: JobStatus) -> bool:
         """Return whether a job is stuck while it leaves, so that only the fence protects the run from it."""
         if job.state not in LEAVING_STATES:
             self.observed.forget(f"stuck:{job.job_id}")

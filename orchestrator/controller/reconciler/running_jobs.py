@@ -15,7 +15,7 @@ from orchestrator.controller.run_dirs.run_folder import missing_room
 from orchestrator.controller.run_view import RunView
 from orchestrator.errors import SlurmUnreachable, SubmitRejected, TierUnread
 from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.retry_policy import Action, Decision
+from orchestrator.recovery.retry_policy import RetryDecision, RunAction
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES, RUNNING_STATES, JobStatus
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState
@@ -44,7 +44,7 @@ def _hold_after_hours(actor: Actor, view: RunView, reason: str) -> bool:
     if now - max(moves, default=now) < hours * 3600:
         return False
     spent = f"{reason}, for {hours:g} h: recovery.no_progress_hours is spent"
-    apply(actor, view.run, Decision(action=Action.HOLD, reason=spent), now)
+    apply(actor, view.run, RetryDecision(action=RunAction.HOLD, reason=spent), now)
     return True
 
 
@@ -151,7 +151,7 @@ SAVED_WITHIN = 30.0
 """Seconds after which slurmctld has saved a job's release; it saves every 5 s, and a crash loses no more."""
 
 
-def is_held_by_somebody(actor: Actor, view: RunView, job: JobStatus) -> bool:
+def is_held_by_person(actor: Actor, view: RunView, job: JobStatus) -> bool:
     """Return whether a person holds a released job. A release that Slurm lost looks the same, but is younger."""
     key = f"unheld:{view.run.name}/{view.last.number}"
     if not job.held:
@@ -166,7 +166,7 @@ def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
     forgotten = view.last.state is AttemptState.RUNNING and job.state in QUEUED_STATES
     if (job.restarts > 0 or forgotten) and job.state not in LEAVING_STATES:
         end_job(actor, view, job.job_id, "requeued by Slurm: it must not train again", REQUEUED)
-    elif job.held and view.cancel is None and not is_held_by_somebody(actor, view, job):
+    elif job.held and view.cancel is None and not is_held_by_person(actor, view, job):
         _release(actor, view, job)
     elif job.state in RUNNING_STATES and job.end_time is not None:
         with ignored_disk_errors():  # its agents know the configured limit

@@ -46,7 +46,7 @@ def answer_idle(actor: Actor) -> bool:
         except NotFound:
             _answer(actor, request, f"there is no run {request.run}")
             continue
-        if not _is_for(actor, run, request):
+        if not _accept_request(actor, run, request):
             continue
         try:
             answered |= _answer_idle(actor, run, request)
@@ -71,7 +71,7 @@ def _answer_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
     return request.verb == "cancel" and run.state not in LIVE_RUNS and _cancel_idle(actor, run, request)
 
 
-def _is_for(actor: Actor, run: Run, request: UserRequest) -> bool:
+def _accept_request(actor: Actor, run: Run, request: UserRequest) -> bool:
     """Return whether this controller answers: for runs of its scheduler, and for runs that a person moves to it.
 
     A run whose job may live in another scheduler is never taken away from it.
@@ -221,7 +221,7 @@ def _answer(actor: Actor, request: UserRequest, text: str) -> None:
 def advance_cancel(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> None:
     """Advance the end of a cancelled run's job; the run becomes CANCELLED once the job is gone."""
     assert view.cancel is not None
-    attempt, job = view.last, snapshot.job_of(view.last)
+    attempt, job = view.last, snapshot.adopted_job(view.last)
     if job is None or not is_live(job) or job.state in LEAVING_STATES:
         return
     # A job that does not train has nothing to save.
@@ -258,7 +258,7 @@ def cancel_intent(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> b
     return False
 
 
-def cancel_of(store: Reads, run: Run) -> UserRequest | None:
+def pending_cancel(store: Reads, run: Run) -> UserRequest | None:
     """Return the unanswered request to cancel this run, if any."""
     return next((one for one in store.user_requests() if one.run == run.name and one.verb == "cancel"), None)
 
@@ -269,7 +269,7 @@ def cancel_unsubmitted(actor: Actor, run: Run) -> bool:
     A controller that owns the run records each submission before it calls sbatch. If the transaction that ends the run
     finds no submission, it precedes them all, and none can begin afterwards.
     """
-    name, cancel, reason = run.name, cancel_of(actor.store, run), after_cancel(None).reason
+    name, cancel, reason = run.name, pending_cancel(actor.store, run), after_cancel(None).reason
     if cancel is None or (run.scheduler and not is_ours(run, actor.lease.scheduler)):
         return False
 
@@ -294,7 +294,7 @@ def cancel_unsubmitted(actor: Actor, run: Run) -> bool:
 
 def cancel_without_folder(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> bool:
     """Cancel a run whose folder is invisible by ending its jobs, without a save; return whether the run is over."""
-    own = snapshot.job_of(view.last)
+    own = snapshot.adopted_job(view.last)
     live = [job for job in (*snapshot.of_run(view.run), *([own] if own else [])) if is_live(job)]
     for job in live:
         # Wait for a job that no record of this run identifies, but never cancel it.

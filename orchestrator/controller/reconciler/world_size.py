@@ -24,7 +24,7 @@ from orchestrator.recovery.elastic_policy import (
     needs_choice,
     next_size,
     on_nodes,
-    resized,
+    resize_config,
     world_sizes,
 )
 from orchestrator.recovery.evidence import Evidence
@@ -87,7 +87,7 @@ def next_world(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: U
     if choice.size.all_nodes == full.all_nodes:
         return {"reason": f"next attempt on {choice.reason}"} if choice.reason else {}
     base = stored_config(actor.store, view.run.config_digest)
-    data = resized(base, choice.size)
+    data = resize_config(base, choice.size)
     world = choose_smaller_world(data["cluster"], base["cluster"], view.run.config_digest, choice.reason)
     return {
         "config_digest": actor.store.put_config(data),

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from orchestrator.controller.run_dirs.run_folder import ForeignFolder, in_own_folder
 from orchestrator.errors import OrchError
-from orchestrator.registry.file_systems import mount_of
+from orchestrator.registry.file_systems import match_mount
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class BoundedFiles:
         job = _Job(lambda: in_own_folder(folder, work), time.monotonic())
         worker = self._worker = self._worker or _Worker()
         worker.begin(job)
-        limit = patience or self._patience_with(folder)
+        limit = patience or self._folder_patience(folder)
         try:
             while not job.done.wait(max(0.0, min(_SLICE, limit))):
                 limit -= _SLICE
@@ -132,7 +132,7 @@ class BoundedFiles:
             first = min(beside, key=lambda path: self._stuck[path].began)
             raise self._left_behind(first, self._stuck[first])
 
-    def _patience_with(self, folder: Path) -> float:
+    def _folder_patience(self, folder: Path) -> float:
         return HURRIED if self._stuck_beside(folder) else self._patience.get(folder, PATIENCE)
 
     def _stuck_beside(self, folder: Path) -> list[Path]:
@@ -140,16 +140,16 @@ class BoundedFiles:
         if not self._stuck:
             return []
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-        own = mount_of(folder, text)
-        return [path for path in self._stuck if mount_of(path, text) == own]
+        own = match_mount(folder, text)
+        return [path for path in self._stuck if match_mount(path, text) == own]
 
     def _left_behind(self, folder: Path, job: _Job) -> RunDirHangs:
         self._patience[folder] = min(LONGEST, 2 * self._patience.get(folder, PATIENCE))
-        seconds = rounded(time.monotonic() - job.began)
+        seconds = round_seconds(time.monotonic() - job.began)
         return RunDirHangs(f"the run directory does not answer for {seconds} s: {folder}", where=str(folder))
 
 
-def rounded(seconds: float) -> int:
+def round_seconds(seconds: float) -> int:
     """Round down so that a message with this number changes every 5 s, or every minute from 60 s on."""
     step = 60 if seconds >= 60 else 5
     return int(seconds) // step * step

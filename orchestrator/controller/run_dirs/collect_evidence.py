@@ -126,8 +126,8 @@ def read_files(place: AttemptDir) -> AttemptFiles:
     reports = tuple(report for path in paths if (report := _read(AgentReport.read, path, odd)) is not None)
     return AttemptFiles(
         heartbeat=heartbeat, outcome=outcome, started=heartbeat is not None or _has_events(place), odd="; ".join(odd),
-        reports=reports, silenced=_stopped(place, SILENCED), requeued=_stopped(place, REQUEUED),
-        gave_up=_stopped(place, GAVE_UP),
+        reports=reports, silenced=_stop_reason(place, SILENCED), requeued=_stop_reason(place, REQUEUED),
+        gave_up=_stop_reason(place, GAVE_UP),
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def collect_evidence(
     """Collect the evidence about the newest attempt of a run. Raises RunDirHangs."""
     attempt, place, files = view.last, view.attempt_dir, files or DirectFiles()
     key = f"{view.run.name}/{attempt.number}"
-    job = snapshot.job_of(attempt)
+    job = snapshot.adopted_job(attempt)
     seen = files.call(view.folder.path, lambda: read_files(place))
     heartbeat, outcome = seen.heartbeat, seen.outcome
     ended = job is not None and job.state in ENDED_STATES
@@ -277,7 +277,7 @@ def forget(observed: ObservedSince, run: str, attempt: int) -> None:
         observed.forget(f"{what}:{run}/{attempt}")
 
 
-def _stopped(place: AttemptDir, detail: str) -> str:
+def _stop_reason(place: AttemptDir, detail: str) -> str:
     """Return the reason why orch itself asked this attempt to stop; the request precedes every effect."""
     requests = RunDir(place.path.parent.parent).requests
     if not any(requests.glob(f"{RequestKind.STOP}.{place.number:03d}.*.json")):
@@ -301,7 +301,7 @@ def _stillness(observed: ObservedSince, key: str, job: JobStatus | None, value: 
     if job is None or job.state != "RUNNING" or not value:
         observed.forget(key)
         return 0.0
-    return observed.watched_for(key, value)
+    return observed.watched_seconds(key, value)
 
 
 def _has_events(place: AttemptDir) -> bool:

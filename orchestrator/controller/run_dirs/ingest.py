@@ -20,7 +20,7 @@ from orchestrator.controller.run_dirs.event_files import (
 )
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Notice
+from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
 from trainer.contract.config_sections.scheduler_kinds import traits
@@ -123,7 +123,7 @@ class _EventWriter:
         faults = ((each.attempt, each.generation) for each in self.view.config.drill.events)
         return any(all(wanted in (0, number) for wanted, number in zip(fault, place, strict=True)) for fault in faults)
 
-    def blamed(self, node: str) -> str:
+    def replacement_cause(self, node: str) -> str:
         """Return the kind of failure for which this node was replaced; for older events, its generation's failure."""
         if (kind := str(self.data.get("kind"))) in frozenset(FailureKind):
             return kind
@@ -204,7 +204,7 @@ def _generation_ended(writer: _EventWriter) -> None:
     )
 
 
-def _committed(writer: _EventWriter) -> None:
+def _record_commit(writer: _EventWriter) -> None:
     step, name, tier = writer.step, writer.name, writer.paths.first_tier
     checkpoint = Checkpoint(
         run=writer.run,
@@ -224,9 +224,9 @@ def _committed(writer: _EventWriter) -> None:
     writer.note(saved_step=max(step, writer.row().saved_step or 0))
 
 
-def _flushed(writer: _EventWriter) -> None:
+def _record_flush(writer: _EventWriter) -> None:
     tier, name = writer.data["tier"], writer.name
-    copy = Copy(
+    copy = CheckpointCopy(
         run=writer.run,
         name=name,
         tier=tier,
@@ -238,7 +238,7 @@ def _flushed(writer: _EventWriter) -> None:
         writer.store.put_copy(copy, epoch=writer.epoch)
 
 
-def _suspect(writer: _EventWriter) -> None:
+def _record_suspicion(writer: _EventWriter) -> None:
     """Mark checkpoints as suspect at the coordinator's request; ranks only report what they skipped because of it."""
     if writer.event.source.startswith("rank-"):
         return
@@ -248,7 +248,7 @@ def _suspect(writer: _EventWriter) -> None:
             writer.doubt(item, Trust.SUSPECT, str(writer.data.get("reason", "suspect")))
 
 
-def _seen(writer: _EventWriter) -> None:
+def _record_program_checkpoint(writer: _EventWriter) -> None:
     """Record a checkpoint of a user's own program. It cannot be verified, so its trust stays COMMITTED."""
     step, path = writer.step, str(writer.data["path"])
     anew = str(writer.data.get("anew") or "")
@@ -275,7 +275,7 @@ def _seen(writer: _EventWriter) -> None:
         writer.store.note_attempt(writer.run, written_by, epoch=writer.epoch, saved_step=max(step, before or 0))
 
 
-def _set_aside(writer: _EventWriter) -> None:
+def _record_set_aside(writer: _EventWriter) -> None:
     if writer.known() is None:  # it is set aside before it was reported
         path = str(writer.data["path"])
         checkpoint = Checkpoint(
@@ -291,7 +291,7 @@ def _set_aside(writer: _EventWriter) -> None:
     writer.store.move_checkpoint(writer.run, now.name, str(writer.data["path"]), epoch=writer.epoch)
 
 
-def _restored(writer: _EventWriter) -> None:
+def _record_restore(writer: _EventWriter) -> None:
     step = writer.step
     writer.generation(resumed_from=step, tier=str(writer.data.get("tier") or ""))
     row = writer.row()
@@ -306,7 +306,7 @@ def _restored(writer: _EventWriter) -> None:
     writer.trust(Trust.RESTORED, f"attempt {writer.attempt} resumed from it")
 
 
-def _refused(writer: _EventWriter) -> None:
+def _record_refusal(writer: _EventWriter) -> None:
     reason, tier = str(writer.data.get("reason", "refused")), writer.elsewhere()
     if tier == MEMORY or writer.data.get("damaged") is False:
         return  # no known fault in its bytes on the disk
@@ -316,7 +316,7 @@ def _refused(writer: _EventWriter) -> None:
     writer.leave_home(Trust.CORRUPT, f"attempt {writer.attempt} refused it: {reason}")
 
 
-def _deleted(writer: _EventWriter) -> None:
+def _record_deletion(writer: _EventWriter) -> None:
     tier = writer.elsewhere()
     if tier:
         writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
@@ -360,7 +360,7 @@ def _preflight(writer: _EventWriter) -> None:
 def _spare_used(writer: _EventWriter) -> None:
     """Store the loss of a node that a spare replaced; the attempt continues, so no failure will report the node."""
     lost, cluster = str(writer.data["instead"]), writer.view.run.domain
-    _notice(writer, lost, **{TAKEN_FOR: writer.blamed(lost)})
+    _notice(writer, lost, **{TAKEN_FOR: writer.replacement_cause(lost)})
     if lost and not traits(writer.view.run.cluster).simulated_nodes and not writer.data.get("drill"):
         why = f"replaced by a spare in {writer.run}/{writer.attempt}: {writer.data.get('reason', '')}"
         writer.store.saw_node(lost, cluster, epoch=writer.epoch, now=writer.event.time, failure=why)
@@ -371,14 +371,14 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
     EventKind.GENERATION_STARTED: _generation_started,
     EventKind.GENERATION_FIRST_STEP: _first_step,
     EventKind.GENERATION_ENDED: _generation_ended,
-    EventKind.CHECKPOINT_COMMITTED: _committed,
-    EventKind.CHECKPOINT_RESTORED: _restored,
-    EventKind.CHECKPOINT_REFUSED: _refused,
-    EventKind.CHECKPOINT_DELETED: _deleted,
-    EventKind.CHECKPOINT_FLUSHED: _flushed,
-    EventKind.CHECKPOINT_SUSPECT: _suspect,
-    EventKind.CHECKPOINT_SEEN: _seen,
-    EventKind.CHECKPOINT_SET_ASIDE: _set_aside,
+    EventKind.CHECKPOINT_COMMITTED: _record_commit,
+    EventKind.CHECKPOINT_RESTORED: _record_restore,
+    EventKind.CHECKPOINT_REFUSED: _record_refusal,
+    EventKind.CHECKPOINT_DELETED: _record_deletion,
+    EventKind.CHECKPOINT_FLUSHED: _record_flush,
+    EventKind.CHECKPOINT_SUSPECT: _record_suspicion,
+    EventKind.CHECKPOINT_SEEN: _record_program_checkpoint,
+    EventKind.CHECKPOINT_SET_ASIDE: _record_set_aside,
     EventKind.INCIDENT: _notice,
     EventKind.STRAGGLER: _notice,
     EventKind.BATCH_SKIPPED: _notice,

@@ -10,7 +10,7 @@ from checkpointing.format.commit import parse_name
 from checkpointing.storage.backends import without_secrets
 from checkpointing.tiers.catalog import Entry
 from checkpointing.tiers.tier import ResolvedTier, resolve_tiers
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Run
+from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Run
 from orchestrator.states import Trust
 from trainer.contract.run_dir import RunDir
 
@@ -43,7 +43,7 @@ def look(places: Sequence[ResolvedTier]) -> Sight:
     unread: dict[str, OSError] = {}
     for place in reversed(places):
         try:
-            found |= {entry.name: entry for entry in place.catalog.committed()}
+            found |= {entry.name: entry for entry in place.catalog.committed_entries()}
         except OSError as error:
             unread[place.path] = error
     newest_first = sorted(found.values(), key=lambda entry: (entry.step, entry.attempt, entry.name), reverse=True)
@@ -81,10 +81,12 @@ def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list
     return written + [replace(entry, attempt=0) for entry in seen if entry.name == own.begun]
 
 
-def expected(places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies: Iterable[Copy]) -> set[str]:
+def expected_names(
+    places: Iterable[ResolvedTier], known: Iterable[Checkpoint], copies: Iterable[CheckpointCopy]
+) -> set[str]:
     """Return the names that the registry expects in these places."""
     paths = {"", *(place.path for place in places)}
-    places_of: list[Checkpoint | Copy] = [*known, *copies]
+    places_of: list[Checkpoint | CheckpointCopy] = [*known, *copies]
     return {item.name for item in places_of if item.tier in paths}
 
 
@@ -107,7 +109,7 @@ def find_checkpoints(
     run: Run,
     earlier: Sequence[Attempt],
     known: Sequence[Checkpoint],
-    copies: Sequence[Copy],
+    copies: Sequence[CheckpointCopy],
 ) -> RunCheckpoints:
     """Return the checkpoints of earlier attempts; for a run that starts from scratch no tier is read."""
     begun = bool(run.identity.get("imported"))
@@ -115,7 +117,7 @@ def find_checkpoints(
         return RunCheckpoints()
     places = shared_places(config, folder)
     sight = look(places)
-    seen, names = of_run(sight.entries, run, earlier), expected(places, known, copies)
+    seen, names = of_run(sight.entries, run, earlier), expected_names(places, known, copies)
     trusted = [row for row in known if row.name in names and row.trust not in _NOT_AGAIN]
     newest = max(trusted, key=lambda row: (row.step, row.attempt, row.name), default=None)
     in_sight = {entry.name for entry in seen}

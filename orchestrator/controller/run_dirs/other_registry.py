@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.storage.durable import only_own_files
-from orchestrator.controller.leasing.lease import displayed_state, host_of
+from orchestrator.controller.leasing.lease import displayed_state, holder_host
 from orchestrator.errors import Precondition, RegistryError
 from orchestrator.registry import fast_queries
-from orchestrator.registry.operations.run_record import Record, is_other_registry
+from orchestrator.registry.operations.run_record import RunRecord, is_other_registry
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.run_dir import RunDir
@@ -32,7 +32,7 @@ def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -
     folder = Path(run.run_dir)
     try:
         with only_own_files():
-            record = Record.read(RunDir(folder).record)
+            record = RunRecord.read(RunDir(folder).record)
     except (OSError, ValueError):
         return None
     if not (record.attempts and attempts) or record.attempts[0].nonce != attempts[0].nonce:
@@ -46,17 +46,17 @@ def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -
             hint=f"`orch db rebuild --root {folder.parent}` takes that in; "
             f"or use the other one: `export ORCH_REGISTRY={record.registry}`",
         )
-    return find_serving_registry(record, registry, time.time()) if _is_at(record.run, folder) else None
+    return find_serving_registry(record, registry, time.time()) if _is_same_folder(record.run, folder) else None
 
 
-def find_serving_registry(record: Record, registry: Path, now: float) -> OtherRegistry | None:
+def find_serving_registry(record: RunRecord, registry: Path, now: float) -> OtherRegistry | None:
     """Return the registry, other than `registry`, whose live controller serves the run of this record."""
     run = record.run
     if run.state not in LIVE_RUNS or not is_other_registry(record.registry, registry):
         return None
     for lease in read_leases(Path(record.registry)):
         if lease.scheduler == run.scheduler and displayed_state(lease, now).may_write:
-            there = f"ORCH_REGISTRY={record.registry} on {host_of(lease.holder)}"
+            there = f"ORCH_REGISTRY={record.registry} on {holder_host(lease.holder)}"
             return OtherRegistry(
                 what=f"{run.name} is {run.state}, and the controller of another registry serves it: {record.registry}",
                 hint=f"`orch controller stop` with {there}, then again",
@@ -78,7 +78,7 @@ def read_leases(path: Path) -> list[Lease]:
         return []
 
 
-def _is_at(run: Run, folder: Path) -> bool:
+def _is_same_folder(run: Run, folder: Path) -> bool:
     """Return whether a record was made for this folder rather than for the original of a copy."""
     try:
         return os.path.samefile(run.run_dir, folder)

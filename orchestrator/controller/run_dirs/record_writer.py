@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.registry.operations.reads import Reads
-from orchestrator.registry.operations.run_record import Record, write_record, write_records
+from orchestrator.registry.operations.run_record import RunRecord, write_record, write_records
 from trainer.contract.run_dir import RunDir
 
 AGAIN = 10.0
@@ -37,7 +37,7 @@ class RecordWriter:
         owed, self._owed = self._owed, set()
         write_records(self._store, owed, self._write)
 
-    def _write(self, folder: RunDir, record: Record) -> None:
+    def _write(self, folder: RunDir, record: RunRecord) -> None:
         name = record.run.name
         try:
             size = self._files.call(folder.path, lambda: write_record(folder, record))

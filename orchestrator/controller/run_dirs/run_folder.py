@@ -25,8 +25,8 @@ from checkpointing.storage.durable import (
     write_durably,
 )
 from checkpointing.storage.storage_errors import disk_words, write_probe
-from checkpointing.storage.trusted_path import NotPrivate, check_private, is_trusted, pinned_for_now, user_name
-from checkpointing.verification.verify import verify_in
+from checkpointing.storage.trusted_path import NotPrivate, check_private, is_trusted, pin_path_temporarily, user_name
+from checkpointing.verification.verify import verify_checkpoint
 from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.errors import Precondition
@@ -53,7 +53,7 @@ def in_own_folder(folder: Path, work: Callable[[], T]) -> T:
     return value
 
 
-def foreign(folder: Path) -> str:
+def foreign_reason(folder: Path) -> str:
     """Return why a run directory must not be used; empty if it is usable or missing."""
     try:
         _identity(folder)
@@ -110,13 +110,13 @@ _ABANDONED = 86400.0
 """Seconds after which a draft counts as abandoned."""
 
 
-def hidden(run: Run, first: Attempt) -> str:
+def hidden_reason(run: Run, first: Attempt) -> str:
     """Return why the folder of a submitted run cannot be judged from this host; empty if it can.
 
     A missing mount looks like an empty folder; only the run's own `run.json` proves the mount.
     """
     folder, host = RunDir(Path(run.run_dir)), socket.gethostname()
-    if why := foreign(folder.path):
+    if why := foreign_reason(folder.path):
         return f"{why} (seen on {host})"
     try:
         owner = read_json(folder.run)
@@ -241,7 +241,7 @@ def ensure_attempt_dir(
         place.run_config.unlink(missing_ok=True)  # the run got another config before this attempt was submitted
     content = canonical(config)
     try:
-        known = folder.config_of(attempt.number).read_bytes() == content
+        known = folder.attempt_config(attempt.number).read_bytes() == content
     except FileNotFoundError:  # removed by a user; the registry still has it
         known = False
     if not known:
@@ -271,7 +271,7 @@ def _import_checkpoint(folder: RunDir, run: Run) -> None:
     source = Path(imported["checkpoint"])
     target = folder.checkpoints / source.name
     try:
-        shutil.copytree(source, target, copy_function=_linked)
+        shutil.copytree(source, target, copy_function=_link_or_copy)
         lost = ""
     except FileNotFoundError as error:
         lost = f"{error.filename} is gone"
@@ -279,7 +279,7 @@ def _import_checkpoint(folder: RunDir, run: Run) -> None:
         if not source.is_dir() or all(Path(item[0]).exists() for item in error.args[0]):
             raise
         lost = "files of it are gone"
-    faults = [] if lost else verify_in(LocalStorage(folder.checkpoints), source.name, 0).faults
+    faults = [] if lost else verify_checkpoint(LocalStorage(folder.checkpoints), source.name, 0).faults
     if lost or faults:
         raise Precondition(
             f"the checkpoint that {run.name} begins with cannot be used: {lost or faults[0]}",
@@ -296,7 +296,7 @@ def _keep_skips(first: AttemptDir, run: Run) -> None:
         skipped_batches.add(first, [Skip(**fields) for fields in skipped])
 
 
-def _linked(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
@@ -313,7 +313,7 @@ def _copy_code(folder: RunDir, config: dict[str, Any], order: dict[str, Any] | N
     if not workload.get("snapshot"):
         return
     tested = Path(order["run_dir"]) if order else None
-    with pinned_for_now(tested) if tested else nullcontext(None) as place:
+    with pin_path_temporarily(tested) if tested else nullcontext(None) as place:
         for index, source in enumerate(map(Path, workload.get("path", ()))):
             if tested and place and source.is_relative_to(tested):
                 source = place / source.relative_to(tested)

@@ -20,18 +20,18 @@ _ABANDONED = 86400.0
 """Seconds after which a file counts as abandoned by a killed submitter."""
 
 
-def _staged(root: Path, nonce: str) -> Path:
+def _staging_path(root: Path, nonce: str) -> Path:
     return root / f"{_BEGINNING}{nonce}{_END}"
 
 
 @contextmanager
-def staged(root: Path, nonce: str, secrets: RunSecrets) -> Iterator[None]:
+def stage_secrets(root: Path, nonce: str, secrets: RunSecrets) -> Iterator[None]:
     """Write the secrets for the run recorded inside the context; delete them if that fails. Raises Precondition."""
     if not secrets:
         yield
         return
     _sweep(root)
-    path = _staged(root, nonce)
+    path = _staging_path(root, nonce)
     try:
         secrets.create(path)
     except OSError as error:
@@ -51,13 +51,13 @@ def staged(root: Path, nonce: str, secrets: RunSecrets) -> Iterator[None]:
 
 def discard(root: Path, nonce: str) -> None:
     """Delete the staged secrets, if any."""
-    _staged(root, nonce).unlink(missing_ok=True)
+    _staging_path(root, nonce).unlink(missing_ok=True)
 
 
 def adopt(folder: RunDir, nonce: str) -> None:
     """Move the secrets staged for this run into its folder; repeatable."""
     with suppress(FileNotFoundError):
-        os.rename(_staged(folder.path.parent, nonce), folder.secrets)
+        os.rename(_staging_path(folder.path.parent, nonce), folder.secrets)
 
 
 def copy_to_test(order: Mapping[str, Any], names: Sequence[str], target: RunDir) -> None:

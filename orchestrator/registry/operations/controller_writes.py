@@ -25,13 +25,13 @@ from orchestrator.registry.models import (
     UserRequestRow,
 )
 from orchestrator.registry.operations.user_writes import put_intent
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Generation, Lease, Notice
+from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Lease, Notice
 from orchestrator.registry.rows import (
     TOUCHED,
     alter_attempt,
     alter_checkpoint,
     alter_run,
-    changed,
+    check_columns,
     note_transition,
     record,
     the_attempt,
@@ -102,7 +102,7 @@ class LeaseWrites(StoreOperations):
             _set(connection, lease.epoch, holder=NOBODY, expires_at=0.0)
 
     @writes
-    def ticked(self, connection: Connection, lease: Lease, now: float) -> None:
+    def note_tick(self, connection: Connection, lease: Lease, now: float) -> None:
         """Record the end of a whole pass over the runs. Raises Fenced if the lease is lost."""
         fence(connection, lease.epoch)
         _set(connection, lease.epoch, ticked_at=now)
@@ -155,7 +155,7 @@ class ControllerWrites(StoreOperations):
         """Change a run's state and record the reason; in the same state, only `changes` are applied."""
         fence(connection, epoch, run)
         before = the_run(connection, run).state
-        values = changed(RunRow, changes)
+        values = check_columns(RunRow, changes)
         if _moves(before, to, f"run {run}"):
             values = {"reason": reason, **values, "state": to}
             note_transition(connection, run, "run", run, before, to, reason, now)
@@ -179,7 +179,7 @@ class ControllerWrites(StoreOperations):
         """Change an attempt's state and record the reason; in the same state, only `changes` are applied."""
         fence(connection, epoch, run)
         before = the_attempt(connection, run, number).state
-        values = changed(AttemptRow, changes)
+        values = check_columns(AttemptRow, changes)
         if _moves(before, to, f"attempt {run}/{number}"):
             values = {"reason": reason, **values, "state": to}
             note_transition(connection, run, "attempt", str(number), before, to, reason, now)
@@ -209,7 +209,7 @@ class ControllerWrites(StoreOperations):
         """Change fields of a run other than its state."""
         fence(connection, epoch, run)
         the_run(connection, run)
-        alter_run(connection, run, **{"updated_at": now, **changed(RunRow, changes)})
+        alter_run(connection, run, **{"updated_at": now, **check_columns(RunRow, changes)})
 
     @writes
     def note_notified(self, connection: Connection, run: str, notified: dict[str, Any], *, epoch: int) -> None:
@@ -224,7 +224,7 @@ class ControllerWrites(StoreOperations):
         fence(connection, epoch, run)
         the_attempt(connection, run, number)
         if changes:
-            alter_attempt(connection, run, number, **changed(AttemptRow, changes))
+            alter_attempt(connection, run, number, **check_columns(AttemptRow, changes))
 
     @writes
     def add_attempt(
@@ -238,7 +238,7 @@ class ControllerWrites(StoreOperations):
         number = connection.execute(query).scalar_one() + 1
         put_intent(connection, run, number, nonce=nonce, excluded=excluded, epoch=epoch, reason=reason, now=now)
         if changes:
-            alter_attempt(connection, run, number, **changed(AttemptRow, changes))
+            alter_attempt(connection, run, number, **check_columns(AttemptRow, changes))
         return the_attempt(connection, run, number)
 
     @writes
@@ -273,7 +273,7 @@ class ControllerWrites(StoreOperations):
             )  # fmt: skip
 
     @writes
-    def put_copy(self, connection: Connection, copy: Copy, *, epoch: int) -> None:
+    def put_copy(self, connection: Connection, copy: CheckpointCopy, *, epoch: int) -> None:
         """Record a copy of a known checkpoint in a further tier."""
         fence(connection, epoch, copy.run)
         the_checkpoint(connection, copy.run, copy.name)
@@ -292,7 +292,7 @@ class ControllerWrites(StoreOperations):
         alter_checkpoint(connection, run, name, path=path, tier=os.path.dirname(path))
 
     @writes
-    def rehome(self, connection: Connection, copy: Copy, reason: str, *, epoch: int) -> None:
+    def rehome(self, connection: Connection, copy: CheckpointCopy, reason: str, *, epoch: int) -> None:
         """Make a copy the checkpoint's main location after the original is gone; its trust is unchanged."""
         fence(connection, epoch, copy.run)
         the_checkpoint(connection, copy.run, copy.name)
@@ -379,7 +379,7 @@ class ControllerWrites(StoreOperations):
         """Record the outcome or job id of a submission."""
         fence(connection, epoch)
         wanted = (SubmissionRow.run == run) & (SubmissionRow.attempt == attempt) & (SubmissionRow.number == number)
-        connection.execute(update(SubmissionRow).where(wanted).values(**changed(SubmissionRow, changes)))
+        connection.execute(update(SubmissionRow).where(wanted).values(**check_columns(SubmissionRow, changes)))
 
     @writes
     def set_cursor(self, connection: Connection, run: str, file: str, offset: int, *, epoch: int) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Select, exists, false, func, select
 
 from orchestrator.errors import NotFound, RegistryError, RunExpected
 from orchestrator.registry.database import StoreOperations, reads
-from orchestrator.registry.fast_queries import lease_for
+from orchestrator.registry.fast_queries import covering_lease
 from orchestrator.registry.models import (
     AttemptRow,
     CheckpointRow,
@@ -32,7 +32,7 @@ from orchestrator.registry.models import (
 from orchestrator.registry.records import (
     Attempt,
     Checkpoint,
-    Copy,
+    CheckpointCopy,
     Generation,
     Lease,
     Node,
@@ -57,7 +57,7 @@ class Reads(StoreOperations):
 
         A restore test is found by its whole name, or by a prefix that matches only restore tests.
         """
-        return the_run(connection, _resolved(connection, name))
+        return the_run(connection, _resolve_name(connection, name))
 
     @reads
     def runs(
@@ -103,10 +103,10 @@ class Reads(StoreOperations):
         return [record(Checkpoint, row) for row in connection.execute(query).mappings()]
 
     @reads
-    def copies(self, connection: Connection, run: str) -> list[Copy]:
+    def copies(self, connection: Connection, run: str) -> list[CheckpointCopy]:
         """Return the copies of a run's checkpoints in further tiers, by checkpoint and tier."""
         query = select(CopyRow.__table__).where(CopyRow.run == run).order_by(CopyRow.name, CopyRow.tier)
-        return [record(Copy, row) for row in connection.execute(query).mappings()]
+        return [record(CheckpointCopy, row) for row in connection.execute(query).mappings()]
 
     @reads
     def restore_test(self, connection: Connection, test: str) -> RestoreTest | None:
@@ -131,7 +131,7 @@ class Reads(StoreOperations):
     @reads
     def history(self, connection: Connection, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
         """Return the attempts on a cluster (`Run.domain`) that ran since a time, and failed generations of its runs."""
-        of_cluster = _runs_of(cluster)
+        of_cluster = _select_domain_runs(cluster)
         lived = AttemptRow.started_at.is_not(None) & (AttemptRow.ended_at.is_(None) | (AttemptRow.ended_at >= since))
         attempts = select(AttemptRow.__table__).where(AttemptRow.run.in_(of_cluster) & lived)
         failed_generations = GenerationRow.failure.is_not(None) & (GenerationRow.started_at >= since)
@@ -162,9 +162,9 @@ class Reads(StoreOperations):
         return [record(Notice, row) for row in connection.execute(query.order_by(*order)).mappings()]
 
     @reads
-    def noticed(self, connection: Connection, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
+    def cluster_notices(self, connection: Connection, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
         """Return the notices of these kinds in all runs of a cluster since a time, oldest first."""
-        of_cluster = _runs_of(cluster)
+        of_cluster = _select_domain_runs(cluster)
         wanted = NoticeRow.kind.in_(sorted(kinds)) & (NoticeRow.time >= since) & NoticeRow.run.in_(of_cluster)
         order = (NoticeRow.time, NoticeRow.run, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
         query = select(NoticeRow.__table__).where(wanted).order_by(*order)
@@ -205,7 +205,7 @@ class Reads(StoreOperations):
     def lease(self, scheduler: str | None = None) -> Lease | None:
         """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
         found = self.leases()
-        return next(iter(found), None) if scheduler is None else lease_for(found, scheduler)
+        return next(iter(found), None) if scheduler is None else covering_lease(found, scheduler)
 
     @reads
     def user_requests(self, connection: Connection, pending: bool = True) -> list[UserRequest]:
@@ -228,13 +228,13 @@ class Reads(StoreOperations):
         return {row.file: row.offset for row in rows}
 
 
-def _runs_of(domain: str) -> Select[Any]:
+def _select_domain_runs(domain: str) -> Select[Any]:
     """Select the names of one scheduler's runs; runs without a known scheduler match by kind."""
     alone = (RunRow.scheduler == "") & (RunRow.cluster == domain)
     return select(RunRow.name).where((RunRow.scheduler == domain) | alone)
 
 
-def _resolved(connection: Connection, name: str) -> str:
+def _resolve_name(connection: Connection, name: str) -> str:
     """Return the whole name; a prefix matches restore tests only if it matches no other run."""
     no_test = ~exists().where(RestoreTestRow.test == RunRow.name)
     names = select(RunRow.name).order_by(RunRow.id.desc())
@@ -254,7 +254,7 @@ def _resolved(connection: Connection, name: str) -> str:
         raise NotFound(f"several runs begin with {name}: {shown}", hint="type more of the name")
     run, mark, _ = name.rpartition("@")
     if run and mark:
-        raise RunExpected(name, _resolved(connection, run))
+        raise RunExpected(name, _resolve_name(connection, run))
     if "/" in name:  # its folder, or a path inside it
         parts = list(reversed(Path(os.path.abspath(os.path.expanduser(name))).parts))
         known = set(connection.execute(select(RunRow.name).where(RunRow.name.in_(parts))).scalars())

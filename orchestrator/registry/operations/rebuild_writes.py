@@ -22,11 +22,11 @@ from orchestrator.registry.models import (
     TransitionRow,
 )
 from orchestrator.registry.operations.controller_writes import NOBODY
-from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import (
     Attempt,
     Checkpoint,
-    Copy,
+    CheckpointCopy,
     Generation,
     Node,
     Notice,
@@ -36,14 +36,14 @@ from orchestrator.registry.records import (
     Transition,
 )
 
-Row = Run | Attempt | Submission | Generation | Checkpoint | Copy | Notice | RestoreTest | Transition
+Row = Run | Attempt | Submission | Generation | Checkpoint | CheckpointCopy | Notice | RestoreTest | Transition
 
 
 class RebuildWrites(StoreOperations):
     """Writes of `orch db rebuild`, on a file that no other process has open."""
 
     @writes
-    def put_record(self, connection: Connection, record: Record) -> None:
+    def put_record(self, connection: Connection, record: RunRecord) -> None:
         """Insert all recorded rows of a run; for a node that is already known, the later row is kept."""
         rows: list[tuple[type[Base], Row]] = [(RunRow, record.run)]
         rows += [(AttemptRow, item) for item in record.attempts]

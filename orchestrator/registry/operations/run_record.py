@@ -15,7 +15,7 @@ from orchestrator.registry.operations.reads import Reads
 from orchestrator.registry.records import (
     Attempt,
     Checkpoint,
-    Copy,
+    CheckpointCopy,
     Generation,
     Node,
     Notice,
@@ -37,14 +37,14 @@ log = logging.getLogger("orch.registry")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RunRecord:
     """All rows of one run and of the nodes it has used."""
 
     run: Run
     attempts: tuple[Attempt, ...]
     generations: tuple[Generation, ...]
     checkpoints: tuple[Checkpoint, ...]
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[CheckpointCopy, ...] = ()
     notices: tuple[Notice, ...] = ()
     restore_test: RestoreTest | None = None  # the test that this run executes
     submissions: tuple[Submission, ...] = ()
@@ -58,7 +58,7 @@ class Record:
         return dump_line({"schema": SCHEMA, **_fields(self)}).encode()
 
     @classmethod
-    def read(cls, path: Path) -> "Record":
+    def read(cls, path: Path) -> "RunRecord":
         """Parse a record. Raises OSError if it is missing, ValueError if it is invalid."""
         try:
             fields = read_json(path)
@@ -93,18 +93,18 @@ def _impossible(value: Any, name: str = "") -> str:
     return f"{name} is {value}" if isinstance(value, int | float) and abs(value) > most else ""
 
 
-def record_of(store: Reads, name: str) -> Record:
+def load_record(store: Reads, name: str) -> RunRecord:
     """Return the record of a run's present rows."""
-    return store.database.read(lambda _: _record_of(store, name))
+    return store.database.read(lambda _: _load_record(store, name))
 
 
-def _record_of(store: Reads, name: str) -> Record:
+def _load_record(store: Reads, name: str) -> RunRecord:
     run, attempts = store.run(name), tuple(store.attempts(name))
     used = {node for attempt in attempts for node in attempt.nodes}
     used |= {str(attempt.failure["node"]) for attempt in attempts if attempt.failure and attempt.failure.get("node")}
     checkpoints, transitions = store.checkpoints(name), store.transitions(name)
     forgotten = _long_deleted(checkpoints)
-    return Record(
+    return RunRecord(
         run=run,
         attempts=attempts,
         generations=tuple(store.generations(name)),
@@ -127,7 +127,7 @@ def _long_deleted(checkpoints: Iterable[Checkpoint]) -> set[str]:
     return {name for _, name in deleted[: max(0, len(deleted) - DELETED_KEPT)]}
 
 
-def write_record(folder: RunDir, record: Record) -> int:
+def write_record(folder: RunDir, record: RunRecord) -> int:
     """Update the record of one run; return the number of bytes written. Raises OSError."""
     # The controller creates the folder after the run's row; a later state change finds it.
     if not folder.run.exists() or _is_behind(record, folder.record):
@@ -140,7 +140,7 @@ def write_record(folder: RunDir, record: Record) -> int:
 def write_records(
     store: Reads,
     runs: Iterable[str],
-    write: Callable[[RunDir, Record], object] = write_record,
+    write: Callable[[RunDir, RunRecord], object] = write_record,
     missed: Callable[[str], None] = log.warning,
 ) -> None:
     """Update the records of these runs; an unwritable folder only lacks this copy.
@@ -149,7 +149,7 @@ def write_records(
     """
     for name in runs:
         try:
-            record = record_of(store, name)
+            record = load_record(store, name)
             write(RunDir(Path(record.run.run_dir)), record)
         except (OSError, NotFound) as error:
             why = error_words(error) if isinstance(error, OSError) else str(error)
@@ -166,7 +166,7 @@ def is_other_registry(named: str, registry: Path) -> bool:
         return True
 
 
-def _is_behind(record: Record, path: Path) -> bool:
+def _is_behind(record: RunRecord, path: Path) -> bool:
     """Return whether a newer record exists, by a faster process or by another registry that drives the run."""
     try:
         known: Any = read_json(path)

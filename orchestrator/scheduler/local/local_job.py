@@ -21,9 +21,9 @@ from submitit.core.utils import JobPaths
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
-from checkpointing.storage.trusted_path import pinned
+from checkpointing.storage.trusted_path import pin_path
 from orchestrator.scheduler.local import local_records as records
-from orchestrator.scheduler.local.local_records import End, Intent, JobProcess
+from orchestrator.scheduler.local.local_records import Intent, JobEnd, JobProcess
 from orchestrator.scheduler.submitit_payload import load_entry, start_command
 from trainer.contract.failures.outcome import ExitCode
 
@@ -98,7 +98,7 @@ class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked 
         return [task.returncode for task in self.tasks]
 
 
-class Job:
+class JobRunner:
     """Life cycle of one local job: held, running, ended."""
 
     def __init__(self, intent: Intent, host: JobProcess) -> None:
@@ -126,13 +126,13 @@ class Job:
             SUBMITIT_EXECUTOR="local",
         )
 
-    def run(self) -> End:
+    def run(self) -> JobEnd:
         """Wait for the release, run the tasks and return their end."""
         tasks = _Tasks(self._intent)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by tasks: the warning must not kill a starting task
-        if not self._released():
+        if not self._await_release():
             return self._end("CANCELLED", "cancelled while held")
         self._tasks = tasks
         records.write_job_process(self._intent.folder, replace(self._host, started_at=time.time()))
@@ -156,7 +156,7 @@ class Job:
         if self._tasks is not None:
             self._tasks.cancel()
 
-    def _released(self) -> bool:
+    def _await_release(self) -> bool:
         """Wait for the release; return False if the job was cancelled, or its folder deleted, before."""
         while not records.released_file(self._intent.folder).exists():
             if self._cancelled or not self._intent.folder.is_dir():
@@ -165,16 +165,16 @@ class Job:
         return not self._cancelled
 
     @staticmethod
-    def _end(state: str, reason: str, codes: tuple[int | None, ...] = ()) -> End:
-        return End(state=state, reason=reason, ended_at=time.time(), exit_codes=codes)
+    def _end(state: str, reason: str, codes: tuple[int | None, ...] = ()) -> JobEnd:
+        return JobEnd(state=state, reason=reason, ended_at=time.time(), exit_codes=codes)
 
 
-def _begin(intent: Intent) -> Job | None:
+def _begin(intent: Intent) -> JobRunner | None:
     """Return the prepared job, or None if another process is the job already; raises preparation errors."""
     host = records.claim(intent.folder)
     if host is None:  # a second submission under this name: the first one is the job
         return None
-    job = Job(intent, host)
+    job = JobRunner(intent, host)
     try:
         job.prepare()
     except OSError as error:
@@ -185,18 +185,18 @@ def _begin(intent: Intent) -> Job | None:
     return job
 
 
-def _failed(error: Exception) -> End:
+def _end_after_error(error: Exception) -> JobEnd:
     codes = (ExitCode.STORAGE,) if is_disk_error(error) else ()
-    return End(state="FAILED", reason=f"{type(error).__name__}: {error}", ended_at=time.time(), exit_codes=codes)
+    return JobEnd(state="FAILED", reason=f"{type(error).__name__}: {error}", ended_at=time.time(), exit_codes=codes)
 
 
-def _live(job: Job, intent: Intent) -> None:
+def _live(job: JobRunner, intent: Intent) -> None:
     """Run the job and record its end."""
     try:
         end = job.run()
     except Exception as error:  # noqa: BLE001  # outermost edge of this process: record its end
         _log_traceback()
-        end = _failed(error)
+        end = _end_after_error(error)
     if intent.folder.is_dir():
         records.write_end(intent.folder, end)
 
@@ -211,14 +211,14 @@ def main(arguments: list[str]) -> int:
     child = os.fork()
     if child:
         os.close(ready)
-        return _started(os.read(hears, _LONGEST))
+        return _startup_exit_code(os.read(hears, _LONGEST))
     os.close(hears)
     os.setsid()
     os.umask(0o077)
     # A cancel before the handler is installed stays blocked until then; unhandled, it would end the job as FAILED.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        intent = _pinned(intent)
+        intent = _pin_folder(intent)
         _write_to_log(intent)
         job = _begin(intent)
     except Exception as error:  # noqa: BLE001  # outermost edge: report to the waiting process
@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
         os.write(ready, explain_disk_error(error, intent.folder).encode(errors="replace")[:_LONGEST])
         host = records.read_job_process(intent.folder)
         if host is not None and host.pid == os.getpid():
-            records.write_end(intent.folder, _failed(error))
+            records.write_end(intent.folder, _end_after_error(error))
         return 1
     os.write(ready, _READY)
     os.close(ready)
@@ -235,10 +235,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _pinned(intent: Intent) -> Intent:
+def _pin_folder(intent: Intent) -> Intent:
     """Return the job with a folder path that cannot be replaced by another; raises NotPrivate."""
     run_dir = Path(intent.run_dir)
-    return replace(intent, submission=str(pinned(run_dir) / intent.folder.relative_to(run_dir)))
+    return replace(intent, submission=str(pin_path(run_dir) / intent.folder.relative_to(run_dir)))
 
 
 def _write_to_log(intent: Intent) -> None:
@@ -253,7 +253,7 @@ def _log_traceback() -> None:
         traceback.print_exc()
 
 
-def _started(said: bytes) -> int:
+def _startup_exit_code(said: bytes) -> int:
     """Return the exit code of the process that waits for the job, from the job's report."""
     if said == _READY:
         return 0

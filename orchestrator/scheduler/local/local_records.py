@@ -65,7 +65,7 @@ class JobProcess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class JobEnd:
     """End of a job, in Slurm's terms."""
 
     state: str
@@ -74,7 +74,7 @@ class End:
     exit_codes: tuple[int | None, ...] = field(default_factory=tuple)
 
 
-def booted_at() -> float:
+def boot_time() -> float:
     """Return the boot time of this machine, in seconds since the epoch."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -125,7 +125,7 @@ def forget_old(index: Path, now: float) -> None:
     for intent in intents(index):
         with contextlib.suppress(OSError, ValueError):  # unreadable entries are kept
             ended = read_end(intent.folder)
-            gone = not intent.folder.is_dir() and not marked(intent.name)
+            gone = not intent.folder.is_dir() and not marked_processes(intent.name)
             if gone or (ended is not None and ended.ended_at < now - KEEP_ENDED_S):
                 intent_file(index, intent.name).unlink(missing_ok=True)
 
@@ -163,15 +163,15 @@ def read_job_process(submission: Path) -> JobProcess | None:
         raise ValueError(f"{_job_process_file(submission)}: {error}") from error
 
 
-def write_end(submission: Path, end: End) -> None:
+def write_end(submission: Path, end: JobEnd) -> None:
     write_reserved(_end_file(submission), canonical(asdict(end)))
 
 
-def read_end(submission: Path) -> End | None:
+def read_end(submission: Path) -> JobEnd | None:
     """Return the job's end; None until it has ended. Raises OSError or ValueError."""
     fields = _read(_end_file(submission))
     try:
-        return None if fields is None else End(**{**fields, "exit_codes": tuple(fields["exit_codes"])})
+        return None if fields is None else JobEnd(**{**fields, "exit_codes": tuple(fields["exit_codes"])})
     except (TypeError, KeyError) as error:
         raise ValueError(f"{_end_file(submission)}: {error}") from error
 
@@ -189,7 +189,7 @@ def is_alive(host: JobProcess) -> bool | None:
     """Return whether this process still runs (same boot, pid and start time; no zombie); None if it is not visible."""
     if host.boot != boot_id() or not is_visible(host.space):
         return None
-    return process_state(host.pid) not in ("", "Z", "X") and _is(host)
+    return process_state(host.pid) not in ("", "Z", "X") and _is_same_process(host)
 
 
 def last_beat(submission: Path) -> float:
@@ -200,14 +200,14 @@ def last_beat(submission: Path) -> float:
         return 0.0
 
 
-def _is(host: JobProcess) -> bool:
+def _is_same_process(host: JobProcess) -> bool:
     try:
         return local_job_id(host.pid) == host.job_id
     except OSError:
         return False
 
 
-def marked(name: str) -> list[int]:
+def marked_processes(name: str) -> list[int]:
     """Return the job's live processes, found by the mark in their environment, except the calling one."""
     wanted = f"{MARK}={name}".encode()
     found = []
@@ -228,7 +228,7 @@ def signal_job_process(host: JobProcess, number: int) -> None:
     except OSError:
         return
     try:
-        if _is(host):  # the handle stays bound to the process for which it was opened
+        if _is_same_process(host):  # the handle stays bound to the process for which it was opened
             signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
         return
@@ -238,19 +238,19 @@ def signal_job_process(host: JobProcess, number: int) -> None:
 
 def terminate_marked(name: str) -> None:
     """Send SIGTERM to every visible process of the job."""
-    _send(marked(name), signal.SIGTERM)
+    _send(marked_processes(name), signal.SIGTERM)
 
 
 def end_marked(name: str, grace: float) -> None:
     """Send SIGTERM to every process of the job, and SIGKILL to the remaining ones after `grace` seconds."""
     deadline = time.monotonic() + grace
     terminate_marked(name)
-    while (left := marked(name)) and time.monotonic() < deadline:
+    while (left := marked_processes(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
     while left:
         _send(left, signal.SIGKILL)
         time.sleep(0.01)
-        left = marked(name)
+        left = marked_processes(name)
 
 
 def _send(pids: list[int], number: int) -> None:

@@ -26,7 +26,7 @@ from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.local import local_records as records
-from orchestrator.scheduler.local.local_records import End, Intent, JobProcess
+from orchestrator.scheduler.local.local_records import Intent, JobEnd, JobProcess
 from orchestrator.scheduler.slurm.sbatch_values import check_field, minutes
 from trainer.contract.cut_text import cut
 from trainer.contract.failures.outcome import ExitCode, FailureKind
@@ -126,7 +126,7 @@ class LocalScheduler:
         """Return the status of a job, after waiting for its start if necessary."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while (host := records.read_job_process(intent.folder)) is None:
-            if not records.marked(intent.name):
+            if not records.marked_processes(intent.name):
                 host = records.read_job_process(intent.folder)  # it may have started and ended since
                 return None if host is None else _known(intent, host)
             if time.monotonic() > deadline:
@@ -232,7 +232,7 @@ def _known(intent: Intent, host: JobProcess) -> JobStatus | None:
     end = records.read_end(intent.folder)
     alive = records.is_alive(host) if end is None else False
     if end is None and alive is None:
-        end = _rebooted(intent, host)
+        end = _reboot_end(intent, host)
         alive = end is None and _seems_alive(intent, host)
         if end is None and not alive and (end := records.read_end(intent.folder)) is None:
             return None
@@ -257,12 +257,12 @@ def _unreadable(intent: Intent, why: str) -> JobStatus:
     return JobStatus(job_id="", name=intent.name, state=UNREADABLE, comment=intent.comment, reason=why)
 
 
-def _without_end(intent: Intent, host: JobProcess) -> End | None:
+def _without_end(intent: Intent, host: JobProcess) -> JobEnd | None:
     """Return FAILED for a job whose process vanished without a record, or None while its tasks live."""
-    if records.marked(intent.name):
+    if records.marked_processes(intent.name):
         return None
     reason = "the process that held the job was killed"
-    return End(state="FAILED", reason=reason, ended_at=host.started_at or intent.asked_at)
+    return JobEnd(state="FAILED", reason=reason, ended_at=host.started_at or intent.asked_at)
 
 
 def _seems_alive(intent: Intent, host: JobProcess) -> bool:
@@ -270,14 +270,14 @@ def _seems_alive(intent: Intent, host: JobProcess) -> bool:
 
     Without a sign of life its state is *unknown*, not ended: the controller watches the heartbeat before it decides.
     """
-    return bool(records.marked(intent.name)) or time.time() - _last_sign(intent, host) < _SILENT_S
+    return bool(records.marked_processes(intent.name)) or time.time() - _last_sign(intent, host) < _SILENT_S
 
 
-def _rebooted(intent: Intent, host: JobProcess) -> End | None:
+def _reboot_end(intent: Intent, host: JobProcess) -> JobEnd | None:
     """Return NODE_FAIL if this machine was rebooted since; None for a job of this boot, or of another machine."""
-    if host.boot == boot_id() or _last_sign(intent, host) >= records.booted_at():
+    if host.boot == boot_id() or _last_sign(intent, host) >= records.boot_time():
         return None
-    return End(state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at)
+    return JobEnd(state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at)
 
 
 def _last_sign(intent: Intent, host: JobProcess) -> float:

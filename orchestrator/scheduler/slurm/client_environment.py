@@ -50,7 +50,7 @@ class ClientEnvironment:
     token: str = ""
 
     @classmethod
-    def here(cls, environ: Mapping[str, str] = os.environ) -> Self:
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """Return the client environment of this process."""
         token = environ.get(TOKEN, "")
         return cls(
@@ -60,7 +60,7 @@ class ClientEnvironment:
         )
 
     @classmethod
-    def of(cls, fields: Any) -> Self | None:
+    def from_json(cls, fields: Any) -> Self | None:
         """Return the environment stored by `to_json`, or None for anything else."""
         try:
             variables = {str(name): str(value) for name, value in fields["variables"].items() if name in NAMES}
@@ -86,7 +86,7 @@ class ClientEnvironment:
         """Return whether taking it over has an effect; a token cannot be taken over."""
         return (self.variables, self.sbatch) != (other.variables, other.sbatch)
 
-    def applied(self, environ: Mapping[str, str]) -> dict[str, str]:
+    def build_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return `environ` with these variables replacing its own."""
         changed = {name: value for name, value in environ.items() if name not in NAMES} | self.variables
         folder = os.path.dirname(self.sbatch)
@@ -97,7 +97,7 @@ class ClientEnvironment:
 
     def take_over(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Apply it to this process."""
-        changed = self.applied(environ)
+        changed = self.build_environ(environ)
         for name in NAMES:
             environ.pop(name, None)
         environ.update({name: changed[name] for name in (*NAMES, "PATH") if name in changed})

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobStatus
-from orchestrator.scheduler.job_tags import names_in
+from orchestrator.scheduler.job_tags import find_name_and_comment
 from trainer.contract.cut_text import cut
 
 SEPARATOR = "\x1f"
@@ -79,7 +79,7 @@ class Listing(NamedTuple):
 
 def read_queue(text: str, mine: Mine = lambda job: True) -> Listing:
     """Return jobs listed by `squeue -h -O SQUEUE_FORMAT` that satisfy `mine`; raises UnreadableField."""
-    return _read(text, tuple(name for name, _ in SQUEUE_FIELDS), _queued, mine)
+    return _read(text, tuple(name for name, _ in SQUEUE_FIELDS), _parse_queue_row, mine)
 
 
 def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
@@ -88,7 +88,7 @@ def read_accounting(text: str, mine: Mine = lambda job: True) -> Listing:
     Two kinds of rows are left out: rows without a name, when slurmdbd received a job's end before its start, and rows
     of jobs that slurmctld has lost. Raises UnreadableField.
     """
-    return _read(text, SACCT_FIELDS, _recorded, mine)
+    return _read(text, SACCT_FIELDS, _parse_accounting_row, mine)
 
 
 Row = dict[str, str]
@@ -104,7 +104,7 @@ def _read(text: str, names: tuple[str, ...], status: Callable[[Row], JobStatus |
         if not job_id or len(fields) != len(names) + 1:
             # A row begins with its id; without one, the lost row could belong to any job.
             whole = whole and (bool(job_id) or SEPARATOR not in piece)
-            name, comment = names_in(piece)
+            name, comment = find_name_and_comment(piece)
             bare = JobStatus(job_id=job_id, name=name, comment=comment, state=UNREADABLE, reason="its row is damaged")
             found += [bare] if mine(bare) else []
             continue
@@ -142,7 +142,7 @@ def _pieces(text: str) -> Iterator[tuple[str, str]]:
         yield start[1], text[start.start() : end]
 
 
-def _queued(row: Row) -> JobStatus:
+def _parse_queue_row(row: Row) -> JobStatus:
     word = plain_state(row["State"])
     ending = read_ending(word, row["exit_code"])
     held = row["PriorityLong"] == "0" or row["Reason"].startswith("JobHeld")
@@ -156,7 +156,7 @@ def _queued(row: Row) -> JobStatus:
     )  # fmt: skip
 
 
-def _recorded(row: Row) -> JobStatus | None:
+def _parse_accounting_row(row: Row) -> JobStatus | None:
     if row["JobName"] == _NAMELESS and not _known(row["NodeList"]):
         return None
     word = plain_state(row["State"])
@@ -281,7 +281,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     """
     if _known(text) == "":
         return ()
-    if sum(map(_names_of, _ITEM.findall(text))) > MOST_NODES:
+    if sum(map(_count_names, _ITEM.findall(text))) > MOST_NODES:
         raise TooManyNodes(f"more than {MOST_NODES} nodes: {text[:80]!r}")
     from ClusterShell.NodeSet import NodeSet, NodeSetException  # heavy: only needed if there are nodes to name
 
@@ -291,12 +291,12 @@ def expand_nodes(text: str) -> tuple[str, ...]:
         raise UnreadableField(f"not a host list: {text[:80]!r}") from error
 
 
-def _names_of(item: str) -> int:
+def _count_names(item: str) -> int:
     """Return how many names an item of a host list expands to: 12 for "rack[1-3]n[1-4]"."""
-    return math.prod(sum(map(_numbers_of, ranges.split(","))) for ranges in _BRACKETS.findall(item))
+    return math.prod(sum(map(_count_numbers, ranges.split(","))) for ranges in _BRACKETS.findall(item))
 
 
-def _numbers_of(part: str) -> int:
+def _count_numbers(part: str) -> int:
     """Return how many numbers "3", "1-9" or "1-9/2" expands to."""
     found = _RANGE.fullmatch(part.strip())
     if found is None:

@@ -204,7 +204,7 @@ def shortfall(asked: Resources, nodes: Sequence[NodeCapacity]) -> Shortfall | No
 
 def able_nodes(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, list[NodeCapacity]]:
     """Return, by partition, the nodes that meet the job's per-node request and are not excluded."""
-    excluded, needs = _excluded(asked), [need for need in _needs(asked) if need.amount]
+    excluded, needs = _excluded_nodes(asked), [need for need in _needs(asked) if need.amount]
     return {
         partition: [
             node
@@ -226,7 +226,7 @@ def _candidates(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, li
 
 
 def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -> Shortfall | None:
-    excluded = _excluded(asked)
+    excluded = _excluded_nodes(asked)
     usable = [node for node in nodes if node.name not in excluded]
     if len(usable) < asked.nodes <= len(nodes):
         words = f"cluster.exclude leaves {_nodes(len(usable))} of {len(nodes)} of partition {partition}"
@@ -256,7 +256,7 @@ def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -
     return Shortfall(words=f"{together}: partition {partition} has {_nodes(len(enough))} with all of that")
 
 
-def _excluded(asked: Resources) -> set[str]:
+def _excluded_nodes(asked: Resources) -> set[str]:
     """Return the nodes excluded by the configuration, except nodes that orch avoids temporarily."""
     try:
         return {name for text in asked.exclude for name in expand_nodes(text)} - set(asked.avoided)

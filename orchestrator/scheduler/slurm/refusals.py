@@ -20,7 +20,7 @@ from trainer.contract.cut_text import cut
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusalRule:
     """A row of the table: `words` are patterns of sbatch's output, `hint` is advice, `change` is the key to change."""
 
     retryable: Retryable
@@ -40,16 +40,16 @@ _OPTION = "change the `cluster` part of the configuration; `orch submit --print-
 
 REFUSALS = (
     # Limits: slurmctld prints the limit's name on a line before the general message.
-    Refusal(Retryable.NEVER, _PER_JOB, (r"(QOS|Assoc)MaxWall", "QOSTimeLimit"), "cluster.time=MINUTES"),
-    Refusal(Retryable.NEVER, _PER_JOB, (
+    RefusalRule(Retryable.NEVER, _PER_JOB, (r"(QOS|Assoc)MaxWall", "QOSTimeLimit"), "cluster.time=MINUTES"),
+    RefusalRule(Retryable.NEVER, _PER_JOB, (
         r"(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode)", r"(QOS|Assoc)Min",
     ), "cluster.nodes=NUMBER"),
-    Refusal(Retryable.YES, _LIMIT, (
+    RefusalRule(Retryable.YES, _LIMIT, (
         r"(QOS|Assoc)(Max|Grp)\w+", "QOSUsageThreshold", "violates accounting/qos policy",
         "breached requested qos usage threshold", "maxjobcount limit", "job queue full",
     )),
     # Conditions of the site: downtime, maintenance, upgrades, load.
-    Refusal(Retryable.YES, _SITE, (
+    RefusalRule(Retryable.YES, _SITE, (
         "temporarily unable to accept", "resource temporarily unavailable", "creation temporarily disabled",
         "rate limit exceeded", "requested nodes are busy", "required ports are in use", "submissions disabled",
         "requested operation is presently disabled", "in standby", r"partition (configuration )?not available",
@@ -59,36 +59,36 @@ REFUSALS = (
         "incompatible versions", "plugin initialization failed", "unable to open file",
     )),
     # For a valid job, an unreachable directory or slurmdbd causes these; in a new run they are typos.
-    Refusal(Retryable.ONCE_ACCEPTED, _ACCOUNT, (
+    RefusalRule(Retryable.ONCE_ACCEPTED, _ACCOUNT, (
         r"invalid (account|qos|wckey)", "user's group not permitted", "permission denied", "access denied",
         r"invalid (user|group) id",
     ), "cluster.account=NAME cluster.qos=NAME"),
-    Refusal(Retryable.ONCE_ACCEPTED, SIZE, (
+    RefusalRule(Retryable.ONCE_ACCEPTED, SIZE, (
         "requested node configuration is not available", "requested nodes not in this",
     )),
-    Refusal(Retryable.ONCE_ACCEPTED, GRES, (
+    RefusalRule(Retryable.ONCE_ACCEPTED, GRES, (
         "invalid generic resource", r"invalid (gres|tres|trackable)",
     ), "cluster.sbatch.gres=NAME:NUMBER"),
     # Errors in the request, never outages.
-    Refusal(Retryable.NEVER, _PARTITION, ("invalid partition", "no partition specified"), "cluster.partition=NAME"),
-    Refusal(Retryable.NEVER, "`sinfo -N` lists nodes", ("invalid node name",), "cluster.exclude=NODES"),
-    Refusal(Retryable.NEVER, _PER_JOB, (
+    RefusalRule(Retryable.NEVER, _PARTITION, ("invalid partition", "no partition specified"), "cluster.partition=NAME"),
+    RefusalRule(Retryable.NEVER, "`sinfo -N` lists nodes", ("invalid node name",), "cluster.exclude=NODES"),
+    RefusalRule(Retryable.NEVER, _PER_JOB, (
         "time limit is invalid", r"invalid (job )?time", "time limit specification",
     ), "cluster.time=MINUTES"),
-    Refusal(Retryable.NEVER, SIZE, (
+    RefusalRule(Retryable.NEVER, SIZE, (
         "more processors requested", r"count (specification )?(invalid|(per node )?can ?not be satisfied)",
         r"memory (required by task|specification)", r"too many (tasks|nodes|cpus)", "size specification",
     )),
-    Refusal(Retryable.NEVER, "`sinfo -o '%N %f'` lists features", (
+    RefusalRule(Retryable.NEVER, "`sinfo -o '%N %f'` lists features", (
         r"invalid (feature|constraint)",
     ), "cluster.constraint=FEATURE"),
-    Refusal(Retryable.NEVER, "`scontrol show licenses` lists licenses", (
+    RefusalRule(Retryable.NEVER, "`scontrol show licenses` lists licenses", (
         "invalid license",
     ), "cluster.sbatch.licenses=NAME"),
-    Refusal(Retryable.NEVER, "`scontrol show reservation` lists reservations", (
+    RefusalRule(Retryable.NEVER, "`scontrol show reservation` lists reservations", (
         r"(reservation is invalid|invalid reservation)",
     ), "cluster.sbatch.reservation=NAME"),
-    Refusal(Retryable.NEVER, _OPTION, (
+    RefusalRule(Retryable.NEVER, _OPTION, (
         "invalid preferred feature", "mutually exclusive",
         r"(unrecognized|invalid) .*(option|value|argument|specification)", "requires an argument",
         r"invalid (--?\S+ spec|job array|number of|memory|gpu|exclude|nodelist)", "pathname .* too long",
@@ -96,7 +96,7 @@ REFUSALS = (
 )  # fmt: skip
 """The first matching row decides."""
 
-UNKNOWN = Refusal(Retryable.YES, "orch does not know these words of Slurm's; ask your site what they mean", ())
+UNKNOWN = RefusalRule(Retryable.YES, "orch does not know these words of Slurm's; ask your site what they mean", ())
 
 _ANSWERED = re.compile(r"batch job submission failed|allocation failure", re.IGNORECASE)
 """Prefixes of slurmctld's refusal in sbatch's output; the latter with --test-only."""
@@ -133,7 +133,7 @@ def is_of_sbatch(said: str) -> bool:
     return bool(_ANSWERED.search(said)) or all(line.startswith("sbatch:") for line in lines)
 
 
-def _row(said: str) -> Refusal | None:
+def _row(said: str) -> RefusalRule | None:
     answered = _ANSWERED.search(said) is not None
     # sbatch was killed by its time limit while retrying, so its last try may have been accepted.
     if no_contact(said) or _SILENT.search(said) or (not answered and re.search(r"retrying\s*$", said, re.IGNORECASE)):
@@ -232,7 +232,7 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
 """The first pattern that matches the whole reason decides."""
 
 
-def wait_of(reason: str) -> Wait | None:
+def find_wait(reason: str) -> Wait | None:
     """Return the meaning of a pending reason; None if it is unknown or empty.
 
     Slurm prints some reasons as phrases instead of names, separated by blanks or `_`.
@@ -245,7 +245,7 @@ def waits_for_nodes(reason: str) -> bool | None:
     """Return whether a job with fewer nodes might start sooner; None while Slurm has given no reason."""
     if reason in ("", "None"):
         return None
-    wait = wait_of(reason)
+    wait = find_wait(reason)
     return wait is not None and wait.for_nodes
 
 
@@ -256,7 +256,7 @@ def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str
     """
     if reason in ("", "None"):
         return ""
-    wait = wait_of(reason)
+    wait = find_wait(reason)
     if wait is None:
         return f" ({reason})"
     said = f" ({reason}): {wait.words}"

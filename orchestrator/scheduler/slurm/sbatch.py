@@ -96,7 +96,7 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
         additional_parameters={
             **_placement(resources),
             **check_options(resources.sbatch),
-            **_fixed(spec),
+            **_fixed_options(spec),
             **({} if by_name else {"output": "/dev/null", "error": "/dev/null"}),
         },
     )
@@ -118,7 +118,7 @@ def _placement(resources: Resources) -> dict[str, Any]:
     return chosen
 
 
-def _fixed(spec: JobSpec) -> dict[str, Any]:
+def _fixed_options(spec: JobSpec) -> dict[str, Any]:
     """Return options that no configuration may change: the submission protocol and spare nodes depend on them."""
     return {
         **({"no-kill": True} if spec.resources.spares else {}),
@@ -180,7 +180,7 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
         run_command(["scancel", given[1]])
         return None
     error = submit_error(done.stderr) if done.returncode and is_of_sbatch(done.stderr) else None
-    return named(error, spec.resources) if isinstance(error, SubmitRejected) else None
+    return explain_rejection(error, spec.resources) if isinstance(error, SubmitRejected) else None
 
 
 def submit(spec: JobSpec, entry: str) -> str:
@@ -203,7 +203,7 @@ def submit(spec: JobSpec, entry: str) -> str:
                 messages = os.pread(errors.fileno(), _MAX_MESSAGES, 0)
     except FailedJobError as error:
         refused = submit_error(messages.decode(errors="replace").strip() or str(error))
-        raise named(refused, spec.resources) if isinstance(refused, SubmitRejected) else refused from error
+        raise explain_rejection(refused, spec.resources) if isinstance(refused, SubmitRejected) else refused from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or its files
         raise SubmitAmbiguous(
             f"sbatch ended, but not as expected: {error}", hint="the job is looked up by its name"
@@ -219,7 +219,7 @@ def _redirect_errors(descriptor: int, words: Sequence[str]) -> list[str]:
     return ["sh", "-c", 'exec "$@" 2>"$0"', f"/proc/{os.getpid()}/fd/{descriptor}", *words]
 
 
-def named(error: SubmitRejected, resources: Resources) -> SubmitRejected:
+def explain_rejection(error: SubmitRejected, resources: Resources) -> SubmitRejected:
     """Add facts from Slurm to a refusal: its partitions, node capacity, or unknown nodes in `exclude`."""
     said = error.what.lower()
     with contextlib.suppress(SlurmUnreachable):

@@ -21,7 +21,7 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 @dataclass(frozen=True)
-class Form:
+class ValueFormat:
     """Pattern of a value, and an example for messages."""
 
     pattern: str
@@ -35,19 +35,19 @@ _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
 _HOSTS = r"[A-Za-z0-9_.\[][A-Za-z0-9_.,\[\]-]*"
 _TIME = r"(?:\d+-)?\d+(?::\d+){0,2}"
 
-MEMORY = Form(r"[0-9]+([KMGTkmgt][Bb]?)?", "a whole number with K, M, G or T: 64G")
-HOSTS = Form(_HOSTS, "a host list: gpu[003,017]")
-_NUMBER = Form(r"\d+", "a whole number")
-_TIME_LIMIT = Form(_TIME, "minutes, H:MM:SS or D-HH:MM:SS: 2-00:00:00")
-_GPUS = Form(rf"({_WORD}:)?\d+(,({_WORD}:)?\d+)*", "a number of GPUs, or their type and number: a100:2")
-_GRES = Form(
+MEMORY = ValueFormat(r"[0-9]+([KMGTkmgt][Bb]?)?", "a whole number with K, M, G or T: 64G")
+HOSTS = ValueFormat(_HOSTS, "a host list: gpu[003,017]")
+_NUMBER = ValueFormat(r"\d+", "a whole number")
+_TIME_LIMIT = ValueFormat(_TIME, "minutes, H:MM:SS or D-HH:MM:SS: 2-00:00:00")
+_GPUS = ValueFormat(rf"({_WORD}:)?\d+(,({_WORD}:)?\d+)*", "a number of GPUs, or their type and number: a100:2")
+_GRES = ValueFormat(
     r"(gres/)?[A-Za-z_][\w/.-]*(:[A-Za-z_][\w.-]*)?(:\d+[KMGTkmgt]?)?"
     r"(,(gres/)?[A-Za-z_][\w/.-]*(:[A-Za-z_][\w.-]*)?(:\d+[KMGTkmgt]?)?)*",
     "names with numbers: gpu:a100:2",
 )
 _MAIL = "NONE|BEGIN|END|FAIL|REQUEUE|ALL|INVALID_DEPEND|STAGE_OUT|TIME_LIMIT(_[589]0)?|ARRAY_TASKS"
 
-FORMS: dict[str, Form] = {
+FORMS: dict[str, ValueFormat] = {
     **dict.fromkeys(("mem-per-cpu", "mem-per-gpu", "tmp"), MEMORY),
     **dict.fromkeys(
         ("cores-per-socket", "sockets-per-node", "threads-per-core", "cpus-per-gpu", "core-spec", "thread-spec",
@@ -55,17 +55,18 @@ FORMS: dict[str, Form] = {
         _NUMBER,
     ),
     **dict.fromkeys(("gpus", "gpus-per-socket"), _GPUS),
-    "nice": Form(r"-?\d+", "a whole number"),
-    "priority": Form(r"\d+|TOP", "a whole number, or TOP"),
+    "nice": ValueFormat(r"-?\d+", "a whole number"),
+    "priority": ValueFormat(r"\d+|TOP", "a whole number, or TOP"),
     "time-min": _TIME_LIMIT,
     "gres": _GRES,
-    "licenses": Form(rf"{_WORD}(@{_WORD})?(:\d+)?([,;|]{_WORD}(@{_WORD})?(:\d+)?)*", "names with numbers: matlab:1"),
+    "licenses": ValueFormat(rf"{_WORD}(@{_WORD})?(:\d+)?([,;|]{_WORD}(@{_WORD})?(:\d+)?)*",
+    "names with numbers: matlab:1"),
     "nodelist": HOSTS,
-    "reservation": Form(rf"{_WORD}(,{_WORD})*", "the name of a reservation"),
-    "switches": Form(rf"\d+(@{_TIME})?", "a number of switches, and how long to wait for them: 1@60"),
-    "mail-type": Form(rf"(?i:({_MAIL})(,({_MAIL}))*)", "some of BEGIN, END, FAIL, ALL, separated by commas"),
-    "exclusive": Form("user|mcs|topo", "true, user, mcs or topo"),
-    "hint": Form("(compute|memory)_bound|(no)?multithread", "compute_bound, memory_bound or nomultithread"),
+    "reservation": ValueFormat(rf"{_WORD}(,{_WORD})*", "the name of a reservation"),
+    "switches": ValueFormat(rf"\d+(@{_TIME})?", "a number of switches, and how long to wait for them: 1@60"),
+    "mail-type": ValueFormat(rf"(?i:({_MAIL})(,({_MAIL}))*)", "some of BEGIN, END, FAIL, ALL, separated by commas"),
+    "exclusive": ValueFormat("user|mcs|topo", "true, user, mcs or topo"),
+    "hint": ValueFormat("(compute|memory)_bound|(no)?multithread", "compute_bound, memory_bound or nomultithread"),
 }  # fmt: skip
 """Formats of some options' values; only Slurm can check the others."""
 

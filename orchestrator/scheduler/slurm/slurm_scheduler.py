@@ -18,7 +18,7 @@ from orchestrator.scheduler.interface import (
     JobSpec,
     JobStatus,
 )
-from orchestrator.scheduler.job_tags import is_marked, tag_in, tags
+from orchestrator.scheduler.job_tags import find_script_tag, is_marked, tags
 from orchestrator.scheduler.slurm.command_output import (
     DOWN,
     OUT_OF_SERVICE,
@@ -79,7 +79,7 @@ class SlurmScheduler:
             return {}
         found = self._in_queue(ids)
         if missing := set(ids) - set(found):
-            found |= self._recorded(missing)
+            found |= self._query_accounting(missing)
         return self._with_down_nodes(found)
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
@@ -111,7 +111,7 @@ class SlurmScheduler:
 
     def _in_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Find these ids in the queue; an id missing from this user's jobs is queried separately."""
-        found = self._listed(ids)
+        found = self._list_queue(ids)
         missing = set(ids) - set(found)
         if not missing:
             return found
@@ -122,7 +122,7 @@ class SlurmScheduler:
                 raise
             return found | {job_id: _unreadable(job_id, error.what) for job_id in missing}
 
-    def _listed(self, ids: Collection[str]) -> dict[str, JobStatus]:
+    def _list_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
         jobs, _ = self._queue(lambda job: job.job_id in ids)  # ids missing from a truncated answer are queried by id
         return {job.job_id: job for job in jobs}
 
@@ -132,7 +132,7 @@ class SlurmScheduler:
         lost = () if whole else set(ids) - set(found)
         return found | {job_id: _unreadable(job_id, "squeue's answer was cut short") for job_id in lost}
 
-    def _recorded(self, ids: Collection[str]) -> dict[str, JobStatus]:
+    def _query_accounting(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Return accounting's record of jobs that have left the queue; UNRECORDED while it does not answer."""
         if not self._pauses.is_due("sacct"):
             return {
@@ -174,7 +174,7 @@ class SlurmScheduler:
             # scontrol succeeds without a script for a job that Slurm no longer has.
             if done.returncode != 0 or not done.stdout:
                 return job
-            self._script_tags[key] = tag_in(done.stdout)
+            self._script_tags[key] = find_script_tag(done.stdout)
         return replace(job, script_tag=self._script_tags[key])
 
     def _with_down_nodes(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
@@ -183,7 +183,7 @@ class SlurmScheduler:
         if not over:
             return jobs
         try:
-            down = self._nodes_in(DOWN, frozenset(node for job in over.values() for node in job.nodes))
+            down = self._query_nodes_by_state(DOWN, frozenset(node for job in over.values() for node in job.nodes))
         except SlurmUnreachable as error:
             if len(over) == len(jobs):
                 raise
@@ -194,9 +194,9 @@ class SlurmScheduler:
         }
 
     def out_of_service(self, nodes: frozenset[str]) -> frozenset[str]:
-        return self._nodes_in(OUT_OF_SERVICE, nodes)
+        return self._query_nodes_by_state(OUT_OF_SERVICE, nodes)
 
-    def _nodes_in(self, states: frozenset[str], nodes: frozenset[str]) -> frozenset[str]:
+    def _query_nodes_by_state(self, states: frozenset[str], nodes: frozenset[str]) -> frozenset[str]:
         done = run_command(
             ["sinfo", "-h", "-a", "-N", "-n", fold_nodes(tuple(sorted(nodes))), "-o", "%N %T"], self._timeout
         )

@@ -35,7 +35,7 @@ from checkpointing.format.manifest import (
     TensorInfo,
     encode_fingerprints,
 )
-from checkpointing.format.torch_record import read_at, read_record
+from checkpointing.format.torch_record import make_reader, read_record
 from checkpointing.storage.backends import LocalStorage
 
 NONCE = "ab12cd34"
@@ -128,7 +128,7 @@ def _put(stream: io.BytesIO, file: str, key: str, part: torch.Tensor, offsets: t
     saved = io.BytesIO()
     torch.save(part, saved)
     stream.write(saved.getvalue())
-    template = read_record(read_at(saved), 0, len(saved.getvalue()))
+    template = read_record(make_reader(saved), 0, len(saved.getvalue()))
     assert template.nbytes == math.prod(part.shape) * part.itemsize
     length = len(saved.getvalue())
     return Piece(key, file, offsets, tuple(part.shape), start, length, start + template.data, template.nbytes)

@@ -68,7 +68,7 @@ class Tiers:
     def commit(self, step: int, **options: Any) -> str:
         name = make(self.storages[self.names[0]], step, **options)
         for flusher in self.flushers:
-            flusher.committed(name)
+            flusher.record_commit(name)
         return name
 
     def drain(self, seconds: float = SECONDS) -> bool:
@@ -84,7 +84,7 @@ class Tiers:
             time.sleep(0.002)
 
     def steps(self, name: str) -> list[int]:
-        return [entry.step for entry in Catalog(self.root / name).committed()]
+        return [entry.step for entry in Catalog(self.root / name).committed_entries()]
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.told]

@@ -13,7 +13,7 @@ from checkpointing.errors import FencedOff, ManifestError
 from checkpointing.format.commit import DELETED, checkpoint_name, fresh_name, parse_name, read_commit, seal
 from checkpointing.format.manifest import parse
 from checkpointing.retention.garbage import decide_debris, delete, delete_debris, find_debris
-from checkpointing.retention.policy import Policy, expired
+from checkpointing.retention.policy import Policy, select_expired
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
@@ -93,13 +93,13 @@ def test_every_prefix_of_a_save_and_its_deletion_shows_whole_checkpoints(tmp_pat
     history: list[tuple[int, set[str]]] = []  # length of the log, and what is committed from there on
 
     def note() -> None:
-        history.append((len(storage.log), {entry.name for entry in Catalog(storage.root).committed()}))
+        history.append((len(storage.log), {entry.name for entry in Catalog(storage.root).committed_entries()}))
 
     note()
     for step in (1, 2, 3):
         make(storage, step)
         note()
-    for entry, _ in expired(Catalog(storage.root).committed(), Policy(keep=2)):
+    for entry, _ in select_expired(Catalog(storage.root).committed_entries(), Policy(keep=2)):
         delete(storage, entry.name, lambda: True)
     note()
     states = [names for _, names in history]
@@ -107,7 +107,7 @@ def test_every_prefix_of_a_save_and_its_deletion_shows_whole_checkpoints(tmp_pat
         root = tmp_path / f"at-{length}"
         root.mkdir()
         replay(storage.log[:length], root, power_loss=power_loss)
-        found = Catalog(root).committed()
+        found = Catalog(root).committed_entries()
         assert {entry.name for entry in found} in states, f"after {length} operations"
         assert all(verify(entry.path, 2).ok for entry in found), f"after {length} operations"
         floor = min(2, max((len(names) for at, names in history if at <= length), default=0))
@@ -132,7 +132,7 @@ def test_without_the_fence_there_is_no_commit(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     with pytest.raises(FencedOff, match="launch token of this attempt was revoked"):
         make(storage, 5, fence=lambda: False)
-    assert Catalog(tmp_path).committed() == []
+    assert Catalog(tmp_path).committed_entries() == []
 
 
 def test_the_fence_is_the_last_thing_asked(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_no_failed_operation_leaves_a_checkpoint(tmp_path: Path, operation: str)
             continue
         with pytest.raises(OSError, match="Input/output error"):
             make(storage, 5)
-        assert Catalog(root).committed() == []
+        assert Catalog(root).committed_entries() == []
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b'{"schema":"orch.commit/1"}', b"\x00" * 90])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpointing.format.commit import Region, assign_places, file_name, joined
+from checkpointing.format.commit import Region, assign_places, file_name, join_regions
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.digests import CHUNK, digest, filled_digest
 
@@ -17,7 +17,7 @@ def entry(name: str, data: bytes) -> FileEntry:
 def region(name: str, data: bytes, file: str, at: int) -> Region:
     rest = data[len(data) - len(data) % CHUNK :]
     filled = filled_digest(rest) if rest else digest(data[-CHUNK:])
-    return Region.of(entry(name, data), filled, {name: (file, at)})
+    return Region.from_entry(entry(name, data), filled, {name: (file, at)})
 
 
 def test_ranks_of_a_node_follow_each_other_from_multiples_of_a_chunk_on() -> None:
@@ -41,7 +41,7 @@ def test_the_digests_of_a_nodes_file_are_those_of_its_bytes() -> None:
         region("r0", first, file, 0), region("r1", second, file, 2 * CHUNK), region("r2", last, file, 3 * CHUNK),
     ]  # fmt: skip
     other = region("r3", b"d", file_name(1), 0)
-    found = sorted(joined([regions[2], other, regions[0], regions[1]]), key=lambda one: one.name)
+    found = sorted(join_regions([regions[2], other, regions[0], regions[1]]), key=lambda one: one.name)
     assert found == [entry(file, whole), entry(file_name(1), b"d")]
 
 
@@ -49,9 +49,9 @@ def test_regions_that_leave_a_gap_or_have_other_chunks_are_refused() -> None:
     file = file_name(0)
     first = region("r0", b"a", file, 0)
     with pytest.raises(ValueError, match=r"^__node0.distcp: r1 does not begin where the region before it ends$"):
-        joined([first, region("r1", b"b", file, 2 * CHUNK)])
+        join_regions([first, region("r1", b"b", file, 2 * CHUNK)])
     odd = replace(
         region("r1", b"b", file, CHUNK), entry=FileEntry(name="r1", size=1, chunks=("0" * 32,), chunk_size=64)
     )
     with pytest.raises(ValueError, match="r1 does not begin"):
-        joined([first, odd])
+        join_regions([first, odd])

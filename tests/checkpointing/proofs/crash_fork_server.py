@@ -97,7 +97,7 @@ def train(case: Case, generation: int, rank: int) -> None:
 def await_flushed(place: Path, step: int) -> None:
     """Until the newest checkpoint is in the second tier; a flush that is cut short would leave a part of it there."""
     deadline = time.monotonic() + _PATIENCE_S / 2
-    while step not in [entry.step for entry in Catalog(place).committed()]:
+    while step not in [entry.step for entry in Catalog(place).committed_entries()]:
         if time.monotonic() > deadline:
             raise TimeoutError(f"step {step} was not copied to {place}")
         time.sleep(0.005)

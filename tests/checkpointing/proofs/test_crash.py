@@ -74,7 +74,7 @@ def told(folder: Path, generation: int) -> list[dict[str, Any]]:
 
 
 def names(folder: Path) -> set[str]:
-    return {entry.name for entry in Catalog(folder).committed()}
+    return {entry.name for entry in Catalog(folder).committed_entries()}
 
 
 def crash(fork_server: ForkServer, seed: int, folder: Path) -> str:

@@ -31,7 +31,7 @@ def assert_whole(log: list[tuple[object, ...]], length: int, place: Path, *, pow
     world.root.mkdir()
     replay(log[:length], world.root, power_loss=power_loss)
     published = [str(entry[1]).split("/")[0] for entry in log[:length] if _commits(entry)]
-    there = {entry.name for entry in Catalog(world.root).committed()}
+    there = {entry.name for entry in Catalog(world.root).committed_entries()}
     assert set(published[-KEEP:]) <= there, f"after {length} operations"
     for name in there:
         assert verify(world.root / name, 2).ok, f"after {length} operations"
@@ -46,7 +46,9 @@ def assert_whole(log: list[tuple[object, ...]], length: int, place: Path, *, pow
         made.save(SAVES + 1, state(SAVES + 1), {})
         made.wait()
     found = {path.name for path in world.root.iterdir() if path.is_dir()}
-    assert found == {entry.name for entry in Catalog(world.root).committed()}, f"debris after {length} operations"
+    assert found == {entry.name for entry in Catalog(world.root).committed_entries()}, (
+        f"debris after {length} operations"
+    )
 
 
 def _commits(entry: tuple[object, ...]) -> bool:

@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 from checkpointing.retention.garbage import PINS, Pin, pin, pinned_names, read_pins, unpin
-from checkpointing.storage.backends import LocalStorage, storage_at
+from checkpointing.storage.backends import LocalStorage, open_storage
 from checkpointing.tiers.catalog import Catalog
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.made_checkpoint import make
@@ -33,11 +33,11 @@ def test_pins_lie_beside_the_checkpoints_and_never_in_them(tmp_path: Path) -> No
     before = storage.list(name)
     pin(storage, name, "", 0.0)
     assert storage.list(name) == before
-    assert [entry.name for entry in Catalog(tmp_path).committed()] == [name]
+    assert [entry.name for entry in Catalog(tmp_path).committed_entries()] == [name]
 
 
 def test_pins_work_on_object_stores() -> None:
-    storage = storage_at("memory://pins-of-a-run")
+    storage = open_storage("memory://pins-of-a-run")
     pin(storage, NAME, "note", 1.0)
     assert pinned_names(storage) == {NAME}
     assert unpin(storage, NAME)

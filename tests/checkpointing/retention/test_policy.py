@@ -20,13 +20,13 @@ from checkpointing.retention.policy import (
     Policy,
     TierRetention,
     decide_retention,
-    expired,
-    metric_of,
+    read_metric,
+    select_expired,
 )
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.tiers.catalog import Catalog, Entry
 from checkpointing.tiers.tier import ResolvedTier
-from checkpointing.verification.verdicts import RESTORE_TESTED, Verdict, manifest_of, record
+from checkpointing.verification.verdicts import RESTORE_TESTED, CopyVerdict, read_manifest_digest, record
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.made_checkpoint import NONCE, make
 
@@ -79,7 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_what_goes_is_trusted_and_nobodys(case: Case) -> None:
-    gone = {entry.name for entry, _ in expired(case.entries, case.policy, **case.facts)}
+    gone = {entry.name for entry, _ in select_expired(case.entries, case.policy, **case.facts)}
     single = {case.facts["newest"], case.facts["restore_tested"]}
     assert not gone & (case.facts["pinned"] | case.facts["refused"] | case.facts["held"] | single)
 
@@ -106,14 +106,14 @@ def test_multiples_and_the_best_stay(case: Case) -> None:
 
 @given(cases())
 def test_a_second_pass_finds_nothing_more(case: Case) -> None:
-    gone = {entry.name for entry, _ in expired(case.entries, case.policy, **case.facts)}
+    gone = {entry.name for entry, _ in select_expired(case.entries, case.policy, **case.facts)}
     left = [entry for entry in case.entries if entry.name not in gone]
-    assert expired(left, case.policy, **case.facts) == []
+    assert select_expired(left, case.policy, **case.facts) == []
 
 
 @given(cases())
 def test_the_oldest_goes_first_and_everything_has_a_reason(case: Case) -> None:
-    gone = expired(case.entries, case.policy, **case.facts)
+    gone = select_expired(case.entries, case.policy, **case.facts)
     assert [entry.step for entry, _ in gone] == sorted(entry.step for entry, _ in gone)
     assert all(judged.reason for judged in decide_retention(case.entries, case.policy, **case.facts))
 
@@ -158,7 +158,7 @@ def test_every_verdict_says_why() -> None:
 def test_of_two_equally_good_ones_the_newer_stays() -> None:
     metrics = {entry(step).name: 1.0 for step in (1, 2, 3, 4)}
     policy = Policy(keep=2, best=1)
-    gone = expired([entry(step) for step in (4, 3, 2, 1)], policy, metrics=metrics)
+    gone = select_expired([entry(step) for step in (4, 3, 2, 1)], policy, metrics=metrics)
     assert [entry.step for entry, _ in gone] == [1, 2], "4 is the best one, and one of the newest"
 
 
@@ -181,7 +181,7 @@ class Tier:
         return [make(self.storage, step, extra=extra.get(step), **options) for step in steps]
 
     def steps(self) -> list[int]:
-        return [entry.step for entry in self.place.catalog.committed()]
+        return [entry.step for entry in self.place.catalog.committed_entries()]
 
     def apply_retention(
         self,
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_is_pinned_during_the_pass_stays(tier: Tier) -> None:
 
 def test_the_best_are_found_by_what_the_checkpoints_say(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4, 5, losses={1: 0.5, 2: 0.1, 3: "nan", 4: 0.9, 5: 0.9})
-    retention = tier.apply_retention(names[-1], Policy.of(2, CheckpointConfig(best=BestConfig(metric="loss"))))
+    retention = tier.apply_retention(names[-1], Policy.from_config(2, CheckpointConfig(best=BestConfig(metric="loss"))))
     assert tier.steps() == [5, 4, 2]
     assert retention.metrics[names[1]] == 0.1
 
@@ -252,10 +252,10 @@ def test_one_whose_file_is_gone_counts_for_nothing_and_stays(tier: Tier) -> None
 
 
 def restore_tested(tier: Tier, name: str, run: Storage | None = None) -> None:
-    found = manifest_of(tier.storage, name)
+    found = read_manifest_digest(tier.storage, name)
     record(
         run or tier.storage,
-        Verdict(name=name, place=tier.place.path, manifest=found, ok=True, level=RESTORE_TESTED, at=1.0),
+        CopyVerdict(name=name, place=tier.place.path, manifest=found, ok=True, level=RESTORE_TESTED, at=1.0),
     )
 
 
@@ -386,4 +386,4 @@ def test_a_metric_is_a_number_among_the_facts(tier: Tier, metric: str, value: fl
     facts = {"loss": 0.25, "metrics": {"val_loss": 0.5, "step": 7}, "step": 1, "word": "yes", "flag": True}
     name = make(tier.storage, 1, extra=facts)
     manifest = parse((tier.root / name / "manifest.json").read_bytes())
-    assert metric_of(manifest, metric) == value
+    assert read_metric(manifest, metric) == value

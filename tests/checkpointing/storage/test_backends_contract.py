@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from checkpointing.storage.backends import FsspecStorage, LocalStorage, Storage, storage_at
+from checkpointing.storage.backends import FsspecStorage, LocalStorage, Storage, open_storage
 
 
 @pytest.fixture(params=["local", "memory", "fsspec-local", "s3"])
@@ -15,7 +15,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
     if request.param == "local":
         yield LocalStorage(tmp_path / "root")
     elif request.param == "s3":
-        yield storage_at(request.getfixturevalue("s3_url"))
+        yield open_storage(request.getfixturevalue("s3_url"))
     elif request.param == "fsspec-local":
         yield FsspecStorage(fsspec.filesystem("file"), str(tmp_path / "root"))
     else:
@@ -141,9 +141,9 @@ def test_reading_into_a_buffer(storage: Storage) -> None:
 
 
 def test_places_choose_their_storage(tmp_path: Path) -> None:
-    assert isinstance(storage_at(tmp_path), LocalStorage)
-    assert isinstance(storage_at(f"file://{tmp_path}"), LocalStorage)
-    remote = storage_at("memory://somewhere")
+    assert isinstance(open_storage(tmp_path), LocalStorage)
+    assert isinstance(open_storage(f"file://{tmp_path}"), LocalStorage)
+    remote = open_storage("memory://somewhere")
     assert isinstance(remote, FsspecStorage)
     written(remote, "a/file", b"x")
     assert fsspec.filesystem("memory").cat("/somewhere/a/file") == b"x"
@@ -152,5 +152,5 @@ def test_places_choose_their_storage(tmp_path: Path) -> None:
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     with pytest.raises(ValueError, match="belong into the environment") as caught:
-        storage_at("s3://key:secret@bucket/prefix")
+        open_storage("s3://key:secret@bucket/prefix")
     assert "secret" not in str(caught.value)

@@ -13,17 +13,17 @@ from checkpointing.format.manifest import parse
 from checkpointing.owner import Owner
 from checkpointing.retention.garbage import decide_debris, delete, delete_debris, find_debris
 from checkpointing.retention.policy import Policy, TierRetention
-from checkpointing.storage.backends import FsspecStorage, LocalStorage, storage_at
+from checkpointing.storage.backends import FsspecStorage, LocalStorage, open_storage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.copy_files import CopyOrder, copy_file, copy_files
 from checkpointing.tiers.tier import ResolvedTier
-from checkpointing.verification.verify import verify_in
+from checkpointing.verification.verify import verify_checkpoint
 from tests.checkpointing.made_checkpoint import FILES, NONCE, make
 
 
 @pytest.fixture
 def store(s3_url: str) -> FsspecStorage:
-    storage = storage_at(s3_url)
+    storage = open_storage(s3_url)
     assert isinstance(storage, FsspecStorage)
     return storage
 
@@ -48,17 +48,17 @@ def requests(store: FsspecStorage) -> Iterator[list[str]]:
 
 def test_a_checkpoint_is_saved_found_and_verified(store: FsspecStorage, s3_url: str) -> None:
     older, name = make(store, 10), make(store, 20, extra={"loss": 0.5})
-    found = Catalog(s3_url).committed()
+    found = Catalog(s3_url).committed_entries()
     assert [entry.name for entry in found] == [name, older]
     assert found[0].place == f"{s3_url}/{name}"
     assert found[0].bytes == sum(map(len, FILES.values()))
-    assert verify_in(store, name, 2).ok
+    assert verify_checkpoint(store, name, 2).ok
 
 
 def test_damage_in_the_store_is_found(store: FsspecStorage) -> None:
     name = make(store, 10)
     store.publish(f"{name}/__0_0.distcp", b"x" * 999 + b"y")
-    report = verify_in(store, name, 2)
+    report = verify_checkpoint(store, name, 2)
     assert [str(fault) for fault in report.faults] == ["__0_0.distcp chunk 0: digest differs"]
 
 
@@ -97,7 +97,7 @@ def test_retention_and_debris_work_there(store: FsspecStorage, s3_url: str) -> N
     told: list[tuple[str, dict[str, Any]]] = []
     owner = Owner(1, NONCE, (), lambda: True)
     TierRetention(place, Policy(keep=2), owner, lambda kind, data: told.append((kind, data))).apply(names[-1])
-    assert [entry.step for entry in place.catalog.committed()] == [4, 3]
+    assert [entry.step for entry in place.catalog.committed_entries()] == [4, 3]
     assert sorted(store.list("")) == names[2:]
     assert [data["tier"] for _, data in told] == [s3_url] * 2
 
@@ -110,7 +110,7 @@ def test_a_deletion_that_was_cut_short_is_no_checkpoint_and_is_finished(store: F
         assert not delete(store, name, lambda left=left: bool(left) and left.pop())
         assert catalog.is_committed(name) == (answers == 0)
     delete_debris(store, decide_debris(find_debris(catalog)), lambda: True)
-    assert [entry.step for entry in catalog.committed()] == [10]
+    assert [entry.step for entry in catalog.committed_entries()] == [10]
     assert len(store.list("")) == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from checkpointing.storage import trusted_path
 from checkpointing.storage.durable import NotAFile, only_own_files, read_json
-from checkpointing.storage.trusted_path import NotPrivate, check_private, opened, pinned_for_now, weakness
+from checkpointing.storage.trusted_path import NotPrivate, check_private, open_folder, pin_path_temporarily, weakness
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 ANN, BOB, GROUP = 61001, 61002, 61003
@@ -90,7 +90,7 @@ def test_another_users_folder_above_makes_a_name_worthless_and_no_more(top, ann)
     own = make(make(top / "bobs", BOB, 0o755) / "own", ANN, 0o700)
     os.seteuid(ANN)
     assert weakness(own) is None
-    with opened(own) as found:
+    with open_folder(own) as found:
         assert [weak.owner for weak in found.weak] == [BOB]
 
 
@@ -132,7 +132,7 @@ def test_links_are_followed_and_are_as_weak_as_their_owner(top, ann):
     found = weakness(sticky / "bobs")
     assert found is not None
     assert (found.path, found.writers) == (sticky / "bobs", f"uid {BOB}")
-    with opened(sticky / "anns") as folder:
+    with open_folder(sticky / "anns") as folder:
         assert os.path.samestat(os.fstat(folder.descriptor), own.stat())
 
 
@@ -151,7 +151,7 @@ def test_a_pinned_folder_stays_the_same_whatever_its_name_means(top, ann):
     own = make(shared / "run", ANN, 0o700)
     os.seteuid(ANN)
     (own / "whose").write_text("Ann's")
-    with pinned_for_now(own) as place:
+    with pin_path_temporarily(own) as place:
         own.rename(shared / "aside")
         own.mkdir()
         (own / "whose").write_text("Bob's")
@@ -160,9 +160,9 @@ def test_a_pinned_folder_stays_the_same_whatever_its_name_means(top, ann):
 
 
 def test_where_nobody_else_may_rename_the_name_is_kept(tmp_path: Path) -> None:
-    with pinned_for_now(tmp_path) as place:
+    with pin_path_temporarily(tmp_path) as place:
         assert place == tmp_path
-    assert trusted_path.pinned(tmp_path) == tmp_path
+    assert trusted_path.pin_path(tmp_path) == tmp_path
 
 
 @needs_root
@@ -173,7 +173,7 @@ def test_what_is_anothers_or_open_to_others_is_not_private(top, ann, owner, mode
     os.seteuid(ANN)
     with pytest.raises(NotPrivate):
         check_private(folder)
-    with pytest.raises(NotPrivate), pinned_for_now(folder):
+    with pytest.raises(NotPrivate), pin_path_temporarily(folder):
         pass
 
 

@@ -23,7 +23,7 @@ def test_newest_first_by_step_then_attempt_then_take(tmp_path: Path) -> None:
     make(storage, 100, attempt=2, nonce="ffff0000")
     make(storage, 100, attempt=2, nonce="ffff0000", take=2)
     make(storage, 30, attempt=10, nonce="00000000")
-    assert names(Catalog(tmp_path).committed()) == [
+    assert names(Catalog(tmp_path).committed_entries()) == [
         "step-00000100.002-ffff0000-2",
         "step-00000100.002-ffff0000",
         "step-00000100.001-ab12cd34",
@@ -34,7 +34,7 @@ def test_newest_first_by_step_then_attempt_then_take(tmp_path: Path) -> None:
 
 def test_an_entry_says_what_commit_recorded(tmp_path: Path) -> None:
     name = make(LocalStorage(tmp_path), 20, now=1234.5)
-    (entry,) = Catalog(tmp_path).committed()
+    (entry,) = Catalog(tmp_path).committed_entries()
     assert (entry.name, entry.path, entry.step, entry.attempt, entry.nonce) == (name, tmp_path / name, 20, 1, NONCE)
     assert (entry.bytes, entry.committed_at) == (sum(map(len, FILES.values())), 1234.5)
 
@@ -47,17 +47,17 @@ def test_half_written_and_unknown_folders_are_not_listed(tmp_path: Path) -> None
     (tmp_path / "my-notes").mkdir()
     (tmp_path / "my-notes" / "COMMIT").write_text("mine")
     (tmp_path / "step-00000050.001-ab12cd34").write_text("a file, not a folder")
-    assert names(Catalog(tmp_path).committed()) == [name]
+    assert names(Catalog(tmp_path).committed_entries()) == [name]
 
 
 def test_no_folder_is_an_empty_catalog(tmp_path: Path) -> None:
-    assert Catalog(tmp_path / "nothing").committed() == []
+    assert Catalog(tmp_path / "nothing").committed_entries() == []
 
 
 def test_a_damaged_commit_stays_listed_so_that_somebody_is_told(tmp_path: Path) -> None:
     name = make(LocalStorage(tmp_path), 20)
     (tmp_path / name / "COMMIT").write_bytes(b"\0" * 10)
-    (entry,) = Catalog(tmp_path).committed()
+    (entry,) = Catalog(tmp_path).committed_entries()
     assert (entry.name, entry.bytes, entry.committed_at) == (name, 0, 0.0)
 
 
@@ -68,7 +68,9 @@ def test_an_attempt_sees_its_own_and_what_it_may_inherit(tmp_path: Path) -> None
     own = make(storage, 20, attempt=2, nonce="22222222")
     make(storage, 25, attempt=2, nonce="33333333")  # another submission that called itself attempt 2
     catalog = Catalog(tmp_path)
-    assert names(catalog.accepted(Owner(2, "22222222", (inherited, "step-00000099.001-ab12cd34"), lambda: True))) == [
+    assert names(
+        catalog.entries_for_owner(Owner(2, "22222222", (inherited, "step-00000099.001-ab12cd34"), lambda: True))
+    ) == [
         own,
         inherited,
     ]
@@ -79,8 +81,8 @@ def test_a_buried_checkpoint_is_none_even_while_its_marker_is_still_seen(tmp_pat
     name = make(LocalStorage(tmp_path), 20)
     (tmp_path / name / DELETED).write_text("")
     catalog = Catalog(tmp_path)
-    assert catalog.committed() == []
-    assert catalog.accepted(Owner(1, NONCE, (name,), lambda: True)) == []
+    assert catalog.committed_entries() == []
+    assert catalog.entries_for_owner(Owner(1, NONCE, (name,), lambda: True)) == []
     assert catalog.is_tombstoned(name)
 
 
@@ -88,7 +90,7 @@ def test_a_tombstone_that_cannot_be_read_buries_nothing(tmp_path: Path) -> None:
     storage = Faulty(tmp_path)
     name = make(storage, 20)
     storage.broken = lambda act, _: errno.EIO if act == f"open {name}/{DELETED}" else 0
-    assert names(Catalog(tmp_path, storage).committed()) == [name]
+    assert names(Catalog(tmp_path, storage).committed_entries()) == [name]
 
 
 def test_a_marker_that_cannot_be_read_is_never_taken_for_debris(tmp_path: Path) -> None:
@@ -96,5 +98,5 @@ def test_a_marker_that_cannot_be_read_is_never_taken_for_debris(tmp_path: Path) 
     name = make(storage, 20)
     storage.broken = lambda act, _: errno.EIO if act.startswith("open") else 0
     catalog = Catalog(tmp_path, storage)
-    assert names(catalog.committed()) == [name]
+    assert names(catalog.committed_entries()) == [name]
     assert find_debris(catalog) == []

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import digest
@@ -88,7 +88,7 @@ def test_an_empty_file_is_copied_too(source: Faulty, target: Faulty) -> None:
 def test_a_bad_source_is_never_copied_on(source: Faulty, target: Faulty, damage, told: str) -> None:
     put(source, damage(DATA))
     clock = Clock()
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(CheckpointRefused, match=told):
         copy_file(source, target, FOLDER, described(DATA), retry=quick(clock))
     assert target.list(FOLDER) == {}
     assert clock.naps == [], "bytes that are wrong do not get right by waiting"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.digests import CHUNK, digest
-from checkpointing.tiers.copy_files import Choice, TierContents, choose_checkpoint, divide_files
+from checkpointing.tiers.copy_files import CopyChoice, TierContents, choose_checkpoint, divide_files
 from tests.checkpointing.made_checkpoint import NONCE
 
 
@@ -23,33 +23,33 @@ def content(*steps: int) -> TierContents:
 @pytest.mark.parametrize(
     ("contents", "facts", "expected"),
     [
-        ([content(), content()], {}, Choice(None, 0, "no faster tier has a checkpoint that can be trusted")),
-        ([content(30, 20), content()], {}, Choice(name(30), 0, "there is none yet")),
-        ([content(30, 20), content(30)], {}, Choice(None, 0, "the newest one is there already")),
-        ([content(30, 20), content(20)], {}, Choice(name(30), 0, "there is a newer one")),
-        ([content(30), content(20)], {"every": 10}, Choice(name(30), 0, "there is a newer one")),
+        ([content(), content()], {}, CopyChoice(None, 0, "no faster tier has a checkpoint that can be trusted")),
+        ([content(30, 20), content()], {}, CopyChoice(name(30), 0, "there is none yet")),
+        ([content(30, 20), content(30)], {}, CopyChoice(None, 0, "the newest one is there already")),
+        ([content(30, 20), content(20)], {}, CopyChoice(name(30), 0, "there is a newer one")),
+        ([content(30), content(20)], {"every": 10}, CopyChoice(name(30), 0, "there is a newer one")),
         (
             [content(30), content(20)],
             {"every": 11},
-            Choice(None, 0, "it is 10 steps newer than the newest one there, 11 are asked for"),
+            CopyChoice(None, 0, "it is 10 steps newer than the newest one there, 11 are asked for"),
         ),
         (
             [content(30), content(20)],
             {"every": 11, "everything": True},
-            Choice(name(30), 0, "the last one goes everywhere"),
+            CopyChoice(name(30), 0, "the last one goes everywhere"),
         ),
         # After a roll-back from 30 to 20, 25 is the newest work.
-        ([content(30, 25), content(30)], {"latest": name(25)}, Choice(name(25), 0, "there is a newer one")),
+        ([content(30, 25), content(30)], {"latest": name(25)}, CopyChoice(name(25), 0, "there is a newer one")),
         ([content(30, 26), content(30, 25)], {"latest": name(26), "last": name(25), "every": 5}, None),
         # The fastest tier that has it is read.
-        ([content(20), content(30, 20), content()], {}, Choice(name(30), 1, "there is none yet")),
-        ([content(30), content(30), content()], {}, Choice(name(30), 0, "there is none yet")),
+        ([content(20), content(30, 20), content()], {}, CopyChoice(name(30), 1, "there is none yet")),
+        ([content(30), content(30), content()], {}, CopyChoice(name(30), 0, "there is none yet")),
         # What was just committed may be gone again.
-        ([content(40), content()], {"latest": name(35)}, Choice(name(40), 0, "there is none yet")),
+        ([content(40), content()], {"latest": name(35)}, CopyChoice(name(40), 0, "there is none yet")),
     ],
 )
 def test_a_tier_receives_what_is_due(
-    contents: list[TierContents], facts: dict[str, Any], expected: Choice | None
+    contents: list[TierContents], facts: dict[str, Any], expected: CopyChoice | None
 ) -> None:
     choice = choose_checkpoint(contents, len(contents) - 1, **facts)
     if expected is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.storage.backends import LocalStorage, storage_at
+from checkpointing.storage.backends import LocalStorage, open_storage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier, make_striped_folder, on_lustre
 
@@ -56,7 +56,7 @@ def test_elsewhere_nothing_is_done(tmp_path: Path, calls: Path, monkeypatch: pyt
     elif reason == "no lfs":
         monkeypatch.setenv("PATH", "/usr/bin:/bin")
     else:
-        remote = storage_at("memory://stripes")
+        remote = open_storage("memory://stripes")
         tier = ResolvedTier(
             path="memory://stripes", storage=remote, catalog=Catalog("memory://stripes", remote), stripes=4
         )

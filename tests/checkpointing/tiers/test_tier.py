@@ -54,7 +54,7 @@ def test_entries_of_a_remote_tier_say_their_url(tmp_path: Path) -> None:
 
     (tier,) = found(tmp_path, TierConfig(path="memory://place-of-entries"))
     name = make(tier.storage, 5)
-    (entry,) = tier.catalog.committed()
+    (entry,) = tier.catalog.committed_entries()
     assert entry.place == f"memory://place-of-entries/my-run/{name}"
 
 

@@ -12,20 +12,20 @@ from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import (
     RESTORE_TESTED,
     VERDICTS,
-    Verdict,
+    CopyVerdict,
     forget,
     known_bad,
-    manifest_of,
     newest_restore_tested,
+    read_manifest_digest,
     read_verdicts,
     record,
 )
 from tests.checkpointing.made_checkpoint import NONCE, make
 
 
-def bad(storage: LocalStorage, name: str, place: str) -> Verdict:
-    found = manifest_of(storage, name)
-    return Verdict(name=name, place=place, manifest=found, ok=False, level=2, at=5.0, reason="digest differs")
+def bad(storage: LocalStorage, name: str, place: str) -> CopyVerdict:
+    found = read_manifest_digest(storage, name)
+    return CopyVerdict(name=name, place=place, manifest=found, ok=False, level=2, at=5.0, reason="digest differs")
 
 
 def test_a_bad_copy_is_condemned_in_its_place_alone(tmp_path: Path) -> None:
@@ -140,4 +140,4 @@ def test_retention_takes_a_condemned_copy_for_nobody_s_substitute(tmp_path: Path
     record(storage, bad(storage, names[2], str(tmp_path)))
     place = ResolvedTier(path=str(tmp_path), storage=storage, catalog=Catalog(tmp_path, storage))
     TierRetention(place, Policy(keep=2), Owner(1, NONCE, (), lambda: True), emit_nothing).apply(names[3])
-    assert [entry.step for entry in place.catalog.committed()] == [40, 30, 20]
+    assert [entry.step for entry in place.catalog.committed_entries()] == [40, 30, 20]

@@ -13,7 +13,7 @@ from checkpointing.format.manifest import Index, Piece, TensorInfo
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK
 from checkpointing.verification.digest_scan import _resident, reader_threads
-from checkpointing.verification.verify import all_chunks, check_chunks, read_sealed, verify, verify_in
+from checkpointing.verification.verify import all_chunks, check_chunks, read_sealed, verify, verify_checkpoint
 from tests.checkpointing.made_checkpoint import make
 
 BIG = {".metadata": b"metadata", "__0_0.distcp": random.Random(3).randbytes(2 * CHUNK + 77)}
@@ -144,7 +144,7 @@ def test_a_chunk_is_read_the_same_way_from_the_cache_past_it_and_through_streams
     assert faults(path, 2) == []
     assert (path / "__0_0.distcp").read_bytes() == BIG["__0_0.distcp"]
     assert faults(path, 2) == []
-    assert verify_in(Streaming(tmp_path), path.name, 2).faults == ()
+    assert verify_checkpoint(Streaming(tmp_path), path.name, 2).faults == ()
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -14,7 +14,7 @@ from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.digests import CHUNK
 from checkpointing.storage.shared_memory import PAGE
 from checkpointing.writer import arena
-from checkpointing.writer.arena import Arena, Record
+from checkpointing.writer.arena import Arena, BufferRecord
 
 MIB = 1 << 20
 
@@ -29,10 +29,10 @@ def sides() -> Iterator[tuple[Arena, Arena]]:
     theirs.close()
 
 
-def record(step: int = 7, **changes: object) -> Record:
+def record(step: int = 7, **changes: object) -> BufferRecord:
     entry = FileEntry(name="__0_0.distcp", size=8192, chunks=("ab" * 16,))
     fields = {"step": step, "plan": "p1", "name": "n", "extra": {"at": 3}, "files": (entry,), "places": (0,)}
-    return Record(**{**fields, **changes})
+    return BufferRecord(**{**fields, **changes})
 
 
 def test_both_sides_see_the_same_bytes_and_records(sides):
@@ -174,9 +174,9 @@ def test_a_publisher_that_is_killed_leaves_a_whole_record_or_none(sides, seed):
 def test_what_is_sealed_may_fill_its_place_and_not_more(size: int) -> None:
     payload, room = b"x" * size, memoryview(bytearray(arena._SEAL.size + size))
     arena._seal(room, arena._RECORD_MARK, payload)
-    assert arena._sealed(room, arena._RECORD_MARK) == payload
-    assert arena._sealed(room, b"other-mk") is None
+    assert arena._unseal(room, arena._RECORD_MARK) == payload
+    assert arena._unseal(room, b"other-mk") is None
     if size:
-        assert arena._sealed(room[:-1], arena._RECORD_MARK) is None
+        assert arena._unseal(room[:-1], arena._RECORD_MARK) is None
     with pytest.raises(ValueError, match=rf"^{size + 1} bytes do not fit into {size}$"):
         arena._seal(room, arena._RECORD_MARK, payload + b"y")

@@ -167,9 +167,9 @@ def test_the_names_of_the_files_are_durable_when_an_order_is_done(
 def test_nothing_that_is_guarded_happens_after_a_halt() -> None:
     token, done = CancelToken(), list[int]()
     token.unless_halted(lambda: done.append(1))
-    assert not token.halted()
+    assert not token.is_halted()
     token.halt()
     token.unless_halted(lambda: done.append(2))
-    assert (done, token.halted(), token.cancelled()) == ([1], True, True)
+    assert (done, token.is_halted(), token.is_cancelled()) == ([1], True, True)
     with pytest.raises(OSError, match="canceled"):
         token.check()

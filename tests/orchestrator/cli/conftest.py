@@ -71,7 +71,7 @@ class Seeds:
         lease = store.take_lease("login1:7:7", time.time(), 3600.0)
         assert lease is not None
         self.epoch = lease.epoch
-        store.ticked(lease, time.time())
+        store.note_tick(lease, time.time())
 
     def new(self, slug: str) -> NewRun:
         """What `run` is made of."""

@@ -19,7 +19,7 @@ from orchestrator.scheduler import available_schedulers
 from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.token_shards import Index
+from trainer.contract.token_shards import TokenIndex
 
 
 def test_config_show_tells_where_each_value_came_from(orch: Type) -> None:
@@ -56,14 +56,14 @@ def test_data_prepare(orch: Type, tmp_path: Path) -> None:
     (text / "a.txt").write_text("to be or not to be")
     done = orch("data", "prepare", text, "--out", out, "--json")
     assert done.code == 0
-    assert done.data["tokens"] == Index.read(out).tokens == 19
-    assert done.data["fingerprint"] == Index.read(out).fingerprint
+    assert done.data["tokens"] == TokenIndex.read(out).tokens == 19
+    assert done.data["fingerprint"] == TokenIndex.read(out).fingerprint
     missing = orch("data", "prepare", tmp_path / "nothing", "--out", out)
     assert missing.code == 3
     assert "nothing" in missing.err
     (text / "b.txt").write_text("that is the question")
     assert orch("data", "prepare", text, "--out", out).code == 2
-    assert Index.read(out).tokens == 19
+    assert TokenIndex.read(out).tokens == 19
 
 
 @pytest.fixture

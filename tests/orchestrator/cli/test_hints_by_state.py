@@ -61,7 +61,7 @@ class World:
         lease = store.take_lease("login1:7:7", time.time(), 3600.0)
         assert lease is not None
         self.epoch = lease.epoch
-        store.ticked(lease, time.time())
+        store.note_tick(lease, time.time())
 
     def run(self, state: RunState, *, failure: Failure | None = None, command: bool = False, test_of: str = "") -> str:
         """A run that is in this state, its first attempt with it."""

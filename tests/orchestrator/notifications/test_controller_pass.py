@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import Fenced
-from orchestrator.notifications.channels import MOST_WAITING, Notified, Sender, Told
+from orchestrator.notifications.channels import MOST_WAITING, DeliveryRecord, NotificationState, Sender
 from orchestrator.notifications.controller_pass import AGAIN, STALE, TOGETHER, Notifications
 from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
@@ -55,10 +55,10 @@ class Desk:
         done += self.notifications.finish(self.epoch, patience)
         return done
 
-    def notified(self, run: str) -> Notified:
-        return Notified.of(self.store.run(run).notified)
+    def notified(self, run: str) -> NotificationState:
+        return NotificationState.from_json(self.store.run(run).notified)
 
-    def newest(self, run: str) -> Told:
+    def newest(self, run: str) -> DeliveryRecord:
         told = self.notified(run).newest
         assert told is not None
         return told
@@ -210,9 +210,11 @@ def test_a_message_that_fails_does_not_hold_up_the_next_one(desk: Desk, hook: Ho
 
 
 def test_so_many_messages_of_a_run_wait_at_most() -> None:
-    notified = Notified()
+    notified = NotificationState()
     for index in range(MOST_WAITING + 3):
-        notified = notified.after(Told(index=index, state="HELD", tries=1, next_at=9.0, failed={"mail": "no"}))
+        notified = notified.after(
+            DeliveryRecord(index=index, state="HELD", tries=1, next_at=9.0, failed={"mail": "no"})
+        )
     assert [told.index for told in notified.waiting] == list(range(3, MOST_WAITING + 3))
     assert notified.settled == MOST_WAITING + 3
 

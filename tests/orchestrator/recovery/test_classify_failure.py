@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.recovery.classify_failure import LEAVING_LIMIT, End, classify, judge
+from orchestrator.recovery.classify_failure import LEAVING_LIMIT, AttemptEnd, classify, judge
 from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.scheduler.interface import JobStatus
 from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
@@ -64,7 +64,7 @@ OPEN = {
 def test_nothing_certain_is_no_end(name: str) -> None:
     given, words = OPEN[name]
     verdict = judge(given)
-    assert verdict.end is End.OPEN
+    assert verdict.end is AttemptEnd.OPEN
     assert words in verdict.reason
 
 
@@ -72,179 +72,187 @@ SIGNALLED = outcome(AttemptResult.STOPPED, "an agent got SIGTERM")
 LATE = Failure(kind=FailureKind.PREEMPTED, reason="ranks were asked to save and stop, did not do so, and were killed")
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="its connection ended", node="n2")
 ENDS = {
-    "finished": (evidence("COMPLETED", outcome=FINISHED), End.FINISHED, None, "all ranks finished"),
-    "finished, then preempted": (evidence("PREEMPTED", outcome=FINISHED), End.FINISHED, None, "all ranks"),
-    "finished, queue forgot": (evidence(None, absent_for=6.0, outcome=FINISHED), End.FINISHED, None, "all ranks"),
-    "completed without a word": (evidence("COMPLETED"), End.FAILED, FailureKind.UNKNOWN, "without an outcome"),
+    "finished": (evidence("COMPLETED", outcome=FINISHED), AttemptEnd.FINISHED, None, "all ranks finished"),
+    "finished, then preempted": (evidence("PREEMPTED", outcome=FINISHED), AttemptEnd.FINISHED, None, "all ranks"),
+    "finished, queue forgot": (evidence(None, absent_for=6.0, outcome=FINISHED), AttemptEnd.FINISHED, None,
+    "all ranks"),
+    "completed without a word": (evidence("COMPLETED"), AttemptEnd.FAILED, FailureKind.UNKNOWN, "without an outcome"),
     "leader out, silent": (
-        evidence("RUNNING", leader_gone="n1", silent_for=60.0), End.FAILED, FailureKind.NODE_LOST,
+        evidence("RUNNING", leader_gone="n1", silent_for=60.0), AttemptEnd.FAILED, FailureKind.NODE_LOST,
         "n1, which led job 7, is out of the job and its heartbeat is silent",
     ),
     "leader out, done": (
-        evidence("RUNNING", leader_gone="n1", silent_for=60.0, outcome=FINISHED), End.FINISHED, None, "all ranks",
+        evidence("RUNNING", leader_gone="n1", silent_for=60.0, outcome=FINISHED), AttemptEnd.FINISHED, None,
+        "all ranks",
     ),
     "never started": (
-        evidence("FAILED", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "before its agents started",
+        evidence("FAILED", started=False), AttemptEnd.FAILED, FailureKind.LAUNCH_FAILED, "before its agents started",
     ),
     "environment moved": (
-        evidence("FAILED", started=False, lost_interpreter="/venv/bin/python"), End.FAILED, FailureKind.LAUNCH_FAILED,
+        evidence("FAILED", started=False, lost_interpreter="/venv/bin/python"), AttemptEnd.FAILED,
+        FailureKind.LAUNCH_FAILED,
         "its interpreter /venv/bin/python is gone; put its environment back",
     ),
-    "first agent died": (evidence("FAILED"), End.FAILED, FailureKind.AGENT_LOST, "after its agents had started"),
+    "first agent died": (evidence("FAILED"), AttemptEnd.FAILED, FailureKind.AGENT_LOST, "after its agents had started"),
     "secrets that others can read": (
         evidence(
             "FAILED", tails=agents("orch-agent: refuses to train: cannot read the run's secrets: /f can be read by all")
         ),
-        End.FAILED, FailureKind.SUBMIT_REJECTED, "/f can be read by all",
+        AttemptEnd.FAILED, FailureKind.SUBMIT_REJECTED, "/f can be read by all",
     ),
-    "preempted": (evidence("PREEMPTED"), End.FAILED, FailureKind.PREEMPTED, "Slurm ended job 7: PREEMPTED"),
+    "preempted": (evidence("PREEMPTED"), AttemptEnd.FAILED, FailureKind.PREEMPTED, "Slurm ended job 7: PREEMPTED"),
     "preempted, saved": (
         evidence("PREEMPTED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
-        End.FAILED, FailureKind.PREEMPTED, "PREEMPTED",
+        AttemptEnd.FAILED, FailureKind.PREEMPTED, "PREEMPTED",
     ),
-    "timeout": (evidence("TIMEOUT"), End.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT"),
-    "deadline": (evidence("DEADLINE"), End.FAILED, FailureKind.TIME_LIMIT, "DEADLINE"),
+    "timeout": (evidence("TIMEOUT"), AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT"),
+    "deadline": (evidence("DEADLINE"), AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "DEADLINE"),
     "node fail": (
-        evidence("NODE_FAIL", job=job("NODE_FAIL", reason="NodeDown")), End.FAILED, FailureKind.NODE_LOST,
+        evidence("NODE_FAIL", job=job("NODE_FAIL", reason="NodeDown")), AttemptEnd.FAILED, FailureKind.NODE_LOST,
         "NODE_FAIL (NodeDown)",
     ),
     "node fail seen inside": (
         evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", replace(KILLED, kind=FailureKind.AGENT_LOST))),
-        End.FAILED, FailureKind.NODE_LOST, "the job saw: rank 1",
+        AttemptEnd.FAILED, FailureKind.NODE_LOST, "the job saw: rank 1",
     ),
     "node down, the job ended first": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
-        End.FAILED, FailureKind.NODE_LOST, "Slurm has node n2 down; the job saw: its connection ended",
+        AttemptEnd.FAILED, FailureKind.NODE_LOST, "Slurm has node n2 down; the job saw: its connection ended",
     ),
     "another node down": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n1",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
-        End.FAILED, FailureKind.AGENT_LOST, "its connection ended",
+        AttemptEnd.FAILED, FailureKind.AGENT_LOST, "its connection ended",
     ),
     "out of memory": (
-        evidence("OUT_OF_MEMORY"), End.FAILED, FailureKind.OUT_OF_MEMORY, "OUT_OF_MEMORY; give the job more",
+        evidence("OUT_OF_MEMORY"), AttemptEnd.FAILED, FailureKind.OUT_OF_MEMORY, "OUT_OF_MEMORY; give the job more",
     ),
     "out of memory, seen from inside": (
         evidence("OUT_OF_MEMORY", outcome=outcome(AttemptResult.FAILED, "", SHORT_OF_MEMORY)),
-        End.FAILED, FailureKind.OUT_OF_MEMORY, "rank 1 died of SIGKILL",
+        AttemptEnd.FAILED, FailureKind.OUT_OF_MEMORY, "rank 1 died of SIGKILL",
     ),
     "a wait that orch has given up": (
-        evidence("CANCELLED", started=False, gave_up="1 node was missing for 1h01m"), End.FAILED,
+        evidence("CANCELLED", started=False, gave_up="1 node was missing for 1h01m"), AttemptEnd.FAILED,
         FailureKind.NODES_MISSING, "1 node was missing for 1h01m",
     ),
     "a wait that orch has given up just as it ended": (
         evidence("COMPLETED", gave_up="1 node was missing", outcome=outcome(AttemptResult.STOPPED, "1 node was")),
-        End.FAILED, FailureKind.NODES_MISSING, "1 node was missing",
+        AttemptEnd.FAILED, FailureKind.NODES_MISSING, "1 node was missing",
     ),
     "a wait that orch has given up, of a job that Slurm forgot": (
-        evidence(None, absent_for=60.0, silent_for=999.0, started=False, gave_up="1 node was missing"), End.LOST,
+        evidence(None, absent_for=60.0, silent_for=999.0, started=False, gave_up="1 node was missing"), AttemptEnd.LOST,
         FailureKind.NODES_MISSING, "1 node was missing",
     ),
-    "boot": (evidence("BOOT_FAIL", started=False), End.FAILED, FailureKind.LAUNCH_FAILED, "BOOT_FAIL"),
+    "boot": (evidence("BOOT_FAIL", started=False), AttemptEnd.FAILED, FailureKind.LAUNCH_FAILED, "BOOT_FAIL"),
     "outcome beats FAILED": (
-        evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), End.FAILED, FailureKind.RANK_KILLED,
+        evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), AttemptEnd.FAILED,
+        FailureKind.RANK_KILLED,
         "rank 1 died of SIGKILL",
     ),
     "outcome beats COMPLETED": (
-        evidence("COMPLETED", outcome=outcome(AttemptResult.FAILED, "", BUG)), End.FAILED, FailureKind.USER_ERROR,
+        evidence("COMPLETED", outcome=outcome(AttemptResult.FAILED, "", BUG)), AttemptEnd.FAILED,
+        FailureKind.USER_ERROR,
         "ValueError",
     ),
     "a bug before the time limit": (
-        evidence("TIMEOUT", outcome=outcome(AttemptResult.FAILED, "", BUG)), End.FAILED, FailureKind.USER_ERROR,
+        evidence("TIMEOUT", outcome=outcome(AttemptResult.FAILED, "", BUG)), AttemptEnd.FAILED, FailureKind.USER_ERROR,
         "ValueError",
     ),
     "stopped at the limit": (
         evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "the time limit is near")),
-        End.FAILED, FailureKind.TIME_LIMIT, "stopped, with step 30 saved",
+        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "stopped, with step 30 saved",
     ),
     "stopped, and nothing is known to be saved": (
         evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "the time limit is near"), saved_step=None),
-        End.FAILED, FailureKind.TIME_LIMIT, "stopped: the time limit is near",
+        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "stopped: the time limit is near",
     ),
     "scancelled, and nothing is known to be saved": (
         evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM"), saved_step=None),
-        End.FAILED, FailureKind.CANCELLED, "job 7 was cancelled, not by orch",
+        AttemptEnd.FAILED, FailureKind.CANCELLED, "job 7 was cancelled, not by orch",
     ),
     "stopped by a signal": (
         evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGUSR2")),
-        End.FAILED, FailureKind.PREEMPTED, "SIGUSR2",
+        AttemptEnd.FAILED, FailureKind.PREEMPTED, "SIGUSR2",
     ),
     "stopped by a signal, on a node that is down": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=SIGNALLED),
-        End.FAILED, FailureKind.NODE_LOST, "stopped, with step 30 saved: an agent got SIGTERM; node n2 is down",
+        AttemptEnd.FAILED, FailureKind.NODE_LOST, "stopped, with step 30 saved: an agent got SIGTERM; node n2 is down",
     ),
     "stopped by a signal, the limit was shortened": (
         evidence("FAILED", outcome=SIGNALLED, near_limit=True),
-        End.FAILED, FailureKind.TIME_LIMIT, "an agent got SIGTERM; the job was near its time limit",
+        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "an agent got SIGTERM; the job was near its time limit",
     ),
     "stopped by a signal, Slurm tells of a lost node": (
         evidence("FAILED", outcome=SIGNALLED, tails=agents(
             "slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-22T17:14:47 DUE TO NODE FAILURE, SEE "
             "SLURMCTLD LOG FOR DETAILS ***"
         )),
-        End.FAILED, FailureKind.NODE_LOST, "Slurm says: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT",
+        AttemptEnd.FAILED, FailureKind.NODE_LOST, "Slurm says: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT",
     ),
     "stopped by a signal, Slurm tells of the limit": (
         evidence("FAILED", outcome=SIGNALLED, tails=agents(
             "slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-22T17:14:47 DUE TO TIME LIMIT ***"
         )),
-        End.FAILED, FailureKind.TIME_LIMIT, "DUE TO TIME LIMIT",
+        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "DUE TO TIME LIMIT",
     ),
     "stopped by a signal, within a preemption's grace time": (
         evidence("FAILED", outcome=SIGNALLED, tails=agents(
             "slurmstepd-n1: error: *** STEP 14.0 ON n1 CANCELLED AT 2026-11-22T17:24:06 ***\norch-agent: got SIGTERM"
         )),
-        End.FAILED, FailureKind.PREEMPTED, "stopped, with step 30 saved: an agent got SIGTERM",
+        AttemptEnd.FAILED, FailureKind.PREEMPTED, "stopped, with step 30 saved: an agent got SIGTERM",
     ),
     "could not stop in time, on a node that is down": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LATE)),
-        End.FAILED, FailureKind.NODE_LOST, "and were killed; node n2 is down",
+        AttemptEnd.FAILED, FailureKind.NODE_LOST, "and were killed; node n2 is down",
     ),
     "could not stop in time, shortened limit": (
         evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", LATE), near_limit=True),
-        End.FAILED, FailureKind.TIME_LIMIT, "near its time limit",
+        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "near its time limit",
     ),
     "scancelled, could not save in time": (
         evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", LATE)),
-        End.FAILED, FailureKind.CANCELLED, "job 7 was cancelled, not by orch; ranks were asked to save",
+        AttemptEnd.FAILED, FailureKind.CANCELLED, "job 7 was cancelled, not by orch; ranks were asked to save",
     ),
-    "scancelled": (evidence("CANCELLED"), End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch"),
+    "scancelled": (evidence("CANCELLED"), AttemptEnd.FAILED, FailureKind.CANCELLED, "cancelled, not by orch"),
     "scancelled, saved": (
         evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
-        End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch, with step 30 saved",
+        AttemptEnd.FAILED, FailureKind.CANCELLED, "cancelled, not by orch, with step 30 saved",
     ),
     "revoked, saved": (
         evidence("REVOKED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
-        End.FAILED, FailureKind.CANCELLED, "cancelled, not by orch",
+        AttemptEnd.FAILED, FailureKind.CANCELLED, "cancelled, not by orch",
     ),
     "killed before the scancel": (
-        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), End.FAILED,
+        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), AttemptEnd.FAILED,
         FailureKind.RANK_KILLED, "rank 1 died of SIGKILL",
     ),
     "cancelled by us": (
-        evidence("CANCELLED", cancel_asked=True), End.FAILED, FailureKind.CANCELLED, "cancelled by `orch cancel`",
+        evidence("CANCELLED", cancel_asked=True), AttemptEnd.FAILED, FailureKind.CANCELLED,
+        "cancelled by `orch cancel`",
     ),
     "requeued": (
-        evidence("CANCELLED", job=job("CANCELLED", restarts=1)), End.FAILED, FailureKind.NODE_LOST, "requeued job 7",
+        evidence("CANCELLED", job=job("CANCELLED", restarts=1)), AttemptEnd.FAILED, FailureKind.NODE_LOST,
+        "requeued job 7",
     ),
     "requeued, and accounting does not tell": (
-        evidence("CANCELLED", requeued="requeued by Slurm"), End.FAILED, FailureKind.NODE_LOST,
+        evidence("CANCELLED", requeued="requeued by Slurm"), AttemptEnd.FAILED, FailureKind.NODE_LOST,
         "Slurm requeued job 7; orch ended it",
     ),
     "requeued, but it ended before that": (
-        evidence("TIMEOUT", requeued="requeued by Slurm"), End.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT",
+        evidence("TIMEOUT", requeued="requeued by Slurm"), AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT",
     ),
     "requeued, never trained": (
-        evidence("CANCELLED", job=job("CANCELLED", restarts=1), started=False), End.FAILED, FailureKind.LAUNCH_FAILED,
+        evidence("CANCELLED", job=job("CANCELLED", restarts=1), started=False), AttemptEnd.FAILED,
+        FailureKind.LAUNCH_FAILED,
         "requeued job 7",
     ),
     "lost": (
-        evidence(None, absent_for=61.0, silent_for=61.0), End.LOST, FailureKind.JOB_LOST, "heartbeat is silent",
+        evidence(None, absent_for=61.0, silent_for=61.0), AttemptEnd.LOST, FailureKind.JOB_LOST, "heartbeat is silent",
     ),
     "lost, accounting silent": (
-        evidence(None, absent_for=301.0, silent_for=61.0, unrecorded=True), End.LOST, FailureKind.JOB_LOST,
+        evidence(None, absent_for=301.0, silent_for=61.0, unrecorded=True), AttemptEnd.LOST, FailureKind.JOB_LOST,
         "accounting does not answer",
     ),
-    "stuck": (evidence("COMPLETING", leaving_for=LEAVING_LIMIT), End.FAILED, FailureKind.UNKNOWN, "COMPLETING"),
+    "stuck": (evidence("COMPLETING", leaving_for=LEAVING_LIMIT), AttemptEnd.FAILED, FailureKind.UNKNOWN, "COMPLETING"),
 }  # fmt: skip
 
 

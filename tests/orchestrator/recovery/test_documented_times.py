@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.recovery.classify_failure import End, judge
+from orchestrator.recovery.classify_failure import AttemptEnd, judge
 from orchestrator.recovery.elastic_policy import LastAttempt, WorldSize
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.failure_rate import FailureCount
-from orchestrator.recovery.node_exclusion import Blame, NodeRecord
+from orchestrator.recovery.node_exclusion import ExclusionDecision, NodeRecord
 from orchestrator.recovery.node_failure_rate import NodeHistory
-from orchestrator.recovery.retry_policy import Decision, EndedAttempt
+from orchestrator.recovery.retry_policy import EndedAttempt, RetryDecision
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
 from orchestrator.scheduler.interface import JobStatus
 from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult
@@ -32,25 +32,25 @@ def with_job(state: str) -> JobStatus:
 @pytest.mark.parametrize(
     ("changes", "field", "seconds", "before", "after"),
     [
-        ({"job": None, "silent_for": 60.0}, "absent_for", 60.0, End.OPEN, End.LOST),
-        ({"job": None, "absent_for": 60.0}, "silent_for", 60.0, End.OPEN, End.LOST),
-        ({"job": None, "silent_for": 300.0, "unrecorded": True}, "absent_for", 300.0, End.OPEN, End.LOST),
-        ({"job": None, "outcome": DONE}, "absent_for", 5.0, End.OPEN, End.FINISHED),
-        ({"job": with_job("COMPLETED")}, "ended_for", 5.0, End.OPEN, End.FAILED),
-        ({"job": with_job("COMPLETING")}, "leaving_for", 600.0, End.OPEN, End.FAILED),
-        ({"leader_gone": "n1"}, "silent_for", 60.0, End.OPEN, End.FAILED),
+        ({"job": None, "silent_for": 60.0}, "absent_for", 60.0, AttemptEnd.OPEN, AttemptEnd.LOST),
+        ({"job": None, "absent_for": 60.0}, "silent_for", 60.0, AttemptEnd.OPEN, AttemptEnd.LOST),
+        ({"job": None, "silent_for": 300.0, "unrecorded": True}, "absent_for", 300.0, AttemptEnd.OPEN, AttemptEnd.LOST),
+        ({"job": None, "outcome": DONE}, "absent_for", 5.0, AttemptEnd.OPEN, AttemptEnd.FINISHED),
+        ({"job": with_job("COMPLETED")}, "ended_for", 5.0, AttemptEnd.OPEN, AttemptEnd.FAILED),
+        ({"job": with_job("COMPLETING")}, "leaving_for", 600.0, AttemptEnd.OPEN, AttemptEnd.FAILED),
+        ({"leader_gone": "n1"}, "silent_for", 60.0, AttemptEnd.OPEN, AttemptEnd.FAILED),
     ],
 )  # fmt: skip
 def test_an_end_is_concluded_after_so_many_seconds(
-    changes: dict[str, Any], field: str, seconds: float, before: End, after: End
+    changes: dict[str, Any], field: str, seconds: float, before: AttemptEnd, after: AttemptEnd
 ) -> None:
     for value, end in ((seconds - 0.5, before), (seconds, after)):
         assert judge(replace(LOOK, **changes, **{field: value})).end is end
 
 
 def test_a_job_without_any_of_its_signs_is_judged_at_once() -> None:
-    assert judge(replace(LOOK, job=with_job("FAILED"), started=False)).end is End.FAILED
-    assert judge(replace(LOOK, job=with_job("NODE_FAIL"))).end is End.FAILED
+    assert judge(replace(LOOK, job=with_job("FAILED"), started=False)).end is AttemptEnd.FAILED
+    assert judge(replace(LOOK, job=with_job("NODE_FAIL"))).end is AttemptEnd.FAILED
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,18 @@ def test_silence_is_held_against_a_job_after_so_many_seconds(
 
 
 @pytest.mark.parametrize(
-    "kind", [Evidence, EndedAttempt, Decision, LastAttempt, NodeRecord, NodeHistory, Blame, FailureCount, WorldSize]
+    "kind",
+    [
+        Evidence,
+        EndedAttempt,
+        RetryDecision,
+        LastAttempt,
+        NodeRecord,
+        NodeHistory,
+        ExclusionDecision,
+        FailureCount,
+        WorldSize,
+    ],
 )
 def test_what_was_not_looked_at_says_nothing(kind: Any) -> None:
     """Whoever gathers it fills in what there is: no duration, no sign, no name."""

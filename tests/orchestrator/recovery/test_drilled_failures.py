@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.recovery.retry_policy import attributed, drill_words
+from orchestrator.recovery.retry_policy import attribute_drill, drill_words
 from orchestrator.registry.records import Notice
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
@@ -25,7 +25,7 @@ def drilled(kind: str, attempt: int = 1, generation: int = 2) -> Notice:
     ([], ""),
 ])  # fmt: skip
 def test_what_ended_the_generation_that_was_hit(notices: list[Notice], drill: str) -> None:
-    found = attributed(LOST, notices, 1, 2)
+    found = attribute_drill(LOST, notices, 1, 2)
     assert found is not None
     assert found.drill == drill
     assert drill_words(found.to_json()) == (f" (drill {drill})" if drill else "")
@@ -33,5 +33,5 @@ def test_what_ended_the_generation_that_was_hit(notices: list[Notice], drill: st
 
 def test_what_no_drill_brings_about_is_left_alone() -> None:
     limit = Failure(kind=FailureKind.TIME_LIMIT, reason="the time limit")
-    assert attributed(limit, [drilled("kill-node")], 1, 2) is limit
-    assert attributed(None, [drilled("kill-node")], 1, 2) is None
+    assert attribute_drill(limit, [drilled("kill-node")], 1, 2) is limit
+    assert attribute_drill(None, [drilled("kill-node")], 1, 2) is None

@@ -11,15 +11,15 @@ from orchestrator.recovery.node_exclusion import (
     TAKEN_FOR,
     NodeRecord,
     Pool,
-    avoided,
+    avoided_nodes,
     blame,
-    excluded,
+    count_replacements,
+    excluded_nodes,
     exclusion_limit,
     faulty,
     hangs,
     nodes_to_exclude,
     of_every_node,
-    replaced,
     slowness,
 )
 from orchestrator.recovery.node_failure_rate import NodeHistory
@@ -47,8 +47,8 @@ def failure(kind: FailureKind, node: str | None = "n2") -> Failure:
 def test_evidence_of_the_node_itself_excludes_it_for_a_while() -> None:
     found = blame(failure(FailureKind.NODE_SUSPECT), FOUR, CONFIG, NOW)
     assert (found.node, found.until, found.reason) == ("n2", NOW + 24 * 3600, "node_suspect on n2")
-    assert excluded([NodeRecord(name="n2", excluded_until=found.until)], found.until - 1) == ("n2",)
-    assert excluded([NodeRecord(name="n2", excluded_until=found.until)], found.until) == ()
+    assert excluded_nodes([NodeRecord(name="n2", excluded_until=found.until)], found.until - 1) == ("n2",)
+    assert excluded_nodes([NodeRecord(name="n2", excluded_until=found.until)], found.until) == ()
 
 
 def test_a_pool_begins_with_the_failure_rate_of_the_configuration() -> None:
@@ -165,9 +165,9 @@ def test_what_somebody_brought_about_says_nothing_of_a_node() -> None:
         noticed(EventKind.SPARE_USED, "n2", **{TAKEN_FOR: "agent_lost"}),
     ]
     one = {("r-1", 1): 1}
-    assert (hangs(told), slowness(told, one), replaced(told)) == ({"n2": 1},) * 3
+    assert (hangs(told), slowness(told, one), count_replacements(told)) == ({"n2": 1},) * 3
     drill = noticed(EventKind.DRILL, "", kind="stop-rank", rank=3)
-    assert (hangs([*told, drill]), slowness([*told, drill], one), replaced([*told, drill])) == ({}, {}, {})
+    assert (hangs([*told, drill]), slowness([*told, drill], one), count_replacements([*told, drill])) == ({}, {}, {})
     elsewhere = noticed(EventKind.DRILL, "", generation=2, kind="stop-rank", rank=3)
     assert hangs([*told, elsewhere]) == {"n2": 1}
     assert hangs([noticed(EventKind.INCIDENT, "n2", kind="stopped", **{DRILLED: True})]) == {}
@@ -242,7 +242,7 @@ def test_people_are_obeyed_and_orch_stays_within_what_they_leave(size: int, need
     persons = [NodeRecord(name=f"p{index}", excluded_until=NOW + 9, by_person=True) for index in range(people)]
     others = [NodeRecord(name=f"x{index}", excluded_until=NOW + index) for index in range(own)]
     pool = Pool(size=size, needed=needed, known=(*persons, *others))
-    found = avoided(pool, CONFIG, NOW)
+    found = avoided_nodes(pool, CONFIG, NOW)
     assert {node.name for node in persons} <= set(found)
     of_orch = len(found) - people
     assert of_orch <= max(1, int(size * CONFIG.exclude_share))
@@ -261,6 +261,7 @@ def test_of_too_many_the_latest_are_avoided() -> None:
         NodeRecord(name=name, excluded_until=NOW + hours * HOUR) for name, hours in (("a", 1), ("b", 3), ("c", 2))
     )
     found = [
-        avoided(Pool(size=size, needed=2, known=known), RecoveryConfig(exclude_share=0.25), NOW) for size in (4, 8)
+        avoided_nodes(Pool(size=size, needed=2, known=known), RecoveryConfig(exclude_share=0.25), NOW)
+        for size in (4, 8)
     ]
     assert found == [("b",), ("b", "c")]

@@ -105,7 +105,7 @@ def test_time_that_a_node_was_in_jobs_is_counted_from_nothing() -> None:
 
 def test_only_the_newest_failures_count_after_a_release() -> None:
     assert history(0.0, 1.0, 2.0, days=2.0).newest(1).failed == (0.0,)
-    assert history(1.0, days=2.0).newest(0).again().failed == (0.0,)
+    assert history(1.0, days=2.0).newest(0).add_failure().failed == (0.0,)
 
 
 def test_many_thousands_of_failures_are_no_overflow() -> None:

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from orchestrator.recovery.classify_failure import End, classify, judge
+from orchestrator.recovery.classify_failure import AttemptEnd, classify, judge
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import ABANDONED, GRACE, OVERSTAY, Escalation, judge_silence
 from orchestrator.scheduler.interface import JobStatus
@@ -108,7 +108,7 @@ def test_an_outcome_is_believed_although_orch_had_to_cancel_its_job() -> None:
     assert classify(ours).kind is FailureKind.PREEMPTED
     assert classify(replace(ours, silenced="")).kind is FailureKind.CANCELLED
     done = replace(ours, outcome=replace(ENDED, result=AttemptResult.FINISHED))
-    assert judge(done).end is End.FINISHED
+    assert judge(done).end is AttemptEnd.FINISHED
 
 
 def test_an_agent_that_refuses_an_older_coordinator_is_the_cause_of_its_loss():

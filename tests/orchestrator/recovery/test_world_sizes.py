@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.recovery.elastic_policy import WorldSize, fitting_nodes, resized, smaller_world, world_sizes
+from orchestrator.recovery.elastic_policy import WorldSize, fitting_nodes, resize_config, smaller_world, world_sizes
 from trainer.contract.config import build
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_share_experts_stay_together() -> None:
 def test_the_config_of_a_smaller_world_differs_in_its_keys_alone() -> None:
     data = {"name": "a", "cluster": {"nodes": 4}, "train": {"steps": 9}}
     size = WorldSize(nodes=2, overrides={"cluster.nodes": 2, "train.micro_batch_size": 4, "parallel.dp_shard": 2})
-    assert resized(data, size) == {
+    assert resize_config(data, size) == {
         "name": "a", "cluster": {"nodes": 2}, "train": {"steps": 9, "micro_batch_size": 4}, "parallel": {"dp_shard": 2},
     }  # fmt: skip
     assert data == {"name": "a", "cluster": {"nodes": 4}, "train": {"steps": 9}}, "the run's own stays as it was"
@@ -141,7 +141,7 @@ def test_every_smaller_world_fits_and_none_asks_more_of_a_rank(
     )  # fmt: skip
     full = run.parallel.mesh_sizes(world)
     for size in world_sizes(run)[1:]:
-        small = build(RunConfig, resized(asdict(run), size))
+        small = build(RunConfig, resize_config(asdict(run), size))
         mesh = small.parallel.mesh_sizes(small.cluster.world_size)
         assert math.prod(mesh) == size.nodes * per_node
         assert (mesh.cp, mesh.tp) == (cp, tp)

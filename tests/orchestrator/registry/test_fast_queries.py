@@ -57,7 +57,7 @@ def test_newest_first_limited_by_state_and_by_name(desk: Desk) -> None:
     assert [row["run"] for row in fast_queries.newest(desk.path, None)] == names[::-1]
     assert [row["run"] for row in fast_queries.newest(desk.path, 50, [RunState.HELD])] == [names[0]]
     assert fast_queries.newest(desk.path, 50, []) == []
-    assert [row["run"] for row in fast_queries.named(desk.path, [names[1], "nobody-1"])] == [names[1]]
+    assert [row["run"] for row in fast_queries.runs_by_name(desk.path, [names[1], "nobody-1"])] == [names[1]]
     assert fast_queries.newest(desk.path, 1)[0]["last_checkpoint"] is None
 
 
@@ -67,12 +67,12 @@ def test_runs_that_are_restore_tests_are_left_out_unless_they_are_asked_for(desk
     assert [row["run"] for row in fast_queries.newest(desk.path)] == [run]
     assert [row["run"] for row in fast_queries.newest(desk.path, 50, [RunState.CREATED])] == [run]
     assert [row["run"] for row in fast_queries.newest(desk.path, 1, tests=True)] == [test]
-    assert [row["run"] for row in fast_queries.named(desk.path, [test])] == [test]
+    assert [row["run"] for row in fast_queries.runs_by_name(desk.path, [test])] == [test]
 
 
 def verdicts_of(desk: Desk, run: str) -> tuple[Any, Any]:
     """Step and verdict of the newest finished test, and of the one that found the newest checkpoint bad."""
-    (row,) = fast_queries.named(desk.path, [run])
+    (row,) = fast_queries.runs_by_name(desk.path, [run])
     return tuple(found and (found["step"], found["verdict"]) for found in (row["restore_test"], row["bad_test"]))
 
 
@@ -92,7 +92,7 @@ def test_the_newest_finished_restore_test_is_told(desk: Desk) -> None:
     desk.test_of(run, 10, Outcome.RESTORED, ended_at=30.0, layout="2x4")
     desk.test_of(run, 20, Outcome.RESTORED, ended_at=25.0)
     desk.test_of(run, 30, Outcome.NOT_FINISHED, ended_at=40.0)
-    (row,) = fast_queries.named(desk.path, [run])
+    (row,) = fast_queries.runs_by_name(desk.path, [run])
     assert row["restore_test"] == {"step": 10, "layout": "2x4", "verdict": "RESTORED", "ended_at": 30.0}
     assert fast_queries.found_bad(desk.path, 0.0) == []
 
@@ -104,7 +104,7 @@ def test_a_bad_checkpoint_is_told_until_it_or_a_newer_one_is_restored(desk: Desk
     saved(desk, run, 300, 3.0)
     desk.test_of(run, 400, Outcome.RESTORED, ended_at=40.0)
     desk.test_of(run, 400, verdict, ended_at=50.0)
-    (row,) = fast_queries.named(desk.path, [run])
+    (row,) = fast_queries.runs_by_name(desk.path, [run])
     assert row["bad_test"] == {
         "step": 400, "layout": "same", "verdict": verdict, "ended_at": 50.0, "reason": f"{verdict} at 400"
     }  # fmt: skip

@@ -9,7 +9,14 @@ import pytest
 
 from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries, file_systems, store
-from orchestrator.registry.file_systems import Mount, journal_for, locks_work, mount_of, mounted, why_unshared
+from orchestrator.registry.file_systems import (
+    Mount,
+    choose_journal_mode,
+    find_mount,
+    locks_work,
+    match_mount,
+    why_unshared,
+)
 from orchestrator.registry.store import Store
 
 MOUNTINFO = """\
@@ -34,18 +41,18 @@ MOUNTINFO = """\
     ],
 )
 def test_the_longest_and_latest_mount_holds_a_path(path: str, kind: str, source: str, local: bool) -> None:
-    found = mount_of(Path(path), MOUNTINFO)
+    found = match_mount(Path(path), MOUNTINFO)
     assert found is not None
     assert (found.kind, found.source, found.is_local) == (kind, source, local)
 
 
 def test_this_machine_has_mounts(tmp_path: Path) -> None:
-    assert mounted(tmp_path) is not None
+    assert find_mount(tmp_path) is not None
 
 
 def mount(kind: str, options: str = "rw") -> Mount:
     """As the kernel writes it into /proc/self/mountinfo."""
-    found = mount_of(Path("/x/registry.db"), f"30 22 0:40 / /x rw,relatime shared:2 - {kind} server:/x {options}\n")
+    found = match_mount(Path("/x/registry.db"), f"30 22 0:40 / /x rw,relatime shared:2 - {kind} server:/x {options}\n")
     assert found is not None
     return found
 
@@ -86,15 +93,15 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_journal_follows_the_locks_and_nothing_is_left_behind(path: Path) -> None:
-    assert journal_for(path, mount("ext4")) == "wal"
-    assert journal_for(path, mount("nfs4")) == "delete"
+    assert choose_journal_mode(path, mount("ext4")) == "wal"
+    assert choose_journal_mode(path, mount("nfs4")) == "delete"
     assert os.listdir(path.parent) == []
 
 
 @pytest.mark.parametrize("refused", [mount("newfs"), mount("nfs", "rw,nolock"), None])
 def test_locks_that_may_not_reach_other_hosts_are_refused(path: Path, refused: Mount | None) -> None:
     with pytest.raises(RegistryError, match="cannot hold the registry") as caught:
-        journal_for(path, refused)
+        choose_journal_mode(path, refused)
     assert caught.value.hint.startswith("set ORCH_REGISTRY=")
 
 
@@ -109,7 +116,7 @@ def test_locks_that_do_not_work_on_this_host_are_refused(path: Path, monkeypatch
     for lock in (broken, nothing):
         monkeypatch.setattr(file_systems.fcntl, "lockf", lock)
         with pytest.raises(RegistryError, match="does not stop another one"):
-            journal_for(path, mount("nfs4"))
+            choose_journal_mode(path, mount("nfs4"))
     assert os.listdir(path.parent) == []
 
 
@@ -123,10 +130,10 @@ def journal_of(path: Path) -> str:
 
 def test_a_registry_that_moved_to_nfs_leaves_wal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store.open(path).close()
-    local = mounted(path.parent)
+    local = find_mount(path.parent)
     assert local is not None
     assert journal_of(path) == ("wal" if local.is_local else "delete")
-    monkeypatch.setattr(store, "mounted", lambda folder: mount("nfs4"))
+    monkeypatch.setattr(store, "find_mount", lambda folder: mount("nfs4"))
     with Store.open(path) as moved:
         digest = moved.put_config({"a": 1})
         assert moved.config(digest) == {"a": 1}
@@ -138,7 +145,7 @@ def test_a_registry_at_a_refused_place_is_read_and_says_how_to_move_it(
 ) -> None:
     with Store.open(path) as made:
         digest = made.put_config({"a": 1})
-    monkeypatch.setattr(store, "mounted", lambda folder: mount("beegfs"))
+    monkeypatch.setattr(store, "find_mount", lambda folder: mount("beegfs"))
     with pytest.raises(RegistryError, match="the file system beegfs at /x cannot hold") as caught:
         Store.open(path)
     assert "it can still be read. Move it: `orch db backup /path" in caught.value.hint
@@ -148,7 +155,7 @@ def test_a_registry_at_a_refused_place_is_read_and_says_how_to_move_it(
 
 
 def test_a_refused_place_gets_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "mounted", lambda folder: mount("beegfs"))
+    monkeypatch.setattr(store, "find_mount", lambda folder: mount("beegfs"))
     with pytest.raises(RegistryError):
         Store.open(path)
     assert os.listdir(path.parent) == []

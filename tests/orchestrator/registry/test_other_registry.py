@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.controller.run_dirs.other_registry import OtherRegistry, find_other_registry
 from orchestrator.registry.backup import backup
-from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
@@ -88,16 +88,16 @@ def test_a_registry_that_is_behind_leaves_the_record_of_the_other_one(desk: Desk
     go_on(second, run.name)
     for state in (RunState.RECOVERING, RunState.HELD) * 4:  # more changes than the other one has
         desk.store.move_run(run.name, state, "of no effect", **desk.stamp)
-    assert Record.read(run.record).registry == str(second.path)
+    assert RunRecord.read(run.record).registry == str(second.path)
 
 
 def test_a_registry_that_is_ahead_replaces_the_record_whatever_it_left_out(
     desk: Desk, run: RunDir, second: Store
 ) -> None:
-    record = Record.read(run.record)
+    record = RunRecord.read(run.record)
     run.record.write_bytes(replace(record, changes=1000).encode())
     go_on(second, run.name)
-    assert Record.read(run.record).registry == str(second.path)
+    assert RunRecord.read(run.record).registry == str(second.path)
 
 
 def test_a_registry_put_back_from_its_own_backup_goes_on(desk: Desk, run: RunDir) -> None:
@@ -105,7 +105,7 @@ def test_a_registry_put_back_from_its_own_backup_goes_on(desk: Desk, run: RunDir
     desk.store.drop_lease(desk.lease)
     backup(desk.path, copy)
     go_on(desk.store, run.name)
-    assert len(Record.read(run.record).attempts) == 2
+    assert len(RunRecord.read(run.record).attempts) == 2
     lose(desk)
     os.rename(copy, desk.path)
     with Store.open(desk.path) as store:
@@ -128,7 +128,7 @@ def test_a_record_that_is_missing_or_damaged_names_no_registry(
 
 def test_the_record_of_another_run_names_no_registry(desk: Desk, run: RunDir, second: Store) -> None:
     go_on(second, run.name)
-    record = Record.read(run.record)
+    record = RunRecord.read(run.record)
     strange = replace(record.attempts[0], nonce="99999999")
     run.record.write_bytes(replace(record, attempts=(strange, *record.attempts[1:])).encode())
     assert found(desk.store, run) is None
@@ -168,7 +168,7 @@ def test_a_rebuild_writes_no_record_under_the_name_of_its_draft(desk: Desk, run:
     path = tmp_path / "second" / "registry.db"
     path.parent.mkdir()
     rebuild(path, [desk.root])
-    assert Record.read(other.record).registry == str(desk.path)
+    assert RunRecord.read(other.record).registry == str(desk.path)
 
 
 def test_lost_registries_have_no_say(desk: Desk, run: RunDir, second: Store) -> None:

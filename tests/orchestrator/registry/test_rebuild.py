@@ -18,7 +18,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import RegistryError
-from orchestrator.registry.records import Checkpoint, Copy, Generation, NewRun, Notice
+from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, NewRun, Notice
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState, Trust
@@ -85,7 +85,9 @@ def live_through_two_attempts(desk: Desk) -> RunDir:
         store.put_checkpoint(item, epoch=epoch)
         store.trust(name, folder_name, trust, "chunk 3 differs", **stamp)
     for tier in ("s3://bucket/tiny-1", str(folder.checkpoints)):
-        copy = Copy(run=name, name=folder_name, tier=tier, path=f"{tier}/{folder_name}", bytes=5, copied_at=21.0)
+        copy = CheckpointCopy(
+            run=name, name=folder_name, tier=tier, path=f"{tier}/{folder_name}", bytes=5, copied_at=21.0
+        )
         store.put_copy(copy, epoch=epoch)
     hang = Notice(
         run=name, attempt=1, source="coordinator", seq=9, kind="incident", generation=1, time=24.0, node="n1",

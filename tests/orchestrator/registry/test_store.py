@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import Fenced, NotFound, RegistryError
-from orchestrator.registry.records import Checkpoint, Copy, Generation, Notice
+from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
 
@@ -140,7 +140,7 @@ def test_a_copy_takes_the_place_of_what_is_gone(desk: Desk) -> None:
     epoch = desk.lease.epoch
     desk.store.put_checkpoint(checkpoint(run.name, 5), epoch=epoch)
     copies = [
-        Copy(run=run.name, name="step-5", tier=tier, path=f"{tier}/step-5", bytes=9, copied_at=1.0)
+        CheckpointCopy(run=run.name, name="step-5", tier=tier, path=f"{tier}/step-5", bytes=9, copied_at=1.0)
         for tier in ("/far", "/farther")
     ]
     for copy in copies:
@@ -245,7 +245,9 @@ def test_a_fenced_controller_writes_nothing(desk: Desk) -> None:
         lambda: store.put_generation(Generation(run=run.name, attempt=1, number=1, started_at=1.0), epoch=old),
         lambda: store.put_checkpoint(checkpoint(run.name, 5), epoch=old),
         lambda: store.trust(run.name, "step-5", Trust.CORRUPT, "x", **stamp),
-        lambda: store.rehome(Copy(run=run.name, name="s", tier="t", path="p", bytes=1, copied_at=1.0), "", epoch=old),
+        lambda: store.rehome(
+            CheckpointCopy(run=run.name, name="s", tier="t", path="p", bytes=1, copied_at=1.0), "", epoch=old
+        ),
         lambda: store.saw_node("n", "slurm", **stamp),
         lambda: store.exclude_node("n", "slurm", 9.0, "slow", **stamp),
         lambda: store.release_node("n", "slurm", "asked", **stamp),

@@ -14,16 +14,16 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import RESTORE_TESTED, read_verdicts
 from orchestrator.config.compose import compose
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles
-from orchestrator.registry.operations.run_record import record_of
+from orchestrator.registry.operations.run_record import load_record
 from orchestrator.registry.records import Checkpoint, Generation, NewRun, Notice, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.controller_pass import RestoreTests, begin_test
-from orchestrator.restore_tests.create import Asked, create_test
+from orchestrator.restore_tests.create import RestoreTestRequest, create_test
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission.run_identity import code
 from trainer.contract.config import build
 from trainer.contract.events import EventKind
-from trainer.contract.restore_test import RestoreTest as Order
+from trainer.contract.restore_test import RestoreTestOrder as Order
 from trainer.contract.run_dir import RunDir
 from trainer.contract.user_code.code_record import CodeRecord
 from trainer.contract.user_code.installed_packages import find_site_folders
@@ -139,7 +139,7 @@ def test_what_is_due_becomes_a_run_with_an_order(desk: Desk) -> None:
 def test_a_large_checkpoint_has_more_time(tmp_path: Path, gib: int, minutes: str) -> None:
     desk = Desk(tmp_path, "cluster.time=2-00:00:00")
     row = replace(desk.checkpoint(200), bytes=gib << 30)
-    test = begin_test(desk.store, DirectFiles(), desk.run, Asked(checkpoint=row, forced=True), NOW)
+    test = begin_test(desk.store, DirectFiles(), desk.run, RestoreTestRequest(checkpoint=row, forced=True), NOW)
     config = desk.store.config(desk.store.run(test.test).config_digest)
     assert config["cluster"]["time"] == minutes
     hang = config["detection"]["hang"]
@@ -163,7 +163,7 @@ def test_a_test_is_told_of_an_earlier_one_whose_steps_were_equal(desk: Desk, evi
     first = desk.under_way()
     desk.end(first, "RESTORED", **evidence)
     desk.passes()
-    run, older = desk.store.run("r-1"), Asked(checkpoint=desk.checkpoint(200))
+    run, older = desk.store.run("r-1"), RestoreTestRequest(checkpoint=desk.checkpoint(200))
     made = [create_test(desk.store, run, replace(older, layout=layout, forced=True), NOW) for layout in ("same", "1")]
     told = [desk.store.run(test.test).identity["restore_test"]["agreed"] for test in made]
     assert told == [first.test if evidence.get("exact") and evidence["compared"] else "", ""]
@@ -339,7 +339,9 @@ def test_a_pass_takes_back_what_a_test_has_doubted_and_nothing_else(desk: Desk, 
         desk.passes()
         desk.end(desk.under_way(), "RESTORED")
         desk.passes()
-        begin_test(desk.store, DirectFiles(), desk.run, Asked(checkpoint=desk.checkpoint(300), forced=True), NOW)
+        begin_test(
+            desk.store, DirectFiles(), desk.run, RestoreTestRequest(checkpoint=desk.checkpoint(300), forced=True), NOW
+        )
     else:
         why = "the same failure came twice after loading it"
         desk.store.trust(desk.name, desk.checkpoint(300).name, Trust.SUSPECT, why, **desk.stamp())
@@ -381,7 +383,7 @@ def test_code_that_was_changed_since_is_told_to_the_test(tmp_path: Path) -> None
     desk.end(desk.under_way())
     desk.passes()
     (code / "mine.py").write_text("class Mine: other = 1")
-    asked = Asked(checkpoint=desk.checkpoint(200), forced=True)
+    asked = RestoreTestRequest(checkpoint=desk.checkpoint(200), forced=True)
     test = begin_test(desk.store, DirectFiles(), desk.run, asked, NOW)
     assert desk.store.run(test.test).identity["restore_test"]["differs"] == ["code.user"]
     desk.store.close()
@@ -405,7 +407,7 @@ def test_packages_that_attempts_recorded_are_compared_by_the_job(tmp_path: Path,
 
 
 def test_of_two_runs_one_is_tested_at_a_time(desk: Desk) -> None:
-    forced = Asked(checkpoint=desk.checkpoint(100), forced=True)
+    forced = RestoreTestRequest(checkpoint=desk.checkpoint(100), forced=True)
     begin_test(desk.store, DirectFiles(), desk.run, forced, NOW)
     assert desk.passes() == []
     desk.end(desk.under_way(), "RESTORED")
@@ -416,12 +418,12 @@ def test_the_record_of_a_test_keeps_its_row(desk: Desk) -> None:
     desk.passes()
     desk.end(desk.under_way(), "RESTORED")
     desk.passes()
-    record = record_of(desk.store, "r-1-test-1")
+    record = load_record(desk.store, "r-1-test-1")
     assert record.restore_test is not None
     assert record.restore_test.verdict == "RESTORED"
     assert json.loads(record.encode())["restore_test"]["checkpoint"] == desk.checkpoint(300).name
-    assert record_of(desk.store, "r-1").checkpoints[0].manifest == "f" * 32
-    assert replace(record_of(desk.store, "r-1")).restore_test is None
+    assert load_record(desk.store, "r-1").checkpoints[0].manifest == "f" * 32
+    assert replace(load_record(desk.store, "r-1")).restore_test is None
 
 
 def test_a_controller_that_was_paused_begins_nothing_again(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,18 +19,18 @@ def program(folder: Path) -> str:
 
 def test_a_secret_is_compared_and_never_written_down(tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path), "SLURM_CONF": "/a", "SLURM_JWT": "eyJhbGciOi", "SBATCH_ACCOUNT": "mine"}
-    one = ClientEnvironment.here(environ)
+    one = ClientEnvironment.from_environ(environ)
     assert one.variables == {"SLURM_CONF": "/a"}
     assert "eyJhbGciOi" not in str(one.to_json())
-    assert ClientEnvironment.of(one.to_json()) == one
-    other = ClientEnvironment.here({**environ, "SLURM_JWT": "eyJ0eXAiOi"})
+    assert ClientEnvironment.from_json(one.to_json()) == one
+    other = ClientEnvironment.from_environ({**environ, "SLURM_JWT": "eyJ0eXAiOi"})
     assert one.differences(other) == ["SLURM_JWT is another one"]
     assert not one.can_replace(other), "it cannot be handed on"
 
 
 @pytest.mark.parametrize("fields", [None, {}, {"variables": 3}, {"variables": {}}, [], "x"])
 def test_what_is_no_record_counts_as_none(fields: object) -> None:
-    assert ClientEnvironment.of(fields) is None
+    assert ClientEnvironment.from_json(fields) is None
 
 
 def test_differences_are_told_in_words(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from orchestrator.errors import Precondition, SlurmUnreachable
-from orchestrator.scheduler.available_schedulers import instance_of
+from orchestrator.scheduler.available_schedulers import make_instance
 from orchestrator.scheduler.scheduler_instance import (
     KEEP_FOR,
     SlurmInstance,
@@ -124,5 +124,5 @@ def test_an_unknown_one_owns_nothing() -> None:
 
 def test_a_kind_that_there_is_not_is_told_as_an_error_of_ours() -> None:
     with pytest.raises(Precondition, match="this orch knows no scheduler `pbs`") as refused:
-        instance_of("pbs")
+        make_instance("pbs")
     assert refused.value.hint.startswith("it knows slurm, local; ")

@@ -66,7 +66,7 @@ def test_a_job_sees_no_secret_of_the_submitting_shell(world: World, monkeypatch:
 def test_every_attempt_sees_what_the_submitter_saw(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     monkeypatch.setenv("CONDA_PREFIX", "/opt/of-the-submitter")
-    spec = replace(world.spec(), submitter=Submitter.here(os.environ))
+    spec = replace(world.spec(), submitter=Submitter.from_environ(os.environ))
     monkeypatch.setenv("CONDA_PREFIX", "/opt/of-the-controller")
     monkeypatch.setenv("VIRTUAL_ENV", "/opt/of-the-controller")
     job = world.submit(spec)
@@ -201,7 +201,7 @@ def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
     spec, job = running(world)
     kill_holder(job)
     world.scheduler.cancel(job.job_id)
-    assert local_records.marked(spec.name) == []
+    assert local_records.marked_processes(spec.name) == []
     assert world.state(job) == "FAILED"
 
 
@@ -209,16 +209,16 @@ def test_after_a_restart_of_the_machine_its_jobs_are_gone(world: World, monkeypa
     spec, job = running(world)
     for module in (local_scheduler, local_records):
         monkeypatch.setattr(module, "boot_id", lambda: "another")
-    monkeypatch.setattr(local_records, "booted_at", lambda: time.time() + 1.0)
+    monkeypatch.setattr(local_records, "boot_time", lambda: time.time() + 1.0)
     assert world.state(job) == "NODE_FAIL"
     world.scheduler.cancel(job.job_id)
-    assert len(local_records.marked(spec.name)) >= 2, "a process that only has the same pid must not be hit"
+    assert len(local_records.marked_processes(spec.name)) >= 2, "a process that only has the same pid must not be hit"
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
     """What is asked from now on is asked in another container, or on another machine of this name."""
     monkeypatch.setattr(local_records, "is_visible", lambda space: False)
-    monkeypatch.setattr(local_records, "marked", lambda name: [])
+    monkeypatch.setattr(local_records, "marked_processes", lambda name: [])
     if machine:
         for module in (local_scheduler, local_records):
             monkeypatch.setattr(module, "boot_id", lambda: "another")

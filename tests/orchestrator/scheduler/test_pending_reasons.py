@@ -12,7 +12,7 @@ from orchestrator.scheduler.slurm.refusals import (
     MAY_STAY,
     STAYS,
     Lasts,
-    wait_of,
+    find_wait,
     waiting_words,
     waits_for_nodes,
 )
@@ -63,7 +63,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("reason", "lasts"), REASONS)
 def test_a_reason_is_told_with_whether_it_ends_and_what_to_type(reason: str, lasts: Lasts) -> None:
-    wait = wait_of(reason)
+    wait = find_wait(reason)
     assert wait is not None
     assert wait.lasts is lasts
     said = waiting_words(reason, ASKED, "a-1", LONG_WAIT)

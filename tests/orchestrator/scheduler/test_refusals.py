@@ -131,7 +131,7 @@ def test_unknown_nodes_are_named(
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     resources = Resources(nodes=1, exclude=excluded, avoided=avoided)
-    error = sbatch.named(submit_error(f"{FAILED}Invalid node name specified"), resources)
+    error = sbatch.explain_rejection(submit_error(f"{FAILED}Invalid node name specified"), resources)
     assert isinstance(error, SubmitRejected)
     assert (error.unknown_nodes, error.retryable) == (unknown, retryable)
     assert said in error.what

@@ -16,7 +16,7 @@ from orchestrator.scheduler.available_schedulers import resolve, usable
 from orchestrator.scheduler.interface import UNREADABLE, UNRECORDED, JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
-from orchestrator.scheduler.submitit_payload import adopt_payload, ids_in
+from orchestrator.scheduler.submitit_payload import adopt_payload, find_job_ids
 from tests.orchestrator.scheduler.conftest import Program, printing
 from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
 
@@ -141,8 +141,8 @@ def test_a_submission_tells_the_id_and_the_job_its_name(program: Program, tmp_pa
     assert SlurmScheduler(entry="os:getpid").submit(spec(tmp_path)) == "5"
     script = (tmp_path / "submission" / "5_submission.sh").read_text()
     assert "export ORCH_JOB=orch-a-1-abcd1234" in script
-    assert ids_in(tmp_path / "submission") == {"5"}
-    assert ids_in(tmp_path / "nowhere") == set()
+    assert find_job_ids(tmp_path / "submission") == {"5"}
+    assert find_job_ids(tmp_path / "nowhere") == set()
 
 
 def test_a_site_without_accounting_has_a_queue_that_decides(program: Program, tmp_path: Path) -> None:
@@ -323,11 +323,11 @@ def test_every_attempt_sees_what_the_submitter_saw_and_asks_the_slurm_of_the_con
         "SLURM_CONF": "/other",
         "ORCH_KEY": "s3",
     }
-    recorded = {"job": {**Submitter.here(theirs).to_json(), "python": "/opt/venv/bin/python"}}
+    recorded = {"job": {**Submitter.from_environ(theirs).to_json(), "python": "/opt/venv/bin/python"}}
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     monkeypatch.setenv("VIRTUAL_ENV", "/home/ann/another")
     program("sbatch", f"env > {tmp_path / 'seen'}; echo Submitted batch job 5")
-    SlurmScheduler(entry="os:getpid").submit(replace(spec(tmp_path), submitter=Submitter.of(recorded)))
+    SlurmScheduler(entry="os:getpid").submit(replace(spec(tmp_path), submitter=Submitter.from_identity(recorded)))
     seen = (tmp_path / "seen").read_text().splitlines()
     assert {"LD_LIBRARY_PATH=/opt/a b/lib", "PATH=/opt/bin:/usr/bin:/bin", "SLURM_CONF=/etc/slurm.conf"} <= set(seen)
     assert not [line for line in seen if line.startswith(("VIRTUAL_ENV=", "ORCH_KEY="))]

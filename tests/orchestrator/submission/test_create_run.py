@@ -17,7 +17,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
-from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
@@ -64,7 +64,7 @@ def test_a_submitted_run_is_written_down_whole(tmp_path: Path, store: Store) -> 
     assert os.stat(folder.path).st_mode & 0o777 == 0o700
     assert told
     assert told[-1][0] == told[-1][1]
-    assert Record.read(folder.record).attempts == (attempt,)
+    assert RunRecord.read(folder.record).attempts == (attempt,)
     config = load(folder, 1)
     assert Path(config.data.path).parent == tmp_path / "runs" / ".data"
     assert store.config(run.config_digest)["data"]["path"] == config.data.path

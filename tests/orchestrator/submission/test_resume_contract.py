@@ -9,7 +9,7 @@ import pytest
 
 from checkpointing.storage.durable import canonical
 from orchestrator.config.compose import compose, flat, recompose
-from orchestrator.config.keys import dotted, every_key
+from orchestrator.config.keys import dotted_key, every_key
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.submission.resume_contract import (
     CONFIG,
@@ -49,7 +49,7 @@ def other(value: Any) -> Any:
 
 
 def test_every_key_of_a_config_has_a_rule_and_no_other() -> None:
-    assert {dotted(key) for key in every_key()} == set(CONFIG)
+    assert {dotted_key(key) for key in every_key()} == set(CONFIG)
 
 
 def test_every_field_of_an_identity_has_a_rule_and_no_other() -> None:

@@ -15,7 +15,7 @@ from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
-from orchestrator.restore_tests.create import Asked, create_test
+from orchestrator.restore_tests.create import RestoreTestRequest, create_test
 from orchestrator.states import RunState
 from orchestrator.submission import create_run
 from orchestrator.submission.resume_request import resume_request
@@ -237,7 +237,7 @@ def test_a_restore_test_gets_a_copy_of_the_values(shell: Shell, monkeypatch: pyt
     shell.store.put_checkpoint(row, epoch=_lease(shell.store))
     for variable in ("HF_TOKEN", "ORCH_PRIVATE"):
         monkeypatch.delenv(variable)
-    test = shell.store.run(create_test(shell.store, run, Asked(checkpoint=row, forced=True), 8.0).test)
+    test = shell.store.run(create_test(shell.store, run, RestoreTestRequest(checkpoint=row, forced=True), 8.0).test)
     first = shell.store.attempts(test.name)[0]
     made = ensure_run_dir(test, first, shell.store.config(first.config_digest))
     assert RunSecrets.read(made.secrets) == RunSecrets(values=RunSecrets.read(folder.secrets).values)

@@ -23,7 +23,7 @@ from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventLog
 from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.messages import agents
-from trainer.contract.messages.agents import Fault
+from trainer.contract.messages.agents import PreflightFault
 from trainer.contract.messages.ranks import ReportedEnd, Store
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.ranks.progress import StopReason
@@ -195,7 +195,7 @@ def test_a_coordinator_that_says_nothing_is_lost(alone, hasty):
 
 def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone, monkeypatch):
     answered = threading.Event()
-    fault = Fault(check="GPUs", reason="0 GPU(s)", shared=False)
+    fault = PreflightFault(check="GPUs", reason="0 GPU(s)", shared=False)
     monkeypatch.setattr(preflight, "examine", lambda *_: answered.wait(20) and [fault])
 
     async def heard(line: Line, kind: type) -> None:
@@ -315,7 +315,9 @@ def test_a_fork_server_that_cannot_be_started_ends_the_attempt_with_the_cause(al
 
 
 def test_an_order_that_an_agent_cannot_carry_out_is_reported_before_it_leaves(alone, monkeypatch):
-    monkeypatch.setattr(preflight, "examine", lambda *_: [Fault(check="GPUs", reason="0 GPU(s)", shared=False)])
+    monkeypatch.setattr(
+        preflight, "examine", lambda *_: [PreflightFault(check="GPUs", reason="0 GPU(s)", shared=False)]
+    )
 
     async def scene() -> Line:
         line, alone.agent._ranks = Line(), None

@@ -3,10 +3,10 @@
 import pytest
 
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
-from trainer.agent.attempt_state.stopping import Bounds, Stopping, bound, lead, parse_time, reason_of
+from trainer.agent.attempt_state.stopping import Bounds, Stopping, bound, classify_signal, lead, parse_time
 from trainer.agent.fork_server import forked_child
 from trainer.agent.nodes import preflight
-from trainer.agent.nodes.preflight import Fault, examine, find_blamed_node
+from trainer.agent.nodes.preflight import PreflightFault, examine, find_blamed_node
 from trainer.contract.config import ClusterShape, DataConfig, JobConfig
 from trainer.contract.failures.outcome import FailureKind
 from trainer.contract.messages.agents import ProgressReport
@@ -50,7 +50,7 @@ def test_the_lead_never_takes_most_of_a_short_job():
     ],
 )
 def test_why_a_signal_came(name, kind, left, reason):
-    assert reason_of(name, kind=kind, left=left, lead_seconds=120) is reason
+    assert classify_signal(name, kind=kind, left=left, lead_seconds=120) is reason
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def stopping() -> Stopping:
 
 def test_the_end_of_the_job_asks_by_itself_and_the_scheduler_may_correct_it():
     stop = stopping()
-    assert not stop.due(3479)
-    assert stop.due(3480)
+    assert not stop.is_due(3479)
+    assert stop.is_due(3480)
     stop.correct(1000.0)
-    assert stop.due(880)
-    assert stop.ending(880).until == 995
-    assert not stop.due(990)  # asked already
-    assert (stop.overdue(994), stop.overdue(995)) == (False, True)
+    assert stop.is_due(880)
+    assert stop.on_deadline(880).until == 995
+    assert not stop.is_due(990)  # asked already
+    assert (stop.is_overdue(994), stop.is_overdue(995)) == (False, True)
 
 
 @pytest.mark.parametrize(("ahead", "end"), [(0, 3575), (20, 3555), (3600, 3420), (-7200, 3600), (1e9, 3420)])
@@ -89,7 +89,7 @@ def test_a_node_whose_clock_is_off_trains_as_long_as_its_job_lasts(ahead, end):
     """The coordinator has begun 25 s after its job of an hour; the scheduler's end is seen by the node's clock."""
     stop = stopping()
     assert stop.correct(3575.0 - ahead, 3600.0) == stop.end == end
-    assert not stop.due(3299)
+    assert not stop.is_due(3299)
 
 
 def test_a_job_that_got_more_time_ends_later_and_one_that_is_preempted_sooner():
@@ -102,10 +102,10 @@ def test_a_job_that_got_more_time_ends_later_and_one_that_is_preempted_sooner():
 
 def test_a_later_signal_shortens_a_stop_and_keeps_its_reason():
     stop = stopping()
-    assert stop.heard("SIGUSR2", 100).until == 160
-    second = stop.heard("SIGTERM", 110)
+    assert stop.on_signal("SIGUSR2", 100).until == 160
+    second = stop.on_signal("SIGTERM", 110)
     assert (second.reason, second.until) == (StopReason.PREEMPTION, 130)
-    assert stop.asked("again", 120).until == 130
+    assert stop.on_request("again", 120).until == 130
 
 
 def report(**fields) -> list[ProgressReport]:
@@ -114,31 +114,31 @@ def report(**fields) -> list[ProgressReport]:
 
 def test_ranks_that_move_get_their_time_again_when_nobody_presses():
     stop = stopping()
-    assert stop.asked("enough", 100).until == 160
+    assert stop.on_request("enough", 100).until == 160
     stop.watch(report(step=6), 150)
     assert stop.stop.until == 210
     stop.watch(report(step=6), 200)  # nothing has moved since
     assert stop.stop.until == 210
     stop.watch(report(step=6, phase="checkpoint"), 205)
     assert stop.stop.until == 265
-    assert stop.asked("again", 210).until == 265
+    assert stop.on_request("again", 210).until == 265
     stop.watch(report(step=6, phase="checkpoint"), 1899)
     assert stop.stop.until == 1900  # a save that hangs does not keep the job
 
 
 def test_who_presses_gives_no_more_time_than_there_is():
     stop = stopping()
-    stop.asked("enough", 100)
-    assert stop.heard("SIGTERM", 110).until == 130
+    stop.on_request("enough", 100)
+    assert stop.on_signal("SIGTERM", 110).until == 130
     stop.watch(report(step=7), 125)
     assert stop.stop.until == 130
     short = stopping()
     short.correct(300)
-    short.asked("enough", 100)
+    short.on_request("enough", 100)
     short.watch(report(step=8), 290)
     assert short.stop.until == 295
     ending = stopping()
-    ending.ending(3500)
+    ending.on_deadline(3500)
     ending.watch(report(step=9), 3590)
     assert ending.stop.until == 3595
 
@@ -170,10 +170,10 @@ def test_simulated_nodes_get_their_own_gpus():
     assert forked_child.gpus(identity(1, "local"), config, {"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
 
 
-FOLDER = Fault(check="run folder", reason="cannot write", shared=True)
-FULL = Fault(check="run folder", reason="No space left", shared=True, full=True)
-DATA = Fault(check="data", reason="cannot read data.path=/x", shared=True)
-SHM = Fault(check="shared memory", reason="/dev/shm is missing", shared=False)
+FOLDER = PreflightFault(check="run folder", reason="cannot write", shared=True)
+FULL = PreflightFault(check="run folder", reason="No space left", shared=True, full=True)
+DATA = PreflightFault(check="data", reason="cannot read data.path=/x", shared=True)
+SHM = PreflightFault(check="shared memory", reason="/dev/shm is missing", shared=False)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from trainer.agent.fork_server.torchrun_command import torchrun_environment
 from trainer.agent.ranks.last_output import last_output
 from trainer.agent.user_command.command_run import CommandMemory, SetAsideCheckpoint
 from trainer.agent.watch.hang_detector import Incident
-from trainer.agent.watch.hangs import Judgement, Verdict
+from trainer.agent.watch.hangs import HangJudgement, HangVerdict
 from trainer.contract import skipped_batches
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
@@ -36,9 +36,9 @@ WORDS = f"HTTP 401 for {CANARY}"
 def secrets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WRITTEN_TOKEN", CANARY)
     monkeypatch.setenv(LISTED, "WRITTEN_TOKEN")
-    secret_redaction._listed.cache_clear()
+    secret_redaction._cached_redactor.cache_clear()
     yield
-    secret_redaction._listed.cache_clear()
+    secret_redaction._cached_redactor.cache_clear()
 
 
 @pytest.fixture
@@ -89,11 +89,11 @@ def restore_verdict(attempt: AttemptDir) -> None:
 
 def command_memory(attempt: AttemptDir) -> None:
     aside = SetAsideCheckpoint(step=1, identity="a", original="/a", path="/b", bytes=1, damage=WORDS)
-    attempt.command_memory.write_bytes(CommandMemory(aside=[aside]).encoded())
+    attempt.command_memory.write_bytes(CommandMemory(aside=[aside]).encode())
 
 
 def verdict(attempt: AttemptDir) -> None:
-    judgement = Judgement(verdict=Verdict.HUNG, reason=WORDS)
+    judgement = HangJudgement(verdict=HangVerdict.HUNG, reason=WORDS)
     incident = Incident(name="i", judgement=judgement, began=1.0, quiet=1.0, until=1.0, waits=set())
     write_verdict(attempt.incident("i"), incident, [], withdrawn=False)
 

@@ -14,7 +14,7 @@ import pytest
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import LocalJob, alive, until
 from trainer.agent.control.tcp_transport import CoordinatorPeer
-from trainer.agent.nodes.preflight import Fault
+from trainer.agent.nodes.preflight import PreflightFault
 from trainer.contract import token_shards
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
@@ -86,7 +86,7 @@ def led(folder: Path, script: Callable[[Scene], Any], spares: int = 1, **timeout
     asyncio.run(whole())
 
 
-SICK = Fault(check="open files", reason="open-files limit is 64, below 1024", shared=False)
+SICK = PreflightFault(check="open files", reason="open-files limit is 64, below 1024", shared=False)
 
 
 def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tmp_path):

@@ -14,7 +14,7 @@ from trainer.contract.config_sections.parallel_config import (
     ParallelConfig,
     ParameterSizes,
     PipelineConfig,
-    place_in,
+    mesh_coordinates,
     place_words,
 )
 from trainer.contract.run_dir import RunDir
@@ -92,10 +92,10 @@ def test_ranks_that_share_sequences_are_shards_or_replicas_of_parameters(paralle
 
 
 def test_a_rank_has_its_place_in_every_dimension_and_in_the_inner_ones():
-    assert [place_in((2, 2, 2), rank) for rank in (0, 1, 2, 5, 7)] == [
+    assert [mesh_coordinates((2, 2, 2), rank) for rank in (0, 1, 2, 5, 7)] == [
         (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 1), (1, 1, 1)
     ]  # fmt: skip
-    assert place_in((2, 2), 5) == (0, 1)
+    assert mesh_coordinates((2, 2), 5) == (0, 1)
 
 
 def test_the_place_of_a_rank_is_told_where_its_number_alone_does_not():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.contract.messages import agents, fork_server, ranks
-from trainer.contract.messages.codec import LONGEST_ROWS, Direction, MessageError, encode, name_of, parse
+from trainer.contract.messages.codec import LONGEST_ROWS, Direction, MessageError, encode, parse, wire_name
 
 DIRECTIONS: dict[str, Direction[Any]] = {
     name: value
@@ -77,7 +77,7 @@ def fits(annotation: Any, value: Any) -> bool:
 
 def made(kind: type) -> dict[str, Any]:
     """The JSON of one message of this class, with all its fields."""
-    return {"say": name_of(kind), **_least(kind)}
+    return {"say": wire_name(kind), **_least(kind)}
 
 
 def _least(annotation: Any) -> Any:
@@ -96,7 +96,7 @@ def _least(annotation: Any) -> Any:
 
 
 def test_every_message_has_one_name_and_every_class_a_direction() -> None:
-    names = [name_of(one) for _, one in PAIRS]
+    names = [wire_name(one) for _, one in PAIRS]
     by_class = {one for _, one in PAIRS}
     assert len({*names}) == len(by_class)
     for module in (agents, fork_server, agents, ranks):

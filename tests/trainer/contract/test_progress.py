@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from trainer.contract.ranks.progress import SIZE, Phase, ProgressCell, StopReason
-from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages, moment_of
+from trainer.contract.ranks.stage_activity import Activity, SentMessages, StageActivity, decode_activity
 
 
 @pytest.fixture
@@ -40,15 +40,15 @@ def test_the_other_side_reads_what_was_written(cell):
 
 
 def test_a_rank_of_a_pipeline_says_what_it_does_with_which_micro_batch(cell):
-    cell.enter(Phase.FORWARD, 4, Moment(Activity.FORWARD, 1, 3))
+    cell.enter(Phase.FORWARD, 4, StageActivity(Activity.FORWARD, 1, 3))
     before = cell.read()
-    assert (before.moment, str(before.moment)) == (Moment(Activity.FORWARD, 1, 3), "micro-batch 3, stage 1")
-    cell.begin_moment(Moment(Activity.WAIT_FOR_GRADIENT, 1, 0))
+    assert (before.moment, str(before.moment)) == (StageActivity(Activity.FORWARD, 1, 3), "micro-batch 3, stage 1")
+    cell.begin_moment(StageActivity(Activity.WAIT_FOR_GRADIENT, 1, 0))
     waits = cell.read()
     assert (waits.phase, waits.phase_at, waits.collective) == (Phase.FORWARD, before.phase_at, 4)
     assert waits.moved_at > before.moved_at
     assert str(waits.moment) == "waits for the gradient of micro-batch 0, stage 1"
-    cell.begin_moment(Moment(Activity.REDUCE, 1, -1))
+    cell.begin_moment(StageActivity(Activity.REDUCE, 1, -1))
     assert str(cell.read().moment) == "reduces gradients, stage 1"
     cell.enter(Phase.OPTIMIZER)
     assert cell.read().moment is None
@@ -71,10 +71,10 @@ def test_a_rank_counts_what_its_stages_have_sent_from_the_begin_of_its_passes_on
 
 @pytest.mark.parametrize("activity", Activity)
 def test_every_activity_has_a_number_that_older_readers_pass_over(activity):
-    moment = Moment(activity, 2, 5)
-    assert moment_of(moment.code, 2, 5) == moment
-    assert moment_of(0, 2, 5) is None
-    assert moment_of(len(Activity) + 1, 2, 5) is None
+    moment = StageActivity(activity, 2, 5)
+    assert decode_activity(moment.code, 2, 5) == moment
+    assert decode_activity(0, 2, 5) is None
+    assert decode_activity(len(Activity) + 1, 2, 5) is None
 
 
 def test_only_what_changed_stamps_its_time(cell):

@@ -22,9 +22,9 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("API_KEY", "canary-12345")
     monkeypatch.setenv("LONGER", "canary-12345-67890")
     monkeypatch.setenv(LISTED, "API_KEY,LONGER")
-    secret_redaction._listed.cache_clear()
+    secret_redaction._cached_redactor.cache_clear()
     yield
-    secret_redaction._listed.cache_clear()
+    secret_redaction._cached_redactor.cache_clear()
 
 
 def _in_base64(prefix: str) -> Callable[[str], str]:
@@ -86,7 +86,7 @@ def test_a_value_in_pieces_is_found(words: list[str], data: st.DataObject) -> No
         patch.setattr(secret_redaction, "in_use", lambda: redactor)
         stream = RedactedStream()
         pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-        written = b"".join([*map(stream.feed, pieces), stream.flush()])
+        written = b"".join([*map(stream.redact, pieces), stream.flush()])
     assert b"canary-12345" not in written
     if b"canary-12345-67890" not in whole:  # of one that another one begins with, the rest may come too late
         assert written == redactor.data(whole)
@@ -94,6 +94,6 @@ def test_a_value_in_pieces_is_found(words: list[str], data: st.DataObject) -> No
 
 def test_only_what_may_be_a_beginning_is_held_back(secrets: None) -> None:
     stream = RedactedStream()
-    assert stream.feed(b"step 1\n") == b"step 1\n"
-    assert stream.feed(b"the key is canary-1") == b"the key is "
-    assert stream.feed(b"3 and so on\n") == b"canary-13 and so on\n"
+    assert stream.redact(b"step 1\n") == b"step 1\n"
+    assert stream.redact(b"the key is canary-1") == b"the key is "
+    assert stream.redact(b"3 and so on\n") == b"canary-13 and so on\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from trainer.contract import token_shards
-from trainer.contract.token_shards import SEPARATOR, STDLIB, Index, TokensError
+from trainer.contract.token_shards import SEPARATOR, STDLIB, TokenIndex, TokensError
 
 
 def numbers(folder: Path) -> list[int]:
-    data = b"".join((folder / shard.name).read_bytes() for shard in Index.read(folder).shards)
+    data = b"".join((folder / shard.name).read_bytes() for shard in TokenIndex.read(folder).shards)
     return [int.from_bytes(data[at : at + 2], "little") for at in range(0, len(data), 2)]
 
 
@@ -28,7 +28,7 @@ def test_documents_are_bytes_that_end_with_a_separator(text, tmp_path):
     index = token_shards.prepare([text], tmp_path / "out")
     assert numbers(tmp_path / "out") == [97, 98, SEPARATOR, 104, 0xC3, 0xA9, SEPARATOR]
     assert (index.tokens, index.sources, index.skipped, index.dtype) == (7, 2, 0, "uint16")
-    assert Index.read(tmp_path / "out") == index
+    assert TokenIndex.read(tmp_path / "out") == index
 
 
 def test_binary_empty_hidden_and_special_files_are_left_out(text, tmp_path):
@@ -115,21 +115,21 @@ def test_only_binary_files_is_nothing_to_read(tmp_path):
 
 def test_a_folder_without_index_names_the_remedy(tmp_path):
     with pytest.raises(TokensError, match="orch data prepare"):
-        Index.read(tmp_path)
+        TokenIndex.read(tmp_path)
 
 
 def test_a_truncated_shard_is_noticed(text, tmp_path):
     index = token_shards.prepare([text], tmp_path / "out")
     os.truncate(tmp_path / "out" / index.shards[0].name, 4)
     with pytest.raises(TokensError, match="has 4 bytes instead of 14"):
-        Index.read(tmp_path / "out")
+        TokenIndex.read(tmp_path / "out")
 
 
 @pytest.mark.parametrize("damage", ["[]", "{", '{"schema":"orch.tokens/9"}', '{"schema":"orch.tokens/1"}'])
 def test_a_damaged_index_is_an_error_of_ours(tmp_path, damage):
     (tmp_path / "index.json").write_text(damage)
     with pytest.raises(TokensError):
-        Index.read(tmp_path)
+        TokenIndex.read(tmp_path)
 
 
 def test_the_index_is_plain_json(text, tmp_path):

@@ -27,7 +27,7 @@ def spec_of(run: RunDir, rank: int, generation: int) -> RankSpec:
 def train(attempt: AttemptDir, spec: RankSpec) -> None:
     """What a rank leaves that trains a step and fails, and what a user's own program would."""
     journal = Journal(attempt, spec)
-    journal.worked(spec.generation)
+    journal.log_work(spec.generation)
     journal.event(EventKind.DRILL, kind="raise", rank=spec.rank, step=1)
     journal.close()
     failed = RankOutcome(

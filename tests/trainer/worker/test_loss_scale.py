@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from checkpointing.engine.audit.audit import audit_in
+from checkpointing.engine.audit.audit import audit_checkpoint
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from tests.trainer.worker.conftest import hang
 from trainer.contract.failures.outcome import ExitCode
-from trainer.worker.saved_state.checkpoint_contents import expected
+from trainer.worker.saved_state.checkpoint_contents import expected_entries
 from trainer.worker.saved_state.loss_scale import FIRST, SMALLEST, LossScale
 
 HALF = {"dtype": "float16", "steps": 12}
@@ -19,24 +19,24 @@ OVERFLOW = {"kind": "spike", "rank": 0, "step": 4}
 
 def test_the_scale_is_halved_by_an_overflow_and_doubled_after_two_thousand_steps():
     scale = LossScale("float16")
-    assert scale.overflowed(math.inf)
-    assert scale.overflowed(math.nan)
+    assert scale.update_scale(math.inf)
+    assert scale.update_scale(math.nan)
     assert scale.scale == FIRST / 4
-    assert not any(scale.overflowed(1.0) for _ in range(1999))
+    assert not any(scale.update_scale(1.0) for _ in range(1999))
     assert scale.scale == FIRST / 4
     again = LossScale("float16")
     again.restore(scale.facts())
-    assert not again.overflowed(1.0)
+    assert not again.update_scale(1.0)
     assert again.scale == FIRST / 2
 
 
 def test_overflows_are_counted_over_restarts():
     scale = LossScale("float16")
-    assert [scale.overflowed(norm) for norm in (math.inf, 1.0, math.nan)] == [True, False, True]
+    assert [scale.update_scale(norm) for norm in (math.inf, 1.0, math.nan)] == [True, False, True]
     again = LossScale("float16")
     again.restore(scale.facts())
     assert again.overflows == 2
-    assert again.overflowed(math.inf)
+    assert again.update_scale(math.inf)
     assert again.overflows == 3
     other = LossScale("float32")
     other.restore(again.facts())
@@ -52,13 +52,13 @@ def test_a_checkpoint_of_an_older_release_has_no_count_of_overflows():
 def test_an_overflow_at_the_smallest_scale_is_a_fault_of_the_run():
     scale = LossScale("float16")
     while scale.scale > SMALLEST:
-        assert scale.overflowed(math.inf)
-    assert not scale.overflowed(math.inf)
+        assert scale.update_scale(math.inf)
+    assert not scale.update_scale(math.inf)
 
 
 def test_other_precisions_have_no_scale():
     scale = LossScale("bfloat16")
-    assert not scale.overflowed(math.inf)
+    assert not scale.update_scale(math.inf)
     assert scale.scale == 1.0
     assert scale.facts() == {}
 
@@ -112,6 +112,6 @@ def test_a_save_after_nothing_but_overflows_succeeds_also_after_a_restart(make_r
     kinds = [event.kind for event in run.events()]
     assert "checkpoint.failed" not in kinds
     assert "checkpoint.doubted" not in kinds
-    newest = max(Catalog(run.dir.checkpoints).committed(), key=lambda entry: entry.step)
-    report = audit_in(LocalStorage(run.dir.checkpoints), newest.name, 4, expect=expected)
+    newest = max(Catalog(run.dir.checkpoints).committed_entries(), key=lambda entry: entry.step)
+    report = audit_checkpoint(LocalStorage(run.dir.checkpoints), newest.name, 4, expect=expected_entries)
     assert (newest.step, report.faults) == (12, ())

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trainer.contract.config_sections.parallel_config import ExpertsConfig
-from trainer.worker.mixture_of_experts import ExpertBalance, Router, inverse, permuted
+from trainer.worker.mixture_of_experts import ExpertBalance, Router, inverse, permute_rows
 
 DIM, TOKENS = 16, 512
 
@@ -86,9 +86,9 @@ def test_uneven_experts_become_even() -> None:
 def test_a_permutation_and_its_gradient_go_back(rows: int) -> None:
     given = torch.arange(3.0 * rows).view(rows, 3).requires_grad_()
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
-    moved = permuted(given, order)
+    moved = permute_rows(given, order)
     assert torch.equal(moved, given[order])
-    assert torch.equal(permuted(moved, inverse(order)), given)
+    assert torch.equal(permute_rows(moved, inverse(order)), given)
     upstream = torch.randn(rows, 3)
     (gradient,) = torch.autograd.grad(moved, given, upstream)
     assert torch.equal(gradient[order], upstream)

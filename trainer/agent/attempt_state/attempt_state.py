@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 
 from checkpointing.storage.durable import dump_line, number, write_durably
-from trainer.agent.attempt_state.generation import AttemptHistory, Generation
+from trainer.agent.attempt_state.generation import AttemptHistory, GenerationState
 from trainer.agent.attempt_state.stopping import Bounds, Stop, Stopping
 from trainer.agent.control.control_server import InboxMessage
 from trainer.agent.ladder import node_replacement
-from trainer.agent.ladder.in_job_policy import Decision, Situation, record_skip
+from trainer.agent.ladder.in_job_policy import InJobDecision, Situation, record_skip
 from trainer.agent.nodes.roster import Roster
 from trainer.agent.processes.background_tasks import run_detached, start_detached
 from trainer.agent.watch.command_errors import CommandPast, has_advanced
@@ -23,7 +23,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import AttemptOutcome, Failure
 from trainer.contract.failures.suspect_checkpoints import drill_behind
-from trainer.contract.heartbeat import LONGEST_TROUBLE, Heartbeat, Stage
+from trainer.contract.heartbeat import LONGEST_TROUBLE, AttemptStage, Heartbeat
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages.agents import AskStop, ExpectStop, ProgressReport
 from trainer.contract.node_identity import NodeIdentity
@@ -212,7 +212,7 @@ class Outbox:
             sys.stderr.write(f"orch-agent: cannot write {path}: {why}; it would say: {outcome.reason}\n")
 
 
-class AttemptState:
+class CoordinatorState:
     """State of an attempt: agents, current generation, history and stop request."""
 
     def __init__(
@@ -224,7 +224,7 @@ class AttemptState:
         self.events, self.token, self.timeouts = events, token, timeouts or Timeouts()
         self.started_at = psutil.Process().create_time()
         """Start time of this job's first process; the interpreter takes about a second to get here."""
-        self.stage = Stage.JOINING
+        self.stage = AttemptStage.JOINING
         self.inbox: asyncio.Queue[tuple[int, InboxMessage]] = asyncio.Queue()
         self.roster = Roster(
             identity.nodes, attempt.number, self.deliver, node_ranks=config.cluster.nodes,
@@ -234,8 +234,8 @@ class AttemptState:
             kind=identity.kind, started=started, limit=config.cluster.time,
             signal_lead=float(config.cluster.signal_lead), bounds=Bounds(),
         )  # fmt: skip
-        self.generation = Generation()
-        self.history = AttemptHistory.of(token)
+        self.generation = GenerationState()
+        self.history = AttemptHistory.from_token(token)
         self.progress = AttemptProgress(attempt.number, identity.job_id, time.time)
         self.outbox = Outbox(attempt, heartbeat=self.timeouts.heartbeat, outcome=self.timeouts.outcome)
 
@@ -245,17 +245,17 @@ class AttemptState:
 
     # -- the current generation --------------------------------------------------------------------------------------
 
-    def begin_generation(self) -> Generation:
+    def begin_generation(self) -> GenerationState:
         """Create and number the next generation; its ranks are not started yet."""
-        self.generation = Generation(number=self.generation.number + 1, started=time.monotonic())
-        self.events.generation, self.stage = self.generation.number, Stage.RUNNING
+        self.generation = GenerationState(number=self.generation.number + 1, started=time.monotonic())
+        self.events.generation, self.stage = self.generation.number, AttemptStage.RUNNING
         return self.generation
 
     def fail(self, failure: Failure) -> None:
         """Fail the current generation, or the wait for the next one."""
         self.generation.fail(failure, time.monotonic())
 
-    def attributed(self, failure: Failure | None) -> Failure | None:
+    def with_drill(self, failure: Failure | None) -> Failure | None:
         """Return the failure, marked with this generation's drill if a drill caused it."""
         if failure is None:
             return None
@@ -288,12 +288,12 @@ class AttemptState:
         """Ask the ranks to save and stop; returns False if no stop was requested."""
         stop = self.stopping.stop
         if stop is not None:
-            self.roster.broadcast(AskStop(reason=stop.reason, seconds=self.stopping.left(time.monotonic())))
+            self.roster.broadcast(AskStop(reason=stop.reason, seconds=self.stopping.seconds_left(time.monotonic())))
         return stop is not None
 
     def announce_stop(self, now: float) -> None:
         """Announce the expected time of a stop, so that ranks start no save shortly before the final one."""
-        at = self.stopping.expected_at
+        at = self.stopping.earliest_stop
         if at is not None and self.generation.number and abs(at - self.generation.stop_announced) > 1.0:
             self.generation.stop_announced = at
             self.roster.broadcast(ExpectStop(seconds=max(0.0, at - now)))
@@ -318,8 +318,8 @@ class AttemptState:
             spike_budget=self.config.detection.spike.roll_backs,
             stopping=StopReason.NONE if stop is None else stop.reason,
             stop_why="" if stop is None else stop.why,
-            overdue=self.stopping.overdue(now),
-            left=self.stopping.left(now),
+            overdue=self.stopping.is_overdue(now),
+            left=self.stopping.seconds_left(now),
             command=command,
             broken=generation.broken,
             restored=generation.restored,
@@ -330,10 +330,10 @@ class AttemptState:
             **self.history.situation_fields(),
         )
 
-    async def record_decision(self, decision: Decision) -> None:
+    async def record_decision(self, decision: InJobDecision) -> None:
         """Record what ended the current generation; a skipped batch is on disk on return unless the disk fails."""
         self.history.record_failure(
-            self.attributed(decision.failure), decision.mark, self.generation.restored, decision.suspect,
+            self.with_drill(decision.failure), decision.mark, self.generation.restored, decision.suspect,
             decision.skip, requested=bool(self.generation.drill),
         )  # fmt: skip
         self.events.write(EventKind.DECISION, action=decision.action.name.lower(), reason=decision.reason)
@@ -342,8 +342,8 @@ class AttemptState:
         if decision.skip is not None:
             await record_skip(decision.skip, self.attempt_dir, self.events)
 
-    def replace_nodes(self, decision: Decision) -> Decision | None:
+    def replace_nodes(self, decision: InJobDecision) -> InJobDecision | None:
         """Replace lost or blamed nodes with spares; returns a Decision if the attempt ends instead."""
         self.generation.broken, self.history.new_nodes = None, True
-        failure = self.attributed(decision.failure)
+        failure = self.with_drill(decision.failure)
         return node_replacement.replace(decision, self.roster, self.events, drill=failure.drill if failure else "")

@@ -36,7 +36,7 @@ class AttemptHistory:
     again: bool = False  # a generation was started only to save and stop
 
     @classmethod
-    def of(cls, token: LaunchToken) -> "AttemptHistory":
+    def from_token(cls, token: LaunchToken) -> "AttemptHistory":
         """Return the history at the start of an attempt."""
         found = [parse_name(name) for name in (*token.checkpoints, *token.perhaps)]
         newest = max((name.step for name in found if name is not None), default=0)
@@ -104,7 +104,7 @@ class AttemptHistory:
 
 
 @dataclass(kw_only=True)
-class Generation:
+class GenerationState:
     """State of one generation; times are seconds on the coordinator's monotonic clock."""
 
     number: int = 0

@@ -47,7 +47,7 @@ def lead(limit: float | None, asked: float) -> float:
     return asked if limit is None else min(asked, limit / 2)
 
 
-def reason_of(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
+def classify_signal(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
     """Return why an agent received this signal, with `left` seconds until the end of the job (None: no limit)."""
     scheduler = traits(kind)
     if left is not None and left <= lead_seconds + scheduler.signal_early:
@@ -106,25 +106,25 @@ class Stopping:
         self.end = end
         return end
 
-    def heard(self, signal_name: str, now: float) -> Stop:
+    def on_signal(self, signal_name: str, now: float) -> Stop:
         """Handle a signal that an agent received."""
         left = None if self.end is None else self.end - now
-        reason = reason_of(signal_name, kind=self._kind, left=left, lead_seconds=self._lead_now())
+        reason = classify_signal(signal_name, kind=self._kind, left=left, lead_seconds=self._lead_now())
         why = f"an agent got {signal_name}"
         why += ": the time limit is near" if reason is StopReason.TIME_LIMIT else ""
         return self._ask(reason, signal_name, why, now)
 
-    def asked(self, why: str, now: float) -> Stop:
+    def on_request(self, why: str, now: float) -> Stop:
         """Handle a stop request found in the run directory."""
         return self._ask(StopReason.CANCEL, "", why or "a stop request", now)
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Return whether the end of the job is near enough to stop now."""
-        at = self.stop_at
+        at = self.stop_time
         return self.stop is None and at is not None and now >= at
 
     @property
-    def stop_at(self) -> float | None:
+    def stop_time(self) -> float | None:
         """Return when to ask the ranks to save and stop: early enough for the slowest save seen.
         None if no end is known. At least half of a short job remains for training, however long saves take.
         """
@@ -136,29 +136,31 @@ class Stopping:
         return at if self._half is None else max(at, min(self._half, self.end - self._lead))
 
     @property
-    def expected_at(self) -> float | None:
+    def earliest_stop(self) -> float | None:
         """Return the earliest time of a stop; Slurm may send its signal early."""
         return (
-            None if self.end is None or self.stop_at is None else min(self.stop_at, self.end - self._lead - self._early)
+            None
+            if self.end is None or self.stop_time is None
+            else min(self.stop_time, self.end - self._lead - self._early)
         )
 
-    def ending(self, now: float) -> Stop:
+    def on_deadline(self, now: float) -> Stop:
         """Handle the approaching end of the job."""
         return self._ask(StopReason.TIME_LIMIT, "", "the time limit is near", now)
 
-    def overdue(self, now: float) -> bool:
+    def is_overdue(self, now: float) -> bool:
         return self.stop is not None and now >= self.stop.until
 
-    def left(self, now: float) -> float:
+    def seconds_left(self, now: float) -> float:
         """Return the seconds left for ranks to save and exit; infinity if no stop is requested."""
         return float("inf") if self.stop is None else max(0.0, self.stop.until - now)
 
-    def again(self, now: float) -> None:
+    def extend_for_new_ranks(self, now: float) -> None:
         """Extend a pending stop for newly started ranks, as if it were requested now."""
         if self.stop is not None:
             self._put_off(self.stop, now)
 
-    def learned(self, reports: Sequence[ProgressReport]) -> None:
+    def record_timings(self, reports: Sequence[ProgressReport]) -> None:
         """Record the durations of saves (99th percentile) and steps measured by rank 0.
         Old values are kept until it has measured any.
         """
@@ -192,7 +194,7 @@ class Stopping:
         return self.stop
 
     def _lead_now(self) -> float:
-        at = self.stop_at
+        at = self.stop_time
         return self._lead if self.end is None or at is None else max(self._lead, self.end - at)
 
     def _latest(self, reason: StopReason, until: float, now: float) -> float:

@@ -60,7 +60,7 @@ class Tick:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fenced:
+class AttemptFenced:
     """Inbox message: the attempt's launch token was revoked."""
 
 
@@ -71,7 +71,7 @@ class RequestFound:
     request: Request
 
 
-InboxMessage = FromAgent | AgentJoined | AgentLost | AgentRefused | Tick | Fenced | RequestFound
+InboxMessage = FromAgent | AgentJoined | AgentLost | AgentRefused | Tick | AttemptFenced | RequestFound
 
 
 AGENT_TIMEOUT_SECONDS = 60.0
@@ -92,11 +92,11 @@ class PeerTimeout:
     def __init__(self, now: float) -> None:
         self._since = self._looked = now
 
-    def received(self, now: float) -> None:
+    def record_message(self, now: float) -> None:
         """Record that the peer has sent something."""
         self._since = self._looked = now
 
-    def silent_for(self, now: float) -> float:
+    def seconds_silent(self, now: float) -> float:
         """Return seconds of silence, in a check due POLL_SECONDS after the last check or message."""
         if now - self._looked > POLL_SECONDS + LATE_SECONDS:
             self._since = now
@@ -233,7 +233,7 @@ class ControlServer:
             received = peer.hello()
             if received is None:
                 return
-            hello = self._opened(received[0], peer.challenge)
+            hello = self._verify_hello(received[0], peer.challenge)
         except (OSError, WireError):
             self._drop(descriptor)
             return
@@ -247,9 +247,9 @@ class ControlServer:
         asyncio.get_running_loop().remove_reader(descriptor)
         self._unauthenticated.pop(descriptor).connection.close()
 
-    def _opened(self, line: bytes, challenge: str) -> Hello:
+    def _verify_hello(self, line: bytes, challenge: str) -> Hello:
         """Return the hello that answers this connection's challenge; raises WireError for anything else."""
-        text = hello_seal(self.token, challenge).opened(line)
+        text = hello_seal(self.token, challenge).verify(line)
         if text is None:
             raise Unproven("a hello without a valid proof")
         hello = read(HELLO, text)

@@ -36,20 +36,20 @@ from trainer.contract.messages.codec import Direction, MessageError, encode
 _SIOCGIFADDR = 0x8915
 
 
-def reachable(kind: str, interface: str, environ: Mapping[str, str] = os.environ) -> str:
+def rendezvous_address(kind: str, interface: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the IPv4 address for rendezvous; raises RuntimeError if the named interface has none."""
     if interface:
-        return of_interface(interface)
+        return interface_address(interface)
     if traits(kind).simulated_nodes:
         return "127.0.0.1"
     launcher = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
-    candidates = [_of_name(socket.gethostname()), _towards(launcher) if launcher else ""]
+    candidates = [_resolve_name(socket.gethostname()), _local_address(launcher) if launcher else ""]
     # Debian maps a host's own name to a loopback address, usable only if every node is on this host.
     outward = [address for address in candidates if address and not address.startswith("127.")]
     return next(iter([*outward, *filter(None, candidates)]), "127.0.0.1")
 
 
-def of_interface(interface: str) -> str:
+def interface_address(interface: str) -> str:
     """Return the IPv4 address of a network interface; raises RuntimeError if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -63,14 +63,14 @@ def of_interface(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _of_name(name: str) -> str:
+def _resolve_name(name: str) -> str:
     try:
         return socket.gethostbyname(name)
     except OSError:
         return ""
 
 
-def _towards(address: str) -> str:
+def _local_address(address: str) -> str:
     """Return the local address used to reach `address`; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -92,11 +92,11 @@ class Seal:
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def sealed(self, line: bytes) -> bytes:
+    def sign(self, line: bytes) -> bytes:
         """Return the line prefixed with its proof."""
         return self._proof(line) + b" " + line
 
-    def opened(self, line: bytes) -> bytes | None:
+    def verify(self, line: bytes) -> bytes | None:
         """Return the line without its proof; None if the proof does not match the next line."""
         proof, space, text = line[: PROOF_BYTES - 1], line[PROOF_BYTES - 1 : PROOF_BYTES], line[PROOF_BYTES:]
         return text if space == b" " and hmac.compare_digest(proof, self._proof(text)) else None
@@ -247,7 +247,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
             return
         # Lone surrogates are replaced: the receiver could not encode them when writing to a file.
         line = text.encode(errors="replace")
-        self._transport.write((self._own_seal.sealed(line) if self._own_seal else line) + b"\n")
+        self._transport.write((self._own_seal.sign(line) if self._own_seal else line) + b"\n")
         if self._transport.get_write_buffer_size() > _LARGEST_BACKLOG:
             self._transport.abort()
 
@@ -277,7 +277,7 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
     def _open(self, line: bytes | bytearray) -> bytes | bytearray:
         if self._peer_seal is None:
             return line
-        text = self._peer_seal.opened(bytes(line))
+        text = self._peer_seal.verify(bytes(line))
         if text is None:
             raise Unproven("a line without a valid proof")
         return text

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.ranks import fault_injection
-from trainer.contract.heartbeat import Stage
+from trainer.contract.heartbeat import AttemptStage
 from trainer.contract.messages.agents import InjectFault
 from trainer.contract.requests import REFUSED, Request
 
@@ -15,7 +15,7 @@ class DrillOrders:
     A fault during start-up would hit no rank, or another fault's restart.
     """
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: CoordinatorState) -> None:
         self._state = state
         self._waiting: dict[str, tuple[InjectFault, str]] = {}  # request -> order and answer
         self._serial = 0
@@ -43,9 +43,9 @@ class DrillOrders:
             yield name, answer
 
 
-def _all_train(state: AttemptState) -> bool:
+def _all_train(state: CoordinatorState) -> bool:
     """Return whether every rank of the current generation has trained a step; for a command, has started."""
-    if state.stage is not Stage.RUNNING or state.generation.first_failure is not None:
+    if state.stage is not AttemptStage.RUNNING or state.generation.first_failure is not None:
         return False
     reports = state.reports()
     trained = bool(state.config.command) or all(report.stepped for report in reports)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from trainer.agent.attempt_state.attempt_state import MOST, AttemptState, rank_readings
+from trainer.agent.attempt_state.attempt_state import MOST, CoordinatorState, rank_readings
 from trainer.agent.evidence.incidents import (
     analyse_dead_ranks,
+    build_failure,
     desync_judgement,
     event_fields,
-    failure_of,
     is_needed,
     write_verdict,
 )
@@ -38,7 +38,7 @@ _PLACED = 3
 class JobMonitor:
     """Receiver of the agents' reports; decides when the current generation must fail."""
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: CoordinatorState) -> None:
         self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events
         self._generation, self._hang_detector = 0, self._new_hang_detector(0)
         self._work_windows: WorkWindows | None = None
@@ -188,4 +188,4 @@ class JobMonitor:
         if withdrawn:
             self._hang_detector.withdraw()
             return None
-        return failure_of(incident.judgement, path)
+        return build_failure(incident.judgement, path)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from trainer.agent.attempt_state.attempt_state import AttemptState, Reading
+from trainer.agent.attempt_state.attempt_state import CoordinatorState, Reading
 from trainer.agent.control.control_server import (
     AgentJoined,
     AgentLost,
     AgentRefused,
-    Fenced,
+    AttemptFenced,
     InboxMessage,
     RequestFound,
     Tick,
@@ -26,11 +26,11 @@ from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.heartbeat import Stage
+from trainer.contract.heartbeat import AttemptStage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages import agents
 from trainer.contract.messages.agents import AskStop, CollectEvidence, EvidenceCollected, Ping, ProgressReport
-from trainer.contract.messages.codec import name_of
+from trainer.contract.messages.codec import wire_name
 from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.requests import REFUSED, Request, RequestKind, pending
@@ -56,7 +56,7 @@ class RequestInbox:
         return found
 
 
-class Refused(Exception):
+class LaunchRefused(Exception):
     """Raised if this process must not train; the message gives the reason."""
 
 
@@ -67,15 +67,15 @@ async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, secon
     """
     # Slurm restarted this job; it has already trained under the same token.
     if identity.restarts > 0:
-        raise Refused(
+        raise LaunchRefused(
             f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
         )
     patience = seconds if seconds is not None else traits(identity.kind).go_seconds
     token = await _read_late(path, patience)
     if token.attempt != attempt:
-        raise Refused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")
+        raise LaunchRefused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")
     if token.job_id != identity.job_id:
-        raise Refused(f"{path} is for job {token.job_id}, this is job {identity.job_id}")
+        raise LaunchRefused(f"{path} is for job {token.job_id}, this is job {identity.job_id}")
     return token
 
 
@@ -92,7 +92,7 @@ async def _read_late(path: Path, patience: float) -> LaunchToken:
         except (OSError, ValueError, TypeError, KeyError) as error:
             problem = f"cannot be read: {error}"
         if time.monotonic() + pause >= give_up:
-            raise Refused(f"{path} {problem} after {patience:.0f} s")
+            raise LaunchRefused(f"{path} {problem} after {patience:.0f} s")
         await asyncio.sleep(pause)
         pause = min(pause * 1.5, 0.25)
 
@@ -121,7 +121,7 @@ SECONDS = 1.0
 class Timers:
     """Two periodic tasks, kept separate because file access may hang for minutes."""
 
-    def __init__(self, state: AttemptState, monitor: JobMonitor) -> None:
+    def __init__(self, state: CoordinatorState, monitor: JobMonitor) -> None:
         self._state, self._monitor = state, monitor
         self._fence = Fence(state.attempt_dir.go, state.token)
         self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
@@ -151,7 +151,7 @@ class Timers:
 
     def _read_status(self) -> Reading:
         beat, now = self._state.heartbeat(), time.monotonic()
-        if self._state.stage is not Stage.RUNNING or now < self._ranks_due:
+        if self._state.stage is not AttemptStage.RUNNING or now < self._ranks_due:
             return beat, None
         self._ranks_due = now + self._pause - SECONDS / 2
         return beat, self._monitor.rank_readings(time.time())
@@ -173,7 +173,7 @@ class Timers:
             for request in await self._request_inbox.poll():
                 self._state.deliver(-1, RequestFound(request=request))
             if await self._state.outbox.look(self._fence.is_down):
-                self._state.deliver(-1, Fenced())
+                self._state.deliver(-1, AttemptFenced())
             await asyncio.sleep(SECONDS)
 
 
@@ -208,7 +208,7 @@ class _Stacks:
 class RequestHandlers:
     """Handlers of operator requests, one method per kind. None means that the answer comes later, from `finished`."""
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: CoordinatorState) -> None:
         self._state, self._config, self._roster = state, state.config, state.roster
         self._saves: dict[str, int] = {}  # request -> step whose save is too old to answer it
         self._stacks: dict[str, _Stacks] = {}
@@ -218,7 +218,7 @@ class RequestHandlers:
         """Carry out the request; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
         match request.kind:
             case RequestKind.STOP:
-                self._state.request_stop(self._state.stopping.asked(request.reason, now))
+                self._state.request_stop(self._state.stopping.on_request(request.reason, now))
                 return "the command gets SIGTERM" if self._config.command else "the ranks were asked to save and stop"
             case RequestKind.DEADLINE if request.value is not None:
                 return self._correct_end(request.value - wall, request.detail, now)
@@ -276,7 +276,7 @@ class RequestHandlers:
         self._roster.broadcast(AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=_SAVE_SECONDS))
 
     def _request_stacks(self, request: Request, now: float) -> str | None:
-        ranks = self._ranks_asked_for(request)
+        ranks = self._requested_ranks(request)
         if self._config.command or not ranks:
             why = "the ranks are the user's own command" if self._config.command else "there is no such rank or node"
             return f"{REFUSED}{why}"
@@ -292,7 +292,7 @@ class RequestHandlers:
         self._roster.broadcast(CollectEvidence(generation=number, incident=name, full=full, seconds=_STACKS_SECONDS))
         return None
 
-    def _ranks_asked_for(self, request: Request) -> list[int]:
+    def _requested_ranks(self, request: Request) -> list[int]:
         """Return the requested rank, the ranks of the requested node (by node rank), or all."""
         cluster = self._config.cluster
         if request.value is not None:
@@ -316,7 +316,7 @@ _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)
 class MessageLoop:
     """Message handling while a part of the coordinator waits for something."""
 
-    def __init__(self, state: AttemptState, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
+    def __init__(self, state: CoordinatorState, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
         self._state, self._monitor, self._requests, self._timers = state, monitor, requests, timers
         self._node_failures = NodeFailures(state)
 
@@ -347,7 +347,7 @@ class MessageLoop:
         try:
             self._handle(node, message)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            self._on_agent_lost(node, f"it sent a {name_of(type(message))!r} that cannot be read: {error!r}")
+            self._on_agent_lost(node, f"it sent a {wire_name(type(message))!r} that cannot be read: {error!r}")
         return not isinstance(message, _NO_NEWS)
 
     def _handle(self, node: int, message: InboxMessage) -> None:
@@ -363,7 +363,7 @@ class MessageLoop:
                 self._answer(message.request)
             case Tick():
                 self._check_clock()
-            case Fenced():
+            case AttemptFenced():
                 reason = "its launch token was revoked: the controller has fenced this attempt off"
                 state.fail(Failure(kind=FailureKind.UNKNOWN, reason=reason, step=state.progress.step))
             case agents.PreflightReport():
@@ -375,7 +375,7 @@ class MessageLoop:
             case agents.AgentFailed():
                 self._node_failures.agent_failed(node, message.reason)
             case agents.SignalReceived():
-                state.request_stop(state.stopping.heard(message.name, time.monotonic()))
+                state.request_stop(state.stopping.on_signal(message.name, time.monotonic()))
             case _ if message.generation == state.generation.number:
                 self._handle_generation_message(node, message)
 
@@ -392,7 +392,7 @@ class MessageLoop:
             case agents.GenerationStore():
                 state.roster.broadcast(message)
             case agents.RankExit():
-                generation.note(RankEnd.of(message, member.name, time.monotonic(), self._place(message.rank)))
+                generation.note(RankEnd.from_report(message, member.name, time.monotonic(), self._place(message.rank)))
                 state.history.trained = state.history.trained or message.stepped
             case agents.ForkServerDied():
                 self._node_failures.fork_server_died(node, message.reason)
@@ -414,7 +414,7 @@ class MessageLoop:
                 assert_never(message)
 
     def _on_agent_lost(self, node: int, reason: str) -> None:
-        if self._state.stage is not Stage.ENDED:
+        if self._state.stage is not AttemptStage.ENDED:
             self._node_failures.lost(node, reason)
 
     def _answer(self, request: Request) -> None:
@@ -430,9 +430,9 @@ class MessageLoop:
             self._on_agent_lost(timed_out[0].node, timed_out[1])
         for name, answer in self._requests.finished(now):
             state.events.write(EventKind.REQUEST_ANSWERED, name=name, answer=answer)
-        reports = [member.progress for member in state.roster.present()]
+        reports = [member.progress for member in state.roster.present_members()]
         state.stopping.watch(reports, now)
-        state.stopping.learned(reports)
+        state.stopping.record_timings(reports)
         state.announce_stop(now)
-        if state.stopping.due(now):
-            state.request_stop(state.stopping.ending(now))
+        if state.stopping.is_due(now):
+            state.request_stop(state.stopping.on_deadline(now))

@@ -1,10 +1,10 @@
 """Failures of nodes, and whether the current generation needs the node."""
 
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.control.control_server import AgentRefused
 from trainer.agent.watch.root_cause import LIMITS
 from trainer.contract.events import EventKind
-from trainer.contract.failures.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, has_meaning
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.messages.agents import Unloadable
 
@@ -12,7 +12,7 @@ from trainer.contract.messages.agents import Unloadable
 class NodeFailures:
     """Recorder of node failures; the generation fails only if it needs the node."""
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: CoordinatorState) -> None:
         self._state, self._roster = state, state.roster
 
     def lost(self, node: int, reason: str) -> None:
@@ -44,11 +44,11 @@ class NodeFailures:
         member.excluded = f"the workload cannot be imported: {message.exception}: {message.message}"
         if not self._roster.is_needed(node):
             return
-        others = [other for other in self._roster.present() if other.node != node and other.ready]
+        others = [other for other in self._roster.present_members() if other.node != node and other.ready]
         if others:
             reason = f"{member.name}: {member.excluded}, while {others[0].name} can import it"
             self._fail(FailureKind.NODE_SUSPECT, node, reason)
-        elif error_says(member.excluded, Meaning.NO_PROCESSES):
+        elif has_meaning(member.excluded, Meaning.NO_PROCESSES):
             self._fail(FailureKind.UNKNOWN, node, f"{member.name}: {member.excluded}; {LIMITS}")
         else:
             self._fail(FailureKind.USER_ERROR, node, member.excluded)

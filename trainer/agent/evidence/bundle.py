@@ -45,7 +45,7 @@ _GPU = "UTILIZATION,MEMORY,ECC,TEMPERATURE,POWER,CLOCK,PERFORMANCE,PAGE_RETIREME
 
 def kernel(seconds: float) -> bytes:
     """Return the end of the kernel's log; raises OSError if it is not readable."""
-    return b"\n".join(_say(["dmesg", "--time-format", "iso"], seconds).splitlines()[-_MESSAGES:])
+    return b"\n".join(_run_tool(["dmesg", "--time-format", "iso"], seconds).splitlines()[-_MESSAGES:])
 
 
 def memory(seconds: float) -> bytes:
@@ -62,10 +62,10 @@ def memory(seconds: float) -> bytes:
 
 def gpus(seconds: float) -> bytes:
     """Return the driver's errors, clocks, throttling and processes; raises OSError without a driver."""
-    return _say(["nvidia-smi", "-q", "-d", _GPU], seconds)
+    return _run_tool(["nvidia-smi", "-q", "-d", _GPU], seconds)
 
 
-def _say(command: list[str], seconds: float) -> bytes:
+def _run_tool(command: list[str], seconds: float) -> bytes:
     program = shutil.which(command[0])
     if program is None:
         raise OSError(f"there is no {command[0]} here")
@@ -241,7 +241,7 @@ async def _py_spy(one: Subject, seconds: float) -> bytes:
     program = stacks.py_spy()
     if program is None:
         raise Unavailable("py-spy is not installed (pip install 'orch[stacks]')")
-    return await run_detached(lambda: stacks.from_outside(program, pid, seconds), seconds)
+    return await run_detached(lambda: stacks.dump_with_py_spy(program, pid, seconds), seconds)
 
 
 async def _proc(one: Subject, seconds: float) -> bytes:

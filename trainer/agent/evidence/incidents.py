@@ -10,7 +10,7 @@ from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.recorder import records_of_dead_ranks
 from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hang_limits import RankSample
-from trainer.agent.watch.hangs import Judgement, Stall, Verdict
+from trainer.agent.watch.hangs import HangJudgement, HangKind, HangVerdict
 from trainer.agent.watch.root_cause import RankEnd, secondary_order
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import AttemptDir
@@ -32,19 +32,19 @@ def analyse_dead_ranks(attempt: AttemptDir, generation: int, world: int) -> Find
     return analyse(found, range(world), unanswered)
 
 
-def desync_judgement(finding: Finding, ends: Sequence[RankEnd]) -> Judgement | None:
+def desync_judgement(finding: Finding, ends: Sequence[RankEnd]) -> HangJudgement | None:
     """Return the judgement on ranks that called different collectives; None if the records show no desync."""
     if not finding.kind.startswith("desync"):
         return None
     rank = finding.ranks[0] if finding.ranks else None
     end = next((end for end in ends if end.rank == rank), None)
-    return Judgement(
-        verdict=Verdict.HUNG,
+    return HangJudgement(
+        verdict=HangVerdict.HUNG,
         reason=finding.reason,
         culprit=rank,
         node=None if end is None else end.node,
         step=0 if end is None else end.step or 0,
-        kind=Stall.DESYNC,
+        kind=HangKind.DESYNC,
         waiting=tuple(end.rank for end in ends if end.rank != rank),
     )
 
@@ -53,9 +53,9 @@ _MOST_WAITING = 64
 """Maximum number of waiting ranks in an event; verdict.json lists all of them."""
 
 
-def failure_of(judgement: Judgement, evidence: str) -> Failure:
+def build_failure(judgement: HangJudgement, evidence: str) -> Failure:
     """Return the failure that the incident means for the attempt. `evidence` is the bundle's path in the run folder."""
-    kind = FailureKind.DESYNC if judgement.kind is Stall.DESYNC else FailureKind.HANG
+    kind = FailureKind.DESYNC if judgement.kind is HangKind.DESYNC else FailureKind.HANG
     return Failure(
         kind=kind,
         reason=judgement.reason,

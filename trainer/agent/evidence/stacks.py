@@ -59,7 +59,7 @@ def py_spy() -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def from_outside(program: str, pid: int, seconds: float) -> bytes:
+def dump_with_py_spy(program: str, pid: int, seconds: float) -> bytes:
     """Return py-spy's dump of the running process, taken without stopping it; raises OSError with py-spy's message."""
     try:
         done = subprocess.run(

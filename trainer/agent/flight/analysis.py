@@ -10,8 +10,8 @@ from itertools import permutations
 from trainer.agent.flight.flight_record import FlightRecord, parse
 from trainer.agent.flight.stalls import Records, Stall, stalls
 from trainer.agent.flight.wait_graph import (
+    BlockingRank,
     Channel,
-    Culprit,
     Finding,
     Kind,
     Node,
@@ -82,7 +82,7 @@ def _differing(
         sequence=sequence,
         reason=reason,
         culprits=tuple(
-            Culprit(rank=rank, kind="desync", group=key, sequence=sequence, reason=reason) for rank in named
+            BlockingRank(rank=rank, kind="desync", group=key, sequence=sequence, reason=reason) for rank in named
         ),
     )
 
@@ -119,7 +119,7 @@ def _is_shifted(records: Records, key: str, sequence: int, told: Mapping[int, tu
     return False
 
 
-def crossed(stalls: Sequence[Stall]) -> Finding | None:
+def find_crossed_groups(stalls: Sequence[Stall]) -> Finding | None:
     """Return the desync of ranks that wait for each other in two groups, entered in different orders."""
     missed = [stall for stall in stalls if stall.missing]
     inside: dict[int, list[Stall]] = {}
@@ -168,22 +168,22 @@ def analyse(
     explained = waits.reaching(found)
     # Ranks that wait for each other in two groups called them in different orders, unless another rank delays them.
     rest = [place for node, place in enumerate(waits.places) if isinstance(place, Stall) and node not in explained]
-    if (mutual := crossed(rest)) is not None:
+    if (mutual := find_crossed_groups(rest)) is not None:
         return mutual
     if more := last_resort(waits, explained):
         found |= more
         explained = waits.reaching(found)
     if found:
-        return _named(waits, found, chain(waits, explained))
+        return _merge_culprits(waits, found, chain(waits, explained))
     return _together(stalled, [waits.places[node] for node in fronts(waits, explained)])
 
 
-def _named(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
+def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
     """Return the finding on all culprits, merged by kind and collective; the most awaited is named first."""
     told: dict[tuple[RootKind, Node], list[int]] = {}
     waiting = _waiting(waits, found)
     for root, kind in found.items():
-        told.setdefault((kind, _told_of(waits, waiting[root], found)), []).append(waits.inside(root)[0])
+        told.setdefault((kind, _stall_origin(waits, waiting[root], found)), []).append(waits.inside(root)[0])
     culprits, reasons = [], []
     # Ranks that never came are the clearest case; among equals, the wave-front nearest to its root comes first.
     for (kind, node), ranks in sorted(told.items(), key=lambda one: (one[0][0] == "gpu_stopped", min(one[1]))):
@@ -193,7 +193,7 @@ def _named(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
         sequence = place.sequence if isinstance(place, Stall) else 0
         group = place.group if isinstance(place, Stall | Channel) else ""
         culprits += [
-            Culprit(rank=rank, kind=kind, group=group, sequence=sequence, reason=reason) for rank in sorted(ranks)
+            BlockingRank(rank=rank, kind=kind, group=group, sequence=sequence, reason=reason) for rank in sorted(ranks)
         ]
     whole: Kind = "gpu_stopped" if all(one.kind == "gpu_stopped" for one in culprits) else "missing"
     return Finding(
@@ -218,19 +218,19 @@ def _waiting(waits: WaitGraph, found: WaitRoots) -> dict[Node, list[Node]]:
     return waiting
 
 
-def _told_of(waits: WaitGraph, waiting: Sequence[Node], found: WaitRoots) -> Node:
+def _stall_origin(waits: WaitGraph, waiting: Sequence[Node], found: WaitRoots) -> Node:
     """Return where a root's stall began: all ranks missing there are roots. The smallest such group wins.
     Ranks in other groups may only wait for it: tensor parallel precedes data parallel.
     """
 
-    def rank_of(node: Node) -> tuple[bool, bool, int]:
+    def priority(node: Node) -> tuple[bool, bool, int]:
         place = waits.places[node]
         if not isinstance(place, Stall):
             return (False, False, 0)
         missing = {waits.hosts[rank] for rank in (*place.late, *place.silent)}
         return (True, missing <= found.keys(), -len(place.inside))
 
-    return max(waiting, key=rank_of)
+    return max(waiting, key=priority)
 
 
 def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) -> str:

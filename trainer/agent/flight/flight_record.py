@@ -11,7 +11,7 @@ from typing import Any
 from trainer.agent.flight import group_lifetimes
 from trainer.agent.flight.dump_fields import group_name, number, word
 from trainer.agent.flight.nccl_counters import counters
-from trainer.agent.flight.p2p_messages import P2PMessage, unfinished
+from trainer.agent.flight.p2p_messages import P2PMessage, find_unfinished_messages
 from trainer.contract.ranks.rank_messages import decode_runs, encode_runs
 
 KEPT = 30
@@ -34,7 +34,7 @@ _ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allga
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CollectiveEntry:
     """Collective as one rank entered it."""
 
     group: str
@@ -81,7 +81,7 @@ class FlightRecord:
 
     rank: int
     groups: dict[str, Group] = field(default_factory=dict)
-    entries: tuple[Entry, ...] = ()  # by group and sequence
+    entries: tuple[CollectiveEntry, ...] = ()  # by group and sequence
     messages: tuple[P2PMessage, ...] = ()  # unfinished messages between two ranks, in order
     timed: bool = False  # it shows which calls have begun (TORCH_NCCL_ENABLE_TIMING)
     whole: bool = False  # it holds an entry completed before every unfinished one, so no unfinished entry is lost
@@ -99,7 +99,7 @@ class FlightRecord:
 
     def _written(self, keep: int) -> str:
         keys = list(dict.fromkeys([*self.groups, *(message.group for message in self.messages)]))
-        entries = [entry for key in keys for entry in _kept((e for e in self.entries if e.group == key), keep)]
+        entries = [entry for key in keys for entry in _select_newest((e for e in self.entries if e.group == key), keep)]
         words = list(dict.fromkeys(word for entry in entries for word in (entry.op, entry.sizes, entry.dtypes)))
         place = {word: index for index, word in enumerate(words)}
         told = {
@@ -134,13 +134,13 @@ class FlightRecord:
                 rank=int(told["rank"]),
                 timed=bool(told["marks"] & 1),
                 whole=bool(told["marks"] & 2),
-                groups={row[0]: _group_of(row) for row in told["groups"]},
+                groups={row[0]: _parse_group_row(row) for row in told["groups"]},
                 messages=tuple(
                     P2PMessage(keys[at], int(source), int(target), int(order), bool(sends))
                     for at, source, target, order, sends in told["messages"]
                 ),
                 entries=tuple(
-                    Entry(
+                    CollectiveEntry(
                         keys[at], int(sequence), words[op], words[sizes], int(elements), words[dtypes], str(state),
                         int(order),
                     )
@@ -171,7 +171,7 @@ def read(
     )
 
 
-def _group_of(row: list[Any]) -> Group:
+def _parse_group_row(row: list[Any]) -> Group:
     marks = int(row[5])
     return Group(
         decode_runs(row[1]), int(row[2]), int(row[3]), _text(row[4]), bool(marks & 1), bool(marks & 2), bool(marks & 4),
@@ -215,14 +215,14 @@ def parse(
     dying = _dying(dump, whole)
     states = [dying.get(id(one)) or _state(one) for one in raw]
     entries = [entry for at, one in enumerate(raw) if (entry := _entry(one, states[at], suffix, at)) is not None]
-    config, more = _told(dump.get("pg_config")), _told(groups)
+    config, more = _parse_group_config(dump.get("pg_config")), _parse_group_config(groups)
     told = {f"{key}{suffix}": value for key, value in {**config, **more}.items() if key}
     members = {key: ranks for key, (ranks, _) in {**more, **config}.items()}
     exact = {f"{key}{suffix}": value for key, value in counters(dump, raw).items()}
-    by_group: dict[str, list[Entry]] = {}
+    by_group: dict[str, list[CollectiveEntry]] = {}
     for entry in entries:
         by_group.setdefault(entry.group, []).append(entry)
-    on_gpu = {entry.group for entry, one in _paired(entries, raw) if _of_nccl(one)} | set(exact)
+    on_gpu = {entry.group for entry, one in _pair_entries(entries, raw) if _is_nccl(one)} | set(exact)
     first = not whole or not number(whole[0].get("record_id"))
     found = {
         key: replace(
@@ -235,8 +235,8 @@ def parse(
     return FlightRecord(
         rank=rank,
         groups=found,
-        entries=tuple(entry for key in found for entry in _kept(by_group.get(key, []), KEPT)),
-        messages=unfinished(raw, [state == DONE for state in states], members, suffix),
+        entries=tuple(entry for key in found for entry in _select_newest(by_group.get(key, []), KEPT)),
+        messages=find_unfinished_messages(raw, [state == DONE for state in states], members, suffix),
         timed=any(one.get("state") == "started" or one.get("time_discovered_started_ns") for one in raw),
         whole=bool(whole) and (first or (dying.get(id(whole[0])) or _state(whole[0])) == DONE),
     )
@@ -255,15 +255,17 @@ def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
     return states
 
 
-def _paired(entries: list[Entry], raw: list[dict[str, Any]]) -> Iterable[tuple[Entry, dict[str, Any]]]:
+def _pair_entries(
+    entries: list[CollectiveEntry], raw: list[dict[str, Any]]
+) -> Iterable[tuple[CollectiveEntry, dict[str, Any]]]:
     return ((entry, raw[entry.order]) for entry in entries)
 
 
-def _of_nccl(raw: dict[str, Any]) -> bool:
+def _is_nccl(raw: dict[str, Any]) -> bool:
     return str(raw.get("profiling_name", "")).startswith("nccl:")
 
 
-def _entry(raw: dict[str, Any], state: str, suffix: str, order: int) -> Entry | None:
+def _entry(raw: dict[str, Any], state: str, suffix: str, order: int) -> CollectiveEntry | None:
     sequence = number(raw.get("collective_seq_id"))
     if raw.get("is_p2p") or not sequence:
         return None
@@ -272,7 +274,7 @@ def _entry(raw: dict[str, Any], state: str, suffix: str, order: int) -> Entry | 
     dtypes = word(",".join(dict.fromkeys(map(word, raw.get("input_dtypes") or []))))
     alike = op.lower().lstrip("_").startswith(_ALIKE)
     elements = number(sum(math.prod(size) for size in sizes), -1) if alike else -1
-    return Entry(
+    return CollectiveEntry(
         sys.intern(f"{group_name(raw)}{suffix}"),
         sequence,
         sys.intern(op),
@@ -295,7 +297,7 @@ def _short(sizes: list[list[int]]) -> str:
     return text if len(text) <= _LONGEST else f"{len(sizes)} sizes ({zlib.crc32(text.encode()):08x})"
 
 
-def _told(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+def _parse_group_config(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return ranks and description by group. torch writes ranks as the text of a list, the rank itself as runs."""
     found = {}
     for key, value in config.items() if isinstance(config, Mapping) else ():
@@ -314,7 +316,11 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _group(
-    entries: list[Entry], told: tuple[tuple[int, ...], str] | None, exact: tuple[int, int] | None, *, on_gpu: bool
+    entries: list[CollectiveEntry],
+    told: tuple[tuple[int, ...], str] | None,
+    exact: tuple[int, int] | None,
+    *,
+    on_gpu: bool,
 ) -> Group:
     ranks, description = told or ((), "")
     ranks = ranks if ranks == tuple(sorted(ranks)) else tuple(sorted(ranks))
@@ -327,7 +333,7 @@ def _group(
     return Group(ranks, entered, completed, description, on_gpu, sure)
 
 
-def _kept(entries: Iterable[Entry], keep: int) -> list[Entry]:
+def _select_newest(entries: Iterable[CollectiveEntry], keep: int) -> list[CollectiveEntry]:
     """Return the newest entries, keeping a few places for the oldest unfinished ones, in which the rank waits."""
     ordered = sorted(entries, key=lambda entry: entry.sequence)
     if len(ordered) <= keep:

@@ -31,7 +31,7 @@ class P2PMessage:
         return self.group, self.source, self.target
 
 
-def unfinished(
+def find_unfinished_messages(
     raw: Iterable[Mapping[str, Any]], done: Iterable[bool], members: Mapping[str, Sequence[int]], suffix: str = ""
 ) -> tuple[P2PMessage, ...]:
     """Return a dump's unfinished messages in order.

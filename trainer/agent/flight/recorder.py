@@ -123,11 +123,11 @@ async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> byt
     if "chunked" in headers.get("transfer-encoding", ""):
         return await _chunks(reader)
     if "content-length" in headers:
-        return await reader.readexactly(_allowed(int(headers["content-length"])))
+        return await reader.readexactly(_check_size(int(headers["content-length"])))
     body = b""
     while more := await reader.read(65536):
         body += more
-        _allowed(len(body))
+        _check_size(len(body))
     return body
 
 
@@ -137,12 +137,12 @@ async def _chunks(reader: asyncio.StreamReader) -> bytes:
         size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
         if size == 0:
             return body
-        _allowed(len(body) + size)
+        _check_size(len(body) + size)
         body += await reader.readexactly(size)
         await reader.readexactly(2)
 
 
-def _allowed(size: int) -> int:
+def _check_size(size: int) -> int:
     if not 0 <= size <= MOST:
         raise ValueError(f"an answer of {size} bytes")
     return size

@@ -41,14 +41,14 @@ def load(data: bytes) -> Any:
             if steps > _STEPS:
                 raise ValueError("a pickle of too many steps")
             if opcode.name == "STOP":
-                return _bounded(machine.result())
+                return _check_expansion(machine.result())
             machine.do(opcode.name, argument)
     except (IndexError, KeyError, TypeError, UnicodeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a pickle of plain values: {error!r}") from error
     raise ValueError("a pickle without an end")
 
 
-def _bounded(value: Any) -> Any:
+def _check_expansion(value: Any) -> Any:
     """Return the value; raises ValueError if it expands hugely: a list containing itself, or repeated references."""
     count, letters, level = 0, 0, [value]
     for _ in range(_DEEPEST):

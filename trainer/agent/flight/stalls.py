@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trainer.agent.flight.flight_record import SCHEDULED, STARTED, Entry, FlightRecord, Group
+from trainer.agent.flight.flight_record import SCHEDULED, STARTED, CollectiveEntry, FlightRecord, Group
 
-Numbers = Mapping[str, Mapping[int, Mapping[int, Entry]]]
+Numbers = Mapping[str, Mapping[int, Mapping[int, CollectiveEntry]]]
 """Entries by group, sequence number and rank."""
 
 
@@ -21,7 +21,7 @@ class Stall:
     queued: tuple[int, ...]  # called it, but their GPUs have not begun it while others' have
     silent: tuple[int, ...]  # did not answer
     unknown: tuple[int, ...]  # have no record and are not in `silent`
-    entry: Entry | None  # as seen by one of the ranks inside
+    entry: CollectiveEntry | None  # as seen by one of the ranks inside
     doubtful: bool = False  # the group was created again, and the records do not show which ranks are in which lifetime
 
     @property
@@ -45,7 +45,7 @@ class Records:
             for key, group in flight.groups.items():
                 self.having.setdefault(key, {})[rank] = group
         known = set(self.world)
-        self.members = {key: self._members_of(key, known) for key in self.having}
+        self.members = {key: self._find_members(key, known) for key in self.having}
         self.outdated: set[tuple[str, int]] = set()  # (group, rank) pairs that know only an earlier group of that name
         self.doubtful = {key for key in self.having if not self._same_life(key)}
         """Groups created again under the same name, where it is unknown which ranks' numbers belong together."""
@@ -81,7 +81,7 @@ class Records:
                 if group.counted and (key in talked or (shown and group.completed > min(shown))):
                     having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
 
-    def _members_of(self, key: str, known: set[int]) -> tuple[int, ...]:
+    def _find_members(self, key: str, known: set[int]) -> tuple[int, ...]:
         """Return the members reported by its ranks; else all ranks that have it, or the world for the default group."""
         having = self.having[key]
         told = max((group.ranks for group in having.values()), key=len, default=())
@@ -91,18 +91,18 @@ class Records:
             return self.world
         return tuple(sorted(having))
 
-    def entered(self, key: str, rank: int) -> int:
+    def entered_count(self, key: str, rank: int) -> int:
         group = self.having[key].get(rank)
         return group.entered if group else 0
 
-    def completed(self, key: str, rank: int) -> int:
+    def completed_count(self, key: str, rank: int) -> int:
         group = self.having[key].get(rank)
         return group.completed if group else 0
 
 
 def _by_number(records: Records) -> Numbers:
     """Return entries by group, sequence number and rank, without duplicates (coalesced calls), which are ambiguous."""
-    found: dict[str, dict[int, dict[int, Entry]]] = {}
+    found: dict[str, dict[int, dict[int, CollectiveEntry]]] = {}
     for rank, flight in records.flights.items():
         often = Counter((entry.group, entry.sequence) for entry in flight.entries)
         for entry in flight.entries:
@@ -118,18 +118,20 @@ def stalls(records: Records) -> list[Stall]:
 
 def _stall(records: Records, key: str) -> Stall | None:
     members = [rank for rank in records.members[key] if rank in records.flights]
-    stuck = [records.completed(key, rank) + 1 for rank in members if _inside(records, key, rank)]
+    stuck = [records.completed_count(key, rank) + 1 for rank in members if _inside(records, key, rank)]
     if not stuck:
         return None
     first = min(stuck)
     if key in records.doubtful:
-        return _doubted(records, key, first)
+        return _doubtful_stall(records, key, first)
     entries = records.numbers.get(key, {}).get(first, {})
-    inside = [rank for rank in members if records.entered(key, rank) >= first > records.completed(key, rank)]
-    late = [rank for rank in members if records.entered(key, rank) < first]
+    inside = [
+        rank for rank in members if records.entered_count(key, rank) >= first > records.completed_count(key, rank)
+    ]
+    late = [rank for rank in members if records.entered_count(key, rank) < first]
     # On a GPU, a collective may be queued behind endless work while its peers' have begun.
     begun = any(rank in entries and entries[rank].state == STARTED for rank in inside)
-    begun = begun or (records.timed and any(records.completed(key, rank) >= first for rank in members))
+    begun = begun or (records.timed and any(records.completed_count(key, rank) >= first for rank in members))
     queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
     silent = [rank for rank in records.members[key] if rank in records.silent]
     out = {*late, *silent, *(() if late else queued)}
@@ -145,7 +147,7 @@ def _stall(records: Records, key: str) -> Stall | None:
     )
 
 
-def _doubted(records: Records, key: str, first: int) -> Stall:
+def _doubtful_stall(records: Records, key: str, first: int) -> Stall:
     """Return the stall of a doubtful group, whose missing ranks are unknown."""
     inside = tuple(rank for rank in records.members[key] if rank in records.flights and _inside(records, key, rank))
     return Stall(
@@ -154,4 +156,4 @@ def _doubted(records: Records, key: str, first: int) -> Stall:
 
 
 def _inside(records: Records, key: str, rank: int) -> bool:
-    return records.entered(key, rank) > records.completed(key, rank)
+    return records.entered_count(key, rank) > records.completed_count(key, rank)

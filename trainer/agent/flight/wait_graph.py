@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.agent.flight.flight_record import DONE, ON_HOST, SCHEDULED, STARTED, Entry, Group
+from trainer.agent.flight.flight_record import DONE, ON_HOST, SCHEDULED, STARTED, CollectiveEntry, Group
 from trainer.agent.flight.p2p_messages import P2PMessage
 from trainer.agent.flight.stalls import Records, Stall
 
@@ -18,7 +18,7 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Culprit:
+class BlockingRank:
     """Rank that others wait for and whose own wait is unexplained."""
 
     rank: int
@@ -43,7 +43,7 @@ class Finding:
     sequence: int = 0
     reason: str
     queued: bool = False  # the culprits have called it, but their GPUs have not reached it
-    culprits: tuple[Culprit, ...] = ()  # one entry per root
+    culprits: tuple[BlockingRank, ...] = ()  # one entry per root
     chain: str = ""  # path from the end of the longest wait chain to its root
 
     @property
@@ -219,9 +219,11 @@ def _add_stall(waits: WaitGraph, records: Records, stall: Stall, items: dict[int
         waits.open.add(node)
     first = records.numbers.get(stall.group, {}).get(stall.sequence, {})
     for rank in records.members[stall.group]:
-        if rank not in records.flights or records.entered(stall.group, rank) <= records.completed(stall.group, rank):
+        if rank not in records.flights or records.entered_count(stall.group, rank) <= records.completed_count(
+            stall.group, rank
+        ):
             continue
-        behind = records.completed(stall.group, rank) < stall.sequence
+        behind = records.completed_count(stall.group, rank) < stall.sequence
         entry = first.get(rank) if behind else None
         order = entry.order if entry is not None else _first_order(records, stall.group, rank)
         begun = entry is not None and entry.state == STARTED
@@ -231,7 +233,7 @@ def _add_stall(waits: WaitGraph, records: Records, stall: Stall, items: dict[int
 def _first_order(records: Records, key: str, rank: int) -> int:
     """Return the record position of a rank's oldest unfinished collective in a group; -1 if the record lost it."""
     numbers = records.numbers.get(key, {})
-    entry = numbers.get(records.completed(key, rank) + 1, {}).get(rank)
+    entry = numbers.get(records.completed_count(key, rank) + 1, {}).get(rank)
     return entry.order if entry is not None and entry.state != DONE else -1
 
 
@@ -365,7 +367,7 @@ def _counts(group: Group) -> bool:
     return group.on_gpu and group.sure and group.entered > group.completed
 
 
-def _last_synchronizing(numbers: Mapping[int, Mapping[int, Entry]], first: int, through: int) -> int:
+def _last_synchronizing(numbers: Mapping[int, Mapping[int, CollectiveEntry]], first: int, through: int) -> int:
     """Return the newest synchronizing collective in the range; 0 if none is known."""
     for number in range(through, first - 1, -1):
         entries = numbers.get(number, {})

@@ -24,7 +24,7 @@ from trainer.contract.user_code.code_record import (
     listed_digests,
     package_words,
 )
-from trainer.contract.user_code.installed_packages import find_site_folders, normalized
+from trainer.contract.user_code.installed_packages import find_site_folders, normalize_names
 from trainer.contract.user_code.late_imports import carry_late
 from trainer.contract.user_code.record_code import read_again, record_imported, record_named, with_packages
 
@@ -137,7 +137,7 @@ def _read_submitted(run_json: Path, now: CodeRecord) -> CodeRecord | None:
         identity = read_json(run_json)["identity"]
         record, env = CodeRecord.from_identity(identity), identity.get("env") or {}
         same = env.get("executable") == sys.executable and {*find_site_folders(sys.path)} <= {*now.site_folders}
-        packages = normalized(env.get("packages") or {}) if same else {}
+        packages = normalize_names(env.get("packages") or {}) if same else {}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
     # The submit does not read folders that only ranks have, such as those of env.PYTHONPATH.

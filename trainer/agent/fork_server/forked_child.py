@@ -114,7 +114,7 @@ class RankLauncher:
     def _host(self) -> str:
         """Return the address peers use for this node's ranks: the named interface, else the coordinator's route."""
         interface = self._config.cluster.interface
-        return tcp_transport.of_interface(interface) if interface else self._reached_at
+        return tcp_transport.interface_address(interface) if interface else self._reached_at
 
 
 RankMain = Callable[[RankSpec], int]

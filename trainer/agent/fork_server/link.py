@@ -51,7 +51,7 @@ class ForkServerLink:
             theirs.close()
         self._death = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._socket, self._read)
-        self._loop.add_reader(self._death, self._died)
+        self._loop.add_reader(self._death, self._on_exit)
 
     @staticmethod
     def _start(
@@ -107,7 +107,7 @@ class ForkServerLink:
         self._listening = True
         self._on_message(message, descriptors)
 
-    def _died(self) -> None:
+    def _on_exit(self) -> None:
         self._lose("")
 
     def kill(self, reason: str) -> None:

@@ -139,7 +139,7 @@ class ForkServer:
             if pid in self._leaders:
                 rank = self._groups[pid] = self._leaders.pop(pid)
                 if not silent:
-                    self._say(_ended(rank, info))
+                    self._say(_exit_report(rank, info))
         for group in [group for group in self._groups if not process_tree.kill_group(group, 0)]:
             self._empty[group] = self._groups.pop(group)
         # Reported last: once no rank is alive, any remaining child had left its rank's group.
@@ -169,7 +169,7 @@ def _next_dead() -> os.waitid_result | None:
         return None
 
 
-def _ended(rank: int, info: os.waitid_result) -> RankEnded:
+def _exit_report(rank: int, info: os.waitid_result) -> RankEnded:
     if info.si_code == os.CLD_EXITED:
         return RankEnded(rank=rank, exit_code=info.si_status)
     return RankEnded(rank=rank, signal=info.si_status)

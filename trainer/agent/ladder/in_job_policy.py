@@ -12,7 +12,7 @@ from trainer.agent.watch.hang_limits import PATIENCE
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
 from trainer.contract import skipped_batches
 from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind, kinds_with
+from trainer.contract.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind, select_kinds
 from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.contract.ranks.progress import StopReason
 from trainer.contract.run_dir import AttemptDir
@@ -24,7 +24,7 @@ async def record_skip(skip: Skip, attempt: AttemptDir, events: EventLog, *, seco
     try:
         await run_detached(lambda: skipped_batches.add(attempt, [skip]), seconds)
     except (OSError, ValueError) as error:  # this attempt skips it nevertheless
-        sys.stderr.write(f"orch-agent: cannot write {attempt.skipped}: {error!r}\n")
+        sys.stderr.write(f"orch-agent: cannot write {attempt.skipped_batches}: {error!r}\n")
     events.write(EventKind.BATCH_SKIPPED, step=skip.step, position=skip.position, reason=skip.reason)
 
 
@@ -40,7 +40,7 @@ QUICK_SECONDS = 60.0
 FRUITLESS = 3
 """Consecutive restarts without a new step after which the attempt ends."""
 
-FIXED_BY_RESTART = kinds_with(lambda traits: traits.restarts_in_place)
+FIXED_BY_RESTART = select_kinds(lambda traits: traits.restarts_in_place)
 """Failures that a new generation on the same nodes fixes."""
 
 AGAIN_SECONDS = 30.0
@@ -54,17 +54,17 @@ START_SECONDS = 10.0
 LONGEST_REASON = 2000
 """Maximum characters of the outcome's reason: agents refuse overlong lines, and a desync may name every rank."""
 
-_LOOKED_INTO = kinds_with(lambda traits: traits.examined)
+_LOOKED_INTO = select_kinds(lambda traits: traits.examined)
 """Failures declared after examining all ranks, so no further reports will arrive."""
 
-_NEVER_RETRY = kinds_with(lambda traits: traits.comes_back)
+_NEVER_RETRY = select_kinds(lambda traits: traits.comes_back)
 """Failures that recur until an operator changes something."""
 
 
 _COMMAND_LATE = "the command was asked to stop, did not end in time, and was killed"
 
 
-class Action(Enum):
+class InJobAction(Enum):
     WAIT = auto()
     FINISH = auto()
     STOP = auto()
@@ -127,10 +127,10 @@ class Situation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class InJobDecision:
     """The next action, its reason and, for failures, the root cause."""
 
-    action: Action
+    action: InJobAction
     reason: str
     failure: Failure | None = None
     mark: str = ""
@@ -149,7 +149,7 @@ _STOP_FAILURES = {
 }
 
 
-def decide(now: Situation) -> Decision:
+def decide(now: Situation) -> InJobDecision:
     """Return the next action for a running generation."""
     # A lost agent's ranks are lost with it; only a spare or a new attempt can replace them.
     if now.broken is not None and now.broken.kind is FailureKind.AGENT_LOST:
@@ -163,13 +163,13 @@ def decide(now: Situation) -> Decision:
     # The first bad exit may not be the cause, so give the other ranks a moment to report theirs.
     settle = 0.0 if asked else SURE_SECONDS if any(secondary_order(end) == 0 for end in now.bad()) else SETTLE_SECONDS
     if now.since_failure < settle and len(now.ends) < now.world:
-        return Decision(action=Action.WAIT, reason="a rank has failed; waiting for the reports of its peers")
+        return InJobDecision(action=InJobAction.WAIT, reason="a rank has failed; waiting for the reports of its peers")
     if now.stopping is not StopReason.NONE:
         return _failed_while_stopping(now)
     return _after_failure(now)
 
 
-def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> Decision | None:
+def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> InJobDecision | None:
     """Rung 3: replace all lost or blamed nodes if there are enough spares."""
     nodes = nodes or lost.nodes
     if not nodes or len(nodes) > now.spares or now.stopping is not StopReason.NONE or now.home in nodes:
@@ -177,30 +177,32 @@ def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, 
     takers = "a spare node takes" if len(nodes) == 1 else f"{len(nodes)} spare nodes take"
     left = now.spares - len(nodes)
     reason = f"{reason or lost.reason}; {takers} the place of {', '.join(nodes)}, {left} left after it"
-    return Decision(action=Action.REPLACE, reason=reason, failure=lost, mark="lost", lost=nodes)
+    return InJobDecision(action=InJobAction.REPLACE, reason=reason, failure=lost, mark="lost", lost=nodes)
 
 
-def _without_failure(now: Situation) -> Decision:
+def _without_failure(now: Situation) -> InJobDecision:
     if len(now.ends) == now.world:
         stopped = any(end.exit_code == ExitCode.STOPPED_AFTER_SAVE for end in now.ends)
         # A command may exit 0 when asked to stop; only its own checkpoints show whether it had finished.
         if stopped or (now.command is not None and now.stopping is not StopReason.NONE):
-            return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stop_words}")
+            return InJobDecision(action=InJobAction.STOP, reason=f"all ranks stopped: {now.stop_words}")
         # Slurm signals every process of a step, so ranks may exit 0 before their agents report the signal.
         if now.command is not None and now.since_end < SETTLE_SECONDS:
-            return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
+            return InJobDecision(
+                action=InJobAction.WAIT, reason="all ranks have ended; waiting for reports of a signal"
+            )
         # The ranks finished, so the last save worked; only copies of it to further tiers fail.
         copies = f"; {now.saves_failing}" if now.saves_failing else ""
-        return Decision(action=Action.FINISH, reason=_cut(f"all ranks finished{copies}"))
+        return InJobDecision(action=InJobAction.FINISH, reason=_cut(f"all ranks finished{copies}"))
     if now.overdue:
         if now.command is not None:
             return stop_failure(now.stopping, _COMMAND_LATE, now.stop_words)
         late = "ranks were asked to save and stop, did not do so in time, and were killed"
-        return _unsaved(now, late) or stop_failure(now.stopping, late, now.stop_words)
-    return Decision(action=Action.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
+        return _end_if_saves_fail(now, late) or stop_failure(now.stopping, late, now.stop_words)
+    return InJobDecision(action=InJobAction.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
 
 
-def _unsaved(now: Situation, reason: str) -> Decision | None:
+def _end_if_saves_fail(now: Situation, reason: str) -> InJobDecision | None:
     """End an attempt that could not save on its way out because saves have been failing; None otherwise."""
     if not now.saves_failing:
         return None
@@ -208,13 +210,13 @@ def _unsaved(now: Situation, reason: str) -> Decision | None:
     return end(reason, Failure(kind=FailureKind.STORAGE, reason=reason))
 
 
-def _failed_while_stopping(now: Situation) -> Decision:
+def _failed_while_stopping(now: Situation) -> InJobDecision:
     if now.command is not None:
         # SIGTERM is the request, so dying of it, or any exit code after it, complies.
         if len(now.ends) == now.world:
-            return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stop_words}")
+            return InJobDecision(action=InJobAction.STOP, reason=f"the command ended when asked: {now.stop_words}")
         if not now.overdue:
-            return Decision(action=Action.WAIT, reason="the command was asked to stop")
+            return InJobDecision(action=InJobAction.WAIT, reason="the command was asked to stop")
         return stop_failure(now.stopping, _COMMAND_LATE, now.stop_words)
     cause = _cause(now)
     failure = cause.failure
@@ -226,15 +228,15 @@ def _failed_while_stopping(now: Situation) -> Decision:
     if why_not := _not_again(now):
         return end(f"{reason}, {why_not}", failure, cause.mark)
     reason = f"{reason}; {now.left:.0f} s are left to start again, save and stop"
-    return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
+    return InJobDecision(action=InJobAction.RESTART, reason=reason, failure=failure, mark=cause.mark)
 
 
-def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> Decision:
+def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> InJobDecision:
     """Roll back while stopping.
     The batch is skipped even without time to train and save, since the next attempt benefits.
     """
     rollback = _roll_back(now, cause, reason, doubted=False)
-    if rollback.action is not Action.ROLL_BACK or not (why_not := _no_time(now)):
+    if rollback.action is not InJobAction.ROLL_BACK or not (why_not := _no_time(now)):
         return rollback
     why = f"{cause.failure.reason}, {why_not}; that batch is skipped from now on"
     stopped = stop_failure(now.stopping, why, now.stop_words)
@@ -256,7 +258,7 @@ def _no_time(now: Situation) -> str:
     return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too few to start again"
 
 
-def _after_failure(now: Situation) -> Decision:
+def _after_failure(now: Situation) -> InJobDecision:
     suspect = _new_suspect(now)
     # A repeated failure after loading the same checkpoint may be the checkpoint's fault; first try an older one.
     cause = _cause(now, forgive=suspect is not None)
@@ -287,7 +289,7 @@ def _new_suspect(now: Situation) -> _Suspect | None:
     return _Suspect(now.restored, found[now.restored]) if now.restored in found else None
 
 
-def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
+def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> InJobDecision:
     """Choose the lowest rung that may help; `doubted`: another checkpoint will be restored."""
     failure = cause.failure
     if failure.kind is FailureKind.NUMERIC:
@@ -301,12 +303,12 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decisi
         reason = f"{reason}; {', '.join(again)} {verb} blamed for a hang for the second time in this attempt"
         return _replace(now, failure, reason, again) or end(reason, failure, cause.mark)
     decision = _restart(now, cause, reason)
-    if failure.kind is FailureKind.HANG and decision.action is Action.RESTART and not now.drill:
+    if failure.kind is FailureKind.HANG and decision.action is InJobAction.RESTART and not now.drill:
         return replace(decision, reason=f"{decision.reason}, with {PATIENCE:g} times the `detection.hang.least`")
     return decision
 
 
-def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> Decision:
+def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> InJobDecision:
     """Rung 1: restore the newest checkpoint and skip the batch of the bad step; uses no restart."""
     failure, used = cause.failure, now.rollbacks_used
     assert cause.position is not None
@@ -319,8 +321,8 @@ def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> D
         return end(reason, failure, cause.mark)
     if used >= now.spike_budget:
         return end(f"{reason}; {_spent(now.spike_budget, 'rollback', 'rollbacks')}", failure, cause.mark)
-    return Decision(
-        action=Action.ROLL_BACK,
+    return InJobDecision(
+        action=InJobAction.ROLL_BACK,
         reason=f"{reason}; rollback {used + 1} of {now.spike_budget}, skipping that batch",
         failure=failure,
         mark=cause.mark,
@@ -328,12 +330,12 @@ def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> D
     )
 
 
-def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
+def _restart(now: Situation, cause: Cause, reason: str) -> InJobDecision:
     """Rung 2: start a new generation on the same nodes."""
     failure = cause.failure
     if now.drill and (cause.retry or failure.kind in FIXED_BY_RESTART):
         reason = f"{reason}; restart in place, not counted: drill {now.drill}"
-        return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
+        return InJobDecision(action=InJobAction.RESTART, reason=reason, failure=failure, mark=cause.mark)
     if not cause.retry:
         return end(reason, failure, cause.mark)
     # The steps of a command are unknown.
@@ -344,8 +346,8 @@ def _restart(now: Situation, cause: Cause, reason: str) -> Decision:
         return end(f"{reason}; {why}", failure, cause.mark)
     pause = _pause(now, cause)
     after = f", in {pause:.0f} s" if pause else ""
-    return Decision(
-        action=Action.RESTART,
+    return InJobDecision(
+        action=InJobAction.RESTART,
         reason=f"{reason}; restart {now.restarts_used + 1} of {now.budget} in place{after}",
         failure=failure,
         mark=cause.mark,
@@ -379,24 +381,24 @@ def _cause(now: Situation, *, forgive: bool = False) -> Cause:
     return find_cause(now.ends, trained=now.trained, last_mark=now.last_mark if quick else "")
 
 
-def stop_failure(stopping: StopReason, reason: str, words: str) -> Decision:
+def stop_failure(stopping: StopReason, reason: str, words: str) -> InJobDecision:
     """End an attempt that was asked to stop and could not save first."""
     reason = f"{reason} ({words})"
     return end(reason, Failure(kind=_STOP_FAILURES.get(stopping, FailureKind.UNKNOWN), reason=reason))
 
 
-def end(reason: str, failure: Failure, mark: str = "") -> Decision:
+def end(reason: str, failure: Failure, mark: str = "") -> InJobDecision:
     """End a failed attempt."""
-    return Decision(action=Action.END, reason=reason, failure=failure, mark=mark)
+    return InJobDecision(action=InJobAction.END, reason=reason, failure=failure, mark=mark)
 
 
-def final_outcome(decision: Decision, stopped: str) -> tuple[ExitCode, AttemptResult, str]:
+def final_outcome(decision: InJobDecision, stopped: str) -> tuple[ExitCode, AttemptResult, str]:
     """Return the attempt's end for this decision: the agents' exit code, the result and its reason.
     `stopped`: why it was asked to stop; empty if it was not.
     """
-    if decision.action is Action.FINISH:
+    if decision.action is InJobAction.FINISH:
         return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason
-    if decision.action is Action.STOP:
+    if decision.action is InJobAction.STOP:
         return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, stopped or "the ranks themselves"
     assert decision.failure is not None
     return exit_code(decision.failure), AttemptResult.FAILED, _cut(decision.reason)

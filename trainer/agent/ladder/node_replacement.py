@@ -1,13 +1,13 @@
 """Rung 3: spare nodes replace lost or blamed nodes within the job."""
 
 from trainer.agent.ladder import in_job_policy
-from trainer.agent.ladder.in_job_policy import Action, Decision
+from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.nodes.roster import Member, Roster
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import Failure, FailureKind
 
 
-def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str = "") -> Decision | None:
+def replace(decision: InJobDecision, roster: Roster, events: EventLog, *, drill: str = "") -> InJobDecision | None:
     """Replace every lost or excluded node with a spare; returns a Decision to end the attempt if that is impossible.
     `drill`: kind of the drill that caused the loss, if any.
     Why this is safe although a lost node, or the ranks of a blamed one, may survive out of reach for a while:
@@ -25,43 +25,43 @@ def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str 
     moves, why = roster.replace_nodes()
     for move in moves:
         name, left = roster.members[move.node].name, roster.members[move.instead]
-        about = {"reason": left.excluded or failure.reason, "kind": str(_failure_kind_of(left, failure))}
+        about = {"reason": left.excluded or failure.reason, "kind": str(_replacement_cause(left, failure))}
         about |= {"drill": drill} if drill else {}
         events.write(EventKind.SPARE_USED, node=move.node, name=name, instead=left.name, **about)
     return None if moves else in_job_policy.end(f"{decision.reason}; {why}", failure)
 
 
-def _failure_kind_of(left: Member, failure: Failure) -> FailureKind:
+def _replacement_cause(left: Member, failure: Failure) -> FailureKind:
     """Return the kind of failure for which this node was replaced."""
     if left.name in failure.nodes:
         return failure.kind
     return FailureKind.AGENT_LOST if left.lost else FailureKind.NODE_SUSPECT
 
 
-def _exclude_nodes(decision: Decision, roster: Roster) -> None:
+def _exclude_nodes(decision: InJobDecision, roster: Roster) -> None:
     """Exclude the replaced nodes from training, even if their agents still answer."""
     failure = decision.failure
     assert failure is not None
     for name in _replaced_nodes(decision):
-        if failure.kind is not FailureKind.AGENT_LOST and (node := roster.node_of(name)) is not None:
+        if failure.kind is not FailureKind.AGENT_LOST and (node := roster.find_node(name)) is not None:
             roster.members[node].excluded = failure.reason
 
 
-def _replaced_nodes(decision: Decision) -> tuple[str, ...]:
+def _replaced_nodes(decision: InJobDecision) -> tuple[str, ...]:
     """Return the names of the nodes that spares replace."""
     return decision.lost or (decision.failure.nodes if decision.failure is not None else ())
 
 
-def left_behind(decision: Decision) -> tuple[str, ...]:
+def left_behind(decision: InJobDecision) -> tuple[str, ...]:
     """Return nodes whose ranks may outlive the start of the next generation; empty if all nodes continue.
     A hung driver or disk keeps a rank from dying, which is why its node is given up.
     """
-    return _replaced_nodes(decision) if decision.action is Action.REPLACE else ()
+    return _replaced_nodes(decision) if decision.action is InJobAction.REPLACE else ()
 
 
 def replace_unkillable_nodes(
-    decision: Decision, roster: Roster, generation: int, *, seconds: float, stopping: bool
-) -> Decision:
+    decision: InJobDecision, roster: Roster, generation: int, *, seconds: float, stopping: bool
+) -> InJobDecision:
     """Return the replacement for `decision` if ranks of this generation could not be killed within `seconds`.
     A node with an unkillable rank must not train, whatever the reason for the kill.
     """
@@ -69,7 +69,7 @@ def replace_unkillable_nodes(
     stuck = [
         one for one in roster.training_members() if one.gone < generation and one.name not in left_behind(decision)
     ]
-    if decision.action is Action.REPLACE:
+    if decision.action is InJobAction.REPLACE:
         _exclude_nodes(decision, roster)
     for member in stuck:
         member.excluded = f"{member.name}: its ranks could not be killed within {seconds:.0f} s"
@@ -81,16 +81,16 @@ def replace_unkillable_nodes(
     return (
         in_job_policy.end(reason, failure)
         if stopping
-        else Decision(action=Action.REPLACE, reason=reason, failure=failure)
+        else InJobDecision(action=InJobAction.REPLACE, reason=reason, failure=failure)
     )
 
 
-def can_replace(decision: Decision | None, roster: Roster) -> bool:
+def can_replace(decision: InJobDecision | None, roster: Roster) -> bool:
     """Return whether this end, between two generations, was caused by one node alone and spares are left."""
-    if decision is None or decision.action is not Action.END or decision.failure is None or not roster.spares():
+    if decision is None or decision.action is not InJobAction.END or decision.failure is None or not roster.spares():
         return False
     # A program that no node can import will not load on a spare either.
     if decision.failure.kind is FailureKind.USER_ERROR:
         return False
-    node = roster.node_of(decision.failure.node)
+    node = roster.find_node(decision.failure.node)
     return decision.failure.kind is FailureKind.AGENT_LOST or (node is not None and bool(roster.members[node].excluded))

@@ -23,7 +23,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.config_sections.fault_detection_config import PreflightConfig
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.messages.agents import Fault, RankSpeeds
+from trainer.contract.messages.agents import PreflightFault, RankSpeeds
 from trainer.contract.run_dir import RunDir
 
 _BRAKES = {
@@ -47,29 +47,31 @@ def complaints(report: str) -> list[str]:
         gpus = ElementTree.fromstring(report).findall("gpu")
     except ElementTree.ParseError:
         return []
-    return [f"GPU {number} {words}" for number, gpu in enumerate(gpus) for words in _of(gpu)]
+    return [f"GPU {number} {words}" for number, gpu in enumerate(gpus) for words in _gpu_complaints(gpu)]
 
 
-def _of(gpu: ElementTree.Element) -> Iterator[str]:
-    errors = _uncorrected(gpu)
-    if errors and not _says_what_it_needs(gpu):
+def _gpu_complaints(gpu: ElementTree.Element) -> Iterator[str]:
+    errors = _count_uncorrected_errors(gpu)
+    if errors and not _reports_remedy(gpu):
         yield f"has had {errors} uncorrected memory error(s) since its driver was loaded"
-    if any(_says(gpu, f"ecc_errors/{sums}/sram_threshold_exceeded") == "yes" for sums in ("volatile", "aggregate")):
+    if any(
+        _read_field(gpu, f"ecc_errors/{sums}/sram_threshold_exceeded") == "yes" for sums in ("volatile", "aggregate")
+    ):
         yield "has had more errors in its SRAM than its maker allows"
-    if _says(gpu, "retired_pages/pending_retirement") == "yes":
+    if _read_field(gpu, "retired_pages/pending_retirement") == "yes":
         yield "needs a reset before broken pages of its memory are retired"
-    if _says(gpu, "remapped_rows/remapped_row_failure") == "yes":
+    if _read_field(gpu, "remapped_rows/remapped_row_failure") == "yes":
         yield "has no spare rows left for broken memory"
-    if _says(gpu, "remapped_rows/remapped_row_pending") == "yes":
+    if _read_field(gpu, "remapped_rows/remapped_row_pending") == "yes":
         yield "needs a reset before broken rows of its memory are replaced"
-    if _says(gpu, "gpu_recovery_action") not in ("", "none", "n/a"):
-        yield f"asks for recovery: {_says(gpu, 'gpu_recovery_action')}"
+    if _read_field(gpu, "gpu_recovery_action") not in ("", "none", "n/a"):
+        yield f"asks for recovery: {_read_field(gpu, 'gpu_recovery_action')}"
     for brake, words in _BRAKES.items():
-        if any(_says(gpu, f"*/{tag}{brake}") == "active" for tag in _BRAKE_TAGS):
+        if any(_read_field(gpu, f"*/{tag}{brake}") == "active" for tag in _BRAKE_TAGS):
             yield f"is throttled: {words}"
 
 
-def _uncorrected(gpu: ElementTree.Element) -> int:
+def _count_uncorrected_errors(gpu: ElementTree.Element) -> int:
     """Return the errors since the driver was loaded. Drivers count by kind of memory; older ones report one sum."""
     counts = [
         int(item.text)
@@ -79,14 +81,14 @@ def _uncorrected(gpu: ElementTree.Element) -> int:
     return sum(counts)
 
 
-def _says_what_it_needs(gpu: ElementTree.Element) -> bool:
+def _reports_remedy(gpu: ElementTree.Element) -> bool:
     """Return whether the report separates contained or remapped errors from errors that need a reset (since Ampere)."""
-    return _says(gpu, "gpu_recovery_action") not in ("", "n/a") or _says(
+    return _read_field(gpu, "gpu_recovery_action") not in ("", "n/a") or _read_field(
         gpu, "remapped_rows/remapped_row_pending"
     ) not in ("", "n/a")
 
 
-def _says(gpu: ElementTree.Element, path: str) -> str:
+def _read_field(gpu: ElementTree.Element, path: str) -> str:
     return (gpu.findtext(path) or "").strip().lower()
 
 
@@ -130,7 +132,7 @@ class NodeBenchmark:
 
     def add(self, message: RankSpeeds, now: float) -> bool:
         """Add one rank's measurements; returns True if they complete the trial. Raises ValueError."""
-        one = RankMeasurement.of(message)
+        one = RankMeasurement.from_message(message)
         if not 0 <= one.rank < len(self._nodes):
             raise ValueError(f"there is no rank {one.rank}")
         if self._over:
@@ -203,7 +205,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 16 << 20  # per rank, for NCCL's buffers; gloo and the progress cells need no such space
 
 
-def examine(run_dir: Path, config: JobConfig) -> list[Fault]:
+def examine(run_dir: Path, config: JobConfig) -> list[PreflightFault]:
     """Run all checks on the calling node; returns the faults."""
     cluster = config.cluster
     found = (
@@ -218,7 +220,7 @@ def examine(run_dir: Path, config: JobConfig) -> list[Fault]:
     return [fault for fault in found if fault is not None]
 
 
-def _run_folder(run_dir: Path) -> Fault | None:
+def _run_folder(run_dir: Path) -> PreflightFault | None:
     """Check the operations that every checkpoint needs: write, fsync, rename, read back."""
     probe = run_dir / f".probe-{secrets.token_hex(6)}"
     token = secrets.token_bytes(32)
@@ -229,9 +231,11 @@ def _run_folder(run_dir: Path) -> Fault | None:
     except OSError as error:
         full = error.errno in FULL
         reason = f"cannot write to the run folder {run_dir}: {error.strerror}"
-        return Fault(check="run folder", reason=reason, shared=True, full=full)
+        return PreflightFault(check="run folder", reason=reason, shared=True, full=full)
     if back != token:
-        return Fault(check="run folder", reason=f"{run_dir} reads back other bytes than were written", shared=True)
+        return PreflightFault(
+            check="run folder", reason=f"{run_dir} reads back other bytes than were written", shared=True
+        )
     return None
 
 
@@ -250,30 +254,30 @@ def ahead_of_files(run_dir: Path) -> float | None:
     return before - written if written < before else min(0.0, after - written)
 
 
-def _data(config: JobConfig) -> Fault | None:
+def _data(config: JobConfig) -> PreflightFault | None:
     if config.command or not config.data.path:
         return None
     path = Path(config.data.path).expanduser()
     try:
         os.listdir(path)
     except OSError as error:
-        return Fault(check="data", reason=f"cannot read data.path={path}: {error.strerror}", shared=True)
+        return PreflightFault(check="data", reason=f"cannot read data.path={path}: {error.strerror}", shared=True)
     return None
 
 
-def _shared_memory(gpus: int) -> Fault | None:
+def _shared_memory(gpus: int) -> PreflightFault | None:
     if not gpus:
         return None
     if not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
-        return Fault(check="shared memory", reason="/dev/shm is missing or not writable", shared=False)
+        return PreflightFault(check="shared memory", reason="/dev/shm is missing or not writable", shared=False)
     free, wanted = shutil.disk_usage(_SHARED_MEMORY).free, _LEAST_SHARED * gpus
     if free >= wanted:
         return None
     reason = f"/dev/shm has {free >> 20} MiB free, below {wanted >> 20} MiB for {gpus} rank(s) with GPUs"
-    return Fault(check="shared memory", reason=reason, shared=False)
+    return PreflightFault(check="shared memory", reason=reason, shared=False)
 
 
-def _open_files(ranks: int) -> Fault | None:
+def _open_files(ranks: int) -> PreflightFault | None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(_FEWEST_FILES, 256 * ranks)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -287,19 +291,19 @@ def _open_files(ranks: int) -> Fault | None:
         return None
     # Slurm propagates the limits of the submitter's shell, so the node is rarely at fault.
     reason = f"open-files limit is {soft}, below {_FEWEST_FILES}"
-    return Fault(check="open files", reason=reason, shared=True)
+    return PreflightFault(check="open files", reason=reason, shared=True)
 
 
-def _interface(name: str) -> Fault | None:
+def _interface(name: str) -> PreflightFault | None:
     try:
         if name:
-            tcp_transport.of_interface(name)
+            tcp_transport.interface_address(name)
     except RuntimeError as error:
-        return Fault(check="interface", reason=str(error), shared=False)
+        return PreflightFault(check="interface", reason=str(error), shared=False)
     return None
 
 
-def _devices(wanted: int) -> Fault | None:
+def _devices(wanted: int) -> PreflightFault | None:
     """Check the number of GPUs; the driver is queried first, as a GPU off the bus keeps its file in /dev."""
     if not wanted or _AMD.exists():
         return None
@@ -308,7 +312,7 @@ def _devices(wanted: int) -> Fault | None:
         found = sum(1 for path in _DEVICES.glob("nvidia[0-9]*"))
     if found >= wanted:
         return None
-    return Fault(check="GPUs", reason=f"{found} GPU(s), cluster.gpus_per_node={wanted}", shared=False)
+    return PreflightFault(check="GPUs", reason=f"{found} GPU(s), cluster.gpus_per_node={wanted}", shared=False)
 
 
 def _driver_count() -> int | None:
@@ -322,7 +326,7 @@ def _driver_count() -> int | None:
     return sum(1 for line in said.splitlines() if line.strip().startswith(("GPU ", "MIG ")))
 
 
-def _broken_devices(wanted: int) -> Fault | None:
+def _broken_devices(wanted: int) -> PreflightFault | None:
     """Check for GPUs that respond but have lost memory, links or clocks."""
     if not wanted:
         return None
@@ -332,7 +336,7 @@ def _broken_devices(wanted: int) -> Fault | None:
     except (subprocess.TimeoutExpired, OSError):
         return None  # `_devices` reports an unresponsive driver
     reasons = [*found, lost] if lost else found
-    return Fault(check="GPU health", reason="; ".join(reasons), shared=False) if reasons else None
+    return PreflightFault(check="GPU health", reason="; ".join(reasons), shared=False) if reasons else None
 
 
 def _driver(*arguments: str) -> str:
@@ -340,7 +344,7 @@ def _driver(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_DRIVER_SECONDS).stdout
 
 
-def find_blamed_node(faults: Mapping[str, Sequence[Fault]]) -> Failure | None:
+def find_blamed_node(faults: Mapping[str, Sequence[PreflightFault]]) -> Failure | None:
     """PURE: blame a node for the faults reported by the nodes (by name); None if all are fit.
     A node is suspect only for faults that other nodes do not share, or that are local by nature.
     """

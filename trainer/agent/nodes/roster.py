@@ -20,10 +20,10 @@ from trainer.agent.control.control_server import (
 )
 from trainer.agent.control.tcp_transport import AgentPeer, WireError
 from trainer.contract.messages.agents import (
-    Fault,
     FromAgent,
     Hello,
     NodeRank,
+    PreflightFault,
     PreflightReport,
     ProgressReport,
     StartGeneration,
@@ -126,7 +126,7 @@ class Member:
     peer: AgentPeer
     last_message_at: float
     has_sent: bool = False  # a message after its hello
-    faults: list[Fault] | None = None
+    faults: list[PreflightFault] | None = None
     ready: bool = False
     gone: int = 0  # newest generation that has no process left on this node
     lost: str = ""  # reason of its loss
@@ -216,7 +216,7 @@ class Roster:
         member.ahead_of_files = report.ahead_of_files
         member.ahead = 0.0 if report.wall is None else report.wall - wall
 
-    def present(self) -> list[Member]:
+    def present_members(self) -> list[Member]:
         return [member for member in self.members.values() if not member.lost]
 
     def training_members(self) -> list[Member]:
@@ -235,7 +235,7 @@ class Roster:
 
     def enough(self) -> bool:
         """Return whether enough nodes have joined, including the leader."""
-        return assign_node_ranks_to(self._wanted, [member.node for member in self.present()])[0] is not None
+        return assign_node_ranks_to(self._wanted, [member.node for member in self.present_members()])[0] is not None
 
     def can_train(self) -> bool:
         """Return whether enough nodes for all node ranks have passed preflight, including the leader."""
@@ -274,25 +274,25 @@ class Roster:
         """Return whether the job cannot continue unchanged without this node."""
         return node in self.node_ranks.values() if self._assigned else not self.could_train()
 
-    def node_of(self, name: str | None) -> int | None:
+    def find_node(self, name: str | None) -> int | None:
         """Return the node of this name, if its agent is not lost."""
-        return next((member.node for member in self.present() if member.name == name), None)
+        return next((member.node for member in self.present_members() if member.name == name), None)
 
-    def missing(self) -> list[int]:
+    def missing_nodes(self) -> list[int]:
         """Return the nodes whose agents have never joined."""
         return [node for node in range(self._nodes) if node not in self.members]
 
     def complete(self) -> bool:
-        return not self.missing()
+        return not self.missing_nodes()
 
     def all_examined(self) -> bool:
         """Return whether all members have reported their preflight."""
-        return all(member.faults is not None for member in self.present())
+        return all(member.faults is not None for member in self.present_members())
 
-    def unexamined(self) -> list[str]:
-        return [member.name for member in self.present() if member.faults is None]
+    def unexamined_nodes(self) -> list[str]:
+        return [member.name for member in self.present_members() if member.faults is None]
 
-    def unready(self) -> list[str]:
+    def unready_nodes(self) -> list[str]:
         return [member.name for member in self.training_members() if not member.ready]
 
     def all_ready(self) -> bool:
@@ -322,10 +322,10 @@ class Roster:
     def find_timed_out(self, now: float) -> tuple[Member, str] | None:
         """Return an agent silent for too long and the reason; the limit is shorter while no rank moves."""
         # Relative to the newest message of any agent, so that a suspended coordinator does not lose all of them.
-        latest = min(now, max((member.last_message_at for member in self.present()), default=now))
+        latest = min(now, max((member.last_message_at for member in self.present_members()), default=now))
         standing = self._moved is not None and now - self._moved > STALLED_TIMEOUT_SECONDS
         patience = STALLED_TIMEOUT_SECONDS if standing else AGENT_TIMEOUT_SECONDS
-        quiet = next((member for member in self.present() if latest - member.last_message_at > patience), None)
+        quiet = next((member for member in self.present_members() if latest - member.last_message_at > patience), None)
         if quiet is None:
             return None
         also = " while no rank moved" if standing else ""
@@ -333,7 +333,7 @@ class Roster:
 
     def broadcast(self, message: ToAgent) -> None:
         """Send one message to every agent that is not lost."""
-        for member in self.present():
+        for member in self.present_members():
             member.peer.send(message)
 
     def start_generation(self, start: StartGeneration) -> None:
@@ -346,13 +346,13 @@ class Roster:
     def names(self) -> list[str]:
         """Return the names of all joined nodes: training ones by node rank, then others that are not lost."""
         order = [node for _, node in sorted(self.node_ranks.items())]
-        order += sorted({member.node for member in self.present()} - set(order))
+        order += sorted({member.node for member in self.present_members()} - set(order))
         return [self.members[node].name for node in order if node in self.members]
 
     async def wait_until_disconnected(self, seconds: float) -> None:
         """Wait until every agent has disconnected, at most `seconds`."""
         give_up = time.monotonic() + seconds
-        while any(not member.peer.hung_up() for member in self.present()) and time.monotonic() < give_up:
+        while any(not member.peer.hung_up() for member in self.present_members()) and time.monotonic() < give_up:
             await asyncio.sleep(0.01)
 
 

@@ -23,7 +23,7 @@ class RankMeasurement:
     pairs: tuple[tuple[int, float], ...] = ()  # (rank it exchanged data with, seconds)
 
     @classmethod
-    def of(cls, message: RankSpeeds) -> "RankMeasurement":
+    def from_message(cls, message: RankSpeeds) -> "RankMeasurement":
         """Return a rank's measurements; raises ValueError if any is not positive."""
         one = message.speeds
         if not all(value > 0 for value in (one.matmul, one.memory, *(seconds for _, seconds in one.pairs))):

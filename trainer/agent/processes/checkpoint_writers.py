@@ -54,14 +54,14 @@ class CheckpointWriter:
         Ends the connection of an earlier generation. Yields no descriptors if no writer is available; ranks then create
         their own.
         """
-        theirs = self._connected()
+        theirs = self._connect_or_restart()
         if theirs is None:
             yield []
             return
         with theirs:
             yield [self._memory, theirs.fileno()]
 
-    def _connected(self) -> socket.socket | None:
+    def _connect_or_restart(self) -> socket.socket | None:
         with contextlib.suppress(OSError):
             if self._listens():
                 return self._connect()
@@ -118,7 +118,7 @@ class CheckpointWriters:
         """Yield the descriptors of one local rank's writer, as `CheckpointWriter.connection` does."""
         return self._writers[local_rank].connection()
 
-    def pid_of(self, rank: int) -> int | None:
+    def writer_pid(self, rank: int) -> int | None:
         """Return the PID of this rank's writer, or None once it has exited."""
         return self._writers[rank - self._first].pid
 

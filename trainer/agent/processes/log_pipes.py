@@ -149,7 +149,7 @@ class LogPipes:
             lost += log.unwritten
             # Text before a gap cannot be the beginning of a secret.
             cut = log.redacted.flush() if lost or not data else b""
-            shown = cut + _gap(lost) + log.redacted.feed(data)
+            shown = cut + _gap(lost) + log.redacted.redact(data)
             try:
                 log.write(shown, self._limits)
             except OSError:

@@ -38,7 +38,9 @@ def read_activity(pid: int) -> ProcessActivity | None:
     except OSError:
         return None
     ticks = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICK
-    return ProcessActivity(fields[0], _cpu_seconds(pid, ticks), _moved(pid), _scheduled(_PROC / str(pid)).waited)
+    return ProcessActivity(
+        fields[0], _cpu_seconds(pid, ticks), _io_bytes(pid), _read_schedstat(_PROC / str(pid)).waited
+    )
 
 
 def threads_named(pid: int, name: str) -> tuple[int, ...]:
@@ -53,7 +55,7 @@ def threads_named(pid: int, name: str) -> tuple[int, ...]:
 
 def threads_cpu_seconds(pid: int, threads: Collection[int]) -> float:
     """Return the CPU time of some threads of a process, in seconds; threads that are gone do not count."""
-    return sum(_scheduled(_PROC / str(pid) / "task" / str(thread)).ran for thread in threads)
+    return sum(_read_schedstat(_PROC / str(pid) / "task" / str(thread)).ran for thread in threads)
 
 
 def group_members(groups: Collection[int]) -> dict[int, list[int]]:
@@ -91,7 +93,7 @@ class _Scheduled(NamedTuple):
     waited: float
 
 
-def _scheduled(folder: Path) -> _Scheduled:
+def _read_schedstat(folder: Path) -> _Scheduled:
     """Return the content of a schedstat file; zeros if the kernel keeps none."""
     try:
         ran, waited, *_ = (folder / "schedstat").read_text().split()
@@ -100,7 +102,7 @@ def _scheduled(folder: Path) -> _Scheduled:
     return _Scheduled(int(ran) * 1e-9, int(waited) * 1e-9)
 
 
-def _moved(pid: int) -> int:
+def _io_bytes(pid: int) -> int:
     """Return the bytes moved by its system calls; 0 if unknown."""
     try:
         lines = (_PROC / str(pid) / "io").read_text().splitlines()

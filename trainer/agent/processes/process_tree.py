@@ -66,10 +66,10 @@ def kill_children(exclude: Collection[int] = ()) -> bool:
 
 def children() -> list[int]:
     """Return every unreaped child of this process, adopted orphans included."""
-    return [int(pid) for task in os.listdir("/proc/self/task") for pid in _children_of(task)]
+    return [int(pid) for task in os.listdir("/proc/self/task") for pid in _task_children(task)]
 
 
-def _children_of(task: str) -> list[str]:
+def _task_children(task: str) -> list[str]:
     try:
         return Path(f"/proc/self/task/{task}/children").read_text().split()
     except FileNotFoundError:  # the thread has ended; its children now belong to another thread

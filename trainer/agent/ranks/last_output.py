@@ -63,7 +63,7 @@ def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
         raw = b""
     text = raw.decode(errors="replace")
     lines = [_plain(line) for line in text.split("\n")]
-    exception, message = _recorded(error_file) or _raised(lines) or (None, None)
+    exception, message = _read_error_file(error_file) or _parse_traceback(lines) or (None, None)
     shown = [line[:WIDTH] for line in lines if line.strip()][-LINES:]
     return LastOutput(
         lines=tuple(shown), written=len(raw), exception=exception, message=message, uncaught=uncaught(text)
@@ -75,7 +75,7 @@ def _plain(line: str) -> str:
     return _ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]).translate(_CONTROLS).rstrip()
 
 
-def _raised(lines: list[str]) -> tuple[str, str | None] | None:
+def _parse_traceback(lines: list[str]) -> tuple[str, str | None] | None:
     """Return the exception in the final line of the last traceback, or None."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     starts = [at for at, line in enumerate(lines) if line.startswith(TRACEBACK)]
@@ -87,7 +87,7 @@ def _raised(lines: list[str]) -> tuple[str, str | None] | None:
     return (late[-1][1], late[-1][2]) if late and not starts else None
 
 
-def _recorded(path: Path) -> tuple[str, str | None] | None:
+def _read_error_file(path: Path) -> tuple[str, str | None] | None:
     """Return the exception recorded by `torch.distributed.elastic.multiprocessing.errors.record`, or None."""
     try:
         found: Any = json.loads(path.read_bytes()[:_MOST])["message"]

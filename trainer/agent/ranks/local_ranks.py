@@ -62,7 +62,7 @@ class LocalRank:
             self.last = reading
         return self.last
 
-    def stepped(self) -> bool:
+    def has_stepped(self) -> bool:
         """Return whether this generation has trained a step."""
         return self.last.step > self.last.restored_step
 
@@ -96,7 +96,7 @@ class LocalRanks:
         for local in self.by_rank.values():
             local.cell.expect_stop(at)
 
-    def pass_on(self, store: Store) -> None:
+    def forward_store(self, store: Store) -> None:
         """Send the store's address, created by rank 0, to every other rank."""
         for local in self.by_rank.values():
             if local.rank != 0 and not local.ended:
@@ -124,13 +124,13 @@ class LocalRanks:
             generation=self.generation,
             step=slowest.step,
             phase=slowest.phase.name.lower(),
-            loss=first.loss if first_rank.stepped() else None,
+            loss=first.loss if first_rank.has_stepped() else None,
             saved=max(reading.saved_step for _, reading in readings),
             total=max(reading.total_steps for _, reading in readings),
             restored=max(reading.restored_step for _, reading in readings),
             save_seconds=max(reading.save_seconds for _, reading in readings),
             step_seconds=max(reading.step_seconds for _, reading in readings),
-            stepped=all(local.stepped() for local in self.by_rank.values()),
+            stepped=all(local.has_stepped() for local in self.by_rank.values()),
         )
 
     def kill_directly(self) -> None:

@@ -12,7 +12,7 @@ from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.ranks.last_output import LastOutput, last_cpp_exception, last_output
 from trainer.agent.ranks.local_ranks import LocalRank
-from trainer.contract.failures.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, has_meaning
 from trainer.contract.failures.outcome import RankOutcome
 from trainer.contract.messages.agents import RankExit
 from trainer.contract.messages.ranks import ReportedEnd
@@ -75,12 +75,12 @@ class ExitInfo:
     memory_kill: str = ""  # description of the kernel's out-of-memory kill
 
     @classmethod
-    def of(cls, local: LocalRank, node: str, memory_kill: str = "") -> "ExitInfo":
+    def from_rank(cls, local: LocalRank, node: str, memory_kill: str = "") -> "ExitInfo":
         while local.receive_message() is not None:
             pass
         step = local.read_progress().step
         return cls(
-            rank=local.rank, node=node, step=step, stepped=local.stepped(), reported_end=local.reported_end,
+            rank=local.rank, node=node, step=step, stepped=local.has_stepped(), reported_end=local.reported_end,
             memory_kill=memory_kill,
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ async def _command_exit_report(attempt: AttemptDir, info: ExitInfo, end: RankExi
     end = replace(end, lines=output.lines, written=output.written)
     if end.signal is None and output.exception is not None:
         message = (output.message or "")[:_LONGEST]
-        secondary = _of_torch(output.exception) and error_says(message, Meaning.PEER_GONE)
+        secondary = _of_torch(output.exception) and has_meaning(message, Meaning.PEER_GONE)
         return replace(end, exception=output.exception, message=message, secondary=secondary)
     return replace(end, message=output.uncaught) if end.signal == signal.SIGABRT else end
 

@@ -79,7 +79,7 @@ def find(
     entries, old = leave_out_earlier(folder, there, config, earlier or {})
     grouped = group(entries, config, MOST)
     found = [_read(folder / name, step, entries[name], siblings) for step, name, siblings in grouped]
-    identities = {identity for name, identity in there.items() if config.step_of(name) is not None}
+    identities = {identity for name, identity in there.items() if config.parse_step(name) is not None}
     return [replace(one, earlier=one.path.name in old) for one in found if one is not None], identities
 
 
@@ -109,20 +109,20 @@ def _dated_entries(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> 
     Files added later, such as results, thus do not count.
     """
     for name in (one.path.name, *one.siblings):
-        if config.step_of(name) is not None:
-            numbers = [int(number) for number in _NUMBER.findall(config.prefix_of(name))]
-            own = [changed for file, (_, changed) in one.files.items() if _entry_of(file, one) == name]
+        if config.parse_step(name) is not None:
+            numbers = [int(number) for number in _NUMBER.findall(config.name_prefix(name))]
+            own = [changed for file, (_, changed) in one.files.items() if _entry_name(file, one) == name]
             yield name, numbers, min(own, default=0)
 
 
-def _entry_of(file: str, one: CommandCheckpoint) -> str:
+def _entry_name(file: str, one: CommandCheckpoint) -> str:
     return file.removeprefix(_BESIDE).partition("/")[0] if file.startswith(_BESIDE) else one.path.name
 
 
 def read_again(one: CommandCheckpoint, config: CommandCheckpointsConfig) -> CommandCheckpoint | None:
     """Return the checkpoint's present state without its damage; None if it is gone. Raises OSError."""
     there = scan_identities(one.path.parent)
-    up_to = [name for name in there if (step := config.step_of(name)) is None or step <= one.step]
+    up_to = [name for name in there if (step := config.parse_step(name)) is None or step <= one.step]
     for step, name, siblings in group(up_to, config, 1):
         if (step, there[name]) == (one.step, one.identity):
             return _read(one.path, step, one.identity, siblings)
@@ -181,7 +181,7 @@ def _files(folder: Path) -> Iterator[Path]:
                 return
 
 
-def examined(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
+def assess_damage(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
     """Return the checkpoints, the newest `most` of them with their damage."""
     filled = {kind for one in found[:most] for kind in _kinds(one, filled=True)}
     judged = [replace(one, damage=damage(one, filled)) for one in found[:most]]

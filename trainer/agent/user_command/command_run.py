@@ -14,9 +14,9 @@ from typing import Any
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from checkpointing.storage.storage_errors import write_probe
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
-from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.fork_server.torchrun_command import working_directory
-from trainer.agent.ladder.in_job_policy import Action, Decision
+from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, find_other_rank
 from trainer.agent.user_command.earlier_checkpoints import Stamps, record_earlier
 from trainer.agent.user_command.progress import CommandProgress, run_bounded
@@ -72,7 +72,7 @@ class CommandMemory:
     earlier: Stamps | None = None  # checkpoints from before the run's first start; None: not examined
     saved: bool = False  # a complete checkpoint has existed; never reset
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """Return its file content; names that are not UTF-8 are read back unchanged."""
         line = in_use().record(dump_line({"schema": "orch.command/1", **asdict(self)}))
         return line.encode(errors="backslashreplace")
@@ -98,7 +98,7 @@ class MemoryFile:
         """Return a function for a separate thread that writes the state.
         It returns True once on disk and raises OSError.
         """
-        self._newest = memory.encoded()
+        self._newest = memory.encode()
 
         def write() -> bool:
             with self._lock:
@@ -179,7 +179,8 @@ class CommandRun:
         torn = self._command_progress.torn if self._command_progress else None
         aside, older = self._memory.aside, self._command_progress.older() if self._command_progress else None
         return CommandPast(
-            failures=tuple(self._memory.failures), newest=_describe(newest), saved=self._saved(), trained=self._trained,
+            failures=tuple(self._memory.failures), newest=_describe(newest), saved=self._has_saved(),
+            trained=self._trained,
             saved_after=self._command_progress.saved_after if self._command_progress else 0.0,
             older=older.path.name if older else "", torn=_describe(torn),
             cleared=newest is not None and any(one.step < newest.step for one in aside),
@@ -212,7 +213,7 @@ class CommandRun:
             return f"because steps begin anew: {later} was written after it"
         return ""
 
-    async def check(self, now: Generation) -> None:
+    async def check(self, now: GenerationState) -> None:
         """Check the running program: periodically, and at once after a rank has failed."""
         if self._on and now.first_failure is not None and self._disk is None:
             if self._step_watch is not None:  # the last check was seconds ago
@@ -222,13 +223,13 @@ class CommandRun:
             self._step_watch.check()
         if self._on and self._command_progress is not None:
             await self._command_progress.check(now.first_failure)
-        if self._on and not self._progress_kept and self._worked(now):
+        if self._on and not self._progress_kept and self._has_worked(now):
             # However this attempt ends, the next one does not need the failures before this.
             self._progress_kept = True
             saved = self._memory.saved or self._has_whole()
             await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
 
-    async def end_generation(self, decision: Decision, now: Generation, *, cleared: bool) -> None:
+    async def end_generation(self, decision: InJobDecision, now: GenerationState, *, cleared: bool) -> None:
         """Record the end of a generation; `cleared`: no process of it is left that could write."""
         if not self._on:
             return
@@ -241,7 +242,7 @@ class CommandRun:
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
         # An operator must act, so undo what did not help; the next attempt starts without it.
-        failure = decision.failure if decision.action is Action.END else None
+        failure = decision.failure if decision.action is InJobAction.END else None
         if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
             if self._is_in_vain():
                 await self._put_back()
@@ -278,18 +279,18 @@ class CommandRun:
         """Return whether the state was written; never overwrites earlier attempts' state before it was read."""
         return self._recalled and bool(await run_bounded(self._file.keep(memory)))
 
-    def _worked(self, now: Generation) -> bool:
-        return self._saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
+    def _has_worked(self, now: GenerationState) -> bool:
+        return self._has_saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
 
-    def _remember(self, decision: Decision, now: Generation) -> None:
-        worked = self._worked(now)
+    def _remember(self, decision: InJobDecision, now: GenerationState) -> None:
+        worked = self._has_worked(now)
         self._trained = self._trained or worked
         if worked:  # checkpoints set aside before that no longer matter
             self._memory.aside.clear()
         if decision.own is not None:
-            saved, trained = self._saved(), decision.own.trained or worked
+            saved, trained = self._has_saved(), decision.own.trained or worked
             self._memory.failures.append(replace(decision.own, saved=saved, trained=trained))
-        elif worked or decision.action is Action.REPLACE:
+        elif worked or decision.action is InJobAction.REPLACE:
             self._memory.failures.clear()
 
     def _is_in_vain(self) -> bool:
@@ -298,8 +299,8 @@ class CommandRun:
         only = past is not None and past.cleared and len({one.mark for one in row}) == 1
         return only or same_without(row)
 
-    def _saved(self) -> bool:
-        return self._command_progress is not None and self._command_progress.saved()
+    def _has_saved(self) -> bool:
+        return self._command_progress is not None and self._command_progress.has_saved()
 
     def _has_whole(self) -> bool:
         return self._command_progress is not None and self._command_progress.has_whole()
@@ -316,7 +317,7 @@ class CommandRun:
     def _earlier_trained(self) -> bool:
         """Return whether an earlier attempt ran longer than a start takes."""
         earlier = [one for one in self._run.all_attempts() if one.number < self._attempt.number]
-        return any(_lasted(one) > START_SECONDS for one in earlier)
+        return any(_attempt_seconds(one) > START_SECONDS for one in earlier)
 
     async def _set_aside(self, reason: str, generation: int) -> None:
         assert self._command_progress is not None
@@ -382,7 +383,7 @@ def _first_names(folder: Path) -> str:
     return legible(", ".join(names[:2]) + (", ..." if len(names) > 2 else ""))
 
 
-def _lasted(attempt: AttemptDir) -> float:
+def _attempt_seconds(attempt: AttemptDir) -> float:
     """Return the seconds from the coordinator's start to its last heartbeat; 0 if unknown."""
     try:
         return attempt.heartbeat.stat().st_mtime - attempt.coordinator.stat().st_mtime

@@ -27,9 +27,9 @@ def scan_identities(folder: Path) -> dict[str, str]:
 def record_earlier(folder: Path, config: CommandCheckpointsConfig) -> Stamps:
     """Return the checkpoints that exist now, limited to those with the highest steps. Raises OSError."""
     there = scan_identities(folder)
-    steps = {name: config.step_of(name) for name in there}
+    steps = {name: config.parse_step(name) for name in there}
     newest = sorted((step, name) for name, step in steps.items() if step is not None)[-_MOST:]
-    return {there[name]: _changed_at(folder / name) for _, name in newest}
+    return {there[name]: _newest_change(folder / name) for _, name in newest}
 
 
 def leave_out_earlier(
@@ -38,20 +38,20 @@ def leave_out_earlier(
     """Return the entries without earlier checkpoints above the run's newest one, and the earlier ones' names.
     A checkpoint changed since the first start is the run's own. Raises OSError.
     """
-    steps = {name: step for name in there if (step := config.step_of(name)) is not None}
+    steps = {name: step for name in there if (step := config.parse_step(name)) is not None}
     old = {name for name in steps if there[name] in earlier}
     newest = max((step for name, step in steps.items() if name not in old), default=-1)
     for name in sorted(old, key=lambda name: steps[name], reverse=True):
         if steps[name] <= newest:
             break
-        if _changed_at(folder / name) != earlier[there[name]]:
+        if _newest_change(folder / name) != earlier[there[name]]:
             old.remove(name)
             newest = steps[name]
     above = {name for name in old if steps[name] > newest} if newest >= 0 else set()
     return {name: identity for name, identity in there.items() if name not in above}, old
 
 
-def _changed_at(path: Path) -> int:
+def _newest_change(path: Path) -> int:
     """Return the time of the newest change of an entry or, if readable, within its folder. Raises OSError."""
     times = [path.lstat().st_mtime_ns]
     with suppress(OSError), os.scandir(path) as entries:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.processes.background_tasks import run_detached, start_detached
-from trainer.agent.user_command.checkpoints import CommandCheckpoint, Files, examined, find, find_written_later
+from trainer.agent.user_command.checkpoints import CommandCheckpoint, Files, assess_damage, find, find_written_later
 from trainer.agent.user_command.earlier_checkpoints import Stamps
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
@@ -97,7 +97,7 @@ class CommandProgress:
         self._looking = None
         await self._check_now(settled=True)
 
-    def saved(self) -> bool:
+    def has_saved(self) -> bool:
         """Return whether a checkpoint is newer than this generation's starting point.
         A sign of damage may be wrong, but a step that is torn repeatedly does not count as progress. Names that do not
         grow prove nothing; then the program's own step must have grown.
@@ -149,7 +149,7 @@ class CommandProgress:
 
     def _find(self) -> Found:
         found, there = find(self._folder(), self._config, self.earlier)
-        return examined(found), there
+        return assess_damage(found), there
 
     async def _check_now(self, *, settled: bool) -> None:
         self._looked_at = time.monotonic()

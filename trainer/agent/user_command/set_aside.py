@@ -70,7 +70,7 @@ def set_aside(one: CommandCheckpoint, target: Path, config: CommandCheckpointsCo
 
 def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
     """Move the other entries of a checkpoint after the first; returns whether all that were still there were moved."""
-    place = _beside(aside)
+    place = _siblings_folder(aside)
     if not siblings or not os.path.lexists(aside):
         return True
     try:
@@ -85,14 +85,14 @@ def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
     return True
 
 
-def _beside(aside: Path) -> Path:
+def _siblings_folder(aside: Path) -> Path:
     """Return the folder of the other entries of a checkpoint that was set aside."""
     return aside.with_name(f"{aside.name}.beside")
 
 
 def put_back(aside: Path, original: Path, siblings: Sequence[str] = ()) -> bool:
     """Move a checkpoint back unless one of its names is taken; returns whether it did. Raises OSError."""
-    place = _beside(aside)
+    place = _siblings_folder(aside)
     moved = [name for name in siblings if os.path.lexists(place / name)]
     taken = (original, *(original.parent / name for name in moved))
     if any(map(os.path.lexists, taken)) or not os.path.lexists(aside):
@@ -106,7 +106,7 @@ def put_back(aside: Path, original: Path, siblings: Sequence[str] = ()) -> bool:
 
 
 def _tidy(place: Path) -> None:
-    for folder in (_beside(place), place.parent, place.parent.parent):
+    for folder in (_siblings_folder(place), place.parent, place.parent.parent):
         with suppress(OSError):  # not empty
             folder.rmdir()
 

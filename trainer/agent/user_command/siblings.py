@@ -19,7 +19,7 @@ def group(names: Collection[str], config: CommandCheckpointsConfig, most: int) -
     """Return the newest checkpoints, newest first: step, an entry matching the pattern, names of the other entries."""
     matched: dict[int, list[str]] = defaultdict(list)
     for name in sorted(names):
-        if (step := config.step_of(name)) is not None:
+        if (step := config.parse_step(name)) is not None:
             matched[step].append(name)
     steps = sorted(matched, reverse=True)
     numbered = _by_number(names, steps[: most + 1])
@@ -43,7 +43,7 @@ def _by_number(names: Iterable[str], steps: Collection[int]) -> dict[int, list[s
 def _siblings(
     main: str, step: int, numbered: Mapping[int, list[str]], older: Collection[int], config: CommandCheckpointsConfig
 ) -> list[str]:
-    prefix = config.prefix_of(main)
+    prefix = config.name_prefix(main)
     begins = re.compile(rf"{re.escape(prefix)}0*{step}(?!\d)", re.ASCII)
     # A name whose first number is the step belongs to it if every step has one: `optimizer-30.pt` beside `model-30.pt`.
     alone = not _NUMBER.search(prefix)
@@ -51,8 +51,8 @@ def _siblings(
     ranks = same_but_for_rank(main, numbered[step])
     return sorted(
         name for name in numbered[step]
-        if name != main and config.step_of(name) in (None, step) and (
-            config.step_of(name) == step
+        if name != main and config.parse_step(name) in (None, step) and (
+            config.parse_step(name) == step
             or begins.match(name)
             or name in ranks
             or ((form := _form(name, step)) and form in forms)

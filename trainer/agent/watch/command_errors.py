@@ -22,11 +22,11 @@ from trainer.agent.watch.root_cause import (
     CommandFailure,
     RankEnd,
     find_cause,
+    find_root,
     is_outside,
-    root_of,
 )
-from trainer.contract.failures.failure_patterns import Meaning, error_says
-from trainer.contract.failures.outcome import FailureKind, kinds_with
+from trainer.contract.failures.failure_patterns import Meaning, has_meaning
+from trainer.contract.failures.outcome import FailureKind, select_kinds
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
 
 _FRAME = re.compile(r'^\s+File "')
@@ -55,21 +55,23 @@ def is_loading_error(said: str, lines: Sequence[str], checkpoint: str, *, raised
     if not raised and not _COMPLAINT.search(said):
         return False
     words = "\n".join((*_causes(lines), said))
-    if any(int(number) not in _OF_BYTES for number in _ERRNO.findall(words)) or error_says(text, Meaning.TRAINING_DATA):
+    if any(int(number) not in _OF_BYTES for number in _ERRNO.findall(words)) or has_meaning(
+        text, Meaning.TRAINING_DATA
+    ):
         return False
-    parsed = error_says(words, Meaning.UNREADABLE, Meaning.CUT_OFF, Meaning.BROKEN)
+    parsed = has_meaning(words, Meaning.UNREADABLE, Meaning.CUT_OFF, Meaning.BROKEN)
     if _is_named(checkpoint, said):
-        return parsed or error_says(words, Meaning.MISSING)
+        return parsed or has_meaning(words, Meaning.MISSING)
     # The error names another file or a server.
     if _PLACE.search(said):
         return False
     code = [line for line in trace if not _FRAME.match(line)]
     if any(_is_named(checkpoint, line) for line in code):
         return parsed
-    if any(error_says(line, Meaning.LOADING) and _ARGUMENT.search(line) for line in code):
+    if any(has_meaning(line, Meaning.LOADING) and _ARGUMENT.search(line) for line in code):
         return False
-    by_itself = error_says(said, Meaning.UNREADABLE) or (doubt and error_says(said, Meaning.CUT_OFF))
-    return by_itself or (parsed and error_says(text, Meaning.LOADING))
+    by_itself = has_meaning(said, Meaning.UNREADABLE) or (doubt and has_meaning(said, Meaning.CUT_OFF))
+    return by_itself or (parsed and has_meaning(text, Meaning.LOADING))
 
 
 def _causes(lines: Sequence[str]) -> list[str]:
@@ -105,7 +107,7 @@ REPEATS = 3
 MOST_SET_ASIDE = 3
 """Maximum number of checkpoints set aside before the program trains on."""
 
-_OWN_KINDS = kinds_with(lambda traits: traits.of_the_program)
+_OWN_KINDS = select_kinds(lambda traits: traits.of_the_program)
 """Failures raised by the program itself."""
 
 _TIME, _OUTPUT = 1.5, 1.25
@@ -148,7 +150,7 @@ class CommandPast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
+class CommandJudgement:
     """Decision on whether another attempt is pointless, and why to set the newest checkpoint aside, if so."""
 
     final: bool
@@ -166,7 +168,7 @@ def has_advanced(past: CommandPast, seconds: float) -> bool:
 
 def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Cause:
     """Return the cause among `ends`, `seconds` after this generation was started."""
-    root = root_of(ends)
+    root = find_root(ends)
     cause = find_cause(ends, trained=True)
     raised = cause.failure.kind in _OWN_KINDS and cause.retry and root.signal is None
     failure = replace(cause.failure, step=None, lines=root.lines)
@@ -174,8 +176,8 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     if early is not None:
         reason = f"rank {early.rank} on {early.node} ended with exit code 0 before the others: {failure.reason}"
         failure = replace(failure, rank=early.rank, node=early.node, reason=reason)
-    limited = error_says(_said(root), Meaning.NO_PROCESSES)
-    outside = limited or is_outside(_said(root))
+    limited = has_meaning(_error_text(root), Meaning.NO_PROCESSES)
+    outside = limited or is_outside(_error_text(root))
     own = early is not None or (raised and not outside)
     if cause.failure.kind is FailureKind.EXCEPTION:  # most programs turn every error into one
         failure = replace(failure, kind=FailureKind.UNKNOWN)
@@ -213,29 +215,29 @@ def _ended_early(ends: Sequence[RankEnd], root: RankEnd) -> RankEnd | None:
     return min(good, key=lambda end: end.at) if good and waited else None
 
 
-def judge(row: Sequence[CommandFailure], past: CommandPast) -> Judgement:
+def judge(row: Sequence[CommandFailure], past: CommandPast) -> CommandJudgement:
     """Judge the newest of these consecutive failures."""
-    last, alike = row[-1], _alike_in_a_row(row)
+    last, alike = row[-1], _count_repeats(row)
     # The cause may be what it loads at the start, so try an older checkpoint before blaming the program.
     if reason := _why_set_aside(row, past):
-        return Judgement(final=False, reason=f", {_span(last.seconds)} after its start", set_aside=reason)
+        return CommandJudgement(final=False, reason=f", {_span(last.seconds)} after its start", set_aside=reason)
     tries = _tries(row, past)
     # A program that made progress works; the same failure may have any cause.
     if last.saved:
-        return Judgement(final=False, reason=", after it had saved a checkpoint of its own")
+        return CommandJudgement(final=False, reason=", after it had saved a checkpoint of its own")
     if last.seconds > LONGEST_SECONDS or last.crashed:
-        return Judgement(final=False, reason=f", {_span(last.seconds)} after its start")
+        return CommandJudgement(final=False, reason=f", {_span(last.seconds)} after its start")
     if alike < REPEATS:
         again = f", for the {_ordinal(alike)} time in a row" if alike > 1 else ""
-        return Judgement(final=False, reason=f"{again}, {_span(last.seconds)} after its start", tries=tries)
+        return CommandJudgement(final=False, reason=f"{again}, {_span(last.seconds)} after its start", tries=tries)
     # A bare exit code is too little evidence against a program that may have trained.
     if last.trained and last.exception is None:
-        return Judgement(final=False, reason=f", {_span(last.seconds)} after its start")
+        return CommandJudgement(final=False, reason=f", {_span(last.seconds)} after its start")
     longest = max(one.seconds for one in row[-alike:])
-    return Judgement(final=True, reason=f", {alike} times in a row within {_span(longest)} of its start")
+    return CommandJudgement(final=True, reason=f", {alike} times in a row within {_span(longest)} of its start")
 
 
-def _alike_in_a_row(row: Sequence[CommandFailure]) -> int:
+def _count_repeats(row: Sequence[CommandFailure]) -> int:
     count = 1
     for one in reversed(row[:-1]):
         if not _alike(one, row[-1]):
@@ -359,7 +361,7 @@ def _of_its_checkpoint(root: RankEnd, past: CommandPast, row: Sequence[CommandFa
         return True
     # Two undamaged checkpoints that fail equally, with an error of complete files: the code or a library has changed.
     whole = past.newest is not None and not past.newest.damage and past.doubtful
-    if whole and same_without(row) and error_says(_said(root), Meaning.MISFIT):
+    if whole and same_without(row) and has_meaning(_error_text(root), Meaning.MISFIT):
         return False
     return _loading(root, past, doubt=True) and (past.trained or past.newest is not None)
 
@@ -373,16 +375,16 @@ def _loading(root: RankEnd, past: CommandPast, *, doubt: bool) -> bool:
     """Return whether it failed while loading its newest checkpoint, or any file if that is unknown."""
     names = [one.name for one in (past.newest, past.torn) if one is not None] or [""]
     raised = root.exception is not None
-    return any(is_loading_error(_said(root), root.lines, name, raised=raised, doubt=doubt) for name in names)
+    return any(is_loading_error(_error_text(root), root.lines, name, raised=raised, doubt=doubt) for name in names)
 
 
-def _said(root: RankEnd) -> str:
+def _error_text(root: RankEnd) -> str:
     return f"{root.exception}: {root.message}" if root.exception else (root.lines[-1] if root.lines else "")
 
 
 def _mark(root: RankEnd) -> str:
     end = f"signal {root.signal}" if root.signal is not None else f"exit code {root.exit_code}"
-    return f"{end}: {VARYING.sub('#', _said(root))}"
+    return f"{end}: {VARYING.sub('#', _error_text(root))}"
 
 
 def _span(seconds: float) -> str:

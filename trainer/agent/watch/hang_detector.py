@@ -8,7 +8,7 @@ from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.nodes.roster import Roster
 from trainer.agent.watch.hang_limits import HALTED, Limits, RankSample
-from trainer.agent.watch.hangs import LONGEST, Judgement, ReportGaps, Verdict, judge
+from trainer.agent.watch.hangs import LONGEST, HangJudgement, HangVerdict, ReportGaps, judge
 from trainer.agent.watch.sampling import JobSnapshot
 from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.config_sections.fault_detection_config import HangConfig
@@ -92,7 +92,7 @@ class _FlightQuery:
     unanswered: set[int] = field(default_factory=set)
     finding: Finding | None = None
 
-    def over(self, now: float) -> bool:
+    def is_over(self, now: float) -> bool:
         return not self.waits or now - self.asked >= self.seconds
 
     def age(self, now: float) -> float:
@@ -105,7 +105,7 @@ class Incident:
     """A declared hang whose evidence is collected until `until`, from the nodes in `waits`."""
 
     name: str
-    judgement: Judgement
+    judgement: HangJudgement
     began: float  # time of declaration, on the coordinator's clock
     quiet: float  # seconds without movement of any rank before it
     until: float
@@ -180,9 +180,9 @@ class HangDetector:
             return None
         seen = self.snapshot.at(now)
         judgement = self._judge(seen, limits, now)
-        if judgement.verdict is Verdict.LOOK:
+        if judgement.verdict is HangVerdict.LOOK:
             self._query_flights(now)
-        elif judgement.verdict is Verdict.HUNG:
+        elif judgement.verdict is HangVerdict.HUNG:
             self._declare(judgement, seen, now)
         return None
 
@@ -202,7 +202,7 @@ class HangDetector:
         """Withdraw the incident: the ranks move again, nothing is killed, and detection continues."""
         self.incident = self._query = None
 
-    def _judge(self, seen: list[RankSample], limits: Limits, now: float) -> Judgement:
+    def _judge(self, seen: list[RankSample], limits: Limits, now: float) -> HangJudgement:
         locked = frozenset(one.rank for one in seen if one.lock > _LOCK_HELD_SECONDS and one.state not in "TtDZX")
         self._halted = {rank: since for rank, since in self._halted.items() if since > self.snapshot.moved}
         for one in seen:
@@ -224,13 +224,13 @@ class HangDetector:
 
     def _finding(self, seen: list[RankSample], now: float) -> Finding | None:
         query = self._query
-        if query is None or not query.over(now) or query.asked < self.snapshot.moved:
+        if query is None or not query.is_over(now) or query.asked < self.snapshot.moved:
             return None
         if query.finding is None:
-            query.finding = self._analysed(query, seen)
+            query.finding = self._analyse(query, seen)
         return query.finding
 
-    def _analysed(self, query: _FlightQuery, seen: list[RankSample]) -> Finding:
+    def _analyse(self, query: _FlightQuery, seen: list[RankSample]) -> Finding:
         # Ranks of a node that has not answered would appear never to have entered the collective.
         if query.waits:
             return Finding(kind="none", reason=f"{len(query.waits)} nodes have not sent their ranks' flight records")
@@ -247,7 +247,7 @@ class HangDetector:
         if query is not None and now - query.asked < _QUERY_AGAIN_SECONDS:
             return
         # Answers of thousands of nodes take longer than that; a new query meanwhile would discard them.
-        if query is not None and not query.over(now) and query.asked >= self.snapshot.moved:
+        if query is not None and not query.is_over(now) and query.asked >= self.snapshot.moved:
             return
         self._serial += 1
         waits = {member.node for member in self._roster.training_members()}
@@ -257,7 +257,7 @@ class HangDetector:
             QueryFlights(generation=self._generation, serial=self._serial, seconds=_ANSWER_SECONDS * 0.75)
         )
 
-    def _declare(self, judgement: Judgement, seen: list[RankSample], now: float) -> None:
+    def _declare(self, judgement: HangJudgement, seen: list[RankSample], now: float) -> None:
         self._incidents += 1
         # Own name: files of a withdrawn incident do not belong to this one.
         again = f"-{self._incidents}" if self._incidents > 1 else ""
@@ -273,7 +273,7 @@ class HangDetector:
         self._roster.broadcast(CollectEvidence(generation=self._generation, incident=name, full=full, seconds=seconds))
 
 
-def _comparison_ranks(judgement: Judgement, seen: list[RankSample]) -> list[int]:
+def _comparison_ranks(judgement: HangJudgement, seen: list[RankSample]) -> list[int]:
     """Return a few waiting ranks for comparison, preferably on another node than the culprit's."""
     wanted = set(judgement.waiting)
     waiting = [one for one in seen if one.rank in wanted]

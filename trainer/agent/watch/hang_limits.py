@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages.agents import SampleRow
-from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Activity, Moment, SentMessages, moment_of
+from trainer.contract.ranks.stage_activity import (
+    AWAITED_SENDS,
+    RECEIVES,
+    Activity,
+    SentMessages,
+    StageActivity,
+    decode_activity,
+)
 
 _WAITS = (*RECEIVES, *AWAITED_SENDS, Activity.WAIT_IN_RING)
 
@@ -26,7 +33,7 @@ class RankSample:
     state: str = "R"  # of its training thread in /proc: R S D T (stopped) t (traced) Z; X: gone
     lock: float = 0.0  # seconds without any thread running in its interpreter; 0: unknown
     ended: bool = False
-    moment: Moment | None = None  # in a pipeline: its activity and micro-batch
+    moment: StageActivity | None = None  # in a pipeline: its activity and micro-batch
     sent: SentMessages | None = None  # and its progress in sending
 
     @property
@@ -50,7 +57,7 @@ class RankSample:
         return cls(
             rank=rank, node=node, step=step, phase=phase, first=first, collective=collective, age=age, alive=alive,
             state=state, lock=lock, ended=ended,
-            moment=moment_of(*stages[1:4]) if len(stages) >= 4 else None, sent=SentMessages.from_row(stages[4:]),
+            moment=decode_activity(*stages[1:4]) if len(stages) >= 4 else None, sent=SentMessages.from_row(stages[4:]),
         )  # fmt: skip
 
 
@@ -115,7 +122,7 @@ class Limits:
         longest = max((self._p99.get(phase, 0.0) for phase in FAST), default=0.0)
         return max(LOOK_LEAST, self.config.least / 2, LOOK_FACTOR * longest)
 
-    def of(self, one: RankSample, *, waited_for: bool = True, spins: bool = False) -> Allowed:
+    def for_rank(self, one: RankSample, *, waited_for: bool = True, spins: bool = False) -> Allowed:
         """Return this rank's limit; `waited_for`: its peers do not move, so being stopped does harm.
         `spins`: it is known to wait for a GPU, which uses CPU time without doing any work.
         """
@@ -124,30 +131,30 @@ class Limits:
         if one.state == "t":
             return Allowed(most, f"the {format_seconds(most)} for which a debugger may hold it")
         if one.state in HALTED and waited_for:
-            return self._halted(began)
-        silent = self._of_phase(one.phase, one.first)
+            return self._halted_limit(began)
+        silent = self._phase_limit(one.phase, one.first)
         waits_for_disk = one.state == "D"
         if not spins and (one.first or one.phase not in FAST):
             if waits_for_disk:
                 return Allowed(most, f"the {format_seconds(most)} that {silent.where} may wait for a disk")
-            return _extended(silent, most, began, one.alive)
+            return _extend_limit(silent, most, began, one.alive)
         if waits_for_disk and silent.seconds < self.config.slow:
             slow = self.config.slow
             silent = _Limit(slow, silent.where, f"the {format_seconds(slow)} that {silent.where} may wait for a disk")
-        return _extended(silent, min(LIVELY * silent.seconds, most), began, one.alive)
+        return _extend_limit(silent, min(LIVELY * silent.seconds, most), began, one.alive)
 
-    def _halted(self, began: float) -> Allowed:
+    def _halted_limit(self, began: float) -> Allowed:
         stopped, most = self.config.stopped, self.config.most
         return Allowed(min(most, began + stopped), f"the {format_seconds(stopped)} that a halted process may take")
 
-    def _of_phase(self, phase: str, first: bool) -> _Limit:
+    def _phase_limit(self, phase: str, first: bool) -> _Limit:
         """Return the limit of a rank that shows no activity."""
         known = self._silent.get((phase, first))
         if known is None:
-            known = self._silent[phase, first] = self._measured(phase, first)
+            known = self._silent[phase, first] = self._measured_limit(phase, first)
         return known
 
-    def _measured(self, phase: str, first: bool) -> _Limit:
+    def _measured_limit(self, phase: str, first: bool) -> _Limit:
         config, p99 = self.config, self._p99.get(phase, 0.0)
         slow = first or phase not in FAST
         least = config.slow if slow else config.least
@@ -157,7 +164,7 @@ class Limits:
         return _Limit(seconds, where, f"the {format_seconds(seconds)}{usual} that {where} may take")
 
 
-def _extended(silent: _Limit, longest: float, began: float, alive: float) -> Allowed:
+def _extend_limit(silent: _Limit, longest: float, began: float, alive: float) -> Allowed:
     """Return the limit counted from the last activity, `alive` seconds ago; at most `longest` in total."""
     seconds = min(silent.seconds + began, longest)
     if began < _AT_ONCE:

@@ -87,13 +87,13 @@ _NO_GAPS: Gaps = {}
 _NOBODY: Mapping[int, float] = {}
 
 
-class Verdict(Enum):
+class HangVerdict(Enum):
     FINE = auto()
     LOOK = auto()  # query every rank's flight record, then judge again
     HUNG = auto()
 
 
-class Stall(StrEnum):
+class HangKind(StrEnum):
     """Kind of a rank's hang."""
 
     STOPPED = "stopped"  # its process, by a signal
@@ -108,16 +108,16 @@ class Stall(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
+class HangJudgement:
     """Action and reason; the other fields are set if the verdict is HUNG."""
 
-    verdict: Verdict
+    verdict: HangVerdict
     reason: str
     culprit: int | None = None
     node: str | None = None
     phase: str = ""
     step: int = 0  # the last step that the culprit finished
-    kind: Stall = Stall.UNKNOWN
+    kind: HangKind = HangKind.UNKNOWN
     waiting: tuple[int, ...] = ()
     limit: float = 0.0
     culprits: tuple[Culprit, ...] = ()  # all roots, that of `culprit` first; empty if none is named
@@ -131,7 +131,7 @@ class Suspicion:
     """
 
     rank: RankSample | None
-    kind: Stall
+    kind: HangKind
     why: str
     rivals: tuple[RankSample, ...]  # includes `rank`
     spins: bool = False  # they wait for a GPU, which uses CPU time
@@ -139,8 +139,8 @@ class Suspicion:
     chain: str = ""
 
     @property
-    def halted(self) -> bool:
-        return self.kind in (Stall.STOPPED, Stall.DEAD)
+    def is_halted(self) -> bool:
+        return self.kind in (HangKind.STOPPED, HangKind.DEAD)
 
 
 _ORDER = ("init", "restore", "checkpoint", "eval", "data", "compile", "forward", "backward", "optimizer", "done")
@@ -151,18 +151,18 @@ _TURN = {**_PLACE, "backward": _PLACE["forward"]}
 _NOWHERE = len(_ORDER)
 
 _KINDS = {
-    "data": Stall.STUCK_IN_DATA,
-    "checkpoint": Stall.STUCK_IN_SAVE,
-    "compile": Stall.STUCK_IN_COMPUTE,
-    "forward": Stall.STUCK_IN_COMPUTE,
-    "backward": Stall.STUCK_IN_COMPUTE,
-    "optimizer": Stall.STUCK_IN_COMPUTE,
-    "eval": Stall.STUCK_IN_COMPUTE,
+    "data": HangKind.STUCK_IN_DATA,
+    "checkpoint": HangKind.STUCK_IN_SAVE,
+    "compile": HangKind.STUCK_IN_COMPUTE,
+    "forward": HangKind.STUCK_IN_COMPUTE,
+    "backward": HangKind.STUCK_IN_COMPUTE,
+    "optimizer": HangKind.STUCK_IN_COMPUTE,
+    "eval": HangKind.STUCK_IN_COMPUTE,
 }
 _HALTS = {
-    "T": (Stall.STOPPED, "its process is stopped (SIGSTOP)"),
-    "Z": (Stall.DEAD, "its process is dead (state Z)"),
-    "X": (Stall.DEAD, "its process is gone"),
+    "T": (HangKind.STOPPED, "its process is stopped (SIGSTOP)"),
+    "Z": (HangKind.DEAD, "its process is dead (state Z)"),
+    "X": (HangKind.DEAD, "its process is gone"),
 }
 
 
@@ -176,7 +176,7 @@ def judge(
     halted_for: Mapping[int, float] = _NOBODY,
     report_gaps: Gaps = _NO_GAPS,
     on_gpus: bool = False,
-) -> Judgement:
+) -> HangJudgement:
     """Judge one generation.
     `finding` is the analysis of flight records requested `found` seconds ago. `lock_held` has the ranks in whose
     interpreters no thread can run. `halted_for` has the seconds a rank has been seen halted, if known. `report_gaps`
@@ -194,22 +194,22 @@ def judge(
     if quiet < LOOK_AT_HALTED:
         return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, report_gaps))
     suspicion = first_to_stop(live, finding, lock_held, on_gpus=on_gpus, halted_for=halted_for)
-    due = LOOK_AT_HALTED if suspicion.halted else limits.look_after
+    due = LOOK_AT_HALTED if suspicion.is_halted else limits.look_after
     if quiet < due:
         return fine(_still_moving(mover, quiet, due, report_gaps))
     over, allowed = _overdue(suspicion, limits, report_gaps, waited_for=len(live) > 1)
-    if suspicion.halted and suspicion.rank is not None:
+    if suspicion.is_halted and suspicion.rank is not None:
         over = min(over, halted_for.get(suspicion.rank.rank, CONFIRMED) - CONFIRMED)
-    certain = over >= 0 and suspicion.halted
+    certain = over >= 0 and suspicion.is_halted
     if finding is None and not certain:
-        return Judgement(verdict=Verdict.LOOK, reason=f"no rank has moved for {format_seconds(quiet)}")
+        return HangJudgement(verdict=HangVerdict.LOOK, reason=f"no rank has moved for {format_seconds(quiet)}")
     if over < 0:
-        if not suspicion.halted and over > -AHEAD and found - over > FRESH:
-            return Judgement(verdict=Verdict.LOOK, reason=f"a limit is over in {format_seconds(-over)}")
+        if not suspicion.is_halted and over > -AHEAD and found - over > FRESH:
+            return HangJudgement(verdict=HangVerdict.LOOK, reason=f"a limit is over in {format_seconds(-over)}")
         return _within(suspicion, allowed, len(live) - 1)
     # A rank may complete many collectives between two writes to its cell.
     if found > FRESH and not certain:
-        return Judgement(verdict=Verdict.LOOK, reason=f"the flight records are {format_seconds(found)} old")
+        return HangJudgement(verdict=HangVerdict.LOOK, reason=f"the flight records are {format_seconds(found)} old")
     waited_for = len(live) > 1
     late = [one for one in suspicion.others if _overdue_alone(one, suspicion, limits, report_gaps, waited_for) >= 0]
     return _hung(replace(suspicion, others=tuple(late)), allowed, live, lock_held)
@@ -235,13 +235,13 @@ def first_to_stop(
     traced = [one for one in live if one.state == "t"]
     if traced:
         first = _first(traced, lock_held)
-        return Suspicion(rank=first, kind=Stall.UNKNOWN, why="a debugger holds it", rivals=(first,))
+        return Suspicion(rank=first, kind=HangKind.UNKNOWN, why="a debugger holds it", rivals=(first,))
     # The ranks' own records.
-    recorded = None if finding is None else _recorded(live, finding, lock_held, on_gpus)
+    recorded = None if finding is None else _suspect_from_records(live, finding, lock_held, on_gpus)
     return recorded if recorded is not None else _least_advanced(live, lock_held)
 
 
-def _recorded(
+def _suspect_from_records(
     live: Sequence[RankSample], finding: Finding, lock_held: AbstractSet[int], on_gpus: bool
 ) -> Suspicion | None:
     """Return what flight records show; None if they name no live rank."""
@@ -252,7 +252,7 @@ def _recorded(
     if finding.kind == "stuck_together":
         joined = tuple(named or live)
         spread = len({one.node for one in joined}) > 1
-        kind = Stall.NETWORK if spread else Stall.UNKNOWN
+        kind = HangKind.NETWORK if spread else HangKind.UNKNOWN
         spins = on_gpus and not finding.on_host
         return Suspicion(rank=None, kind=kind, why=finding.reason, rivals=joined, spins=spins)
     if not named:
@@ -262,14 +262,14 @@ def _recorded(
     roots = {one.rank: one for one in finding.culprits}
     others = tuple(one for one in named if one is not first and one.rank in roots)
     if finding.kind in ("desync_shape", "desync_order"):
-        return Suspicion(rank=first, kind=Stall.DESYNC, why=finding.reason, rivals=(first,), others=others)
+        return Suspicion(rank=first, kind=HangKind.DESYNC, why=finding.reason, rivals=(first,), others=others)
     # The host has run ahead of its GPU, so its position does not show what hangs.
     on_gpu = roots[first.rank].on_gpu if first.rank in roots else finding.queued
     return Suspicion(
         rank=first,
-        kind=Stall.STUCK_IN_COMPUTE if on_gpu else _kind(first, lock_held),
+        kind=HangKind.STUCK_IN_COMPUTE if on_gpu else _kind(first, lock_held),
         why=_with_lock(first, lock_held, finding.reason),
-        rivals=(first,) if others else _beside(first, named),
+        rivals=(first,) if others else _ranks_at_place(first, named),
         spins=on_gpu,
         others=others,
         chain=finding.chain,
@@ -283,24 +283,24 @@ def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> 
     step = min(one.step for one in working)
     behind = [one for one in working if one.step == step]
     first = _first(behind, lock_held)
-    rivals, kind, why = _beside(first, behind), _kind(first, lock_held), "it is furthest behind"
+    rivals, kind, why = _ranks_at_place(first, behind), _kind(first, lock_held), "it is furthest behind"
     if len(rivals) > 1 and len(live) > 1:
         why = f"of {len(rivals)} ranks at the same place it has been there longest"
         # Ranks load and save independently. In a collective, the longest wait proves little.
-        if kind is Stall.STUCK_IN_COMPUTE:
-            kind = Stall.UNKNOWN
+        if kind is HangKind.STUCK_IN_COMPUTE:
+            kind = HangKind.UNKNOWN
     return Suspicion(rank=first, kind=kind, why=_with_lock(first, lock_held, why), rivals=rivals)
 
 
-def _kind(one: RankSample, lock_held: AbstractSet[int]) -> Stall:
-    return Stall.LOCK_HELD if one.rank in lock_held else _KINDS.get(one.phase, Stall.UNKNOWN)
+def _kind(one: RankSample, lock_held: AbstractSet[int]) -> HangKind:
+    return HangKind.LOCK_HELD if one.rank in lock_held else _KINDS.get(one.phase, HangKind.UNKNOWN)
 
 
 def _with_lock(one: RankSample, lock_held: AbstractSet[int], why: str) -> str:
     return f"{why}; nothing can run in its interpreter (Python's lock is held)" if one.rank in lock_held else why
 
 
-def _beside(first: RankSample, ranks: Sequence[RankSample]) -> tuple[RankSample, ...]:
+def _ranks_at_place(first: RankSample, ranks: Sequence[RankSample]) -> tuple[RankSample, ...]:
     """Return the ranks that have come as far as `first`, itself included."""
     place = _place(first)
     return tuple(one for one in ranks if one.step == first.step and _place(one) == place)
@@ -332,7 +332,7 @@ def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_
     """Return the seconds above the limit (negative below) and the limit, for the rank with most time left."""
     over, allowed = float("inf"), Allowed(0.0, "")
     for one in suspicion.rivals:
-        its = limits.of(one, waited_for=waited_for, spins=suspicion.spins)
+        its = limits.for_rank(one, waited_for=waited_for, spins=suspicion.spins)
         if seconds_still(one, report_gaps) - its.seconds < over:
             over, allowed = seconds_still(one, report_gaps) - its.seconds, its
     return over, allowed
@@ -340,22 +340,24 @@ def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_
 
 def _overdue_alone(one: RankSample, suspicion: Suspicion, limits: Limits, report_gaps: Gaps, waited_for: bool) -> float:
     """Return the seconds for which one of several roots exceeds its own limit."""
-    return seconds_still(one, report_gaps) - limits.of(one, waited_for=waited_for, spins=suspicion.spins).seconds
+    return seconds_still(one, report_gaps) - limits.for_rank(one, waited_for=waited_for, spins=suspicion.spins).seconds
 
 
-def fine(reason: str) -> Judgement:
-    return Judgement(verdict=Verdict.FINE, reason=reason)
+def fine(reason: str) -> HangJudgement:
+    return HangJudgement(verdict=HangVerdict.FINE, reason=reason)
 
 
-def _within(suspicion: Suspicion, allowed: Allowed, peers: int) -> Judgement:
+def _within(suspicion: Suspicion, allowed: Allowed, peers: int) -> HangJudgement:
     first = suspicion.rank
     if first is None:
         return fine(f"no rank stopped first: {suspicion.why}; within {allowed.words}")
-    who = f"{_named(first)} has been in {_where(first)}, within {allowed.words}"
+    who = f"{_rank_label(first)} has been in {_where(first)}, within {allowed.words}"
     return fine(f"{who}; {_waiting(peers)}" if peers else who)
 
 
-def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Judgement:
+def _hung(
+    suspicion: Suspicion, allowed: Allowed, live: Sequence[RankSample], lock_held: AbstractSet[int]
+) -> HangJudgement:
     first = suspicion.rank
     named = {one.rank for one in suspicion.others} | ({first.rank} if first is not None else set())
     waiting = tuple(one.rank for one in live if one.rank not in named)
@@ -363,8 +365,8 @@ def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[RankSample], lo
     if first is None:
         return _hung_together(suspicion, allowed, limit, waiting)
     roots = (first, *sorted(suspicion.others, key=lambda one: one.rank))
-    return Judgement(
-        verdict=Verdict.HUNG,
+    return HangJudgement(
+        verdict=HangVerdict.HUNG,
         reason=_who_stopped(roots, suspicion.why, limit, len(waiting)),
         culprit=first.rank,
         node=first.node,
@@ -380,21 +382,21 @@ def _hung(suspicion: Suspicion, allowed: Allowed, live: Sequence[RankSample], lo
 
 def _culprit(one: RankSample, suspicion: Suspicion, lock_held: AbstractSet[int]) -> Culprit:
     kind = suspicion.kind
-    if one is not suspicion.rank and kind is not Stall.DESYNC:
-        kind = _HALTS[one.state][0] if suspicion.halted else kind if suspicion.spins else _kind(one, lock_held)
+    if one is not suspicion.rank and kind is not HangKind.DESYNC:
+        kind = _HALTS[one.state][0] if suspicion.is_halted else kind if suspicion.spins else _kind(one, lock_held)
     return Culprit(rank=one.rank, node=one.node, kind=str(kind), reason=f"it has been in {_where(one)}")
 
 
 def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int) -> str:
     if len(roots) == 1:
         where = f"it has been in {_where(roots[0])}, {limit}"
-        return f"{_named(roots[0])} stopped first: {where}; {_waiting(waiting)}; {why}"
-    who = ", ".join(f"{_named(one)} in {_where(one)}" for one in roots[:_TOLD])
+        return f"{_rank_label(roots[0])} stopped first: {where}; {_waiting(waiting)}; {why}"
+    who = ", ".join(f"{_rank_label(one)} in {_where(one)}" for one in roots[:_TOLD])
     more = f" and {len(roots) - _TOLD} more" if len(roots) > _TOLD else ""
     return f"{len(roots)} ranks stopped, each by itself: {who}{more}, {limit}; {_waiting(waiting, 'them')}; {why}"
 
 
-def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> Judgement:
+def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> HangJudgement:
     """Return the judgement when all have joined without progress.
     Blames no rank, and a node only if it is the only one.
     """
@@ -403,8 +405,8 @@ def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: 
     oldest = max(joined, key=lambda one: one.age)
     places = ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
     what = f"the network between {places} is suspect" if len(nodes) > 1 else f"all of it is on {places}"
-    return Judgement(
-        verdict=Verdict.HUNG,
+    return HangJudgement(
+        verdict=HangVerdict.HUNG,
         reason=f"no rank stopped first: {suspicion.why}; "
         f"no rank has made progress for {format_seconds(oldest.age)}, {limit}; {what}",
         node=nodes[0] if len(nodes) == 1 else None,
@@ -416,7 +418,7 @@ def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: 
     )
 
 
-def _named(one: RankSample) -> str:
+def _rank_label(one: RankSample) -> str:
     return f"rank {one.rank} on {one.node}"
 
 

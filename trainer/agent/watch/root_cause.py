@@ -12,10 +12,10 @@ from checkpointing.errors import (
     SaveFailed,
     TierUnavailable,
     UnreadableNow,
-    Unsavable,
+    UnsavableState,
 )
 from trainer.contract.cut_text import cut
-from trainer.contract.failures.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, has_meaning
 from trainer.contract.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode, Failure, FailureKind
 from trainer.contract.messages.agents import RankExit
 
@@ -65,7 +65,7 @@ class RankEnd:
     place: str = ""  # description of its position in the mesh
 
     @classmethod
-    def of(cls, report: RankExit, node: str, at: float, place: str = "") -> "RankEnd":
+    def from_report(cls, report: RankExit, node: str, at: float, place: str = "") -> "RankEnd":
         """Return the exit that an agent has reported."""
         return cls(
             rank=report.rank, node=node, at=at, exit_code=report.exit_code, signal=report.signal, step=report.step,
@@ -113,7 +113,7 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
     """Return the cause among `ends`, at least one of which is bad.
     `trained`: the run has trained at least one step, as far as known; `last_mark`: the `mark` of the previous failure.
     """
-    root = root_of(ends)
+    root = find_root(ends)
     kind, retry, what = _classify(root)
     said = f"{root.exception}: {root.message}" if root.exception else ""
     # Many errors of one class can be raised before the first step of a generation.
@@ -149,15 +149,15 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
 
 def is_outside(said: str) -> bool:
     """Return whether an error shows that the network, a server or a process beside the program failed."""
-    return error_says(said, Meaning.OUTSIDE)
+    return has_meaning(said, Meaning.OUTSIDE)
 
 
 def _meets_limit(end: RankEnd, said: str) -> bool:
     """Return whether the node could not start a thread or process, which proves nothing about the code at any step."""
-    return error_says(said, Meaning.NO_PROCESSES) and end.exception not in _OF_CODE and not end.secondary
+    return has_meaning(said, Meaning.NO_PROCESSES) and end.exception not in _OF_CODE and not end.secondary
 
 
-def root_of(ends: Sequence[RankEnd]) -> RankEnd:
+def find_root(ends: Sequence[RankEnd]) -> RankEnd:
     """Return the bad exit that caused the others: the most certain one, then the earliest."""
     return min((end for end in ends if not end.good), key=lambda end: (secondary_order(end), end.at))
 
@@ -199,19 +199,19 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
             False,
             f"has another model than its checkpoints: {_short(end.message or '')}; {way}",
         )
-    if end.exception == Unsavable.__name__:
+    if end.exception == UnsavableState.__name__:
         return FailureKind.USER_ERROR, False, f"cannot save its state: {_short(end.message or '')}"
     if end.exception in _CHECKPOINTS:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if end.exit_code == ExitCode.STORAGE:
         return FailureKind.STORAGE, False, f"could not use its storage (exit code 74){_after(said)}"
-    if error_says(said, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
+    if has_meaning(said, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
     if _meets_limit(end, said):
         return FailureKind.UNKNOWN, True, f"met a limit of its node: {_short(said)}; {LIMITS}"
-    if error_says(said, Meaning.STORAGE) and end.exception not in _OF_CODE:
+    if has_meaning(said, Meaning.STORAGE) and end.exception not in _OF_CODE:
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
-    if error_says(said, Meaning.VARIABLE) and not end.secondary:
+    if has_meaning(said, Meaning.VARIABLE) and not end.secondary:
         name = variable_named(said)
         way = f"`env.{name}=...` gives another value, `~env.{name}` takes it out of the configuration"
         return FailureKind.INSTALLATION, False, f"cannot use {name} of its environment: {_short(said)}; {way}"
@@ -219,7 +219,7 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
     if end.exit_code == ExitCode.RETRY:
         return FailureKind.UNKNOWN, True, f"asked to be restarted (exit code 75){_after(said)}"
-    if error_says(said, Meaning.NO_RENDEZVOUS):
+    if has_meaning(said, Meaning.NO_RENDEZVOUS):
         return FailureKind.UNKNOWN, True, f"could not meet its peers: {_short(said)}"
     if end.exception is not None:
         return FailureKind.EXCEPTION, True, f"raised {_short(said)}"
@@ -240,12 +240,12 @@ def _memory_hint(end: RankEnd) -> str:
     """Return what to change; a command's steps and settings are unknown."""
     if end.step is None:
         return _OF_A_COMMAND
-    return _LESS_OF_A_GPU if error_says(f"{end.exception}: {end.message}", Meaning.GPU_MEMORY) else MORE_MEMORY
+    return _LESS_OF_A_GPU if has_meaning(f"{end.exception}: {end.message}", Meaning.GPU_MEMORY) else MORE_MEMORY
 
 
 def _mismatch(end: RankEnd) -> bool:
     """Return whether it reports that ranks called different collectives, which no restart fixes."""
-    return not end.secondary and error_says(end.message or "", Meaning.MISMATCH)
+    return not end.secondary and has_meaning(end.message or "", Meaning.MISMATCH)
 
 
 def exit_words(exit_code: int | None, number: int | None, memory_kill: str = "") -> str:

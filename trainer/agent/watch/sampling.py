@@ -56,7 +56,7 @@ class JobSnapshot:
     def at(self, now: float) -> list[RankSample]:
         """Return the sample of every rank seen, by rank."""
         seen = map(self._seen.__getitem__, self._order)
-        return [_aged(sample, max(0.0, now - heard)) for heard, sample in seen]
+        return [_age_sample(sample, max(0.0, now - heard)) for heard, sample in seen]
 
     def worst(self, now: float, most: int, ratios: Mapping[int, float]) -> list[RankSample]:
         """Return at most `most` ranks: those with the largest `ratios`, then those without movement for longest."""
@@ -68,7 +68,7 @@ class JobSnapshot:
             return ratios.get(rank, 0.0), sample.age - heard
 
         found = (self._seen[rank] for rank in heapq.nlargest(most, self._order, key=still))
-        return [_aged(sample, max(0.0, now - heard)) for heard, sample in found]
+        return [_age_sample(sample, max(0.0, now - heard)) for heard, sample in found]
 
     def p99(self) -> dict[str, float]:
         """Return each phase's 99th percentile on the slowest node, in seconds."""
@@ -78,7 +78,7 @@ class JobSnapshot:
         return len(self._seen)
 
 
-def _aged(sample: RankSample, seconds: float) -> RankSample:
+def _age_sample(sample: RankSample, seconds: float) -> RankSample:
     """Return the sample aged by `seconds`."""
     return RankSample(
         rank=sample.rank, node=sample.node, step=sample.step, phase=sample.phase, first=sample.first,
@@ -217,7 +217,7 @@ class Sampler:
             node=self._name,
             step=reading.step,
             phase=reading.phase.name.lower(),
-            first=not local.stepped(),
+            first=not local.has_stepped(),
             collective=reading.collective,
             age=age,
             alive=min(age, now - watched.lived),
@@ -236,9 +236,9 @@ class Sampler:
         groups = self._groups({local.pid for local in still if local.pid is not None})
         for local in still:
             if local.pid is not None:
-                self._look_at(local, local.pid, groups.get(local.pid, []), now)
+                self._examine_rank(local, local.pid, groups.get(local.pid, []), now)
 
-    def _look_at(self, local: LocalRank, pid: int, group: list[int], now: float) -> None:
+    def _examine_rank(self, local: LocalRank, pid: int, group: list[int], now: float) -> None:
         watched, writer = self._watched[local.rank], self._writer(local.rank)
         before, since = watched.signs, watched.looked
         # Processes that do not count now are read too, so that they are not new when they count later.

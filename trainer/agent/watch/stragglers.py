@@ -15,10 +15,10 @@ from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.flight.p2p_messages import P2PMessage
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.contract.config_sections.fault_detection_config import StragglerConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig, PipelineConfig, place_in
+from trainer.contract.config_sections.parallel_config import ParallelConfig, PipelineConfig, mesh_coordinates
 from trainer.contract.pipeline.stage_split import rank_of_stage
 from trainer.contract.ranks.progress import SECTIONS
-from trainer.contract.ranks.stage_activity import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, Moment
+from trainer.contract.ranks.stage_activity import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, StageActivity
 
 _LAST = 1 << 40
 """Position of a wait in its rank's record, after all its calls."""
@@ -55,7 +55,7 @@ class StageNeighbours:
     def __init__(self, config: PipelineConfig, world: int) -> None:
         self.config, self._inner = config, max(1, world // config.ranks)
 
-    def message(self, rank: int, moment: Moment) -> StageMessage | RingMessage | None:
+    def message(self, rank: int, moment: StageActivity) -> StageMessage | RingMessage | None:
         """Return the message that `rank` waits for at this moment, or None."""
         if moment.activity is Activity.WAIT_IN_RING:
             return RingMessage(source=moment.stage, target=rank)
@@ -154,7 +154,7 @@ SHORT, LONG = Level(span=1, name="short"), Level(span=6, name="long")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class StragglerVerdict:
     """A rank is slower than its peers or, if `over`, as fast as they are again."""
 
     rank: int
@@ -174,7 +174,7 @@ def coordinate(parallel: ParallelConfig, world_size: int) -> Callable[[int], Has
     sizes = (stages, world_size // (stages * parallel.cp * parallel.tp), parallel.cp, parallel.tp)
 
     def place(rank: int) -> Hashable:
-        stage, _, *shares = place_in(sizes, rank)
+        stage, _, *shares = mesh_coordinates(sizes, rank)
         return stage, *shares
 
     return place
@@ -212,7 +212,7 @@ def limit(level: Level, noise: float, config: StragglerConfig) -> float:
     return 1 + max(config.ratio - 1, _SURE * level.noise(noise))
 
 
-def raised(level: Level, noise: float, config: StragglerConfig) -> float:
+def window_limit(level: Level, noise: float, config: StragglerConfig) -> float:
     """Return the ratio each window must exceed. Long windows are few, so only their median must exceed the limit."""
     bar = limit(level, noise, config)
     return bar if level is SHORT else 1 + (bar - 1) / 2
@@ -226,7 +226,7 @@ def steady(ratios: Sequence[float], noise: float) -> float:
     return fmean(ratio for ratio in ratios if abs(ratio - middle) <= farthest)
 
 
-def needed(level: Level, hiccups: float, ranks: int, config: StragglerConfig) -> int:
+def needed_windows(level: Level, hiccups: float, ranks: int, config: StragglerConfig) -> int:
     """Return the number of consecutive slow windows required; `hiccups`: share of slow windows in a healthy group."""
     if level is LONG:
         return config.windows
@@ -241,7 +241,7 @@ def is_slow(
     """Return whether these newest consecutive raised windows show a straggler, and the reason.
     `than` names the reference.
     """
-    wanted = needed(level, hiccups, ranks, config)
+    wanted = needed_windows(level, hiccups, ranks, config)
     if len(ratios) < wanted:
         return False, f"slow in {len(ratios)} of {wanted} {level.name} windows"
     bar, found = limit(level, noise, config), median(ratios[-wanted:])

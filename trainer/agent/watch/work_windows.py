@@ -8,7 +8,7 @@ from operator import sub, truediv
 from statistics import median
 
 from trainer.agent.watch import stragglers
-from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Level, Verdict
+from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Level, StragglerVerdict
 from trainer.contract.config_sections.fault_detection_config import StragglerConfig
 from trainer.contract.ranks.progress import SECTIONS
 
@@ -115,7 +115,7 @@ class _Group:
         if self._past and not all(map(self._earlier, range(len(self._past)))):
             self._remember(values)
             return _Found()
-        self._noises.append(stragglers.spread(self._evened(values) if self._past else ordered))
+        self._noises.append(stragglers.spread(self._relative_to_past(values) if self._past else ordered))
         noise = self._noise()
         compared = values
         if not self.alike:
@@ -124,12 +124,12 @@ class _Group:
         self._recent.append((compared, normal))
         found = _Found(over=self._follow(compared, normal, noise, steps))
         self._remember(values)
-        self._extend(SHORT, self._raised(noise), noise, found)
+        self._extend(SHORT, self._raised_ratios(noise), noise, found)
         if (self._closed - 1) % LONG.span == 0:
             self._extend(LONG, self._raised_for_long(noise), noise, found)
         return found
 
-    def _evened(self, values: Sequence[float]) -> list[float]:
+    def _relative_to_past(self, values: Sequence[float]) -> list[float]:
         """Return values relative to each rank's own past, since a lasting difference between two ranks is not noise."""
         return sorted(value / self._earlier(place) for place, value in enumerate(values))
 
@@ -148,10 +148,10 @@ class _Group:
             noises = noises[: max(_FEWEST_OWN, len(noises) - _RECENT)]
         return median(noises)
 
-    def _raised(self, noise: float) -> dict[int, float]:
+    def _raised_ratios(self, noise: float) -> dict[int, float]:
         """Return the ratios of ranks whose newest window is raised, by position."""
         values, normal = self._recent[-1]
-        bar = stragglers.raised(SHORT, noise, self._config)
+        bar = stragglers.window_limit(SHORT, noise, self._config)
         over = [place for place, value in enumerate(values) if value > bar * normal]
         ratios = {place: self._ratio(place, 1, noise) for place in over}
         return {place: ratio for place, ratio in ratios.items() if ratio > bar}
@@ -161,7 +161,7 @@ class _Group:
         Only raised means are checked.
         """
         block = [value / self._scale(place) for place, value in enumerate(self._each_step(self._block, _TOTAL))]
-        bar = stragglers.raised(LONG, noise, self._config)
+        bar = stragglers.window_limit(LONG, noise, self._config)
         least = bar * stragglers.reference(sorted(block))
         ratios = {place: self._ratio(place, LONG.span, noise) for place, spent in enumerate(block) if spent > least}
         return {place: ratio for place, ratio in ratios.items() if ratio > bar}
@@ -289,7 +289,7 @@ class WorkWindows:
         for group in groups:
             self._places.update({rank: (group, place) for place, rank in enumerate(group.ranks)})
 
-    def add_report(self, rows: Iterable[Sequence[int]]) -> list[Verdict]:
+    def add_report(self, rows: Iterable[Sequence[int]]) -> list[StragglerVerdict]:
         """Add rows of [rank, steps, cumulative nanoseconds in each of `SECTIONS`]; returns verdicts on stragglers."""
         verdicts = []
         for rank, steps, *sections in rows:
@@ -302,7 +302,7 @@ class WorkWindows:
                 verdicts += [self._verdict(group, at, group.cases[at], over=False) for at in found.named]
         return verdicts
 
-    def slow(self) -> list[Verdict]:
+    def slow(self) -> list[StragglerVerdict]:
         """Return the ranks that are slow now, with their cost so far."""
         groups = {id(group): group for group, _ in self._places.values()}
         return [
@@ -311,12 +311,12 @@ class WorkWindows:
             for place, case in group.cases.items()
         ]
 
-    def _verdict(self, group: _Group, place: int, case: _Case, *, over: bool) -> Verdict:
+    def _verdict(self, group: _Group, place: int, case: _Case, *, over: bool) -> StragglerVerdict:
         rank = group.ranks[place]
         hours = case.lost * 1e-9 * self._world / 3600
         usual = "as its peers again" if group.alike else "again as it was"
         reason = f"as fast {usual} after {case.steps} steps" if over else case.reason
-        return Verdict(
+        return StragglerVerdict(
             rank=rank,
             node=self._nodes[rank],
             section=case.section,

@@ -25,7 +25,7 @@ def present_path(path: Path) -> Path:
     return path
 
 
-def moved_from(section: Path) -> list[str]:
+def moved_key_names(section: Path) -> list[str]:
     """Return the names of the keys that have moved out of a section."""
     return [old[-1] for old in MOVED if old[:-1] == section]
 

@@ -180,7 +180,7 @@ def place_words(sizes: MeshSizes, rank: int, ep: int = 1) -> str:
 
     `ep`: number of ranks that share experts; they are neighbours among the `dp_shard` x `cp` x `tp` ranks.
     """
-    place = MeshSizes(*place_in(sizes, rank))
+    place = MeshSizes(*mesh_coordinates(sizes, rank))
     words = [f"{name} {at}" for name, size, at in zip(sizes._fields, sizes, place, strict=True) if size > 1]
     if ep > 1:
         words.append(f"ep {((place.dp_shard * sizes.cp + place.cp) * sizes.tp + place.tp) % ep}")
@@ -206,7 +206,7 @@ class ExpertSizes(NamedTuple):
     ep: int
 
 
-def place_in(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
+def mesh_coordinates(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
     """Return the index of `rank` in each dimension of a mesh, outermost first; the inner dimensions alone also work."""
     place: list[int] = []
     for size in reversed(sizes):
@@ -262,9 +262,9 @@ class FsdpConfig:
 
     def __post_init__(self) -> None:
         if self.offload not in set(Offload):
-            raise ValueError(f"parallel.fsdp.offload={self.offload}: must be {_one_of(tuple(Offload))}")
+            raise ValueError(f"parallel.fsdp.offload={self.offload}: must be {_join_alternatives(tuple(Offload))}")
         if self.reduce not in set(Reduce):
-            raise ValueError(f"parallel.fsdp.reduce={self.reduce}: must be {_one_of(tuple(Reduce))}")
+            raise ValueError(f"parallel.fsdp.reduce={self.reduce}: must be {_join_alternatives(tuple(Reduce))}")
         words = [word.strip() for word in self.wrap.split(",")]
         known = all(map(str.isidentifier, words)) and (len(words) == 1 or "auto" not in words)
         if not known and not self.wrap.isdecimal():
@@ -274,7 +274,8 @@ class FsdpConfig:
             )
         if self.reshard_after_forward not in RESHARD:
             raise ValueError(
-                f"parallel.fsdp.reshard_after_forward={self.reshard_after_forward}: must be {_one_of(RESHARD)}"
+                f"parallel.fsdp.reshard_after_forward={self.reshard_after_forward}: must be "
+                f"{_join_alternatives(RESHARD)}"
             )
         if self.prefetch < 0:
             raise ValueError(f"parallel.fsdp.prefetch={self.prefetch}: must be 0 or a number of layers")
@@ -327,9 +328,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.strategy not in set(Strategy):
-            raise ValueError(f"parallel.strategy={self.strategy}: must be {_one_of(tuple(Strategy))}")
+            raise ValueError(f"parallel.strategy={self.strategy}: must be {_join_alternatives(tuple(Strategy))}")
         if self.cp_method not in set(CpMethod):
-            raise ValueError(f"parallel.cp_method={self.cp_method}: must be {_one_of(tuple(CpMethod))}")
+            raise ValueError(f"parallel.cp_method={self.cp_method}: must be {_join_alternatives(tuple(CpMethod))}")
         for name, least in (("dp_replicate", 1), ("dp_shard", 0), ("cp", 1), ("tp", 1), ("ep", 1)):
             if (size := getattr(self, name)) < least:
                 raise ValueError(f"parallel.{name}={size}: must be at least {least}: type parallel.{name}={least}")
@@ -405,5 +406,5 @@ ONE_GROUP = (Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.FSDP)
 """Strategies without replicas: all data-parallel ranks share one copy."""
 
 
-def _one_of(words: tuple[str, ...]) -> str:
+def _join_alternatives(words: tuple[str, ...]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"

@@ -40,7 +40,7 @@ class Meaning(StrEnum):
     TEARDOWN = "teardown"  # printed during teardown
 
 
-class Place(Flag):
+class TextSource(Flag):
     """Texts in which a sentence has its meaning."""
 
     ERROR = auto()  # the text of an exception, or the last lines of a program
@@ -51,11 +51,11 @@ class FailurePattern(NamedTuple):
     """A row of the table."""
 
     meaning: Meaning
-    places: Place
+    places: TextSource
     pattern: str
 
 
-_ERROR, _LOG, _BOTH = Place.ERROR, Place.JOB_LOG, Place.ERROR | Place.JOB_LOG
+_ERROR, _LOG, _BOTH = TextSource.ERROR, TextSource.JOB_LOG, TextSource.ERROR | TextSource.JOB_LOG
 _SOCKET = r"client socket has (timed out|failed to connect)"
 
 TABLE = tuple(
@@ -156,21 +156,21 @@ TABLE = tuple(
 )  # fmt: skip
 
 
-def error_says(text: str, *meanings: Meaning) -> bool:
+def has_meaning(text: str, *meanings: Meaning) -> bool:
     """Return whether the text of an error, or the last lines of a program, has one of these meanings."""
     return any(pattern.search(text) for pattern in _of_errors(meanings))
 
 
-def log_line_says(line: str) -> Meaning | None:
+def log_line_meaning(line: str) -> Meaning | None:
     """Return the meaning of a line in a job's log."""
     return next((meaning for meaning, pattern in _of_job_logs() if pattern.search(line)), None)
 
 
 @cache
 def _of_errors(meanings: tuple[Meaning, ...]) -> list[re.Pattern[str]]:
-    return [re.compile(row.pattern) for row in TABLE if row.meaning in meanings and Place.ERROR in row.places]
+    return [re.compile(row.pattern) for row in TABLE if row.meaning in meanings and TextSource.ERROR in row.places]
 
 
 @cache
 def _of_job_logs() -> list[tuple[Meaning, re.Pattern[str]]]:
-    return [(row.meaning, re.compile(row.pattern)) for row in TABLE if Place.JOB_LOG in row.places]
+    return [(row.meaning, re.compile(row.pattern)) for row in TABLE if TextSource.JOB_LOG in row.places]

@@ -225,7 +225,7 @@ class Budget(StrEnum):
     NOTHING = "nothing"  # ended by orch before it began: retried without a pause
 
 
-class Blame(StrEnum):
+class NodeBlame(StrEnum):
     """Evidence against the node that a failure names."""
 
     NOTHING = "nothing"
@@ -246,7 +246,7 @@ class FailureTraits:
     """A row of the table."""
 
     budget: Budget
-    blame: Blame = Blame.NOTHING
+    blame: NodeBlame = NodeBlame.NOTHING
     losses: Losses = Losses.NOBODY
     restarts_in_place: bool = False  # a new generation on the same nodes repairs it
     comes_back: bool = False  # recurs within a job until a user intervenes
@@ -261,7 +261,7 @@ class FailureTraits:
 
 TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.RANK_KILLED: FailureTraits(
-        budget=Budget.TRIES, blame=Blame.WEAK, losses=Losses.CLUSTER, restarts_in_place=True, of_the_state=True
+        budget=Budget.TRIES, blame=NodeBlame.WEAK, losses=Losses.CLUSTER, restarts_in_place=True, of_the_state=True
     ),
     FailureKind.OUT_OF_MEMORY: FailureTraits(
         budget=Budget.TRIES, losses=Losses.RUN, restarts_in_place=True, of_the_program=True, seen_inside=True
@@ -275,11 +275,11 @@ TRAITS: dict[FailureKind, FailureTraits] = {
         seen_inside=True,
     ),
     FailureKind.NODE_LOST: FailureTraits(
-        budget=Budget.TIME, blame=Blame.NODE, losses=Losses.CLUSTER, asked_by_slurm=True
+        budget=Budget.TIME, blame=NodeBlame.NODE, losses=Losses.CLUSTER, asked_by_slurm=True
     ),
-    FailureKind.AGENT_LOST: FailureTraits(budget=Budget.TIME, blame=Blame.WEAK, losses=Losses.CLUSTER),
+    FailureKind.AGENT_LOST: FailureTraits(budget=Budget.TIME, blame=NodeBlame.WEAK, losses=Losses.CLUSTER),
     FailureKind.NODE_SUSPECT: FailureTraits(
-        budget=Budget.TIME, blame=Blame.NODE, losses=Losses.CLUSTER, seen_inside=True
+        budget=Budget.TIME, blame=NodeBlame.NODE, losses=Losses.CLUSTER, seen_inside=True
     ),
     FailureKind.PREEMPTED: FailureTraits(
         budget=Budget.TIME, losses=Losses.CLUSTER, asked_to_stop=True, free=True, asked_by_slurm=True
@@ -288,11 +288,11 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.CANCELLED: FailureTraits(budget=Budget.PERSON, asked_to_stop=True),
     FailureKind.JOB_LOST: FailureTraits(budget=Budget.TIME, losses=Losses.CLUSTER),
     FailureKind.NODES_MISSING: FailureTraits(budget=Budget.NOTHING),
-    FailureKind.LAUNCH_FAILED: FailureTraits(budget=Budget.TIME, blame=Blame.WEAK),
+    FailureKind.LAUNCH_FAILED: FailureTraits(budget=Budget.TIME, blame=NodeBlame.WEAK),
     FailureKind.SUBMIT_REJECTED: FailureTraits(budget=Budget.PERSON),
     FailureKind.SUBMIT_DEFERRED: FailureTraits(budget=Budget.TIME),
     FailureKind.SUBMISSION_LOST: FailureTraits(budget=Budget.PERSON),
-    FailureKind.HANG: FailureTraits(budget=Budget.TRIES, blame=Blame.WEAK, restarts_in_place=True, examined=True),
+    FailureKind.HANG: FailureTraits(budget=Budget.TRIES, blame=NodeBlame.WEAK, restarts_in_place=True, examined=True),
     FailureKind.DESYNC: FailureTraits(budget=Budget.PERSON, comes_back=True, examined=True),
     FailureKind.NUMERIC: FailureTraits(budget=Budget.PERSON, comes_back=True, of_the_state=True),
     FailureKind.STORAGE: FailureTraits(budget=Budget.TIME, seen_inside=True),
@@ -302,6 +302,6 @@ TRAITS: dict[FailureKind, FailureTraits] = {
 """Traits of every kind; docs/failures.md describes them, and a test compares the two."""
 
 
-def kinds_with(holds: Callable[[FailureTraits], bool]) -> frozenset[FailureKind]:
+def select_kinds(holds: Callable[[FailureTraits], bool]) -> frozenset[FailureKind]:
     """Return the kinds whose traits satisfy `holds`."""
     return frozenset(kind for kind, traits in TRAITS.items() if holds(traits))

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.contract.config_sections.fault_detection_config import DrillEvent
-from trainer.contract.failures.outcome import Failure, kinds_with
+from trainer.contract.failures.outcome import Failure, select_kinds
 
-NOT_BY_A_DRILL = kinds_with(lambda traits: traits.asked_to_stop)
+NOT_BY_A_DRILL = select_kinds(lambda traits: traits.asked_to_stop)
 """Failure kinds that drills never cause."""
 HARMLESS = frozenset({"slow-rank"})
 """Drills that training survives: later failures of the generation have other causes."""
@@ -44,7 +44,7 @@ def _fits(event: DrillEvent, failure: Failure) -> bool:
 WITHIN = 10
 """Steps after a restore within which a failure may come from the restored state."""
 
-_OF_THE_STATE = kinds_with(lambda traits: traits.of_the_state)
+_OF_THE_STATE = select_kinds(lambda traits: traits.of_the_state)
 """Failures that a loaded state can cause; nodes, storage, agents and stops fail for other reasons."""
 
 

@@ -18,7 +18,7 @@ from trainer.contract.config_sections.parallel_config import (
 from trainer.contract.layout.context_parallel import can_exchange_heads
 from trainer.contract.layout.expert_parallel import has_experts, nearest_ep
 from trainer.contract.pipeline.micro_batches import MicroBatchError, micro_batch_count, takes
-from trainer.contract.pipeline.stage_split import measured, problems
+from trainer.contract.pipeline.stage_split import measured_costs, problems
 
 Fix = dict[str, Any]
 """Config keys and values to set together."""
@@ -38,28 +38,28 @@ def other_stages(config: JobConfig) -> Iterator[Fix]:
         stages = ranks * pipeline.per_rank
         fix: Fix = {} if stages == pipeline.stages else {f"{PIPELINE}stages": stages}
         if not config.command:
-            fix |= _of_model(config, pipeline)
+            fix |= _incompatible_settings(config, pipeline)
         changed = with_fix(config, fix)
         if config.command or not list(problems(changed.parallel.pipeline, changed)):
             yield fix
     yield {f"{PIPELINE}stages": 1}
 
 
-def _of_model(config: JobConfig, pipeline: PipelineConfig) -> Fix:
+def _incompatible_settings(config: JobConfig, pipeline: PipelineConfig) -> Fix:
     """Return changes of settings incompatible with several stages, with split backward passes, or with the layers."""
     fix: Fix = {"model.tie_embeddings": False} if config.model.tie_embeddings else {}
     if pipeline.splits_backward:
         keys = ("activation_checkpointing", "compile")
         fix |= {f"train.{key}": False for key in keys if getattr(config.train, key)}
-    if pipeline.layer_seconds and not _are_of(pipeline.layer_seconds, config):
+    if pipeline.layer_seconds and not _matches_layers(pipeline.layer_seconds, config):
         fix[f"{PIPELINE}layer_seconds"] = ()
     return fix
 
 
-def _are_of(seconds: tuple[float, ...], config: JobConfig) -> bool:
+def _matches_layers(seconds: tuple[float, ...], config: JobConfig) -> bool:
     """Return whether the measured seconds match the layers of the model."""
     try:
-        measured(seconds, config.model)
+        measured_costs(seconds, config.model)
     except ValueError:
         return False
     return True
@@ -143,7 +143,7 @@ def fixes(config: JobConfig, may_change: MayChange, *, second: bool) -> list[Fix
     `second`: also return the best fix that changes other keys. If the sizes of model and batch may not change, only
     other numbers of nodes may be left.
     """
-    found = _ranked(config, may_change)
+    found = _sort_fixes(config, may_change)
     if not found:
         return _other_nodes(config, may_change)
     others = [fix for fix in found[1:] if not fix.keys() & found[0].keys()]
@@ -160,7 +160,7 @@ def workable_tp(config: JobConfig) -> list[int]:
     return [tp for tp in possible if not any(key.startswith(_SPLIT) for key in _sizes(config, cp, tp))]
 
 
-def _ranked(config: JobConfig, may_change: MayChange) -> list[Fix]:
+def _sort_fixes(config: JobConfig, may_change: MayChange) -> list[Fix]:
     possible = [fix for fix in _candidates(config) if all(map(may_change, fix))]
     return sorted(possible, key=lambda fix: _cost(fix, config))
 
@@ -181,7 +181,7 @@ def _meshes(config: JobConfig) -> Iterator[Fix]:
             continue
         for cp in _divisors(world // tp) if layout.cp > 1 else (1,):
             mesh = {
-                **_changed(_PARALLEL, cp=(layout.cp, cp), tp=(layout.tp, tp)),
+                **_changed_values(_PARALLEL, cp=(layout.cp, cp), tp=(layout.tp, tp)),
                 **_replicas_and_shards(layout, world // (cp * tp)),
             }
             yield {**mesh, **_experts(config, mesh), **across, **_sizes(config, cp, tp)}
@@ -193,7 +193,7 @@ def _experts(config: JobConfig, mesh: Fix) -> Fix:
         return {}
     sizes = {key.removeprefix(_PARALLEL): value for key, value in mesh.items()}
     ep = config.parallel.ep
-    return _changed(_PARALLEL, ep=(ep, nearest_ep(config, replace(config.parallel, **sizes))))
+    return _changed_values(_PARALLEL, ep=(ep, nearest_ep(config, replace(config.parallel, **sizes))))
 
 
 def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
@@ -203,7 +203,7 @@ def _other_nodes(config: JobConfig, may_change: MayChange) -> list[Fix]:
     ways = []
     for numbers in (range(cluster.nodes - 1, least - 1, -1), range(cluster.nodes + 1, 2 * cluster.nodes + 1)):
         for nodes in numbers:
-            if found := _ranked(replace(config, cluster=replace(cluster, nodes=nodes)), may_change):
+            if found := _sort_fixes(replace(config, cluster=replace(cluster, nodes=nodes)), may_change):
                 ways.append({"cluster.nodes": nodes, **found[0]})
                 break
     return ways
@@ -225,7 +225,7 @@ def _replicas_and_shards(layout: ParallelConfig, ranks: int) -> Fix:
     if strategy == Strategy.HSDP and ranks == 1:
         strategy = Strategy.FSDP
     options = [
-        _changed(
+        _changed_values(
             _PARALLEL,
             strategy=(layout.strategy, str(strategy)),
             dp_replicate=(layout.dp_replicate, replicas),
@@ -260,7 +260,7 @@ def _sizes(config: JobConfig, cp: int, tp: int) -> Fix:
     return {
         **sizes,
         **_widths(config.model, split),
-        **_changed(_TRAIN, compile=(compiles, compiles and cp * tp == 1 and not has_experts(config))),
+        **_changed_values(_TRAIN, compile=(compiles, compiles and cp * tp == 1 and not has_experts(config))),
         **_method(config, sizes.get("model.heads", config.model.heads), cp, tp),
     }
 
@@ -269,7 +269,7 @@ def _method(config: JobConfig, heads: int, cp: int, tp: int) -> Fix:
     """Return a change of `cp_method` if it cannot divide `heads`."""
     method = config.parallel.cp_method
     fits = method != CpMethod.ULYSSES or can_exchange_heads(heads, replace(config.parallel, cp=cp, tp=tp))
-    return _changed(_PARALLEL, cp_method=(method, method if fits else str(CpMethod.AUTO)))
+    return _changed_values(_PARALLEL, cp_method=(method, method if fits else str(CpMethod.AUTO)))
 
 
 def _batch(config: JobConfig, ranks: int) -> Fix:
@@ -282,7 +282,7 @@ def _batch(config: JobConfig, ranks: int) -> Fix:
         return fitting_batch(config.parallel.pipeline, train, ranks, batch)
     share = batch // ranks
     fitting = _largest_divisor(share, micro) if micro else 0
-    return _changed(_TRAIN, batch_size=(train.batch_size, batch), micro_batch_size=(micro, fitting))
+    return _changed_values(_TRAIN, batch_size=(train.batch_size, batch), micro_batch_size=(micro, fitting))
 
 
 def _sequence(train: TrainConfig, split: int) -> Fix:
@@ -291,7 +291,7 @@ def _sequence(train: TrainConfig, split: int) -> Fix:
         keeps_chunks = math.lcm(split, chunks)
         length = _nearest_multiple(length, keeps_chunks if keeps_chunks <= 2 * length else split)
     fitting = _largest_divisor(length, chunks)
-    return _changed(_TRAIN, seq_len=(train.seq_len, length), loss_chunks=(chunks, fitting))
+    return _changed_values(_TRAIN, seq_len=(train.seq_len, length), loss_chunks=(chunks, fitting))
 
 
 def _heads(model: ModelConfig, split: int) -> Fix:
@@ -305,7 +305,7 @@ def _heads(model: ModelConfig, split: int) -> Fix:
     for heads in (number for number in shared if number % split == 0):
         fitting = [number for number in _divisors(heads) if number % split == 0]
         options.append(
-            _changed(
+            _changed_values(
                 _MODEL,
                 heads=(model.heads, heads),
                 kv_heads=(kv_heads, kv_heads if kv_heads in fitting else min(fitting, key=_near(kv_heads))),
@@ -323,10 +323,10 @@ def _widths(model: ModelConfig, split: int) -> Fix:
     if model.embedding_rows % split:
         rows = math.lcm(VOCABULARY_MULTIPLE, split)
         vocabulary = -(-vocabulary // rows) * rows
-    return _changed(_MODEL, ffn_dim=(model.ffn_dim, ffn_dim), vocab_size=(model.vocab_size, vocabulary))
+    return _changed_values(_MODEL, ffn_dim=(model.ffn_dim, ffn_dim), vocab_size=(model.vocab_size, vocabulary))
 
 
-def _changed(section: str, **values: tuple[Any, Any]) -> Fix:
+def _changed_values(section: str, **values: tuple[Any, Any]) -> Fix:
     """Return the names whose values differ, with their new values."""
     return {f"{section}{name}": now for name, (before, now) in values.items() if before != now}
 
@@ -369,12 +369,12 @@ def _divisors(whole: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(whole // number for number in small)}))
 
 
-def typed(fix: Fix) -> str:
+def format_fix(fix: Fix) -> str:
     """Format a fix for the command line."""
-    return " ".join(f"{key}={_typed(value)}" for key, value in fix.items())
+    return " ".join(f"{key}={_format_value(value)}" for key, value in fix.items())
 
 
-def _typed(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

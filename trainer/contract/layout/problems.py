@@ -9,7 +9,7 @@ from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
 from trainer.contract.layout.context_parallel import can_exchange_heads
 from trainer.contract.layout.expert_parallel import ep_problems, expert_problems
-from trainer.contract.layout.fixes import Fix, MayChange, fixes, typed, workable_tp
+from trainer.contract.layout.fixes import Fix, MayChange, fixes, format_fix, workable_tp
 from trainer.contract.pipeline.micro_batches import MicroBatchError, micro_batch_size
 from trainer.contract.pipeline.stage_split import problems as pipeline_problems
 
@@ -161,7 +161,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class LayoutRefusal:
     """Why ranks cannot start, and alternative fixes, each sufficient alone."""
 
     what: str
@@ -170,13 +170,13 @@ class Refusal:
     @property
     def hint(self) -> str:
         """Return the keys to type; empty if no fitting sizes are known."""
-        return f"type {', or '.join(map(typed, self.fixes))}" if self.fixes else ""
+        return f"type {', or '.join(map(format_fix, self.fixes))}" if self.fixes else ""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.hint}" if self.fixes else self.what
 
 
-def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Refusal | None:
+def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> LayoutRefusal | None:
     """Return why the config does not fit, or None; only keys that `may_change` are offered as fixes."""
     found = problems(config)
     if not found:
@@ -188,8 +188,8 @@ def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Refu
     if len(found) > SHOWN:
         words.append(f"and {len(found) - SHOWN} more")
     if of_tp and (sizes := workable_tp(config)):
-        words.append(f"parallel.tp may be {_one_of(sizes)}")
-    return Refusal(what="; ".join(words), fixes=tuple(ways))
+        words.append(f"parallel.tp may be {_join_alternatives(sizes)}")
+    return LayoutRefusal(what="; ".join(words), fixes=tuple(ways))
 
 
 def _then(config: JobConfig, ways: list[Fix]) -> list[Problem]:
@@ -203,6 +203,6 @@ def _then(config: JobConfig, ways: list[Fix]) -> list[Problem]:
     return batch_problems(config.train, ranks // math.prod(sizes))
 
 
-def _one_of(sizes: list[int]) -> str:
+def _join_alternatives(sizes: list[int]) -> str:
     *others, last = map(str, sizes)
     return f"{', '.join(others)} or {last}" if others else last

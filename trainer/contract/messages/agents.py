@@ -86,7 +86,7 @@ SampleRow = tuple[int, int, str, bool, int, float, float, str, float, bool]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class PreflightFault:
     """A failed check; `shared`: it concerns a resource that all nodes see, so nodes can be compared."""
 
     check: str
@@ -102,7 +102,7 @@ class PreflightReport:
     `ahead_of_files`: seconds by which its time of day is ahead of the run folder's server, if known.
     """
 
-    faults: tuple[Fault, ...]
+    faults: tuple[PreflightFault, ...]
     wall: float | None = None
     machine: str = ""
     ahead_of_files: float | None = None

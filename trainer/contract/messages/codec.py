@@ -58,14 +58,14 @@ class Direction(Generic[M_co]):
         return found
 
 
-def name_of(message: type) -> str:
+def wire_name(message: type) -> str:
     """Return the name on the wire, such as `rank_exit` for `RankExit`."""
     return _shape(message).name
 
 
 def encode(message: object) -> str:
     """Encode the message as a line of JSON."""
-    return dump_line({KEY: name_of(type(message)), **_said(message)})
+    return dump_line({KEY: wire_name(type(message)), **_non_default_fields(message)})
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _default(field: "Field[Any]") -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _said(message: object) -> dict[str, Any]:
+def _non_default_fields(message: object) -> dict[str, Any]:
     """Return the fields that differ from their defaults."""
     found = {}
     for entry in _shape(type(message)).entries:
@@ -164,7 +164,7 @@ def _said(message: object) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
-    return None if value is None else _said(value)
+    return None if value is None else _non_default_fields(value)
 
 
 def _build(message: type, said: Mapping[str, Any]) -> Any:
@@ -205,7 +205,7 @@ def _reader(annotation: Any) -> Read:
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return _member(annotation)
     if isinstance(annotation, type) and is_dataclass(annotation):
-        return _nested(annotation)
+        return _nested_reader(annotation)
     raise TypeError(f"a message cannot have a field of type {annotation}")
 
 
@@ -290,7 +290,7 @@ def _member(kind: type[Enum]) -> Read:
     return read
 
 
-def _nested(message: type) -> Read:
+def _nested_reader(message: type) -> Read:
     def read(value: Any) -> Any:
         if type(value) is not dict:
             raise _Unfit

@@ -14,14 +14,19 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from trainer.contract.config_sections.parallel_config import HOST_COPY_BYTES, ParallelConfig, ParameterSizes, place_in
+from trainer.contract.config_sections.parallel_config import (
+    HOST_COPY_BYTES,
+    ParallelConfig,
+    ParameterSizes,
+    mesh_coordinates,
+)
 from trainer.contract.model_costs.model_flops import Parameter
 
 BUCKET_BYTES = 25 << 20
 """Maximum bytes of a gradient bucket, the default of torch's DDP; a larger gradient has its own bucket."""
 
 
-def packed(gradients: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
+def pack_buckets(gradients: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
     """Yield buckets of positions of adjacent gradients of the same kind; each gradient is its kind and its bytes."""
     bucket: list[int] = []
     size, last = 0, None
@@ -75,7 +80,7 @@ def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int, ep: int 
     count like any others.
     """
     shape = list(parameter.shape)
-    *_, shard, part = place_in(sizes, rank)
+    *_, shard, part = mesh_coordinates(sizes, rank)
     if parameter.is_expert and ep > 1:
         return (shape[0] // ep, shape[1] * ep // (sizes.dp_shard * sizes.tp), *shape[2:])
     if parameter.tp_dim is not None:
@@ -130,18 +135,20 @@ def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_
     held = state_bytes(known, parallel, world_size)
     stepping = held.gradients + (_host_copies(known, parallel, world_size) if held.on_host == ("optimizer",) else 0)
     if parallel.has_plain_replicas("float32"):
-        return held.parameters + held.optimizer + max(stepping, *_averaged(known, parallel, world_size))
+        return held.parameters + held.optimizer + max(stepping, *_replica_gradient_bytes(known, parallel, world_size))
     units = _units(known, parallel, world_size)
-    during = _kept(units) if parallel.reshard_after_forward is False else _freed(units)
+    during = _bytes_without_reshard(units) if parallel.reshard_after_forward is False else _bytes_with_reshard(units)
     return held.parameters + held.optimizer + max(*during, _of_root(units), stepping)
 
 
-def _averaged(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> Iterator[int]:
+def _replica_gradient_bytes(
+    parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int
+) -> Iterator[int]:
     """Yield the bytes of plain replicas' gradients whenever a bucket is full: computed gradients and the bucket."""
     sizes = parallel.parameter_sizes(world_size)
     gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep)) for parameter in reversed(parameters)]
     done = 0
-    for positions in packed((None, nbytes) for nbytes in gradients):
+    for positions in pack_buckets((None, nbytes) for nbytes in gradients):
         bucket = sum(gradients[position] for position in positions)
         done += bucket
         yield done + (bucket if sizes.dp_replicate * sizes.tp > 1 else 0)
@@ -171,7 +178,7 @@ def _around(units: Sequence[_Unit], number: int) -> int:
     return number - 1 if units[number].is_inner else number
 
 
-def _freed(units: _Units) -> Iterator[int]:
+def _bytes_with_reshard(units: _Units) -> Iterator[int]:
     """Yield memory if each unit is gathered for its forward pass, freed, and gathered again for its backward pass."""
     inside, root = units.inside, units.root.gathered
     for number, unit in enumerate(inside):
@@ -191,7 +198,7 @@ def _freed(units: _Units) -> Iterator[int]:
         done += unit.shard
 
 
-def _kept(units: _Units) -> Iterator[int]:
+def _bytes_without_reshard(units: _Units) -> Iterator[int]:
     """Yield memory if each unit is gathered for its forward pass and stays until the end of its backward pass."""
     inside, gathered = units.inside, units.root.gathered
     for number, unit in enumerate(inside):

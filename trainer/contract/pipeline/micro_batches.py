@@ -21,7 +21,7 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
     """
     share = train.batch_size // dp_size
     fitting = _fitting(pipeline, share)
-    key, count = _wanted(pipeline, train, share, fitting)
+    key, count = _requested_count(pipeline, train, share, fitting)
     if count in fitting:
         return count
     if not fitting:  # only for 1f1b: the others accept one micro-batch
@@ -51,7 +51,7 @@ def _fitting(pipeline: PipelineConfig, share: int) -> list[int]:
     return [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
 
 
-def _wanted(pipeline: PipelineConfig, train: TrainConfig, share: int, fitting: list[int]) -> tuple[str, int]:
+def _requested_count(pipeline: PipelineConfig, train: TrainConfig, share: int, fitting: list[int]) -> tuple[str, int]:
     """Return the deciding key with its value, and the requested count; 0 for a size that does not divide the share."""
     count, size = pipeline.micro_batches, train.micro_batch_size
     if count:

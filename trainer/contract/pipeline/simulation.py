@@ -25,7 +25,7 @@ class Kind(StrEnum):
 COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     """An entry of a table; `micro_batch` is -1 for an action that a stage performs once."""
 
     stage: int
@@ -36,7 +36,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch if self.micro_batch >= 0 else ''}"
 
 
-Table = Sequence[Sequence[Action]]
+Table = Sequence[Sequence[PipelineAction]]
 """Actions by rank of the pipeline."""
 
 
@@ -111,14 +111,14 @@ class Span:
     """A computation; `ready` is the time at which its inputs were available."""
 
     rank: int
-    action: Action
+    action: PipelineAction
     ready: float
     begin: float
     end: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class PipelineTimeline:
     """All computations of a step, in order on each rank."""
 
     spans: tuple[tuple[Span, ...], ...]
@@ -137,12 +137,12 @@ class DeadlockError(ValueError):
     """The ranks of a table wait for each other; the text lists each rank's pending action."""
 
 
-def simulate(table: Table, stages: Sequence[StageSeconds]) -> Timeline:
+def simulate(table: Table, stages: Sequence[StageSeconds]) -> PipelineTimeline:
     """Start every action as soon as its rank is free and its input has arrived; raises DeadlockError.
 
     Sends take no time on their rank and do not slow each other down.
     """
-    arrivals: dict[Action, float] = {}
+    arrivals: dict[PipelineAction, float] = {}
     clocks, places = [0.0 for _ in table], [0 for _ in table]
     spans: list[list[Span]] = [[] for _ in table]
     own = [{action.stage for action in actions} for actions in table]
@@ -157,19 +157,19 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> Timeline:
                     break
                 if action.kind in COMPUTES:
                     begin = max(clocks[rank], ready)
-                    end = begin + seconds_of(action, stages)
+                    end = begin + action_seconds(action, stages)
                     spans[rank].append(Span(rank=rank, action=action, ready=ready, begin=begin, end=end))
                     clocks[rank] = end
                 _deliver(action, clocks[rank], stages, own[rank], arrivals)
                 places[rank] += 1
                 moved = True
-    waiting = [f"rank {rank}: {actions[place]}" for rank, (actions, place) in _unfinished(table, places).items()]
+    waiting = [f"rank {rank}: {actions[place]}" for rank, (actions, place) in _unfinished_ranks(table, places).items()]
     if waiting:
         raise DeadlockError(f"ranks wait for each other: {', '.join(waiting)}")
-    return Timeline(spans=tuple(map(tuple, spans)))
+    return PipelineTimeline(spans=tuple(map(tuple, spans)))
 
 
-def seconds_of(action: Action, stages: Sequence[StageSeconds]) -> float:
+def action_seconds(action: PipelineAction, stages: Sequence[StageSeconds]) -> float:
     """Return the duration of an action. torch 2.13 computes the first stage's whole backward pass with its weights."""
     stage = stages[action.stage]
     backward = stage.input_gradient + stage.weight_gradient
@@ -180,25 +180,29 @@ def seconds_of(action: Action, stages: Sequence[StageSeconds]) -> float:
     return stage.forward if action.kind is Kind.FORWARD else backward
 
 
-def _ready(action: Action, stages: int, arrivals: Mapping[Action, float]) -> float | None:
+def _ready(action: PipelineAction, stages: int, arrivals: Mapping[PipelineAction, float]) -> float | None:
     """Return when the input of an action arrives; None: not yet known."""
     stage, kind, micro_batch = action
     if kind is Kind.FORWARD and stage > 0:
-        return arrivals.get(Action(stage, Kind.RECEIVE_ACTIVATION, micro_batch))
+        return arrivals.get(PipelineAction(stage, Kind.RECEIVE_ACTIVATION, micro_batch))
     if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage < stages - 1:
-        return arrivals.get(Action(stage, Kind.RECEIVE_GRADIENT, micro_batch))
+        return arrivals.get(PipelineAction(stage, Kind.RECEIVE_GRADIENT, micro_batch))
     return 0.0
 
 
 def _deliver(
-    action: Action, now: float, stages: Sequence[StageSeconds], own: set[int], arrivals: dict[Action, float]
+    action: PipelineAction,
+    now: float,
+    stages: Sequence[StageSeconds],
+    own: set[int],
+    arrivals: dict[PipelineAction, float],
 ) -> None:
     """Record when the result of an action arrives where it is needed; within a rank at once."""
     stage, kind, micro_batch = action
     if kind in (Kind.FORWARD, Kind.SEND_ACTIVATION):
-        to = Action(stage + 1, Kind.RECEIVE_ACTIVATION, micro_batch)
+        to = PipelineAction(stage + 1, Kind.RECEIVE_ACTIVATION, micro_batch)
     elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.SEND_GRADIENT):
-        to = Action(stage - 1, Kind.RECEIVE_GRADIENT, micro_batch)
+        to = PipelineAction(stage - 1, Kind.RECEIVE_GRADIENT, micro_batch)
     else:
         return
     if kind in COMPUTES and to.stage in own:
@@ -207,7 +211,7 @@ def _deliver(
         arrivals[to] = now + stages[stage].send
 
 
-def _unfinished(table: Table, places: Sequence[int]) -> dict[int, tuple[Sequence[Action], int]]:
+def _unfinished_ranks(table: Table, places: Sequence[int]) -> dict[int, tuple[Sequence[PipelineAction], int]]:
     return {
         rank: (actions, place)
         for rank, (actions, place) in enumerate(zip(table, places, strict=True))

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from math import prod
 
 from trainer.contract.config import JobConfig, ModelConfig
-from trainer.contract.config_sections.parallel_config import place_in
+from trainer.contract.config_sections.parallel_config import mesh_coordinates
 from trainer.contract.model_costs.model_flops import Parameter
-from trainer.contract.model_costs.peak_bytes import local_shape, packed, state_bytes
+from trainer.contract.model_costs.peak_bytes import local_shape, pack_buckets, state_bytes
 from trainer.contract.pipeline.micro_batches import micro_batch_size
-from trainer.contract.pipeline.simulation import Action, Kind, Table
+from trainer.contract.pipeline.simulation import Kind, PipelineAction, Table
 from trainer.contract.pipeline.stage_split import StagePart, has, parameters_of_rank, parts_of_rank
 
 _FLOAT32 = 4
@@ -123,7 +123,7 @@ def pipeline_peak_bytes(config: JobConfig, table: Table, rank: int = 0) -> int:
     stages = {stage.part.stage: stage for stage in _stages(config, rank)}
     plain = parallel.has_plain_replicas("float32")
     gathered = 0 if plain else sum(stage.weights for stage in stages.values())
-    place, *_ = place_in(parallel.mesh_sizes(world), rank)
+    place, *_ = mesh_coordinates(parallel.mesh_sizes(world), rank)
     during = gathered + _Step(stages).peak(table[place])
     averaged = held.gradients + (_bucket(config, own, rank) if plain else 0)
     return held.parameters + held.optimizer + max(during, averaged)
@@ -154,13 +154,13 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
             within=inner.during,
             split=_FLOAT32 * tokens * (layers * split + part.is_last * (rows + width)),
             result=_FLOAT32 * tokens * (rows if part.is_last else width // tp),
-            weights=_gathered([parameter for parameter in own if has(part, parameter)], config, rank),
+            weights=_gathered_bytes([parameter for parameter in own if has(part, parameter)], config, rank),
             matrix=inner.weight,
             output=_FLOAT32 * rows * width,
         )
 
 
-def _gathered(parameters: Sequence[Parameter], config: JobConfig, rank: int) -> int:
+def _gathered_bytes(parameters: Sequence[Parameter], config: JobConfig, rank: int) -> int:
     """Return the bytes of gathered parameters; of shared experts, only this rank's."""
     sizes, ep = config.parallel.parameter_sizes(config.cluster.world_size), config.parallel.ep
     whole, of_experts = sizes._replace(dp_shard=1), sizes._replace(dp_shard=ep, tp=1)
@@ -174,7 +174,7 @@ def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> in
     if sizes.dp_replicate == 1:
         return 0
     gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, rank)) for parameter in reversed(parameters)]
-    return max(sum(gradients[place] for place in places) for places in packed((None, size) for size in gradients))
+    return max(sum(gradients[place] for place in places) for places in pack_buckets((None, size) for size in gradients))
 
 
 class _Step:
@@ -193,7 +193,7 @@ class _Step:
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
         }
 
-    def peak(self, actions: Sequence[Action]) -> int:
+    def peak(self, actions: Sequence[PipelineAction]) -> int:
         for action in actions:
             if do := self._does.get(action.kind):
                 do(self._stages[action.stage])

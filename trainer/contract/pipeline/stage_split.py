@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
-from trainer.contract.config_sections.parallel_config import PipelineConfig, Schedule, place_in
+from trainer.contract.config_sections.parallel_config import PipelineConfig, Schedule, mesh_coordinates
 from trainer.contract.model_costs.model_flops import Parameter, feed_forward_weights, parameters
 
 
@@ -43,7 +43,7 @@ class LayerCosts:
         return self.embedding + sum(self.layers) + self.output
 
 
-def modelled(model: ModelConfig, train: TrainConfig) -> LayerCosts:
+def modelled_costs(model: ModelConfig, train: TrainConfig) -> LayerCosts:
     """Return costs in FLOPs as in `flops_per_token`, plus a second forward pass for recomputed layers."""
     width = model.dim // model.heads
     attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
@@ -62,7 +62,7 @@ def modelled(model: ModelConfig, train: TrainConfig) -> LayerCosts:
     )
 
 
-def measured(seconds: tuple[float, ...], model: ModelConfig) -> LayerCosts:
+def measured_costs(seconds: tuple[float, ...], model: ModelConfig) -> LayerCosts:
     """Return costs from `parallel.pipeline.layer_seconds`; raises ValueError unless each part of the model has one."""
     if len(seconds) != model.layers + 2:
         raise ValueError(
@@ -199,7 +199,7 @@ def problems(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
     if pipeline.splits_backward:
         yield from _of_split_backward(pipeline, config)
     try:
-        split_of(pipeline, config)
+        split_model(pipeline, config)
     except ValueError as error:
         yield str(error)
 
@@ -218,10 +218,10 @@ def _of_split_backward(pipeline: PipelineConfig, config: JobConfig) -> Iterator[
         yield f"{key} with train.compile=true: torch 2.13 cannot split the backward pass of compiled layers: {other}"
 
 
-def split_of(pipeline: PipelineConfig, config: JobConfig) -> Split:
+def split_model(pipeline: PipelineConfig, config: JobConfig) -> Split:
     """Return the stages, split by measured seconds if given, else by modelled FLOPs; raises ValueError."""
     seconds = pipeline.layer_seconds
-    costs = measured(seconds, config.model) if seconds else modelled(config.model, config.train)
+    costs = measured_costs(seconds, config.model) if seconds else modelled_costs(config.model, config.train)
     return split(costs, pipeline.stages)
 
 
@@ -240,8 +240,8 @@ def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
 def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
     """Return the stages of `rank`; raises ValueError for a model that cannot be split that way."""
     pipeline = config.parallel.pipeline
-    place, *_ = place_in(config.parallel.mesh_sizes(config.cluster.world_size), rank)
-    parts = split_of(pipeline, config).parts
+    place, *_ = mesh_coordinates(config.parallel.mesh_sizes(config.cluster.world_size), rank)
+    parts = split_model(pipeline, config).parts
     return [parts[stage] for stage in stages_of_rank(pipeline, place)]
 
 

@@ -18,7 +18,7 @@ from functools import cache
 from types import FrameType
 
 from trainer.contract.ranks.duration_histogram import BUCKETS, bucket
-from trainer.contract.ranks.stage_activity import CODES, Moment, SentMessages, moment_of
+from trainer.contract.ranks.stage_activity import CODES, SentMessages, StageActivity, decode_activity
 
 STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 """Warnings before a time limit (orch requests USR2, other tools USR1), the end of a step, and `scancel -s INT`."""
@@ -149,9 +149,9 @@ class Progress:
     micro_batch: int = 0
 
     @property
-    def moment(self) -> Moment | None:
+    def moment(self) -> StageActivity | None:
         """Return the activity and micro-batch of this pipeline rank; None outside the passes of a step."""
-        return moment_of(self.activity, self.stage, self.micro_batch)
+        return decode_activity(self.activity, self.stage, self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ class ProgressCell:
             now.phase_at = at
         self._publish(at)
 
-    def enter(self, phase: Phase, collective: int = 0, moment: Moment | None = None) -> None:
+    def enter(self, phase: Phase, collective: int = 0, moment: StageActivity | None = None) -> None:
         """Enter another phase and record the duration of the previous one.
 
         `moment`: pipeline activity in that phase. Nothing is recorded before `start_timing`, because a first step
@@ -219,7 +219,7 @@ class ProgressCell:
             now.activity = 0
         self._publish(at)
 
-    def begin_moment(self, moment: Moment | None) -> None:
+    def begin_moment(self, moment: StageActivity | None) -> None:
         """Record another activity within the phase, such as waiting for another stage."""
         now = self._now
         if moment is not None:

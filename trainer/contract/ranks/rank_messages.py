@@ -148,7 +148,7 @@ def _read(path: Path) -> Iterator[RankOutcome]:
         return
     for line in block.splitlines():
         try:
-            outcome = RankOutcome(**_renamed(json.loads(line)))
+            outcome = RankOutcome(**_rename_fields(json.loads(line)))
         except (ValueError, TypeError, RecursionError):  # torn by a kill
             continue
         numbers = (outcome.rank, outcome.generation, outcome.step, outcome.exit_code)
@@ -156,7 +156,7 @@ def _read(path: Path) -> Iterator[RankOutcome]:
             yield outcome
 
 
-def _renamed(fields: Any) -> dict[str, Any]:
+def _rename_fields(fields: Any) -> dict[str, Any]:
     """Rename `echo` of older run directories to `secondary`."""
     return {("secondary" if key == "echo" else key): value for key, value in dict(fields).items()}
 

@@ -33,7 +33,7 @@ OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activi
 """Activities about activations, which go to the next stage; gradients go to the previous one."""
 
 
-class Moment(NamedTuple):
+class StageActivity(NamedTuple):
     """An activity of a stage with a micro-batch; -1 for the reduction, which covers all.
 
     For a wait in a ring, `stage` is the global rank that this rank waits for.
@@ -81,6 +81,6 @@ class SentMessages:
         return cls(after_step=row[0], activations=tuple(row[1 : half + 1]), gradients=tuple(row[half + 1 :]))
 
 
-def moment_of(code: int, stage: int, micro_batch: int) -> Moment | None:
+def decode_activity(code: int, stage: int, micro_batch: int) -> StageActivity | None:
     """Return the moment for these numbers; None for 0 (no activity) and for unknown codes."""
-    return Moment(_ALL[code - 1], stage, micro_batch) if 0 < code <= len(_ALL) else None
+    return StageActivity(_ALL[code - 1], stage, micro_batch) if 0 < code <= len(_ALL) else None

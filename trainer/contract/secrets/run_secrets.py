@@ -49,15 +49,15 @@ class RunSecrets:
         """Create a file that only its owner can read; raises OSError, also if the path exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
-            stream.write(self._encoded())
+            stream.write(self._encode())
             stream.flush()
             os.fsync(stream.fileno())
 
     def replace(self, path: Path) -> None:
         """Replace an existing file; raises OSError."""
-        write_durably(path, self._encoded())
+        write_durably(path, self._encode())
 
-    def _encoded(self) -> bytes:
+    def _encode(self) -> bytes:
         return json.dumps({"schema": _SCHEMA, **asdict(self)}).encode()
 
     @classmethod
@@ -118,7 +118,7 @@ def read_list(path: Path, taken: dict[str, str] | None = None) -> dict[str, str]
         name, mark, value = line.strip().removeprefix("export ").partition("=")
         if not mark or not is_name(name.strip()):
             raise SecretsRefused(f"secrets_file={path}: line {number} is not NAME=VALUE", "a line reads HF_TOKEN=...")
-        found[name.strip()] = _unquoted(value.strip())
+        found[name.strip()] = _unquote(value.strip())
     for name in found:
         if name in (taken or {}):
             raise SecretsRefused(f"secrets_file={path}: {name} stands in the configuration, too", "keep one of them")
@@ -133,7 +133,7 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and text != LISTED
 
 
-def _unquoted(value: str) -> str:
+def _unquote(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 

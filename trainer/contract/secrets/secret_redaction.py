@@ -59,11 +59,11 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """Redact a text for users."""
-        return _replaced(text, self._texts)
+        return _replace_forms(text, self._texts)
 
     def record(self, text: str) -> str:
         """Redact a JSON record; numbers, plain words and paths stay, so that it remains valid."""
-        return _replaced(text, self._unique)
+        return _replace_forms(text, self._unique)
 
     def beginning_at_end(self, data: bytes) -> int:
         """Return the index where the end of `data` may begin a value, or its length."""
@@ -81,7 +81,7 @@ class RedactedStream:
         self.held = b""
         """Held-back end of the input, which may begin a value."""
 
-    def feed(self, data: bytes) -> bytes:
+    def redact(self, data: bytes) -> bytes:
         """Return the redacted bytes that can be written so far."""
         redactor = in_use()
         if not redactor:
@@ -100,11 +100,11 @@ class RedactedStream:
 def in_use(environ: Mapping[str, str] = os.environ) -> Redactor:
     """Return the redactor of this process. It is cached, in case a program deletes its variables."""
     names = environ.get(LISTED)
-    return _listed(names) if names else NOTHING
+    return _cached_redactor(names) if names else NOTHING
 
 
 @functools.cache
-def _listed(names: str) -> Redactor:
+def _cached_redactor(names: str) -> Redactor:
     return Redactor({name: os.environ[name] for name in names.split(",") if name in os.environ})
 
 
@@ -112,7 +112,7 @@ NOTHING = Redactor({})
 """Redactor of a process without secrets."""
 
 
-def _replaced(text: str, forms: Iterable[tuple[str, str]]) -> str:
+def _replace_forms(text: str, forms: Iterable[tuple[str, str]]) -> str:
     for form, shown in forms:
         if form in text:
             text = text.replace(form, shown)

@@ -81,7 +81,7 @@ def changed_versions(
     return [name for name in differ if name.startswith(COMPUTING) or not set(imported).isdisjoint(provided(name))]
 
 
-def normalized(packages: Mapping[str, Any]) -> dict[str, str]:
+def normalize_names(packages: Mapping[str, Any]) -> dict[str, str]:
     """Return packages by normalized name (PEP 503)."""
     return {_normalize(name): str(version) for name, version in packages.items()}
 

@@ -331,7 +331,7 @@ def _record_command(config: ProgramConfig, beside: Path) -> CodeRecord:
         found.add_module(name)
     found.follow()
     places = dict.fromkeys(place.parent for _, place in scripts)
-    places |= dict.fromkeys(folder for name in run for folder, package in found.places_of(name) if not package)
+    places |= dict.fromkeys(folder for name in run for folder, package in found.find_top_package(name) if not package)
     covers = "the scripts that the command names, and the modules that they name"
     return _with_folders(found, list(places), covers, run)
 
@@ -340,7 +340,7 @@ def _with_folders(found: "_Collector", folders: Sequence[Path], covers: str, mod
     """Add every Python file of the folders, and of the modules' packages, if a file imports dynamically."""
     packages = [
         (folder, package)
-        for folder, package in dict.fromkeys(place for name in modules for place in found.places_of(name))
+        for folder, package in dict.fromkeys(place for name in modules for place in found.find_top_package(name))
         if package and any(folder in file.parents for file in found.dynamic)
     ]
     if found.dynamic and (folders or packages):
@@ -426,7 +426,7 @@ class _Collector:
                 self._seen.add(name)
                 return
 
-    def places_of(self, name: str) -> list[tuple[Path, str]]:
+    def find_top_package(self, name: str) -> list[tuple[Path, str]]:
         """Return the folder and name of a module's top-level package; a lone module's folder and an empty name."""
         top = name.partition(".")[0]
         if name not in self._files:

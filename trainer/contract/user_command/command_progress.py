@@ -23,7 +23,7 @@ class CommandCheckpointsConfig:
                 f"checkpoints.pattern={self.pattern}: must be one name with a `*` for the step, like checkpoint-*"
             )
 
-    def step_of(self, name: str) -> int | None:
+    def parse_step(self, name: str) -> int | None:
         """Return the step in a checkpoint's name; None for any other name.
 
         Of a number with more than 18 digits, such as a time stamp, the first 18 count: the registry cannot store larger
@@ -32,7 +32,7 @@ class CommandCheckpointsConfig:
         found = self._match(name)
         return None if found is None else int(found[1].lstrip("0")[:18] or "0")
 
-    def prefix_of(self, name: str) -> str:
+    def name_prefix(self, name: str) -> str:
         """Return what is before the step in a checkpoint's name."""
         found = self._match(name)
         assert found is not None

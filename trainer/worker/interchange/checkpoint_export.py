@@ -18,7 +18,7 @@ from checkpointing.engine.interchange.exporter import (
     write_safetensors,
     write_torch,
 )
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import digest
@@ -38,7 +38,7 @@ def model_keys(source: SealedCheckpoint) -> dict[str, str]:
         keys = sorted(key for key in source.index.tensors if key.startswith(prefix))
         found.update({key.removeprefix(prefix): key for key in keys})
     if not found:
-        raise Refused(source.manifest.name, f"has no tensors of a model (keys that begin with {MODEL})")
+        raise CheckpointRefused(source.manifest.name, f"has no tensors of a model (keys that begin with {MODEL})")
     return found
 
 
@@ -60,7 +60,7 @@ class CheckpointTensors:
         return self._source.blocks(self._keys[name])
 
 
-def weights_of(source: SealedCheckpoint, place: Path) -> ImportSource:
+def weights_source(source: SealedCheckpoint, place: Path) -> ImportSource:
     """Return only the weights: no optimizer, step or data position."""
     keys = model_keys(source)
     fingerprints = {name: source.fingerprints[key] for name, key in keys.items() if key in source.fingerprints}
@@ -88,7 +88,7 @@ class ExportRequest:
     """The run's configuration; without it only names are known."""
 
     @property
-    def built_in(self) -> bool:
+    def has_built_in_model(self) -> bool:
         return self.config is not None and self.config.trains_built_in_workload
 
 
@@ -102,12 +102,12 @@ def export(
     with SealedCheckpoint(storage, name) as source, new_folder(request.folder) as draft:
         if request.to == "torch":
             wanted = _torch_names(source, request)
-            nest = _nested(source, request)
+            nest = _make_nest(source, request)
             done = write_torch(source, wanted, draft, name=TORCH_FILE, nest=nest, progress=progress)
         else:
             wanted = _safetensors_names(source, request)
             done = write_safetensors(source, wanted, draft, largest=request.largest, progress=progress)
-            if request.built_in:
+            if request.has_built_in_model:
                 assert request.config is not None
                 kind = str(wanted[0].dtype).removeprefix("torch.")
                 seq_len = request.config.train.seq_len
@@ -126,14 +126,18 @@ def _dtype(source: SealedCheckpoint, key: str, request: ExportRequest) -> torch.
 def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
     """Return Hugging Face names for the built-in model, the model's own names for any other."""
     model = model_keys(source)
-    if request.built_in:
+    if request.has_built_in_model:
         assert request.config is not None
         if request.config.model.experts.count:
-            raise Refused(source.manifest.name, "has experts, for which Llama's files have no names: type --to torch")
+            raise CheckpointRefused(
+                source.manifest.name, "has experts, for which Llama's files have no names: type --to torch"
+            )
         theirs = hugging_face.names(request.config.model)
         if theirs.keys() != model.keys():
             odd = sorted(theirs.keys() ^ model.keys())[0]
-            raise Refused(source.manifest.name, f"does not hold the built-in model of its configuration: {odd}")
+            raise CheckpointRefused(
+                source.manifest.name, f"does not hold the built-in model of its configuration: {odd}"
+            )
         model = {theirs[name]: model[name] for name in theirs}
     else:
         model |= further_names(source, model)  # strict loading requires every name
@@ -153,14 +157,14 @@ def _torch_names(source: SealedCheckpoint, request: ExportRequest) -> list[Expor
     return wanted
 
 
-def _nested(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
+def _make_nest(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
     def nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
         keys = model_keys(source)
         names = {key: name for name, key in keys.items()}
         # Strict loading requires every name of a shared tensor.
         model |= {name: model[names[key]] for name, key in further_names(source, keys).items()}
-        if request.built_in and "output.weight" not in model and "embedding.weight" in model:
+        if request.has_built_in_model and "output.weight" not in model and "embedding.weight" in model:
             model["output.weight"] = model["embedding.weight"]  # older checkpoints record no further names
         state: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():

@@ -13,12 +13,12 @@ from checkpointing.engine.interchange.importer import (
     ImportedTensor,
     TorchTensors,
     flat,
-    info_of,
     load_torch,
-    safetensors_in,
+    open_safetensors,
+    tensor_info,
 )
 from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.durable import read_json
 from trainer.contract.config import JobConfig, ModelConfig
@@ -72,9 +72,9 @@ def open_source(place: Path) -> ImportSource:
     if place.is_dir() and (place / TORCH_FILE).exists() and not list(place.glob("*.safetensors")):
         place = place / TORCH_FILE
     if place.is_dir() or place.suffix == ".safetensors":
-        given = safetensors_in(place)
+        given = open_safetensors(place)
         if not given.tensors:
-            raise Refused(str(place), "has no *.safetensors file and no checkpoint.pt in it")
+            raise CheckpointRefused(str(place), "has no *.safetensors file and no checkpoint.pt in it")
         config = folder / "config.json"
         return ImportSource(
             place=place, model=given, fingerprints=fingerprints, config=_object(config) if config.exists() else None
@@ -86,9 +86,9 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except ValueError as error:
-        raise Refused(path.name, str(error)) from error
+        raise CheckpointRefused(path.name, str(error)) from error
     if not isinstance(value, dict):
-        raise Refused(path.name, "is not a JSON object")
+        raise CheckpointRefused(path.name, "is not a JSON object")
     return value
 
 
@@ -98,26 +98,26 @@ def _fingerprints(folder: Path) -> dict[str, str]:
         return {}
     value = _object(path)
     if value.get("schema") != PROVENANCE_SCHEMA:
-        raise Refused(PROVENANCE, f"is of schema {value.get('schema')}, not {PROVENANCE_SCHEMA}")
+        raise CheckpointRefused(PROVENANCE, f"is of schema {value.get('schema')}, not {PROVENANCE_SCHEMA}")
     try:
         return {str(name): str(entry["fingerprint"]) for name, entry in value["tensors"].items()}
     except (TypeError, KeyError, AttributeError) as error:
-        raise Refused(PROVENANCE, f"is malformed: {error}") from error
+        raise CheckpointRefused(PROVENANCE, f"is malformed: {error}") from error
 
 
 def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
     value = load_torch(place)
     if not isinstance(value, Mapping):
-        raise Refused(place.name, f"holds a {type(value).__name__}, not named tensors")
+        raise CheckpointRefused(place.name, f"holds a {type(value).__name__}, not named tensors")
     model = next((value[key] for key in _MODEL_KEYS if isinstance(value.get(key), Mapping)), value)
-    given = _unwrapped(flat(model))
+    given = _strip_wrapper_prefixes(flat(model))
     optimizer = flat(value.get("optimizer", {}).get("state", {})) if isinstance(value.get("optimizer"), Mapping) else {}
     if model is value:  # DCP's converter makes such files of orch's checkpoints
         optimizer = {key.removeprefix("optimizer/"): t for key, t in given.items() if key.startswith("optimizer/")}
         inside = {key.removeprefix("model/"): t for key, t in given.items() if key.startswith("model/")}
         given = inside or given
     if not given:
-        raise Refused(place.name, "holds no tensors of a model (under `model`, `state_dict`, or at the top)")
+        raise CheckpointRefused(place.name, "holds no tensors of a model (under `model`, `state_dict`, or at the top)")
     step, facts = value.get("step", 0), value.get("extra", {})
     with_optimizer = isinstance(value.get("optimizer"), Mapping)
     if isinstance(facts, Mapping) and not with_optimizer:  # counts without the tensors that they belong to
@@ -133,7 +133,7 @@ def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
     )  # fmt: skip
 
 
-def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_wrapper_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove the name prefixes of DDP and torch.compile."""
     for prefix in _WRAPPERS:
         if tensors and all(name.startswith(prefix) for name in tensors):
@@ -147,7 +147,7 @@ def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) 
     model = _built_model(config)
     shared = shared_tensors(model)
     keys = {key.removeprefix("model/"): key for key in model_tensors(model)}
-    wanted = {name: info_of(tensor) for name, tensor in ((n, model_tensors(model)[k]) for n, k in keys.items())}
+    wanted = {name: tensor_info(tensor) for name, tensor in ((n, model_tensors(model)[k]) for n, k in keys.items())}
     keys = {name: key if key in shared else f"{buffers_name(0)}{name}" for name, key in keys.items()}
     built_in = config.trains_built_in_workload
     theirs = _their_names(source, wanted, config.model if built_in else None)
@@ -246,7 +246,7 @@ def _add_optimizer(
     if not state.tensors:
         nothing = torch.zeros(1, dtype=torch.uint8)
         found.tensors[NO_OPTIMIZER_STATE] = ImportedTensor(
-            external=TorchTensors({"none": nothing}), name="none", info=info_of(nothing)
+            external=TorchTensors({"none": nothing}), name="none", info=tensor_info(nothing)
         )
 
 

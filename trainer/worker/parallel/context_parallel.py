@@ -64,7 +64,7 @@ class Kernel(Protocol):
         """Return this block's part of the gradients; `given`: gradient of the output over all keys (`whole`)."""
 
 
-def kernel_for(query: torch.Tensor) -> Kernel:
+def choose_kernel(query: torch.Tensor) -> Kernel:
     """Return a memory-efficient kernel if this device, precision and width have one, else `Plain`."""
     if query.is_cpu:
         return CpuFlash()
@@ -128,7 +128,7 @@ class Plain:
         return Gradients(of_scores @ key.float(), of_scores.mT @ query.float(), weights.mT @ upstream)
 
 
-def joined(one: BlockResult, other: BlockResult) -> BlockResult:
+def merge_blocks(one: BlockResult, other: BlockResult) -> BlockResult:
     """Combine attention to the keys of two blocks, in float32."""
     total = torch.logaddexp(one.log_sum_exp, other.log_sum_exp)
     first, second = (part.out.float() * (part.log_sum_exp - total).exp()[..., None] for part in (one, other))
@@ -186,13 +186,13 @@ class SequencePart:
         """Return the number of this rank's tokens that are not padding; these come first."""
         return int((self.positions < self.length).sum())
 
-    def of(self, tokens: torch.Tensor) -> torch.Tensor:
+    def select_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of whole rows [batch, length]; padding is 0."""
         missing = max(0, (max(self.chunks) + 1) * self.chunk - self.length)
         padded = functional.pad(tokens, (0, missing))
         return torch.cat([padded[:, number * self.chunk : (number + 1) * self.chunk] for number in self.chunks], dim=1)
 
-    def rows_of(self, table: torch.Tensor) -> torch.Tensor:
+    def select_rows(self, table: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a table [.., length, ..] with a row per position; padding gets any row."""
         places = self.positions.clamp(max=self.length - 1).to(table.device)
         return table.index_select(1, places)
@@ -220,7 +220,9 @@ class UlyssesAttention:
         """Attend with `query` [batch, heads, tokens, width] of this rank; `key` and `value` may have fewer heads."""
         ranks = self._group.size()
         repeats = math.lcm(key.shape[1], ranks) // key.shape[1]
-        parts = [_by_rank(part, ranks) for part in (query, repeated(key, repeats), repeated(value, repeats))]
+        parts = [
+            _split_by_rank(part, ranks) for part in (query, repeat_heads(key, repeats), repeat_heads(value, repeats))
+        ]
         sizes = [part.shape[2] for part in parts]
         received = self._exchange(torch.cat(parts, dim=2).movedim(1, 0))  # [rank with these tokens, batch, heads, ...]
         whole = received.movedim(0, 2).flatten(2, 3)
@@ -230,11 +232,11 @@ class UlyssesAttention:
         return returned.movedim(0, 1).flatten(1, 2)
 
     def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        received: torch.Tensor = _Exchange.apply(parts, self._group)  # type: ignore[no-untyped-call]
+        received: torch.Tensor = _AllToAll.apply(parts, self._group)  # type: ignore[no-untyped-call]
         return received
 
 
-def repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
+def repeat_heads(heads: torch.Tensor, times: int) -> torch.Tensor:
     """Repeat each head of [batch, heads, tokens, width] `times` times in a row; gradients of copies are added."""
     if times == 1:
         return heads
@@ -242,13 +244,13 @@ def repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
     return heads[:, :, None].expand(batch, count, times, tokens, width).reshape(batch, count * times, tokens, width)
 
 
-def _by_rank(heads: torch.Tensor, ranks: int) -> torch.Tensor:
+def _split_by_rank(heads: torch.Tensor, ranks: int) -> torch.Tensor:
     """Reshape [batch, heads, tokens, width] to [batch, ranks, heads of a rank, tokens, width]."""
     parts: torch.Tensor = heads.unflatten(1, (ranks, -1))
     return parts
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Sends row r of the first dimension to rank r and receives one from it; gradients take the reverse path."""
 
     @staticmethod
@@ -277,7 +279,7 @@ class Visible(NamedTuple):
     is_causal: bool
 
 
-def visible(rank: int, source: int, tokens: int) -> Visible:
+def visible_slices(rank: int, source: int, tokens: int) -> Visible:
     """Return which queries of `rank` see which keys of `source`; each has `tokens`, half of them from the tail."""
     if source == rank:
         return Visible(slice(0, tokens), slice(0, tokens), is_causal=True)
@@ -298,26 +300,26 @@ class Ring:
         self._next = members[(self.rank + 1) % self.ranks]
         self._previous = members[(self.rank - 1) % self.ranks]
 
-    def pass_on(self, tensor: torch.Tensor) -> "Transfer":
+    def start_transfer(self, tensor: torch.Tensor) -> "RingTransfer":
         """Start to send `tensor` and to receive a tensor of the same shape, while this rank computes."""
         received = torch.empty_like(tensor)
         self.sent_bytes += tensor.nbytes
         if (tracker := current_tracker()) is not None:
-            tracker.message_begun()
+            tracker.count_message()
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, self._next, self._group),
                 dist.P2POp(dist.irecv, received, self._previous, self._group),
             ]
         )
-        return Transfer(tensor, received, works, self._previous)
+        return RingTransfer(tensor, received, works, self._previous)
 
     def sources(self) -> Iterator[int]:
         """Return the source rank of the keys and values in each turn: this rank, then the preceding ranks."""
         return ((self.rank - turn) % self.ranks for turn in range(self.ranks))
 
 
-class Transfer(NamedTuple):
+class RingTransfer(NamedTuple):
     """A message in flight; `sent` must stay alive until it completes."""
 
     sent: torch.Tensor
@@ -328,7 +330,7 @@ class Transfer(NamedTuple):
     def wait(self) -> torch.Tensor:
         """Wait for the message and return the received tensor."""
         tracker = current_tracker()
-        told = nullcontext() if tracker is None else tracker.waits_in_ring(self.source)
+        told = nullcontext() if tracker is None else tracker.show_ring_wait(self.source)
         with told, waiting(self.sent.device):
             for work in self.works:
                 work.wait()
@@ -347,7 +349,7 @@ class RingAttention:
         return mixed
 
 
-def ring_of(model: nn.Module) -> Ring | None:
+def find_ring(model: nn.Module) -> Ring | None:
     """Return the ring in which keys and values of `model` circulate, or None."""
     found = (getattr(module, "attend", None) for module in model.modules())
     return next((attend.ring for attend in found if isinstance(attend, RingAttention)), None)
@@ -374,11 +376,11 @@ class _RingAttention(torch.autograd.Function):
 
 def _forward(query: torch.Tensor, pair: torch.Tensor, ring: Ring) -> BlockResult:
     """Attend to the keys and values of all ranks in float32; `pair` [2, batch, heads, tokens, width] is this rank's."""
-    kernel, tokens, whole = kernel_for(query), query.shape[2], None
+    kernel, tokens, whole = choose_kernel(query), query.shape[2], None
     for turn, source in enumerate(ring.sources()):
-        transfer = ring.pass_on(pair) if turn < ring.ranks - 1 else None
-        seen = visible(ring.rank, source, tokens)
-        key, value = _for_heads(pair, seen.keys, query.shape[1])
+        transfer = ring.start_transfer(pair) if turn < ring.ranks - 1 else None
+        seen = visible_slices(ring.rank, source, tokens)
+        key, value = _select_keys_values(pair, seen.keys, query.shape[1])
         block = kernel.forward(query[:, :, seen.queries], key, value, is_causal=seen.is_causal)
         if whole is None:  # copies, because tensors kept by activation checkpointing must not change
             whole = BlockResult(block.out.to(torch.float32, copy=True), block.log_sum_exp.clone())
@@ -392,7 +394,7 @@ def _forward(query: torch.Tensor, pair: torch.Tensor, ring: Ring) -> BlockResult
 
 def _join(whole: BlockResult, rows: slice, block: BlockResult) -> None:
     """Add attention of some queries to more keys, in place."""
-    result = joined(BlockResult(whole.out[:, :, rows], whole.log_sum_exp[:, :, rows]), block)
+    result = merge_blocks(BlockResult(whole.out[:, :, rows], whole.log_sum_exp[:, :, rows]), block)
     whole.out[:, :, rows], whole.log_sum_exp[:, :, rows] = result
 
 
@@ -400,14 +402,14 @@ def _backward(
     given: torch.Tensor, query: torch.Tensor, pair: torch.Tensor, whole: BlockResult, ring: Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gradients of the query and of the pair [2, ...]; these follow the pair around the ring to its origin."""
-    kernel, tokens = kernel_for(query), query.shape[2]
+    kernel, tokens = choose_kernel(query), query.shape[2]
     of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    travelling: Transfer | None = None
+    travelling: RingTransfer | None = None
     sums = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
     for turn, source in enumerate(ring.sources()):
-        transfer = ring.pass_on(pair) if turn < ring.ranks - 1 else None
-        seen = visible(ring.rank, source, tokens)
-        key, value = _for_heads(pair, seen.keys, query.shape[1])
+        transfer = ring.start_transfer(pair) if turn < ring.ranks - 1 else None
+        seen = visible_slices(ring.rank, source, tokens)
+        key, value = _select_keys_values(pair, seen.keys, query.shape[1])
         part = BlockResult(whole.out[:, :, seen.queries], whole.log_sum_exp[:, :, seen.queries])
         given_here, query_here = given[:, :, seen.queries], query[:, :, seen.queries]
         found = kernel.backward(given_here, query_here, key, value, part, is_causal=seen.is_causal)
@@ -415,21 +417,21 @@ def _backward(
         if travelling is not None:
             sums = travelling.wait()
         for total, own in zip(sums, (found.key, found.value), strict=True):
-            total[:, :, seen.keys] += _of_heads(own, total.shape[1])
-        travelling = ring.pass_on(sums)
+            total[:, :, seen.keys] += _sum_heads(own, total.shape[1])
+        travelling = ring.start_transfer(sums)
         if transfer is not None:
             pair = transfer.wait()
     assert travelling is not None
     return of_query, travelling.wait()
 
 
-def _for_heads(pair: torch.Tensor, columns: slice, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _select_keys_values(pair: torch.Tensor, columns: slice, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of these tokens, repeated for the query's heads."""
-    key, value = (repeated(part[:, :, columns], heads // part.shape[1]) for part in pair)
+    key, value = (repeat_heads(part[:, :, columns], heads // part.shape[1]) for part in pair)
     return key, value
 
 
-def _of_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+def _sum_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     """Return the sum, in float32, over the heads that share keys and values."""
     by_head: torch.Tensor = gradient.float().unflatten(1, (heads, -1))
     return by_head.sum(dim=2)
@@ -443,10 +445,10 @@ def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
     for layer in model.layers:
         layer.attention.attend = attend
         if config.model.experts.count:  # padding must not count as tokens of an expert
-            layer.feed_forward.real = _real_of_tp(model.part, layout)
+            layer.feed_forward.real = _count_real_tokens(model.part, layout)
 
 
-def _real_of_tp(part: SequencePart, layout: Layout) -> int:
+def _count_real_tokens(part: SequencePart, layout: Layout) -> int:
     """Return this rank's tokens without padding for its experts; tensor-parallel ranks share the part."""
     each = len(part.positions) // layout.sizes.tp
     return min(max(part.real - layout.place.tp * each, 0), each)

@@ -17,7 +17,7 @@ from trainer.worker.parallel.fsdp_units import (
     ReplacedParameters,
     chosen_units,
     refuse_recomputed_twice,
-    refuse_used_ones,
+    refuse_stale_parameters,
 )
 from trainer.worker.parallel.gradient_buckets import (
     CannotAverage,
@@ -123,7 +123,7 @@ def _refuse_one(name: str, parameter: nn.Parameter) -> None:
         raise CannotShard(f"{name} has {hooks}: {_DDP}")
 
 
-def share_out(
+def apply_data_parallel(
     units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
 ) -> None:
     """Wrap these parts of `model` one by one, in order of computation, and then the rest of it.
@@ -142,7 +142,7 @@ def share_out(
     for module in (*units, model):
         if not isinstance(module, FSDPModule):  # shared experts are already wrapped, on a mesh of their own
             fully_shard(module, mesh=layout.fsdp, **fsdp_options(layout, config, policy))
-    before.pass_on(model)
+    before.copy_attributes(model)
     if depth := config.parallel.fsdp.prefetch:
         _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], depth)
 
@@ -236,13 +236,13 @@ class GradientSync:
             refuse_recomputed_twice(self._fsdp, loss)
         if self._fsdp is not None and reduces != self._reduces:
             if not reduces:
-                _gather_the_unused(self._fsdp)
+                _gather_unused_units(self._fsdp)
             self._fsdp.set_requires_gradient_sync(reduces)
             self._reduces = reduces
         if self._buckets is None or not is_last:
             loss.backward()
             if is_first:
-                refuse_used_ones(self._model)
+                refuse_stale_parameters(self._model)
             return
         self._buckets.begin()
         loss.backward()
@@ -277,16 +277,16 @@ def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> G
     return GradientBuckets(replicated, group, on_wait, is_told=layout.sizes.pp == 1)
 
 
-def _gather_the_unused(model: FSDPModule) -> None:
+def _gather_unused_units(model: FSDPModule) -> None:
     """Gather units once that no forward pass has used yet: torch 2.13 fails when it looks for their gradients."""
-    for unit in _units_of(model):
+    for unit in _fsdp_modules(model):
         groups = unit._get_fsdp_state()._fsdp_param_groups
         if any(not hasattr(parameter, "_unsharded_param") for group in groups for parameter in group.fsdp_params):
             unit.unshard()
             unit.reshard()
 
 
-def _units_of(model: FSDPModule) -> list[FSDPModule]:
+def _fsdp_modules(model: FSDPModule) -> list[FSDPModule]:
     assert isinstance(model, nn.Module)
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 

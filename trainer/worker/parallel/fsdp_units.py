@@ -23,7 +23,7 @@ class ReplacedParameters:
     def __init__(self, model: nn.Module) -> None:
         self._before = dict(model.named_parameters(remove_duplicate=False))
 
-    def pass_on(self, model: nn.Module) -> None:
+    def copy_attributes(self, model: nn.Module) -> None:
         """Copy attributes of the old parameters, such as marks for an optimizer, to the new ones; remember the old."""
         replaced = []
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -34,7 +34,7 @@ class ReplacedParameters:
         vars(model)[_MARK] = replaced
 
 
-def refuse_used_ones(model: nn.Module) -> None:
+def refuse_stale_parameters(model: nn.Module) -> None:
     """Raise CannotAverage for a replaced parameter that has a gradient; call after a backward pass."""
     replaced = [pair for module in model.modules() for pair in vars(module).get(_MARK, ())]
     for name, reference in replaced:

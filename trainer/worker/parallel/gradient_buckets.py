@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.contract.model_costs.peak_bytes import packed
+from trainer.contract.model_costs.peak_bytes import pack_buckets
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class GradientBuckets:
             bucket.missing = {id(parameter) for parameter in bucket.members if parameter.requires_grad}
             for parameter in bucket.members if self._is_told else ():
                 if len(parameter._post_accumulate_grad_hooks) != 1:
-                    raise self._hooked(parameter)
+                    raise self._hook_error(parameter)
 
     def finish(self) -> None:
         """Send the remaining buckets, which lack gradients, after the backward pass, and wait for all buckets."""
@@ -172,20 +172,20 @@ class GradientBuckets:
         Frozen parameters may be unfrozen later, but only accept hooks if they require gradients.
         """
         if parameter._post_accumulate_grad_hooks:
-            raise self._hooked(parameter)
+            raise self._hook_error(parameter)
         wanted = parameter.requires_grad
         parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(lambda one: self._arrived(one, bucket))
+        parameter.register_post_accumulate_grad_hook(lambda one: self._on_gradient_ready(one, bucket))
         parameter.requires_grad_(wanted)
 
-    def _hooked(self, parameter: torch.Tensor) -> CannotAverage:
+    def _hook_error(self, parameter: torch.Tensor) -> CannotAverage:
         return CannotAverage(
             f"{self._names[id(parameter)]} has a hook of the workload's own (register_post_accumulate_grad_hook), "
             "which would see gradients before they are averaged: use optimizer.register_step_pre_hook in "
             "build_optimizer()"
         )
 
-    def _arrived(self, parameter: torch.Tensor, bucket: "_Bucket") -> None:
+    def _on_gradient_ready(self, parameter: torch.Tensor, bucket: "_Bucket") -> None:
         if self._is_over:
             raise CannotAverage(
                 f"{self._names[id(parameter)]} got a gradient outside the backward pass, as an optimizer makes that "
@@ -209,7 +209,7 @@ class GradientBuckets:
         self._left += 1
         if self._group.size() == 1:
             bucket.complete()
-        elif (flat := bucket.packed()) is not None:
+        elif (flat := bucket.pack_gradients()) is not None:
             work = dist.all_reduce(flat.div_(self._group.size()), group=self._group, async_op=True)
             assert work is not None
             self._works.append(work)
@@ -231,7 +231,7 @@ class _Bucket:
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
-    def packed(self) -> torch.Tensor | None:
+    def pack_gradients(self) -> torch.Tensor | None:
         """Pack all gradients into one tensor, of which each `grad` becomes a view; None if all are frozen.
 
         Gradients of parameters that this rank has not used count as zero, and their `grad` stays None.
@@ -275,7 +275,7 @@ def _place(parameter: nn.Parameter) -> _Place:
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
     """Yield buckets from the last parameter to the first, roughly the order in which gradients arrive."""
     ordered = list(reversed(parameters))
-    for positions in packed(((one.dtype, one.device), own_part(one).nbytes) for one in ordered):
+    for positions in pack_buckets(((one.dtype, one.device), own_part(one).nbytes) for one in ordered):
         yield _Bucket([ordered[position] for position in positions])
 
 

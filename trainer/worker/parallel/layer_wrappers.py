@@ -18,10 +18,10 @@ def copy_views(unit: nn.Module) -> None:
     Call it before `fully_shard`. Otherwise torch warns in every rank's log, and `nn.ReLU(inplace=True)` after such a
     unit makes the backward pass fail.
     """
-    unit.register_forward_hook(_copied)
+    unit.register_forward_hook(_clone_views)
 
 
-def _copied(_unit: nn.Module, _inputs: Any, output: Any) -> Any:
+def _clone_views(_unit: nn.Module, _inputs: Any, output: Any) -> Any:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return output
     return tree_map_only(torch.Tensor, _without_base, output)
@@ -63,7 +63,7 @@ _PRODUCTS = (
 """Matrix products and attention, as dispatched on CPUs and GPUs."""
 
 
-def for_layer(number: int, train: TrainConfig) -> Recompute | None:
+def choose_recompute(number: int, train: TrainConfig) -> Recompute | None:
     """Return how layer `number` is computed; None: it keeps its activations."""
     if not train.activation_checkpointing or number % train.recompute.every:
         return None

@@ -17,7 +17,7 @@ from trainer.contract.config_sections.parallel_config import (
     MeshSizes,
     ParallelConfig,
     ParameterSizes,
-    place_in,
+    mesh_coordinates,
 )
 
 
@@ -78,7 +78,7 @@ class Layout:
     @property
     def place(self) -> MeshSizes:
         """Return this rank's index in each dimension."""
-        return MeshSizes(*place_in(self.sizes, self.rank))
+        return MeshSizes(*mesh_coordinates(self.sizes, self.rank))
 
     @property
     def dp_size(self) -> int:
@@ -111,11 +111,12 @@ def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size:
     sizes, of_parameters = parallel.mesh_sizes(world_size), parallel.parameter_sizes(world_size)
     meshes = _Meshes(device, rank, world_size)
     return Layout(
-        mesh=meshes.over(_dimensions(of_parameters)),
-        sequence_mesh=meshes.over(_sequence_dimensions(sizes), own_group="cp") if sizes.cp > 1 else None,
+        mesh=meshes.build_mesh(_dimensions(of_parameters)),
+        sequence_mesh=meshes.build_mesh(_sequence_dimensions(sizes), own_group="cp") if sizes.cp > 1 else None,
         sizes=sizes, device=device, rank=rank, world_size=world_size,
         expert_mesh=(
-            meshes.over(_dimensions(parallel.expert_sizes(world_size)), own_group="ep") if parallel.ep > 1 else None
+            meshes.build_mesh(_dimensions(parallel.expert_sizes(world_size)), own_group="ep")
+            if parallel.ep > 1 else None
         ),
     )  # fmt: skip
 
@@ -139,7 +140,7 @@ class _Meshes:
         self._device, self._rank, self._world_size = device, rank, world_size
         self._alone: dist.ProcessGroup | None = None
 
-    def over(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
+    def build_mesh(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
         """Return the world in these dimensions, last one innermost; raises ValueError if their product is not its size.
 
         `own_group`: this dimension gets its own group, even if another has the same members, to separate their traffic.

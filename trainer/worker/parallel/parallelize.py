@@ -18,7 +18,7 @@ from trainer.contract.config import JobConfig
 from trainer.contract.layout.problems import refusal
 from trainer.worker.mixture_of_experts import MixtureOfExperts, expert_parallel, share_tokens
 from trainer.worker.parallel.context_parallel import context_parallel
-from trainer.worker.parallel.data_parallel import share_out
+from trainer.worker.parallel.data_parallel import apply_data_parallel
 from trainer.worker.parallel.fsdp_units import CannotShard
 from trainer.worker.parallel.layer_wrappers import compile_forward
 from trainer.worker.parallel.mesh import Layout
@@ -48,7 +48,7 @@ def shard(model: Any, layout: Layout, config: JobConfig) -> None:
     if layout.expert_mesh is not None:
         expert_parallel(model, layout, config, policy)
     try:
-        share_out(model.layers, model, layout, config, policy)
+        apply_data_parallel(model.layers, model, layout, config, policy)
     except CannotShard as error:
         raise WorkloadError(str(error)) from error
 

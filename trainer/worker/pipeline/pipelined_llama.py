@@ -6,7 +6,7 @@ from torch import nn
 
 from trainer.contract.config import JobConfig
 from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
-from trainer.contract.pipeline.stage_split import split_of, stages_of_rank
+from trainer.contract.pipeline.stage_split import split_model, stages_of_rank
 from trainer.worker.mixture_of_experts import ExpertBalance
 from trainer.worker.parallel.gradient_buckets import mark_replica
 from trainer.worker.parallel.mesh import Layout
@@ -35,7 +35,7 @@ class PipelinedLlama(StagesOfRank):
 def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
     """Build this rank's stages, sharded, without initial weights."""
     pipeline, train, place = config.parallel.pipeline, config.train, layout.place.pp
-    parts = split_of(pipeline, config).parts
+    parts = split_model(pipeline, config).parts
     modules = [stage_module(config, parts[number], layout) for number in stages_of_rank(pipeline, place)]
     sequences = micro_batch_size(pipeline, train, layout.dp_size)
     stages = [
@@ -48,13 +48,13 @@ def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
     return model
 
 
-def balance_of(model: nn.Module) -> ExpertBalance:
+def build_expert_balance(model: nn.Module) -> ExpertBalance:
     """Return the balance of a whole model's experts, or of those in this rank's stages."""
     if not isinstance(model, PipelinedLlama):
         return ExpertBalance(model)
     return ExpertBalance(model, model.layer_numbers, model.depth)
 
 
-def pipeline_of(model: nn.Module) -> Pipeline | None:
+def find_pipeline(model: nn.Module) -> Pipeline | None:
     """Return the pipeline that runs `model`; None: the model computes by itself."""
     return model.pipeline if isinstance(model, PipelinedLlama) else None

@@ -7,21 +7,21 @@ from typing import Generic, TypeVar
 import torch
 
 from trainer.contract.config_sections.parallel_config import PipelineConfig
-from trainer.contract.pipeline.simulation import Action, Kind, RankSeconds
+from trainer.contract.pipeline.simulation import Kind, PipelineAction, RankSeconds
 from trainer.contract.pipeline.stage_split import rank_of_stage
 from trainer.worker.pipeline.stage import (
     EXPOSED_SENDS,
     WAITS,
     Activity,
     Call,
+    LocalStage,
     Messages,
-    Moment,
-    Stage,
+    StageActivity,
     Watched,
     Watcher,
     with_communication,
 )
-from trainer.worker.reporting.work_timer import Clock, HostClock, StreamClock
+from trainer.worker.reporting.work_timer import DeviceClock, HostClock, StreamClock
 
 Mark = TypeVar("Mark")
 _SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
@@ -30,9 +30,9 @@ _SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 class BubbleMeter(Generic[Mark]):
     """A watcher that measures consecutive steps; `take` returns the measurements since `start`."""
 
-    def __init__(self, clock: Clock[Mark]) -> None:
+    def __init__(self, clock: DeviceClock[Mark]) -> None:
         self._clock, self._mark = clock, clock.mark
-        self._moments: list[tuple[Moment, Mark, Mark]] = []
+        self._moments: list[tuple[StageActivity, Mark, Mark]] = []
         self._start = self._begin = clock.mark()
 
     def start(self) -> None:
@@ -40,14 +40,14 @@ class BubbleMeter(Generic[Mark]):
         self._moments.clear()
         self._start = self._clock.mark()
 
-    def begin_of(self, moment: Moment) -> Call | None:
+    def begin_callback(self, moment: StageActivity) -> Call | None:
         """Return the call at the start of a moment; None for sends, which are asynchronous."""
-        return None if moment.activity in _SENDS else self._begins
+        return None if moment.activity in _SENDS else self._mark_begin
 
-    def _begins(self) -> None:
+    def _mark_begin(self) -> None:
         self._begin = self._mark()
 
-    def end_of(self, moment: Moment) -> Call | None:
+    def end_callback(self, moment: StageActivity) -> Call | None:
         """Return the call at the end of a moment, as in `begin_of`."""
         if moment.activity in _SENDS:
             return None
@@ -76,7 +76,7 @@ class BubbleMeter(Generic[Mark]):
         return RankSeconds(span=span, computed=computed, waited=waited, sends=sends, reductions=reductions)
 
 
-def meter_for(device: torch.device) -> "BubbleMeter[float] | BubbleMeter[torch.cuda.Event]":
+def bubble_meter(device: torch.device) -> "BubbleMeter[float] | BubbleMeter[torch.cuda.Event]":
     """Return a meter with the clock of this kind of device."""
     return BubbleMeter(StreamClock()) if device.type == "cuda" else BubbleMeter(HostClock())
 
@@ -85,15 +85,15 @@ class ActionCalls:
     """The calls that execute a table's actions for the stages of one rank."""
 
     def __init__(
-        self, config: PipelineConfig, stages: Sequence[Stage], messages: Messages, watchers: Sequence[Watcher],
-        given: Callable[[Stage, int], dict[str, torch.Tensor]], loss: Callable[[torch.Tensor], torch.Tensor],
+        self, config: PipelineConfig, stages: Sequence[LocalStage], messages: Messages, watchers: Sequence[Watcher],
+        given: Callable[[LocalStage, int], dict[str, torch.Tensor]], loss: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:  # fmt: skip
         """`given`: batch inputs of a stage and micro-batch; `loss`: maps an output to the differentiated loss."""
         self._stages = {stage.stage_index: stage for stage in stages}
         self._ranks = [rank_of_stage(config, stage) for stage in range(config.stages)]
         self._messages, self._watchers, self._given, self._loss = messages, watchers, given, loss
 
-    def of(self, action: Action) -> Call:
+    def build_call(self, action: PipelineAction) -> Call:
         """Return the call that executes an action."""
         stage, micro_batch = self._stages[action.stage], action.micro_batch
         match action.kind:
@@ -104,9 +104,11 @@ class ActionCalls:
             case Kind.INPUT_GRADIENT:
                 return self._backward(stage, micro_batch, Activity.INPUT_GRADIENT, stage.input_gradient)
             case Kind.WEIGHT_GRADIENT:
-                return self._watched(action, Activity.WEIGHT_GRADIENT, partial(stage.weight_gradient, micro_batch))
+                return self._build_watched_call(
+                    action, Activity.WEIGHT_GRADIENT, partial(stage.weight_gradient, micro_batch)
+                )
             case Kind.REDUCE:
-                return self._watched(action, Activity.REDUCE, stage.reduce_gradients)
+                return self._build_watched_call(action, Activity.REDUCE, stage.reduce_gradients)
             case Kind.UNSHARD:
                 return stage.gather
             case Kind.RESHARD:
@@ -116,7 +118,7 @@ class ActionCalls:
             case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
                 return self._send(stage, micro_batch, of_activation=action.kind is Kind.SEND_ACTIVATION)
 
-    def _watched(self, action: Action, activity: Activity, compute: Call) -> Call:
+    def _build_watched_call(self, action: PipelineAction, activity: Activity, compute: Call) -> Call:
         watched = self._moment(activity, action.stage, action.micro_batch)
 
         def call() -> None:
@@ -125,10 +127,14 @@ class ActionCalls:
 
         return call
 
-    def _forward(self, stage: Stage, micro_batch: int) -> Call:
+    def _forward(self, stage: LocalStage, micro_batch: int) -> Call:
         number, messages, given, loss = stage.stage_index, self._messages, self._given, self._loss
         wait = self._moment(Activity.WAIT_FOR_ACTIVATION, number, micro_batch)
-        next_wait = Moment(Activity.WAIT_FOR_ACTIVATION, number + 1, micro_batch) if self._has(number + 1) else None
+        next_wait = (
+            StageActivity(Activity.WAIT_FOR_ACTIVATION, number + 1, micro_batch)
+            if self._has_stage(number + 1)
+            else None
+        )
         watched = self._moment(Activity.FORWARD, number, micro_batch)
 
         def call() -> None:
@@ -145,11 +151,17 @@ class ActionCalls:
         return call
 
     def _backward(
-        self, stage: Stage, micro_batch: int, activity: Activity, compute: Callable[[int, torch.Tensor | None], None]
+        self,
+        stage: LocalStage,
+        micro_batch: int,
+        activity: Activity,
+        compute: Callable[[int, torch.Tensor | None], None],
     ) -> Call:
         number, messages = stage.stage_index, self._messages
         wait = self._moment(Activity.WAIT_FOR_GRADIENT, number, micro_batch)
-        next_wait = Moment(Activity.WAIT_FOR_GRADIENT, number - 1, micro_batch) if self._has(number - 1) else None
+        next_wait = (
+            StageActivity(Activity.WAIT_FOR_GRADIENT, number - 1, micro_batch) if self._has_stage(number - 1) else None
+        )
         watched = self._moment(activity, number, micro_batch)
 
         def call() -> None:
@@ -161,16 +173,16 @@ class ActionCalls:
 
         return call
 
-    def _receive(self, stage: Stage, micro_batch: int, *, of_activation: bool) -> Call:
+    def _receive(self, stage: LocalStage, micro_batch: int, *, of_activation: bool) -> Call:
         number, messages = stage.stage_index, self._messages
         if of_activation:
             wait, buffer, source = Activity.WAIT_FOR_ACTIVATION, stage.input_buffer, self._ranks[number - 1]
         else:
             wait, buffer, source = Activity.WAIT_FOR_GRADIENT, stage.gradient_buffer, self._ranks[number + 1]
-        moment = Moment(wait, number, micro_batch)
+        moment = StageActivity(wait, number, micro_batch)
         return lambda: messages.post(moment, buffer(), source)
 
-    def _send(self, stage: Stage, micro_batch: int, *, of_activation: bool) -> Call:
+    def _send(self, stage: LocalStage, micro_batch: int, *, of_activation: bool) -> Call:
         number, messages = stage.stage_index, self._messages
         if of_activation:
             send, target = self._moment(Activity.SEND_ACTIVATION, number, micro_batch), self._ranks[number + 1]
@@ -181,9 +193,9 @@ class ActionCalls:
         return lambda: messages.send(send, stage.gradients.pop(micro_batch), target, wait)
 
     def _moment(self, activity: Activity, stage: int, micro_batch: int) -> Watched:
-        return Watched(self._watchers, Moment(activity, stage, micro_batch))
+        return Watched(self._watchers, StageActivity(activity, stage, micro_batch))
 
-    def _has(self, number: int) -> bool:
+    def _has_stage(self, number: int) -> bool:
         """Return whether a stage is on this rank, so that nothing is sent to it."""
         return number in self._stages
 
@@ -200,7 +212,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, config: PipelineConfig, stages: Sequence[Stage], micro_batches: int, watchers: Sequence[Watcher] = ()
+        self, config: PipelineConfig, stages: Sequence[LocalStage], micro_batches: int, watchers: Sequence[Watcher] = ()
     ) -> None:
         self.stages, self.micro_batches = stages, micro_batches
         self._scale = self._factor = 1.0
@@ -218,7 +230,7 @@ class Pipeline:
 
     def _make_calls(self) -> None:
         calls = ActionCalls(self._config, self.stages, self._messages, self._watchers, self._inputs, self._loss)
-        self._all = [(f"PP:{action}", calls.of(action)) for action in self._table]
+        self._all = [(f"PP:{action}", calls.build_call(action)) for action in self._table]
         forward = [action.kind in _OF_FORWARD for action in self._table]
         self._forward = [call for call, is_forward in zip(self._all, forward, strict=True) if is_forward]
 
@@ -235,7 +247,7 @@ class Pipeline:
     def activations_held(self) -> int:
         """Return the number of activations of other stages that this rank is receiving or still holds."""
         held = sum(stage.inputs_held for stage in self.stages if not stage.is_first)
-        return held + self._messages.posted(Activity.WAIT_FOR_ACTIVATION)
+        return held + self._messages.count_posted(Activity.WAIT_FOR_ACTIVATION)
 
     @property
     def has_last(self) -> bool:
@@ -265,7 +277,7 @@ class Pipeline:
         self._clear()
         self._batches = batches
         if torch._C._autograd._profiler_enabled():
-            calls = [(name, partial(_recorded, name, call)) for name, call in calls]
+            calls = [(name, partial(_profile_call, name, call)) for name, call in calls]
         for _, call in calls:
             call()
         self._messages.wait_for_sends()
@@ -283,7 +295,7 @@ class Pipeline:
         for stage in self.stages:
             stage.clear()
 
-    def _inputs(self, stage: Stage, micro_batch: int) -> dict[str, torch.Tensor]:
+    def _inputs(self, stage: LocalStage, micro_batch: int) -> dict[str, torch.Tensor]:
         """Return the stage's inputs from the batch; others come from the previous stage."""
         batch, given = self._batches[micro_batch], {}
         if stage.is_first:
@@ -304,6 +316,6 @@ class Pipeline:
         return loss if self._scale == 1.0 else loss.float() * self._scale
 
 
-def _recorded(name: str, call: Callable[[], None]) -> None:
+def _profile_call(name: str, call: Callable[[], None]) -> None:
     with torch.profiler.record_function(name):
         call()

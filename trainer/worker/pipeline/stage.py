@@ -30,9 +30,9 @@ from torch.distributed.pipelining.schedules import (
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import PipelineConfig, Schedule
-from trainer.contract.pipeline.simulation import Action, Kind, Table
+from trainer.contract.pipeline.simulation import Kind, PipelineAction, Table
 from trainer.contract.pipeline.stage_split import StagePart, stages_of_rank
-from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Activity, Moment
+from trainer.contract.ranks.stage_activity import AWAITED_SENDS, RECEIVES, Activity, StageActivity
 from trainer.worker.llama import Llama
 from trainer.worker.parallel import parallelize
 from trainer.worker.parallel.data_parallel import offloads_all
@@ -66,7 +66,7 @@ class LlamaStage(Llama):
             del self.norm, self.output
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.through_layers(self.embed(x) if self.stage.is_first else x)
+        x = self.through_layers(self.embed_tokens(x) if self.stage.is_first else x)
         return self.result(x, targets) if self.stage.is_last else x
 
 
@@ -91,7 +91,7 @@ class StagesOfRank(nn.Module):
                     self.add_module(name, child)
 
 
-__all__ = ["EXPOSED_SENDS", "WAITS", "Activity", "Call", "Moment", "Watched", "Watcher"]
+__all__ = ["EXPOSED_SENDS", "WAITS", "Activity", "Call", "StageActivity", "Watched", "Watcher"]
 
 Call = Callable[[], None]
 
@@ -105,10 +105,10 @@ class Watcher(Protocol):
     A moment ends before the next one begins.
     """
 
-    def begin_of(self, moment: Moment) -> Call | None:
+    def begin_callback(self, moment: StageActivity) -> Call | None:
         """Return the call at the start of a moment, or None."""
 
-    def end_of(self, moment: Moment) -> Call | None:
+    def end_callback(self, moment: StageActivity) -> Call | None:
         """Return the call at its end, or None; it is not called if the moment raised."""
 
 
@@ -121,10 +121,10 @@ class Watched:
 
     __slots__ = ("_begins", "_ends", "moment")
 
-    def __init__(self, watchers: Sequence[Watcher], moment: Moment) -> None:
+    def __init__(self, watchers: Sequence[Watcher], moment: StageActivity) -> None:
         self.moment = moment
-        self._begins = [call for watcher in watchers if (call := watcher.begin_of(moment))]
-        self._ends = [call for watcher in watchers if (call := watcher.end_of(moment))]
+        self._begins = [call for watcher in watchers if (call := watcher.begin_callback(moment))]
+        self._ends = [call for watcher in watchers if (call := watcher.end_callback(moment))]
 
     def __enter__(self) -> None:
         for begin in self._begins:
@@ -144,17 +144,17 @@ class Messages:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._posted: dict[Moment, tuple[torch.Tensor, dist.Work | None]] = {}
+        self._posted: dict[StageActivity, tuple[torch.Tensor, dist.Work | None]] = {}
         self._sent: list[tuple[Watched, dist.Work]] = []
         self.sent_bytes = 0  # since the start
         self.may_send: Callable[[], bool] = lambda: True
         """Called before every send."""
 
-    def post(self, wait: Moment, buffer: torch.Tensor, source: int) -> None:
+    def post(self, wait: StageActivity, buffer: torch.Tensor, source: int) -> None:
         """Start to receive into `buffer` from this rank of the group, before the data is needed."""
         self._posted[wait] = buffer, dist.irecv(buffer, group=self._group, group_src=source)
 
-    def hand_over(self, wait: Moment, tensor: torch.Tensor) -> None:
+    def hand_over(self, wait: StageActivity, tensor: torch.Tensor) -> None:
         """Pass a tensor between two stages of this rank, without sending."""
         self._posted[wait] = tensor, None
 
@@ -166,7 +166,7 @@ class Messages:
                 work.wait()
         return tensor
 
-    def posted(self, activity: Activity) -> int:
+    def count_posted(self, activity: Activity) -> int:
         """Return the number of pending receives of this activity."""
         return sum(wait.activity is activity for wait in self._posted)
 
@@ -234,10 +234,10 @@ def with_communication(config: PipelineConfig, micro_batches: int) -> Table:
     return [[plain(action) for action in order[rank] if action is not None] for rank in range(config.ranks)]
 
 
-def plain(action: _Action) -> Action:
+def plain(action: _Action) -> PipelineAction:
     """Convert an action from torch's type."""
     micro_batch = -1 if action.microbatch_index is None else action.microbatch_index
-    return Action(action.stage_index, Kind(_ComputationType(action.computation_type).value), micro_batch)
+    return PipelineAction(action.stage_index, Kind(_ComputationType(action.computation_type).value), micro_batch)
 
 
 def _stand_ins(config: PipelineConfig, rank: int) -> Any:
@@ -251,7 +251,7 @@ def _stand_ins(config: PipelineConfig, rank: int) -> Any:
     ]  # fmt: skip
 
 
-class Stage:
+class LocalStage:
     """A stage on this rank; it frees a micro-batch's data with the last gradient that is computed from it."""
 
     def __init__(
@@ -418,7 +418,7 @@ def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaSta
 def stage(
     module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *,
     sequences: int, tp: int = 1,
-) -> Stage:  # fmt: skip
+) -> LocalStage:  # fmt: skip
     """Return `module` as a stage in the pipeline of the ranks of `group`; `sequences`: per micro-batch.
 
     Each of `tp` ranks has a part of every sequence between layers, and therefore between stages.
@@ -426,7 +426,7 @@ def stage(
     part, own = module.stage, module.part
     length = (train.seq_len if own is None else own.chunk * len(own.chunks)) // tp
     tokens, activation, loss = _examples(train, (sequences, length, module.config.dim))
-    return Stage(
+    return LocalStage(
         module,
         part.stage,
         part.stages,

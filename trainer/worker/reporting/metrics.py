@@ -95,7 +95,7 @@ class StepFigures:
         if (found := self._meter.step_ended()) is not None:
             self._bytes, self._tells_bytes = found, True
 
-    def of(
+    def build_figures(
         self, step: int, seconds: float, stall: float, sections: Mapping[str, float],
         exposed: Mapping[str, float] = _NOTHING,
     ) -> dict[str, Any]:  # fmt: skip
@@ -109,7 +109,7 @@ class StepFigures:
         """
         work = {name: round(value, 6) for name, value in sections.items()}
         waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
-        told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._speed(seconds)}
+        told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._throughput(seconds)}
         told["exposed"] = {name: round(value, 6) for name, value in exposed.items()}
         compared = {**sections, "waiting": waiting, **exposed}
         before, self._seconds_before = self._seconds_before, seconds
@@ -131,7 +131,7 @@ class StepFigures:
             }
         return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
 
-    def _speed(self, seconds: float) -> dict[str, float]:
+    def _throughput(self, seconds: float) -> dict[str, float]:
         if self._flops is None or seconds <= 0:
             return {}
         per_device = self._flops / seconds / self._world_size
@@ -293,7 +293,7 @@ class Journal:
                 self._stalls = {step: seconds for step, seconds in self._stalls.items() if step > data["step"]}
         self._events.write(EventKind(kind), **data)
 
-    def stalled(self, step: int, seconds: float) -> None:
+    def record_stall(self, step: int, seconds: float) -> None:
         """Record that training waited `seconds` for the save of `step`; the event of its commit has the sum."""
         with self._stalls_lock:
             self._stalls[step] = self._stalls.get(step, 0.0) + seconds
@@ -302,7 +302,7 @@ class Journal:
         """Record a new interval between saves, in steps."""
         self.event(EventKind.CHECKPOINT_CADENCE, steps=steps, seconds=seconds, reason=reason)
 
-    def worked(self, step: int) -> None:
+    def log_work(self, step: int) -> None:
         """Record that this rank has trained `step`, if WORK_LOG is set.
 
         The lines prove that no step was trained twice at once.
@@ -325,7 +325,7 @@ class Journal:
         if self._steps is not None:
             self._settles = self._steps.flush(SETTLE_SECONDS if self._settles else 0.0)
 
-    def validated(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+    def record_validation(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         """Write one line and one event; only on rank 0."""
         if self._spec.rank != 0:
             return

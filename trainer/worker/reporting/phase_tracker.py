@@ -12,7 +12,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
-from trainer.contract.ranks.stage_activity import Activity, Moment
+from trainer.contract.ranks.stage_activity import Activity, StageActivity
 from trainer.contract.time_spans import parse_span, span
 from trainer.worker.parallel.layer_wrappers import is_compiled
 from trainer.worker.reporting.stderr_best_effort import write_stderr
@@ -28,7 +28,7 @@ from trainer.worker.reporting.work_timer import (
 SECONDS = 0.5
 
 
-class Ticker:
+class ProgressTicker:
     """Thread that ticks from `start` to `stop`; a daemon, so that it never delays a rank's exit."""
 
     def __init__(self, cell: ProgressCell, seconds: float = SECONDS) -> None:
@@ -67,14 +67,14 @@ class ProgressLog:
         self._first = True
 
     @property
-    def _on(self) -> bool:
+    def _is_enabled(self) -> bool:
         return bool(self._steps or self._seconds)
 
     def begin(self, step: int) -> None:
         """Start or resume training after this step."""
         self._step = step
         if step:
-            self._say(f"resumed from step {step}: later steps that stand above are trained again")
+            self._write_line(f"resumed from step {step}: later steps that stand above are trained again")
 
     def step(self, step: int, *, loss: float, lr: float, own: Mapping[str, float]) -> None:
         """Record a finished step; a line covers all steps since the previous line."""
@@ -88,16 +88,16 @@ class ProgressLog:
             words.append(f"{seconds:.3g} s/step")
             words += [f"{self._tokens_per_step / seconds:.0f} tokens/s"] if self._tokens_per_step and seconds else []
             words += [f"ETA {span((self._total - step) * seconds)}"] if step < self._total else []
-        self._say("  ".join(words))
+        self._write_line("  ".join(words))
         self._step, self._at, self._first = step, now, False
 
-    def validated(self, step: int, seconds: float, numbers: Mapping[str, float]) -> None:
+    def record_validation(self, step: int, seconds: float, numbers: Mapping[str, float]) -> None:
         """Write the results of a validation after this step; its time does not count as step time."""
         self._at += seconds
-        self._say("  ".join([f"validation after step {step}:", *_numbers(numbers), f"({seconds:.1f} s)"]))
+        self._write_line("  ".join([f"validation after step {step}:", *_numbers(numbers), f"({seconds:.1f} s)"]))
 
     def _is_due(self, step: int) -> bool:
-        if not self._on:
+        if not self._is_enabled:
             return False
         if self._first or step == self._total:
             return True
@@ -105,8 +105,8 @@ class ProgressLog:
             return step % self._steps == 0
         return self._clock() - self._at >= self._seconds
 
-    def _say(self, text: str) -> None:
-        if self._on:
+    def _write_line(self, text: str) -> None:
+        if self._is_enabled:
             self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self._wall()))}  {text}")
 
 
@@ -127,7 +127,7 @@ class PhaseTracker:
         """`compiles`: the first forward pass compiles the model. `waits`: None measures with the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
         self._messages = 0
-        self._moment: Moment | None = None
+        self._moment: StageActivity | None = None
         self._counters: list[Callable[[], int]] = [*_counters(), lambda: self._messages]
         self._section: int | None = None
         self._phase, self._slow_depth, self._thread = Phase.INIT, 0, threading.get_ident()
@@ -140,7 +140,7 @@ class PhaseTracker:
         self._waits: WaitMeter[Any] = waits or WaitMeter(HostClock())
         self._first = True
 
-    def enter(self, phase: Phase, moment: Moment | None = None) -> None:
+    def enter(self, phase: Phase, moment: StageActivity | None = None) -> None:
         """Enter another phase; `moment`: this rank's activity in a pipeline phase."""
         if phase is Phase.FORWARD and self._compiles:
             phase, self._compiles = Phase.COMPILE, False
@@ -150,7 +150,7 @@ class PhaseTracker:
         self._section = _SECTION.get(phase)
         self._stopwatch.switch_to(self._section)
 
-    def pass_of(self, phase: Phase, moment: Moment) -> Callable[[], None]:
+    def pass_callback(self, phase: Phase, moment: StageActivity) -> Callable[[], None]:
         """Return a callback that enters this phase in a pipeline pass; in an evaluation only the moment changes."""
         cell, stopwatch, counters, section = self._cell, self._stopwatch, self._counters, _SECTION[phase]
 
@@ -170,7 +170,7 @@ class PhaseTracker:
 
         return begin
 
-    def wait_of(self, moment: Moment) -> Callable[[], None]:
+    def wait_callback(self, moment: StageActivity) -> Callable[[], None]:
         """Return a callback for a wait for another stage within the phase, which does not count as work."""
         begin_moment = partial(self._cell.begin_moment, moment)
         if not self._stopwatch.counts_waits:
@@ -182,7 +182,7 @@ class PhaseTracker:
 
         return begin
 
-    def end_of_wait(self) -> Callable[[], None] | None:
+    def wait_end_callback(self) -> Callable[[], None] | None:
         """Return a callback for the end of a message or wait, or None; the next activity begins its own moment."""
         if not self._stopwatch.counts_waits:
             return None
@@ -192,7 +192,7 @@ class PhaseTracker:
         """Begin the passes of a step on a rank with this many pipeline stages."""
         self._cell.begin_passes(stages)
 
-    def sent_of(self, place: int, is_gradient: bool, micro_batch: int) -> Callable[[], None]:
+    def sent_callback(self, place: int, is_gradient: bool, micro_batch: int) -> Callable[[], None]:
         """Return a callback that records a sent message, as `ProgressCell.record_sent`; no effect in an evaluation."""
         record = partial(self._cell.record_sent, place, is_gradient, micro_batch)
 
@@ -202,15 +202,15 @@ class PhaseTracker:
 
         return sent
 
-    def message_begun(self) -> None:
+    def count_message(self) -> None:
         """Show at once that this rank has begun to send and receive in a phase, because gloo has no record."""
         self._messages += 1
         self._cell.update(collective=sum([count() for count in self._counters]))
 
     @contextmanager
-    def waits_in_ring(self, source: int) -> Iterator[None]:
+    def show_ring_wait(self, source: int) -> Iterator[None]:
         """Show inside that this rank waits for a message of world rank `source`, then restore its previous moment."""
-        self._cell.begin_moment(Moment(Activity.WAIT_IN_RING, source, -1))
+        self._cell.begin_moment(StageActivity(Activity.WAIT_IN_RING, source, -1))
         yield
         self._cell.begin_moment(self._moment)
 

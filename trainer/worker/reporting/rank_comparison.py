@@ -35,10 +35,10 @@ class RankComparison:
         self._sums, self._steps = {}, 0
         names = [*own, *memory]
         rows = self._gather([*own.values(), *map(float, memory.values())])
-        return {name: _compared([row[at] for row in rows]) for at, name in enumerate(names)}
+        return {name: _summarize([row[at] for row in rows]) for at, name in enumerate(names)}
 
 
-def _compared(values: Sequence[float]) -> dict[str, Any]:
+def _summarize(values: Sequence[float]) -> dict[str, Any]:
     most = max(values)
     return {
         "least": round(min(values), 6), "median": round(median(values), 6), "most": round(most, 6),

@@ -74,7 +74,7 @@ def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
 
 def _numeric_settings(run: RunDir, attempt: int) -> dict[str, Any]:
     """Return the parts of an attempt's configuration that can change a number. Raises OSError or ValueError."""
-    config = read_json(run.config_of(attempt))
+    config = read_json(run.attempt_config(attempt))
     return {section: config.get(section) for section in _NUMERIC}
 
 

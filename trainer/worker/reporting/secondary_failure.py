@@ -2,7 +2,7 @@
 
 from torch.distributed import DistError
 
-from trainer.contract.failures.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, has_meaning
 from trainer.worker.startup.rendezvous import PeerLost
 
 
@@ -13,4 +13,4 @@ def is_secondary_failure(error: BaseException) -> bool:
     # Only errors of torch's own collectives: a user's ConnectionResetError is a cause.
     if not isinstance(error, DistError) and type(error) is not RuntimeError:
         return False
-    return error_says(str(error), Meaning.PEER_GONE)
+    return has_meaning(str(error), Meaning.PEER_GONE)

@@ -11,9 +11,9 @@ from torch import nn
 from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.worker.parallel.context_parallel import ring_of
+from trainer.worker.parallel.context_parallel import find_ring
 from trainer.worker.parallel.mesh import Layout
-from trainer.worker.pipeline.pipelined_llama import pipeline_of
+from trainer.worker.pipeline.pipelined_llama import find_pipeline
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _SIZES = {
@@ -52,12 +52,12 @@ class TrafficMeter:
         if self._steps > _MEASURED_STEP:
             return None
         try:
-            return self._measured([_entries(dump()) for dump in self._dumps])
+            return self._measure_bytes([_entries(dump()) for dump in self._dumps])
         except _UNREADABLE as error:
             write_stderr(f"orch: bytes of a step's collectives are not known: {type(error).__name__}: {error}")
             return {}
 
-    def _measured(self, records: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, int] | None:
+    def _measure_bytes(self, records: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, int] | None:
         if self._steps < _MEASURED_STEP:
             self._marks = [max((int(entry["record_id"]) for entry in entries), default=-1) for entries in records]
             self._sent = self._messages()
@@ -82,22 +82,22 @@ class TrafficMeter:
         return found
 
 
-def groups_of(layout: Layout) -> dict[str, str]:
+def group_dimensions(layout: Layout) -> dict[str, str]:
     """Return the mesh dimension by process group name; a group of all ranks is torch's default group.
 
     Parameters and gradients sent between ranks that share sequences count as those of shards or replicas.
     """
     own = [*([layout.cp] if layout.sequence_mesh else []), *([layout.expert_mesh] if layout.expert_mesh else [])]
-    found = {key: name for mesh in (*own, layout.mesh) for key, name in _named(mesh).items()}
+    found = {key: name for mesh in (*own, layout.mesh) for key, name in _mesh_dimensions(mesh).items()}
     world = dist.group.WORLD
     return found if world is None else {str(world.group_name): "world", **found}
 
 
-def messages_of(model: nn.Module, device: torch.device) -> dict[str, Callable[[], int]]:
+def message_counters(model: nn.Module, device: torch.device) -> dict[str, Callable[[], int]]:
     """Return bytes of messages between stages or ranks that share sequences, which NCCL records but gloo does not."""
     if device.type != "cpu":
         return {}
-    ring, pipeline = ring_of(model), pipeline_of(model)
+    ring, pipeline = find_ring(model), find_pipeline(model)
     found: dict[str, Callable[[], int]] = {}
     if pipeline is not None:
         found["pp"] = lambda: pipeline.sent_bytes
@@ -106,7 +106,7 @@ def messages_of(model: nn.Module, device: torch.device) -> dict[str, Callable[[]
     return found
 
 
-def _named(mesh: DeviceMesh) -> dict[str, str]:
+def _mesh_dimensions(mesh: DeviceMesh) -> dict[str, str]:
     groups: list[dist.ProcessGroup] = mesh.get_all_groups()
     names = mesh.mesh_dim_names or ()
     return {str(group.group_name): name for group, name in zip(groups, names, strict=True) if group.size() > 1}

@@ -15,7 +15,7 @@ from trainer.contract.ranks.progress import SECTIONS, Phase
 Mark = TypeVar("Mark")
 
 
-class Clock(Protocol[Mark]):
+class DeviceClock(Protocol[Mark]):
     """Clock that marks points in the work of a device."""
 
     def mark(self) -> Mark:
@@ -50,7 +50,7 @@ class StreamClock:
 class WaitMeter(Generic[Mark]):
     """Sum of waits, step by step; a started wait ends with the next `end`."""
 
-    def __init__(self, clock: Clock[Mark]) -> None:
+    def __init__(self, clock: DeviceClock[Mark]) -> None:
         self._clock = clock
         self._begun: Mark | None = None
         self._step: list[tuple[Mark, Mark]] = []
@@ -185,11 +185,11 @@ def _also_after_backward(pause: Callable[[], None]) -> Callable[[], None]:
     Callbacks run in the order in which they were queued, and FSDP queues its own in the hook that follows the first.
     """
 
-    def paused() -> None:
+    def pause_twice() -> None:
         pause()
         Variable._execution_engine.queue_callback(pause)
 
-    return paused
+    return pause_twice
 
 
 def _ignoring_arguments(call: Callable[[], None]) -> Callable[..., None]:

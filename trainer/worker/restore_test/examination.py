@@ -1,31 +1,31 @@
 """Examination of a checkpoint without a model: bytes, structure, values and origin."""
 
-from checkpointing.engine.audit.audit import AUDITS, AuditShare, audit_in
+from checkpointing.engine.audit.audit import AUDITS, AuditShare, audit_checkpoint
 from checkpointing.errors import CheckpointError
 from checkpointing.format.commit import parse_name, read_commit
 from checkpointing.storage.backends import Storage
-from checkpointing.verification.verdicts import manifest_of
-from checkpointing.verification.verify import Report, read_sealed, verify_in
-from trainer.contract.restore_test import RestoreTest
-from trainer.worker.saved_state.checkpoint_contents import expected
+from checkpointing.verification.verdicts import read_manifest_digest
+from checkpointing.verification.verify import Report, read_sealed, verify_checkpoint
+from trainer.contract.restore_test import RestoreTestOrder
+from trainer.worker.saved_state.checkpoint_contents import expected_entries
 
 
-def audit(order: RestoreTest, storage: Storage, share: AuditShare) -> Report:
+def audit(order: RestoreTestOrder, storage: Storage, share: AuditShare) -> Report:
     """Verify this rank's share of the checkpoint at the order's level; raises OSError unless it exists."""
-    require_there(order, storage)
+    require_checkpoint(order, storage)
     if order.level not in AUDITS:
-        return verify_in(storage, order.checkpoint, order.level, choose=share.take_chunks)
-    return audit_in(storage, order.checkpoint, order.level, expect=expected, share=share)
+        return verify_checkpoint(storage, order.checkpoint, order.level, choose=share.take_chunks)
+    return audit_checkpoint(storage, order.checkpoint, order.level, expect=expected_entries, share=share)
 
 
-def find_fault(order: RestoreTest, storage: Storage, report: Report) -> str:
+def find_fault(order: RestoreTestOrder, storage: Storage, report: Report) -> str:
     """Return the fault of a checkpoint, from the `report` of all ranks or from its origin; empty if it is sound.
 
     Raises OSError if the checkpoint is unreadable now, deleted or not visible. None of these proves damage.
     """
     faults = [fault for fault in report.faults if fault.is_damage]
     if report.faults:
-        require_there(order, storage)  # a vanished file system looks like missing files
+        require_checkpoint(order, storage)  # a vanished file system looks like missing files
         if not faults:
             raise OSError(f"{order.place}/{order.checkpoint}: {report.faults[0]}")
         more = len(faults) - 1
@@ -33,7 +33,7 @@ def find_fault(order: RestoreTest, storage: Storage, report: Report) -> str:
     return _origin_fault(order, storage)
 
 
-def require_there(order: RestoreTest, storage: Storage) -> None:
+def require_checkpoint(order: RestoreTestOrder, storage: Storage) -> None:
     """Raise OSError unless the checkpoint is committed where it should be."""
     try:
         read_commit(storage, order.checkpoint)
@@ -47,15 +47,15 @@ def require_there(order: RestoreTest, storage: Storage) -> None:
         raise OSError(f"{order.place}/{order.checkpoint} is not there: deleted, or not visible on this node") from error
 
 
-def saving_attempt(order: RestoreTest) -> int:
+def saving_attempt(order: RestoreTestOrder) -> int:
     """Return the attempt that saved the checkpoint; 0 if the run started from it."""
     parts = parse_name(order.checkpoint)
     return parts.attempt if parts is not None and order.config_digest else 0
 
 
-def _origin_fault(order: RestoreTest, storage: Storage) -> str:
+def _origin_fault(order: RestoreTestOrder, storage: Storage) -> str:
     """Return the fault of a rewritten manifest, or of a checkpoint saved with another config."""
-    digest = manifest_of(storage, order.checkpoint)
+    digest = read_manifest_digest(storage, order.checkpoint)
     if order.manifest and digest != order.manifest:
         return (
             f"MANIFEST: was made anew: its digest is {digest}, and the registry has kept {order.manifest} since commit"

@@ -58,7 +58,7 @@ def recorded_steps(
     other = False
     for attempt in run.all_attempts():
         other = other or _changed_software(attempt, saved_by)
-        if digest and config_digest(run.config_of(attempt.number)) != digest:
+        if digest and config_digest(run.attempt_config(attempt.number)) != digest:
             if attempt.number > saved_by:
                 break  # another config: its steps and all later ones are not comparable
             continue
@@ -176,7 +176,7 @@ def _disagreement(
     for name in COMPARED:
         if name not in values or name not in other:
             continue
-        size = relative(values[name], other[name])
+        size = relative_difference(values[name], other[name])
         # The learning rate depends only on the step.
         if not size <= bounds.get(name, 0.0):
             return f"{name} of step {step} is {values[name]!r}, {had} {other[name]!r}", size
@@ -188,7 +188,7 @@ TINY = 1e-9
 """Smallest magnitude for relative differences, so that numbers near zero do not exaggerate them."""
 
 
-def relative(one: float, other: float) -> float:
+def relative_difference(one: float, other: float) -> float:
     """Return the relative difference; 0 for equal bits, infinite if one of them is NaN."""
     if one == other or repr(one) == repr(other):
         return 0.0

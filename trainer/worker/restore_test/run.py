@@ -16,7 +16,7 @@ from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.engine.restore.restorer import Restored
 from checkpointing.engine.restore.source import TensorsFor
 from checkpointing.errors import NothingFits, NothingVerifies
-from checkpointing.storage.backends import storage_at
+from checkpointing.storage.backends import open_storage
 from checkpointing.storage.durable import dump_line
 from checkpointing.verification.verify import Fault, Report
 from trainer.contract.config import JobConfig
@@ -24,13 +24,13 @@ from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase
 from trainer.contract.ranks.rank_messages import RankSpec
-from trainer.contract.restore_test import Outcome, RestoreTest, RestoreVerdict
+from trainer.contract.restore_test import Outcome, RestoreTestOrder, RestoreVerdict
 from trainer.contract.run_dir import AttemptDir, RunDir
 from trainer.contract.user_code.code_record import CodeRecord, shorten
-from trainer.worker.data import TokenData, unwrapped
+from trainer.worker.data import TokenData, unwrap_data
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared
-from trainer.worker.restore_test.examination import audit, find_fault, require_there, saving_attempt
+from trainer.worker.restore_test.examination import audit, find_fault, require_checkpoint, saving_attempt
 from trainer.worker.restore_test.recorded_steps import (
     BOUNDS,
     OTHER_SOFTWARE,
@@ -41,7 +41,7 @@ from trainer.worker.restore_test.recorded_steps import (
 )
 from trainer.worker.saved_state.rng_state import pack_rng
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState
-from trainer.worker.session import Session, new_train_state, skipped_positions, train_on
+from trainer.worker.session import RankSession, new_train_state, run_training, skipped_positions
 from trainer.worker.training.spikes import BadStep
 from trainer.worker.workload import WorkloadError
 
@@ -100,7 +100,7 @@ class RestoreTestRun:
 
     def __init__(
         self,
-        order: RestoreTest,
+        order: RestoreTestOrder,
         config: JobConfig,
         objects: TrainObjects,
         world: World,
@@ -117,7 +117,7 @@ class RestoreTestRun:
         }  # fmt: skip
         self._software: dict[str, Any] = {}
 
-    def other_software(self, step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
+    def record_other_software(self, step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
         """Store the checkpoint's software that differs from the present one on any rank; equal on all ranks."""
         self._software = changes
 
@@ -147,7 +147,7 @@ class RestoreTestRun:
         """Collective: return the conditions of this test, the same on all ranks."""
         device, made, config = self._objects.layout.device, self._objects.workload, self._config
         deterministic = bool(getattr(made, "strictly_deterministic", False))
-        known_data = getattr(unwrapped(self._objects.data), "fingerprint", None) is not None
+        known_data = getattr(unwrap_data(self._objects.data), "fingerprint", None) is not None
         answers = self._ranks.all_gather([drawn, device.type == "cpu" or deterministic, deterministic and known_data])
         drawn_by, repeats, promises = zip(*answers, strict=True)
         return Conditions(
@@ -158,7 +158,7 @@ class RestoreTestRun:
 
     def _examine(self) -> str:
         """Read a share of all bytes on every rank, and return the fault that rank 0 derives from all reports."""
-        order, ranks, storage = self._order, self._ranks, storage_at(self._order.place)
+        order, ranks, storage = self._order, self._ranks, open_storage(self._order.place)
         share = AuditShare(ranks.rank, ranks.size)
         mine = result_or_failed(lambda: dump_line(asdict(audit(order, storage, share))))
         reports = [_report(text) for text in self._require_answers(ranks.all_gather(mine))]
@@ -174,7 +174,7 @@ class RestoreTestRun:
         try:
             state.restore(self.source)
         except NothingVerifies as error:  # raised on every rank
-            require_there(self._order, storage_at(self._order.place))
+            require_checkpoint(self._order, open_storage(self._order.place))
             if any(refusal.damaged for refusal in error.refusals):
                 return Outcome.CORRUPT, str(error.refusals[0])
             if isinstance(error, NothingFits):
@@ -186,7 +186,7 @@ class RestoreTestRun:
         if refused:
             return Outcome.NOT_COMPARABLE, f"the program cannot go on from it: {refused}"
         state.compare_ranks(self._ranks.all_gather)
-        restored = self.source.restored
+        restored = self.source.restore_result
         assert restored is not None
         seconds, read = time.monotonic() - started, restored.bytes_read
         rate = read / max(seconds, 1e-9)
@@ -202,7 +202,7 @@ class RestoreTestRun:
         def find_step() -> dict[str, Any]:
             recorded = self._read_run_steps([error.step])[error.step]
             known = any(OTHER_SOFTWARE not in values for values in recorded)
-            return {"known": known, "other": self._words_of_other() if recorded and not known else ""}
+            return {"known": known, "other": self._describe_other_software() if recorded and not known else ""}
 
         found = self._on_leader(find_step)
         conditions = self._conditions()
@@ -215,7 +215,7 @@ class RestoreTestRun:
         order, code = self._order, CodeRecord.read(self._attempt.code)
         return recorded_steps(RunDir(Path(order.run_dir)), steps, order.steps_digest, saving_attempt(order), code)
 
-    def _words_of_other(self) -> str:
+    def _describe_other_software(self) -> str:
         """Describe the software of the run's steps that this test lacks."""
         order = self._order
         mine = CodeRecord.read(self._attempt.code)
@@ -224,7 +224,7 @@ class RestoreTestRun:
 
     def _changed_data(self) -> str:
         """Collective: return a token shard that has changed since it was prepared; each rank reads some of them."""
-        data, ranks = unwrapped(self._objects.data), self._ranks
+        data, ranks = unwrap_data(self._objects.data), self._ranks
 
         def find_changed() -> str:
             return dump_line(data.changed_shards(ranks.rank, ranks.size) if isinstance(data, TokenData) else [])
@@ -252,7 +252,7 @@ class RestoreTestRun:
             steps = "1 step agrees" if result.compared == 1 else f"{result.compared} steps agree"
             same = f"{steps} with the run's own {how}"
             none = not_compared or "the run has recorded no step after it to compare with"
-            why = self._words_of_other() if result.why_no_verdict else ""
+            why = self._describe_other_software() if result.why_no_verdict else ""
             return {
                 "difference": result.difference, "why": why, "same": same if result.compared else none,
                 "evidence": evidence,
@@ -309,7 +309,7 @@ def _report(text: str) -> Report:
     return Report(**{**fields, "faults": faults, "notes": tuple(fields["notes"])})
 
 
-def carry_out(order: RestoreTest, session: Session) -> ExitCode:
+def run_restore_test(order: RestoreTestOrder, session: RankSession) -> ExitCode:
     """Run this rank's part of the restore test, from the order to the verdict."""
     journal = RestoreTestJournal(session.attempt, session.spec)
     token = session.launch_token()
@@ -318,8 +318,10 @@ def carry_out(order: RestoreTest, session: Session) -> ExitCode:
     )  # fmt: skip
     test = RestoreTestRun(order, session.config, session.objects, world, journal, session.attempt)
     skip = skipped_positions(session.spec, RunDir(Path(order.run_dir)))
-    state = new_train_state(session, journal, test.other_software)
-    code = test.run(state, lambda until: train_on(session, state, test.source, journal, token, skip, test_until=until))
+    state = new_train_state(session, journal, test.record_other_software)
+    code = test.run(
+        state, lambda until: run_training(session, state, test.source, journal, token, skip, test_until=until)
+    )
     session.cell.update(phase=Phase.CHECKPOINT)
     test.close()
     session.cell.update(phase=Phase.DONE)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from checkpointing.engine.audit.audit import Expected
+from checkpointing.engine.audit.audit import TensorExpectations
 from checkpointing.engine.state.fingerprints import digest_replicas
 from checkpointing.format.manifest import Index, Manifest
 from checkpointing.storage.digests import digest
@@ -82,19 +82,19 @@ _GENERATORS = "rng/"
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
-def expected(manifest: Manifest) -> Expected:
+def expected_entries(manifest: Manifest) -> TensorExpectations:
     """Return the expectations of a checkpoint saved by a rank of orch (shown by `extra`); none for others.
 
     Step counts and data positions are not checked: programs skip steps, update twice, and start from other state.
     """
     if "config_digest" not in manifest.extra:
-        return Expected()
+        return TensorExpectations()
     ranks = manifest.world.get("ranks")
 
     def unusable(key: str, packed: Tensor) -> str:
         return generators_fault(packed) or origin_fault(packed, key, manifest.step)
 
-    return Expected(
+    return TensorExpectations(
         required=tuple(rng_name(rank) for rank in range(ranks if isinstance(ranks, int) else 0)),
         readable={_GENERATORS: unusable},
         trained=trained_keys,
@@ -140,7 +140,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def shared_tensors(model: nn.Module, saved: Mapping[str, Any] = OWN_BUFFERS) -> dict[str, torch.Tensor]:
     """Return the `model_tensors` that all ranks share, in a checkpoint with the facts `saved`."""
-    own = {f"model/{name}" for name in of_each_rank(_own_buffers(model), saved)}
+    own = {f"model/{name}" for name in select_rank_buffers(_own_buffers(model), saved)}
     return {key: tensor for key, tensor in model_tensors(model).items() if key not in own}
 
 
@@ -168,7 +168,7 @@ def alike_on_all_ranks(model: nn.Module) -> set[str]:
     }
 
 
-def of_each_rank(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def select_rank_buffers(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the buffers that a checkpoint with the facts `saved` keeps per rank."""
     every = saved.get("own_buffers") == OWN_BUFFERS["own_buffers"]
     return {name: buffer for name, buffer in buffers.items() if every or buffer.is_floating_point()}
@@ -229,14 +229,14 @@ def weights_digest(model: nn.Module, layout: Layout) -> str | None:
     for name, tensor in tensors:
         if layout.rank == 0:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            _feed(digest, tensor.cpu().contiguous())
+            _update_digest(digest, tensor.cpu().contiguous())
     return digest.hexdigest() if layout.rank == 0 else None
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield by name the whole tensors that this rank holds completely or as shards."""
     for name, tensor in sorted(model_tensors(model).items()):
-        with _no_word_of_speed():
+        with _silence_redistribute_warning():
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -248,7 +248,9 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
         name: [str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in model_tensors(model).items()
     }
     known = [
-        (*told, stage) for stage, of_stage in enumerate(_gathered(tensors, group, layout)) for told in of_stage.items()
+        (*told, stage)
+        for stage, of_stage in enumerate(_gather_json(tensors, group, layout))
+        for told in of_stage.items()
     ]
     own = _own_tensors(model)
     for name, (dtype, shape), stage in sorted(known, key=lambda one: one[0]):
@@ -264,7 +266,7 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
             dist.send(tensor.to(layout.device).contiguous(), ranks[0], group=group)
 
 
-def _gathered(told: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layout) -> list[dict[str, list[Any]]]:
+def _gather_json(told: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layout) -> list[dict[str, list[Any]]]:
     """Return each group rank's value, sent as JSON, because unpickling data of other ranks is unsafe."""
     text = json.dumps(told).encode()
     size = torch.tensor([len(text)], device=layout.device)
@@ -278,7 +280,7 @@ def _gathered(told: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layo
 
 
 @contextmanager
-def _no_word_of_speed() -> Iterator[None]:
+def _silence_redistribute_warning() -> Iterator[None]:
     """Silence torch's warning that a doubly sharded tensor is gathered in two operations; once per run is fine."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     before, logger.disabled = logger.disabled, True
@@ -288,7 +290,7 @@ def _no_word_of_speed() -> Iterator[None]:
         logger.disabled = before
 
 
-def _feed(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+def _update_digest(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
     size = tensor.numel() * tensor.element_size()
     for start in range(0, size, _HASH_CHUNK):
         digest.update(ctypes.string_at(tensor.data_ptr() + start, min(_HASH_CHUNK, size - start)))

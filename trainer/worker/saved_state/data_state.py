@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.contract.config import ClusterShape
-from trainer.worker.data import CountedData, Data, unwrapped
+from trainer.worker.data import CountedData, Data, unwrap_data
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.workload import WorkloadError
@@ -44,7 +44,7 @@ class DataState:
 
     def __init__(self, data: Data, layout: Layout, model: nn.Module, device: torch.device) -> None:
         """Check the data's interface; raises WorkloadError for data without a savable position."""
-        self._data, self._owner = data, cast(Any, unwrapped(data))
+        self._data, self._owner = data, cast(Any, unwrap_data(data))
         self._dp_rank, self._dp_size, self._model, self._device = layout.dp_rank, layout.dp_size, model, device
         self._kind = type(self._owner).__name__
         has = [callable(getattr(self._owner, name, None)) for name in ("state_dict", "load_state_dict", "seek")]
@@ -57,9 +57,9 @@ class DataState:
         self._own = ObjectState(self._owner if self._stateful else None, _name(self._dp_rank), model, device)
         self._saved: list[tuple[ObjectState, Mapping[str, Any]]] = []
 
-    def asked_once(self) -> AbstractContextManager[None]:
+    def freeze_state(self) -> AbstractContextManager[None]:
         """Take tensors and facts from a single state within the context, because a thread may read ahead."""
-        return self._own.asked_once()
+        return self._own.freeze_state()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the state, by names of this data-parallel rank."""
@@ -71,7 +71,7 @@ class DataState:
         return own if self._stateful else {}
 
     @property
-    def reordered(self) -> frozenset[str]:
+    def reordered_sets(self) -> frozenset[str]:
         """Sets in the newest state that a restart would iterate in another order."""
         return self._own.reordered
 
@@ -81,10 +81,10 @@ class DataState:
         Raises NotReshardable.
         """
         states = {one[FACTS]["dp_rank"]: one[FACTS] for one in ranks if FACTS in one}
-        self._saved = [(self._state_of(rank), states[rank]) for rank in self._needed(states)]
+        self._saved = [(self._state_for_rank(rank), states[rank]) for rank in self._required_ranks(states)]
         return {key: tensor for state, facts in self._saved for key, tensor in state.targets(facts).items()}
 
-    def _needed(self, states: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    def _required_ranks(self, states: Mapping[int, Mapping[str, Any]]) -> list[int]:
         if not states:
             return []
         size = next(iter(states.values()))["dp_size"]
@@ -101,7 +101,7 @@ class DataState:
             )
         return list(range(size))
 
-    def _state_of(self, dp_rank: int) -> ObjectState:
+    def _state_for_rank(self, dp_rank: int) -> ObjectState:
         if dp_rank == self._dp_rank:
             return self._own
         return ObjectState(None, _name(dp_rank), self._model, self._device)
@@ -110,7 +110,7 @@ class DataState:
         """Go to the position of the checkpoint, which is `consumed`, after `targets` have been filled."""
         if callable(getattr(self._data, "seek", None)):
             self._data.seek(consumed)
-        states = [state.restored(facts) if "value" in facts else {} for state, facts in self._saved]
+        states = [state.decode_state(facts) if "value" in facts else {} for state, facts in self._saved]
         if not states:
             self._seek(consumed)
         elif self._saved[0][1]["dp_size"] == self._dp_size:
@@ -134,7 +134,7 @@ class DataState:
 
 def require_resharding(data: Data, cluster: ClusterShape) -> None:
     """Raise WorkloadError if `cluster.min_nodes` allows a smaller world with which the data could not continue."""
-    owner = unwrapped(data)
+    owner = unwrap_data(data)
     has = [callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict", "load_state_dicts")]
     if 0 < cluster.min_nodes < cluster.nodes and has == [True, True, False]:
         raise WorkloadError(

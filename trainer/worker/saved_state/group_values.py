@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from checkpointing.storage.digests import digest
 from trainer.worker.saved_state import object_state
-from trainer.worker.saved_state.object_state import Names, Unsavable
+from trainer.worker.saved_state.object_state import Names, UnsavableValue
 from trainer.worker.workload import WorkloadError
 
 _NOT_STATE = ("params", "lr")
@@ -91,10 +91,10 @@ class GroupValues:
         found: dict[str, torch.Tensor] = {}
         for number, key, value in self._all():
             if type(value) not in _SCALARS:
-                self._encoded(number, key, value, found)
+                self._encode_value(number, key, value, found)
         return found
 
-    def changed(self) -> list[dict[str, Any]]:
+    def changed_values(self) -> list[dict[str, Any]]:
         """Return the groups with changed values, in JSON, each with the text of the configured value."""
         values: dict[int, dict[str, Any]] = {}
         for number, key, value in self._all():
@@ -102,14 +102,14 @@ class GroupValues:
             # The common case first: there may be a group for every parameter.
             if initial is not None and initial.equals_scalar(value):
                 continue
-            saved = self._saved(number, key, value, initial)
+            saved = self._encode_change(number, key, value, initial)
             if saved is not None:
                 values.setdefault(number, {})[key] = saved
         return [{**self._described[number], "values": found} for number, found in values.items()]
 
-    def _saved(self, number: int, key: str, value: Any, initial: _InitialValue | None) -> dict[str, Any] | None:
+    def _encode_change(self, number: int, key: str, value: Any, initial: _InitialValue | None) -> dict[str, Any] | None:
         held: dict[str, torch.Tensor] = {}
-        encoded = self._encoded(number, key, value, held)
+        encoded = self._encode_value(number, key, value, held)
         if encoded is None:
             return None
         if initial is None:
@@ -118,11 +118,11 @@ class GroupValues:
             return None
         return {"value": encoded[0], "given": initial.text}
 
-    def _encoded(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
+    def _encode_value(self, number: int, key: str, value: Any, held: dict[str, torch.Tensor]) -> tuple[Any] | None:
         """Return the JSON, or None for a value that cannot be saved, which is recorded if it has changed."""
         try:
             return (object_state.encode(value, self._path(number, key), held, self._names),)
-        except Unsavable:
+        except UnsavableValue:
             if not self._is_untouched(value, self._initial[number].get(key)):
                 self.unsaved[key] = f"{key} of the parameter groups (a {type(value).__name__})"
             return None
@@ -131,16 +131,16 @@ class GroupValues:
         held: dict[str, torch.Tensor] = {}
         try:
             encoded = object_state.encode(value, self._path(number, key), held, self._names)
-        except Unsavable:
+        except UnsavableValue:
             return self._record_unsavable(value)
-        return _InitialValue(self._copy(value), object_state.text(encoded), _cloned(held))
+        return _InitialValue(self._copy(value), object_state.text(encoded), _clone_tensors(held))
 
     def _record_unsavable(self, value: Any) -> _InitialValue:
         text, tensors = self._comparable(value)
         if text is None or self._comparable(value)[0] != text:
             return _InitialValue(value, None, {}, value)
         try:
-            return _InitialValue(self._copy(value), None, _cloned(tensors), value, text)
+            return _InitialValue(self._copy(value), None, _clone_tensors(tensors), value, text)
         except _NO_COPY:
             return _InitialValue(value, None, {}, value)
 
@@ -214,7 +214,7 @@ class GroupValues:
         return list(overruled.values())
 
 
-def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _clone_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {path: tensor.clone() for path, tensor in tensors.items()}
 
 

@@ -29,7 +29,7 @@ def _load(
 ) -> None:
     # Torch's own wrappers rename the entries in a pre-hook, for the modules inside.
     if _loads_itself(module) or module._load_state_dict_pre_hooks:
-        with _kept(module):
+        with _preserve_tensors(module):
             module._load_from_state_dict(state, prefix, metadata.get(prefix[:-1], {}), True, [], [], errors)
     for name, child in module._modules.items():
         if child is not None:
@@ -41,7 +41,7 @@ def _load(
 
 
 @contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
+def _preserve_tensors(module: nn.Module) -> Iterator[None]:
     """Restore the module's own parameters and persistent buffers at exit."""
     parameters = dict(module._parameters)
     buffers = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}

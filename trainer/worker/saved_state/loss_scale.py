@@ -20,7 +20,7 @@ class LossScale:
         self.overflows = 0
         """Optimizer steps skipped in the run, over all its restarts."""
 
-    def overflowed(self, norm: float) -> bool:
+    def update_scale(self, norm: float) -> bool:
         """Return whether the optimizer must skip this step; adapts the scale to the norm of its gradients."""
         if not self.is_dynamic:
             return False

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.worker.saved_state import checkpoint_contents, object_state
 from trainer.worker.saved_state.checkpoint_contents import buffer_slots, buffers_name, tensor_metadata, zeros
-from trainer.worker.saved_state.object_state import Unsavable
+from trainer.worker.saved_state.object_state import UnsavableValue
 from trainer.worker.workload import WorkloadError
 
 _EXTRA = "_extra_state"
@@ -62,7 +62,7 @@ def _addresses(model: nn.Module) -> set[int]:
 def _text(name: str, value: Any) -> str:
     try:
         return object_state.text(object_state.encode(value, name, {}, {}))
-    except Unsavable:
+    except UnsavableValue:
         return f"{type(value)} {id(value)}"
 
 
@@ -134,8 +134,8 @@ class ModuleModes:
         unknown = []
         for kind in self._built:
             flags, used = saved.get(kind, {}), set[str]()
-            for name, each in _named(self._model, kind):
-                entry = next((one for one in (*_wholes(name), name) if one in flags), None)
+            for name, each in _named_members(self._model, kind):
+                entry = next((one for one in (*_enclosing_prefixes(name), name) if one in flags), None)
                 if entry is not None:
                     used.add(entry)
                     setattr(each, kind, flags[entry])  # not `train()`, which changes the modules inside too
@@ -145,16 +145,16 @@ class ModuleModes:
         return unknown
 
 
-def _named(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+def _named_members(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
     found: Iterable[tuple[str, Any]] = model.named_parameters() if kind == _GRADIENTS else model.named_modules()
     return ((f"model.{name}" if name else "model", each) for name, each in found)
 
 
 def _flags(model: nn.Module, kind: str) -> Flags:
-    return {name: getattr(each, kind) for name, each in _named(model, kind)}
+    return {name: getattr(each, kind) for name, each in _named_members(model, kind)}
 
 
-def _wholes(name: str) -> Iterator[str]:
+def _enclosing_prefixes(name: str) -> Iterator[str]:
     """Return the enclosing modules of a name, outermost first: `model.`, `model.layers.` and so on."""
     parts = name.split(".")
     return (".".join(parts[:count]) + "." for count in range(1, len(parts) + 1))
@@ -165,10 +165,10 @@ def _changes(built: Flags, now: Flags) -> Flags:
     changed = [name for name, value in now.items() if name in built and built[name] != value]
     inside: dict[str, list[bool]] = {}
     for name, value in now.items() if changed else ():
-        for whole in _wholes(name):
+        for whole in _enclosing_prefixes(name):
             inside.setdefault(whole, []).append(value)
     alike = {whole for whole, values in inside.items() if len(values) > 1 and len(set(values)) == 1}
-    return {next((one for one in _wholes(name) if one in alike), name): now[name] for name in changed}
+    return {next((one for one in _enclosing_prefixes(name) if one in alike), name): now[name] for name in changed}
 
 
 Description = list[Any] | dict[str, str] | None
@@ -222,7 +222,11 @@ class BufferState:
         """
         self._wanted = self._describe_wanted(states[self._rank if self._rank < len(states) else 0])
         live = checkpoint_contents.persistent_buffers(self._model)
-        found = {name: self._room(name, form, live) for name, form in self._wanted.items() if isinstance(form, list)}
+        found = {
+            name: self._allocate_buffer(name, form, live)
+            for name, form in self._wanted.items()
+            if isinstance(form, list)
+        }
         ranks = saved.get("ranks")  # absent in older checkpoints: then both are read if they exist
         self._source = self._rank if ranks is None or self._rank < ranks else 0
         self._targets = self._keys(found, self._source, saved)
@@ -244,7 +248,7 @@ class BufferState:
             wanted[name] = form
         return wanted
 
-    def _room(self, name: str, form: list[Any], live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _allocate_buffer(self, name: str, form: list[Any], live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         there = live.get(name)
         if there is not None and tensor_metadata(there) == form and not cannot_be_filled(there):
             return there
@@ -258,7 +262,7 @@ class BufferState:
     ) -> dict[str, torch.Tensor]:
         shared = {name for name, one in buffers.items() if name in self._alike or isinstance(one, DTensor)}
         own = {f"{buffers_name(rank)}{name}": one for name, one in buffers.items() if name not in shared}
-        of_rank = checkpoint_contents.of_each_rank(own, saved)
+        of_rank = checkpoint_contents.select_rank_buffers(own, saved)
         rest = {f"model/{key.removeprefix(buffers_name(rank))}": own[key] for key in own.keys() - of_rank.keys()}
         return {**of_rank, **rest, **{f"model/{name}": buffers[name] for name in shared}}
 

@@ -33,7 +33,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SURROGATE_CODE = re.compile("%U([0-9a-f]{4})")
 
 
-class Unsavable(Exception):
+class UnsavableValue(Exception):
     """A value of a type that cannot be saved; `path` is its position."""
 
     def __init__(self, path: str, value: object, why: str = "") -> None:
@@ -53,7 +53,7 @@ def encode(
     if id(value) in shared.numbers:
         return {"same": shared.numbers[id(value)]}
     if id(value) in shared.begun:
-        raise Unsavable(path, value, "holds itself")
+        raise UnsavableValue(path, value, "holds itself")
     shared.begun.add(id(value))
     encoded = _encode_one(value, path, tensors, names, shared)
     shared.numbers[id(value)] = len(shared.numbers)
@@ -85,7 +85,7 @@ def _encode_one(
     if kind in _MAPPINGS:
         keys = [encode(key, f"{path}:%{at}", tensors, names) for at, key in enumerate(value)]
         pairs = [
-            [said, encode(item, f"{path}:{_of_key(key, said)}", tensors, names, shared)]
+            [said, encode(item, f"{path}:{_key_part(key, said)}", tensors, names, shared)]
             for said, (key, item) in zip(keys, value.items(), strict=True)
         ]
         return {_MAPPINGS[kind]: pairs}
@@ -97,7 +97,7 @@ def _encode_one(
         return {"complex": [encode(part, path, tensors, names) for part in (value.real, value.imag)]}
     if kind is torch.dtype:
         return {"dtype": str(value).removeprefix("torch.")}
-    raise Unsavable(path, value)
+    raise UnsavableValue(path, value)
 
 
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
@@ -154,16 +154,16 @@ def find_reordered_sets(value: Any, path: str) -> Iterator[str]:
             yield from find_reordered_sets(item, f"{path}:{at}")
 
 
-def _of_key(key: Any, encoded: Any) -> str:
-    return path_part(key) if type(key) in (str, int) else f"%({_escaped(text(encoded))})"
+def _key_part(key: Any, encoded: Any) -> str:
+    return path_part(key) if type(key) in (str, int) else f"%({_escape_separators(text(encoded))})"
 
 
 def path_part(key: str | int) -> str:
     """Return the path part of a key, unique to the key and without separator characters."""
-    return f"%s{key}" if isinstance(key, str) and _NUMBER.fullmatch(key) else _escaped(str(key))
+    return f"%s{key}" if isinstance(key, str) and _NUMBER.fullmatch(key) else _escape_separators(str(key))
 
 
-def key_of(word: str) -> str | int:
+def parse_path_part(word: str) -> str | int:
     """Return the key of a path part."""
     if _NUMBER.fullmatch(word):
         return int(word)
@@ -175,7 +175,7 @@ def key_of(word: str) -> str | int:
     return word
 
 
-def _escaped(part: str) -> str:
+def _escape_separators(part: str) -> str:
     for sign, code in _CODES.items():
         part = part.replace(sign, code)
     return _SURROGATE.sub(lambda found: f"%U{ord(found[0]):04x}", part)
@@ -275,9 +275,9 @@ class ObjectState:
         """Sets in the newest state that a restart would iterate in another order."""
 
     @contextmanager
-    def asked_once(self) -> Iterator[None]:
+    def freeze_state(self) -> Iterator[None]:
         """Take tensors and facts from a single call of `state_dict` within the context; other threads may change it."""
-        self._answer = self._ask()
+        self._answer = self._encode_state_dict()
         try:
             yield
         finally:
@@ -292,27 +292,27 @@ class ObjectState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name; raises WorkloadError for a value that cannot be saved."""
-        return self._encoded()[1]
+        return self._read_state()[1]
 
     def facts(self) -> dict[str, Any]:
         """Return the rest of the state, in JSON; empty if the object has no state."""
-        value, tensors = self._encoded()
+        value, tensors = self._read_state()
         if not value:
             return {}
         return {"value": value, "forms": {key: tensor_metadata(tensor) for key, tensor in tensors.items()}}
 
-    def _encoded(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        value, found = self._answer or self._ask()
+    def _read_state(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        value, found = self._answer or self._encode_state_dict()
         own = self._own_names
         return rename_tensors(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
 
-    def _ask(self) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _encode_state_dict(self) -> tuple[Any, dict[str, torch.Tensor]]:
         ask = getattr(self._owner, "state_dict", None)
         state = ask() if callable(ask) else {}
         found: dict[str, torch.Tensor] = {}
         try:
             value = encode(state, self._prefix, found, self._names, SharedContainers(state)) if state else None
-        except Unsavable as reason:
+        except UnsavableValue as reason:
             raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
         self.reordered = frozenset(find_reordered_sets(state, self._prefix))
         return _merge_references(value, found)
@@ -328,7 +328,7 @@ class ObjectState:
             self._targets[key] = made
         return self._targets
 
-    def restored(self, facts: Mapping[str, Any]) -> Any:
+    def decode_state(self, facts: Mapping[str, Any]) -> Any:
         """Return the saved state with its filled tensors."""
         return decode(facts["value"], self._targets, self._parameters)
 
@@ -342,7 +342,7 @@ class ObjectState:
                 f"the checkpoint has a state of the {self._prefix}, but {self._called} has no load_state_dict(): put "
                 "the code back as it was, or add one"
             )
-        load(self.restored(facts))
+        load(self.decode_state(facts))
 
 
 def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from trainer.worker.saved_state import object_state
 from trainer.worker.saved_state.checkpoint_contents import TensorMetadata, tensor_metadata, zeros
 from trainer.worker.saved_state.group_values import GroupValues
 from trainer.worker.saved_state.model_state import cannot_be_filled
-from trainer.worker.saved_state.object_state import Names, Unsavable
+from trainer.worker.saved_state.object_state import Names, UnsavableValue
 from trainer.worker.workload import WorkloadError
 
 _SHARDING_MESSAGES = ("Sharding propagation", "sharding strategy", "DTensor", "redistribut")
@@ -52,19 +52,19 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer, names: Names) -> None:
                 f"{kind} keeps state for {what}, which is no parameter of the model, so that it would not be saved: "
                 "keep it in `optimizer.state[parameter]`, or under a name, as in `optimizer.state['masters']`"
             )
-    if _is_elsewhere(optimizer):
+    if _has_state_elsewhere(optimizer):
         raise WorkloadError(
             f"{kind} keeps state in other optimizers, not in its own `state`, so that it would not be saved: let its "
             "`state` be theirs, as in `self.state[parameter] = inner.state[parameter]`, or choose one optimizer"
         )
 
 
-def _is_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+def _has_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     state = optimizer.state
     if has_own_state_dict(optimizer):
         packed = optimizer.state_dict().get("state") or {}
         return (bool(packed) and not state) or _tensors(packed) > _tensors(state)
-    inside = (inner for inner in optimizers.optimizers_in(vars(optimizer).values()) if inner is not optimizer)
+    inside = (inner for inner in optimizers.find_optimizers(vars(optimizer).values()) if inner is not optimizer)
     return any(held and state.get(key) is not held for inner in inside for key, held in inner.state.items())
 
 
@@ -135,7 +135,7 @@ class OptimizerState:
         self.groups = GroupValues(optimizer, self._names)
         self._unsaved: dict[str, str] = {}
         # Adagrad creates its state only in its constructor.
-        self._first_state = {parameter: copy.deepcopy(dict(held)) for parameter, held in self._held()}
+        self._first_state = {parameter: copy.deepcopy(dict(held)) for parameter, held in self._parameter_states()}
         self._first_tensors: dict[str, torch.Tensor] = {}
         self._first_entries = self._entries(self._first_tensors)
         self._first_tensors = copy.deepcopy(self._first_tensors)
@@ -183,7 +183,7 @@ class OptimizerState:
                 if isinstance(value, torch.Tensor):
                     found[_tensor_key(name, key)] = value
                 else:
-                    self._encoded(name, key, value, found)
+                    self._encode_value(name, key, value, found)
         return {**found, **self.tensors_elsewhere()}
 
     def tensors_elsewhere(self) -> dict[str, torch.Tensor]:
@@ -196,37 +196,37 @@ class OptimizerState:
         """Return all other state, in JSON, without empty parts; `tensors` is the result of `tensors()`."""
         metadata = {key: tensor_metadata(tensor) for key, tensor in tensors.items() if key.startswith(PREFIXES)}
         found = {
-            "groups": self.groups.changed(),
+            "groups": self.groups.changed_values(),
             "values": self._values(),
             # Memory is allocated before the checkpoint is read; these are the differences from a fresh, primed state.
             "late": {key: now for key, now in metadata.items() if self._metadata.get(key) != now},
             "gone": self._missing_tensors(metadata),
             "entries": self._entries(),
         }
-        return {"holders": self._held_by(), **{key: value for key, value in found.items() if value}}
+        return {"holders": self._describe_holders(), **{key: value for key, value in found.items() if value}}
 
-    def _held(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    def _parameter_states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """Yield the parameters that have state, with the state."""
         for parameter in self._parameters.values():
             if held := self._optimizer.state.get(parameter):
                 yield parameter, held
 
-    def unsaved(self) -> list[str]:
+    def unsaved_values(self) -> list[str]:
         """Return descriptions of changed values that no save so far could keep because of their type."""
         return [*self.groups.unsaved.values(), *self._unsaved.values()]
 
     def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        return ((self._names[parameter], held) for parameter, held in self._held())
+        return ((self._names[parameter], held) for parameter, held in self._parameter_states())
 
-    def _held_by(self) -> dict[str, list[str]]:
+    def _describe_holders(self) -> dict[str, list[str]]:
         """Return which parameters have state, with as few names as possible."""
         there = {name for name, _ in self._holders()}
-        trained = self._trained()
+        trained = self._trained_names()
         if 2 * len(there) > len(trained):
             return {"without": sorted(trained - there)}
         return {"only": sorted(there)}
 
-    def _trained(self) -> set[str]:
+    def _trained_names(self) -> set[str]:
         return {self._names.get(p, "") for group in self._optimizer.param_groups for p in group["params"]}
 
     def _missing_tensors(self, metadata: Mapping[str, TensorMetadata]) -> list[str]:
@@ -242,8 +242,11 @@ class OptimizerState:
             count += 1
             for key, value in held.items():
                 if not isinstance(value, torch.Tensor):
-                    found.setdefault(object_state.path_part(key), {})[name] = self._encoded(name, key, value, {})
-        return {key: _shared(values) if len(values) == count else {"of": values} for key, values in found.items()}
+                    found.setdefault(object_state.path_part(key), {})[name] = self._encode_value(name, key, value, {})
+        return {
+            key: _merge_equal_values(values) if len(values) == count else {"of": values}
+            for key, values in found.items()
+        }
 
     def _refuse_key(self, name: str, key: object) -> None:
         if type(key) not in (str, int):
@@ -252,10 +255,10 @@ class OptimizerState:
                 f"a {type(key).__name__}; only strings and integers are kept as keys"
             )
 
-    def _encoded(self, name: str, key: str | int, value: object, found: dict[str, torch.Tensor]) -> Any:
+    def _encode_value(self, name: str, key: str | int, value: object, found: dict[str, torch.Tensor]) -> Any:
         try:
             return object_state.encode(value, _tensor_key(name, key), found, self._names)
-        except Unsavable as reason:
+        except UnsavableValue as reason:
             kind = type(self._optimizer).__name__
             raise WorkloadError(
                 f"the state of {kind} cannot be saved: {reason}; only tensors, numbers, strings, and lists, tuples, "
@@ -269,7 +272,7 @@ class OptimizerState:
             try:
                 held = {} if tensors is None else tensors
                 found[key] = object_state.encode(value, _entry_key(key), held, self._names)
-            except Unsavable as reason:
+            except UnsavableValue as reason:
                 self._unsaved[key] = f"{key} of its state_dict ({reason})"
         return found
 
@@ -286,7 +289,7 @@ class OptimizerState:
             return self._targets
         self.groups.check(facts.get("groups", ()))
         late, gone = facts.get("late", {}), set(facts.get("gone", ()))
-        there = {name for name in self._trained() if _has_state(name, facts["holders"])}
+        there = {name for name in self._trained_names() if _has_state(name, facts["holders"])}
         state = [key for key in live if _owner(key) in there and key not in gone and key not in late]
         named = object_state.references([facts.get("groups", []), list(facts.get("entries", {}).values())])
         fresh = {
@@ -329,7 +332,7 @@ class OptimizerState:
         return [*overruled, *(f"{key} of the optimizer's state_dict is not as it was saved" for key in other)]
 
     def _restore_old(self, absent: Collection[str]) -> list[str]:
-        counted = sorted({key for group in self.groups.changed() for key in group["values"]})
+        counted = sorted({key for group in self.groups.changed_values() for key in group["values"]})
         counted += sorted(self._values())
         self._forget([self._parameters[name] for name in map(_owner, absent) if name in self._parameters])
         self.groups.reset()
@@ -344,11 +347,11 @@ class OptimizerState:
     def _restore_state(self, facts: Mapping[str, Any]) -> None:
         values = facts.get("values", {})
         nested = set(object_state.references(list(map(list, map(dict.values, values.values())))))
-        trained = self._trained()
+        trained = self._trained_names()
         tensors: dict[str | None, dict[str | int, Any]] = {}
         for key, tensor in self._targets.items():
             if key not in nested:
-                tensors.setdefault(_owner(key), {})[object_state.key_of(key.rpartition("/")[2])] = tensor
+                tensors.setdefault(_owner(key), {})[object_state.parse_path_part(key.rpartition("/")[2])] = tensor
         for name, parameter in self._parameters.items():
             if name not in trained or not _has_state(name, facts["holders"]):
                 self._forget([parameter])
@@ -357,7 +360,9 @@ class OptimizerState:
             for key, value in values.items():
                 encoded = value["same"] if "same" in value else value["of"].get(name, _MISSING)
                 if encoded is not _MISSING:
-                    held[object_state.key_of(key)] = object_state.decode(encoded, self._targets, self._parameters)
+                    held[object_state.parse_path_part(key)] = object_state.decode(
+                        encoded, self._targets, self._parameters
+                    )
             there = self._optimizer.state[parameter]
             there.clear()
             there.update(held)
@@ -381,7 +386,7 @@ class OptimizerState:
 
         torch converts loaded state to the dtype of its parameter and creates new objects instead of filling these.
         """
-        held = {parameter: dict(state) for parameter, state in self._held()}
+        held = {parameter: dict(state) for parameter, state in self._parameter_states()}
         groups = [dict(group) for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})
         for parameter, values in held.items():
@@ -405,7 +410,7 @@ def _has_state(name: str, held_by: Mapping[str, list[str]]) -> bool:
     return name in held_by["only"] if "only" in held_by else name not in held_by["without"]
 
 
-def _shared(values: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_equal_values(values: Mapping[str, Any]) -> dict[str, Any]:
     first = next(iter(values.values()))
     same = object_state.text(first)
     return {"same": first} if all(object_state.text(value) == same for value in values.values()) else {"of": values}

@@ -13,7 +13,7 @@ from checkpointing.errors import SaveFailed
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import dump_line, number
 from trainer.worker import optimizer as optimizers
-from trainer.worker.data import Data, Positions, unwrapped
+from trainer.worker.data import Data, Positions, unwrap_data
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.checkpoint_contents import buffers_name
@@ -53,7 +53,7 @@ class TrainObjects:
     """Initializer to call if no checkpoint was restored; None: the model already has its initial weights."""
 
 
-class Saver(Protocol):
+class RankCheckpointer(Protocol):
     """The part of `checkpointing.engine.checkpointer.Checkpointer` that a rank uses."""
 
     committed_step: int | None
@@ -94,7 +94,7 @@ def _ignore_warning(step: int, *reason: Any) -> None:
     """Discard a warning that the caller does not want."""
 
 
-def _alone(value: Any, /) -> list[Any]:
+def _gather_alone(value: Any, /) -> list[Any]:
     """Return the result of a gather over a single rank."""
     return [value]
 
@@ -133,7 +133,7 @@ class TrainState:
         self._config_digest, self._seed = config_digest, seed
         self._software, self._on_other_software = software(device), on_other_software
         self._software_facts = software_facts([self._software])
-        self._saved_software, self._gather = dict[str, Any](), _alone
+        self._saved_software, self._gather = dict[str, Any](), _gather_alone
         self._late_step: int | None = None
         self._parameters = ParameterForms(model)
         self._entries = ModelEntries(model)
@@ -153,7 +153,7 @@ class TrainState:
         self._has_scheduler = objects.scheduler is not None
         self._data_state = DataState(objects.data, objects.layout, model, device)
         self._attributes = UnsavedAttributes(
-            {"workload": objects.workload, "optimizer": optimizer, "data": unwrapped(objects.data)}
+            {"workload": objects.workload, "optimizer": optimizer, "data": unwrap_data(objects.data)}
         )
         self._set_initial_weights = objects.set_initial_weights
         self._warn, self._warned = warn, set[str]()
@@ -180,17 +180,17 @@ class TrainState:
             **self._extra_state.tensors(),
         }  # fmt: skip
 
-    def save(self, saver: Saver) -> bool:
+    def save(self, saver: RankCheckpointer) -> bool:
         """Hand the state after `step` to the checkpointer; return False on every rank if it takes none now.
 
         Raises WorkloadError for state that a restart could not restore.
         """
         with ExitStack() as asked:
             for state in (self._workload_state, self._scheduler_state, self._data_state, self._extra_state):
-                asked.enter_context(state.asked_once())
+                asked.enter_context(state.freeze_state())
             return self._save(saver)
 
-    def _save(self, saver: Saver) -> bool:
+    def _save(self, saver: RankCheckpointer) -> bool:
         self._parameters.refuse_changed()
         self._entries.refuse_changed()
         self._workload_state.separate_ranks(self._rank)
@@ -280,12 +280,12 @@ class TrainState:
             "buffers": self._buffers.facts(),
             "extra_state": self._extra_state.facts(),
             "modes": self._modes.facts(),
-            "attributes": self._attributes.changed(),
-            "module_attributes": self._module_attributes.changed(),
+            "attributes": self._attributes.changed_attributes(),
+            "module_attributes": self._module_attributes.changed_attributes(),
         }
-        for name in self._workload_state.reordered | self._data_state.reordered:
+        for name in self._workload_state.reordered | self._data_state.reordered_sets:
             self._warn_once(f"{name} is a set, whose order a restart changes: if that counts, use a list, or sort it")
-        for reason in self._optimizer_state.unsaved():
+        for reason in self._optimizer_state.unsaved_values():
             self._warn_once(f"{reason} is not saved: it cannot be written down")
         return {key: value for key, value in found.items() if value}
 
@@ -302,7 +302,7 @@ class TrainState:
         states = extra.get("rank_state") or [{}]
         return dict(states[self._rank if self._rank < len(states) else 0])
 
-    def restore(self, saver: Saver) -> None:
+    def restore(self, saver: RankCheckpointer) -> None:
         """Restore everything from the newest checkpoint that verifies; stay at step 0 without a checkpoint.
 
         The saver is prepared first, because a copy in memory is only recognized by its layout.
@@ -351,7 +351,7 @@ class TrainState:
             seed_by_data(self._seed, self._generator_rank, self.step)
         self._nan = nan_weights(self._model)
 
-    def _prepare(self, saver: Saver) -> None:
+    def _prepare(self, saver: RankCheckpointer) -> None:
         try:
             saver.prepare(self._inventory.tensors())
         except (NotImplementedError, TypeError, ValueError) as error:
@@ -406,7 +406,7 @@ class TrainState:
         lost += self._restore_scheduler(own.get("scheduler", {}))
         lost += self._restore_workload(own.get("workload", {}))
         lost += self._modes.restore(own.get("modes", {}))  # after the workload, which may build or set some itself
-        names = self._attributes.lost(own.get("attributes", {}))
+        names = self._attributes.lost_attributes(own.get("attributes", {}))
         if names:
             lost.append(f"{', '.join(names)} had changed and is not saved: return it in the workload's state_dict()")
         for reason in lost:

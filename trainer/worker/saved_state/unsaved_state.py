@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.worker.saved_state import checkpoint_contents, object_state
-from trainer.worker.saved_state.object_state import Unsavable
+from trainer.worker.saved_state.object_state import UnsavableValue
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name
 
@@ -37,7 +37,7 @@ class ModuleAttributes:
         self.step = 0
         """Step of the restored checkpoint."""
 
-    def changed(self) -> dict[str, str]:
+    def changed_attributes(self) -> dict[str, str]:
         """Return the attributes that differ from the built ones, as text."""
         found = {name: text for name, text in self._texts().items() if self._built.get(name) != text}
         return dict(sorted(found.items())[:_MOST])
@@ -107,11 +107,11 @@ class UnsavedAttributes:
         self._objects = dict(objects)
         self._initial = self._texts()
 
-    def changed(self) -> dict[str, str]:
+    def changed_attributes(self) -> dict[str, str]:
         """Return the attributes that have changed, as JSON text."""
         return {name: text for name, text in self._texts().items() if self._initial.get(name) != text}
 
-    def lost(self, saved: Mapping[str, str]) -> list[str]:
+    def lost_attributes(self, saved: Mapping[str, str]) -> list[str]:
         """Return the attributes that differ from those of a save."""
         now = self._texts()
         return sorted(name for name, text in saved.items() if now.get(name) != text)
@@ -138,7 +138,7 @@ def _text(value: Any) -> str | None:
         if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
             value = value.state_dict()
         text = object_state.text(object_state.encode(value, "", tensors, {}))
-    except Unsavable:
+    except UnsavableValue:
         return None
     return None if tensors or len(text) > _MAX_CHARACTERS else text
 

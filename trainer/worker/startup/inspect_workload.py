@@ -36,14 +36,14 @@ def _inspect(config: JobConfig, answer: TextIO) -> None:
             kind = workload.find(config.workload)
     except workload.WorkloadError as error:
         is_import = isinstance(error.__cause__, ImportError | SyntaxError)
-        _tell(answer, failed=in_use().text(str(error)), is_import=is_import, done=True)
+        _write_answer(answer, failed=in_use().text(str(error)), is_import=is_import, done=True)
         return
     if not config.trains_built_in_workload:
-        _tell(answer, code=record_imported(sys.modules, before, config).to_json())
-    _tell(answer, refused=_missing_parallelize(kind, config) or _wrong_wrap(config), done=True)
+        _write_answer(answer, code=record_imported(sys.modules, before, config).to_json())
+    _write_answer(answer, refused=_missing_parallelize(kind, config) or _wrong_wrap(config), done=True)
 
 
-def _tell(answer: TextIO, **found: Any) -> None:
+def _write_answer(answer: TextIO, **found: Any) -> None:
     answer.write(f"{json.dumps(found)}\n")
     answer.flush()
 

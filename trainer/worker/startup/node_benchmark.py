@@ -92,7 +92,7 @@ def _matmul(device: torch.device) -> float:
     side = _MATRIX_SIDE[device.type]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     left, right = (torch.full((side, side), 0.5, dtype=dtype, device=device) for _ in range(2))
-    return 2 * side**3 / _best(lambda: torch.mm(left, right), device, clock=_clock_of(device))
+    return 2 * side**3 / _best(lambda: torch.mm(left, right), device, clock=_choose_clock(device))
 
 
 def _memory(device: torch.device) -> float:
@@ -100,10 +100,10 @@ def _memory(device: torch.device) -> float:
     size = _COPY_BYTES[device.type]
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    return 2 * size / _best(lambda: target.copy_(source), device, clock=_clock_of(device))
+    return 2 * size / _best(lambda: target.copy_(source), device, clock=_choose_clock(device))
 
 
-def _clock_of(device: torch.device) -> Callable[[], float]:
+def _choose_clock(device: torch.device) -> Callable[[], float]:
     """Return the clock: on a CPU with one thread its running time, which excludes other processes on the core."""
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
@@ -116,17 +116,17 @@ def _best(
     go_on: Callable[[], bool] = lambda: True,
 ) -> float:
     """Return the seconds of the fastest of a few tries; the warm-up counts only without time for more."""
-    seconds = [_timed(work, device, clock)]
+    seconds = [_measure_seconds(work, device, clock)]
     for tried in range(_REPEATS):
         if not go_on():
             break
         if tried == 0:
             seconds.clear()
-        seconds.append(_timed(work, device, clock))
+        seconds.append(_measure_seconds(work, device, clock))
     return max(min(seconds), 1e-9)
 
 
-def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+def _measure_seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
     _synchronize(device)
     begin = clock()
     work()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainer.contract.config import ClusterShape
-from trainer.contract.failures.failure_patterns import Meaning, error_says
+from trainer.contract.failures.failure_patterns import Meaning, has_meaning
 from trainer.contract.messages.ranks import TO_RANK, Store
 from trainer.contract.ranks.rank_messages import RankSpec, place_variables, receive_message, send_message
 
@@ -25,7 +25,7 @@ class NodeFault(RuntimeError):
 def is_node_fault(error: BaseException) -> bool:
     """Return whether `error` comes from broken hardware, not from the training code."""
     return isinstance(error, NodeFault) or (
-        isinstance(error, RuntimeError) and error_says(str(error), Meaning.HARDWARE)
+        isinstance(error, RuntimeError) and has_meaning(str(error), Meaning.HARDWARE)
     )
 
 
@@ -102,14 +102,14 @@ def torchrun_environment(spec: RankSpec) -> dict[str, str]:
 
 def choose_interface(interface: str, host: str) -> None:
     """Select the network of gloo and NCCL, unless the user's environment already does."""
-    chosen = interface or interface_of(host)
+    chosen = interface or find_interface(host)
     if chosen:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen)
         # Without "=", NCCL would use every interface with this prefix.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")
 
 
-def interface_of(host: str) -> str:
+def find_interface(host: str) -> str:
     """Return the interface with the address `host`; empty if it is not one of this machine.
 
     By default gloo uses the address of the host's own name, which many distributions map to a loopback address.

@@ -17,15 +17,15 @@ from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
 from trainer.worker.data import LoaderDraws
 from trainer.worker.optimizer import clear_gradients, learning_rate, set_learning_rate
 from trainer.worker.parallel.gradient_buckets import GradientFacts
-from trainer.worker.pipeline.pipelined_llama import balance_of
+from trainer.worker.pipeline.pipelined_llama import build_expert_balance
 from trainer.worker.reporting.metrics import Journal, StepFigures, expert_loads, held_states, section_seconds
 from trainer.worker.reporting.phase_tracker import PhaseTracker, ProgressLog
 from trainer.worker.reporting.retrained_steps import RetrainedSteps
 from trainer.worker.saved_state.checkpoint_contents import weights_digest
-from trainer.worker.saved_state.train_state import Saver, TrainObjects, TrainState
+from trainer.worker.saved_state.train_state import RankCheckpointer, TrainObjects, TrainState
 from trainer.worker.training import reduction
 from trainer.worker.training.drill import Drill
-from trainer.worker.training.passes import passes_of
+from trainer.worker.training.passes import build_passes
 from trainer.worker.training.reduction import MetricReducer, OwnNumbers, RankZeroMessage, Reduced, StepResult
 from trainer.worker.training.save_schedule import SaveSchedule, SaveVote, StopFlag
 from trainer.worker.training.spikes import SpikeDetector
@@ -39,7 +39,7 @@ class LoopServices:
 
     cell: ProgressCell
     journal: Journal
-    saver: Saver
+    saver: RankCheckpointer
     drill: Drill
     save_schedule: SaveSchedule
     phases: PhaseTracker
@@ -88,8 +88,8 @@ class Loop:
         self._committed = services.saver.committed_step or 0
         self._vote_ahead = SaveVote.NONE
         self._parameters = tuple(objects.model.parameters())
-        self._passes = passes_of(objects, services.phases, services.drill, config.parallel.reduce)
-        self._experts = balance_of(objects.model)
+        self._passes = build_passes(objects, services.phases, services.drill, config.parallel.reduce)
+        self._experts = build_expert_balance(objects.model)
         self._last = services.test_until or config.train.steps
         self._validation = Validation(objects, config.validation, last=config.train.steps)
         self._own_metrics = hook(objects.workload, "metrics")
@@ -125,13 +125,13 @@ class Loop:
         self._services.phases.enter(Phase.OPTIMIZER)
         reduced = self._reduce(step, loss)
         if objects.scheduler is None:
-            set_learning_rate(objects.optimizer, self._scheduled(step))
+            set_learning_rate(objects.optimizer, self._scheduled_rate(step))
         # A lazy save still reads the tensors that the optimizer is about to change.
         began = time.perf_counter()
         self._services.saver.before_optimizer_step()
         self._add_stall(time.perf_counter() - began)
         rate = self._rate(step)
-        scale, overflowed = self._train_state.loss_scale.scale, self._overflowed(reduced)
+        scale, overflowed = self._train_state.loss_scale.scale, self._check_overflow(reduced)
         if not overflowed:
             objects.optimizer.step()
         self._services.phases.begin_wait()
@@ -145,30 +145,30 @@ class Loop:
         self._services.phases.step_ended(step)
         self._services.figures.step_ended()
         work = self._services.phases.last_step
-        return PendingStep(reduced, position, replaced, rate, scale, work, overflowed, self._exposed())
+        return PendingStep(reduced, position, replaced, rate, scale, work, overflowed, self._exposed_seconds())
 
     def _clear_gradients(self) -> None:
         objects = self._objects
         clear_gradients(objects.optimizer, self._parameters, (objects.workload, objects.model))
 
-    def _exposed(self) -> dict[str, float]:
+    def _exposed_seconds(self) -> dict[str, float]:
         """Return the seconds of exposed communication in the previous step, by kind."""
         found = dict(self._passes.exposed)
         found["reductions"] = found.get("reductions", 0.0) + self._services.phases.reductions
         return found
 
-    def _overflowed(self, reduced: Reduced) -> bool:
+    def _check_overflow(self, reduced: Reduced) -> bool:
         """Return whether the gradients of this step overflowed; only float16 waits for the device to find out."""
         scale = self._train_state.loss_scale
-        return scale.is_dynamic and scale.overflowed(float(reduced.norm))
+        return scale.is_dynamic and scale.update_scale(float(reduced.norm))
 
     def _rate(self, step: int) -> float:
         """Return the learning rate of this step; with the workload's own scheduler, that of the first group."""
         if self._objects.scheduler is None:
-            return self._scheduled(step)
+            return self._scheduled_rate(step)
         return float(self._objects.optimizer.param_groups[0]["lr"])
 
-    def _scheduled(self, step: int) -> float:
+    def _scheduled_rate(self, step: int) -> float:
         return learning_rate(self._config.optimizer, self._config.train.steps, step)
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
@@ -180,7 +180,7 @@ class Loop:
         own = None if self._own_metrics is None else self._reducer.pack(self._own_metrics())
         message = self._rank_zero_message(step)
         numbers, facts = OwnNumbers(own, self._experts.loads()), self._passes.gradients.facts()
-        reduced = reduction.reduce(step, gradients, loss, self._stop.asked(), message, numbers, facts)
+        reduced = reduction.reduce(step, gradients, loss, self._stop.stop_vote(), message, numbers, facts)
         self._services.phases.resume()
         reduction.clip(gradients, reduced.norm, self._config.optimizer.clip_norm)
         return reduced
@@ -188,7 +188,7 @@ class Loop:
     def _end_step(self, pending: PendingStep) -> StopReason:
         """Report, agree and save after a step. Every rank takes the same decisions here."""
         step, services = pending.reduced.step, self._services
-        services.journal.worked(step)
+        services.journal.log_work(step)
         self._train_state.step_ended()
         # On a GPU this waits for the previous step, so it counts towards this step's end, not the next one's data.
         reason = self._read_pending()
@@ -198,7 +198,7 @@ class Loop:
         services.cell.update(step=step, saved_step=saved, save_seconds=seconds, step_seconds=self._seconds)
         self._check_saved(step)
         self._pending, self._seconds = pending, self._lap()
-        services.save_schedule.step_took(self._seconds)
+        services.save_schedule.record_step(self._seconds)
         if self._first:
             self._first_step(step)
         saves = step == self._last or services.save_schedule.should_save(step, self._save_vote)
@@ -234,8 +234,8 @@ class Loop:
         numbers = self._validation.run()
         state.metrics, state.validated = {**state.metrics, **numbers}, step
         seconds = time.perf_counter() - began
-        services.journal.validated(step, seconds, numbers)
-        services.progress_log.validated(step, seconds, numbers)
+        services.journal.record_validation(step, seconds, numbers)
+        services.progress_log.record_validation(step, seconds, numbers)
         services.phases.enter(Phase.DATA)
         return numbers
 
@@ -301,7 +301,7 @@ class Loop:
         values |= {"position": pending.position, "software": self._software}
         speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
-        more |= self._services.figures.of(
+        more |= self._services.figures.build_figures(
             result.step, seconds, self._stall, section_seconds(pending.work), pending.exposed
         )
         more |= expert_loads(result.step, result.loads, self._experts.layers)
@@ -318,7 +318,7 @@ class Loop:
         services.phases.enter(Phase.CHECKPOINT)
         services.journal.settle()
         if reason:
-            self._stop.served()
+            self._stop.mark_served()
             if self._objects.layout.rank == 0:
                 services.journal.event(EventKind.STOP_AGREED, step=step, reason=reason.name.lower())
         if services.test_until:
@@ -339,15 +339,15 @@ class Loop:
         began = time.perf_counter()
         self._services.drill.in_save(step)
         accepted = self._train_state.save(self._services.saver)
-        self._services.save_schedule.save_tried(step, accepted)
+        self._services.save_schedule.record_save(step, accepted)
         self._add_stall(time.perf_counter() - began)
         return accepted
 
     def _add_stall(self, seconds: float) -> None:
         self._stall += seconds
-        self._services.save_schedule.stalled(seconds)
+        self._services.save_schedule.record_stall(seconds)
         if self._objects.layout.rank == 0:
-            self._services.journal.stalled(self._services.save_schedule.tried_step, seconds)
+            self._services.journal.record_stall(self._services.save_schedule.tried_step, seconds)
 
     def _rank_zero_message(self, step: int) -> RankZeroMessage:
         """Return rank 0's decisions for all ranks, which read them with the sums of `step`."""
@@ -399,5 +399,5 @@ class Loop:
         self._clear_gradients()
         return {
             "step": step, "loss": found.loss, "grad_norm": found.grad_norm,
-            "lr": self._scheduled(step),
+            "lr": self._scheduled_rate(step),
         }  # fmt: skip

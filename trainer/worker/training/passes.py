@@ -9,12 +9,12 @@ from torch.utils._pytree import tree_map
 
 from trainer.contract.config_sections.parallel_config import Reduce
 from trainer.contract.ranks.progress import Phase
-from trainer.worker.data import unwrapped
+from trainer.worker.data import unwrap_data
 from trainer.worker.parallel.data_parallel import GradientSync
 from trainer.worker.parallel.fsdp_units import CannotShard, explain_uncalled_units
-from trainer.worker.pipeline.pipelined_llama import pipeline_of
-from trainer.worker.pipeline.runtime import Pipeline, meter_for
-from trainer.worker.pipeline.stage import Activity, Call, Moment
+from trainer.worker.pipeline.pipelined_llama import find_pipeline
+from trainer.worker.pipeline.runtime import Pipeline, bubble_meter
+from trainer.worker.pipeline.stage import Activity, Call, StageActivity
 from trainer.worker.reporting.phase_tracker import PhaseTracker
 from trainer.worker.saved_state.train_state import TrainObjects
 from trainer.worker.training.drill import Drill
@@ -37,19 +37,19 @@ class StagePhases:
         """Create a watcher; `stages` are those of this rank, in model order."""
         self._phases, self._places = phases, {stage: place for place, stage in enumerate(stages)}
 
-    def begin_of(self, moment: Moment) -> Call:
+    def begin_callback(self, moment: StageActivity) -> Call:
         """Return the call for the start of a pass, message or wait."""
         phase = _PHASES.get(moment.activity)
-        return self._phases.wait_of(moment) if phase is None else self._phases.pass_of(phase, moment)
+        return self._phases.wait_callback(moment) if phase is None else self._phases.pass_callback(phase, moment)
 
-    def end_of(self, moment: Moment) -> Call | None:
+    def end_callback(self, moment: StageActivity) -> Call | None:
         """Return the call for the end of a moment, or None for a pass, whose successor has its own start."""
         if moment.activity in _PHASES:
             return None
-        ends = self._phases.end_of_wait()
+        ends = self._phases.wait_end_callback()
         if moment.activity not in _SENDS:
             return ends
-        sent = self._phases.sent_of(
+        sent = self._phases.sent_callback(
             self._places[moment.stage], moment.activity is Activity.SEND_GRADIENT, moment.micro_batch
         )
         if ends is None:
@@ -73,10 +73,10 @@ class Passes(Protocol):
         """Compute all micro-batches' gradients, times `scale`; return this rank's mean loss. Raises WorkloadError."""
 
 
-def passes_of(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
+def build_passes(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
     """Return the passes of a whole model or of one in stages."""
     gradients = GradientSync(objects.model, objects.layout, reduce, phases.begin_wait)
-    pipeline = pipeline_of(objects.model)
+    pipeline = find_pipeline(objects.model)
     if pipeline is None:
         return WholePasses(objects, phases, drill, gradients)
     return StagedPasses(objects, phases, drill, gradients, pipeline)
@@ -147,7 +147,7 @@ class StagedPasses:
         self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync, pipeline: Pipeline
     ) -> None:
         self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
-        self._pipeline, self._meter = pipeline, meter_for(objects.layout.device)
+        self._pipeline, self._meter = pipeline, bubble_meter(objects.layout.device)
         self._begun, self._step = False, 0
         pipeline.ask_before_sends(lambda: drill.in_send(self._step))
         pipeline.watch(StagePhases(phases, [stage.stage_index for stage in pipeline.stages]))
@@ -179,7 +179,7 @@ class StagedPasses:
 
 def require_batches(objects: TrainObjects, step: int, batches: Sequence[Any]) -> None:
     """Raise WorkloadError if `batches` is empty or not a list."""
-    data = type(unwrapped(objects.data)).__name__
+    data = type(unwrap_data(objects.data)).__name__
     if not hasattr(batches, "__len__"):
         kind = type(batches).__name__
         raise WorkloadError(f"{data}.take() returned a {kind}: it has to return a list, the micro-batches of a step")

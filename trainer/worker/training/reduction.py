@@ -54,7 +54,7 @@ class MetricReducer:
 
     def pack(self, values: Mapping[str, Metric]) -> torch.Tensor:
         """Return the float64 row to be summed over the ranks; collective at the first call. Raises WorkloadError."""
-        given = self._checked(values)
+        given = self._check_metrics(values)
         if self._names is None:
             self._names = list(dict.fromkeys(name for names in _all_gather_json(list(given)) for name in names))
         new = [name for name in given if name not in self._names]
@@ -77,7 +77,7 @@ class MetricReducer:
             dist.all_reduce(row)
         return self.unpack(row.tolist())
 
-    def _checked(self, values: Any) -> dict[str, Mean | Sum | Rank0 | None]:
+    def _check_metrics(self, values: Any) -> dict[str, Mean | Sum | Rank0 | None]:
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise WorkloadError(f"{self._method}() must return a dict of numbers by name")
         return {name: self._as_metric(name, value) for name, value in values.items()}

@@ -21,14 +21,14 @@ class StopFlag:
         self._cell = cell
         self._served: tuple[StopReason, float] | None = None
 
-    def asked(self) -> StopReason:
+    def stop_vote(self) -> StopReason:
         """Return this rank's stop vote for the step's reduction."""
         request = self._cell.read_stop_request()
         if request != self._served:
             self._served = None
         return StopReason.NONE if self._served else request[0]
 
-    def served(self) -> None:
+    def mark_served(self) -> None:
         """Mark the current request as answered by a save that every rank has agreed on."""
         request = self._cell.read_stop_request()
         self._served = request if request[0] == StopReason.SAVE_AND_GO_ON else None
@@ -87,20 +87,20 @@ class SaveSchedule:
             return True
         return bool(self._fixed and step % self._fixed == 0 and save_vote is not SaveVote.HOLD_BACK)
 
-    def save_tried(self, step: int, accepted: bool) -> None:
+    def record_save(self, step: int, accepted: bool) -> None:
         """Record a save of `step`, or its refusal because both copies are still being written."""
         self._tried, self._open = step, accepted
         self._failures += not accepted
         self._stalls.append(0.0)
 
-    def stalled(self, seconds: float) -> None:
+    def record_stall(self, seconds: float) -> None:
         """Add seconds for which the newest save has blocked training."""
         if self._stalls:
             self._stalls[-1] += seconds
 
     # -- rank 0
 
-    def step_took(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         """Record the duration of a step, without the save before it."""
         (self._busy if self._open else self._quiet).append(seconds)
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.contract.config import ValidationConfig
-from trainer.worker.data import TokenData, unwrapped
+from trainer.worker.data import TokenData, unwrap_data
 from trainer.worker.optimizer import train_mode
-from trainer.worker.pipeline.pipelined_llama import pipeline_of
+from trainer.worker.pipeline.pipelined_llama import find_pipeline
 from trainer.worker.saved_state.rng_state import pack_rng, unpack_rng
 from trainer.worker.saved_state.train_state import TrainObjects
 from trainer.worker.training.reduction import MetricReducer
@@ -26,7 +26,7 @@ def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
     """Return a validation on `batches` held-out batches, None for 0. Raises WorkloadError for data without any."""
     if not batches:
         return None
-    data: Any = unwrapped(objects.data)
+    data: Any = unwrap_data(objects.data)
     if not isinstance(data, TokenData):
         raise WorkloadError(
             f"validation.batches={batches}: {type(data).__name__} holds nothing out, only token data (data.path) does: "
@@ -37,7 +37,7 @@ def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
 
 def _mean_loss(objects: TrainObjects, model: nn.Module, data: TokenData) -> Mean:
     """Return the mean loss of this rank's share; in a pipeline only the ranks of the last stage know it, and count."""
-    pipeline, loss = pipeline_of(model), objects.workload.loss
+    pipeline, loss = find_pipeline(model), objects.workload.loss
     if pipeline is not None:
         found, knows = [pipeline.evaluate(batch) for batch in data.held_out()], pipeline.has_last
     else:

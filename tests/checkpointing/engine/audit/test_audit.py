@@ -15,7 +15,13 @@ import torch
 
 from checkpointing.engine.audit import audit as audit_module
 from checkpointing.engine.audit import values
-from checkpointing.engine.audit.audit import AuditShare, Expected, audit_in, merge_reports, structure_faults
+from checkpointing.engine.audit.audit import (
+    AuditShare,
+    TensorExpectations,
+    audit_checkpoint,
+    merge_reports,
+    structure_faults,
+)
 from checkpointing.format.manifest import Index, Piece, TensorInfo
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.digest_scan import _resident
@@ -44,8 +50,10 @@ def built() -> Built:
     return build(state(), {"model/wide": columns((12, 8), 2), "model/tall": rows((40, 6), 3)})
 
 
-def audit(path: Path, level: int = 3, expected: Expected | None = None) -> Report:
-    return audit_in(LocalStorage(path.parent), path.name, level, None, (lambda _: expected) if expected else None)
+def audit(path: Path, level: int = 3, expected: TensorExpectations | None = None) -> Report:
+    return audit_checkpoint(
+        LocalStorage(path.parent), path.name, level, None, (lambda _: expected) if expected else None
+    )
 
 
 def reasons(report: Report) -> list[str]:
@@ -119,7 +127,7 @@ def test_files_stay_in_the_page_cache_from_one_reading_to_the_next_if_there_is_r
 def test_what_the_engine_writes_is_sound(bench: Bench) -> None:
     bench.saved(3, 4)
     path = bench.folder(4)
-    report = audit(path, 4, Expected(required=("model.half",)))
+    report = audit(path, 4, TensorExpectations(required=("model.half",)))
     assert (reasons(report), report.notes) == ([], ())
 
 
@@ -221,7 +229,7 @@ def test_frames_are_looked_at_by_whole_chunks(tmp_path: Path) -> None:
     """A request for every header of every tensor would be tens of thousands of them."""
     path = build({f"model/{number}": torch.ones(3) for number in range(50)}).write(tmp_path)
     storage = Counting(tmp_path)
-    assert audit_in(storage, path.name, 3).ok
+    assert audit_checkpoint(storage, path.name, 3).ok
     assert storage.reads.count("__0_0.distcp") == 2, "once for its digest, once for its frames"
 
 
@@ -254,7 +262,7 @@ def test_nan_in_what_trains_is_counted_and_named(tmp_path: Path, kind: torch.dty
     tensors["model/tall"] = tensors["model/tall"].to(kind)
     tensors["model/tall"].view(-1)[100:102] = float("nan")
     built = build(tensors, {"model/tall": rows((40, 6), 4)})
-    expected = Expected(trained=lambda index: [key for key in index.tensors if key.startswith("model/")])
+    expected = TensorExpectations(trained=lambda index: [key for key in index.tensors if key.startswith("model/")])
     (fault,) = audit(built.write(tmp_path), 4, expected).faults
     assert (fault.file, fault.tensors) == ("__1_0.distcp", ("model/tall",))
     assert fault.reason == "2 values are NaN, in a tensor that trains"
@@ -266,7 +274,7 @@ def test_nan_in_what_does_not_train_and_infinities_anywhere_are_only_noted(tmp_p
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), value)
     bias = torch.zeros(4).masked_fill(torch.arange(4) > 2, float("-inf"))
     tensors = {**state(), "model/frozen": mask, "model/bias": bias}
-    report = audit(build(tensors).write(tmp_path), 4, Expected(trained=lambda index: ["model/bias"]))
+    report = audit(build(tensors).write(tmp_path), 4, TensorExpectations(trained=lambda index: ["model/bias"]))
     assert reasons(report) == []
     assert set(report.notes) == {
         "model/frozen: 6 values are NaN or infinite", "model/bias: 1 values are NaN or infinite",
@@ -287,13 +295,17 @@ def test_readers_divide_a_checkpoint_and_find_the_same(
 ) -> None:
     path = built.write(tmp_path)
     whole = audit(path, 4)
-    parts = [audit_in(LocalStorage(tmp_path), path.name, 4, share=AuditShare(rank, size)) for rank in range(size)]
+    parts = [
+        audit_checkpoint(LocalStorage(tmp_path), path.name, 4, share=AuditShare(rank, size)) for rank in range(size)
+    ]
     assert merge_reports(parts).bytes == whole.bytes, "every byte is read once"
     assert max(part.bytes for part in parts) < whole.bytes
     assert reasons(merge_reports(parts)) == []
     file = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    parts = [audit_in(LocalStorage(tmp_path), path.name, 4, share=AuditShare(rank, size)) for rank in range(size)]
+    parts = [
+        audit_checkpoint(LocalStorage(tmp_path), path.name, 4, share=AuditShare(rank, size)) for rank in range(size)
+    ]
     merged = merge_reports(parts)
     assert (merged.faults[0].file, merged.faults[0].reason) == (file.name, "digest differs")
 
@@ -308,7 +320,7 @@ def test_a_tensor_without_a_fingerprint_is_a_fault(built: Built, tmp_path: Path)
 
 
 def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
-    expected = Expected(
+    expected = TensorExpectations(
         required=("rng/rank-00000", "rng/rank-00001"),
         readable={"rng/": lambda key, tensor: f"{key} has {len(tensor)} bytes"},
     )
@@ -320,4 +332,4 @@ def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
 
 def test_an_unknown_level_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="level 2"):
-        audit_in(LocalStorage(tmp_path), "step-00000005.001-ab12cd34", 2)
+        audit_checkpoint(LocalStorage(tmp_path), "step-00000005.001-ab12cd34", 2)

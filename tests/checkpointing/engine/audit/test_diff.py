@@ -12,7 +12,7 @@ import torch
 
 from checkpointing.engine.audit import diff as differ
 from checkpointing.engine.audit.diff import compare, open_side
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import TensorDiff
 
@@ -136,12 +136,12 @@ def test_damaged_bytes_are_never_compared(tmp_path: Path) -> None:
         stream.seek(800)
         stream.write(b"\x7f")
     sides = [open_side(LocalStorage(path.parent), path.name) for path in paths]
-    with pytest.raises(Refused, match="digest differs"):
+    with pytest.raises(CheckpointRefused, match="digest differs"):
         compare(*sides)
 
 
 def test_what_is_not_committed_is_not_opened(tmp_path: Path) -> None:
     path = build({"w": WIDE}).write(tmp_path)
     (path / "COMMIT").unlink()
-    with pytest.raises(Refused, match="COMMIT"):
+    with pytest.raises(CheckpointRefused, match="COMMIT"):
         open_side(LocalStorage(tmp_path), path.name)

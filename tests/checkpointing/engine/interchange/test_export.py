@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checkpointing.engine.audit.audit import audit_in
+from checkpointing.engine.audit.audit import audit_checkpoint
 from checkpointing.engine.interchange import importer
 from checkpointing.engine.interchange.exporter import (
     ExportedTensor,
@@ -30,13 +30,13 @@ from checkpointing.engine.interchange.importer import (
     SafetensorsFiles,
     TorchTensors,
     flat,
-    info_of,
     load_torch,
-    safetensors_in,
+    open_safetensors,
+    tensor_info,
     write_checkpoint,
 )
 from checkpointing.engine.state.fingerprints import fingerprint
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import Name
 from checkpointing.storage.backends import LocalStorage
 from tests.checkpointing.engine.built_checkpoint import Built, build, columns, rows
@@ -98,7 +98,7 @@ def test_safetensors_hold_every_bit_of_a_sharded_checkpoint(tmp_path: Path, larg
     folder = made(tmp_path / "run", plain)
     with SealedCheckpoint(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
         done = write_safetensors(source, wanted(), draft, largest=largest)
-    read = safetensors_in(tmp_path / "out")
+    read = open_safetensors(tmp_path / "out")
     assert {name: fingerprint(TENSORS[name[2:]]) for name in read.tensors} == done.fingerprints
     assert all(same(all_of(read, f"m.{key}"), tensor) for key, tensor in TENSORS.items())
     assert done.compared == (len(TENSORS) if indexed else 0)
@@ -134,7 +134,7 @@ def test_conversion_rounds_as_torch_does_and_leaves_integers_alone(tmp_path: Pat
     folder = made(tmp_path / "run")
     with SealedCheckpoint(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
         write_safetensors(source, wanted(dtype=torch.bfloat16), draft)
-    read = safetensors_in(tmp_path / "out")
+    read = open_safetensors(tmp_path / "out")
     assert same(all_of(read, "m.matrix"), TENSORS["matrix"].bfloat16())
     assert same(all_of(read, "m.count"), TENSORS["count"])
 
@@ -152,7 +152,7 @@ def flip(file: str, place: int) -> Any:
 def test_nothing_is_exported_of_a_checkpoint_with_a_flipped_bit(tmp_path: Path, file: str) -> None:
     folder = made(tmp_path / "run")
     flip(file, (folder / file).stat().st_size // 2)(folder)
-    with pytest.raises(Refused, match=r"digest"):
+    with pytest.raises(CheckpointRefused, match=r"digest"):
         _export(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -168,7 +168,9 @@ def test_values_that_are_not_those_that_were_saved_are_refused(tmp_path: Path) -
         built.fingerprints["wide"] = "0" * 16
 
     folder = made(tmp_path / "run", lie)
-    with pytest.raises(Refused, match=r"wide has fingerprint .*, but fingerprints.json says 0000000000000000"):
+    with pytest.raises(
+        CheckpointRefused, match=r"wide has fingerprint .*, but fingerprints.json says 0000000000000000"
+    ):
         _export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -177,7 +179,7 @@ def test_a_checkpoint_with_a_hole_is_refused_before_anything_is_written(tmp_path
     def hole(built: Built) -> None:
         built.pieces(lambda piece: None if piece.key == "matrix" and piece.offsets[0] else piece)
 
-    with pytest.raises(Refused, match="its shards hold"):
+    with pytest.raises(CheckpointRefused, match="its shards hold"):
         _export(made(tmp_path / "run", hole), tmp_path / "out")
 
 
@@ -212,7 +214,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 
 def brought(tensors: Mapping[str, torch.Tensor]) -> dict[str, ImportedTensor]:
     source = TorchTensors(tensors)
-    return {key: ImportedTensor(external=source, name=key, info=info_of(tensor)) for key, tensor in tensors.items()}
+    return {key: ImportedTensor(external=source, name=key, info=tensor_info(tensor)) for key, tensor in tensors.items()}
 
 
 def imported(root: Path, tensors: dict[str, ImportedTensor]) -> Path:
@@ -224,7 +226,7 @@ def imported(root: Path, tensors: dict[str, ImportedTensor]) -> Path:
 
 def test_what_is_imported_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     folder = imported(tmp_path, brought(TENSORS))
-    assert audit_in(LocalStorage(tmp_path), folder.name, 4).faults == ()
+    assert audit_checkpoint(LocalStorage(tmp_path), folder.name, 4).faults == ()
     with SealedCheckpoint(LocalStorage(tmp_path), folder.name) as source:
         assert source.fingerprints == {key: fingerprint(tensor) for key, tensor in TENSORS.items()}
 
@@ -242,7 +244,7 @@ def test_plain_dcp_and_its_converter_read_it_bit_for_bit(tmp_path: Path) -> None
 
 def test_rows_that_are_lacking_are_zeros_and_types_are_converted(tmp_path: Path) -> None:
     source = TorchTensors({"w": TENSORS["matrix"].bfloat16()})
-    target = info_of(torch.empty(64, 33))
+    target = tensor_info(torch.empty(64, 33))
     folder = imported(tmp_path, {"w": ImportedTensor(external=source, name="w", info=target)})
     with SealedCheckpoint(LocalStorage(tmp_path), folder.name) as found:
         values = torch.cat([block for block, _ in found.blocks("w")])
@@ -255,7 +257,7 @@ def test_a_source_that_changed_since_its_export_is_refused_before_the_commit(tmp
     tensors["wide"] = ImportedTensor(
         external=tensors["wide"].external, name="wide", info=tensors["wide"].info, expected_fingerprint="0" * 16
     )
-    with pytest.raises(Refused, match="wide: its values have fingerprint"):
+    with pytest.raises(CheckpointRefused, match="wide: its values have fingerprint"):
         imported(tmp_path, tensors)
     assert not list(tmp_path.glob("*/COMMIT"))
 
@@ -268,11 +270,11 @@ class Evil:
 def test_no_code_in_a_torch_file_is_run(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "evil": Evil()}, tmp_path / "a.pt")
     with pytest.raises(
-        Refused, match=r"a\.pt: holds a pickled object \(_?io\.open\): save model\.state_dict\(\) instead"
+        CheckpointRefused, match=r"a\.pt: holds a pickled object \(_?io\.open\): save model\.state_dict\(\) instead"
     ):
         load_torch(tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(Refused, match="is no torch or safetensors file"):
+    with pytest.raises(CheckpointRefused, match="is no torch or safetensors file"):
         load_torch(tmp_path / "b.pt")
 
 
@@ -296,7 +298,7 @@ def test_a_file_that_is_no_torch_file_is_refused_in_words_of_its_own(
     tmp_path: Path, write: Callable[[Path], object], why: str
 ) -> None:
     write(tmp_path / "file.pt")
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(CheckpointRefused) as caught:
         load_torch(tmp_path / "file.pt")
     assert caught.value.reason.startswith(why) or why in caught.value.reason
     assert "weights_only" not in caught.value.reason
@@ -320,5 +322,5 @@ def test_an_index_that_promises_what_is_not_there(tmp_path: Path, index: Any, to
     folder = made(tmp_path / "run")
     _export(folder, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(Refused, match=told):
-        safetensors_in(tmp_path / "out")
+    with pytest.raises(CheckpointRefused, match=told):
+        open_safetensors(tmp_path / "out")

@@ -12,7 +12,7 @@ from checkpointing.engine.restore.restorer import Candidate
 from checkpointing.engine.save.transfer import Route
 from checkpointing.engine.state.layout import Item, Share
 from checkpointing.engine.state.plausibility import Findings, InspectionReport
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import FileEntry, Manifest, Piece
 from checkpointing.format.read_plan import Strip
 
@@ -39,8 +39,8 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 def test_nan_and_a_refusal_come_back() -> None:
     assert math.isnan(decode(encode(float("nan"))))
-    found = decode(encode(Refused("step-1", "torn", damaged=False)))
-    assert (type(found), found.name, found.reason, found.damaged) == (Refused, "step-1", "torn", False)
+    found = decode(encode(CheckpointRefused("step-1", "torn", damaged=False)))
+    assert (type(found), found.name, found.reason, found.damaged) == (CheckpointRefused, "step-1", "torn", False)
 
 
 @pytest.mark.parametrize(

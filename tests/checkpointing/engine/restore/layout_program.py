@@ -24,7 +24,7 @@ from checkpointing.config import CheckpointConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.engine.ranks.group import RankGroup, World  # noqa: E402
 from checkpointing.engine.restore.source import local_box  # noqa: E402
-from checkpointing.engine.state.fingerprints import combine, fingerprint, of_state  # noqa: E402
+from checkpointing.engine.state.fingerprints import combine, fingerprint, tensor_contributions  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.tiers.tier import RunTiers  # noqa: E402
 from checkpointing.writer.link import InProcessWriter  # noqa: E402
@@ -167,7 +167,7 @@ def _differing(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> list[
 
 def _words(tensors: dict[str, Tensor]) -> dict[str, str]:
     """Fingerprints put together from the ranks' parts; ranks that hold the same part of a tensor count as one."""
-    mine = {key: (local_box(tensors[key]).offsets, part) for key, part in of_state(tensors).items()}
+    mine = {key: (local_box(tensors[key]).offsets, part) for key, part in tensor_contributions(tensors).items()}
     parts: dict[str, dict[Any, Any]] = {key: {} for key in tensors}
     for told in _gathered(mine):
         for key, (offsets, part) in told.items():

@@ -29,7 +29,7 @@ from checkpointing.engine.ranks.group import World  # noqa: E402
 from checkpointing.engine.restore import restorer  # noqa: E402
 from checkpointing.errors import UnreadableNow  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
-from checkpointing.storage.backends import LocalStorage, Storage, storage_at  # noqa: E402
+from checkpointing.storage.backends import LocalStorage, Storage, open_storage  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402
 from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
 from checkpointing.writer.link import InProcessWriter  # noqa: E402
@@ -84,7 +84,7 @@ def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
     return Checkpointer(
         Owner(1, NONCE, (), lambda: True),
         World(),
-        RunTiers((tier,), storage_at(folder)) if tier else RunTiers.single(folder, storage),
+        RunTiers((tier,), open_storage(folder)) if tier else RunTiers.single(folder, storage),
         lambda kind, data: told.append((kind, data)),
         **{"pauses": (), **options},
     )

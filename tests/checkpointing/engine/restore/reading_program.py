@@ -26,7 +26,7 @@ from checkpointing.engine.restore import exchange as exchange_module  # noqa: E4
 from checkpointing.engine.restore.exchange import Send, exchange  # noqa: E402
 from checkpointing.engine.restore.read_buffers import ReadBuffers  # noqa: E402
 from checkpointing.engine.restore.restorer import Restorer  # noqa: E402
-from checkpointing.engine.restore.source import OptionalKeys, in_one_row  # noqa: E402
+from checkpointing.engine.restore.source import OptionalKeys, number_chunks  # noqa: E402
 from checkpointing.errors import NothingVerifies  # noqa: E402
 from checkpointing.format.read_plan import Strip  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
@@ -90,8 +90,8 @@ def rounds(folder: Path) -> dict[str, Any]:
     exchange_module.ROUND, exchange_module._SMALLEST = 2 * 13, 13
     rank, ranks = dist.get_rank(), RankGroup(None)
     memory = bytearray((7 * at + rank) % 256 for at in range(8192))
-    shards = in_one_row([("a", 4096, 4096, None), ("b", 4096, 4096, None)])
-    buffers = ReadBuffers.of(memoryview(memory), [(shards[0], 0), (shards[1], 4096)])
+    shards = number_chunks([("a", 4096, 4096, None), ("b", 4096, 4096, None)])
+    buffers = ReadBuffers.from_memory(memoryview(memory), [(shards[0], 0), (shards[1], 4096)])
     rows = [Strip(10, 9, 50, 7), Strip(600, 1, 100, 100)]
     sends = [Send(rows, 0, 3, 70), Send(rows, 1, 60, 140 + 20 * rank)]
     coming = [torch.zeros(67, dtype=torch.uint8), torch.zeros(100 - 20 * rank, dtype=torch.uint8)]

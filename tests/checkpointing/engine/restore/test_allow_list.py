@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkSto
 from torch.serialization import _get_layout
 
 from checkpointing.engine.restore.foreign_dcp import ForeignAllowList
-from checkpointing.engine.restore.metadata_reader import AllowList, index_from_metadata, metadata_from
-from checkpointing.errors import Refused, UnsafePickle
+from checkpointing.engine.restore.metadata_reader import AllowList, index_from_metadata, parse_metadata
+from checkpointing.errors import CheckpointRefused, UnsafePickle
 
 META = "torch.distributed.checkpoint.metadata"
 
@@ -43,7 +43,7 @@ def test_what_comes_out_is_what_dcp_itself_would_read(protocol: int) -> None:
     metadata = build({"a": torch.ones(3, 4), "b": torch.zeros((), dtype=torch.bfloat16)}).metadata
     data = pickle.dumps(metadata, protocol)
     for kind in (AllowList, ForeignAllowList):
-        assert index_from_metadata(metadata_from(data, "x", kind)) == index_from_metadata(metadata)
+        assert index_from_metadata(parse_metadata(data, "x", kind)) == index_from_metadata(metadata)
 
 
 def sets(target: bytes, attribute: str) -> bytes:
@@ -69,8 +69,8 @@ MEMBER = f"c{META}\n_MEM_FORMAT_ENCODING\n(I0\ntR".encode()
     ],
 )
 def test_nothing_of_this_process_is_changed(kind: type[AllowList], data: bytes, thing: Any) -> None:
-    with pytest.raises(Refused):
-        metadata_from(data, "x", kind)
+    with pytest.raises(CheckpointRefused):
+        parse_metadata(data, "x", kind)
     assert not hasattr(thing, "planted")
 
 
@@ -105,5 +105,5 @@ def huge(_: Metadata) -> bytes:
 @pytest.mark.parametrize("made", [without_chunks, other_dimensions, words_for_numbers, before_the_file, deep, huge])
 def test_a_forged_one_is_refused_whatever_it_makes_torch_say(made: Callable[[Metadata], bytes]) -> None:
     metadata = copy.deepcopy(build({"a": torch.ones(3, 4)}).metadata)
-    with pytest.raises(Refused, match="malformed|does not describe"):
-        metadata_from(made(metadata), "x")
+    with pytest.raises(CheckpointRefused, match="malformed|does not describe"):
+        parse_metadata(made(metadata), "x")

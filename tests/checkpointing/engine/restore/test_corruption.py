@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from checkpointing.engine.restore.metadata_reader import AllowList, read_metadata
 from checkpointing.engine.restore.restorer import Candidate
-from checkpointing.errors import NothingVerifies, Refused, UnsafePickle
+from checkpointing.errors import CheckpointRefused, NothingVerifies, UnsafePickle
 from checkpointing.format.commit import Commit
 from checkpointing.format.manifest import FINGERPRINTS, INDEX, FileEntry, parse
 from checkpointing.storage.backends import LocalStorage
@@ -413,5 +413,5 @@ def test_the_allow_list_takes_what_dcp_writes_and_nothing_of_torch_besides(bench
     for name in ("load", "compile", "_C", "Tensor", "nonsense"):
         with pytest.raises(UnsafePickle):
             AllowList(b"", "x").find_class("torch", name)
-    with pytest.raises(Refused):
+    with pytest.raises(CheckpointRefused):
         AllowList(b"", "x").find_class("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")

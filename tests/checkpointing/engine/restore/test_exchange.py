@@ -9,7 +9,7 @@ import torch
 from checkpointing.engine.restore.exchange import Send, gather
 from checkpointing.engine.restore.loader import _evenly, copy
 from checkpointing.engine.restore.read_buffers import ReadBuffers
-from checkpointing.engine.restore.source import in_one_row
+from checkpointing.engine.restore.source import number_chunks
 from checkpointing.format.read_plan import Slice, strips
 from tests.warm_programs import WarmPrograms
 
@@ -29,8 +29,8 @@ def test_any_part_of_a_packed_box_is_gathered(seed: int) -> None:
         box = box.narrow(dimension, start, size)
     expected = box.contiguous().view(-1).view(torch.uint8)
     rows = strips(shape, Slice("x", 0, starts, starts, sizes), 2, 33)
-    (shard,) = in_one_row([("f", len(data), len(data), None)])
-    buffers = ReadBuffers.of(memoryview(data), [(shard, 0)])
+    (shard,) = number_chunks([("f", len(data), len(data), None)])
+    buffers = ReadBuffers.from_memory(memoryview(data), [(shard, 0)])
     low = draw.randrange(len(expected))
     high = draw.randint(low, len(expected))
     goal = torch.zeros(high - low, dtype=torch.uint8)

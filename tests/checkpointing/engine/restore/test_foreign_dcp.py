@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.restore.foreign_dcp import describe, foreign_names, source_of, step_of
+from checkpointing.engine.restore.foreign_dcp import build_source, describe, foreign_names, parse_step
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
-from checkpointing.errors import NothingVerifies, Refused, UnsafePickle
+from checkpointing.errors import CheckpointRefused, NothingVerifies, UnsafePickle
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.tier import RunTiers
@@ -84,7 +84,7 @@ def test_views_and_transposed_tensors_come_out_right(bench: Bench) -> None:
     assert restore(bench, target) is not None
     assert all(torch.equal(target[key], odd[key]) for key in odd)
     storage = LocalStorage(bench.root)
-    source = source_of(storage, "x-1", describe(storage, "x-1"))
+    source = build_source(storage, "x-1", describe(storage, "x-1"))
     assert {source.index.pieces[number].key for number in source.odd} == {"t"}
 
 
@@ -147,7 +147,7 @@ def test_files_that_are_short_or_gone_are_refused(bench: Bench, size: int | None
     shard.unlink()
     if size is not None:
         shard.write_bytes(bytes(size))
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(CheckpointRefused, match=reason):
         describe(LocalStorage(bench.root), "x-1")
     with pytest.raises(NothingVerifies, match=reason):
         restore(bench, blank())
@@ -155,4 +155,4 @@ def test_files_that_are_short_or_gone_are_refused(bench: Bench, size: int | None
 
 @pytest.mark.parametrize(("name", "step"), [("step-1000", 1000), ("iter_0000020", 20), ("final", 0), ("", 0)])
 def test_the_number_at_the_end_is_the_step(name: str, step: int) -> None:
-    assert step_of(name) == step
+    assert parse_step(name) == step

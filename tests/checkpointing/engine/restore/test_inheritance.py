@@ -19,7 +19,7 @@ from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
-from checkpointing.verification.verdicts import Verdict, manifest_of, record
+from checkpointing.verification.verdicts import CopyVerdict, read_manifest_digest, record
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 
 
@@ -58,8 +58,8 @@ def test_what_is_perhaps_there_is_taken_and_only_told_of_when_it_is_not(bench: B
 def found_corrupt(bench: Bench, step: int, reason: str = "model.half: fingerprint differs") -> None:
     """As a restore test writes it, or `orch ckpt verify`: bytes and digests agree, the values are wrong."""
     storage, name = LocalStorage(bench.root), bench.folder(step).name
-    manifest = manifest_of(storage, name)
-    found = Verdict(name=name, place=str(bench.root), manifest=manifest, ok=False, level=5, at=1.0, reason=reason)
+    manifest = read_manifest_digest(storage, name)
+    found = CopyVerdict(name=name, place=str(bench.root), manifest=manifest, ok=False, level=5, at=1.0, reason=reason)
     record(storage, found)
 
 

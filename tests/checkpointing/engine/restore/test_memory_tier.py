@@ -12,7 +12,7 @@ from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.restore.memory_tier import Memory
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
-from checkpointing.engine.state.save_plan import Plan, agree_on_plan, budgeted
+from checkpointing.engine.state.save_plan import AgreedPlan, agree_on_plan, layout_for_budget
 from checkpointing.errors import NothingVerifies
 from checkpointing.format.manifest import FileEntry
 from checkpointing.owner import Owner
@@ -20,7 +20,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier
-from checkpointing.writer.arena import Arena, Record
+from checkpointing.writer.arena import Arena, BufferRecord
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 
 
@@ -29,7 +29,7 @@ class Generation:
 
     def __init__(self, bench: Bench, arena: Arena) -> None:
         self.bench, self.arena = bench, arena
-        self.plan: Plan = agree_on_plan(RankGroup(None), state(0), budgeted(1, 0))
+        self.plan: AgreedPlan = agree_on_plan(RankGroup(None), state(0), layout_for_budget(1, 0))
         arena.shape(self.plan.buffer_bytes, 2, self.plan.hash, 4096)
 
     def hold(self, buffer: int, step: int) -> None:
@@ -43,7 +43,7 @@ class Generation:
             data = self.arena.buffer(buffer)[offset : offset + size]
             chunks = tuple(digest(data[at : at + CHUNK]) for at in range(0, size, CHUNK))
             files.append(FileEntry(name=name, size=size, chunks=chunks))
-        record = Record(
+        record = BufferRecord(
             step=step,
             plan=self.plan.hash,
             name=self.bench.folder(step).name,

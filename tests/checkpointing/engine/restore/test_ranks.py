@@ -39,7 +39,7 @@ def test_two_ranks_save_and_any_number_restores(run: Run, tmp_path: Path) -> Non
     assert (first["committed"], second["committed"]) == (2, 2)
     assert kinds(first) == ["checkpoint.saving", "checkpoint.committed"] * 2
     assert kinds(second) == [], "only rank 0 tells"
-    for entry in Catalog(folder).committed():
+    for entry in Catalog(folder).committed_entries():
         assert verify(entry.path, 2).ok
         assert len(list(entry.path.glob("*.distcp"))) == 2
     for size in (1, 3):
@@ -73,7 +73,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(run: Run, tmp_path: Path)
     (failure,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.failed"]
     assert failure["step"] == 2
     assert failure["reason"].startswith("rank 1: disk full ([Errno 28] No space left on device")
-    assert [entry.step for entry in Catalog(folder).committed()] == [3, 1]
+    assert [entry.step for entry in Catalog(folder).committed_entries()] == [3, 1]
     assert len(list(folder.iterdir())) == 2, "the half-written folder is gone"
 
 
@@ -105,7 +105,7 @@ def test_a_save_whose_peer_died_is_told_by_the_survivor(run: Run, tmp_path: Path
     assert survivor["committed"] is None
     assert kinds(survivor)[-1] == "checkpoint.failed"
     assert survivor["told"][-1][1]["reason"].startswith("rank 0: ")
-    assert Catalog(folder).committed() == []
+    assert Catalog(folder).committed_entries() == []
 
 
 def test_a_peer_that_dies_while_it_writes_takes_the_save_along(run: Run, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_peer_that_dies_while_it_writes_takes_the_save_along(run: Run, tmp_pat
     (survivor,) = run("a_peer_dies_while_it_writes", 2, folder, dies=(1,))
     assert (survivor["begun"], survivor["committed"]) == (True, None)
     assert kinds(survivor)[-1] == "checkpoint.failed"
-    assert Catalog(folder).committed() == []
+    assert Catalog(folder).committed_entries() == []
 
 
 def test_what_one_rank_sees_is_agreed_by_all(run: Run, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_one_rank_sees_is_agreed_by_all(run: Run, tmp_path: Path) -> None:
         assert result["hung"] == [True, True, False]
         assert result["committed"] == 5
     assert "checkpoint.skipped" in kinds(first)
-    assert [entry.step for entry in Catalog(folder).committed()] == [5, 4, 2]
+    assert [entry.step for entry in Catalog(folder).committed_entries()] == [5, 4, 2]
 
 
 def test_ranks_of_which_one_has_too_little_memory_stay_in_step(run: Run, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_ranks_of_which_one_has_too_little_memory_stay_in_step(run: Run, tmp_pat
         assert result["failures"][1] is None
         assert (result["committed"], result["step"], result["exact"]) == (2, 2, True)
         assert "checkpoint.retried" not in kinds(result), "rank 1's first buckets are gone"
-    assert [entry.step for entry in Catalog(folder).committed()] == [2]
+    assert [entry.step for entry in Catalog(folder).committed_entries()] == [2]
 
 
 def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(run: Run, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(run: Run, tmp
         assert (result["begun"], result["committed"]) == ([True, False], None)
         assert "checkpoint.failed" in kinds(result)
     assert second["told"][0][1]["reason"] == "rank 1: Odd: what is this?"
-    assert Catalog(folder).committed() == []
+    assert Catalog(folder).committed_entries() == []
 
 
 def test_nodes_with_disks_of_their_own_each_keep_their_part(run: Run, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from checkpointing.engine.ranks.group import World
 from checkpointing.engine.restore import restorer
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
-from checkpointing.errors import NothingVerifies, Refused
+from checkpointing.errors import CheckpointRefused, NothingVerifies
 from checkpointing.event_sink import emit_nothing
 from checkpointing.format.manifest import FINGERPRINTS
 from tests.checkpointing.engine.built_checkpoint import build
@@ -45,7 +45,7 @@ def test_the_named_one_is_loaded_and_no_newer_one(bench: Bench) -> None:
     restored = made.restore(target)
     assert (restored.step, restored.name, restored.extra) == (10, bench.folder(10).name, {"position": 80})
     assert same(target, state(10))
-    assert (made.restored, made.committed_step) == (restored, 10)
+    assert (made.restore_result, made.committed_step) == (restored, 10)
     assert [(kind, data["step"]) for kind, data in told] == [("checkpoint.restored", 10)]
     made.close()
 
@@ -93,7 +93,7 @@ def test_a_missing_one_is_an_error_although_others_are_there(bench: Bench, monke
     with pytest.raises(NothingVerifies, match=r"step-00000010\S*: not there"):
         made.restore(target)
     assert same(target, blank())
-    assert (made.restored, made.committed_step, made.fingerprint_faults()) == (None, None, [])
+    assert (made.restore_result, made.committed_step, made.fingerprint_faults()) == (None, None, [])
     made.close()
 
 
@@ -167,7 +167,7 @@ def test_fingerprints_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path)
     built = build({"model/a": torch.arange(6.0)})
     built.fingerprints, built.files[FINGERPRINTS] = None, b"{}"
     made = opened(built.write(tmp_path))
-    with pytest.raises(Refused, match="fingerprints.json is malformed"):
+    with pytest.raises(CheckpointRefused, match="fingerprints.json is malformed"):
         made.restore({"model/a": torch.zeros(6)})
     made.close()
 

@@ -12,9 +12,9 @@ import torch
 
 from checkpointing.engine.restore.exchange import assign
 from checkpointing.engine.restore.metadata_reader import VerifiedFile
-from checkpointing.engine.restore.read_buffers import ReadBuffers, Reader
-from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE, OptionalKeys, in_one_row, local_box
-from checkpointing.errors import Refused
+from checkpointing.engine.restore.read_buffers import ChunkReader, ReadBuffers
+from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE, OptionalKeys, local_box, number_chunks
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import FileEntry, Piece
 from checkpointing.format.read_plan import Box, Shard, Slice, before, intersect, overlaps, parts, strips
 from checkpointing.format.torch_record import locate_values
@@ -123,7 +123,7 @@ def test_scalars_and_empty_tensors() -> None:
 
 
 def shards(*sizes: int, chunk: int = 10) -> tuple[Shard, ...]:
-    return in_one_row((f"f{number}", size, chunk, None) for number, size in enumerate(sizes))
+    return number_chunks((f"f{number}", size, chunk, None) for number, size in enumerate(sizes))
 
 
 EVERYWHERE = {"f0", "f1", "f2", "f3"}
@@ -162,11 +162,11 @@ def on_disk(folder: Path, size: int, chunk: int) -> tuple[bytes, tuple[Shard, ..
     data = random.Random(size).randbytes(size)
     (folder / "f").write_bytes(data)
     digests = tuple(digest(data[at : at + chunk]) for at in range(0, size, chunk))
-    return data, in_one_row([("f", size, chunk, digests)])
+    return data, number_chunks([("f", size, chunk, digests)])
 
 
-def reader(folder: Path, files: tuple[Shard, ...], open_file: Any = None) -> Reader:
-    return Reader("x", files, open_file or (lambda name: (folder / name).open("rb")), patience=0, pause=0)
+def reader(folder: Path, files: tuple[Shard, ...], open_file: Any = None) -> ChunkReader:
+    return ChunkReader("x", files, open_file or (lambda name: (folder / name).open("rb")), patience=0, pause=0)
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -218,7 +218,7 @@ def test_streams_without_a_descriptor_are_read_too(tmp_path: Path) -> None:
 def test_other_bytes_are_refused(tmp_path: Path, change: Any, reason: str) -> None:
     data, files = on_disk(tmp_path, 50_000, 8192)
     (tmp_path / "f").write_bytes(change(data))
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(CheckpointRefused, match=reason):
         reader(tmp_path, files).read(range(7), ReadBuffers.allocate(files, range(7), lambda _: []))
 
 
@@ -232,10 +232,10 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
         return (tmp_path / name).open("rb")
 
     buffers = ReadBuffers.allocate(files, [0], lambda _: [])
-    Reader("x", files, open_file, patience=20, pause=0).read([0], buffers)
+    ChunkReader("x", files, open_file, patience=20, pause=0).read([0], buffers)
     assert buffers.memory(files[0], 0)[0] == data
-    with pytest.raises(Refused, match="f: unreadable"):
-        Reader("x", files, lambda name: (tmp_path / "gone").open("rb"), patience=0, pause=0).read([0], buffers)
+    with pytest.raises(CheckpointRefused, match="f: unreadable"):
+        ChunkReader("x", files, lambda name: (tmp_path / "gone").open("rb"), patience=0, pause=0).read([0], buffers)
 
 
 def test_ranges_over_chunks_are_verified() -> None:
@@ -245,9 +245,9 @@ def test_ranges_over_chunks_are_verified() -> None:
     )
     verified = VerifiedFile(io.BytesIO(data), entry, "x")
     assert verified.read(250, 700) == data[250:950]
-    with pytest.raises(Refused, match="has no bytes 900..1001"):
+    with pytest.raises(CheckpointRefused, match="has no bytes 900..1001"):
         verified.read(900, 101)
-    with pytest.raises(Refused, match="f chunk 1: digest differs"):
+    with pytest.raises(CheckpointRefused, match="f chunk 1: digest differs"):
         VerifiedFile(io.BytesIO(data[:400] + b"??" + data[402:]), entry, "x").read(290, 20)
 
 

@@ -47,7 +47,7 @@ def flush(rank: int, size: int, folder: Path) -> dict[str, Any]:
             files = {".metadata": b"m", **{f"__{at}_0.distcp": bytes([step + at]) * SIZE for at in range(size)}}
             names = [make(places[0].storage, step, files=files)]
         dist.barrier()
-        flusher.committed(names[0] or "")
+        flusher.record_commit(names[0] or "")
     drained = flusher.drain(60.0)
     flusher.close()
     link.close()

@@ -111,7 +111,7 @@ def test_a_copy_that_is_there_after_all_ends_the_report_of_its_failure(tiers: Ti
     tiers.idle()
     tiers.storages["slow"].broken = lambda operation, _: errno.EIO
     for one in tiers.flushers:
-        one.committed(tiers.flushers[0]._state.latest or "")
+        one.record_commit(tiers.flushers[0]._state.latest or "")
     tiers.wait_for("checkpoint.failed")
     tiers.idle()
     tiers.storages["slow"].broken = lambda operation, _: 0

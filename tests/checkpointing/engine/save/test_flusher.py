@@ -170,7 +170,7 @@ def test_after_every_prefix_of_a_flush_the_next_start_finishes_it(tmp_path: Path
         shutil.copytree(tmp_path / "first" / "fast", again.root / "fast")
         (again.root / "slow").mkdir()
         replay(recording.log[:length], again.root / "slow", power_loss=power_loss)
-        found = Catalog(again.root / "slow").committed()
+        found = Catalog(again.root / "slow").committed_entries()
         assert all(verify(entry.path, 2).ok for entry in found), f"after {length} operations"
         assert len(found) >= 2, f"after {length} operations"
         again.start()
@@ -180,7 +180,7 @@ def test_after_every_prefix_of_a_flush_the_next_start_finishes_it(tmp_path: Path
         again.idle()
         again.close()
         assert again.steps("slow") == [4, 3], f"after {length} operations"
-        assert all(verify(entry.path, 2).ok for entry in Catalog(again.root / "slow").committed())
+        assert all(verify(entry.path, 2).ok for entry in Catalog(again.root / "slow").committed_entries())
         assert {path.name for path in (again.root / "slow").iterdir()} == {made, made.replace("3.001", "4.001")}
     assert older[0] not in first.storages["slow"].list("")
 
@@ -196,7 +196,7 @@ def test_ranks_that_hear_of_commits_at_different_times_stay_in_step(tmp_path: Pa
 
     def hear(flusher: Flusher, pause: float) -> None:
         for made in names:
-            flusher.committed(made)
+            flusher.record_commit(made)
             time.sleep(pause)
 
     together([lambda at=at, f=f: hear(f, 0.003 * abs(at + slowest - 3)) for at, f in enumerate(tiers.flushers)])
@@ -269,7 +269,7 @@ def test_a_peer_that_dies_ends_the_lane_and_nothing_else(tmp_path: Path, caplog:
     tiers.start()
     tiers.idle()
     tiers.thread_group.abandon()
-    tiers.flushers[0].committed("step-00000010.001-ab12cd34")
+    tiers.flushers[0].record_commit("step-00000010.001-ab12cd34")
     assert not tiers.flushers[0].drain(SECONDS)
     assert "no longer copied" in caplog.text
     tiers.flushers[0].close()
@@ -283,6 +283,6 @@ def test_real_ranks_flush_with_real_writers(programs: WarmPrograms, tmp_path: Pa
     assert first["told"][-1] == ["checkpoint.flushed", 20]
     assert second["told"] == [], "only rank 0 tells"
     assert (first["drained"], second["drained"]) == (True, True)
-    newest = Catalog(tmp_path / "slow").committed()[0]
+    newest = Catalog(tmp_path / "slow").committed_entries()[0]
     assert newest.step == 20
     assert verify(newest.path, 2).ok

@@ -8,7 +8,7 @@ from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.ranks.group import World
 from checkpointing.owner import Owner
-from checkpointing.storage.backends import storage_at
+from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from tests.checkpointing.engine.conftest import NONCE, blank, same, state
@@ -17,7 +17,7 @@ from tests.checkpointing.engine.conftest import NONCE, blank, same, state
 def checkpointer(run: Path, url: str, told: list[tuple[str, dict[str, Any]]]) -> Checkpointer:
     config = CheckpointConfig(tiers=(TierConfig(), TierConfig(path=url)))
     known = resolve_tiers(config, run / "checkpoints", "my-run", "node-0")
-    return made_for(RunTiers(known, storage_at(run / "checkpoints")), config, told)
+    return made_for(RunTiers(known, open_storage(run / "checkpoints")), config, told)
 
 
 def made_for(tiers: RunTiers, config: CheckpointConfig, told: list[tuple[str, dict[str, Any]]]) -> Checkpointer:
@@ -36,7 +36,7 @@ def test_a_run_comes_back_from_the_object_store_alone(tmp_path: Path, s3_url: st
     assert first._flusher.drain(20.0)
     first.close()
     assert [kind for kind, data in told if data.get("tier") == f"{s3_url}/my-run"].count("checkpoint.flushed") >= 1
-    assert Catalog(f"{s3_url}/my-run").committed()[0].step == 2
+    assert Catalog(f"{s3_url}/my-run").committed_entries()[0].step == 2
 
     shutil.rmtree(tmp_path / "checkpoints")
     second, tensors = checkpointer(tmp_path, s3_url, told), blank()
@@ -52,7 +52,7 @@ def test_an_object_store_may_be_the_only_tier(tmp_path: Path, s3_url: str) -> No
     told: list[tuple[str, dict[str, Any]]] = []
     config = CheckpointConfig(tiers=(TierConfig(path=s3_url, keep=2),))
     only = resolve_tiers(config, tmp_path / "checkpoints", "my-run", "node-0")
-    made = made_for(RunTiers(only, storage_at(tmp_path / "checkpoints")), config, told)
+    made = made_for(RunTiers(only, open_storage(tmp_path / "checkpoints")), config, told)
     for step in (1, 2, 3):
         made.save(step, state(step), {})
         made.wait()
@@ -62,5 +62,5 @@ def test_an_object_store_may_be_the_only_tier(tmp_path: Path, s3_url: str) -> No
     assert restored is not None
     assert restored.step == 3
     assert same(tensors, state(3))
-    assert [entry.step for entry in only[0].catalog.committed()] == [3, 2]
+    assert [entry.step for entry in only[0].catalog.committed_entries()] == [3, 2]
     assert [data["step"] for kind, data in told if kind == "checkpoint.deleted"] == [1]

@@ -13,11 +13,11 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.engine.state.fingerprints import fingerprint
 from checkpointing.engine.state.layout import Share, lay_out
 from checkpointing.engine.state.plausibility import Findings, Inspection, differing_reason, nan_reason
-from checkpointing.errors import Unsavable
+from checkpointing.errors import UnsavableState
 from checkpointing.format.manifest import FINGERPRINTS, parse_fingerprints
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.writer.arena import Record
+from checkpointing.writer.arena import BufferRecord
 from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.conftest import Bench, state
 
@@ -134,10 +134,10 @@ def test_a_nan_is_refused_with_its_tensor_and_the_next_good_state_is_saved(bench
     bad["model/w"][5, 1] = math.nan
     assert saved(made, 2, bad) == "NaN in trained weights: model/w (1)"
     assert bench.kinds()[-1] == "checkpoint.failed", "trying again cannot help"
-    assert isinstance(made.lasting, Unsavable)
+    assert isinstance(made.lasting, UnsavableState)
     assert not bench.folder(2).exists()
     assert saved(made, 3, training(3)) is None
-    assert [entry.step for entry in Catalog(bench.root).committed()] == [3, 1]
+    assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [3, 1]
 
 
 def test_an_implausible_state_is_not_left_in_memory_either(bench: Bench) -> None:
@@ -211,7 +211,7 @@ def test_it_leaves_memory_although_the_writer_vouches_for_it_late(
         if threading.current_thread().name == "checkpoint-saves":
             cleared.set()
 
-    def late(at: int, record: Record) -> None:
+    def late(at: int, record: BufferRecord) -> None:
         assert cleared.wait(10)
         publish(at, record)
 
@@ -263,7 +263,7 @@ class Broken(InProcessWriter):
 def test_what_is_no_fault_of_a_disk_is_not_tried_again(bench: Bench) -> None:
     made = bench.checkpointer(link=Broken(LocalStorage(bench.root)), pauses=(0.0,))
     assert "KeyError: 'buffer'" in (saved(made, 1, training(1)) or "")
-    assert isinstance(made.lasting, Unsavable)
+    assert isinstance(made.lasting, UnsavableState)
     assert bench.told("checkpoint.retried") == []
 
 

@@ -233,7 +233,7 @@ def test_a_restart_in_place_never_writes_into_an_old_folder(bench: Bench) -> Non
 
 def test_retention_keeps_the_newest(bench: Bench) -> None:
     bench.saved(1, 2, 3, 4, 5, keep=2)
-    assert [entry.step for entry in Catalog(bench.root).committed()] == [5, 4]
+    assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [5, 4]
     assert [data["step"] for data in bench.told("checkpoint.deleted")] == [1, 2, 3]
 
 
@@ -257,7 +257,7 @@ def test_a_refused_checkpoint_is_no_substitute_for_a_healthy_one(bench: Bench) -
     for step in (3, 4):
         again.save(step, state(step), {})
     again.wait()
-    assert [entry.step for entry in Catalog(bench.root).committed()] == [9, 4, 3]
+    assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [9, 4, 3]
 
 
 def test_without_the_fence_nothing_is_committed_or_deleted(bench: Bench) -> None:
@@ -269,7 +269,7 @@ def test_without_the_fence_nothing_is_committed_or_deleted(bench: Bench) -> None
     holds[0] = False
     made.save(3, state(3), {})
     made.wait()
-    assert [entry.step for entry in Catalog(bench.root).committed()] == [2, 1]
+    assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [2, 1]
     assert bench.kinds()[-1] == "checkpoint.failed"
     assert bench.events[-1][1]["reason"].startswith("fenced off: the launch token")
     assert bench.folder(3).exists(), "who lost the fence must not even tidy up"

@@ -14,9 +14,9 @@ import torch
 
 from checkpointing.engine.ranks.group import Failed, RankGroup
 from checkpointing.engine.save import saver as saver_module
-from checkpointing.engine.save.saver import Job, Saver, _failures
+from checkpointing.engine.save.saver import CheckpointSaver, SaveJob, _failures
 from checkpointing.engine.state.plausibility import PlausibilityJudge
-from checkpointing.engine.state.save_plan import agree_on_plan, budgeted
+from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.format.manifest import INDEX, METADATA
 from checkpointing.owner import Owner
@@ -63,11 +63,11 @@ def test_the_two_descriptions_are_the_same_for_every_save(bench: Bench) -> None:
 
 def test_the_same_state_gives_the_same_plan_in_another_process_life(bench: Bench) -> None:
     plans = [
-        agree_on_plan(RankGroup(None), tensors, budgeted(1, 0))
+        agree_on_plan(RankGroup(None), tensors, layout_for_budget(1, 0))
         for tensors in (state(1), dict(reversed(state(2).items())))
     ]
     assert plans[0].hash == plans[1].hash
-    assert plans[0].hash != agree_on_plan(RankGroup(None), {"x": torch.ones(1)}, budgeted(1, 0)).hash
+    assert plans[0].hash != agree_on_plan(RankGroup(None), {"x": torch.ones(1)}, layout_for_budget(1, 0)).hash
 
 
 # ---- tried again
@@ -176,7 +176,7 @@ def test_a_hung_disk_never_holds_training_up(bench: Bench) -> None:
     assert made.save(5, state(5), {})
     assert made.agreed_committed_step == 2
     made.wait()
-    assert [entry.step for entry in Catalog(bench.root).committed()] == [5, 2, 1]
+    assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [5, 2, 1]
     for step in (1, 2):
         reader, target = bench.checkpointer(attempt=2, nonce="22222222", inherit=(bench.folder(step).name,)), blank()
         assert reader.restore(target) is not None
@@ -218,7 +218,7 @@ class Slow(InProcessWriter):
 def test_a_write_that_does_not_end_is_told_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "_POLL_SECONDS", 0.001)
     writer, now, told = Slow(), [0.0], []
-    plan = agree_on_plan(RankGroup(None), state(1), budgeted(1, 0))
+    plan = agree_on_plan(RankGroup(None), state(1), layout_for_budget(1, 0))
     writer.arena.shape(plan.buffer_bytes, 2, plan.hash)
     structure = Structure(state(1))
     stager = Stager(writer.arena, plan, structure, "block")
@@ -235,10 +235,10 @@ def test_a_write_that_does_not_end_is_told_once(bench: Bench, monkeypatch: pytes
             threading.Timer(0.05, writer.gate.set).start()  # time for many more looks
 
     owner = Owner(1, NONCE, (), lambda: True)
-    saver = Saver(place, RankGroup(None), owner, writer, PlausibilityJudge(), tell, clock=clock)
+    saver = CheckpointSaver(place, RankGroup(None), owner, writer, PlausibilityJudge(), tell, clock=clock)
     parts = stager.match(state(1))
     assert parts is not None
-    saver.run(Job(step=1, plan=plan, staged=stager.stage(parts), extra={}, world={}))
+    saver.run(SaveJob(step=1, plan=plan, staged=stager.stage(parts), extra={}, world={}))
     stuck = [at for kind, at in told if kind == "checkpoint.stuck"]
     assert len(stuck) == 1
     assert stuck[0] >= saver_module.STUCK_SECONDS

@@ -13,7 +13,7 @@ from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.ranks.group import World
 from checkpointing.engine.restore.restorer import RestoreOptions
 from checkpointing.owner import Owner
-from checkpointing.storage.backends import storage_at
+from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from tests.checkpointing.engine.conftest import NONCE, blank, state
@@ -44,7 +44,7 @@ class Run:
         made = Checkpointer(
             Owner(**{**owner, **options}),
             world or World(),
-            RunTiers(resolve_tiers(config, self.fast, "my-run", "node-0"), storage_at(self.fast)),
+            RunTiers(resolve_tiers(config, self.fast, "my-run", "node-0"), open_storage(self.fast)),
             lambda kind, data: self.told.append((kind, data)),
             config=config,
             restore=RestoreOptions(suspects=suspects),
@@ -61,7 +61,7 @@ class Run:
         assert checkpointer.failure is None
 
     def steps(self, place: Path) -> list[int]:
-        return [entry.step for entry in Catalog(place).committed()]
+        return [entry.step for entry in Catalog(place).committed_entries()]
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_refused_one_is_no_substitute_where_it_lies(make_run: Callable[..., Ru
     first = run.checkpointer()
     run.saved(first, 400, 420, 500)
     first.close(lambda: 20.0)
-    newest = Catalog(run.fast).committed()[0].name
+    newest = Catalog(run.fast).committed_entries()[0].name
     (run.fast / newest / "__0_0.distcp").write_bytes(b"x" * (run.fast / newest / "__0_0.distcp").stat().st_size)
     again = run.checkpointer()
     again.prepare(blank())
@@ -132,7 +132,7 @@ def test_a_refused_one_is_no_substitute_where_it_lies(make_run: Callable[..., Ru
     assert restored is not None
     assert (restored.step, restored.tier) == (500, str(run.slow))
     distrusted = again._restorer.distrusted
-    assert (distrusted.of(str(run.fast)), distrusted.of(str(run.slow))) == ({newest}, frozenset())
+    assert (distrusted.in_tier(str(run.fast)), distrusted.in_tier(str(run.slow))) == ({newest}, frozenset())
     assert again._flusher.drain(20.0)
     run.saved(again, 520)
     assert run.steps(run.fast) == [520, 500, 420], "the damaged one counts for nothing"
@@ -141,7 +141,7 @@ def test_a_refused_one_is_no_substitute_where_it_lies(make_run: Callable[..., Ru
 def test_a_copy_that_is_bad_in_memory_alone_is_trusted_on_disk() -> None:
     distrusted = DistrustedCheckpoints()
     distrusted.refuse("memory", "some")
-    assert (distrusted.of("/fast"), distrusted.of("memory")) == (frozenset(), {"some"})
+    assert (distrusted.in_tier("/fast"), distrusted.in_tier("memory")) == (frozenset(), {"some"})
 
 
 def test_a_name_that_retention_let_go_is_not_used_again(make_run: Callable[..., Run]) -> None:

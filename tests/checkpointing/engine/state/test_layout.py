@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from checkpointing.engine.state.layout import Layout, Share, lay_out, lay_out_in_buckets, split
+from checkpointing.engine.state.layout import FileLayout, Share, lay_out, lay_out_in_buckets, split
 from checkpointing.storage.shared_memory import PAGE
 
 
@@ -24,7 +24,7 @@ def some_shares(seed: int) -> list[Share]:
     ]
 
 
-def check(layout: Layout) -> None:
+def check(layout: FileLayout) -> None:
     for part in layout.parts:
         spans = {name: (offset, size) for name, offset, size in part.files}
         ends = sorted((offset, offset + size) for offset, size in spans.values())

@@ -62,16 +62,16 @@ def test_the_option_of_torch_is_as_it_was(wanted: bool) -> None:
 
 
 def test_a_torch_whose_frames_depend_on_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_saved = layout._saved
-    monkeypatch.setattr(layout, "_saved", lambda tensor: true_saved(tensor) + bytes([bool(tensor.any())]))
+    true_saved = layout._save_to_bytes
+    monkeypatch.setattr(layout, "_save_to_bytes", lambda tensor: true_saved(tensor) + bytes([bool(tensor.any())]))
     template.cache_clear()
     with pytest.raises(RecordFormatError, match="depend on its values"):
         template(torch.float32, (4,))
 
 
 def test_a_torch_with_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_saved = layout._saved
-    monkeypatch.setattr(layout, "_saved", lambda tensor: b"\0" + true_saved(tensor))
+    true_saved = layout._save_to_bytes
+    monkeypatch.setattr(layout, "_save_to_bytes", lambda tensor: b"\0" + true_saved(tensor))
     template.cache_clear()
     with pytest.raises(RecordFormatError):
         template(torch.float32, (4,))

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine.ranks.group import RankGroup
 from checkpointing.engine.state import staging
-from checkpointing.engine.state.save_plan import agree_on_plan, budgeted
+from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
@@ -96,7 +96,7 @@ def test_other_memory_of_another_form_fails_one_save_and_the_next_is_planned_ane
     assert bench.told("checkpoint.retried") == []
     assert made.save(3, {"w": weight}, {})
     made.wait()
-    assert [entry.step for entry in Catalog(bench.root).committed()] == [3, 1]
+    assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [3, 1]
     target = {"w": torch.zeros_like(other)}
     assert bench.checkpointer().restore(target) is not None
     assert torch.equal(target["w"], other)
@@ -165,7 +165,7 @@ def test_a_trainer_that_does_not_wait_gets_no_torn_checkpoint(bench: Bench, monk
     made.wait()
     assert made.failure is not None
     assert made.failure.startswith("rank 0: torn: tensors were changed while they were copied")
-    assert Catalog(bench.root).committed() == []
+    assert Catalog(bench.root).committed_entries() == []
     assert bench.checkpointer().restore(weights(0.0)) is None
     assert made.restore(weights(0.0)) is None, "nor is it in memory"
     assert made.save(2, tensors, {})
@@ -184,12 +184,12 @@ def test_a_change_at_any_moment_gives_a_whole_state_or_none(bench: Bench) -> Non
         for tensor in tensors.values():
             tensor.add_(1.0)
         made.wait()
-    for entry in Catalog(bench.root).committed():
+    for entry in Catalog(bench.root).committed_entries():
         target = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
         reader = bench.checkpointer(attempt=2, nonce="22222222", inherit=(entry.name,))
         assert reader.restore(target).step == entry.step  # type: ignore[union-attr]
         assert {float(value) for tensor in target.values() for value in tensor.unique()} == {float(entry.step - 1)}
-    committed = {entry.step for entry in Catalog(bench.root).committed()}
+    committed = {entry.step for entry in Catalog(bench.root).committed_entries()}
     assert {step for step in range(1, 16) if step % 3} <= committed
 
 
@@ -212,7 +212,7 @@ def test_a_buffer_that_is_being_filled_vouches_for_nothing(bench: Bench, monkeyp
 
 def test_an_earlier_generations_newest_copy_is_overwritten_last(bench: Bench) -> None:
     arena = Arena.create()
-    plan = agree_on_plan(RankGroup(None), state(0), budgeted(1, 0))
+    plan = agree_on_plan(RankGroup(None), state(0), layout_for_budget(1, 0))
     arena.shape(plan.buffer_bytes, 2, plan.hash, 1 << 12)
     made = bench.checkpointer(link=InProcessWriter(arena=arena))
     for step in (1, 2, 3):

@@ -6,7 +6,7 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
-from checkpointing.verification.verdicts import Verdict, manifest_of, record
+from checkpointing.verification.verdicts import CopyVerdict, read_manifest_digest, record
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.checkpoints.test_ckpt import NONCE, folder
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -68,8 +68,10 @@ def test_the_best_is_what_the_mode_says(orch: Type, seeds: Seeds, run: str) -> N
 def test_one_that_is_known_to_be_bad_is_never_the_best(orch: Type, seeds: Seeds, run: str) -> None:
     storage = LocalStorage(folder(seeds, run))
     where = str(folder(seeds, run))
-    found = manifest_of(storage, named(100))
-    record(storage, Verdict(name=named(100), place=where, manifest=found, ok=False, level=2, at=1.0, reason="a bit"))
+    found = read_manifest_digest(storage, named(100))
+    record(
+        storage, CopyVerdict(name=named(100), place=where, manifest=found, ok=False, level=2, at=1.0, reason="a bit")
+    )
     assert chosen(orch, run) == 50
 
 

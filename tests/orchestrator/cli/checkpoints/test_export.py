@@ -216,7 +216,7 @@ def test_the_run_s_folder_comes_with_the_checkpoint(
     seen: list[list[Any]] = []
 
     def no_job(_screen: Any, name: str, _kind: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-        seen.append(Catalog(tmp_path / "made" / name / "checkpoints").committed())
+        seen.append(Catalog(tmp_path / "made" / name / "checkpoints").committed_entries())
         return {
             "run": "x-1",
             "state": RunState.CREATED,
@@ -287,7 +287,7 @@ def test_a_run_begins_with_the_weights_of_another_alone(
     assert not list((tmp_path / "made").glob("tiny*")), "a dry run writes nothing"
     made = orch("submit", "tiny-gpt", *words, *MODEL, "-n", "tuned", "--json")
     assert made.code == 0, made.err
-    (entry,) = Catalog(tmp_path / "made" / made.data["run"] / "checkpoints").committed()
+    (entry,) = Catalog(tmp_path / "made" / made.data["run"] / "checkpoints").committed_entries()
     assert (entry.step, entry.attempt) == (0, 0)
     assert verify(entry.path, 2).ok
     shown = orch("show", made.data["run"], "--json").data["imported"]

@@ -9,7 +9,7 @@ from tests.checkpointing.engine.built_checkpoint import build  # isort: skip  # 
 import torch
 
 from checkpointing.format.manifest import COMMIT
-from checkpointing.storage.backends import Storage, storage_at
+from checkpointing.storage.backends import Storage, open_storage
 from checkpointing.storage.durable import dump_line
 from orchestrator.states import AttemptState
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -28,7 +28,7 @@ def store(seeds: Seeds, s3_url: str, tmp_path: Path) -> Storage:
     """The second tier of the run `tiny-1`: it has steps 50 and 100, the run's own folder step 100 alone."""
     run = seeds.run()
     assert run == "tiny-1"
-    storage = storage_at(f"{s3_url}/{run}")
+    storage = open_storage(f"{s3_url}/{run}")
     for step in (50, 100):
         built = build({"model/w": WEIGHT * step, "optimizer/w/step": torch.tensor(float(step))})
         built.extra = {"step": step, "consumed": step * 8}

@@ -11,11 +11,11 @@ from typing import NoReturn
 import pytest
 
 from checkpointing.retention import garbage
-from checkpointing.storage.backends import FsspecStorage, LocalStorage, Storage, storage_at
+from checkpointing.storage.backends import FsspecStorage, LocalStorage, Storage, open_storage
 from checkpointing.storage.durable import dump_line
 from checkpointing.tiers import tier
-from checkpointing.verification.verdicts import Verdict, manifest_of, record
-from orchestrator.cli.main import redacted
+from checkpointing.verification.verdicts import CopyVerdict, read_manifest_digest, record
+from orchestrator.cli.main import redact_command_line
 from orchestrator.errors import NotFound
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.checkpointing.made_checkpoint import make
@@ -121,9 +121,9 @@ def test_ls_and_du_leave_out_another_run_with_the_name(orch: Type, seeds: Seeds,
 
 def test_gc_keeps_what_another_run_with_the_name_has_refused(orch: Type, seeds: Seeds, run: str, other: Path) -> None:
     """A command of an older orch may have recorded its verdict here."""
-    found = Verdict(
+    found = CopyVerdict(
         name="step-00000080.001-feedface", place=str(other), ok=False, level=2, at=time.time(), reason="torn",
-        manifest=manifest_of(LocalStorage(other), "step-00000080.001-feedface"),
+        manifest=read_manifest_digest(LocalStorage(other), "step-00000080.001-feedface"),
     )  # fmt: skip
     record(LocalStorage(folder(seeds, run)), found)
     over(seeds, run)
@@ -267,14 +267,14 @@ def test_a_tier_whose_library_is_missing_is_like_one_that_gives_no_answer(
     orch: Type, seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiered(seeds, run, {"path": "s3://far"}, {"path": "run"})
-    make_storage = storage_at
+    make_storage = open_storage
 
     def without_s3(place: str) -> Storage:
         if place.startswith("s3://"):
             raise ImportError("Install s3fs to access S3")
         return make_storage(place)
 
-    monkeypatch.setattr(tier, "storage_at", without_s3)
+    monkeypatch.setattr(tier, "open_storage", without_s3)
     for verb in ("ls", "du", "gc"):
         done = orch("ckpt", verb, run)
         assert (done.code, "tier s3://far cannot be read" in done.err, "orch[s3]" in done.err) == (0, True, True), verb
@@ -305,7 +305,7 @@ def test_a_url_that_makes_no_sense_is_bad_input(orch: Type, home: Path, place: s
 
 def test_secrets_in_urls_are_not_kept() -> None:
     words = ["ckpt", "verify", "s3://me:hu/sh@bucket/x", "cluster.root=s3://a:b@c"]
-    assert redacted(words) == "ckpt verify s3://***@bucket/x cluster.root=s3://***@c"
+    assert redact_command_line(words) == "ckpt verify s3://***@bucket/x cluster.root=s3://***@c"
 
 
 # -- what only nodes have

@@ -138,10 +138,10 @@ def test_a_node_that_no_run_has_used_is_known_by_slurm(
 
     monkeypatch.setattr(available_schedulers, "kinds", lambda: ("slurm", "local"))
     monkeypatch.setattr(command_output, "run_command", sinfo)
-    monkeypatch.setattr(available_schedulers, "instance_of", lambda kind: lambda: CLUSTER)
+    monkeypatch.setattr(available_schedulers, "make_instance", lambda kind: lambda: CLUSTER)
     assert orch("nodes", "exclude", "n8").code == 3
     assert orch("nodes", "exclude", "n9").out == "n9 is excluded until it is released\n"
-    monkeypatch.setattr(available_schedulers, "instance_of", lambda kind: lambda: "other@head:6817/0badcafe")
+    monkeypatch.setattr(available_schedulers, "make_instance", lambda kind: lambda: "other@head:6817/0badcafe")
     seeds.store.release_node("n9", CLUSTER, "", epoch=seeds.epoch, now=time.time())
     assert orch("nodes", "exclude", "n9").code == 0, "the registry knows where it is"
 
@@ -149,7 +149,7 @@ def test_a_node_that_no_run_has_used_is_known_by_slurm(
 def test_a_cluster_without_a_run_cannot_be_told_of_a_node(
     orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "_cluster_with", lambda name: CLUSTER)
+    monkeypatch.setattr(nodes, "_find_cluster", lambda name: CLUSTER)
     said = orch("nodes", "exclude", "n9")
     assert said.code == 4
     assert "cluster.exclude=n9 in a configuration" in said.err

@@ -223,7 +223,7 @@ def test_common_steps_are_spread_evenly_and_end_with_the_last(most: int, steps: 
 def test_curves_share_one_scale_and_one_axis() -> None:
     falling = LossCurve({step: float(80 - step) for step in range(80)})
     later = LossCurve({step: 1.0 for step in range(40, 60)} | {step: math.nan for step in range(60, 80)})
-    scale = Scale.of([falling, later])
+    scale = Scale.from_curves([falling, later])
     assert sparkline(falling, scale, 8) == "█▇▆▅▄▃▂▁"
     assert sparkline(later, scale, 8) == "    ▁▁xx"
     assert sparkline(LossCurve(), scale, 8) == ""
@@ -232,13 +232,13 @@ def test_curves_share_one_scale_and_one_axis() -> None:
 
 def test_one_outlier_does_not_flatten_the_curve() -> None:
     spiky = LossCurve({step: float(100 - step) for step in range(100)} | {50: 1e9})
-    curve = sparkline(spiky, Scale.of([spiky]), 10)
+    curve = sparkline(spiky, Scale.from_curves([spiky]), 10)
     assert len(set(curve)) > 5
 
 
 def test_a_flat_curve_is_a_line() -> None:
     flat = LossCurve({1: 2.0, 2: 2.0})
-    assert sparkline(flat, Scale.of([flat]), 10) == "▁▁"
+    assert sparkline(flat, Scale.from_curves([flat]), 10) == "▁▁"
 
 
 def test_commands_are_compared_by_where_they_stand(orch: Type, seeds: Seeds) -> None:

@@ -123,7 +123,7 @@ def test_a_tab_says_nothing_where_the_state_folder_cannot_be(
 
 
 def test_every_text_that_somebody_types_is_completed_or_is_known_to_be_free(runs: list[str]) -> None:
-    from orchestrator.cli.completion.candidates import source_of
+    from orchestrator.cli.completion.candidates import find_source
 
     silent = set()
     for verb in main.verbs():
@@ -135,7 +135,7 @@ def test_every_text_that_somebody_types_is_completed_or_is_known_to_be_free(runs
             assert found is not None
             command, context = found, click.Context(found, info_name=word, parent=context)
         texts = [item for item in command.params if isinstance(item.type, CompletedText)]
-        silent |= {f"{verb} {item.name}" for item in texts if source_of(context, str(item.name)) is None}
+        silent |= {f"{verb} {item.name}" for item in texts if find_source(context, str(item.name)) is None}
     assert silent == FREE_TEXT
 
 

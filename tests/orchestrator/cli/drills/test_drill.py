@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.storage.backends import storage_at
+from checkpointing.storage.backends import open_storage
 from checkpointing.storage.durable import dump_line, read_json
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
@@ -173,7 +173,7 @@ def test_a_no_to_a_drill_ends_it(orch: Type, seeds: Seeds, kind: str) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
     for step in (10, 20):
-        make(storage_at(folder.checkpoints), step)
+        make(open_storage(folder.checkpoints), step)
     with Agent(folder, "refused: there is no node 1, only 0 to 0"):
         said = orch("drill", run, kind, "--yes", "--timeout", 20)
     assert said.code == 4
@@ -302,21 +302,23 @@ def test_a_run_that_is_held_cannot_be_hit(orch: Type, seeds: Seeds) -> None:
 def test_the_newest_checkpoint_is_damaged_and_no_other(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "tiny-1")
     folder.make()
-    storage = storage_at(folder.checkpoints)
+    storage = open_storage(folder.checkpoints)
     older, newest = (make(storage, step) for step in (10, 20))
     step, path = damage_newest(folder)
     assert step == 20
     assert newest in str(path)
     assert verify(folder.checkpoints / older, 2).ok
     assert not verify(folder.checkpoints / newest, 2).ok
-    assert Catalog(folder.checkpoints).committed()[0].step == 20, "it is still there, and only its bytes are wrong"
+    assert Catalog(folder.checkpoints).committed_entries()[0].step == 20, (
+        "it is still there, and only its bytes are wrong"
+    )
 
 
 @pytest.mark.parametrize("steps", [(), (10,)])
 def test_the_last_checkpoint_that_is_left_is_never_damaged(tmp_path: Path, steps: tuple[int, ...]) -> None:
     folder = RunDir(tmp_path / "tiny-1")
     folder.make()
-    names = [make(storage_at(folder.checkpoints), step) for step in steps]
+    names = [make(open_storage(folder.checkpoints), step) for step in steps]
     with pytest.raises(Precondition, match=f"has {len(steps)} committed checkpoints"):
         damage_newest(folder)
     assert all(verify(folder.checkpoints / name, 2).ok for name in names)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from checkpointing.format.manifest import INDEX, Index, Piece, TensorInfo
-from orchestrator.cli.drills.restore_test_demo import FlippedBit, flip_bit, unexpected, verdict_line
+from orchestrator.cli.drills.restore_test_demo import FlippedBit, describe_wrong_verdicts, flip_bit, verdict_line
 from orchestrator.registry.records import RestoreTest
 
 BIT = FlippedBit(step=30, file="__0_0.distcp", byte=96, tensor="model/large")
@@ -47,7 +47,7 @@ def test_one_bit_is_flipped_inside_the_largest_tensor_of_the_model(tmp_path: Pat
     ],
 )
 def test_a_wrong_verdict_is_named(tests: list[RestoreTest], words: str) -> None:
-    found = unexpected(tests, BIT)
+    found = describe_wrong_verdicts(tests, BIT)
     assert words in "".join(found)
     assert bool(found) == bool(words)
 

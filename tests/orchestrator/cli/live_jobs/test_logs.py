@@ -233,7 +233,7 @@ def test_the_story_of_a_killed_rank(place: RunDir) -> None:
     drilled(place)
     story = read_demo_report(place.path)
     assert story.fault == "rank 1 was killed with SIGKILL after step 4"
-    assert story.recovered
+    assert story.has_recovered
     assert story.recovery_s == pytest.approx(1.5)
     assert story.resumed_from == 2
     assert (story.first_loss, story.loss_before, story.loss_after, story.last_loss) == (6.0, 3.0, 4.0, 1.0)
@@ -243,7 +243,7 @@ def test_the_story_of_a_killed_rank(place: RunDir) -> None:
 def test_a_run_that_was_not_hit_has_no_story(place: RunDir) -> None:
     story = read_demo_report(place.path)
     assert story.fault is None
-    assert not story.recovered
+    assert not story.has_recovered
 
 
 def test_the_feed_gives_every_event_once_in_words(place: RunDir) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.live_jobs.top import Reader, _print, shown, worst
+from orchestrator.cli.live_jobs.top import LiveRunReader, _print, select_ranks, worst
 from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.registry.records import Generation
 from orchestrator.states import RunState, Trust
@@ -215,7 +215,7 @@ def drawn(seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch, *, height: in
     paper = io.StringIO()
     console = Console(file=paper, width=width, height=height, force_terminal=True, no_color=True, highlight=False)
     monkeypatch.setattr(Screen, "_console", lambda _self, _stream: console)
-    screen, reading = Screen(), Reader(run, seeds.root / run).read()
+    screen, reading = Screen(), LiveRunReader(run, seeds.root / run).read()
     with screen.live_page() as draw:
         draw(partial(_print, screen, reading))
         text = paper.getvalue()
@@ -255,9 +255,9 @@ def test_where_all_ranks_fit_all_are_live(seeds: Seeds, monkeypatch: pytest.Monk
 
 
 def test_one_rank_at_least_is_looked_at(seeds: Seeds) -> None:
-    reading = Reader(plentiful(seeds, 32), seeds.root / "tiny-1").read()
-    assert [one.rank for one in shown(reading, 0)] == [31]
-    assert len(shown(reading, None)) == 32
+    reading = LiveRunReader(plentiful(seeds, 32), seeds.root / "tiny-1").read()
+    assert [one.rank for one in select_ranks(reading, 0)] == [31]
+    assert len(select_ranks(reading, None)) == 32
 
 
 @pytest.mark.parametrize("state", [RunState.SUCCEEDED, RunState.HELD])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.runs import events as events_verb
-from orchestrator.cli.runs.timeline import Moment, Repetition, Timeline, in_recorded_order, since
+from orchestrator.cli.runs.timeline import Repetition, Timeline, TimelineEntry, in_recorded_order, since
 from orchestrator.errors import ConfigError
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -102,9 +102,11 @@ def test_on_a_terminal_a_reason_is_printed_once(seeds: Seeds, failed: str) -> No
 
 
 def test_a_reason_of_another_attempt_is_printed_again() -> None:
-    def moment(attempt: int) -> Moment:
+    def moment(attempt: int) -> TimelineEntry:
         data = {"reason": WHY}
-        return Moment(time=1.0, source="x", kind="decision", text=f"end ({WHY})", key=(), attempt=attempt, data=data)
+        return TimelineEntry(
+            time=1.0, source="x", kind="decision", text=f"end ({WHY})", key=(), attempt=attempt, data=data
+        )
 
     repetition = Repetition()
     assert [repetition.without(moment(number)) for number in (1, 1, 2)] == [f"end ({WHY})", "end", f"end ({WHY})"]
@@ -175,8 +177,8 @@ def test_a_folder_that_is_not_there_leaves_what_the_registry_knows(orch: Type, s
 
 
 def test_times_of_one_pass_keep_the_order_in_which_it_wrote(tmp_path: Path) -> None:
-    def at(moment: float) -> Moment:
-        return Moment(time=moment, source="controller", kind="transition", text="x", key=())
+    def at(moment: float) -> TimelineEntry:
+        return TimelineEntry(time=moment, source="controller", kind="transition", text="x", key=())
 
     found = in_recorded_order([at(100.0), at(100.5), at(100.2), at(200.0), at(50.0)])
     assert [moment.time for moment in found] == [100.0, 100.5, 100.5, 200.0, 50.0]  # the clock was set back

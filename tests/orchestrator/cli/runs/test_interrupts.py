@@ -104,7 +104,7 @@ def test_submit_while_it_waits_for_the_job(
 
 def test_a_run_that_is_over_does_not_go_on(seeds: Seeds) -> None:
     run = seeds.run(state=RunState.FAILED)
-    assert events.detached(run) == f"interrupted: {run} is FAILED\n  orch show {run}"
+    assert events.detach_message(run) == f"interrupted: {run} is FAILED\n  orch show {run}"
 
 
 @pytest.mark.parametrize("words", [("wait",), ("events", "-f"), ("logs", "-f")])
@@ -127,7 +127,7 @@ def test_a_request_is_there_or_not(
     orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, no_controller: None, verb: str
 ) -> None:
     run = seeds.run(state=RunState.HELD)
-    monkeypatch.setattr(cancel_resume, "_changed", lambda *_: {})
+    monkeypatch.setattr(cancel_resume, "_store_changes", lambda *_: {})
     with monkeypatch.context() as early:
         early.setattr(cancel_resume.run_folder, "locate_run", ctrl_c)
         assert orch(verb, run).err.strip() == "interrupted: nothing was asked for"

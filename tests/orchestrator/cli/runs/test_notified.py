@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.main import redacted
+from orchestrator.cli.main import redact_command_line
 from orchestrator.config.compose import compose
 from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import ConfigError
-from orchestrator.notifications.channels import Notified, Told
+from orchestrator.notifications.channels import DeliveryRecord, NotificationState
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 WEBHOOK = "https://hooks.example.org/services/T0/SECRET"
@@ -25,10 +25,10 @@ def mine(tmp_path: Path, home: Path) -> str:
 
 def test_what_was_not_told_is_warned_of(orch: Type, seeds: Seeds) -> None:
     run, other = seeds.run(), seeds.run()
-    told = Told(
+    told = DeliveryRecord(
         index=0, state="HELD", at=1.0, tries=2, next_at=9.0, delivered=("mail",), failed={"webhook": "HTTP 500"}
     )
-    failed = Notified().after(told)
+    failed = NotificationState().after(told)
     seeds.store.note_notified(run, failed.to_json(), epoch=seeds.epoch)
     words = f"{run}: that it is HELD could not be told by webhook: HTTP 500 (it is tried again)"
     assert f"warning: {words}" in orch("status").err
@@ -55,8 +55,8 @@ def test_the_secret_of_a_webhook_is_never_shown(orch: Type, seeds: Seeds, mine: 
         assert one.code == 0, one.err
         assert "SECRET" not in one.out + one.err
         assert SHOWN in one.out
-    assert "SECRET" not in redacted(["submit", "demo", override])
-    assert "SECRET" not in redacted(["submit", "demo", f"notify={{webhook: {WEBHOOK}}}"])
+    assert "SECRET" not in redact_command_line(["submit", "demo", override])
+    assert "SECRET" not in redact_command_line(["submit", "demo", f"notify={{webhook: {WEBHOOK}}}"])
 
 
 def test_a_changed_webhook_is_shown_as_changed_and_not_as_it_is(orch: Type, seeds: Seeds) -> None:

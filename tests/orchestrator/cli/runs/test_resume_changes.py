@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.registry.records import REFUSED
-from orchestrator.scheduler.available_schedulers import instance_of
+from orchestrator.scheduler.available_schedulers import make_instance
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import RunState
 from orchestrator.submission import create_run, resume_request
@@ -20,7 +20,7 @@ from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract import skipped_batches
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import RunDir
-from trainer.contract.token_shards import Index, prepare
+from trainer.contract.token_shards import TokenIndex, prepare
 
 
 class Resumable:
@@ -105,7 +105,7 @@ def test_resume_shows_slurm_what_it_would_submit(
     said = "allocation failure: Invalid partition name specified"
     monkeypatch.setenv("PATH", write_commands(tmp_path / "bin", refusing(said)))
     run = Resumable(seeds, tmp_path)
-    seeds.store.note_run(run.name, epoch=seeds.epoch, now=1.0, cluster="slurm", scheduler=instance_of("slurm")())
+    seeds.store.note_run(run.name, epoch=seeds.epoch, now=1.0, cluster="slurm", scheduler=make_instance("slurm")())
     refused = orch("resume", run.name, "cluster.partition=nope", "--no-controller")
     assert refused.code == 4
     assert "partitions here: low, high: type cluster.partition=low" in refused.err
@@ -180,7 +180,7 @@ def test_a_run_that_has_saved_nothing_may_be_given_its_data(
     assert orch("resume", run.name, f"data.text=[{tmp_path / 'book.txt'}]", "~data.path", "--no-controller").code == 0
     asked = run.asked()
     path = run.store.config(asked["config"])["data"]["path"]
-    assert Index.read(Path(path)).tokens == len("once upon a time " * 999) + 1
+    assert TokenIndex.read(Path(path)).tokens == len("once upon a time " * 999) + 1
     assert asked["identity"]["data"]["path"] == path
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.live_jobs.top import Reader
+from orchestrator.cli.live_jobs.top import LiveRunReader
 from orchestrator.cli.runs.run_reader import TAIL, EventFeed, StepLines
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.drills.test_drill import Job
@@ -94,7 +94,7 @@ def test_top_reads_the_newest_attempt_and_the_ends_of_its_files(reads: Reads, se
     log = seeds.root / run / "attempts" / "003" / "events" / "rank-00000.jsonl"
     log.write_text(log.read_text() * 1000)
     assert log.stat().st_size > TAIL
-    reader = Reader(run, seeds.root / run)
+    reader = LiveRunReader(run, seeds.root / run)
     reading = reader.read()
     assert (reading.step, [text for _, text in reading.events][-1]) == (
         4499, "attempt 3: step 6 is not saved: no free copy",

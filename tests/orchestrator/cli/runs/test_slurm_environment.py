@@ -29,7 +29,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def controller(seeds: Seeds, silence: str = "", **client: Any) -> None:
     """What the one of the seeds (pid 7 on login1) has written down."""
-    same = ClientEnvironment.here().to_json()
+    same = ClientEnvironment.from_environ().to_json()
     fields = {"pid": 7, "client": {**same, **client}, "silence": silence}
     host_file(registry_path(), "slurm", "", "login1").write_text(dump_line(fields))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.registry.operations.run_record import Record
+from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.contract.run_dir import RunDir
@@ -71,7 +71,7 @@ def test_a_tag_is_in_the_record_at_once(orch: Type, seeds: Seeds) -> None:
     folder = seeds.root / run
     (folder / "run.json").write_text(json.dumps({}))
     orch("tag", run, "kept")
-    assert Record.read(Path(folder / "record.json")).run.tags == ("kept",)
+    assert RunRecord.read(Path(folder / "record.json")).run.tags == ("kept",)
 
 
 def test_a_folder_that_cannot_take_its_record_misses_the_tag_and_a_warning_says_so(orch: Type, seeds: Seeds) -> None:

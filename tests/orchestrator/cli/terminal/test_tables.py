@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from orchestrator.cli.runs.status import TABLE
-from orchestrator.cli.terminal.tables import MOST, Column, cell_width, folded_text, shortened, table_lines, wrapped
+from orchestrator.cli.terminal.tables import MOST, Column, cell_width, folded_text, shorten_text, table_lines, wrap_line
 
 HELD = (
     "saves fail since step 1500: No space left on device (/shared/home/someone/runs); make room there, or choose "
@@ -107,11 +107,11 @@ def test_a_path_is_whole_and_a_command_is_broken_only_where_it_must_be() -> None
 
 
 def test_sentences_keep_their_indentation_and_hang_beside_a_label() -> None:
-    assert wrapped("  status   orch status x", 80) == ["  status   orch status x"]
-    assert wrapped("  one two three", 9) == ["  one two", "  three"]
-    assert wrapped("run      aa bb cc dd", 18, 9) == ["run      aa bb cc", "         dd"]
-    assert wrapped("run      aa bb cc dd", 14, 9) == ["run      aa bb cc dd"]
-    assert wrapped("", 80) == [""]
+    assert wrap_line("  status   orch status x", 80) == ["  status   orch status x"]
+    assert wrap_line("  one two three", 9) == ["  one two", "  three"]
+    assert wrap_line("run      aa bb cc dd", 18, 9) == ["run      aa bb cc", "         dd"]
+    assert wrap_line("run      aa bb cc dd", 14, 9) == ["run      aa bb cc dd"]
+    assert wrap_line("", 80) == [""]
 
 
 def test_wide_and_combining_characters_are_counted_as_they_are_drawn() -> None:
@@ -120,14 +120,14 @@ def test_wide_and_combining_characters_are_counted_as_they_are_drawn() -> None:
 
 def test_a_long_sentence_is_cut_between_words_and_says_how_much_is_gone() -> None:
     text = "word " * 100
-    cut = shortened(text.strip())
+    cut = shorten_text(text.strip())
     kept, _, more = cut.partition(" ... ")
     assert text.startswith(kept)
     assert len(kept) <= MOST
     assert kept.endswith("word")
     assert more == f"({len(text.strip()) - len(kept)} more characters: orch show)"
-    assert shortened("x" * MOST) == "x" * MOST
-    assert shortened("x" * 2 * MOST).startswith("x" * MOST + " ...")
+    assert shorten_text("x" * MOST) == "x" * MOST
+    assert shorten_text("x" * 2 * MOST).startswith("x" * MOST + " ...")
 
 
 def test_the_reasons_of_many_runs_are_cut() -> None:

@@ -24,8 +24,8 @@ ATTEMPT = Attempt(
 )
 THEN = "2026-11-22T10:00:00"
 SUBMISSION = Submission(run="tiny-1", attempt=2, number=1, submitted_at=epoch(THEN) or 0.0, job_id="7")
-RECORD = JobRecord.of(RUN, ATTEMPT, [SUBMISSION])
-ADOPTED = JobRecord.of(RUN, replace(ATTEMPT, job_id="7", submit_time=THEN), [SUBMISSION])
+RECORD = JobRecord.from_rows(RUN, ATTEMPT, [SUBMISSION])
+ADOPTED = JobRecord.from_rows(RUN, replace(ATTEMPT, job_id="7", submit_time=THEN), [SUBMISSION])
 NOTHING_OF_OURS = JobStatus(
     job_id="7", name="site-1", state="PENDING", submit_time=THEN, comment="managed", files=("/var/spool/script",)
 )

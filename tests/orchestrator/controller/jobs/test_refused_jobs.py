@@ -7,7 +7,7 @@ import click
 import pytest
 
 from orchestrator.cli.main import orch
-from orchestrator.controller.jobs.submission_limits import refused
+from orchestrator.controller.jobs.submission_limits import rejection_failure
 from orchestrator.errors import ConfigError, Retryable, SubmitRejected
 from orchestrator.registry.records import Run
 from orchestrator.states import RunState
@@ -35,7 +35,7 @@ CURES = [
 
 @pytest.mark.parametrize(("error", "reason"), CURES)
 def test_a_refusal_for_good_names_a_command_that_can_be_typed(error: SubmitRejected | ConfigError, reason: str) -> None:
-    failure = refused(RUN, error, accepted=False)
+    failure = rejection_failure(RUN, error, accepted=False)
     assert (failure.kind, failure.reason) == (FailureKind.SUBMIT_REJECTED, reason)
     _, _, typed = reason.rpartition("; ")
     program, verb, run, *changes = shlex.split(typed)
@@ -56,11 +56,11 @@ def test_a_refusal_for_good_names_a_command_that_can_be_typed(error: SubmitRejec
 def test_what_passes_is_tried_again_and_needs_no_command(
     retryable: Retryable, accepted: bool, kind: FailureKind
 ) -> None:
-    failure = refused(RUN, SubmitRejected("no", hint="h", retryable=retryable), accepted=accepted)
+    failure = rejection_failure(RUN, SubmitRejected("no", hint="h", retryable=retryable), accepted=accepted)
     assert failure.kind is kind
     assert ("orch resume" in failure.reason) == (kind is FailureKind.SUBMIT_REJECTED)
 
 
 def test_a_restore_test_is_not_resumed() -> None:
     test = replace(RUN, identity={"restore_test": {"run": "b-1"}})
-    assert refused(test, SubmitRejected("no"), accepted=False).reason == "no"
+    assert rejection_failure(test, SubmitRejected("no"), accepted=False).reason == "no"

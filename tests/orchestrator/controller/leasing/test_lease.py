@@ -14,8 +14,8 @@ from orchestrator.controller.leasing.lease import (
     Holder,
     acquire,
     displayed_state,
+    holder_host,
     host_name,
-    host_of,
     observed_state,
     this_process,
 )
@@ -58,7 +58,7 @@ def test_an_older_version_s_holder_is_looked_at_by_its_host_alone() -> None:
     me = Holder.parse(f"{host_name()}:{pid}:{start_time(pid)}")
     assert me is not None
     assert (me.is_here, me.lives) == (True, True)
-    assert host_of(str(this_process())) == host_name()
+    assert holder_host(str(this_process())) == host_name()
     # It takes ours for one of another host: the whole beginning is the host to it.
     assert str(this_process()).rpartition(":")[0].rpartition(":")[0] != host_name()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.controller.reconciler.conclude import _ran_for
+from orchestrator.controller.reconciler.conclude import _run_seconds
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT, ingest
 from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt
@@ -73,9 +73,9 @@ def test_an_attempt_on_a_node_whose_clock_is_behind_has_not_run_since_before_it_
         submitted_at=1000.0,
         started_at=-6000.0,
     )
-    assert _ran_for(attempt, 1030.0) == 30.0
-    assert _ran_for(replace(attempt, started_at=1010.0), 1030.0) == 20.0
-    assert _ran_for(replace(attempt, started_at=None), 1030.0) == 0.0
+    assert _run_seconds(attempt, 1030.0) == 30.0
+    assert _run_seconds(replace(attempt, started_at=1010.0), 1030.0) == 20.0
+    assert _run_seconds(replace(attempt, started_at=None), 1030.0) == 0.0
 
 
 def test_events_of_many_ranks_in_one_file_count_once_each(tmp_path: Path) -> None:
@@ -324,9 +324,9 @@ def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:
         ("incident", "n2", 2), ("straggler", "n1", 2), ("batch.skipped", "", 2), ("preflight", "n2", 2),
     ]  # fmt: skip
     assert found[0].data["name"] == "g002-stopped"
-    assert [item.data["rank"] for item in world.store.noticed(world.run.cluster, ["straggler"], 0.0)] == [1]
-    assert world.store.noticed(world.run.cluster, ["straggler"], found[1].time + 1) == []
-    assert world.store.noticed("elsewhere", ["straggler"], 0.0) == []
+    assert [item.data["rank"] for item in world.store.cluster_notices(world.run.cluster, ["straggler"], 0.0)] == [1]
+    assert world.store.cluster_notices(world.run.cluster, ["straggler"], found[1].time + 1) == []
+    assert world.store.cluster_notices("elsewhere", ["straggler"], 0.0) == []
     # A cursor that was lost brings the same events again.
     for item in found:
         world.store.put_notice(item, epoch=world.lease.epoch)

@@ -8,13 +8,13 @@ import pytest
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.tiers.catalog import Entry
 from orchestrator.controller.run_dirs.inheritable_checkpoints import (
-    expected,
+    expected_names,
     inheritable,
     look,
     of_run,
     shared_places,
 )
-from orchestrator.registry.records import Attempt, Checkpoint, Copy, Run
+from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Run
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.contract.run_dir import RunDir
 
@@ -86,10 +86,10 @@ def test_what_must_be_in_a_place_is_what_was_committed_or_copied_there(tmp_path)
     places = shared_places(CheckpointConfig(), folder)
     on_disk = [replace(row(step), tier="/disk/r-1/n1") for step in (40, 30, 20)]
     copies = [
-        Copy(run="r", name=entry(step).name, tier=tier, path="/p", bytes=1, copied_at=1.0)
+        CheckpointCopy(run="r", name=entry(step).name, tier=tier, path="/p", bytes=1, copied_at=1.0)
         for step, tier in ((30, "/disk2/r-1/n1"), (20, str(folder.checkpoints)))
     ]
-    assert expected(places, [*on_disk, row(10)], copies) == {entry(20).name, entry(10).name}
+    assert expected_names(places, [*on_disk, row(10)], copies) == {entry(20).name, entry(10).name}
 
 
 def test_another_run_of_the_same_name_leaves_nothing_to_this_one():

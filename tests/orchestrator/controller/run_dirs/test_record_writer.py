@@ -9,7 +9,7 @@ from orchestrator.controller.run_dirs import record_writer
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.registry.operations import run_record
-from orchestrator.registry.operations.run_record import Record, record_of, write_record
+from orchestrator.registry.operations.run_record import RunRecord, load_record, write_record
 from orchestrator.registry.records import Checkpoint
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
@@ -53,7 +53,7 @@ def test_checkpoints_that_were_deleted_long_ago_leave_the_record(tmp_path: Path)
         world = world_of(tmp_path, store)
         training(world, 4)
         saved_and_deleted(world, DELETED_KEPT + 50)
-        record = record_of(store, world.name)
+        record = load_record(store, world.name)
         names = sorted(one.name for one in record.checkpoints if one.name.startswith("old-"))
         assert names[0] == "old-000050"
         assert names[-1] == f"old-{DELETED_KEPT + 50:06d}"
@@ -67,12 +67,12 @@ def test_an_older_record_never_replaces_a_newer_one_that_has_left_more_out(tmp_p
         world = world_of(tmp_path, store)
         training(world, 4)
         saved_and_deleted(world, DELETED_KEPT)
-        older = record_of(store, world.name)
+        older = load_record(store, world.name)
         saved_and_deleted(world, 2 * DELETED_KEPT)
-        newer = record_of(store, world.name)
+        newer = load_record(store, world.name)
         assert write_record(world.folder, newer) > 0
         assert write_record(world.folder, older) == 0
-        assert Record.read(world.folder.record).changes == newer.changes
+        assert RunRecord.read(world.folder.record).changes == newer.changes
 
 
 def test_a_large_record_is_written_less_often_and_nothing_is_forgotten(

@@ -75,7 +75,7 @@ def test_the_slower_maker_takes_the_folder_of_the_faster_one(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """Submitter and controller are within a second of each other, and a large checkpoint takes longer to look at."""
-    real, makers = run_folder.verify_in, []
+    real, makers = run_folder.verify_checkpoint, []
 
     def while_another_finishes(storage: LocalStorage, name: str, level: int) -> Report:
         makers.append(name)
@@ -86,7 +86,7 @@ def test_the_slower_maker_takes_the_folder_of_the_faster_one(
                 shutil.rmtree(storage.root / name, ignore_errors=True)
         return real(storage, name, level)
 
-    monkeypatch.setattr(run_folder, "verify_in", while_another_finishes)
+    monkeypatch.setattr(run_folder, "verify_checkpoint", while_another_finishes)
     folder = begin(tmp_path, source)
     assert len(makers) == 2
     assert real(LocalStorage(folder / "checkpoints"), NAME, 0).ok

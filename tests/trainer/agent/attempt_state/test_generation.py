@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
-from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.failures.outcome import Failure, FailureKind
@@ -32,7 +32,7 @@ async def killed(peers: list[CoordinatorPeer], generation: int = 1) -> None:
 
 
 def test_ranks_that_wait_for_a_dead_peer_do_not_hang():
-    alone, beside = Generation(), Generation()
+    alone, beside = GenerationState(), GenerationState()
     alone.fail(HANG, 9.0)
     assert (alone.broken, alone.first_failure) == (HANG, 9.0)
     beside.note(KILLED)
@@ -63,7 +63,7 @@ def test_reports_of_an_older_generation_are_no_reports_of_this_one(tmp_path):
         peers[0].send(agents.ProgressReport(generation=1, step=7, saved=0, total=9, phase="data"))
         while not scene.state.reports():
             await hear(peers[0], agents.Ping)
-        scene.state.generation = Generation(number=2, started=time.monotonic())
+        scene.state.generation = GenerationState(number=2, started=time.monotonic())
         assert scene.state.reports() == []
 
     run(Scene(tmp_path), script)
@@ -74,7 +74,7 @@ def test_ranks_that_are_started_to_save_and_stop_get_the_whole_time(tmp_path):
         peers = [await scene.join(node) for node in (0, 1)]
         await hear(peers[0], agents.StartGeneration)
         stop, now = scene.state.stopping, time.monotonic()
-        stop.stop = replace(stop.asked("enough", now), until=now + 40.0)
+        stop.stop = replace(stop.on_request("enough", now), until=now + 40.0)
         await killed(peers)
         assert (await hear(peers[0], agents.StartGeneration)).generation == 2
         assert (await hear(peers[0], agents.AskStop)).seconds > 50.0

@@ -28,7 +28,7 @@ class RawAgent:
         nonce = new_nonce()
         seal = hello_seal(token, challenge)
         self.hello = (
-            seal.sealed(json.dumps({"say": "hello", "nonce": nonce, "protocol": PROTOCOL, **fields}).encode()) + b"\n"
+            seal.sign(json.dumps({"say": "hello", "nonce": nonce, "protocol": PROTOCOL, **fields}).encode()) + b"\n"
         )
         self.listeners, self._own = session_seals(token, challenge, nonce)
 
@@ -38,9 +38,9 @@ class RawAgent:
 
     def heard(self, line: bytes) -> dict[str, Any]:
         """The listener's next message; raises TypeError when it carries no valid proof."""
-        return dict(json.loads(self.listeners.opened(line.removesuffix(b"\n")) or b"null"))
+        return dict(json.loads(self.listeners.verify(line.removesuffix(b"\n")) or b"null"))
 
 
 def sealed(seal: Seal | None, message: agents.FromAgent) -> bytes:
     assert seal is not None
-    return seal.sealed(encode(message).encode()) + b"\n"
+    return seal.sign(encode(message).encode()) + b"\n"

@@ -18,7 +18,7 @@ FIRST, SECOND = SignalReceived(name="first"), SignalReceived(name="second")
 
 
 def test_only_the_one_address_is_listened_on():
-    assert tcp_transport.reachable("local", "", {}) == "127.0.0.1"
+    assert tcp_transport.rendezvous_address("local", "", {}) == "127.0.0.1"
 
     async def scene() -> None:
         async with OpenServer() as house:

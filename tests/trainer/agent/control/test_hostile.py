@@ -162,7 +162,7 @@ def test_bytes_that_are_no_message_lose_that_agent_only(play, line):
     async def script(scene: Scene) -> None:
         good, bad = await started(scene)
         assert bad._own_seal is not None
-        bad._transport.write(bad._own_seal.sealed(line) + b"\n")
+        bad._transport.write(bad._own_seal.sign(line) + b"\n")
         await hear(good, agents.KillGeneration)
         assert scene.events(EventKind.AGENT_LOST)[0].data["reason"].startswith("it sent no JSON")
 

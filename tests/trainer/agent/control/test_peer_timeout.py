@@ -22,11 +22,11 @@ LATEST = POLL_SECONDS + LATE_SECONDS
 )
 def test_time_in_which_the_listener_stood_still_is_no_silence(looks, lasted):
     silence = PeerTimeout(100.0)
-    assert [silence.silent_for(float(now)) for now in looks][-1] == lasted
+    assert [silence.seconds_silent(float(now)) for now in looks][-1] == lasted
 
 
 def test_a_word_ends_it():
     silence = PeerTimeout(100.0)
-    assert silence.silent_for(102.0) == 2.0
-    silence.received(103.0)
-    assert silence.silent_for(105.0) == 2.0
+    assert silence.seconds_silent(102.0) == 2.0
+    silence.record_message(103.0)
+    assert silence.seconds_silent(105.0) == 2.0

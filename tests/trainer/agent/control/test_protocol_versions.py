@@ -13,7 +13,7 @@ from tests.trainer.agent.control.test_authentication import another_listener
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent import main
 from trainer.agent.control.tcp_transport import ForeignProtocol, challenge_line, connect, session_seals
-from trainer.agent.coordination.message_loop import Refused
+from trainer.agent.coordination.message_loop import LaunchRefused
 from trainer.agent.main import Agent
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, FailureKind
@@ -64,7 +64,7 @@ def test_an_agent_leaves_a_coordinator_of_another_protocol(welcome: Welcome) -> 
         writer.write(challenge_line(challenge))
         hello = json.loads((await reader.readline())[65:])
         listeners, _ = session_seals("secret", challenge, hello["nonce"])
-        writer.write(listeners.sealed(encode(welcome).encode()) + b"\n")
+        writer.write(listeners.sign(encode(welcome).encode()) + b"\n")
         assert await reader.read() == b"", "the agent has nothing more to say"
 
     async def scene() -> None:
@@ -81,7 +81,7 @@ def test_a_refused_agent_ends_at_once_with_the_reason_in_its_report(tmp_path: Pa
             monkeypatch.setattr(main, "PROTOCOL", PROTOCOL + 1)
             agent = Agent(scene.run, scene.attempt, [])
             identity = NodeIdentity(kind="slurm", job_id="7", node=1, nodes=2, name="n1")
-            with pytest.raises(Refused, match=DO):
+            with pytest.raises(LaunchRefused, match=DO):
                 await asyncio.wait_for(agent._join(identity), 10)
             report = AgentReport.read(scene.attempt.agent_report(1))
             assert report.end is AgentEnd.REFUSED
@@ -105,7 +105,7 @@ def test_a_coordinator_too_old_to_greet_is_reported_with_what_to_do(tmp_path: Pa
         async with another_listener(coordinator) as port:
             attempt.coordinator.write_text(json.dumps({"host": "127.0.0.1", "port": port, "token": "t"}))
             identity = NodeIdentity(kind="slurm", job_id="7", node=1, nodes=2, name="n1")
-            with pytest.raises(Refused, match=DO):
+            with pytest.raises(LaunchRefused, match=DO):
                 await asyncio.wait_for(Agent(run, attempt, [])._join(identity), 20)
         report = AgentReport.read(attempt.agent_report(1))
         assert (report.end, report.name) == (AgentEnd.REFUSED, "n1")

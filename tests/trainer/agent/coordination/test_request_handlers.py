@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.generation import Generation
+from trainer.agent.attempt_state.attempt_state import CoordinatorState
+from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.coordination.message_loop import RequestHandlers
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.events import EventKind, EventLog, read_events
 from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.heartbeat import Stage
+from trainer.contract.heartbeat import AttemptStage
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.messages import agents
 from trainer.contract.messages.agents import Hello
@@ -43,7 +43,7 @@ class Desk:
         attempt.make()
         self.log = attempt.event_file("coordinator")
         self.events = EventLog(self.log, "coordinator", 1)
-        self.state = AttemptState(
+        self.state = CoordinatorState(
             run=run, attempt=attempt, config=JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2), **config),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=2, name="n0"), events=self.events,
             token=LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe"), started=time.monotonic(),
@@ -52,7 +52,7 @@ class Desk:
         for node, peer in enumerate(self.peers):
             refusal = self.state.roster.admit(Hello(node=node, name=f"n{node}", attempt=1), peer)  # type: ignore[arg-type]
             assert not refusal
-        self.state.generation = Generation(number=2)
+        self.state.generation = GenerationState(number=2)
         self.report(step=7)
         self.handlers = RequestHandlers(self.state)
 
@@ -140,7 +140,7 @@ def test_of_a_command_neither_saves_nor_stacks(tmp_path) -> None:
 
 
 def trains(desk: Desk) -> Desk:
-    desk.state.stage = Stage.RUNNING
+    desk.state.stage = AttemptStage.RUNNING
     desk.report(step=7, stepped=True)
     return desk
 
@@ -156,7 +156,7 @@ def test_every_drill_has_its_own_number(desk) -> None:
 
 def test_a_drill_waits_until_every_rank_of_the_generation_trains(desk) -> None:
     assert desk.ask(RequestKind.DRILL, detail="kill-rank", value=1) is None
-    desk.state.stage = Stage.RUNNING
+    desk.state.stage = AttemptStage.RUNNING
     desk.report(step=7, stepped=True)
     desk.state.roster.members[1].progress = agents.ProgressReport(generation=2, step=7)
     assert desk.finished(51.0) == []
@@ -178,7 +178,7 @@ def test_a_drill_hits_no_generation_that_has_just_failed(desk) -> None:
 
 def test_a_drill_of_a_command_needs_no_step(tmp_path) -> None:
     desk = Desk(tmp_path, command=("true",))
-    desk.state.stage = Stage.RUNNING
+    desk.state.stage = AttemptStage.RUNNING
     assert desk.ask(RequestKind.DRILL, detail="kill-rank", value=1) == "kill-rank strikes rank 1"
     desk.events.close()
 

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.agent.evidence.incidents import desync_judgement, is_needed
 from trainer.agent.flight.analysis import Finding
-from trainer.agent.watch.hangs import Stall
+from trainer.agent.watch.hangs import HangKind
 from trainer.agent.watch.root_cause import RankEnd
 
 
@@ -33,7 +33,7 @@ def test_different_collectives_are_told_with_the_rank_and_its_node() -> None:
     finding = Finding(kind="desync_shape", ranks=(3,), group="0", sequence=4, reason="rank 3 did something else")
     judgement = desync_judgement(finding, [end(rank, **ECHO) for rank in range(4)])
     assert judgement is not None
-    assert (judgement.kind, judgement.culprit, judgement.node, judgement.step) == (Stall.DESYNC, 3, "n1", 7)
+    assert (judgement.kind, judgement.culprit, judgement.node, judgement.step) == (HangKind.DESYNC, 3, "n1", 7)
     assert judgement.waiting == (0, 1, 2)
 
 

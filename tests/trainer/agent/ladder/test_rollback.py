@@ -32,5 +32,5 @@ def test_a_skipped_batch_is_recorded_and_told(
     asyncio.run(record_skip(SKIP, attempt, EventLog(path, "coordinator", 1)))
     (event,) = read_events(path)[0]
     assert (event.kind, event.data) == (EventKind.BATCH_SKIPPED, {"step": 7, "position": 56, "reason": "loss nan"})
-    assert attempt.skipped.exists() == works
+    assert attempt.skipped_batches.exists() == works
     assert ("cannot write" in capsys.readouterr().err) != works

@@ -4,7 +4,7 @@ import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised, situation
 from trainer.agent.attempt_state.generation import AttemptHistory
-from trainer.agent.ladder.in_job_policy import Action, Decision, Situation, decide
+from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, Situation, decide
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.failures.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
 from trainer.contract.messages.agents import ProgressReport
@@ -77,7 +77,7 @@ class Attempt:
     def __init__(self) -> None:
         self.past = AttemptHistory(trained=True)
 
-    def failed_generations(self, restored: int, *ends: object) -> Decision:
+    def failed_generations(self, restored: int, *ends: object) -> InJobDecision:
         past = self.past
         now: Situation = situation(
             *ends, restored=restored, failed_generations=tuple(past.failed_generations), suspects=tuple(past.suspects),
@@ -86,7 +86,7 @@ class Attempt:
         )  # fmt: skip
         decision = decide(now)
         past.record_failure(decision.failure, decision.mark, restored, decision.suspect)
-        past.restarts += decision.action is Action.RESTART
+        past.restarts += decision.action is InJobAction.RESTART
         return decision
 
 
@@ -94,18 +94,18 @@ def test_an_older_checkpoint_is_tried_before_a_program_is_blamed():
     attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
     assert attempt.failed_generations(100, explodes).suspect is None
     second = attempt.failed_generations(100, explodes)
-    assert (second.action, second.suspect, attempt.past.suspects) == (Action.RESTART, 100, [100])
+    assert (second.action, second.suspect, attempt.past.suspects) == (InJobAction.RESTART, 100, [100])
     assert "the checkpoint of step 100 is suspect: NonFinite twice soon after loading it" in second.reason
     # From the older one it comes back at the same step: then it is the program.
     third = attempt.failed_generations(90, explodes)
-    assert (third.action, third.suspect) == (Action.END, None)
+    assert (third.action, third.suspect) == (InJobAction.END, None)
     assert "for the second time at step 103" in third.reason
 
 
 def test_a_failure_at_the_same_step_from_different_checkpoints_is_the_programs():
     attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
     attempt.failed_generations(90, explodes)
-    assert attempt.failed_generations(100, explodes).action is Action.END
+    assert attempt.failed_generations(100, explodes).action is InJobAction.END
 
 
 def test_a_suspect_that_is_all_there_is_ends_as_before():
@@ -113,14 +113,14 @@ def test_a_suspect_that_is_all_there_is_ends_as_before():
     attempt.failed_generations(100, explodes)
     assert attempt.failed_generations(100, explodes).suspect == 100
     again = attempt.failed_generations(100, explodes)  # nothing older was there, so that it was loaded once more
-    assert (again.action, again.suspect) == (Action.END, None)
+    assert (again.action, again.suspect) == (InJobAction.END, None)
 
 
 def test_a_rank_that_dies_twice_after_loading_the_same_checkpoint():
     attempt = Attempt()
     attempt.failed_generations(100, killed(2, 11, step=100))
     second = attempt.failed_generations(100, killed(1, 11, step=101))
-    assert (second.action, second.suspect) == (Action.RESTART, 100)
+    assert (second.action, second.suspect) == (InJobAction.RESTART, 100)
     assert attempt.failed_generations(90, killed(1, 11, step=101)).suspect is None
 
 
@@ -128,7 +128,7 @@ def test_who_asks_never_to_be_retried_is_not():
     attempt = Attempt()
     for _ in range(2):
         decision = attempt.failed_generations(100, end(1, step=103, exit_code=78, exception="Fatal", message="no"))
-        assert decision.action is Action.END
+        assert decision.action is InJobAction.END
 
 
 def test_a_step_that_was_saved_anew_is_doubted_no_longer():

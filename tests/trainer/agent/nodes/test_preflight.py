@@ -11,7 +11,7 @@ from trainer.agent.nodes import preflight
 from trainer.contract.config import ClusterShape, JobConfig
 from trainer.contract.config_sections.fault_detection_config import PreflightConfig
 from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.messages.agents import Fault
+from trainer.contract.messages.agents import PreflightFault
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_shared_memory_that_is_read_only_matters_with_gpus_alone(tmp_path, monke
     assert [fault.reason for fault in found] == faults
 
 
-LOW = Fault(check="open files", reason="open-files limit is 64, below 1024", shared=True)
+LOW = PreflightFault(check="open files", reason="open-files limit is 64, below 1024", shared=True)
 
 
 @pytest.mark.parametrize(

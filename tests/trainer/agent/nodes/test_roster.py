@@ -6,9 +6,9 @@ import pytest
 
 from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
 from trainer.agent.nodes.roster import LATE_SECONDS, Member, Replacement, Roster, assign_node_ranks_to, replacements
-from trainer.contract.messages.agents import Fault, Hello, NodeRank, ProgressReport, StartGeneration, ToAgent
+from trainer.contract.messages.agents import Hello, NodeRank, PreflightFault, ProgressReport, StartGeneration, ToAgent
 
-FAULT = Fault(check="open files", reason="few", shared=False)
+FAULT = PreflightFault(check="open files", reason="few", shared=False)
 
 
 class Told:

@@ -118,9 +118,9 @@ def test_both_of_a_pair_meet_in_the_same_round(nodes, local):
 )
 def test_speeds_that_are_none_are_refused(speeds):
     with pytest.raises(ValueError, match="measured nothing"):
-        RankMeasurement.of(RankSpeeds(generation=1, rank=0, speeds=speeds))
+        RankMeasurement.from_message(RankSpeeds(generation=1, rank=0, speeds=speeds))
 
 
 def test_speeds_as_ranks_send_them():
     message = RankSpeeds(generation=1, rank=3, speeds=Speeds(matmul=2.0, memory=3.0, pairs=((1, 0.5),)))
-    assert RankMeasurement.of(message) == RankMeasurement(rank=3, matmul=2.0, memory=3.0, pairs=((1, 0.5),))
+    assert RankMeasurement.from_message(message) == RankMeasurement(rank=3, matmul=2.0, memory=3.0, pairs=((1, 0.5),))

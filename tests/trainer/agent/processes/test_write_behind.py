@@ -18,7 +18,7 @@ from trainer.agent.main import NonBlockingEventLog, copy_stderr_to_log
 from trainer.agent.processes import background_tasks
 from trainer.agent.processes.background_tasks import WriteBehind, settle
 from trainer.agent.watch.hang_detector import HangDetector, Incident
-from trainer.agent.watch.hangs import Judgement, Verdict
+from trainer.agent.watch.hangs import HangJudgement, HangVerdict
 from trainer.contract.events import EventKind, read_events
 from trainer.contract.logs.line_file import LineFile
 from trainer.contract.messages import agents
@@ -207,7 +207,7 @@ def test_words_on_stderr_do_not_wait_for_a_log_that_hangs(tmp_path, monkeypatch)
 def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monkeypatch):
     back, stuck = threading.Event(), threading.Event()
     found = [Incident(
-        name="g001-stopped", judgement=Judgement(verdict=Verdict.HUNG, reason="rank 1 is stopped", culprit=1),
+        name="g001-stopped", judgement=HangJudgement(verdict=HangVerdict.HUNG, reason="rank 1 is stopped", culprit=1),
         began=0.0, quiet=1.0, until=0.0, waits=set(),
     )]  # fmt: skip
     monkeypatch.setattr(HangDetector, "look", lambda *_: found.pop() if stuck.is_set() and found else None)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
-from trainer.agent.attempt_state.generation import Generation
-from trainer.agent.ladder.in_job_policy import Action, Decision, Situation, decide
+from trainer.agent.attempt_state.generation import GenerationState
+from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, Situation, decide
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.contract.config import JobConfig
@@ -55,31 +55,33 @@ class Attempt:
         )
         self.program = CommandRun(self.run, self.dir, config, events, self.progress)
 
-    def fails(self, end: RankEnd = TORN, while_it_ran: Any = None, **generation: Any) -> Decision:
+    def fails(self, end: RankEnd = TORN, while_it_ran: Any = None, **generation: Any) -> InJobDecision:
         return asyncio.run(self._fails(end, while_it_ran, **generation))
 
-    async def _fails(self, end: RankEnd, while_it_ran: Any, *, cleared: bool = True) -> Decision:
+    async def _fails(self, end: RankEnd, while_it_ran: Any, *, cleared: bool = True) -> InJobDecision:
         self.number += 1
-        now = Generation(number=self.number, started=100.0, first_failure=105.0)
+        now = GenerationState(number=self.number, started=100.0, first_failure=105.0)
         await self.program.start_generation(self.number)
         if while_it_ran is not None:
             while_it_ran()
-            await self.program.check(Generation(number=self.number, started=100.0, first_failure=float("inf")))
+            await self.program.check(GenerationState(number=self.number, started=100.0, first_failure=float("inf")))
         situation = Situation(
             world=1, ends=(end,), since_failure=5.0, ran_for=5.0, restarts=self.restarts, budget=self.budget,
             backoff=(10.0, 900.0), command=self.program.past(),
         )  # fmt: skip
         decision = decide(situation)
-        self.restarts += decision.action is Action.RESTART
+        self.restarts += decision.action is InJobAction.RESTART
         await self.program.end_generation(decision, now, cleared=cleared)
         return decision
 
     def stops(self, seconds: float = 60.0) -> None:
         """One more generation, which a preemption ends."""
         self.number += 1
-        now = Generation(number=self.number, started=time.monotonic() - seconds)
+        now = GenerationState(number=self.number, started=time.monotonic() - seconds)
         asyncio.run(self.program.start_generation(self.number))
-        asyncio.run(self.program.end_generation(Decision(action=Action.STOP, reason="preemption"), now, cleared=True))
+        asyncio.run(
+            self.program.end_generation(InJobDecision(action=InJobAction.STOP, reason="preemption"), now, cleared=True)
+        )
 
     def told(self, kind: EventKind) -> list[dict[str, Any]]:
         events, _ = read_events(self.dir.event_file("coordinator"))

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from trainer.agent.user_command.checkpoints import damage, examined, find, find_other_rank, find_written_later
+from trainer.agent.user_command.checkpoints import assess_damage, damage, find, find_other_rank, find_written_later
 from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
 
 CONFIG = CommandCheckpointsConfig(path="out")
@@ -82,7 +82,7 @@ def test_steps_that_begin_anew_are_seen_by_names_and_times(tmp_path, pattern, sa
     ],
 )
 def test_the_last_star_of_a_pattern_is_the_step(pattern, name, step):
-    assert CommandCheckpointsConfig(pattern=pattern).step_of(name) == step
+    assert CommandCheckpointsConfig(pattern=pattern).parse_step(name) == step
 
 
 @pytest.mark.parametrize("pattern", ["", "checkpoint", "out/checkpoint-*"])
@@ -99,7 +99,7 @@ def test_they_are_found_newest_first_and_a_missing_folder_has_none(tmp_path):
     assert (newest.step, older.step) == (10, 9)
     assert there == {newest.identity, older.identity}
     assert newest.bytes == sum(map(len, WHOLE.values()))
-    assert [one.damage for one in examined([newest, older])] == ["", ""]
+    assert [one.damage for one in assess_damage([newest, older])] == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_sign_of_damage_in_any_entry_is_one_of_the_checkpoint(tmp_path):
     for step in (20, 30):
         for rank in (0, 1):
             (tmp_path / f"ep0-ba{step}-rank{rank}.pt").write_bytes(archive()[: 60 if (step, rank) == (30, 1) else None])
-    newest, older = examined(find(tmp_path, config)[0])
+    newest, older = assess_damage(find(tmp_path, config)[0])
     assert newest.damage.startswith("is damaged: ep0-ba30-rank1.pt is no whole archive of torch.save")
     assert older.damage == ""
 
@@ -142,12 +142,13 @@ def test_what_an_older_one_lacks_is_no_sign(tmp_path):
     config = CommandCheckpointsConfig(pattern="model-*.pt")
     for name in ("model-10.pt", "model-20.pt", "optimizer-20.pt", "model-30.pt", "optimizer-30.pt", "ema-30.pt"):
         (tmp_path / name).write_bytes(archive())
-    found = examined(find(tmp_path, config)[0])
+    found = assess_damage(find(tmp_path, config)[0])
     assert [(one.step, one.damage) for one in found] == [(30, ""), (20, ""), (10, "")]
     (tmp_path / "model-40.pt").write_bytes(archive())
     (tmp_path / "optimizer-10.pt").write_bytes(archive())
     assert (
-        examined(find(tmp_path, config)[0])[0].damage == "lacks optimizer-30.pt, which model-30.pt and model-20.pt have"
+        assess_damage(find(tmp_path, config)[0])[0].damage
+        == "lacks optimizer-30.pt, which model-30.pt and model-20.pt have"
     )
 
 
@@ -163,7 +164,7 @@ def test_folders_of_other_ranks_are_seen(tmp_path):
 def test_a_file_may_be_a_checkpoint(tmp_path):
     (tmp_path / "step_5.pt").write_bytes(archive())
     (tmp_path / "step_6.pt").write_bytes(archive()[:-30])
-    newest, older = examined(find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))[0])
+    newest, older = assess_damage(find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))[0])
     assert (
         newest.damage
         == "is damaged: step_6.pt is no whole archive of torch.save: its directory is missing, it was cut off"
@@ -204,7 +205,7 @@ def test_cheap_signs_of_a_torn_one(tmp_path, change, words):
     write(tmp_path, "checkpoint-9", WHOLE)
     files = {**WHOLE, **change}
     write(tmp_path, "checkpoint-10", {name: content for name, content in files.items() if content is not None})
-    newest, *older = examined(find(tmp_path, CONFIG)[0])
+    newest, *older = assess_damage(find(tmp_path, CONFIG)[0])
     assert words in newest.damage if words else newest.damage == ""
     assert [one.damage for one in older] == ["", ""]
     assert newest.damage.isprintable()
@@ -214,10 +215,10 @@ def test_cheap_signs_of_a_torn_one(tmp_path, change, words):
 def test_an_empty_file_is_a_marker_where_no_checkpoint_has_it_filled(tmp_path, marked):
     for step in (8, 9, 10):
         write(tmp_path, f"checkpoint-{step}", WHOLE | ({f"done_{step}.bin": b""} if step in marked else {}))
-    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == ["", "", ""]
-    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0][:1])] == [""]  # the only one that is kept
+    assert [one.damage for one in assess_damage(find(tmp_path, CONFIG)[0])] == ["", "", ""]
+    assert [one.damage for one in assess_damage(find(tmp_path, CONFIG)[0][:1])] == [""]  # the only one that is kept
     (tmp_path / "checkpoint-8" / "done_8.bin").write_bytes(b"x")
-    torn = [bool(one.damage) for one in examined(find(tmp_path, CONFIG)[0])]
+    torn = [bool(one.damage) for one in assess_damage(find(tmp_path, CONFIG)[0])]
     assert torn == [True, 9 in marked, False]
 
 
@@ -230,21 +231,21 @@ def test_torch_writes_an_empty_file_for_a_rank_that_has_nothing_to_write(tmp_pat
         {"__0_0.distcp": b"x", "__1_0.distcp": b"x", ".metadata": b"__0_0.distcp __1_0.distcp"},
     )
     write(tmp_path, "checkpoint-10", {"__0_0.distcp": b"x", "__1_0.distcp": b"", ".metadata": metadata})
-    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == ["", ""]
+    assert [one.damage for one in assess_damage(find(tmp_path, CONFIG)[0])] == ["", ""]
     (tmp_path / "checkpoint-10" / "__0_0.distcp").write_bytes(b"")
-    torn, _ = examined(find(tmp_path, CONFIG)[0])
+    torn, _ = assess_damage(find(tmp_path, CONFIG)[0])
     assert torn.damage == "is damaged: __0_0.distcp is empty"
     (tmp_path / "checkpoint-10" / ".metadata").unlink()
-    unknown, _ = examined(find(tmp_path, CONFIG)[0])
+    unknown, _ = assess_damage(find(tmp_path, CONFIG)[0])
     assert unknown.damage == ""
 
 
 def test_a_rank_may_have_nothing_for_a_file_that_other_ranks_fill(tmp_path):
     write(tmp_path, "checkpoint-9", WHOLE | {"seen_0.json": b"[1]", "seen_1.json": b"[2]"})
     write(tmp_path, "checkpoint-10", WHOLE | {"seen_0.json": b"[1]", "seen_1.json": b""})
-    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == ["", ""]
+    assert [one.damage for one in assess_damage(find(tmp_path, CONFIG)[0])] == ["", ""]
     (tmp_path / "checkpoint-10" / "seen_0.json").write_bytes(b"")
-    assert examined(find(tmp_path, CONFIG)[0])[0].damage == "is damaged: seen_0.json is empty"
+    assert assess_damage(find(tmp_path, CONFIG)[0])[0].damage == "is damaged: seen_0.json is empty"
 
 
 def test_a_file_or_folder_that_the_system_refuses_is_no_sign(tmp_path, monkeypatch):
@@ -261,13 +262,13 @@ def test_a_file_or_folder_that_the_system_refuses_is_no_sign(tmp_path, monkeypat
 
     monkeypatch.setattr("trainer.agent.user_command.checkpoints.open_regular", refuse)
     monkeypatch.setattr("os.scandir", refuse)
-    assert [one.damage for one in examined(found)] == ["", ""]
+    assert [one.damage for one in assess_damage(found)] == ["", ""]
     assert [one.step for one in find(tmp_path, CONFIG)[0]] == [9], "what is in the other one is not known"
 
 
 def test_numbers_that_begin_with_zeros_and_a_blank_text_are_no_signs(tmp_path):
     write(tmp_path, "checkpoint-10", {**WHOLE, "indices.bin": bytes(300), "notes.json": b"\n"})
-    assert [one.damage for one in examined(find(tmp_path, CONFIG)[0])] == [""]
+    assert [one.damage for one in assess_damage(find(tmp_path, CONFIG)[0])] == [""]
 
 
 def test_what_one_older_one_has_was_put_there_later(tmp_path):
@@ -275,7 +276,7 @@ def test_what_one_older_one_has_was_put_there_later(tmp_path):
     write(tmp_path, "checkpoint-8", {**WHOLE, "eval_results.json": b"{}"})
     write(tmp_path, "checkpoint-9", {**WHOLE, "eval_results.json": b"{"})  # it counts for nothing: it is torn
     write(tmp_path, "checkpoint-10", WHOLE)
-    assert [bool(one.damage) for one in examined(find(tmp_path, CONFIG)[0])] == [False, True, False, False]
+    assert [bool(one.damage) for one in assess_damage(find(tmp_path, CONFIG)[0])] == [False, True, False, False]
 
 
 def test_a_list_of_files_that_is_cut_is_compared_with_no_other(tmp_path, monkeypatch):
@@ -284,7 +285,7 @@ def test_a_list_of_files_that_is_cut_is_compared_with_no_other(tmp_path, monkeyp
         write(tmp_path, name, dict.fromkeys(files, b"x"))
     found = find(tmp_path, CONFIG)[0]
     assert [one.cut for one in found] == [True] * 3
-    assert [one.damage for one in examined(found)] == ["", "", ""]
+    assert [one.damage for one in assess_damage(found)] == ["", "", ""]
 
 
 def test_a_link_that_leads_nowhere_hides_no_checkpoint(tmp_path):
@@ -292,7 +293,7 @@ def test_a_link_that_leads_nowhere_hides_no_checkpoint(tmp_path):
     write(tmp_path, "checkpoint-10", WHOLE)
     (tmp_path / "checkpoint-10" / "latest").symlink_to("nowhere")
     (tmp_path / "checkpoint-11").symlink_to("nowhere")
-    newest, _ = examined(find(tmp_path, CONFIG)[0])
+    newest, _ = assess_damage(find(tmp_path, CONFIG)[0])
     assert (newest.step, newest.damage, set(newest.files)) == (10, "", set(WHOLE))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer.agent.flight.analysis import Finding
 from trainer.agent.watch.sampling import children_count, writer_counts
-from trainer.contract.ranks.stage_activity import Moment, SentMessages
+from trainer.contract.ranks.stage_activity import SentMessages, StageActivity
 
 NORMAL = {"data": 0.04, "forward": 0.25, "backward": 0.4, "optimizer": 0.06}
 """Seconds of a rank's own work in each phase of an ordinary step."""
@@ -28,7 +28,7 @@ class Stay:
     lives_until: float  # when the last sign of life of its own process is to be seen
     state: str
     helper: str = ""  # who works meanwhile: its "children", its "writer"
-    moment: Moment | None = None  # of a pipeline
+    moment: StageActivity | None = None  # of a pipeline
     sent: SentMessages | None = None
 
     def is_helped(self) -> bool:
@@ -48,7 +48,7 @@ class Actor:
     joins: list[float] = field(default_factory=list)
     stays: deque[Stay] = field(default_factory=deque)
     messages: int = 0  # begun, besides what it has joined
-    moment: Moment | None = None
+    moment: StageActivity | None = None
     sent: SentMessages | None = None
 
     def stay(self, phase: str, seconds: float, *, lives: bool = False, state: str = "S", helper: str = "") -> None:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainer.agent.watch.stragglers import Verdict, should_report_work
+from trainer.agent.watch.stragglers import StragglerVerdict, should_report_work
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.config_sections.fault_detection_config import StragglerConfig
 from trainer.contract.ranks.progress import SECTIONS
@@ -54,7 +54,7 @@ class Slow:
 class Story:
     """What was said, and at which step."""
 
-    verdicts: list[tuple[int, Verdict]] = field(default_factory=list)
+    verdicts: list[tuple[int, StragglerVerdict]] = field(default_factory=list)
 
     def named(self) -> list[tuple[int, int]]:
         return [(step, verdict.rank) for step, verdict in self.verdicts if not verdict.over]

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from tests.trainer.agent.watch.made_up_job import FOR_EVER, NORMAL, Actor, Job, Slow
 from trainer.agent.flight.analysis import Finding, analyse
-from trainer.agent.flight.flight_record import DONE, SCHEDULED, Entry, FlightRecord, Group
+from trainer.agent.flight.flight_record import DONE, SCHEDULED, CollectiveEntry, FlightRecord, Group
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.config_sections.parallel_config import PipelineConfig
-from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages
+from trainer.contract.ranks.stage_activity import Activity, SentMessages, StageActivity
 
 MICRO_BATCHES = 6
 _KEPT = 8
@@ -60,11 +60,11 @@ class PipelineJob(Job):
             actor.sent = SentMessages(after_step=actor.step, activations=(0,), gradients=(0,))
         arrives = ended[phase, source, number] if needs else 0.0
         if arrives > actor.free:
-            actor.moment = Moment(
+            actor.moment = StageActivity(
                 Activity.WAIT_FOR_ACTIVATION if forward else Activity.WAIT_FOR_GRADIENT, stage, number
             )
             actor.stay(phase if actor.stays else "forward", arrives - actor.free)
-        actor.moment = Moment(Activity.FORWARD if forward else Activity.BACKWARD, stage, number)
+        actor.moment = StageActivity(Activity.FORWARD if forward else Activity.BACKWARD, stage, number)
         own = NORMAL[phase] / MICRO_BATCHES * self.uneven[stage] * self.rng.lognormvariate(0, 0.15)
         one = extra.get((phase, actor.rank))
         if one is None:
@@ -99,7 +99,7 @@ class PipelineJob(Job):
         everybody = [sum(at <= now for at in one.joins) for one in self.actors]
         over = min(min(everybody), entered)
         entries = tuple(
-            Entry("0", number, "all_reduce", "[4]", 4, "Float", DONE if number <= over else SCHEDULED, number)
+            CollectiveEntry("0", number, "all_reduce", "[4]", 4, "Float", DONE if number <= over else SCHEDULED, number)
             for number in range(max(1, entered - _KEPT), entered + 1)
         )
         group = Group(tuple(range(len(self.actors))), entered, over, sure=True)

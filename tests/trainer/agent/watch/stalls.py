@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.trainer.agent.watch.made_up_job import FOR_EVER, Actor, Job, Slow, Stay
 from trainer.agent.flight.analysis import Finding
 from trainer.agent.watch.hang_limits import Limits, RankSample
-from trainer.agent.watch.hangs import Judgement, ReportGaps, Stall, Verdict, judge
+from trainer.agent.watch.hangs import HangJudgement, HangKind, HangVerdict, ReportGaps, judge
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.ranks.duration_histogram import BUCKETS, bucket, quantile
 
@@ -22,7 +22,7 @@ class Watch:
     def __init__(self, job: Job, config: HangConfig, *, records: bool = True) -> None:
         self.job, self.config, self.rng = job, config, random.Random(job.rng.random())
         self.now = 0.0
-        self.judged: Counter[Verdict] = Counter()
+        self.judged: Counter[HangVerdict] = Counter()
         self.late = 0.5  # reports of agents are late by up to so many seconds
         self._records = records
         self._reported = {actor.node: 0.0 for actor in job.actors}
@@ -36,14 +36,14 @@ class Watch:
         """The machine of a node stands still, its agent included."""
         self._deaf[node] = (begin, end)
 
-    def until(self, end: float) -> Judgement | None:
+    def until(self, end: float) -> HangJudgement | None:
         """Judge every second up to `end`; the first judgement that says HUNG."""
         while self.now < end:
             judgement = self._judge()
             self.judged[judgement.verdict] += 1
-            if judgement.verdict is Verdict.HUNG:
+            if judgement.verdict is HangVerdict.HUNG:
                 return judgement
-            if judgement.verdict is Verdict.LOOK and self._may_ask():
+            if judgement.verdict is HangVerdict.LOOK and self._may_ask():
                 self._inquiry = self._ask()
             self.now += self.rng.uniform(0.8, 1.0)
         return None
@@ -56,7 +56,7 @@ class Watch:
         finding = self.job.records(self.now) if self._records else nothing
         return self.now, self.now + self.rng.uniform(0, 2), finding
 
-    def _judge(self) -> Judgement:
+    def _judge(self) -> HangJudgement:
         for node, before in self._reported.items():
             begin, end = self._deaf.get(node, (0.0, 0.0))
             newest = self.now - self.rng.uniform(0, self.late)
@@ -106,7 +106,7 @@ class Watch:
         return {phase: quantile(counts, 0.99) for phase, counts in self._counts.items()}
 
 
-def legal_hour(seed: int, *, records: bool, job: Job | None = None) -> tuple[Watch, Judgement | None]:
+def legal_hour(seed: int, *, records: bool, job: Job | None = None) -> tuple[Watch, HangJudgement | None]:
     """An hour in which everything is slow that may be, and nothing hangs; `job`: None is one of replicas, or shards."""
     job = job or Job(seed, sharded=seed % 3 == 1, ahead=seed % 3 == 2)
     watch, rng = Watch(job, HangConfig(), records=records), job.rng
@@ -143,7 +143,7 @@ def _spells(job: Job) -> Iterator[tuple[Slow, ...]]:
     yield (Slow(ranks=one, phase="forward", seconds=20, lives=True),)  # computes, though never for so long before
 
 
-def _busy_machine(job: Job, watch: Watch) -> Judgement | None:
+def _busy_machine(job: Job, watch: Watch) -> HangJudgement | None:
     """Everything takes three times as long, ranks are not let to a core for seconds, a machine stands still."""
     watch.late = 3.0
     slow = tuple(Slow(ranks=job.everybody(), phase=name, times=3) for name in ("data", "forward", "backward"))
@@ -159,7 +159,7 @@ def _busy_machine(job: Job, watch: Watch) -> Judgement | None:
     return bad
 
 
-def _stands_still(job: Job, watch: Watch, there: list[Actor], seconds: float) -> Judgement | None:
+def _stands_still(job: Job, watch: Watch, there: list[Actor], seconds: float) -> HangJudgement | None:
     begin = max(actor.free for actor in there)
     watch.pause(there[0].node, begin, begin + seconds)
     asleep = Slow(
@@ -168,7 +168,7 @@ def _stands_still(job: Job, watch: Watch, there: list[Actor], seconds: float) ->
     return _play(job, watch, 1, asleep)
 
 
-def _play(job: Job, watch: Watch, steps: int, *slow: Slow) -> Judgement | None:
+def _play(job: Job, watch: Watch, steps: int, *slow: Slow) -> HangJudgement | None:
     for _ in range(steps):
         job.step(*slow)
         bad = watch.until(min(actor.free for actor in job.actors))
@@ -181,7 +181,7 @@ def _play(job: Job, watch: Watch, steps: int, *slow: Slow) -> Judgement | None:
 class Incident:
     """A hang that was staged: what it is, whose, since when, and by when it has to be named."""
 
-    kind: Stall
+    kind: HangKind
     culprit: int | None
     began: float
     due: float
@@ -192,7 +192,7 @@ STAGED = ("stopped", "dead", "data", "save", "forward", "backward", "spinning", 
 
 def stage(
     seed: int, what: str, *, records: bool = True, job: Job | None = None
-) -> tuple[Incident, Judgement | None, float]:
+) -> tuple[Incident, HangJudgement | None, float]:
     """A job that hangs after a while; what was found, and when."""
     job = job or Job(seed, sharded=records and seed % 3 == 1, ahead=seed % 3 == 2)
     watch = Watch(job, HangConfig(), records=records)
@@ -225,11 +225,12 @@ def _strike(job: Job, watch: Watch, what: str) -> Incident:
     if what == "lock":
         job.locked = frozenset({culprit})
     kinds = {
-        "stopped": Stall.STOPPED, "dead": Stall.DEAD, "data": Stall.STUCK_IN_DATA, "save": Stall.STUCK_IN_SAVE,
-        "lock": Stall.LOCK_HELD,
+        "stopped": HangKind.STOPPED, "dead": HangKind.DEAD, "data": HangKind.STUCK_IN_DATA,
+        "save": HangKind.STUCK_IN_SAVE,
+        "lock": HangKind.LOCK_HELD,
     }  # fmt: skip
     return Incident(
-        kind=kinds.get(what, Stall.STUCK_IN_COMPUTE), culprit=culprit, began=began, due=began + allowed + LATE
+        kind=kinds.get(what, HangKind.STUCK_IN_COMPUTE), culprit=culprit, began=began, due=began + allowed + LATE
     )
 
 
@@ -243,5 +244,5 @@ def _strike_together(job: Job, watch: Watch, what: str, culprit: int) -> Inciden
     else:
         job.finding = Finding(kind="stuck_together", ranks=everybody, reason="all 8 ranks are inside collective #9")
     fast = max(watch.config.least, watch.config.factor * watch.p99().get("optimizer", 0.0) * 1.5)
-    kind, who = (Stall.DESYNC, culprit) if what == "desync" else (Stall.NETWORK, None)
+    kind, who = (HangKind.DESYNC, culprit) if what == "desync" else (HangKind.NETWORK, None)
     return Incident(kind=kind, culprit=who, began=began, due=began + fast + LATE)

@@ -5,11 +5,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from trainer.agent.flight.flight_record import Entry, FlightRecord, Group
+from trainer.agent.flight.flight_record import CollectiveEntry, FlightRecord, Group
 from trainer.agent.nodes.roster import Member, Roster
 from trainer.agent.watch.hang_detector import HangDetector
 from trainer.agent.watch.hang_limits import RankSample
-from trainer.agent.watch.hangs import Stall
+from trainer.agent.watch.hangs import HangKind
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages import agents
 
@@ -104,7 +104,7 @@ def test_a_hang_is_declared_and_concluded_when_the_evidence_is_there() -> None:
     )
     incident = job.watch.look(job.now)
     assert incident is not None
-    assert (incident.judgement.culprit, incident.judgement.kind) == (2, Stall.STUCK_IN_DATA)
+    assert (incident.judgement.culprit, incident.judgement.kind) == (2, HangKind.STUCK_IN_DATA)
     assert incident.missing == {"n1": {"stacks": "late"}}
 
 
@@ -122,7 +122,7 @@ def test_a_stopped_process_needs_no_records() -> None:
     job.state[1] = "T"
     job.passes(5)
     assert job.watch.incident is not None
-    assert job.watch.incident.judgement.kind is Stall.STOPPED
+    assert job.watch.incident.judgement.kind is HangKind.STOPPED
 
 
 def test_who_moves_again_meanwhile_is_let_go() -> None:
@@ -160,7 +160,7 @@ def test_a_node_that_has_not_answered_is_not_taken_for_one_whose_ranks_never_cam
         FlightRecord(
             rank=rank,
             groups={"0": Group(ranks=(0, 1, 2, 3), entered=5, completed=4, description="")},
-            entries=(Entry("0", 5, "all_reduce", "9", 9, "Double", "scheduled"),),
+            entries=(CollectiveEntry("0", 5, "all_reduce", "9", 9, "Double", "scheduled"),),
         ).to_json()
         for rank in (2, 3)
     )

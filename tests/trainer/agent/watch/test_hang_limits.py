@@ -75,15 +75,15 @@ LIMITS = [
 
 @pytest.mark.parametrize(("one", "seconds", "words"), LIMITS)
 def test_a_limit_and_its_reason(one, seconds, words):
-    allowed = Limits(HangConfig(), P99).of(one)
+    allowed = Limits(HangConfig(), P99).for_rank(one)
     assert allowed.seconds == pytest.approx(seconds)
     assert allowed.words == words
 
 
 def test_a_stopped_process_that_nobody_waits_for_has_the_time_of_its_phase():
     limits = Limits(HangConfig(), P99)
-    assert limits.of(still(60, "data", state="T"), waited_for=False).seconds == 8.0
-    assert limits.of(still(60, "eval", state="T"), waited_for=False).seconds == 120.0
+    assert limits.for_rank(still(60, "data", state="T"), waited_for=False).seconds == 8.0
+    assert limits.for_rank(still(60, "eval", state="T"), waited_for=False).seconds == 120.0
 
 
 def test_no_limit_is_above_the_longest():
@@ -94,7 +94,7 @@ def test_no_limit_is_above_the_longest():
             for alive in (0.0, 90.0):
                 for first in (True, False):
                     one = still(90, phase.name.lower(), state=state, alive=alive, first=first)
-                    assert limits.of(one).seconds <= 40
+                    assert limits.for_rank(one).seconds <= 40
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_durations_in_words(seconds, words):
 def test_who_spins_for_a_gpu_shows_signs_of_life_for_four_times_its_limit_only(phase):
     one = still(2000, phase, first=True, alive=0.1)
     limits = Limits(HangConfig(), {})
-    assert limits.of(one).seconds > 2000
-    assert limits.of(one, spins=True).seconds == 480.0
+    assert limits.for_rank(one).seconds > 2000
+    assert limits.for_rank(one, spins=True).seconds == 480.0
 
 
 def test_what_was_taken_for_a_hang_may_last_longer_in_the_next_generation() -> None:
@@ -138,10 +138,10 @@ def test_what_was_taken_for_a_hang_may_last_longer_in_the_next_generation() -> N
     past, config = AttemptHistory(), HangConfig()
     allowed = []
     for _ in range(3):
-        allowed.append(Limits(after_hangs(config, past.hangs), P99).of(still(12, "data")).seconds)
+        allowed.append(Limits(after_hangs(config, past.hangs), P99).for_rank(still(12, "data")).seconds)
         past.record_failure(Failure(kind=FailureKind.HANG, reason="rank 5 stands in data"), "broken", 0, None)
     assert allowed == [8.0, 32.0, 128.0]
-    assert Limits(after_hangs(config, 50), P99).of(still(12, "data")).seconds == config.most
+    assert Limits(after_hangs(config, 50), P99).for_rank(still(12, "data")).seconds == config.most
     drilled = Failure(kind=FailureKind.HANG, reason="stopped by a drill", drill="hang")
     past.record_failure(drilled, "broken", 0, None)
     assert past.hangs == 3

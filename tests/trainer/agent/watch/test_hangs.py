@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.agent.watch.stalls import STAGED, legal_hour, stage
-from trainer.agent.flight.wait_graph import Culprit, Finding
+from trainer.agent.flight.wait_graph import BlockingRank, Finding
 from trainer.agent.watch.hang_limits import HALTED, Limits, RankSample
-from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, Judgement, Stall, Verdict, judge
+from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, HangJudgement, HangKind, HangVerdict, judge
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.ranks.progress import Phase
 
@@ -45,48 +45,50 @@ def desync(*ranks: int) -> Finding:
 
 HANGS = [
     # The state of a process needs no interpretation, and no records.
-    (crew(at(5, "forward", 4.1, state="T"), age=4.1), None, 5, Stall.STOPPED, "rank 5 on n1 stopped first: it has been "
+    (crew(at(5, "forward", 4.1, state="T"), age=4.1), None, 5, HangKind.STOPPED,
+    "rank 5 on n1 stopped first: it has been "
      "in forward after step 120 for 4.1 s, longer than the 3.0 s that a halted process may take; 7 ranks wait for it; "
      "its process is stopped (SIGSTOP)"),
-    (crew(at(5, "forward", state="Z")), None, 5, Stall.DEAD, "its process is dead (state Z)"),
-    (crew(at(5, "forward", state="T"), at(6, "data")), missing(6), 5, Stall.STOPPED, "(SIGSTOP)"),
-    (crew(at(5, state="T"), at(6, state="Z")), None, 6, Stall.DEAD, "state Z"),
-    (crew(at(5, state="T", alive=5.0), at(6, state="T", alive=9.0)), None, 6, Stall.STOPPED, "(SIGSTOP)"),
+    (crew(at(5, "forward", state="Z")), None, 5, HangKind.DEAD, "its process is dead (state Z)"),
+    (crew(at(5, "forward", state="T"), at(6, "data")), missing(6), 5, HangKind.STOPPED, "(SIGSTOP)"),
+    (crew(at(5, state="T"), at(6, state="Z")), None, 6, HangKind.DEAD, "state Z"),
+    (crew(at(5, state="T", alive=5.0), at(6, state="T", alive=9.0)), None, 6, HangKind.STOPPED, "(SIGSTOP)"),
     # Then what the ranks themselves have recorded.
-    (crew(at(5)), missing(5), 5, Stall.STUCK_IN_COMPUTE, "never entered collective #4"),
-    (crew(at(5, "data"), at(3, "data")), missing(5), 5, Stall.STUCK_IN_DATA, "never entered"),
-    (crew(at(5, "forward"), at(3, "data")), missing(3, 5), 3, Stall.STUCK_IN_DATA, "never entered"),
-    (crew(at(5, "forward")), desync(3), 3, Stall.DESYNC, "has sizes [4] here, [8] there"),
-    (crew(), replace(desync(3, 4), kind="desync_order"), 3, Stall.DESYNC, "collective #4"),
-    (crew(), together(*range(8)), None, Stall.NETWORK, "no rank stopped first: all are inside collective #4 of group 0"
+    (crew(at(5)), missing(5), 5, HangKind.STUCK_IN_COMPUTE, "never entered collective #4"),
+    (crew(at(5, "data"), at(3, "data")), missing(5), 5, HangKind.STUCK_IN_DATA, "never entered"),
+    (crew(at(5, "forward"), at(3, "data")), missing(3, 5), 3, HangKind.STUCK_IN_DATA, "never entered"),
+    (crew(at(5, "forward")), desync(3), 3, HangKind.DESYNC, "has sizes [4] here, [8] there"),
+    (crew(), replace(desync(3, 4), kind="desync_order"), 3, HangKind.DESYNC, "collective #4"),
+    (crew(), together(*range(8)), None, HangKind.NETWORK,
+    "no rank stopped first: all are inside collective #4 of group 0"
      "; no rank has made progress for 9.5 s, longer than the 8.0 s that optimizer may take; "
      "the network between n0, n1 is suspect"),
-    (crew(), together(4, 5, 6, 7), None, Stall.UNKNOWN, "all of it is on n1"),
+    (crew(), together(4, 5, 6, 7), None, HangKind.UNKNOWN, "all of it is on n1"),
     # Then what each was doing: the one that is furthest behind is waited for.
-    (crew(at(5, "data")), NOTHING, 5, Stall.STUCK_IN_DATA, "rank 5 on n1 stopped first: it has been in "
+    (crew(at(5, "data")), NOTHING, 5, HangKind.STUCK_IN_DATA, "rank 5 on n1 stopped first: it has been in "
      "data after step 120 for 9.5 s, longer than the 8.0 s that data may take; 7 ranks wait for it; it is furthest "
      "behind"),
-    (crew(at(5, "data"), at(3, "forward")), NOTHING, 5, Stall.STUCK_IN_DATA, "furthest behind"),
-    (crew(at(5, "checkpoint", 130.0), age=130.0), NOTHING, 5, Stall.STUCK_IN_SAVE, "the 120 s that checkpoint may"),
-    (crew(at(5, step=119)), NOTHING, 5, Stall.STUCK_IN_COMPUTE, "after step 119"),
-    (crew(at(5, step=119), at(2, "data")), NOTHING, 5, Stall.STUCK_IN_COMPUTE, "after step 119"),
-    (crew(at(5, "backward", collective=40), phase="forward", collective=42), NOTHING, 5, Stall.STUCK_IN_COMPUTE,
+    (crew(at(5, "data"), at(3, "forward")), NOTHING, 5, HangKind.STUCK_IN_DATA, "furthest behind"),
+    (crew(at(5, "checkpoint", 130.0), age=130.0), NOTHING, 5, HangKind.STUCK_IN_SAVE, "the 120 s that checkpoint may"),
+    (crew(at(5, step=119)), NOTHING, 5, HangKind.STUCK_IN_COMPUTE, "after step 119"),
+    (crew(at(5, step=119), at(2, "data")), NOTHING, 5, HangKind.STUCK_IN_COMPUTE, "after step 119"),
+    (crew(at(5, "backward", collective=40), phase="forward", collective=42), NOTHING, 5, HangKind.STUCK_IN_COMPUTE,
      "in backward"),  # of the micro-batch before
-    (crew(at(5, "forward"), phase="backward"), NOTHING, 5, Stall.STUCK_IN_COMPUTE, "in forward"),
-    (crew(at(5, age=12.0)), NOTHING, 5, Stall.UNKNOWN, "of 8 ranks at the same place it has been there longest"),
-    (crew(at(5, "data", 12.0), phase="data"), NOTHING, 5, Stall.STUCK_IN_DATA, "of 8 ranks at the same place"),
-    (crew(at(5)), missing(77), 0, Stall.UNKNOWN, "of 8 ranks"),  # the one that is named has ended
+    (crew(at(5, "forward"), phase="backward"), NOTHING, 5, HangKind.STUCK_IN_COMPUTE, "in forward"),
+    (crew(at(5, age=12.0)), NOTHING, 5, HangKind.UNKNOWN, "of 8 ranks at the same place it has been there longest"),
+    (crew(at(5, "data", 12.0), phase="data"), NOTHING, 5, HangKind.STUCK_IN_DATA, "of 8 ranks at the same place"),
+    (crew(at(5)), missing(77), 0, HangKind.UNKNOWN, "of 8 ranks"),  # the one that is named has ended
     # Alone, too.
-    ([at(0, "data")], NOTHING, 0, Stall.STUCK_IN_DATA, "no ranks wait for it"),
-    (crew(at(1, "data"), world=2), NOTHING, 1, Stall.STUCK_IN_DATA, "1 rank waits for it"),
-    ([at(0, "data", first=True, age=121.0)], NOTHING, 0, Stall.STUCK_IN_DATA, "before the end of its first step"),
+    ([at(0, "data")], NOTHING, 0, HangKind.STUCK_IN_DATA, "no ranks wait for it"),
+    (crew(at(1, "data"), world=2), NOTHING, 1, HangKind.STUCK_IN_DATA, "1 rank waits for it"),
+    ([at(0, "data", first=True, age=121.0)], NOTHING, 0, HangKind.STUCK_IN_DATA, "before the end of its first step"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("seen", "finding", "culprit", "kind", "words"), HANGS)
 def test_a_hang_its_culprit_and_its_reason(seen, finding, culprit, kind, words):
     judgement = judge(seen, finding, LIMITS)
-    assert judgement.verdict is Verdict.HUNG
+    assert judgement.verdict is HangVerdict.HUNG
     assert (judgement.culprit, judgement.kind) == (culprit, kind)
     assert words in judgement.reason
     named = [one for one in seen if one.rank == culprit]
@@ -123,7 +125,7 @@ FINE = [
 @pytest.mark.parametrize(("seen", "finding", "words"), FINE)
 def test_what_is_no_hang_and_why(seen, finding, words):
     judgement = judge(seen, finding, LIMITS)
-    assert judgement.verdict is Verdict.FINE, judgement.reason
+    assert judgement.verdict is HangVerdict.FINE, judgement.reason
     assert words in judgement.reason
     assert judgement.culprit is None
     assert judgement.waiting == ()
@@ -142,7 +144,7 @@ LOOKS: list[tuple[Sequence[RankSample], Finding | None, dict[str, Any], str]] = 
 @pytest.mark.parametrize(("seen", "finding", "more", "words"), LOOKS)
 def test_when_records_are_asked_for(seen, finding, more, words):
     judgement = judge(seen, finding, LIMITS, **more)
-    assert judgement.verdict is Verdict.LOOK
+    assert judgement.verdict is HangVerdict.LOOK
     assert words in judgement.reason
 
 
@@ -153,22 +155,22 @@ def test_a_node_is_named_without_a_rank_only_when_all_of_it_is_there():
 
 def test_pythons_lock_is_named_and_breaks_a_tie():
     judgement = judge(crew(at(5, "forward")), missing(5), LIMITS, lock_held={5})
-    assert (judgement.culprit, judgement.kind) == (5, Stall.LOCK_HELD)
+    assert (judgement.culprit, judgement.kind) == (5, HangKind.LOCK_HELD)
     assert "nothing can run in its interpreter (Python's lock is held)" in judgement.reason
     judgement = judge(crew(at(2, age=11.0)), NOTHING, LIMITS, lock_held={5})
-    assert (judgement.culprit, judgement.kind) == (5, Stall.LOCK_HELD)
+    assert (judgement.culprit, judgement.kind) == (5, HangKind.LOCK_HELD)
     judgement = judge(crew(at(2, "data")), NOTHING, LIMITS, lock_held={5})
-    assert (judgement.culprit, judgement.kind) == (2, Stall.STUCK_IN_DATA)
+    assert (judgement.culprit, judgement.kind) == (2, HangKind.STUCK_IN_DATA)
 
 
 def test_a_waiting_rank_that_a_profiler_halts_for_a_moment_is_not_blamed():
     saving = crew(at(0, "checkpoint", 60.0), at(5, age=60.0, state="T"), age=60.0)
-    assert judge(saving, NOTHING, LIMITS, halted_for={5: 0.2}).verdict is Verdict.FINE
+    assert judge(saving, NOTHING, LIMITS, halted_for={5: 0.2}).verdict is HangVerdict.FINE
     assert judge(saving, NOTHING, LIMITS, halted_for={5: 1.2}).culprit == 5
 
 
 def roots(*ranks: int, kind: Any = "never_came") -> Finding:
-    each = [Culprit(rank=rank, kind=kind, group="0", sequence=4, reason=f"rank {rank}") for rank in ranks]
+    each = [BlockingRank(rank=rank, kind=kind, group="0", sequence=4, reason=f"rank {rank}") for rank in ranks]
     return Finding(kind="missing", ranks=ranks, reason="each never came", culprits=tuple(each), chain="1, behind 2")
 
 
@@ -202,9 +204,9 @@ def test_time_in_which_nothing_was_heard_of_a_node_does_not_count():
     seen = crew(at(5, "data", 40.0), age=40.0)
     lasting = judge(seen, missing(5), LIMITS, report_gaps={"n1": [(39.5, 0.0)]})
     assert (lasting.verdict, lasting.reason) == (
-        Verdict.FINE, "nothing has been heard of n1 for 40 s; its ranks may move"
+        HangVerdict.FINE, "nothing has been heard of n1 for 40 s; its ranks may move"
     )  # fmt: skip
-    assert judge(seen, missing(5), LIMITS, report_gaps={"n1": [(36.0, 1.0)]}).verdict is Verdict.FINE
+    assert judge(seen, missing(5), LIMITS, report_gaps={"n1": [(36.0, 1.0)]}).verdict is HangVerdict.FINE
     assert judge(seen, missing(5), LIMITS, report_gaps={"n1": [(36.0, 5.0)]}).culprit == 5
     assert judge(seen, missing(5), LIMITS, report_gaps={"n7": [(36.0, 1.0)]}).culprit == 5
 
@@ -244,7 +246,7 @@ def live(seen: Sequence[RankSample]) -> dict[int, RankSample]:
 @given(sightings(), findings, seconds)
 def test_only_who_was_seen_long_enough_is_blamed(seen, finding, found):
     judgement = judge(seen, finding, LIMITS, found=found)
-    if judgement.verdict is not Verdict.HUNG:
+    if judgement.verdict is not HangVerdict.HUNG:
         return
     there = live(seen)
     blamed = [there[judgement.culprit]] if judgement.culprit is not None else list(there.values())
@@ -263,7 +265,7 @@ def test_only_who_was_seen_long_enough_is_blamed(seen, finding, found):
 @given(sightings(), findings)
 def test_the_culprit_and_those_that_wait_are_all_that_live(seen, finding):
     judgement = judge(seen, finding, LIMITS)
-    if judgement.verdict is Verdict.HUNG:
+    if judgement.verdict is HangVerdict.HUNG:
         culprit = [one.rank for one in judgement.culprits]
         assert sorted([*culprit, *judgement.waiting]) == sorted(live(seen))
         assert culprit[:1] == ([] if judgement.culprit is None else [judgement.culprit])
@@ -285,13 +287,13 @@ def test_neither_the_order_nor_those_that_ended_matter(seen, finding, random):
 @given(sightings(), findings, st.floats(0, 100), st.floats(0, 100))
 def test_silence_never_makes_a_hang(seen, finding, began, ended):
     gaps = {"n0": [(max(began, ended), min(began, ended))]}
-    if judge(seen, finding, LIMITS, report_gaps=gaps).verdict is Verdict.HUNG:
-        assert judge(seen, finding, LIMITS).verdict is Verdict.HUNG
+    if judge(seen, finding, LIMITS, report_gaps=gaps).verdict is HangVerdict.HUNG:
+        assert judge(seen, finding, LIMITS).verdict is HangVerdict.HUNG
 
 
 @given(sightings(), findings)
 def test_nobody_is_killed_without_a_look_at_the_records(seen, finding):
-    if judge(seen, None, LIMITS).verdict is Verdict.HUNG:
+    if judge(seen, None, LIMITS).verdict is HangVerdict.HUNG:
         assert any(one.state in HALTED for one in live(seen).values())
 
 
@@ -302,7 +304,7 @@ def plays(seed: int, records: bool) -> None:
     watch, bad = legal_hour(seed, records=records)
     assert bad is None, f"seed {seed}, records {records}, after {watch.now:.0f} s: {bad.reason}"
     assert watch.now >= 3600
-    assert watch.judged[Verdict.LOOK] > 5  # it was slow indeed
+    assert watch.judged[HangVerdict.LOOK] > 5  # it was slow indeed
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -355,11 +357,11 @@ def test_hundreds_of_staged_hangs_are_named_in_time(what: str, record_property: 
 
 
 def test_a_judgement_of_nothing_is_empty() -> None:
-    assert judge([], None, LIMITS) == Judgement(verdict=Verdict.FINE, reason="all ranks have ended")
+    assert judge([], None, LIMITS) == HangJudgement(verdict=HangVerdict.FINE, reason="all ranks have ended")
 
 
 @pytest.mark.parametrize(("group", "on_gpus", "verdict"), [
-    ("0", True, Verdict.HUNG), ("0", False, Verdict.FINE), ("0 on the host", True, Verdict.FINE),
+    ("0", True, HangVerdict.HUNG), ("0", False, HangVerdict.FINE), ("0 on the host", True, HangVerdict.FINE),
 ])  # fmt: skip
 def test_spinning_for_a_collective_of_gpus_is_no_sign_of_life(group, on_gpus, verdict):
     seen = [at(rank, "init", 500.0, alive=0.1, first=True) for rank in range(8)]
@@ -370,4 +372,4 @@ def test_spinning_for_a_collective_of_gpus_is_no_sign_of_life(group, on_gpus, ve
 def test_where_the_host_stands_says_nothing_about_what_hangs_on_its_gpu():
     finding = replace(missing(5), queued=True)
     found = judge(crew(at(5, "data", 40.0, alive=0.1), age=40.0, alive=0.1), finding, LIMITS, on_gpus=True)
-    assert (found.verdict, found.culprit, found.kind) == (Verdict.HUNG, 5, Stall.STUCK_IN_COMPUTE)
+    assert (found.verdict, found.culprit, found.kind) == (HangVerdict.HUNG, 5, HangKind.STUCK_IN_COMPUTE)

@@ -77,5 +77,5 @@ def test_it_is_the_root_of_what_its_peers_only_saw() -> None:
 
 def test_it_travels_in_the_report_of_the_exit() -> None:
     sent = RankExit(generation=1, rank=1, signal=9, reported=False, step=3, out_of_memory="the kernel killed it")
-    assert RankEnd.of(sent, "n1", 1.0).out_of_memory == "the kernel killed it"
+    assert RankEnd.from_report(sent, "n1", 1.0).out_of_memory == "the kernel killed it"
     assert exit_words(None, 9, "the kernel killed it") == "out of memory: the kernel killed it"

@@ -20,7 +20,7 @@ from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.messages.agents import FROM_AGENT, ProgressReport
 from trainer.contract.messages.codec import MessageError, encode
 from trainer.contract.ranks.progress import Phase
-from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages
+from trainer.contract.ranks.stage_activity import Activity, SentMessages, StageActivity
 
 NOTHING = ProgressReport(generation=1)
 
@@ -233,7 +233,7 @@ def test_neither_children_nor_an_old_save_excuse_a_stopped_rank(host, monkeypatc
     seen = of(host, 0)
     assert seen.state == "T"
     assert seen.alive == pytest.approx(6.0, abs=0.6)
-    allowed = Limits(HangConfig(), {}).of(seen)
+    allowed = Limits(HangConfig(), {}).for_rank(seen)
     assert allowed.seconds < seen.age, allowed.words
     host.passes(1)
     host.state = "S"
@@ -335,7 +335,7 @@ def test_only_news_is_reported_and_stillness_is_news(host, monkeypatch) -> None:
 
 def test_what_a_rank_of_a_pipeline_does_reaches_the_coordinator(host, monkeypatch) -> None:
     monkeypatch.setattr("time.monotonic_ns", lambda: int(host.now * 1e9))
-    cell, waits = host.ranks.by_rank[1].cell, Moment(Activity.WAIT_FOR_GRADIENT, 0, 3)
+    cell, waits = host.ranks.by_rank[1].cell, StageActivity(Activity.WAIT_FOR_GRADIENT, 0, 3)
     cell.update(step=7)
     cell.begin_passes(1)
     cell.record_sent(0, False, 3)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from trainer.agent.flight.analysis import Finding, analyse
-from trainer.agent.flight.flight_record import DONE, SCHEDULED, Entry, FlightRecord, Group
+from trainer.agent.flight.flight_record import DONE, SCHEDULED, CollectiveEntry, FlightRecord, Group
 from trainer.agent.watch.hang_limits import Limits, RankSample
-from trainer.agent.watch.hangs import Stall, Verdict, judge
+from trainer.agent.watch.hangs import HangKind, HangVerdict, judge
 from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
 from trainer.contract.config_sections.fault_detection_config import HangConfig
 from trainer.contract.config_sections.parallel_config import PipelineConfig
-from trainer.contract.ranks.stage_activity import Activity, Moment, SentMessages
+from trainer.contract.ranks.stage_activity import Activity, SentMessages, StageActivity
 
 A = Activity
 FOUR = StageNeighbours(PipelineConfig(stages=4), 4)
@@ -23,16 +23,16 @@ V = StageNeighbours(PipelineConfig(stages=4, schedule="zbv"), 2)
 
 
 def at(rank: int, activity: Activity | None, stage: int, micro_batch: int = 3, **fields: Any) -> RankSample:
-    moment = None if activity is None else Moment(activity, stage, micro_batch)
+    moment = None if activity is None else StageActivity(activity, stage, micro_batch)
     known: dict[str, Any] = {"phase": "forward", "step": 120, "first": False, "age": 9.5, "alive": 9.5, "state": "S"}
     return RankSample(**{**known, "rank": rank, "node": f"n{rank // 2}", "moment": moment, **fields})
 
 
 def record(rank: int, inside: bool = False, members: tuple[int, ...] = (0, 1, 2, 3), group: str = "0") -> FlightRecord:
     """A gloo record: four collectives that are over, and perhaps a fifth that is not."""
-    entries = [Entry(group, number, "all_reduce", "[4]", 4, "Float", DONE, number) for number in range(1, 5)]
+    entries = [CollectiveEntry(group, number, "all_reduce", "[4]", 4, "Float", DONE, number) for number in range(1, 5)]
     if inside:
-        entries.append(Entry(group, 5, "all_reduce", "[4]", 4, "Float", SCHEDULED, 5))
+        entries.append(CollectiveEntry(group, 5, "all_reduce", "[4]", 4, "Float", SCHEDULED, 5))
     return FlightRecord(
         rank=rank, groups={group: Group(members, 4 + inside, 4, sure=True)}, entries=tuple(entries), whole=True
     )
@@ -65,12 +65,12 @@ def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before(
 
 @pytest.mark.parametrize("activity", [A.FORWARD, A.BACKWARD, A.WEIGHT_GRADIENT, A.SEND_GRADIENT, A.REDUCE])
 def test_who_computes_or_sends_waits_for_no_stage(activity: Activity) -> None:
-    assert FOUR.message(1, Moment(activity, 1, 3)) is None
+    assert FOUR.message(1, StageActivity(activity, 1, 3)) is None
 
 
 def test_numbers_that_no_pipeline_has_are_passed_over() -> None:
-    assert FOUR.message(0, Moment(A.WAIT_FOR_ACTIVATION, 0, 3)) is None
-    assert FOUR.message(3, Moment(A.WAIT_FOR_GRADIENT, 9, 3)) is None
+    assert FOUR.message(0, StageActivity(A.WAIT_FOR_ACTIVATION, 0, 3)) is None
+    assert FOUR.message(3, StageActivity(A.WAIT_FOR_GRADIENT, 9, 3)) is None
 
 
 def test_the_end_of_a_chain_of_receives_is_named() -> None:
@@ -210,5 +210,5 @@ def test_without_records_who_waits_for_a_stage_is_not_the_one_that_is_behind() -
         at(2, A.WAIT_FOR_ACTIVATION, 2, 2, collective=1), at(3, A.WAIT_FOR_ACTIVATION, 3, 1, collective=0),
     ]  # fmt: skip
     told = judge(seen, Finding(kind="none", reason="no records"), Limits(HangConfig(), {}))
-    assert (told.verdict, told.culprit, told.kind) == (Verdict.HUNG, 1, Stall.STUCK_IN_COMPUTE)
+    assert (told.verdict, told.culprit, told.kind) == (HangVerdict.HUNG, 1, HangKind.STUCK_IN_COMPUTE)
     assert "it has been in backward (micro-batch 0, stage 1) after step 120 for 9.5 s" in told.reason

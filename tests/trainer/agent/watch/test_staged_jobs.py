@@ -6,14 +6,14 @@ import pytest
 
 from tests.trainer.agent.watch.staged_jobs import LAYOUTS
 from tests.trainer.agent.watch.stalls import legal_hour, stage
-from trainer.agent.watch.hangs import Verdict
+from trainer.agent.watch.hangs import HangVerdict
 
 
 def plays(layout: str, seed: int, *, records: bool) -> None:
     watch, bad = legal_hour(seed, records=records, job=LAYOUTS[layout](seed))
     assert bad is None, f"{layout}, seed {seed}, records {records}, after {watch.now:.0f} s: {bad.reason}"
     assert watch.now >= 3600
-    assert watch.judged[Verdict.LOOK] > 5  # it was slow indeed
+    assert watch.judged[HangVerdict.LOOK] > 5  # it was slow indeed
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

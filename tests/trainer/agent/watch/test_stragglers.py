@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.agent.watch.slowness import SHARES, Slow, World, live
 from trainer.agent.watch import stragglers
-from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Verdict
+from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, StragglerVerdict
 from trainer.agent.watch.work_windows import WorkWindows
 from trainer.contract.config_sections.fault_detection_config import StragglerConfig
 from trainer.contract.config_sections.parallel_config import ParallelConfig, PipelineConfig
@@ -95,10 +95,10 @@ def test_when_a_rank_is_a_straggler(level, ratios, noise, hiccups, slow, reason)
 
 
 def test_more_windows_are_needed_where_hiccups_are_common_and_ranks_are_many():
-    often = [stragglers.needed(SHORT, share, 8, CONFIG) for share in (0.0, 0.01, 0.05, 0.2)]
+    often = [stragglers.needed_windows(SHORT, share, 8, CONFIG) for share in (0.0, 0.01, 0.05, 0.2)]
     assert often == [3, 4, 5, 9]
-    assert [stragglers.needed(SHORT, 0.01, ranks, CONFIG) for ranks in (2, 10_000)] == [3, 5]
-    assert stragglers.needed(LONG, 0.2, 8, CONFIG) == 3
+    assert [stragglers.needed_windows(SHORT, 0.01, ranks, CONFIG) for ranks in (2, 10_000)] == [3, 5]
+    assert stragglers.needed_windows(LONG, 0.2, 8, CONFIG) == 3
 
 
 def test_a_hiccup_among_long_windows_is_left_out():
@@ -127,7 +127,7 @@ class Ranks:
     work: dict[int, float] = field(default_factory=dict)
     step: int = 0
 
-    def go(self, seconds: dict[int, float], windows: int) -> list[Verdict]:
+    def go(self, seconds: dict[int, float], windows: int) -> list[StragglerVerdict]:
         said = []
         for _ in range(windows):
             self.step += WINDOW

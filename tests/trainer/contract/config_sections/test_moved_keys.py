@@ -51,16 +51,16 @@ def test_what_is_not_older_or_no_config_stays(data):
     assert in_present_keys(data) is data
 
 
-@pytest.mark.parametrize("old", MOVED, ids=keys.dotted)
+@pytest.mark.parametrize("old", MOVED, ids=keys.dotted_key)
 def test_a_moved_key_is_refused_with_the_present_one(old):
     with pytest.raises(ConfigError) as refused:
-        keys.kind_of(old, "")
-    keys.kind_of(MOVED[old], "")
-    assert refused.value.hint.startswith(f"did you mean `{keys.dotted(MOVED[old])}`?")
+        keys.key_type(old, "")
+    keys.key_type(MOVED[old], "")
+    assert refused.value.hint.startswith(f"did you mean `{keys.dotted_key(MOVED[old])}`?")
 
 
 def test_so_is_one_below_it():
     assert present_path(("recovery", "hang", "slow")) == ("detection", "hang", "slow")
     with pytest.raises(ConfigError) as refused:
-        keys.kind_of(("recovery", "hang", "slow"), "")
+        keys.key_type(("recovery", "hang", "slow"), "")
     assert refused.value.hint.startswith("did you mean `detection.hang.slow`?")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.failures.outcome import TRAITS, Blame, Budget, FailureKind, Losses
+from trainer.contract.failures.outcome import TRAITS, Budget, FailureKind, Losses, NodeBlame
 
 DOCS = Path(__file__).parents[4] / "docs" / "failures.md"
 COUNTED = {"in tries": Budget.TRIES, "in time": Budget.TIME, "-": Budget.PERSON, "not at all": Budget.NOTHING}
@@ -34,5 +34,5 @@ def test_traits_fit_each_other(kind: FailureKind) -> None:
     assert not (traits.restarts_in_place and traits.comes_back), "a restart mends it, or it comes back"
     assert not traits.comes_back or traits.budget is Budget.PERSON
     assert not traits.free or traits.asked_to_stop, "only an end that somebody asked for is free"
-    assert traits.blame is Blame.NOTHING or traits.budget is not Budget.PERSON
+    assert traits.blame is NodeBlame.NOTHING or traits.budget is not Budget.PERSON
     assert not traits.asked_to_stop or traits.losses in (Losses.NOBODY, Losses.CLUSTER)

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.recovery.evidence import STANDS_FOR
-from trainer.contract.failures.failure_patterns import TABLE, Meaning, Place, error_says, log_line_says
+from trainer.contract.failures.failure_patterns import TABLE, Meaning, TextSource, has_meaning, log_line_meaning
 
 
 @pytest.mark.parametrize(
@@ -17,16 +17,16 @@ from trainer.contract.failures.failure_patterns import TABLE, Meaning, Place, er
     ],
 )
 def test_a_sentence_means_the_same_in_an_error_and_in_a_log(text: str, meaning: Meaning) -> None:
-    assert error_says(text, meaning)
-    assert log_line_says(text) is meaning
+    assert has_meaning(text, meaning)
+    assert log_line_meaning(text) is meaning
 
 
 def test_a_stale_file_handle_is_met_by_a_program_and_ends_a_job() -> None:
     """A program that starts again opens its files anew; the log is of a job that is over."""
     text = "OSError: [Errno 116] Stale file handle"
-    assert error_says(text, Meaning.OUTSIDE)
-    assert not error_says(text, Meaning.STORAGE)
-    assert log_line_says(text) is Meaning.STORAGE
+    assert has_meaning(text, Meaning.OUTSIDE)
+    assert not has_meaning(text, Meaning.STORAGE)
+    assert log_line_meaning(text) is Meaning.STORAGE
 
 
 @pytest.mark.parametrize(
@@ -51,43 +51,45 @@ def test_a_stale_file_handle_is_met_by_a_program_and_ends_a_job() -> None:
     ],
 )
 def test_what_libraries_raise(text: str, meaning: Meaning) -> None:
-    assert error_says(text, meaning)
+    assert has_meaning(text, meaning)
 
 
 @pytest.mark.parametrize("code", ["401 Client Error: Unauthorized", "404 Client Error: Not Found"])
 def test_an_answer_that_stays_the_same_is_no_outage(code: str) -> None:
-    assert not error_says(f"HTTPError: {code} for url: https://hub/api/500", Meaning.OUTSIDE)
+    assert not has_meaning(f"HTTPError: {code} for url: https://hub/api/500", Meaning.OUTSIDE)
 
 
 def test_a_limit_of_the_kernel_is_no_full_disk() -> None:
-    assert not error_says("OSError: [Errno 28] inotify watch limit reached", Meaning.STORAGE)
-    assert not error_says("ValueError: the MemoryError handler was called twice", Meaning.MEMORY)
+    assert not has_meaning("OSError: [Errno 28] inotify watch limit reached", Meaning.STORAGE)
+    assert not has_meaning("ValueError: the MemoryError handler was called twice", Meaning.MEMORY)
 
 
 def test_what_orch_itself_says_of_a_failed_save_explains_no_end_of_a_job() -> None:
     for words in ("no space left on device", "disk quota exceeded", "read-only file system", "input/output error"):
-        assert error_says(f"saves failing since step 30: {words} (/runs/gpt-1)", Meaning.STORAGE)
-        assert log_line_says(f"saves failing since step 30: {words} (/runs/gpt-1)") is None
+        assert has_meaning(f"saves failing since step 30: {words} (/runs/gpt-1)", Meaning.STORAGE)
+        assert log_line_meaning(f"saves failing since step 30: {words} (/runs/gpt-1)") is None
 
 
 def test_a_store_that_is_not_met_may_be_that_of_a_lost_peer() -> None:
     text = "The client socket has failed to connect to any network address of (n1, 29500)"
-    assert error_says(text, Meaning.PEER_GONE)
-    assert error_says(text, Meaning.NO_RENDEZVOUS)
+    assert has_meaning(text, Meaning.PEER_GONE)
+    assert has_meaning(text, Meaning.NO_RENDEZVOUS)
 
 
 def test_what_a_program_says_in_passing_is_no_sign_in_a_job_s_log() -> None:
     for text in ("Broken pipe", "CUDA out of memory", "MemoryError", "Address already in use", "load_checkpoint"):
-        assert log_line_says(text) is None
-    assert not error_says("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0", Meaning.MEMORY)
+        assert log_line_meaning(text) is None
+    assert not has_meaning("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0", Meaning.MEMORY)
 
 
 def test_of_a_line_the_first_row_counts() -> None:
     """Slurm names why it cancels behind the words that it cancels."""
-    assert log_line_says("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***") is Meaning.TIME_LIMIT
-    assert log_line_says("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***") is Meaning.CANCELLED
+    assert (
+        log_line_meaning("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***") is Meaning.TIME_LIMIT
+    )
+    assert log_line_meaning("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***") is Meaning.CANCELLED
 
 
 def test_every_meaning_of_a_log_line_stands_for_a_failure() -> None:
-    assert {row.meaning for row in TABLE if Place.JOB_LOG in row.places} == STANDS_FOR.keys()
+    assert {row.meaning for row in TABLE if TextSource.JOB_LOG in row.places} == STANDS_FOR.keys()
     assert {row.meaning for row in TABLE} == set(Meaning)

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
 from trainer.contract.config_sections.parallel_config import ParallelConfig, PipelineConfig, Schedule
-from trainer.contract.pipeline.stage_split import problems, rank_of_stage, split_of, stages_of_rank
+from trainer.contract.pipeline.stage_split import problems, rank_of_stage, split_model, stages_of_rank
 
 
 @pytest.mark.parametrize(
@@ -138,5 +138,5 @@ def test_tensor_parallelism_goes_with_every_schedule() -> None:
 def test_measured_seconds_decide_where_there_are_some() -> None:
     job = JobConfig(model=ModelConfig(layers=4, vocab_size=257))
     measured = PipelineConfig(stages=2, layer_seconds=(0.0, 3.0, 1.0, 1.0, 1.0, 0.0))
-    assert [part.end for part in split_of(measured, job).parts] == [1, 4]
-    assert [part.end for part in split_of(PipelineConfig(stages=2), job).parts] == [2, 4]
+    assert [part.end for part in split_model(measured, job).parts] == [1, 4]
+    assert [part.end for part in split_model(PipelineConfig(stages=2), job).parts] == [2, 4]

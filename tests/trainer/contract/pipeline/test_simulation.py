@@ -3,9 +3,9 @@
 import pytest
 
 from trainer.contract.pipeline.simulation import (
-    Action,
     DeadlockError,
     Kind,
+    PipelineAction,
     RankSeconds,
     StageSeconds,
     bubbles,
@@ -19,11 +19,15 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADI
 SEND_F, SEND_B = Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT
 
 
-def one_micro_batch(backward: tuple[Kind, ...] = (B,)) -> list[list[Action]]:
+def one_micro_batch(backward: tuple[Kind, ...] = (B,)) -> list[list[PipelineAction]]:
     """Of two stages on two ranks."""
-    first = [Action(0, F, 0), Action(0, SEND_F, 0), *(Action(0, kind, 0) for kind in backward)]
-    second = [Action(1, F, 0), *(Action(1, kind, 0) for kind in backward[:1]), Action(1, SEND_B, 0)]
-    return [first, [*second, *(Action(1, kind, 0) for kind in backward[1:])]]
+    first = [PipelineAction(0, F, 0), PipelineAction(0, SEND_F, 0), *(PipelineAction(0, kind, 0) for kind in backward)]
+    second = [
+        PipelineAction(1, F, 0),
+        *(PipelineAction(1, kind, 0) for kind in backward[:1]),
+        PipelineAction(1, SEND_B, 0),
+    ]
+    return [first, [*second, *(PipelineAction(1, kind, 0) for kind in backward[1:])]]
 
 
 def test_one_micro_batch_passes_through_two_stages_and_back() -> None:
@@ -50,12 +54,15 @@ def test_gradients_of_weights_are_computed_behind_those_of_activations_but_in_th
 
 
 def test_two_stages_of_one_rank_need_no_send() -> None:
-    table = [[Action(0, F, 0), Action(1, F, 0), Action(1, B, 0), Action(0, B, 0)]]
+    table = [[PipelineAction(0, F, 0), PipelineAction(1, F, 0), PipelineAction(1, B, 0), PipelineAction(0, B, 0)]]
     assert simulate(table, [EVEN, EVEN]).seconds == 6.0
 
 
 def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_for() -> None:
-    table = [[Action(0, B, 0), Action(0, F, 0), Action(0, SEND_F, 0)], [Action(1, F, 0), Action(1, B, 0)]]
+    table = [
+        [PipelineAction(0, B, 0), PipelineAction(0, F, 0), PipelineAction(0, SEND_F, 0)],
+        [PipelineAction(1, F, 0), PipelineAction(1, B, 0)],
+    ]
     with pytest.raises(DeadlockError, match=r"^ranks wait for each other: rank 0: 0B0, rank 1: 1F0$"):
         simulate(table, [EVEN, EVEN])
 

@@ -1,7 +1,7 @@
 """What a rank of a pipeline needs at most, worked out by hand; tests/trainer/worker/pipeline has it measured."""
 
 from trainer.contract.config import JobConfig, build
-from trainer.contract.pipeline.simulation import Action, Kind, Table
+from trainer.contract.pipeline.simulation import Kind, PipelineAction, Table
 from trainer.contract.pipeline.stage_memory import pipeline_peak_bytes
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -30,10 +30,10 @@ def config(strategy: str) -> JobConfig:
 
 def table(*order: tuple[Kind, int]) -> Table:
     """The first rank does nothing here; the last one receives what each forward pass needs just before it."""
-    last: list[Action] = []
+    last: list[PipelineAction] = []
     for kind, number in order:
-        last += [Action(1, Kind.RECEIVE_ACTIVATION, number)] if kind is F else []
-        last.append(Action(1, kind, number))
+        last += [PipelineAction(1, Kind.RECEIVE_ACTIVATION, number)] if kind is F else []
+        last.append(PipelineAction(1, kind, number))
     return [[], last]
 
 

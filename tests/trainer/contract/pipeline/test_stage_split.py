@@ -9,7 +9,7 @@ import pytest
 from trainer.contract.config import ModelConfig, RecomputeConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import ExpertsConfig
 from trainer.contract.model_costs.model_flops import flops_per_token
-from trainer.contract.pipeline.stage_split import LayerCosts, modelled, split
+from trainer.contract.pipeline.stage_split import LayerCosts, modelled_costs, split
 
 
 def layers_of(costs: LayerCosts, stages: int) -> list[int]:
@@ -77,19 +77,19 @@ def test_a_deep_model_is_split_at_once() -> None:
 def test_modelled_costs_are_the_flops_of_the_model(loss_chunks: int) -> None:
     model, train = ModelConfig(layers=3, vocab_size=500), TrainConfig(seq_len=64, loss_chunks=loss_chunks)
     more = 2.0 * 64 * model.dim * 500 if loss_chunks > 1 else 0.0
-    assert modelled(model, train).total == pytest.approx(flops_per_token(model, 64) * 64 + more)
+    assert modelled_costs(model, train).total == pytest.approx(flops_per_token(model, 64) * 64 + more)
 
 
 def test_layers_that_are_recomputed_cost_a_third_more() -> None:
     train = TrainConfig(activation_checkpointing=True, recompute=RecomputeConfig(every=2))
-    costs = modelled(ModelConfig(layers=4), train).layers
+    costs = modelled_costs(ModelConfig(layers=4), train).layers
     assert [cost / costs[1] for cost in costs] == pytest.approx([4 / 3, 1, 4 / 3, 1])
 
 
 def test_layers_with_experts_cost_what_each_token_is_given_to() -> None:
     experts = ExpertsConfig(count=8, per_token=2, ffn_dim=96)
     model, train = ModelConfig(layers=3, experts=experts), TrainConfig(seq_len=64)
-    assert modelled(model, train).total == pytest.approx(flops_per_token(model, 64) * 64)
-    dense = modelled(replace(model, experts=ExpertsConfig(), ffn_dim=2 * 96), train)
+    assert modelled_costs(model, train).total == pytest.approx(flops_per_token(model, 64) * 64)
+    dense = modelled_costs(replace(model, experts=ExpertsConfig(), ffn_dim=2 * 96), train)
     router = 6.0 * 64 * model.dim * 8
-    assert modelled(model, train).layers == pytest.approx([cost + router for cost in dense.layers])
+    assert modelled_costs(model, train).layers == pytest.approx([cost + router for cost in dense.layers])

@@ -20,7 +20,7 @@ with warnings.catch_warnings():
 
 from checkpointing.engine.interchange.exporter import SealedCheckpoint
 from checkpointing.engine.interchange.importer import write_checkpoint
-from checkpointing.errors import Refused
+from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import Name
 from checkpointing.storage.backends import LocalStorage
 from tests.checkpointing.engine.built_checkpoint import build, rows
@@ -173,7 +173,7 @@ def test_an_export_that_was_changed_afterwards_is_refused(tmp_path: Path) -> Non
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(bytes(data))
-    with pytest.raises(Refused, match="fingerprint"):
+    with pytest.raises(CheckpointRefused, match="fingerprint"):
         brought_in(folder, SMALL, tmp_path / "in")
 
 
@@ -221,7 +221,7 @@ def test_state_dicts_of_others(tmp_path: Path) -> None:
     torch.save({**model.state_dict(), "surplus": torch.zeros(2)}, tmp_path / "b.pt")
     assert complaints(tmp_path / "b.pt", job(SMALL)) == [("surplus is given, but the model has no such tensor", "")]
     torch.save({"epoch": 4}, tmp_path / "c.pt")
-    with pytest.raises(Refused, match="no tensors"):
+    with pytest.raises(CheckpointRefused, match="no tensors"):
         weights_import.open_source(tmp_path / "c.pt")
 
 

@@ -7,7 +7,7 @@ import pytest
 import schedulefree
 import torch
 
-from checkpointing.engine.interchange.importer import ImportedTensor, TorchTensors, info_of, write_checkpoint
+from checkpointing.engine.interchange.importer import ImportedTensor, TorchTensors, tensor_info, write_checkpoint
 from checkpointing.format.commit import Name
 from checkpointing.storage.backends import LocalStorage
 from tests.trainer.worker.interchange.test_hugging_face import SMALL, brought_in, job, model_of, whole
@@ -38,7 +38,7 @@ def test_what_an_optimizer_counts_goes_through_an_export(tmp_path: Path, with_op
         "rank_state": [{"optimizer": held.facts(of_optimizer), "attributes": {"data.consumed": "40"}}],
     }  # fmt: skip
     source = {
-        key: ImportedTensor(external=TorchTensors(tensors), name=key, info=info_of(tensors[key])) for key in tensors
+        key: ImportedTensor(external=TorchTensors(tensors), name=key, info=tensor_info(tensors[key])) for key in tensors
     }
     made, storage = Name(step=2, attempt=1, nonce="ab"), LocalStorage(tmp_path / "run")
     write_checkpoint(storage, made, source, extra=extra, world={"ranks": 1})
@@ -72,7 +72,7 @@ def test_plain_dcp_still_reads_a_checkpoint_with_them(tmp_path: Path) -> None:
     model, _, held = stepped(1)
     tensors = {key: tensor.detach() for key, tensor in {**model_tensors(model), **held.tensors()}.items()}
     source = {
-        key: ImportedTensor(external=TorchTensors(tensors), name=key, info=info_of(tensors[key])) for key in tensors
+        key: ImportedTensor(external=TorchTensors(tensors), name=key, info=tensor_info(tensors[key])) for key in tensors
     }
     made = Name(step=2, attempt=1, nonce="ab")
     write_checkpoint(LocalStorage(tmp_path), made, source, extra={}, world={"ranks": 1})

@@ -12,7 +12,7 @@ from checkpointing.engine.interchange.importer import (
     ImportedTensor,
     SafetensorsFiles,
     TorchTensors,
-    info_of,
+    tensor_info,
     write_checkpoint,
 )
 from checkpointing.format.commit import Name
@@ -39,7 +39,7 @@ SHARED = {"head.weight": "embedding.weight", "second.weight": "embedding.weight"
 def saved(folder: Path, model: nn.Module, extra: dict[str, object]) -> tuple[LocalStorage, str]:
     tensors = {key: tensor.detach() for key, tensor in model_tensors(model).items()}
     source = {
-        key: ImportedTensor(external=TorchTensors(tensors), name=key, info=info_of(tensors[key])) for key in tensors
+        key: ImportedTensor(external=TorchTensors(tensors), name=key, info=tensor_info(tensors[key])) for key in tensors
     }
     made, storage = Name(step=2, attempt=1, nonce="ab"), LocalStorage(folder)
     write_checkpoint(storage, made, source, extra={"step": 2, **extra}, world={"ranks": 1})

@@ -52,7 +52,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 def mine(part: SequencePart, tensor: torch.Tensor, padding: float = 0.0) -> torch.Tensor:
     """This rank's tokens of [batch, heads, length, width]."""
-    own = part.rows_of(tensor.transpose(1, 2)).clone()
+    own = part.select_rows(tensor.transpose(1, 2)).clone()
     own[:, part.real :] = padding
     return own.transpose(1, 2).contiguous()
 

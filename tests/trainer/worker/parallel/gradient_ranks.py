@@ -14,7 +14,7 @@ from trainer.contract.config import JobConfig, build
 from trainer.worker.llama import Llama
 from trainer.worker.parallel import mesh, parallelize
 from trainer.worker.parallel.data_parallel import GradientSync
-from trainer.worker.pipeline.pipelined_llama import balance_of, pipelined_llama
+from trainer.worker.pipeline.pipelined_llama import build_expert_balance, pipelined_llama
 
 BATCH, LENGTH, EXPERTS = 8, 13, 8
 
@@ -87,7 +87,7 @@ def _in_stages(made: JobConfig, layout: mesh.Layout, own: torch.Tensor) -> nn.Mo
 
 def _ended(model: nn.Module) -> Found:
     """What the end of the step makes of loads."""
-    balance = balance_of(model)
+    balance = build_expert_balance(model)
     load = balance.loads()
     assert load is not None
     if dist.is_initialized() and not isinstance(model, Alone):

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trainer.worker.parallel.context_parallel import BlockResult, CpuFlash, CudaFlash, Kernel, Plain, joined, kernel_for
+from trainer.worker.parallel.context_parallel import (
+    BlockResult,
+    CpuFlash,
+    CudaFlash,
+    Kernel,
+    Plain,
+    choose_kernel,
+    merge_blocks,
+)
 
 KEYS = 12
 
@@ -23,7 +31,7 @@ def test_two_blocks_are_the_whole(kernel: Kernel, at: int) -> None:
     due.backward(given)
     with torch.no_grad():
         pieces = [(key[:, :, rows], value[:, :, rows]) for rows in (slice(0, at), slice(at, KEYS))]
-        whole = joined(*(kernel.forward(query, *piece, is_causal=False) for piece in pieces))
+        whole = merge_blocks(*(kernel.forward(query, *piece, is_causal=False) for piece in pieces))
         found = [kernel.backward(given, query, *piece, whole, is_causal=False) for piece in pieces]
     torch.testing.assert_close(whole.out, due.detach())
     torch.testing.assert_close(found[0].query + found[1].query, query.grad)
@@ -43,8 +51,8 @@ def test_kernels_agree(*, is_causal: bool) -> None:
 
 
 def test_kernels_that_keep_no_scores_are_taken_where_they_are() -> None:
-    assert isinstance(kernel_for(torch.empty(1, 1, 1, 8)), CpuFlash)
+    assert isinstance(choose_kernel(torch.empty(1, 1, 1, 8)), CpuFlash)
     meta = torch.empty(1, 1, 1, 8, device="meta")
-    assert isinstance(kernel_for(meta), Plain)
-    assert isinstance(kernel_for(meta.bfloat16()), CudaFlash)
-    assert isinstance(kernel_for(torch.empty(1, 1, 1, 7, device="meta", dtype=torch.bfloat16)), Plain)
+    assert isinstance(choose_kernel(meta), Plain)
+    assert isinstance(choose_kernel(meta.bfloat16()), CudaFlash)
+    assert isinstance(choose_kernel(torch.empty(1, 1, 1, 7, device="meta", dtype=torch.bfloat16)), Plain)

@@ -10,7 +10,7 @@ import pytest
 
 from checkpointing.storage.durable import canonical
 from orchestrator.config.run_config import RunConfig
-from orchestrator.recovery.elastic_policy import resized, world_sizes
+from orchestrator.recovery.elastic_policy import resize_config, world_sizes
 from tests.fakes import slow_llama
 from tests.fakes.recorded_samples import assert_every_sample_once, assert_nothing_is_drawn_twice, recorded
 from trainer.contract.config import build
@@ -48,7 +48,7 @@ def begin(run: Any, number: int, nodes: int) -> None:
     run.attempt_number, run.generations, run.world = number, 0, nodes
     place = run.dir.attempt(number)
     place.make()
-    place.config.write_bytes(canonical(resized(base, size)))
+    place.config.write_bytes(canonical(resize_config(base, size)))
     saved = tuple(path.name for path in run.dir.checkpoints.iterdir() if (path / "COMMIT").exists())
     LaunchToken(
         attempt=number, epoch=1, job_id=str(number), nonce=f"0123abc{number}", checkpoints=saved

@@ -78,7 +78,7 @@ def gradients(of: nn.Module) -> dict[str, list[float] | None]:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket for each parameter."""
-    monkeypatch.setattr(gradient_buckets, "packed", lambda sizes: [[at] for at, _ in enumerate(list(sizes))])
+    monkeypatch.setattr(gradient_buckets, "pack_buckets", lambda sizes: [[at] for at, _ in enumerate(list(sizes))])
 
 
 def test_gradients_are_means_over_the_ranks(pair: Pair) -> None:

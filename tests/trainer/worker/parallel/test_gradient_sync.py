@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from trainer.contract.config import JobConfig, build
 from trainer.contract.config_sections.parallel_config import Reduce
 from trainer.worker.parallel import data_parallel, mesh
-from trainer.worker.parallel.data_parallel import GradientSync, fsdp_options, share_out
+from trainer.worker.parallel.data_parallel import GradientSync, apply_data_parallel, fsdp_options
 from trainer.worker.parallel.fsdp_units import (
     CannotShard,
     ReplacedParameters,
     refuse_recomputed_twice,
-    refuse_used_ones,
+    refuse_stale_parameters,
 )
 from trainer.worker.parallel.gradient_buckets import CannotAverage, mark_replica
 
@@ -41,7 +41,7 @@ def model() -> nn.Sequential:
 def sharded(**parallel: Any) -> tuple[nn.Sequential, mesh.Layout]:
     made, job = model(), config(**parallel)
     layout = mesh.build(job.parallel, CPU, 0, 1)
-    share_out(list(made), made, layout, job, MixedPrecisionPolicy())
+    apply_data_parallel(list(made), made, layout, job, MixedPrecisionPolicy())
     return made, layout
 
 
@@ -78,7 +78,7 @@ def test_units_are_wrapped_and_their_options_are_those_of_the_configuration() ->
 def test_a_model_that_ranks_cannot_share_is_refused_before_it_is_wrapped(strategy: str) -> None:
     made, job = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), config(strategy=strategy)
     with pytest.raises(CannotShard, match=r"^0.max_norm=1.0: the forward pass would change weights"):
-        share_out(list(made), made, mesh.build(job.parallel, CPU, 0, 1), job, MixedPrecisionPolicy())
+        apply_data_parallel(list(made), made, mesh.build(job.parallel, CPU, 0, 1), job, MixedPrecisionPolicy())
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -215,15 +215,15 @@ def test_what_hung_on_a_parameter_is_taken_over_and_who_still_uses_it_is_named()
     old.mark, old.own = 1, 2  # type: ignore[attr-defined]
     made[0].weight = nn.Parameter(torch.zeros(3, 2))
     made[0].weight.own = 3  # type: ignore[attr-defined]
-    before.pass_on(made)
+    before.copy_attributes(made)
     assert (made[0].weight.mark, made[0].weight.own) == (1, 3)
     assert not hasattr(made[1].weight, "mark")
     made(torch.ones(1, 2)).sum().backward()
-    refuse_used_ones(made)
+    refuse_stale_parameters(made)
     (old.sum() * 2).backward()
     for outer in (made, nn.ModuleDict({"inner": made})):
         with pytest.raises(CannotAverage, match=r"^the loss uses 0.weight as it was before `parallelize`") as caught:
-            refuse_used_ones(outer)
+            refuse_stale_parameters(outer)
     del before, old, caught
     gc.collect()
-    refuse_used_ones(made)
+    refuse_stale_parameters(made)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
-from trainer.worker.parallel.context_parallel import sequence_part, visible
+from trainer.worker.parallel.context_parallel import sequence_part, visible_slices
 
 LENGTH = 48
 
@@ -16,7 +16,7 @@ def test_every_pair_that_the_mask_shows_is_computed_once(ranks: int) -> None:
     for rank, part in enumerate(parts):
         tokens = len(part.positions)
         for source, other in enumerate(parts):
-            block = visible(rank, source, tokens)
+            block = visible_slices(rank, source, tokens)
             rows, columns = part.positions[block.queries], other.positions[block.keys]
             pairs = torch.ones(len(rows), len(columns), dtype=torch.int64)
             seen[rows[:, None], columns] += pairs.tril() if block.is_causal else pairs
@@ -27,6 +27,6 @@ def test_every_pair_that_the_mask_shows_is_computed_once(ranks: int) -> None:
 def test_all_ranks_have_the_same_work_in_every_turn(ranks: int) -> None:
     tokens = LENGTH // ranks
     for turn in range(1, ranks):
-        blocks = [visible(rank, (rank - turn) % ranks, tokens) for rank in range(ranks)]
+        blocks = [visible_slices(rank, (rank - turn) % ranks, tokens) for rank in range(ranks)]
         sizes = {(one.queries.stop - one.queries.start) * (one.keys.stop - one.keys.start) for one in blocks}
         assert sizes == {tokens * tokens // 2}

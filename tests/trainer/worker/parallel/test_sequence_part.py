@@ -17,7 +17,7 @@ def test_parts_are_the_whole(length: int, cp: int, tp: int, method: CpMethod) ->
     parts = [sequence_part(length, ParallelConfig(cp=cp, tp=tp), method, rank) for rank in range(cp)]
     found = torch.zeros_like(tokens)
     for part in parts:
-        own = part.of(tokens)
+        own = part.select_tokens(tokens)
         assert own.shape == (2, len(part.positions))
         assert len(part.positions) == len(parts[0].positions)
         assert len(part.positions) % tp == 0
@@ -30,8 +30,8 @@ def test_parts_are_the_whole(length: int, cp: int, tp: int, method: CpMethod) ->
 def test_rows_of_a_table_are_those_of_the_real_places() -> None:
     table = torch.arange(7)[None, :, None]
     head, tail = (sequence_part(7, ParallelConfig(cp=2), CpMethod.RING, rank) for rank in (1, 0))
-    assert head.rows_of(table)[0, :, 0].tolist() == [2, 3, 4, 5]
-    assert tail.rows_of(table)[0, :3, 0].tolist() == [0, 1, 6]
+    assert head.select_rows(table)[0, :, 0].tolist() == [2, 3, 4, 5]
+    assert tail.select_rows(table)[0, :3, 0].tolist() == [0, 1, 6]
 
 
 def test_a_ring_has_one_chunk_of_the_head_and_one_of_the_tail() -> None:

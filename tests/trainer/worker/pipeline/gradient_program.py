@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import FsdpConfig, MeshSizes, ParallelConfig, PipelineConfig
-from trainer.contract.pipeline.stage_split import StagePart, split_of, stages_of_rank
+from trainer.contract.pipeline.stage_split import StagePart, split_model, stages_of_rank
 from trainer.worker.llama import Llama
 from trainer.worker.parallel import parallelize
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.pipeline.runtime import Pipeline
-from trainer.worker.pipeline.stage import Call, LlamaStage, Moment, StagesOfRank, stage, stage_module
+from trainer.worker.pipeline.stage import Call, LlamaStage, StageActivity, StagesOfRank, stage, stage_module
 
 CPU = torch.device("cpu")
 MICRO_BATCHES, SEQUENCES = 8, 2
@@ -110,17 +110,17 @@ class Recorder:
     """Watches a step: what a rank does, and how many activations it has received and not yet let go of."""
 
     def __init__(self) -> None:
-        self.moments: list[Moment] = []
+        self.moments: list[StageActivity] = []
         self.buffers = 0
         self.pipeline: Pipeline | None = None
 
-    def begin_of(self, _: Moment) -> Call:
+    def begin_callback(self, _: StageActivity) -> Call:
         return self._look
 
     def _look(self) -> None:
         self.buffers = max(self.buffers, self.held())
 
-    def end_of(self, moment: Moment) -> Call:
+    def end_callback(self, moment: StageActivity) -> Call:
         return lambda: self.moments.append(moment)
 
     def held(self) -> int:
@@ -143,7 +143,7 @@ def sharded_stage(job: JobConfig, part: StagePart, layout: Layout) -> LlamaStage
 def pipeline_of(job: JobConfig, schedule: str, layout: Layout, recorder: Recorder, *, sharded: bool) -> Pipeline:
     group = layout.mesh["pp"].get_group()
     chosen = PipelineConfig(stages=group.size() * STAGES_PER_RANK[schedule], schedule=schedule)
-    parts = split_of(chosen, job).parts
+    parts = split_model(chosen, job).parts
     make: Callable[[StagePart], LlamaStage] = (
         (lambda part: sharded_stage(job, part, layout)) if sharded else (lambda part: whole_stage(job, part))
     )

@@ -21,7 +21,7 @@ from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.pipeline.simulation import RankSeconds
 from trainer.contract.pipeline.stage_split import stages_of_rank
 from trainer.worker.pipeline.runtime import BubbleMeter, Pipeline
-from trainer.worker.pipeline.stage import Stage
+from trainer.worker.pipeline.stage import LocalStage
 from trainer.worker.reporting.work_timer import HostClock
 
 WIDTH = 4
@@ -57,12 +57,12 @@ class Sleeper(nn.Module):
         return out.mean() if self.is_last else out
 
 
-def sleeping_stages(config: PipelineConfig, group: dist.ProcessGroup, seconds: float) -> list[Stage]:
+def sleeping_stages(config: PipelineConfig, group: dist.ProcessGroup, seconds: float) -> list[LocalStage]:
     activation = torch.empty(1, WIDTH, device="meta", requires_grad=True)
     tokens = torch.empty(1, WIDTH, dtype=torch.long, device="meta")
     last = config.stages - 1
     return [
-        Stage(
+        LocalStage(
             Sleeper(seconds / config.per_rank, is_last=number == last), number, config.stages,
             inputs=activation if number else tokens,
             output=torch.empty((), device="meta", requires_grad=True) if number == last else activation,

@@ -5,7 +5,7 @@ import torch
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import PipelineConfig
-from trainer.contract.pipeline.stage_split import split_of
+from trainer.contract.pipeline.stage_split import split_model
 from trainer.worker.llama import Llama
 from trainer.worker.parallel.fsdp_units import chosen_units
 from trainer.worker.pipeline.stage import LlamaStage, StagesOfRank
@@ -19,7 +19,7 @@ JOB = JobConfig(
 
 def stages(count: int) -> list[LlamaStage]:
     made = []
-    for part in split_of(PipelineConfig(stages=count), JOB).parts:
+    for part in split_model(PipelineConfig(stages=count), JOB).parts:
         with torch.device("meta"):
             made.append(LlamaStage(JOB.model, JOB.train, part))
         made[-1].materialize(CPU, JOB.train.seed)

@@ -11,8 +11,8 @@ from tests.trainer.worker.set_clock import SetClock
 from tests.warm_programs import WarmPrograms
 from trainer.contract.config_sections.parallel_config import PipelineConfig, Schedule
 from trainer.contract.pipeline.simulation import RankSeconds, StageSeconds, bubbles, formula, simulate
-from trainer.worker.pipeline.runtime import BubbleMeter, meter_for
-from trainer.worker.pipeline.stage import Activity, Moment, Watched, with_communication
+from trainer.worker.pipeline.runtime import BubbleMeter, bubble_meter
+from trainer.worker.pipeline.stage import Activity, StageActivity, Watched, with_communication
 
 PROGRAM = "tests.trainer.worker.pipeline.sleeping_program"
 SECONDS, MICRO_BATCHES, STEPS = 0.1, 8, 4
@@ -23,7 +23,7 @@ def test_waits_and_computations_are_summed_up_by_stage() -> None:
     meter = BubbleMeter(clock)
 
     def spend(activity: Activity, stage: int, seconds: float) -> None:
-        moment = Moment(activity, stage, 0)
+        moment = StageActivity(activity, stage, 0)
         with Watched([meter], moment):
             clock.now += seconds
 
@@ -48,8 +48,8 @@ def test_waits_and_computations_are_summed_up_by_stage() -> None:
 def test_a_meter_of_a_cpu_measures_by_the_host_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SetClock()
     monkeypatch.setattr("trainer.worker.pipeline.runtime.HostClock", lambda: clock)
-    meter = meter_for(torch.device("cpu"))
-    with Watched([meter], Moment(Activity.FORWARD, 0, 0)):
+    meter = bubble_meter(torch.device("cpu"))
+    with Watched([meter], StageActivity(Activity.FORWARD, 0, 0)):
         clock.now += 2.0
     assert meter.take() == RankSeconds(span=2.0, computed={0: 2.0}, waited={}, sends=0.0, reductions=0.0)
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.pipeline.simulation import COMPUTES, Kind
-from trainer.contract.pipeline.stage_split import split_of, stages_of_rank
+from trainer.contract.pipeline.stage_split import split_model, stages_of_rank
 from trainer.worker.llama import Llama
-from trainer.worker.pipeline.pipelined_llama import PipelinedLlama, balance_of, pipeline_of
+from trainer.worker.pipeline.pipelined_llama import PipelinedLlama, build_expert_balance, find_pipeline
 from trainer.worker.pipeline.runtime import Pipeline
-from trainer.worker.pipeline.stage import Activity, Call, LlamaStage, Moment, stage, with_communication
+from trainer.worker.pipeline.stage import Activity, Call, LlamaStage, StageActivity, stage, with_communication
 
 CPU = torch.device("cpu")
 RANKS, MICRO_BATCHES, SEQUENCES = 2, 4, 2
@@ -90,17 +90,17 @@ class Watch:
     """Keeps what has ended, and the most activations that were held when something began."""
 
     def __init__(self) -> None:
-        self.moments: list[Moment] = []
+        self.moments: list[StageActivity] = []
         self.pipeline: Pipeline | None = None
         self.held = 0
 
-    def begin_of(self, _: Moment) -> Call:
+    def begin_callback(self, _: StageActivity) -> Call:
         return self._look
 
     def _look(self) -> None:
         self.held = max(self.held, 0 if self.pipeline is None else self.pipeline.activations_held)
 
-    def end_of(self, moment: Moment) -> Call:
+    def end_callback(self, moment: StageActivity) -> Call:
         return lambda: self.moments.append(moment)
 
 
@@ -128,7 +128,7 @@ def config_of(schedule: str) -> PipelineConfig:
 
 def rank_of(schedule: str, number: int) -> Rank:
     config, group, watch = config_of(schedule), Group(number), Watch()
-    parts, modules = split_of(config, JOB).parts, []
+    parts, modules = split_model(config, JOB).parts, []
     for at in stages_of_rank(config, number):
         with torch.device("meta"):
             modules.append(LlamaStage(JOB.model, JOB.train, parts[at]))
@@ -192,9 +192,13 @@ def test_watchers_see_every_action_and_waits_for_sends_at_the_end(mail: Mail, sc
     ranks = ranks_of(schedule)
     on_all(ranks, lambda pipeline: pipeline.step(batches()))
     for rank, actions in zip(ranks, with_communication(config_of(schedule), MICRO_BATCHES), strict=True):
-        computed = [Moment(COMPUTED[one.kind], one.stage, one.micro_batch) for one in actions if one.kind in COMPUTED]
+        computed = [
+            StageActivity(COMPUTED[one.kind], one.stage, one.micro_batch) for one in actions if one.kind in COMPUTED
+        ]
         assert any(one.kind in COMPUTES for one in actions)
-        messages = [Moment(MESSAGES[one.kind], one.stage, one.micro_batch) for one in actions if one.kind in MESSAGES]
+        messages = [
+            StageActivity(MESSAGES[one.kind], one.stage, one.micro_batch) for one in actions if one.kind in MESSAGES
+        ]
         sends = [one for one in messages if one.activity in AWAITED]
         ends = [one._replace(activity=AWAITED[one.activity]) for one in sends]
         found = rank.watch.moments
@@ -225,12 +229,12 @@ def test_what_may_not_be_sent_never_is(mail: Mail) -> None:
 
 def test_a_model_in_stages_knows_its_pipeline_and_its_layers() -> None:
     (_, second) = ranks_of("1f1b")
-    assert pipeline_of(second.model) is second.pipeline
-    assert pipeline_of(torch.nn.Linear(1, 1)) is None
-    part = split_of(config_of("1f1b"), JOB).parts[1]
+    assert find_pipeline(second.model) is second.pipeline
+    assert find_pipeline(torch.nn.Linear(1, 1)) is None
+    part = split_model(config_of("1f1b"), JOB).parts[1]
     assert (second.model.layer_numbers, second.model.depth) == (list(part.layers), 4)
     before = {name: one.detach().clone() for name, one in second.model.named_parameters()}
     second.model.set_initial_weights(JOB.train.seed + 1)
     changed = [name for name, one in second.model.named_parameters() if not torch.equal(one, before[name])]
     assert any(name.startswith("layers.3.") for name in changed)
-    assert balance_of(second.model).loads() is None
+    assert build_expert_balance(second.model).loads() is None

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import PipelineConfig
-from trainer.contract.pipeline.stage_split import split_of
+from trainer.contract.pipeline.stage_split import split_model
 from trainer.worker.llama import Llama
 from trainer.worker.pipeline.runtime import Pipeline
-from trainer.worker.pipeline.stage import Activity, Call, LlamaStage, Moment, Stage, stage
+from trainer.worker.pipeline.stage import Activity, Call, LlamaStage, LocalStage, StageActivity, stage
 
 CPU = torch.device("cpu")
 JOB = JobConfig(
@@ -26,12 +26,12 @@ class Broken(Exception):
 
 class Watch:
     def __init__(self) -> None:
-        self.told: list[tuple[str, Moment]] = []
+        self.told: list[tuple[str, StageActivity]] = []
 
-    def begin_of(self, moment: Moment) -> Call:
+    def begin_callback(self, moment: StageActivity) -> Call:
         return lambda: self.told.append(("begin", moment))
 
-    def end_of(self, moment: Moment) -> Call:
+    def end_callback(self, moment: StageActivity) -> Call:
         return lambda: self.told.append(("end", moment))
 
 
@@ -53,7 +53,7 @@ def watch() -> Watch:
 def pipeline(group: dist.ProcessGroup, watch: Watch) -> Pipeline:
     config = PipelineConfig()
     with torch.device("meta"):
-        module = LlamaStage(JOB.model, JOB.train, split_of(config, JOB).parts[0])
+        module = LlamaStage(JOB.model, JOB.train, split_model(config, JOB).parts[0])
     module.materialize(CPU, JOB.train.seed)
     return Pipeline(config, [stage(module, JOB.train, group, CPU, sequences=SEQUENCES)], MICRO_BATCHES, [watch])
 
@@ -112,13 +112,13 @@ def test_a_stage_that_raises_stays_in_what_it_did_and_its_error_is_not_wrapped(
     with pytest.raises(Broken):
         pipeline.step(batches())
     activity = Activity.FORWARD if when == "forward" else Activity.BACKWARD
-    assert watch.told[-1] == ("begin", Moment(activity, 0, 0))
+    assert watch.told[-1] == ("begin", StageActivity(activity, 0, 0))
 
 
 def test_an_output_of_another_type_is_not_sent(group: dist.ProcessGroup) -> None:
     """gloo would end the rank that is sent more bytes than it waits for."""
     activation = torch.empty(2, 4, device="meta", dtype=torch.bfloat16)
-    first = Stage(torch.nn.Identity(), 0, 2, inputs=activation, output=activation, group=group, device=CPU)
+    first = LocalStage(torch.nn.Identity(), 0, 2, inputs=activation, output=activation, group=group, device=CPU)
     with pytest.raises(ValueError, match=r"^stage 0: its output is torch.float32 \[2, 4\], and the next stage"):
         first.forward(0, torch.ones(2, 4))
     assert torch.equal(first.forward(0, torch.ones(2, 4).bfloat16()), torch.ones(2, 4).bfloat16())

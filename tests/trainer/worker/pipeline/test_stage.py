@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import PipelineConfig
-from trainer.contract.pipeline.stage_split import split_of
+from trainer.contract.pipeline.stage_split import split_model
 from trainer.worker.parallel import mesh
-from trainer.worker.pipeline.stage import LlamaStage, Stage, stage_module
+from trainer.worker.pipeline.stage import LlamaStage, LocalStage, stage_module
 
 CPU = torch.device("cpu")
 STAGES, SEQUENCES, LENGTH, MICRO_BATCHES = 3, 2, 4, 6
@@ -27,10 +27,10 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def stage(group: dist.ProcessGroup, number: int, *, half: bool = False) -> Stage:
+def stage(group: dist.ProcessGroup, number: int, *, half: bool = False) -> LocalStage:
     """Sharded over one rank where it is in half precision."""
     job = JobConfig(model=MODEL, train=TrainConfig(seq_len=LENGTH, dtype="bfloat16" if half else "float32"))
-    part = split_of(PipelineConfig(stages=STAGES), job).parts[number]
+    part = split_model(PipelineConfig(stages=STAGES), job).parts[number]
     if half:
         module = stage_module(job, part, mesh.build(job.parallel, CPU, 0, 1))
         module.set_initial_weights(3)
@@ -41,10 +41,12 @@ def stage(group: dist.ProcessGroup, number: int, *, half: bool = False) -> Stage
     kind = torch.bfloat16 if half else torch.float32
     output = torch.empty(SEQUENCES, LENGTH, MODEL.dim, device="meta", dtype=kind)
     tokens = torch.empty(SEQUENCES, LENGTH, device="meta", dtype=torch.int64)
-    return Stage(module, number, STAGES, inputs=output if number else tokens, output=output, group=group, device=CPU)
+    return LocalStage(
+        module, number, STAGES, inputs=output if number else tokens, output=output, group=group, device=CPU
+    )
 
 
-def train(made: Stage, *, halves: bool) -> list[torch.Tensor]:
+def train(made: LocalStage, *, halves: bool) -> list[torch.Tensor]:
     """The gradients of several micro-batches, in whole backward passes or in two halves each."""
     made.gather()
     for number in range(MICRO_BATCHES):

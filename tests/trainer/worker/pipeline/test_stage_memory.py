@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.worker.pipeline.memory_ranks import job
 from trainer.contract.config import JobConfig
-from trainer.contract.config_sections.parallel_config import place_in
+from trainer.contract.config_sections.parallel_config import mesh_coordinates
 from trainer.contract.model_costs.peak_bytes import state_bytes
 from trainer.contract.pipeline.stage_memory import pipeline_peak_bytes
 from trainer.contract.pipeline.stage_split import parameters_of_rank
@@ -126,7 +126,7 @@ def test_stages_of_all_ranks_are_the_whole_model_once() -> None:
     config = job(case(2, 4, "zbv", 4))
     sizes = config.parallel.mesh_sizes(2)
     names = [[one.name for one in parameters_of_rank(config, rank)] for rank in range(2)]
-    assert [place_in(sizes, rank)[0] for rank in range(2)] == [0, 1]
+    assert [mesh_coordinates(sizes, rank)[0] for rank in range(2)] == [0, 1]
     assert {"embedding.weight", "norm.weight", "output.weight"} <= set(names[0])  # a V comes back to where it began
     assert not set(names[0]) & set(names[1])
     assert len(names[0]) + len(names[1]) == 3 + 9 * 4

@@ -9,8 +9,8 @@ from trainer.contract.pipeline.micro_batches import takes
 from trainer.contract.pipeline.simulation import (
     COMPUTES,
     Kind,
+    PipelineTimeline,
     StageSeconds,
-    Timeline,
     activations_held,
     bubbles,
     formula,
@@ -33,7 +33,7 @@ def config(schedule: str, ranks: int, per_rank: int = 0) -> PipelineConfig:
     return PipelineConfig(stages=ranks * (per_rank or default), schedule=schedule, stages_per_rank=per_rank)
 
 
-def run(pipeline: PipelineConfig, micro_batches: int, seconds: StageSeconds = EVEN) -> Timeline:
+def run(pipeline: PipelineConfig, micro_batches: int, seconds: StageSeconds = EVEN) -> PipelineTimeline:
     return simulate(with_communication(pipeline, micro_batches), [seconds] * pipeline.stages)
 
 

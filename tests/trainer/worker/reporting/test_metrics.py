@@ -42,7 +42,7 @@ def test_no_stall_is_lost_while_another_thread_tells_of_a_commit(journal: Journa
     try:
         saver.start()
         for step in range(1000, 1000 + steps):
-            journal.stalled(step, 1.0)
+            journal.record_stall(step, 1.0)
         saver.join()
     finally:
         sys.setswitchinterval(switched)

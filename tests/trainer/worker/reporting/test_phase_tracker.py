@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.trainer.worker.set_clock import SetClock
 from trainer.contract.ranks.progress import SECTIONS, Phase, ProgressCell
-from trainer.contract.ranks.stage_activity import Activity, Moment
+from trainer.contract.ranks.stage_activity import Activity, StageActivity
 from trainer.worker.parallel.layer_wrappers import compile_forward, is_compiled
 from trainer.worker.reporting import work_timer
 from trainer.worker.reporting.phase_tracker import PhaseTracker, phase_tracker
@@ -67,7 +67,7 @@ def test_messages_are_told_within_a_phase_and_count_as_collectives_do(world, cel
     taken = PhaseTracker(cell, Clock())
     taken.enter(Phase.FORWARD)
     before = cell.read()
-    taken.message_begun()
+    taken.count_message()
     reading = cell.read()
     assert (reading.phase, reading.phase_at) == (Phase.FORWARD, before.phase_at)
     assert (reading.collective - before.collective, reading.moved_at > before.moved_at) == (1, True)
@@ -77,12 +77,12 @@ def test_messages_are_told_within_a_phase_and_count_as_collectives_do(world, cel
 
 def test_a_wait_in_a_ring_is_told_and_then_what_it_interrupted(world, cell):
     taken = PhaseTracker(cell, Clock())
-    taken.enter(Phase.FORWARD, Moment(Activity.FORWARD, 1, 2))
-    with taken.waits_in_ring(3):
-        assert cell.read().moment == Moment(Activity.WAIT_IN_RING, 3, -1)
-    assert cell.read().moment == Moment(Activity.FORWARD, 1, 2)
+    taken.enter(Phase.FORWARD, StageActivity(Activity.FORWARD, 1, 2))
+    with taken.show_ring_wait(3):
+        assert cell.read().moment == StageActivity(Activity.WAIT_IN_RING, 3, -1)
+    assert cell.read().moment == StageActivity(Activity.FORWARD, 1, 2)
     taken.enter(Phase.FORWARD)
-    with taken.waits_in_ring(3):
+    with taken.show_ring_wait(3):
         assert cell.read().phase == Phase.FORWARD
     assert cell.read().moment is None
 

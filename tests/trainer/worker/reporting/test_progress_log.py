@@ -67,7 +67,7 @@ def test_a_validation_has_its_line_and_its_time_is_none_of_the_steps() -> None:
     desk = Desk("10s")
     desk.train(1, 1, 1.0)
     desk.now += 600.0
-    desk.log.validated(1, 600.0, {"val_loss": 2.25, "hits": 12345678.0})
+    desk.log.record_validation(1, 600.0, {"val_loss": 2.25, "hits": 12345678.0})
     assert desk.said()[1] == "validation after step 1:  val_loss 2.25  hits 1.23457e+07  (600.0 s)"
     desk.train(2, 11, 1.0)
     assert "1 s/step" in desk.said()[0]
@@ -77,5 +77,5 @@ def test_nothing_is_written_where_nothing_is_wanted() -> None:
     desk = Desk(0)
     desk.log.begin(20)
     desk.train(21, 30, 60.0)
-    desk.log.validated(30, 1.0, {"val_loss": 1.0})
+    desk.log.record_validation(30, 1.0, {"val_loss": 1.0})
     assert desk.lines == []

@@ -23,7 +23,7 @@ def figures(flops: float | None = None, **train: float) -> StepFigures:
 
 
 def test_what_is_neither_work_nor_a_save_is_waiting():
-    found = figures().of(1, 1.0, 0.1, WORK)
+    found = figures().build_figures(1, 1.0, 0.1, WORK)
     assert found["work"] == {"data": 0.1, "forward": 0.2, "backward": 0.3, "optimizer": 0.05}
     assert found["waiting"] == pytest.approx(0.25)
     assert found["memory"]["resident"] > 1 << 20
@@ -32,19 +32,19 @@ def test_what_is_neither_work_nor_a_save_is_waiting():
 
 def test_communication_that_nothing_hides_is_told_by_its_kind():
     made = figures()
-    assert made.of(1, 2.0, 0.1, WORK, {"receives": 0.0, "sends": 0.0, "reductions": 0.0})["bubble"] == 0.0
+    assert made.build_figures(1, 2.0, 0.1, WORK, {"receives": 0.0, "sends": 0.0, "reductions": 0.0})["bubble"] == 0.0
     # What was measured in a step is told in the line of the next one, which may be much shorter.
-    found = made.of(2, 1.0, 0.1, WORK, {"receives": 0.3, "sends": 0.05, "reductions": 0.5})
+    found = made.build_figures(2, 1.0, 0.1, WORK, {"receives": 0.3, "sends": 0.05, "reductions": 0.5})
     assert found["exposed"] == {"receives": 0.3, "sends": 0.05, "reductions": 0.5}
     assert found["bubble"] == 0.15
-    assert "bubble" not in figures().of(1, 2.0, 0.1, WORK, {"reductions": 0.5})
+    assert "bubble" not in figures().build_figures(1, 2.0, 0.1, WORK, {"reductions": 0.5})
 
 
 def test_work_that_overlaps_leaves_no_negative_wait():
-    assert figures().of(1, 0.5, 0.0, WORK)["waiting"] == 0.0
+    assert figures().build_figures(1, 0.5, 0.0, WORK)["waiting"] == 0.0
 
 
 def test_model_flops_are_shared_by_the_ranks_and_mfu_is_their_share_of_the_peak():
-    assert figures(8e12).of(1, 2.0, 0.0, WORK)["tflops_per_rank"] == pytest.approx(1.0)
-    assert figures(8e12, peak_tflops=4.0).of(1, 2.0, 0.0, WORK)["mfu"] == pytest.approx(0.25)
-    assert "mfu" not in figures(8e12).of(1, 2.0, 0.0, WORK)  # nobody knows what this CPU can do
+    assert figures(8e12).build_figures(1, 2.0, 0.0, WORK)["tflops_per_rank"] == pytest.approx(1.0)
+    assert figures(8e12, peak_tflops=4.0).build_figures(1, 2.0, 0.0, WORK)["mfu"] == pytest.approx(0.25)
+    assert "mfu" not in figures(8e12).build_figures(1, 2.0, 0.0, WORK)  # nobody knows what this CPU can do

@@ -6,12 +6,12 @@ from typing import cast
 import pytest
 
 from trainer.contract.ranks.progress import ProgressCell
-from trainer.worker.reporting.phase_tracker import Ticker
+from trainer.worker.reporting.phase_tracker import ProgressTicker
 
 
 def test_it_ticks_until_it_is_stopped() -> None:
     cell = ProgressCell.create()
-    ticker = Ticker(cell, seconds=0.001)
+    ticker = ProgressTicker(cell, seconds=0.001)
     ticker.start()
     first = cell.last_tick_ns()
     while cell.last_tick_ns() == first:
@@ -28,7 +28,7 @@ def test_it_ticks_until_it_is_stopped() -> None:
 def test_it_stands_still_while_the_lock_is_held(library: type[ctypes.CDLL], *, held: bool) -> None:
     ticks: list[int] = []
     cell = SimpleNamespace(tick=lambda: ticks.append(1))
-    ticker = Ticker(cast(ProgressCell, cell), seconds=0.001)
+    ticker = ProgressTicker(cast(ProgressCell, cell), seconds=0.001)
     sleep = library(None).usleep  # a PyDLL keeps the lock over its calls
     ticker.start()
 

@@ -12,11 +12,11 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical
-from checkpointing.verification.verdicts import manifest_of
+from checkpointing.verification.verdicts import read_manifest_digest
 from tests.trainer.worker.conftest import Ranks, Run, merged, ranks_of_node
-from trainer.contract.config import digest_of
+from trainer.contract.config import hash_config
 from trainer.contract.launch_token import LaunchToken
-from trainer.contract.restore_test import RestoreTest, RestoreVerdict, write_order
+from trainer.contract.restore_test import RestoreTestOrder, RestoreVerdict, write_order
 from trainer.contract.run_dir import RunDir
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -64,12 +64,12 @@ class Subject:
         run = RunDir(self.place / f"test-{next(self.numbers)}")
         run.make()
         run.config.write_bytes(canonical(config))
-        asked = RestoreTest(
+        asked = RestoreTestOrder(
             **{
                 "run": "source", "run_dir": str(self.source.dir.path), "place": str(folder.parent),
                 "checkpoint": folder.name, "step": int(folder.name[5:13]), "layout": layout,
                 "same_layout": layout == "same",
-                "config_digest": digest_of(json.loads(self.source.dir.config.read_text())), **order,
+                "config_digest": hash_config(json.loads(self.source.dir.config.read_text())), **order,
             }
         )  # fmt: skip
         write_order(run, asdict(asked))
@@ -87,7 +87,7 @@ class Subject:
         return found
 
     def manifest(self, step: int = TESTED) -> str:
-        return manifest_of(LocalStorage(self.source.dir.checkpoints), self.folder(step).name)
+        return read_manifest_digest(LocalStorage(self.source.dir.checkpoints), self.folder(step).name)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.verification.verdicts import manifest_of
+from checkpointing.verification.verdicts import read_manifest_digest
 from tests.trainer.worker.restore_test.byte_damages import BYTE_DAMAGES
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.restore_test.unusual_runs import EVERY, KINDS, TESTED, Kind
@@ -60,7 +60,7 @@ def damaged(make_run: Any, place: Path, name: str, seed: int) -> None:
         copy = subject.copy(TESTED)
         damage(copy, older, random.Random(f"{name} {seed} {damage.__name__}"))
         # The registry knows the manifest that was committed: that of a faulty writer, too.
-        manifest = manifest_of(LocalStorage(copy.parent), copy.name)
+        manifest = read_manifest_digest(LocalStorage(copy.parent), copy.name)
         found = subject.verdict(copy, world=1, manifest=manifest, agreed=older.name)
         assert found.outcome in FOUND_BAD, (name, seed, damage.__name__, found)
 

@@ -12,7 +12,7 @@ from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.restore_test.damages import read_all, save_anew
 from tests.trainer.worker.restore_test.unusual_workload import ODD_MODELS, OPTIMIZERS
 from trainer.contract import skipped_batches
-from trainer.contract.config import digest_of
+from trainer.contract.config import hash_config
 from trainer.contract.launch_token import LaunchToken
 from trainer.contract.restore_test import Outcome, RestoreVerdict
 from trainer.contract.skipped_batches import Skip
@@ -132,7 +132,7 @@ def of_second_attempt(subject: Subject, place: Path) -> RestoreVerdict:
     """On the layout of the run as it was submitted, which has trained none of its next steps."""
     (folder,) = subject.source.dir.checkpoints.glob("step-00000009.*")
     config = json.loads(subject.source.attempt.config.read_text())
-    digest = digest_of(config)
+    digest = hash_config(config)
     world = 3 - subject.source.world
     parallel = {"dp_shard": world}
     return subject.verdict(

@@ -63,5 +63,5 @@ def test_an_older_checkpoint_keeps_only_floating_buffers_per_rank():
     assert sorted(checkpoint_contents.shared_tensors(model, older)) == [
         "model/alike", "model/mask", "model/norm.num_batches_tracked", "model/phase",
     ]  # fmt: skip
-    of_rank = checkpoint_contents.of_each_rank(checkpoint_contents.rank_buffers(model, 0), older)
+    of_rank = checkpoint_contents.select_rank_buffers(checkpoint_contents.rank_buffers(model, 0), older)
     assert sorted(of_rank) == ["buffers/rank-00000/norm.running_mean", "buffers/rank-00000/norm.running_var"]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.audit.audit import audit_in
+from checkpointing.engine.audit.audit import audit_checkpoint
 from checkpointing.format.manifest import FileEntry, Index, Manifest, TensorInfo
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from tests.checkpointing.engine.built_checkpoint import build
-from trainer.worker.saved_state.checkpoint_contents import expected
+from trainer.worker.saved_state.checkpoint_contents import expected_entries
 from trainer.worker.saved_state.rng_state import generators_fault, pack_rng, rng_name, set_origin
 
 FACTS = {"step": 4, "consumed": 32, "loss": 1.0, "config_digest": "f00d", "seed": 7, "fingerprint": None}
@@ -26,15 +26,15 @@ def manifest(**extra: Any) -> Manifest:
 
 
 def test_the_generators_of_every_rank_must_be_there() -> None:
-    assert expected(manifest()).required == ("rng/rank-00000", "rng/rank-00001")
-    assert expected(replace(manifest(), extra={"epoch": 3})).required == (), "no rank of ours wrote it"
-    assert expected(replace(manifest(), world={})).required == (), "an unknown number of ranks"
+    assert expected_entries(manifest()).required == ("rng/rank-00000", "rng/rank-00001")
+    assert expected_entries(replace(manifest(), extra={"epoch": 3})).required == (), "no rank of ours wrote it"
+    assert expected_entries(replace(manifest(), world={})).required == (), "an unknown number of ranks"
 
 
 def test_what_trains_is_what_the_optimizer_holds_state_of() -> None:
     keys = ("model/a", "model/frozen", "optimizer/a/exp_avg", "optimizer/a/nested/x", "buffers/rank-00000/mask")
     index = Index({key: TensorInfo("float32", (1,)) for key in keys}, ())
-    assert expected(manifest()).trained(index) == {"model/a"}
+    assert expected_entries(manifest()).trained(index) == {"model/a"}
 
 
 @pytest.mark.parametrize("steps", [1.0, 8.0, 1000.0, None])
@@ -47,7 +47,7 @@ def test_step_counts_and_data_positions_are_not_judged(tmp_path: Path, steps: fl
     built = build({rng_name(0): row, **counter})
     built.extra, built.world = {**FACTS, "consumed": consumed}, {"ranks": 1}
     path = built.write(tmp_path, step=4)
-    assert audit_in(LocalStorage(tmp_path), path.name, 4, None, expected).faults == ()
+    assert audit_checkpoint(LocalStorage(tmp_path), path.name, 4, None, expected_entries).faults == ()
 
 
 def test_states_of_generators_are_read_and_none_is_touched() -> None:
@@ -79,7 +79,7 @@ def saved_generators(folder: Path, origins: list[tuple[int, int] | None]) -> lis
     built = build({**rows, "optimizer/w/step": torch.tensor(4.0)})
     built.extra, built.world = dict(FACTS), {"ranks": len(origins)}
     path = built.write(folder, step=4)
-    report = audit_in(LocalStorage(folder), path.name, 4, None, expected)
+    report = audit_checkpoint(LocalStorage(folder), path.name, 4, None, expected_entries)
     return [f"{fault.tensor}: {fault.reason}" for fault in report.faults]
 
 
@@ -99,13 +99,13 @@ def test_generators_of_another_rank_or_step_are_told(tmp_path: Path) -> None:
 def test_what_a_run_saves_is_what_is_expected(make_run: Any, world: int) -> None:
     run = make_run(world)
     assert run.train()["codes"] == [0] * world, run.log()
-    entries = Catalog(run.dir.checkpoints).committed()
+    entries = Catalog(run.dir.checkpoints).committed_entries()
     assert len(entries) >= 2
     for entry in entries:
         storage = Catalog(run.dir.checkpoints).storage
-        report = audit_in(storage, entry.name, 4, None, expected)
+        report = audit_checkpoint(storage, entry.name, 4, None, expected_entries)
         assert report.faults == ()
-        report = audit_in(storage, entry.name, 4, None, lambda told: expected(replace(told, step=99)))
+        report = audit_checkpoint(storage, entry.name, 4, None, lambda told: expected_entries(replace(told, step=99)))
         wrong = {fault.tensor: fault.reason for fault in report.faults if str(fault.tensor).startswith("rng/")}
         assert wrong == {
             rng_name(rank): f"is the state of rank {rank} at step {entry.step}, in a checkpoint of step 99"

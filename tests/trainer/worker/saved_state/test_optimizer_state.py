@@ -258,9 +258,9 @@ def net_and(make: Make) -> tuple[nn.Module, torch.optim.Optimizer, OptimizerStat
 def test_what_the_configuration_gives_is_not_state() -> None:
     _, optimizer, held = net_and(two_groups(optim.AdamW, lr=torch.tensor(0.1)))
     optimizer.param_groups[0]["lr"] = 7.0
-    assert held.groups.changed() == []
+    assert held.groups.changed_values() == []
     optimizer.param_groups[1]["betas"] = (0.5, 0.6)
-    (group,) = held.groups.changed()
+    (group,) = held.groups.changed_values()
     assert (group["count"], group["first"]) == (1, "bias")
     assert group["values"] == {"betas": {"value": {"tuple": [0.5, 0.6]}, "given": '{"tuple": [0.9, 0.999]}'}}
 
@@ -334,7 +334,7 @@ def test_groups_and_absent_state_begin_anew_with_a_checkpoint_without_facts() ->
 def test_an_unsavable_state_is_refused_and_an_unsavable_group_value_is_remembered() -> None:
     net, optimizer, held = net_and(simple(optim.SGD))
     optimizer.param_groups[0]["hook"] = print
-    assert held.groups.changed() == []
+    assert held.groups.changed_values() == []
     assert held.groups.unsaved == {"hook": "hook of the parameter groups (a builtin_function_or_method)"}
     optimizer.state[net.weight]["rule"] = object()
     with pytest.raises(

@@ -92,7 +92,7 @@ def test_tensors_that_are_keys_and_keys_that_are_nan_keep_apart() -> None:
 @given(key=st.text(st.characters()) | st.integers() | KEYS.filter(lambda key: type(key) in (str, int)))
 def test_a_key_comes_back_from_its_path_part(key: str | int) -> None:
     word = object_state.path_part(key)
-    assert object_state.key_of(word) == key
+    assert object_state.parse_path_part(word) == key
     assert not set(word) & {":", "/"}
     assert word.encode().decode() == word
 
@@ -354,10 +354,10 @@ def test_a_change_in_place_is_told_and_priming_is_taken_back(name: str) -> None:
     assert look(optimizer.param_groups[0]["tally"]) == look(make())
     assert optimizer.param_groups[0]["tally"] is optimizer.param_groups[1]["tally"]
     state.facts(state.tensors())
-    assert state.unsaved() == []
+    assert state.unsaved_values() == []
     trained(net, optimizer, 1)
     state.facts(state.tensors())
-    assert state.unsaved() == [f"tally of the parameter groups (a {type(make()).__name__})"]
+    assert state.unsaved_values() == [f"tally of the parameter groups (a {type(make()).__name__})"]
     state.reset()
     assert look(optimizer.param_groups[0]["tally"]) == look(make())
 
@@ -369,7 +369,7 @@ def test_what_is_only_called_is_not_told(value: Any) -> None:
     state.reset()
     trained(net, optimizer, 1)
     state.facts(state.tensors())
-    assert state.unsaved() == []
+    assert state.unsaved_values() == []
     assert optimizer.param_groups[0]["tally"] is value
 
 
@@ -379,7 +379,7 @@ def test_what_does_not_tell_whether_it_changed_is_told() -> None:
     state.prime()
     state.reset()
     state.facts(state.tensors())
-    assert state.unsaved() == ["tally of the parameter groups (a dict)"]
+    assert state.unsaved_values() == ["tally of the parameter groups (a dict)"]
     assert optimizer.param_groups[0]["tally"]["lock"] is lock
 
 

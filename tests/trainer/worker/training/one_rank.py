@@ -25,7 +25,7 @@ from trainer.worker import main, workload
 from trainer.worker.parallel import mesh
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.saved_state.train_state import TrainState
-from trainer.worker.session import Session, new_train_state, train_on
+from trainer.worker.session import RankSession, new_train_state, run_training
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ class KeptSaves:
 class OneRank:
     """One run of one rank."""
 
-    session: Session
+    session: RankSession
     journal: Journal
     saver: KeptSaves
     state: TrainState
@@ -96,7 +96,7 @@ class OneRank:
     def train(self, test_until: int = 0) -> ExitCode:
         """From where the state stands, as a rank that has restored it."""
         token = self.session.launch_token()
-        return train_on(self.session, self.state, self.saver, self.journal, token, self.skip, test_until=test_until)
+        return run_training(self.session, self.state, self.saver, self.journal, token, self.skip, test_until=test_until)
 
     def restart(self) -> None:
         """Have a new cell, as the next process of this rank has; it takes its state over from this one."""
@@ -169,7 +169,7 @@ def _new_rank(folder: Path, saver: KeptSaves, skip: frozenset[int], over: dict[s
     )  # fmt: skip
     torch.manual_seed(config.train.seed)
     objects = main._build(workload.build(config), config, mesh.build(config.parallel, CPU, 0, 1))
-    session = Session(
+    session = RankSession(
         spec=spec, config=config, run_dir=run, cell=ProgressCell.create(), objects=objects, started=time.monotonic(),
         key=b"",
     )  # fmt: skip

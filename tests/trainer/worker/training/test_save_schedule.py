@@ -43,11 +43,11 @@ class Job:
             self.committed = self._pending.pop(0)[1]
         self.save_schedule.read_saver(self.committed, self.failure or None, [self.save] if self.committed else [])
         self._vote = self.save_schedule.save_vote(self.step, self.due)
-        self.save_schedule.step_took(1.0)
+        self.save_schedule.record_step(1.0)
         if self.save_schedule.should_save(self.step, save_vote):
             self.begun.append(self.step)
-            self.save_schedule.save_tried(self.step, self.accepts)
-            self.save_schedule.stalled(self.stall)
+            self.save_schedule.record_save(self.step, self.accepts)
+            self.save_schedule.record_stall(self.stall)
             self._vote = SaveVote.NONE  # what was wished for is in the sums that a save reads as well
             if self.accepts and self.commits:
                 self._pending.append((self.now + self.save, self.step))
@@ -170,10 +170,10 @@ def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
 def test_steps_beside_a_save_are_the_measure_until_others_are_known(quiet: list[float]) -> None:
     job = Job(CheckpointConfig(every="auto"))
     for seconds in quiet:
-        job.save_schedule.step_took(seconds)
-    job.save_schedule.save_tried(1, True)
-    job.save_schedule.stalled(0.5)
-    job.save_schedule.step_took(2.0)
+        job.save_schedule.record_step(seconds)
+    job.save_schedule.record_save(1, True)
+    job.save_schedule.record_stall(0.5)
+    job.save_schedule.record_step(2.0)
     job.save_schedule.read_saver(1, None, [3.0])
     ((steps, seconds, _),) = job.intervals
     assert (steps, seconds) == ((294, 294.0) if quiet else (147, 294.0))
@@ -202,9 +202,9 @@ def test_an_interval_is_planned_with_the_median_of_steps_and_stalls(beside: bool
     job = Job(CheckpointConfig(every="auto"))
     schedule, second = job.save_schedule, 1 + beside
     for number, (seconds, stall) in enumerate([(0.5, 0.1), (1.0, 0.5), (9.0, 9.0), (9.0, 9.0)]):
-        schedule.save_tried(number, beside)
-        schedule.stalled(stall)
-        schedule.step_took(seconds * second)
+        schedule.record_save(number, beside)
+        schedule.record_stall(stall)
+        schedule.record_step(seconds * second)
     schedule.read_saver(3, None, [])
     ((found, seconds, _),) = job.intervals
     assert (found, seconds) == (steps, 294.0), "sqrt(2 * 0.5 s * 24 h)"
@@ -218,7 +218,7 @@ def test_an_interval_is_planned_with_the_median_of_steps_and_stalls(beside: bool
 def test_saves_are_held_back_for_half_an_interval_before_a_stop(every: Any, due: float, vote: SaveVote) -> None:
     schedule = Job(CheckpointConfig(every=every)).save_schedule  # an automatic interval begins with ten steps
     for seconds in (0.5, 1.0, 9.0, 9.0):
-        schedule.step_took(seconds)
+        schedule.record_step(seconds)
     assert schedule.save_vote(1, due) is vote
 
 
@@ -228,9 +228,9 @@ def test_steps_beside_a_save_are_compared_once_enough_are_known(quiet: int, busy
     schedule = Job(CheckpointConfig()).save_schedule
     schedule.read_saver(0, None, [3.0])
     for _ in range(quiet):
-        schedule.step_took(1.0)
-    schedule.save_tried(1, True)
+        schedule.record_step(1.0)
+    schedule.record_save(1, True)
     for _ in range(busy):
-        schedule.step_took(2.0)
+        schedule.record_step(2.0)
     assert schedule._slowdown(1.0) == slowdown
     assert schedule._slowdown(5.0) == 0.0, "steps beside a save that take less time cost nothing"

@@ -27,25 +27,25 @@ def test_nobody_asks():
 def test_a_save_is_served_once_until_the_agent_has_cleared_it(cell):
     flag = StopFlag(cell)
     cell.ask_stop(StopReason.SAVE_AND_GO_ON)
-    assert flag.asked() == StopReason.SAVE_AND_GO_ON
-    flag.served()
-    assert flag.asked() == StopReason.NONE
+    assert flag.stop_vote() == StopReason.SAVE_AND_GO_ON
+    flag.mark_served()
+    assert flag.stop_vote() == StopReason.NONE
     cell.ask_stop(StopReason.NONE)
-    assert flag.asked() == StopReason.NONE
+    assert flag.stop_vote() == StopReason.NONE
     cell.ask_stop(StopReason.SAVE_AND_GO_ON)
-    assert flag.asked() == StopReason.SAVE_AND_GO_ON
+    assert flag.stop_vote() == StopReason.SAVE_AND_GO_ON
 
 
 def test_a_served_save_does_not_hide_a_later_stop(cell):
     flag = StopFlag(cell)
     cell.ask_stop(StopReason.SAVE_AND_GO_ON)
-    flag.served()
+    flag.mark_served()
     cell.ask_stop(StopReason.PREEMPTION)
-    assert flag.asked() == StopReason.PREEMPTION
+    assert flag.stop_vote() == StopReason.PREEMPTION
 
 
 def test_a_stop_stays_asked_for(cell):
     flag = StopFlag(cell)
     cell.ask_stop(StopReason.CANCEL)
-    flag.served()
-    assert flag.asked() == StopReason.CANCEL
+    flag.mark_served()
+    assert flag.stop_vote() == StopReason.CANCEL

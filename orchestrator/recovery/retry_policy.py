@@ -188,18 +188,16 @@ def decide(
     if reason := _deliberate_end_reason(history[-1], failure):
         return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=now, exclude=exclude)
     # Without progress the next job cannot be expected to need less memory.
-    if failure.kind is FailureKind.OUT_OF_MEMORY and not _has_progress(
-        history, len(history) - 1, steps_known=steps_known
-    ):
+    has_progress = _has_progress(history, len(history) - 1, steps_known=steps_known)
+    if failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress:
         return _final(failure, run)
     # One node may have misread; a second job with the same result is evidence about the bytes.
     if [past.none_intact for past in history[-2:]] == [True, True]:
         return _none_intact(failure, run)
     # After an end that costs nothing, the queue is pause enough.
-    if TRAITS[failure.kind].free and _has_progress(history, len(history) - 1, steps_known=steps_known):
-        return RetryDecision(
-            action=RunAction.RETRY, reason=f"goes on after {failure.kind}", not_before=now, exclude=exclude
-        )
+    if TRAITS[failure.kind].free and has_progress:
+        reason = f"goes on after {failure.kind}"
+        return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=now, exclude=exclude)
     row = _without_progress(history, steps_known=steps_known)
     budget = Budget.TRIES if history[-1].script_failed else TRAITS[failure.kind].budget
     anew = any(past.saved_after for past in row[1:]) and steps_known

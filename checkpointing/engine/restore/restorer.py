@@ -162,9 +162,8 @@ class Restorer:
             refusals.append(CheckpointRefused(name, "not there, although this attempt is to inherit it", damaged=False))
             self._refuse(refusals[-1], None)
         for name in newer_names(self._optional_names, found):
-            self._refuse(
-                CheckpointRefused(name, "not found: another node may have it on its own disk", damaged=False), None
-            )
+            reason = "not found: another node may have it on its own disk"
+            self._refuse(CheckpointRefused(name, reason, damaged=False), None)
         found = self._without_corrupt(found, refusals)
         ordered = self._without_suspects(found)
         for _, copies in groupby(ordered, key=lambda candidate: (candidate.foreign, candidate.step)):
@@ -227,9 +226,8 @@ class Restorer:
             if not (self._ranks.leads or not place.shared):
                 continue
             try:
-                found += [
-                    Candidate(entry.step, entry.name, number) for entry in place.catalog.entries_for_owner(self._owner)
-                ]
+                entries = place.catalog.entries_for_owner(self._owner)
+                found += [Candidate(entry.step, entry.name, number) for entry in entries]
             except OSError as error:
                 if not place.shared:
                     raise

@@ -136,7 +136,7 @@ def test_the_words_of_the_query_are_those_of_the_verdicts() -> None:
 
 def test_the_lease_tells_how_old_the_answer_is(desk: Desk, tmp_path: Path) -> None:
     before = fast_queries.lease(desk.path)
-    desk.store.ticked(desk.lease, 40.0)
+    desk.store.note_tick(desk.lease, 40.0)
     after = fast_queries.lease(desk.path)
     assert after == desk.store.lease()
     assert before is not None

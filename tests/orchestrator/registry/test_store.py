@@ -204,9 +204,9 @@ def test_notices_are_kept_once_and_found_by_cluster_kind_and_time(desk: Desk) ->
     for notice in (*told, replace(told[0], data={})):
         desk.store.put_notice(notice, epoch=desk.lease.epoch)
     assert desk.store.notices(run.name) == told[::-1]
-    assert desk.store.noticed(run.cluster, ["straggler", "incident"], 15.0) == told[:1]
-    assert desk.store.noticed(run.cluster, ["incident"], 15.0) == []
-    assert desk.store.noticed("elsewhere", ["straggler"], 0.0) == []
+    assert desk.store.cluster_notices(run.cluster, ["straggler", "incident"], 15.0) == told[:1]
+    assert desk.store.cluster_notices(run.cluster, ["incident"], 15.0) == []
+    assert desk.store.cluster_notices("elsewhere", ["straggler"], 0.0) == []
 
 
 def test_a_config_is_stored_once_and_never_changed(desk: Desk) -> None:
@@ -257,7 +257,7 @@ def test_a_fenced_controller_writes_nothing(desk: Desk) -> None:
         lambda: store.set_cursor(run.name, "f", 1, epoch=old),
         lambda: store.answer(number, "x", **stamp),
         lambda: store.renew_lease(desk.lease, 2.0, 10.0),
-        lambda: store.ticked(desk.lease, 2.0),
+        lambda: store.note_tick(desk.lease, 2.0),
     ]
     for write in writes:
         with pytest.raises(Fenced):

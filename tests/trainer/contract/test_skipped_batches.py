@@ -41,6 +41,6 @@ def test_each_batch_stands_there_once(run):
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": "orch.skipped/1"}', '{"skipped": [{"step": 1}]}'])
 def test_a_damaged_file_is_never_taken_for_an_empty_one(run, text):
-    run.attempt(1).skipped.write_text(text)
+    run.attempt(1).skipped_batches.write_text(text)
     with pytest.raises(ValueError):  # noqa: PT011  # from the parser or from ours
         skipped_batches.read_all(run)

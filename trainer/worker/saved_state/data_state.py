@@ -73,7 +73,7 @@ class DataState:
     @property
     def reordered_sets(self) -> frozenset[str]:
         """Sets in the newest state that a restart would iterate in another order."""
-        return self._own.reordered
+        return self._own.reordered_sets
 
     def targets(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Allocate the tensors of this rank's state, given the facts of all `ranks` of a checkpoint.

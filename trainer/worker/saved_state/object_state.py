@@ -271,7 +271,7 @@ class ObjectState:
         self._targets: dict[str, torch.Tensor] = {}
         self._own_names: dict[str, str] = {}
         self._answer: tuple[Any, dict[str, torch.Tensor]] | None = None
-        self.reordered = frozenset[str]()
+        self.reordered_sets = frozenset[str]()
         """Sets in the newest state that a restart would iterate in another order."""
 
     @contextmanager
@@ -314,7 +314,7 @@ class ObjectState:
             value = encode(state, self._prefix, found, self._names, SharedContainers(state)) if state else None
         except UnsavableValue as reason:
             raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
-        self.reordered = frozenset(find_reordered_sets(state, self._prefix))
+        self.reordered_sets = frozenset(find_reordered_sets(state, self._prefix))
         return _merge_references(value, found)
 
     def targets(self, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:

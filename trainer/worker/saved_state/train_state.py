@@ -283,7 +283,7 @@ class TrainState:
             "attributes": self._attributes.changed_attributes(),
             "module_attributes": self._module_attributes.changed_attributes(),
         }
-        for name in self._workload_state.reordered | self._data_state.reordered_sets:
+        for name in self._workload_state.reordered_sets | self._data_state.reordered_sets:
             self._warn_once(f"{name} is a set, whose order a restart changes: if that counts, use a list, or sort it")
         for reason in self._optimizer_state.unsaved_values():
             self._warn_once(f"{reason} is not saved: it cannot be written down")

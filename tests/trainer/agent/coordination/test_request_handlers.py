@@ -194,13 +194,13 @@ def test_what_follows_a_drill_is_attributed_to_it(desk, kind, behind) -> None:
     trains(desk)
     desk.ask(RequestKind.DRILL, detail=kind, value=1)
     killed = Failure(kind=FailureKind.RANK_KILLED, reason="killed", rank=1, node="n0", signal=9)
-    found = desk.state.attributed(killed)
+    found = desk.state.with_drill(killed)
     assert found is not None
     assert (found.drill, desk.state.situation(None).drill) == (behind, behind)
-    limit = desk.state.attributed(Failure(kind=FailureKind.TIME_LIMIT, reason="the time limit"))
+    limit = desk.state.with_drill(Failure(kind=FailureKind.TIME_LIMIT, reason="the time limit"))
     assert limit is not None
     assert limit.drill == ""
     desk.state.begin_generation()
-    after = desk.state.attributed(killed)
+    after = desk.state.with_drill(killed)
     assert after is not None
     assert after.drill == "", "the next generation fails by itself"

@@ -101,10 +101,10 @@ def test_a_set_whose_order_a_restart_changes_is_named() -> None:
     state = ObjectState(owner, "data", model, device)
     assert list(set(sorted(shrunk))) != list(shrunk)
     state.facts()
-    assert state.reordered == {"data:in:0:left"}
+    assert state.reordered_sets == {"data:in:0:left"}
     owner.state = {"same": {3, 1, 2}}
     state.facts()
-    assert not state.reordered
+    assert not state.reordered_sets
 
 
 def test_names_of_files_that_are_no_utf8_come_back() -> None:

@@ -174,8 +174,7 @@ def decide(
     """Decide after the newest attempt of `history`; `failure` must be None if it finished.
 
     `history` holds the attempts that count (since the last `orch resume`), `jitter` is a draw from [0, 1).
-    `steps_known` is False for foreign scripts, whose checkpoints orch cannot see. `run` is the name for the commands in
-    the reason.
+    `steps_known` is False for foreign scripts, whose checkpoints orch cannot see. `run` names the run in commands.
     """
     assert history, "a decision needs the attempt that ended"
     # All steps are trained and the last checkpoint is committed.
@@ -217,9 +216,9 @@ def decide(
     if budget is Budget.TRIES:
         reason = f"{_summarize_failures(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
     else:
-        last_moment = stored_moment(_gives_up(outage, recovery))
-        reason = f"{_describe_outage(outage, now)}; holds after {last_moment} unless a checkpoint is saved"
-    reason = f"{reason}; next try at {stored_moment(start)}; {last}"
+        end = stored_moment(_gives_up(outage, recovery))
+        reason = f"{_describe_outage(outage, now)}; holds after {end} unless a checkpoint is saved"
+    reason += f"; next try at {stored_moment(start)}; {last}"
     return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=start, exclude=exclude)
 
 

@@ -85,7 +85,7 @@ class ThreadedWriter:
                 order,
                 source=self.storages[order.source],
                 target=self.storages[order.target],
-                stopped=cancel_token.cancelled,
+                stopped=cancel_token.is_cancelled,
                 sleep=lambda seconds: None,
             )
 

@@ -143,10 +143,10 @@ def test_records_of_the_largest_kind_fit_and_larger_ones_are_refused(sides):
 _PUBLISHER = """
 import itertools, sys
 from checkpointing.writer import arena
-from checkpointing.writer.arena import Arena, Record
+from checkpointing.writer.arena import Arena, BufferRecord
 arena = Arena(int(sys.argv[1]))
 for step in itertools.count(1):
-    arena.publish(0, Record(step=step, plan="p1", name=f"s{step}" * 2000, files=(), places=()))
+    arena.publish(0, BufferRecord(step=step, plan="p1", name=f"s{step}" * 2000, files=(), places=()))
     if step == 3:
         print("on", flush=True)
 """

@@ -51,7 +51,7 @@ def ls(screen: Screen) -> None:
 
 
 def _row(node: Any, now: float) -> dict[str, Any]:
-    by = node.excluded_by(now)
+    by = node.exclusion_source(now)
     used = node.attempts or node.failures  # otherwise it was only excluded
     return {
         "node": node.name,

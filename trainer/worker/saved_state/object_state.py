@@ -44,7 +44,7 @@ class UnsavableValue(Exception):
 def encode(
     value: Any, path: str, tensors: dict[str, torch.Tensor], names: Names, shared: "SharedContainers | None" = None
 ) -> Any:
-    """Return the JSON of `value` and add its tensors to `tensors` under `path`. Raises Unsavable.
+    """Return the JSON of `value` and add its tensors to `tensors` under `path`. Raises UnsavableValue.
 
     A container in `shared` is encoded once; later occurrences are encoded as its number.
     """

@@ -297,5 +297,5 @@ def test_a_save_that_can_never_succeed_ends_the_ranks_at_once(make_run: Any) -> 
     run = make_run(1, **{**setting(""), "workload": workload, "train": {"steps": 400, "dtype": "float32"}})
     assert run.train()["codes"] == [ExitCode.ERROR], run.log()
     outcome = run.outcome(0, 1)
-    assert (outcome.exception, outcome.message) == ("Unsavable", "step 4: NaN in trained weights: model/aside (3)")
+    assert (outcome.exception, outcome.message) == ("UnsavableState", "step 4: NaN in trained weights: model/aside (3)")
     assert outcome.step < 400

@@ -74,7 +74,10 @@ CAUSES = [
     ([raised(1, "NothingVerifies", "2 refused")], FailureKind.STORAGE, 1, False, "its checkpoints"),
     ([raised(1, "UnreadableNow", "step-3")], FailureKind.STORAGE, 1, False, "its checkpoints"),
     ([raised(1, "NothingFits", "x has shape 3 in it, 4 here")], FailureKind.USER_ERROR, 1, False, "another model"),
-    ([raised(1, "UnsavableState", "KeyError: 'x' on disk full")], FailureKind.USER_ERROR, 1, False, "cannot save its state"),
+    (
+        [raised(1, "UnsavableState", "KeyError: 'x' on disk full")],
+        FailureKind.USER_ERROR, 1, False, "cannot save its state",
+    ),
     ([raised(1, "OSError", "[Errno 122] Disk quota exceeded")], FailureKind.STORAGE, 1, False, "its storage"),
     ([raised(1, "OSError", "[Errno 5] Input/output error")], FailureKind.STORAGE, 1, False, "its storage"),
     ([raised(1, "OSError", "[Errno 27] File too large")], FailureKind.STORAGE, 1, False, "its storage"),

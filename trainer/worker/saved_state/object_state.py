@@ -190,7 +190,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "ordered": lambda pairs: OrderedDict(map(tuple, pairs)),
     "counter": lambda pairs: Counter(dict(map(tuple, pairs))),
     "complex": lambda parts: complex(*parts),
-    "view": lambda parts: torch.as_strided(*parts),
+    "view": lambda parts: torch.as_strided(*parts),  # of checkpoints that have no "memory"
+    "memory": lambda parts: _view_memory(*parts),
     "leaf": lambda tensor: tensor.requires_grad_(),
     "own parameter": lambda parts: nn.Parameter(*parts),
 }
@@ -346,32 +347,89 @@ class ObjectState:
 
 
 def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Save memory that several tensors share only once; like with `torch.save`, they share it again after a load.
-
-    This covers a tensor that occurs twice, and a view of a whole contiguous tensor in the state.
-    """
-    plain = {
-        path: tensor
-        for path, tensor in tensors.items()
-        if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta
-    }
-    whole: dict[Any, str] = {}
-    for path, tensor in plain.items():
-        if tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes():
-            whole.setdefault(_memory(tensor), path)
-    first: dict[Any, str] = {}
+    """Save memory that several tensors share only once; as with `torch.save`, they share it again after a load."""
+    by_storage: dict[Any, list[tuple[int, int, str]]] = {}
+    for path, tensor in tensors.items():
+        if type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
+            storage = tensor.device, tensor.untyped_storage().data_ptr()
+            by_storage.setdefault(storage, []).append((*_byte_range(tensor), path))
     instead: dict[str, Any] = {}
-    for path, tensor in plain.items():
-        place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        base = whole.get(_memory(tensor)) or first.setdefault((_memory(tensor), place), path)
-        if path == base:
-            continue
-        at, shape, stride = place
-        is_same = tensor.is_set_to(tensors[base])
-        instead[path] = {"tensor": base} if is_same else {"view": [{"tensor": base}, list(shape), list(stride), at]}
-    kept = {path: tensor for path, tensor in tensors.items() if path not in instead}
+    kept = dict(tensors)
+    for ranges in by_storage.values():
+        for first, last, paths in _overlapping(ranges):
+            forms: dict[Any, str] = {}
+            for path in paths:
+                forms.setdefault(_form(tensors[path]), path)
+            base = next((path for path in forms.values() if _fills(tensors[path], first, last)), "")
+            if len(forms) > 1 and not base:
+                base = f"{paths[0]}:%memory"
+                kept[base] = _bytes_between(tensors[paths[0]], first, last)
+            for path in paths:
+                like = forms[_form(tensors[path])]
+                if len(forms) > 1 and like != base:
+                    instead[path] = _memory_view(tensors[path], base, kept[base])
+                elif path != like:
+                    instead[path] = {"tensor": like}
+    for path in instead:
+        del kept[path]
     return (replace_tensors(value, instead) if instead else value), kept
 
 
-def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, torch.dtype]:
-    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.dtype
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return how a tensor reads its memory: equal for tensors that are one."""
+    place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return tensor.dtype, *place, tensor.is_conj(), tensor.is_neg()
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset() * tensor.itemsize
+    return first, first + (last + 1) * tensor.itemsize
+
+
+def _overlapping(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield the ranges of bytes that several of these paths overlap in, with the paths in their order."""
+    order = {path: number for number, (_, _, path) in enumerate(ranges)}
+    groups: list[tuple[int, int, list[str]]] = []
+    for first, last, path in sorted(ranges):
+        if groups and first < groups[-1][1]:
+            begin, end, paths = groups[-1]
+            groups[-1] = begin, max(end, last), [*paths, path]
+        else:
+            groups.append((first, last, [path]))
+    for first, last, paths in groups:
+        if len(paths) > 1:
+            yield first, last, sorted(paths, key=order.__getitem__)
+
+
+def _fills(tensor: torch.Tensor, first: int, last: int) -> bool:
+    """Return whether a tensor holds every byte of a range in order, as a restored tensor will."""
+    is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and _byte_range(tensor) == (first, last)
+
+
+def _bytes_between(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return the bytes of a tensor's storage, from a multiple of 16 on so that numbers of every type stay aligned."""
+    first -= first % 16
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage(), first, (last - first,), (1,))
+
+
+def _memory_view(tensor: torch.Tensor, base: str, memory: torch.Tensor) -> dict[str, Any]:
+    """Return the encoded form of a tensor in the memory of another one; the offset counts bytes."""
+    offset = tensor.storage_offset() * tensor.itemsize - memory.storage_offset() * memory.itemsize
+    dtype = {"dtype": str(tensor.dtype).removeprefix("torch.")}
+    place = [list(tensor.shape), list(tensor.stride()), offset]
+    return {"memory": [{"tensor": base}, dtype, *place, tensor.is_conj(), tensor.is_neg()]}
+
+
+def _view_memory(
+    memory: torch.Tensor, dtype: torch.dtype, shape: list[int], stride: list[int], offset: int, conj: bool, neg: bool
+) -> torch.Tensor:
+    """Return a tensor in the memory of another one; the inverse of `_memory_view`."""
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    start = (memory.storage_offset() * memory.itemsize + offset) // view.itemsize
+    view.set_(memory.untyped_storage(), start, shape, stride)
+    view = view.conj() if conj else view
+    return torch._neg_view(view) if neg else view

@@ -72,14 +72,47 @@ def test_tensors_that_are_trained_beside_the_model_still_are_after_a_restore() -
     assert [made[name].item() for name in ("alpha", "beta", "frozen", "result")] == [1.0, 2.0, 3.0, 2.0]
 
 
-def test_parts_of_memory_that_is_not_in_the_state_are_saved_by_themselves() -> None:
+def test_parts_that_overlap_share_their_memory_after_a_restore() -> None:
+    """As after `torch.load`, also if the whole is not in the state, and under another type."""
     owner, into = Averages(), Averages()
-    memory = torch.arange(6.0)
-    owner.state = {"first": memory[:4], "second": memory[2:], "again": memory[2:]}
+    memory, ints, complexes = torch.arange(6.0), torch.arange(4.0), torch.arange(4.0)
+    owner.state = {
+        "first": memory[1:4], "second": memory[2:], "again": memory[2:], "apart": memory[:1],
+        "float": ints, "bits": ints.view(torch.int32), "real": complexes, "complex": torch.view_as_complex(complexes.view(2, 2)),
+    }  # fmt: skip
     saved_and_loaded(owner, into)
     into.state["second"] += 10
-    assert into.state["first"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert into.state["first"].tolist() == [1.0, 12.0, 13.0]
     assert into.state["again"].tolist() == [12.0, 13.0, 14.0, 15.0]
+    assert into.state["apart"].tolist() == [0.0]
+    into.state["bits"].zero_()
+    assert into.state["float"].tolist() == [0.0] * 4
+    into.state["complex"] += 1
+    assert into.state["real"].tolist() == [1.0, 1.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "names", [("z", "conj"), ("conj", "z"), ("imag", "neg"), ("neg", "imag", "z"), ("row", "column")]
+)
+def test_views_of_complex_numbers_and_of_rows_come_back(names: tuple[str, ...]) -> None:
+    owner, into = Averages(), Averages()
+    z = torch.tensor([[1 + 2j, 3 + 4j], [5 + 6j, 7 + 8j]])
+    views = {"z": z, "conj": z.conj(), "imag": z.imag[1], "neg": z.conj().imag[1], "row": z[1], "column": z[:, 1]}
+    owner.state = {name: views[name] for name in names}
+    saved_and_loaded(owner, into)
+    for name in names:
+        assert torch.equal(into.state[name], views[name]), name
+    if "z" in names:
+        into.state["z"][1, 1] = z[1, 1] = 0
+        assert all(torch.equal(into.state[name], views[name]) for name in names), "they share their memory"
+
+
+def test_a_column_under_two_names_does_not_save_its_matrix() -> None:
+    owner = Averages()
+    matrix = torch.zeros(100, 100)
+    owner.state = {"one": matrix[:, 1], "two": matrix[:, 1]}
+    tensors = ObjectState(owner, "data", nn.Linear(2, 1), torch.device("cpu")).tensors()
+    assert [tensor.numel() for tensor in tensors.values()] == [100]
 
 
 def test_a_list_that_holds_itself_is_refused_by_name() -> None:

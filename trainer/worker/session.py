@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def _positive(owner: object, name: str) -> float | None:
     value = getattr(owner, name, None)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
         raise WorkloadError(f"{type(owner).__name__}.{name} is {value!r}: must be None or a number, 0 or more")
     return float(value)
 

@@ -7,6 +7,7 @@ from typing import Any
 from checkpointing.storage.durable import read_json
 from trainer.contract.run_dir import RunDir
 from trainer.contract.user_code.code_record import CodeRecord
+from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.restore_test.recorded_steps import find_difference, has_other_code
 
 TAIL_BYTES = 1 << 20
@@ -57,17 +58,25 @@ class RetrainedSteps:
 def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
     """Return the recorded steps after `restored`, each from the newest attempt that trained it.
 
-    Reading ends at an attempt whose configuration computes other numbers.
+    Reading ends at an attempt whose configuration computes other numbers, or whose files cannot be read.
     """
     found: dict[int, list[dict[str, Any]]] = {}
-    settings = _numeric_settings(run, attempt)
+    settings = None
     for number in range(attempt, max(0, attempt - MAX_ATTEMPTS), -1):
-        if _numeric_settings(run, number) != settings:
-            break
         of_attempt: dict[int, list[dict[str, Any]]] = {}
-        for line in _last_lines(run, number):
-            if line.get("step", 0) > restored:
-                of_attempt.setdefault(line["step"], []).append(line)
+        try:
+            of_settings = _numeric_settings(run, number)
+            lines = _last_lines(run, number)
+        except (OSError, ValueError, RecursionError) as error:
+            write_stderr(f"orch: steps of attempt {number} and older ones are not compared: {error}")
+            break
+        settings = of_settings if settings is None else settings
+        if of_settings != settings:
+            break
+        for line in lines:
+            step = line.get("step")
+            if isinstance(step, int) and step > restored:
+                of_attempt.setdefault(step, []).append(line)
         found = of_attempt | found
     return found
 
@@ -75,13 +84,18 @@ def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
 def _numeric_settings(run: RunDir, attempt: int) -> dict[str, Any]:
     """Return the parts of an attempt's configuration that can change a number. Raises OSError or ValueError."""
     config = read_json(run.attempt_config(attempt))
+    if not isinstance(config, dict):
+        raise ValueError(f"{run.attempt_config(attempt)} has no settings")
     return {section: config.get(section) for section in _NUMERIC}
 
 
 def has_new_code(run: RunDir, before: int, now: int) -> bool:
-    """Return whether attempt `now` trains with other code or packages than attempt `before` did."""
+    """Return whether attempt `now` may train with other code or packages than attempt `before` did."""
     first, last = run.attempt(before), run.attempt(now)
-    return before != now and has_other_code(first, CodeRecord.read(last.code))
+    try:
+        return before != now and has_other_code(first, CodeRecord.read(last.code))
+    except OSError:
+        return True
 
 
 def _last_lines(run: RunDir, number: int) -> list[dict[str, Any]]:

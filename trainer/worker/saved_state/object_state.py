@@ -11,6 +11,8 @@ import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from numbers import Number
 from typing import Any
 
 import torch
@@ -95,6 +97,8 @@ def _encode_one(
         return {"bytes": encode(torch.frombuffer(bytearray(value), dtype=torch.uint8), path, tensors, names)}
     if kind is complex:
         return {"complex": [encode(part, path, tensors, names) for part in (value.real, value.imag)]}
+    if isinstance(value, Number) and hasattr(value, "tobytes") and hasattr(value, "dtype"):  # one of NumPy's
+        return {"numpy": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if kind is torch.dtype:
         return {"dtype": str(value).removeprefix("torch.")}
     raise UnsavableValue(path, value)
@@ -222,6 +226,9 @@ def decode(
         return shared[inner]
     if kind == "dtype":
         return getattr(torch, inner)
+    if kind == "numpy":
+        dtype, held = inner
+        return import_module("numpy").frombuffer(base64.b64decode(held), dtype)[0]
     if kind == "bytes":
         return base64.b64decode(inner) if isinstance(inner, str) else bytes(tensors[inner["tensor"]].tolist())
     made = decode(inner, tensors, parameters, shared)

@@ -118,6 +118,8 @@ PREFIXES = ("optimizer/", "groups/", "entries/")
 _STATE = PREFIXES[0]
 _NAMED = "state:"
 _MISSING = object()
+_COUNTERS = (bool, int, float, str, type(None))
+"""Types of attributes that an optimizer may count its steps in."""
 
 
 class OptimizerState:
@@ -139,6 +141,7 @@ class OptimizerState:
         self._first_tensors: dict[str, torch.Tensor] = {}
         self._first_entries = self._entries(self._first_tensors)
         self._first_tensors = copy.deepcopy(self._first_tensors)
+        self._first_attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._metadata: dict[str, TensorMetadata] = {}
         self._targets: dict[str, torch.Tensor] = {}
 
@@ -150,6 +153,8 @@ class OptimizerState:
     def prime(self) -> None:
         """Create every state tensor; groups and state keep traces of it until `reset` or `restore`."""
         refuse_step(self._optimizer)
+        inner = optimizers.find_optimizers(vars(self._optimizer).values())
+        self._first_attributes = [(vars(one), dict(vars(one))) for one in (self._optimizer, *inner)]
         try:
             optimizers.prime(self._optimizer)
         except (RuntimeError, NotImplementedError) as error:
@@ -163,6 +168,12 @@ class OptimizerState:
         self._forget(list(self._parameters.values()))
         self.groups.reset()
         self._load_entries(self._first_entries, self._first_tensors)
+        for now, first in self._first_attributes:
+            for key in [key for key, value in now.items() if type(value) in _COUNTERS and value != first.get(key)]:
+                if key in first:
+                    now[key] = first[key]
+                else:
+                    del now[key]
 
     def _forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """Restore the initial state of these parameters, usually none."""

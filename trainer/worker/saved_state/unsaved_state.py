@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.worker.saved_state import checkpoint_contents, object_state
-from trainer.worker.saved_state.object_state import UnsavableValue
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name
 
@@ -135,10 +134,10 @@ def _text(value: Any) -> str | None:
         return None
     tensors: dict[str, torch.Tensor] = {}
     try:
-        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        if callable(getattr(type(value), "state_dict", None)):
             value = value.state_dict()
         text = object_state.text(object_state.encode(value, "", tensors, {}))
-    except UnsavableValue:
+    except Exception:  # noqa: BLE001  # an object of the user's that is not asked for its state otherwise
         return None
     return None if tensors or len(text) > _MAX_CHARACTERS else text
 

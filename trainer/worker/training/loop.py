@@ -299,7 +299,7 @@ class Loop:
             "seconds": seconds,
         }
         values |= {"position": pending.position, "software": self._software}
-        speed = {} if tokens is None else {"tokens_per_s": tokens / seconds}
+        speed = {} if tokens is None else {"tokens_per_s": float(tokens) / seconds}
         more: dict[str, Any] = {"metrics": own} if own else {}
         more |= self._services.figures.build_figures(
             result.step, seconds, self._stall, section_seconds(pending.work), pending.exposed

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ class MetricReducer:
     def _as_metric(self, name: str, value: Any) -> Mean | Sum | Rank0 | None:
         made = value if isinstance(value, (Mean, Sum, Rank0)) or value is None else Mean(value)
         for number in () if made is None else vars(made).values():
-            sound = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, (int, float))
+            sound = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, Real)
             if not sound:
                 raise WorkloadError(
                     f"{self._method}() returns {name}, which is no number and no tensor with one element"

@@ -115,3 +115,22 @@ def test_other_code_explains_and_the_same_attempt_has_the_same(run: RunDir) -> N
         run.attempt(number).code.write_text(json.dumps(record.to_json()))
     assert has_new_code(run, 1, 2)
     assert not has_new_code(run, 2, 2)
+
+
+@pytest.mark.parametrize("damage", ["no config", "empty config", "other config", "steps that are a folder"])
+def test_an_old_attempt_that_cannot_be_read_ends_the_comparison_and_not_the_training(
+    run: RunDir, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(run, 2, line(5, attempt=2), line("six"))  # type: ignore[arg-type]
+    record(run, 1, line(6))
+    run.attempt(2).config.write_text("{}")
+    first = run.attempt(1)
+    if damage == "no config":
+        run.config.unlink()
+    elif damage == "steps that are a folder":
+        first.metrics.unlink()
+        first.metrics.mkdir()
+    else:
+        first.config.write_text("" if damage == "empty config" else "[]")
+    assert list(read_retrained(run, 2, 4)) == [5]
+    assert "steps of attempt 1 and older ones are not compared" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """State of a user's object."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from checkpointing.storage.durable import canonical
 from trainer.worker.saved_state.object_state import ObjectState
+from trainer.worker.saved_state.unsaved_state import UnsavedAttributes
 from trainer.worker.workload import WorkloadError
 
 
@@ -78,7 +80,8 @@ def test_parts_that_overlap_share_their_memory_after_a_restore() -> None:
     memory, ints, complexes = torch.arange(6.0), torch.arange(4.0), torch.arange(4.0)
     owner.state = {
         "first": memory[1:4], "second": memory[2:], "again": memory[2:], "apart": memory[:1],
-        "float": ints, "bits": ints.view(torch.int32), "real": complexes, "complex": torch.view_as_complex(complexes.view(2, 2)),
+        "float": ints, "bits": ints.view(torch.int32), "real": complexes,
+        "complex": torch.view_as_complex(complexes.view(2, 2)),
     }  # fmt: skip
     saved_and_loaded(owner, into)
     into.state["second"] += 10
@@ -146,3 +149,26 @@ def test_names_of_files_that_are_no_utf8_come_back() -> None:
     owners[0].state = {"next": "caf\udce9.txt", "seen": {"caf\udce9.txt": torch.tensor([3.0])}}
     saved_and_loaded(*owners)
     assert owners[1].state == owners[0].state
+
+
+class Attributes(dict[str, float]):
+    """Answers any question with what it holds, also that for `state_dict`."""
+
+    __getattr__ = dict.__getitem__
+
+
+class NeedsMore:
+    def state_dict(self, destination: dict[str, float]) -> dict[str, float]:
+        return destination
+
+
+class NotReady:
+    def state_dict(self) -> dict[str, float]:
+        raise RuntimeError("call consolidate_state_dict() first")
+
+
+def test_an_attribute_that_gives_no_state_is_left_alone() -> None:
+    owner = SimpleNamespace(settings=Attributes(lr=0.1), more=NeedsMore(), later=NotReady(), count=1)
+    attributes = UnsavedAttributes({"workload": owner})
+    owner.count = 2
+    assert attributes.changed_attributes() == {"workload.count": "2"}

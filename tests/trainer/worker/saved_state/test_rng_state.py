@@ -70,6 +70,19 @@ print(json.dumps(found))
 """
 
 
+NUMBERS = """
+import json, numpy as np, torch
+from numbers import Real
+from trainer.worker.saved_state.object_state import decode, encode
+values = [np.float64(0.1), np.float32(0.1), np.int64(-3), np.complex64(1 + 2j), np.float16("nan")]
+saved = json.loads(json.dumps(encode({"in": values}, "state", {}, {})))
+made = decode(saved, {}, {})["in"]
+print(json.dumps({at: [type(one).__name__, one.tobytes() == made.tobytes(),
+                     type(one) is type(made), isinstance(one, Real)]
+                  for at, (one, made) in enumerate(zip(values, made, strict=True))}))
+"""
+
+
 def with_numpy(program: str) -> dict[str, Any]:
     if not (INTEROP / ".ready").exists():
         pytest.skip("NumPy is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
@@ -157,3 +170,10 @@ def test_a_rank_that_comes_later_draws_what_no_other_one_draws_and_the_same_in_e
     drawn = [first_draw(seed=seed, dp_rank=rank, step=step) for seed, rank, step in cases]
     assert len(set(drawn)) == len(cases)
     assert drawn == [first_draw(seed=seed, dp_rank=rank, step=step) for seed, rank, step in cases]
+
+
+def test_numbers_of_numpy_in_a_state_come_back_as_they_were() -> None:
+    found = with_numpy(NUMBERS)
+    assert list(found.values()) == [
+        [name, True, True, name != "complex64"] for name in ("float64", "float32", "int64", "complex64", "float16")
+    ]

@@ -389,3 +389,31 @@ def test_a_reset_gives_groups_the_very_parameters_back() -> None:
     state = OptimizerState(net, optimizer)
     state.reset()
     assert optimizer.param_groups[0]["first"][0] is net.weight
+
+
+class WarmUp(optim.SGD):
+    """Counts its steps in attributes, one of which its first step makes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        self.begun = True
+        super().step(closure)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_the_first_step_of_an_optimizer_is_its_first_also_by_its_own_count(within: bool) -> None:
+    net, optimizer, state = started(lambda net: WarmUp(net.parameters()))
+    if within:
+        outer = optim.SGD(net.parameters(), lr=0.1)
+        outer.inner = optimizer  # type: ignore[attr-defined]
+        outer.step = optimizer.step  # type: ignore[method-assign]
+        state = OptimizerState(net, outer)
+    state.prime()
+    assert vars(optimizer)["steps"] == 1
+    state.reset()
+    assert optimizer.steps == 0
+    assert "begun" not in vars(optimizer)

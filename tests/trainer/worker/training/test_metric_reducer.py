@@ -1,6 +1,7 @@
 """Numbers of a workload: how those of several ranks become one, with one rank's row standing for that of each."""
 
 import json
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_a_mean_is_weighted_and_that_of_no_samples_counts_nothing() -> None:
     assert summed({"loss": 2.0}, {"loss": torch.tensor([5])}) == {"loss": 3.5}
     assert summed({"loss": 2.0}, {"loss": Mean(float("nan"), 0.0)}) == {"loss": 2.0}
     assert summed({"loss": Mean(float("nan"), 0)}) == {}
+    assert summed({"loss": Fraction(2)}, {"loss": Mean(Fraction(4), 1.0)}) == {"loss": 3.0}  # type: ignore[dict-item, arg-type]
 
 
 def test_of_rank_0_and_of_no_value() -> None:

@@ -149,7 +149,7 @@ def _positive(owner: object, name: str) -> float | None:
     value = getattr(owner, name, None)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < float("inf"):
         raise WorkloadError(f"{type(owner).__name__}.{name} is {value!r}: must be None or a number, 0 or more")
     return float(value)
 

@@ -2,6 +2,7 @@
 PURE: the decision about changed code before it trains."""
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -38,7 +39,7 @@ class CodeRecord:
     files: Mapping[str, CodeFile] = field(default_factory=dict)
     """Files by module name, or by the path of a script as the command gives it."""
     absent: tuple[str, ...] = ()
-    """Top-level modules that the code imports but that are not found."""
+    """Modules that the code imports, or tries to, but that are not found: top-level ones, and parts of its packages."""
     covers: str = ""
     """Description of the scope: the files in the record."""
     packages: Mapping[str, str] | None = None
@@ -49,6 +50,8 @@ class CodeRecord:
     """Folders in which the distributions are installed, in the order of the import path."""
     late: tuple[str, ...] = ()
     """Names of files that were recorded because a rank had imported them by its first step."""
+    folders: tuple[str, ...] = ()
+    """Folders whose Python files are all in the record, because code there imports modules by other means."""
 
     @property
     def digest(self) -> str:
@@ -78,7 +81,7 @@ class CodeRecord:
                 packages=None if packages is None else {str(name): str(version) for name, version in packages.items()},
                 imported=tuple(map(str, value.get("imported", ()))),
                 site_folders=tuple(map(str, value.get("site_folders", ()))),
-                late=tuple(map(str, value.get("late", ()))),
+                late=tuple(map(str, value.get("late", ()))), folders=tuple(map(str, value.get("folders", ()))),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError):
             return None
@@ -113,12 +116,27 @@ def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
     """PURE: describe the changes in the code that both records cover.
 
     A module in only one record does not count as a change: either the module that imports it has changed, or it was
-    imported for another reason.
+    imported for another reason. A file beside others that were read because of their folder is a change.
     """
     changed = [f"{name} changed" for name in changed_digests(before, now) if name in before.files]
     gone = [f"{name} is gone" for name in before.files if name in now.absent]
     new = [f"{name} is new" for name in before.absent if name in now.files]
-    return [*changed, *gone, *new]
+    return [*changed, *gone, *new, *(f"{name} is new" for name in _new_beside(before, now))]
+
+
+def _new_beside(before: CodeRecord, now: CodeRecord) -> list[str]:
+    """Return new files beside known ones in folders that were recorded whole; a whole new folder may be output."""
+    if not before.folders:
+        return []
+    known = {os.path.dirname(one.path) for one in before.files.values()}
+    paths = {one.path for one in before.files.values()}
+    beside = {folder for folder in known if any(Path(folder).is_relative_to(whole) for whole in before.folders)}
+    return [
+        name
+        for name, one in now.files.items()
+        if name not in before.files and name not in before.absent and name not in now.late
+        if one.path not in paths and os.path.dirname(one.path) in beside
+    ]
 
 
 def changed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:

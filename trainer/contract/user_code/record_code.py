@@ -42,7 +42,12 @@ class ImportSearch:
         """Return the file that `import name` would load; None for a namespace, a built-in module, or no module."""
         spec = self._spec(name)
         origin = spec.origin if spec is not None and spec.has_location else None
-        return Path(origin) if origin is not None and os.path.isfile(origin) else None
+        return find_containing_file(origin) if origin is not None else None
+
+    def is_package(self, name: str) -> bool:
+        """Return whether the name is a package of the usual kind, to which files can add modules."""
+        spec = self._spec(name)
+        return spec is not None and spec.has_location and spec.submodule_search_locations is not None
 
     def is_there(self, name: str) -> bool:
         return self._spec(name) is not None
@@ -89,6 +94,13 @@ class ImportSearch:
                     yield found
         if (last := PathFinder.find_spec(name, self._last)) is not None:
             yield last
+
+
+def find_containing_file(path: str) -> Path | None:
+    """Return this file, or the archive (`libs.zip/module.py`) that it is in; None if there is neither."""
+    if os.path.isfile(path):
+        return Path(path)
+    return next((above for above in Path(path).parents if above.is_file()), None)
 
 
 class UserFiles:
@@ -246,8 +258,9 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
         file = getattr(module, "__file__", None)
         if name in skip or name == "__main__" or not isinstance(file, str):
             continue
-        if os.path.isabs(file) and os.path.isfile(file):  # a module created at run time may have any name here
-            found.add(name, Path(file), imported=True)
+        place = find_containing_file(file) if os.path.isabs(file) else None
+        if place is not None:  # a module created at run time may have any name here
+            found.add(name, place, imported=True)
     found.follow()
     # A dynamic import in a library does not concern the files beside the workload.
     whole = [folder for folder in folders if any(folder in file.parents for file in found.dynamic)]
@@ -344,8 +357,10 @@ def _with_folders(found: "_Collector", folders: Sequence[Path], covers: str, mod
         if package and any(folder in file.parents for file in found.dynamic)
     ]
     if found.dynamic and (folders or packages):
-        for folder, package in [*((folder, "") for folder in folders), *packages]:
+        whole = [*((folder, "") for folder in folders), *packages]
+        for folder, package in whole:
             found.add_folder(folder, package)
+        found.folders = tuple(str(folder) for folder, _ in whole)
         covers += f"; {found.dynamic[0].name} imports by other means, so every Python file of its folder counts"
     return found.record(covers)
 
@@ -391,6 +406,7 @@ class _Collector:
         self.dynamic: list[Path] = []
         self.foreign: set[str] = set()
         self._named: set[str] = set()
+        self.folders: tuple[str, ...] = ()
 
     def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
         """Add a file of the user's; other files are ignored. `package`: its package, by default derived from its name.
@@ -418,7 +434,9 @@ class _Collector:
             file = self._search.find_file(part)
             if file is not None:
                 self.add(part, file)
-            elif depth == 1 and not self._search.is_there(part):
+            elif not self._search.is_there(part) and (
+                depth == 1 or self._search.is_package(".".join(parts[: depth - 1]))
+            ):
                 self._absent.add(part)
             # A module in a library is not the user's.
             if depth == 1 and part not in self._files and (file is not None or not self._search.is_namespace(part)):
@@ -463,10 +481,13 @@ class _Collector:
             self.add_module(name)
 
     def record(self, covers: str) -> CodeRecord:
-        more = f"; only the first {MOST} files" if len(self._files) >= MOST else ""
+        full = len(self._files) >= MOST
+        more = f"; only the first {MOST} files" if full else ""
+        absent_tops = {name for name in self._absent if "." not in name}
         return CodeRecord(
             files=dict(sorted(self._files.items())), absent=tuple(sorted(self._absent)), covers=covers + more,
-            imported=third_party(self.foreign | self._absent | self._named),
+            imported=third_party(self.foreign | absent_tops | self._named),
+            folders=() if full else self.folders,
         )  # fmt: skip
 
 

@@ -391,8 +391,8 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the one after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset() * tensor.itemsize
-    return first, first + (last + 1) * tensor.itemsize
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return first, first + (int(last) + 1) * tensor.itemsize
 
 
 def _overlapping(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[str]]]:

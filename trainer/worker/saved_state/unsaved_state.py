@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.worker.saved_state import checkpoint_contents, object_state
+from trainer.worker.saved_state.object_state import UnsavableValue
 from trainer.worker.saved_state.optimizer_state import OptimizerState
 from trainer.worker.saved_state.rng_state import pack_rng, rng_name
 
@@ -127,17 +128,13 @@ class UnsavedAttributes:
 
 
 def _text(value: Any) -> str | None:
-    """Return the attribute, or its own `state_dict`, as text; None if it is not small and plain."""
-    if isinstance(value, torch.Tensor | torch.nn.Module | torch.optim.Optimizer):
-        return None
+    """Return the attribute as text; None if it is not small and plain."""
     if isinstance(value, str | list | tuple | dict | set | frozenset) and len(value) > _MAX_CHARACTERS:
         return None
     tensors: dict[str, torch.Tensor] = {}
     try:
-        if callable(getattr(type(value), "state_dict", None)):
-            value = value.state_dict()
         text = object_state.text(object_state.encode(value, "", tensors, {}))
-    except Exception:  # noqa: BLE001  # an object of the user's that is not asked for its state otherwise
+    except UnsavableValue:
         return None
     return None if tensors or len(text) > _MAX_CHARACTERS else text
 

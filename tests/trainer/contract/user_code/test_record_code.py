@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,60 @@ def test_a_module_that_comes_or_goes_is_named(tmp_path: Path) -> None:
     (tmp_path / "helpers_in.py").unlink()
     assert changed_files(before, named(tmp_path)) == ["helpers_in is gone", "fancy_in is new"]
     assert "helpers_in is gone" in changed_files(before, read_again(before))
+
+
+OPTIONAL = """try:
+    from {0} import _fast
+except ImportError:
+    _fast = None
+"""
+
+
+@pytest.mark.parametrize("package", [".", "pack_in"])
+def test_a_module_that_appears_within_a_package_is_new(tmp_path: Path, package: str) -> None:
+    """Such as `from . import _C`, built later; a class that a package imports is no missing module."""
+    made(tmp_path, **{"pack_in/side.py": OPTIONAL.format(package), "pack_in/__init__.py": "from .side import x\n"})
+    before = named(tmp_path)
+    assert "pack_in._fast" in before.absent
+    assert not [name for name in before.imported if "." in name]
+    (tmp_path / "pack_in/_fast.py").write_text("")
+    assert changed_files(before, named(tmp_path)) == ["pack_in._fast is new"]
+    assert changed_files(named(tmp_path), before) == ["pack_in._fast is gone"]
+
+
+def test_an_optional_module_of_a_command_is_new(tmp_path: Path) -> None:
+    made(tmp_path, **{"mine_in.py": OPTIONAL.format("pack_in")})
+    before = command(tmp_path, "python", "mine_in.py")
+    (tmp_path / "pack_in/_fast.py").write_text("")
+    assert changed_files(before, command(tmp_path, "python", "mine_in.py")) == ["pack_in._fast is new"]
+
+
+def test_a_plugin_beside_others_is_new_and_a_folder_of_output_is_not(tmp_path: Path) -> None:
+    made(tmp_path, **{"pack_in/side.py": "import importlib\nimportlib.import_module(name)\n"})
+    before = CodeRecord.from_json(json.loads(json.dumps(named(tmp_path).to_json())))
+    assert before is not None
+    (tmp_path / "outputs").mkdir()
+    for name in ("pack_in/another.py", "outputs/mine_in.py", "pack_in/notes.txt"):
+        (tmp_path / name).write_text("")
+    assert changed_files(before, named(tmp_path)) == ["pack_in.another is new"]
+    (tmp_path / "pack_in/unused.py").unlink()
+    assert changed_files(before, read_again(before)) == ["pack_in.unused is gone"]
+
+
+def test_code_in_an_archive_is_known_by_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def zipped(text: str) -> None:
+        with zipfile.ZipFile(tmp_path / "libs.zip", "w") as archive:
+            archive.writestr("zipped_in.py", text)
+
+    zipped("SCALE = 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "libs.zip")
+    made(tmp_path, **{"mine_in.py": "import zipped_in\n"})
+    before = named(tmp_path)
+    module = SimpleNamespace(__file__=str(tmp_path / "libs.zip" / "zipped_in.py"))
+    loaded = record_imported({"zipped_in": module}, (), workload(tmp_path))
+    assert before.files["zipped_in"] == loaded.files["zipped_in"]
+    zipped("SCALE = 4.0\n")
+    assert changed_files(before, read_again(before)) == ["zipped_in changed"]
 
 
 def installed(folder: Path, name: str, place: str = "site-packages", **about: str) -> Path:

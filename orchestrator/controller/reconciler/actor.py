@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from orchestrator.controller.run_dirs.inheritable_checkpoints import RunCheckpoints
 
 
-def code_note(store: Store, attempt: Attempt) -> str:
-    """Return a note if an attempt trains changed code that the user has not accepted, else an empty string."""
-    changes = [
-        notice
-        for notice in store.notices(attempt.run)
-        if notice.kind == EventKind.CODE_CHANGED and notice.attempt == attempt.number
-    ]
-    if not changes or changes[-1].data.get("accepted"):
-        return ""
-    return f"trains other code: {changes[-1].data.get('reason')}"
+def training_notes(store: Store, attempt: Attempt) -> list[str]:
+    """Return what the user should know of an attempt: changed code not accepted, and restarts that differ."""
+    newest = {notice.kind: notice.data for notice in store.notices(attempt.run) if notice.attempt == attempt.number}
+    code, restart = newest.get(EventKind.CODE_CHANGED), newest.get(EventKind.RESTART_DIFFERS)
+    notes = []
+    if code is not None and not code.get("accepted"):
+        notes.append(f"trains other code: {code.get('reason')}")
+    if restart is not None:
+        notes.append(f"went on differently after a restart: {restart.get('reason')}")
+    return notes
 
 
 AMBIGUOUS_FOR = 60.0

@@ -17,7 +17,7 @@ from orchestrator.controller.jobs.job_spec import is_live, job_spec
 from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, take_snapshot
 from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
-from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor, code_note
+from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor, training_notes
 from orchestrator.controller.reconciler.conclude import conclude
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.reconciler.ownership import Domain, never_submitted, sweep_orphans
@@ -355,8 +355,8 @@ class Controller:
         changed = changes(job, spec)
         held = f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
         size = size_note(view, self._config(run.config_digest), job)
-        code = code_note(self.store, attempt) if runs else ""
-        said = "".join(f"; {words}" for words in (size, held, silence.reason, evidence.odd, changed, code) if words)
+        notes = training_notes(self.store, attempt) if runs else []
+        said = "".join(f"; {words}" for words in (size, held, silence.reason, evidence.odd, changed, *notes) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
 

@@ -382,6 +382,8 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
     EventKind.INCIDENT: _notice,
     EventKind.STRAGGLER: _notice,
     EventKind.BATCH_SKIPPED: _notice,
+    EventKind.RESTART_DIFFERS: _notice,
+    EventKind.CHECKPOINT_INCOMPLETE: _notice,
     EventKind.CODE_RECORDED: _notice,
     EventKind.CODE_CHANGED: _code_changed,
     EventKind.DRILL: _notice,

@@ -99,6 +99,19 @@ def test_other_code_is_named_with_the_digest_of_what_trained(orch: Type, seeds: 
     assert "package timm 1.0 -> 2.0 since attempt 1" in shown
 
 
+def test_what_a_restart_did_not_bring_back_has_its_tables(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    differs = "loss of step 8 is 2.0, was 1.0"
+    notice(seeds, run, EventKind.RESTART_DIFFERS, step=8, restored=7, reason=differs)
+    notice(seeds, run, EventKind.CHECKPOINT_INCOMPLETE, step=7, reason="workload.k had changed and is not saved")
+    data = orch("show", run, "--json").data
+    assert [(one["step"], one["restored"], one["reason"]) for one in data["restart_differs"]] == [(8, 7, differs)]
+    assert [one["step"] for one in data["incomplete"]] == [7]
+    shown = orch("show", run).out
+    for words in ("restarts that trained differently\n", differs, "state that checkpoints lack\n", "workload.k had"):
+        assert words in shown
+
+
 def test_a_quiet_run_lists_nothing(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     data = orch("show", run, "--json").data

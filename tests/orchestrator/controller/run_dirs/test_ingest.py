@@ -308,6 +308,12 @@ def test_the_status_names_code_that_nobody_has_accepted(tmp_path: Path) -> None:
     world.tick()
     world.tick()
     assert world.run.reason.endswith("; trains other code: mine changed since the submit")
+    log.write(EventKind.RESTART_DIFFERS, step=8, restored=7, reason="loss of step 8 is 2.0, it was 1.0")
+    world.tick()
+    world.tick()
+    assert world.run.reason.endswith(
+        "the submit; went on differently after a restart: loss of step 8 is 2.0, it was 1.0"
+    )
 
 
 def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:
@@ -316,12 +322,15 @@ def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:
     log.write(EventKind.INCIDENT, name="g002-stopped", kind="stopped", rank=3, node="n2", reason="rank 3 stopped")
     log.write(EventKind.STRAGGLER, rank=1, node="n1", section="forward", ratio=1.3, over=False)
     log.write(EventKind.BATCH_SKIPPED, step=7, position=96, reason="loss nan")
+    log.write(EventKind.RESTART_DIFFERS, step=8, restored=7, reason="loss of step 8 is 2.0, was 1.0")
+    log.write(EventKind.CHECKPOINT_INCOMPLETE, step=7, reason="workload.k had changed and is not saved")
     log.write(EventKind.PREFLIGHT, node=0, name="n1", ok=True, reason="")
     log.write(EventKind.PREFLIGHT, node=1, name="n2", ok=False, reason="/dev/shm is full")
     read(world)
     found = world.store.notices(world.name)
     assert [(item.kind, item.node, item.generation) for item in found] == [
-        ("incident", "n2", 2), ("straggler", "n1", 2), ("batch.skipped", "", 2), ("preflight", "n2", 2),
+        ("incident", "n2", 2), ("straggler", "n1", 2), ("batch.skipped", "", 2),
+        ("restart.differs", "", 2), ("checkpoint.incomplete", "", 2), ("preflight", "n2", 2),
     ]  # fmt: skip
     assert found[0].data["name"] == "g002-stopped"
     assert [item.data["rank"] for item in world.store.cluster_notices(world.run.cluster, ["straggler"], 0.0)] == [1]

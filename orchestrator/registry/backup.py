@@ -4,8 +4,8 @@ import contextlib
 import os
 import secrets
 import shlex
-import shutil
 import sqlite3
+import subprocess
 from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir
@@ -103,14 +103,21 @@ def _copy_files(path: Path, to: Path) -> None:
             if version is None:
                 copy.unlink(missing_ok=True)
             else:
-                shutil.copyfile(path.with_name(path.name + name), copy)
-                copy.chmod(0o600)
+                _copy_file(path.with_name(path.name + name), copy)
         if before == [_version(path, name) for name in names]:
             return
     raise RegistryError(
         "the registry changes too often to be copied from here", where=str(path),
         hint="type it on the host that writes it",
     )  # fmt: skip
+
+
+def _copy_file(path: Path, to: Path) -> None:
+    """Copy in a child process, because closing the file here would drop this process's locks on it."""
+    command = ["cp", "--", str(path), str(to)]
+    done = subprocess.run(command, capture_output=True, text=True, umask=0o077, check=False)
+    if done.returncode:
+        raise OSError(done.stderr.strip())
 
 
 def _version(path: Path, ending: str) -> tuple[int, int, int] | None:

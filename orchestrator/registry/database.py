@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from orchestrator.registry.rows import TOUCHED
-from orchestrator.registry.sqlite_errors import explain, is_busy
+from orchestrator.registry.sqlite_errors import explain, is_busy, is_io_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,6 +61,8 @@ class Database:
             except IntegrityError:
                 raise
             except DBAPIError as error:
+                if is_io_error(error.orig):
+                    self.close()  # the next transaction connects anew
                 if not is_busy(error.orig) or time.monotonic() > give_up:
                     raise explain(error.orig, self.path) from error
                 time.sleep(random.uniform(0.01, 0.1))
@@ -83,6 +85,7 @@ class Database:
         return result, touched
 
     def close(self) -> None:
+        """Close all connections; a later transaction opens new ones."""
         self._engine.dispose()
 
 

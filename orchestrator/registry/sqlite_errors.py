@@ -1,9 +1,14 @@
-"""Messages for SQLite's errors, and the test for errors worth a retry."""
+"""Messages for SQLite's errors, and the test for errors worth a retry.
+
+WARNING: a process that may have the registry open must not open its file itself. Closing any descriptor of a file drops
+all POSIX locks of the process on it, SQLite's included (sqlite.org/howtocorrupt.html, 2.2).
+"""
 
 import os
 import shlex
 import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 
 from orchestrator.errors import RegistryError
@@ -35,6 +40,11 @@ class ForeignDatabase(RegistryError):
 def code(error: BaseException | None) -> int:
     """Return SQLite's primary result code, or 0."""
     return int(getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF
+
+
+def is_io_error(error: BaseException | None) -> bool:
+    """Return whether a read or write of the file failed, so that the state of its connections is unknown."""
+    return code(error) == sqlite3.SQLITE_IOERR
 
 
 def is_busy(error: BaseException | None) -> bool:
@@ -69,37 +79,35 @@ def _is_writable(path: Path) -> bool:
 
 
 def log_without_place(path: Path) -> str:
-    """Return why a registry cannot keep its write-ahead log beside itself; "" if it can, or has no log.
+    """Return why a registry cannot keep its write-ahead log beside itself; "" if SQLite can read it.
 
     SQLite needs to write there even for reading, and does not report that.
     """
     try:
-        with path.open("rb") as stream:
-            has_log = stream.read(20)[18:20] == b"\x02\x02"  # the read version in the file's header
         mounted_readonly = os.statvfs(path.parent).f_flag & os.ST_RDONLY
     except OSError:
         return ""
-    if not has_log:
+    if not mounted_readonly and os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
         return ""
-    if mounted_readonly:
-        return _MOUNT
-    return "" if os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True) else _FOLDER
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            connection.execute("PRAGMA schema_version")
+    except sqlite3.Error as error:
+        return (_MOUNT if mounted_readonly else _FOLDER) if code(error) in _UNWRITABLE else ""
+    return ""
 
 
 def _access_error(path: Path) -> RegistryError | None:
     """Return the file system's error on opening the file, which SQLite reports as an I/O error or not at all."""
     try:
-        path.lstat()
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
     except OSError:
-        return None  # its folder is inaccessible or missing
-    try:
-        with path.open("rb"):
-            return None
-    except IsADirectoryError:
+        return None  # the file or its folder is inaccessible or missing
+    if is_folder:
         what, hint = "it is a folder", f"ORCH_REGISTRY names a file: {path / 'registry.db'}"
-    except PermissionError:
+    elif not os.access(path, os.R_OK, effective_ids=True):
         what, hint = "permission denied", f"chmod u+rw {path}, or ask its owner"
-    except OSError:
+    else:
         return None
     return RegistryError(f"the registry cannot be opened: {what}", where=str(path), hint=hint)
 

@@ -1,7 +1,9 @@
 """Registry store: every read and write is a method of Store."""
 
+import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -69,12 +71,15 @@ def _prepare(path: Path) -> None:
 def _make(path: Path) -> str:
     """Create the file, readable only by its owner, before SQLite creates it with the ambient umask.
 
-    Returns its journal mode.
+    Returns its journal mode. An existing file is not opened: that would drop this process's locks on it.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         journal = choose_journal_mode(path, find_mount(path.parent))
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with suppress(FileExistsError):
+            os.close(os.open(os.path.realpath(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        if not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, "its file or mount is read-only")
     except OSError as error:
         raise RegistryError(
             f"the registry cannot be written: {error.strerror}", where=str(path), hint=f"set {sqlite_errors.ELSEWHERE}"

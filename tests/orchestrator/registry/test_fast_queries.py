@@ -1,12 +1,10 @@
 """What `orch status` reads, without sqlalchemy."""
 
 import ast
-import os
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,19 +175,23 @@ def test_it_reads_while_a_writer_is_in_the_middle_of_a_transaction(desk: Desk) -
     assert fast_queries.newest(desk.path)[0]["step"] == 9
 
 
-def test_a_log_on_a_read_only_mount_is_told_so(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+ON_A_READ_ONLY_MOUNT = """
+set -e; folder=$(dirname "$1"); mount --bind "$folder" "$folder"; mount -o remount,bind,ro "$folder"
+exec "$0" -c 'import sys; from pathlib import Path; from orchestrator.registry import fast_queries
+fast_queries.newest(Path(sys.argv[1]))' "$1"
+"""
+
+
+def test_a_log_on_a_read_only_mount_is_told_so(desk: Desk, tmp_path: Path) -> None:
     desk.run()
-
-    def readonly(path: Path) -> sqlite3.Connection:
-        error = sqlite3.OperationalError("unable to open database file")
-        error.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
-        raise error
-
-    monkeypatch.setattr(fast_queries, "_connect", readonly)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
-    with pytest.raises(RegistryError, match="read-only mount, where its write-ahead log") as caught:
-        fast_queries.newest(desk.path)
-    assert "orch db backup" in caught.value.hint
+    desk.store.close()
+    inside = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount")
+    command = [*inside, "sh", "-c", ON_A_READ_ONLY_MOUNT, sys.executable, str(desk.path)]
+    read = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "read-only mount, where its write-ahead log" in read.stderr
+    assert read.stderr.count("Traceback") == 2  # SQLite's error, and the one to show
 
 
 def fill(path: Path, count: int) -> None:

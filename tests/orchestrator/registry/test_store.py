@@ -351,7 +351,7 @@ def test_files_that_are_no_registry_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="not a registry of orch"):
         Store.open(tmp_path / "other.db")
     (tmp_path / "folder.db").mkdir()
-    with pytest.raises(RegistryError, match="cannot be written"):
+    with pytest.raises(RegistryError, match="it is a folder"):
         Store.open(tmp_path / "folder.db")
     (tmp_path / "file").write_text("")
     with pytest.raises(RegistryError, match="cannot be written"):

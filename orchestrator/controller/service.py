@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -139,9 +139,20 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, log_file, flags, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            *((os.POSIX_SPAWN_CLOSE, number) for number in _inheritable_descriptors()),
         ],
     )  # fmt: skip
     return not found.stays
+
+
+def _inheritable_descriptors() -> list[int]:
+    """Return the descriptors above 2 that a child would keep: a lock of flock(1), or a pipe with a waiting reader."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # closed meanwhile, as is the listing's own descriptor
+            if number > 2 and os.get_inheritable(number):
+                found.append(number)
+    return found
 
 
 def _places(store_path: Path) -> dict[str, str]:

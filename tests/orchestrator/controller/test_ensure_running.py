@@ -1,5 +1,6 @@
 """A controller is started where none lives, found where one does, and stopped."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -49,6 +50,18 @@ def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:
     assert report is not None
     assert report.errors == ()
     assert service.status(path).epoch == first.epoch + 1
+
+
+def test_a_daemon_keeps_no_descriptor_of_the_shell(path: Path, tmp_path: Path) -> None:
+    """Such as a lock of flock(1), or the pipe of a command substitution."""
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.set_inheritable(lock.fileno(), True)
+        assert service.ensure_running(path)
+    with (tmp_path / "lock").open() as again:
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    until(lambda: service.status(path).alive)
+    assert service.stop(path)
 
 
 @pytest.mark.parametrize("place", ["elsewhere", f"{host_name()}/another-container"])

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from secrets import token_hex
 from typing import Any, NoReturn
 
 from checkpointing.config import RUN
+from checkpointing.storage.storage_errors import disk_words
 from checkpointing.storage.trusted_path import NotPrivate, check_private, user_name, weakness
 from checkpointing.tiers.tier import HINT, ResolvedTier, one_folder, resolve_tier
 from orchestrator.config.compose import Composed
@@ -51,14 +53,9 @@ def refuse_shared(root: Path) -> None:
     )
 
 
-def data_folder(root: Path, config: RunConfig) -> Path:
-    """Return the folder for tokens of `data.text`; under a shared root, each user has one."""
-    return root / (f".data-{os.geteuid()}" if config.cluster.shared_root else ".data")
-
-
-def check_data(folder: Path, config: RunConfig) -> None:
-    """Raise Precondition for tokens in a shared root that another user prepared or may change."""
-    if not config.cluster.shared_root or not folder.exists():
+def check_data(folder: Path) -> None:
+    """Raise Precondition for tokens that another user prepared or may change."""
+    if not folder.exists():
         return
     try:
         check_private(folder)
@@ -364,20 +361,21 @@ def prepare_data(
 
 
 def _tokenize_text(config: RunConfig, root: Path, progress: Progress | None) -> tuple[Path, TokenIndex]:
-    place = data_folder(root, config)
-    check_data(place, config)
+    place = root / f".data-{os.geteuid()}"  # other users may have theirs in the same root
+    check_data(place)
     try:
         folder, index = prepare_under(config.data.text, place, progress)
     except TokensError as error:
         raise ConfigError(f"data.text: {error}", where="data.text", hint="files, folders, or python-stdlib") from error
     except OSError as error:
+        cure = "make room" if disk_words(error.errno) else f"`chmod u+rwX {shlex.quote(str(place))}`"
         raise Precondition(
             f"the tokens of data.text cannot be written: {error.strerror or error}",
             where=str(place),
-            hint="make room, or choose another folder with cluster.root=FOLDER",
+            hint=f"{cure}, or choose another folder with cluster.root=FOLDER",
         ) from error
     for each in (place, folder):
-        check_data(each, config)
+        check_data(each)
     return folder, index
 
 

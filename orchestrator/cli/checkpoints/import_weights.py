@@ -13,7 +13,7 @@ from orchestrator.config.run_config import ClusterConfig
 from orchestrator.errors import CheckpointInvalid, ConfigError
 
 STAGING = ".imports"
-"""Folder below `cluster.root` where a checkpoint is made before its run has a folder."""
+"""Name, before the user's id, of the folder below `cluster.root` for a checkpoint whose run has no folder yet."""
 SHOWN = 12
 """Maximum number of mismatches listed one by one."""
 
@@ -22,11 +22,12 @@ SHOWN = 12
 def staging_folder(cluster: ClusterConfig) -> Iterator[Path]:
     """Yield the folder in which the checkpoint is made, until its run's folder takes it over."""
     from checkpointing.storage.durable import temporary_folder
+    from checkpointing.storage.trusted_path import check_private
     from orchestrator.submission.create_run import writable_root
 
-    own = f"{STAGING}-{os.geteuid()}" if cluster.shared_root else STAGING
-    place = writable_root(cluster.root, shared=cluster.shared_root) / own
+    place = writable_root(cluster.root, shared=cluster.shared_root) / f"{STAGING}-{os.geteuid()}"
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(place)
     with temporary_folder(place, "import", mode=0o700) as folder:
         yield folder
 

@@ -22,8 +22,11 @@ from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
 from orchestrator.submission import create_run, user_code
+from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 from trainer.contract.config import WorkloadConfig, load
 from trainer.contract.run_dir import RunDir
+
+DATA = f".data-{os.geteuid()}"
 
 WORKLOAD = """\
 from trainer.worker.workload import BaseWorkload
@@ -46,7 +49,7 @@ def submit(tmp_path: Path, store: Store, *overrides: str, **given: Any) -> tuple
 
 
 def nothing_was_written(tmp_path: Path, store: Store) -> bool:
-    return store.runs() == [] and not [path for path in (tmp_path / "runs").glob("*") if path.name != ".data"]
+    return store.runs() == [] and not [path for path in (tmp_path / "runs").glob("*") if path.name != DATA]
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def test_a_submitted_run_is_written_down_whole(tmp_path: Path, store: Store) -> 
     assert told[-1][0] == told[-1][1]
     assert RunRecord.read(folder.record).attempts == (attempt,)
     config = load(folder, 1)
-    assert Path(config.data.path).parent == tmp_path / "runs" / ".data"
+    assert Path(config.data.path).parent == tmp_path / "runs" / DATA
     assert store.config(run.config_digest)["data"]["path"] == config.data.path
     noted = read_json(folder.run)
     assert noted["nonce"] == attempt.nonce
@@ -79,7 +82,34 @@ def test_the_same_text_is_prepared_into_the_same_folder(tmp_path: Path, store: S
     first, _ = submit(tmp_path, store)
     second, _ = submit(tmp_path, store)
     assert first.config_digest == second.config_digest
-    assert len(list((tmp_path / "runs" / ".data").iterdir())) == 1
+    assert len(list((tmp_path / "runs" / DATA).iterdir())) == 1
+
+
+def prepare(root: Path) -> Path:
+    """Return the folder of the tokens of `data.text` below a root that several users share."""
+    root.chmod(0o1777)
+    made = composed(root)
+    create_run.prepare_data(made.config, made.data, root)
+    return Path(made.data["data"]["path"])
+
+
+def test_the_tokens_of_another_user_are_left_to_them() -> None:
+    with folder_of_an_ordinary_user() as root:
+        (root / ".data").mkdir(mode=0o555)
+        assert prepare(root).parent == root / f".data-{os.geteuid()}"
+
+
+def test_a_folder_that_others_may_change_gets_no_tokens() -> None:
+    with folder_of_an_ordinary_user() as root:
+        place = root / f".data-{os.geteuid()}"
+        place.mkdir()
+        place.chmod(0o777)
+        with pytest.raises(Precondition, match="not yours alone: .* can be changed by everybody"):
+            prepare(root)
+        place.chmod(0o500)
+        with pytest.raises(Precondition, match="cannot be written: Permission denied") as refused:
+            prepare(root)
+        assert refused.value.hint.startswith(f"`chmod u+rwX {place}`")
 
 
 def test_a_kill_between_row_and_folder_is_made_good(tmp_path: Path, store: Store, monkeypatch: Any) -> None:

@@ -1,6 +1,7 @@
 """`orch ckpt export` and `orch ckpt import`, as people and programs are told."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def test_import_tells_every_misfit_and_what_mends_it(orch: Type, run: tuple[str,
     assert good.code == 0, good.err
     assert (good.data["run"], good.data["step"], good.data["optimizer"]) == (None, 0, False)
     assert not list((tmp_path / "made").glob("*-1")), "a dry run writes nothing"
-    assert not list((tmp_path / "made" / ".imports").iterdir()), "a refusal leaves nothing"
+    assert not list((tmp_path / "made" / f".imports-{os.geteuid()}").iterdir()), "a refusal leaves nothing"
 
 
 def test_import_into_a_run_that_would_not_see_it(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_the_run_s_folder_comes_with_the_checkpoint(
     assert (made.data["run"], made.data["checkpoint"]) == ("tuned-1", entry.name)
     assert (entry.attempt, entry.step, entry.path.parent.parent.name) == (0, 5 if to == "torch" else 0, "tuned-1")
     assert verify(entry.path, 2).ok
-    assert not list((tmp_path / "made" / ".imports").iterdir())
+    assert not list((tmp_path / "made" / f".imports-{os.geteuid()}").iterdir())
     assert orch("show", "tuned-1", "--json").data["imported"]["source"] == str(tmp_path / "out")
     how = "and its optimizer state" if to == "torch" else "with a fresh optimizer"
     assert how in orch("show", "tuned-1").out
@@ -292,7 +293,7 @@ def test_a_run_begins_with_the_weights_of_another_alone(
     assert verify(entry.path, 2).ok
     shown = orch("show", made.data["run"], "--json").data["imported"]
     assert (shown["source"], shown["step"], shown["optimizer"]) == (f"{run[0]}@5", 0, False)
-    assert not list((tmp_path / "made" / ".imports").iterdir())
+    assert not list((tmp_path / "made" / f".imports-{os.geteuid()}").iterdir())
 
 
 def test_weights_alone_must_fit_and_come_from_somewhere(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ def test_weights_alone_must_fit_and_come_from_somewhere(orch: Type, run: tuple[s
     assert bad.code == 2
     assert "it does not fit: " in bad.err
     assert f"  {run[0]}@5" in bad.err
-    assert not list((tmp_path / "made" / ".imports").iterdir()), "a refusal leaves nothing"
+    assert not list((tmp_path / "made" / f".imports-{os.geteuid()}").iterdir()), "a refusal leaves nothing"
     alone = orch("submit", "tiny-gpt", "--weights-only", *settings(tmp_path))
     assert (alone.code, "add --from RUN@STEP" in alone.err) == (2, True)
 

@@ -1,5 +1,6 @@
 """Location of orch's own state: the registry, the controller's log, saved tracebacks."""
 
+import errno
 import os
 import re
 import stat
@@ -18,21 +19,34 @@ def expand_home(text: str) -> str:
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return `ORCH_HOME`, or `orch` below the XDG state folder; created private to the user on first use.
+    """Return `ORCH_HOME`, or `orch` below the XDG state folder; it may not exist yet (see `make_state_home`).
 
     Raises NotPrivate if others could change its contents, else OSError whose `filename` names the variable in use.
     """
-    variable = next((name for name in ("ORCH_HOME", "XDG_STATE_HOME") if environ.get(name)), "")
-    home = Path(environ[variable] if variable else "~/.local/state").expanduser().absolute()
-    home = home if variable == "ORCH_HOME" else home / "orch"
+    home, source = _configured_home(environ)
+    existing = next(place for place in (home, *home.parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "the state folder cannot be made: it is no folder", source)
+    check_unshared(existing, then="ORCH_HOME=FOLDER")
+    return home
+
+
+def make_state_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """Create the state folder, private to the user, for the first write to it; raises as `state_home`."""
+    home, source = state_home(environ), _configured_home(environ)[1]
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
-        source = f"{variable}={environ[variable]}" if variable else str(home)
-        raise OSError(error.errno, f"the state folder cannot be made: {why}", source) from error
-    check_unshared(home, then="ORCH_HOME=FOLDER")
-    return home
+        raise OSError(error.errno, f"the state folder cannot be made: {error.strerror}", source) from error
+    return state_home(environ)  # its new parents have the modes of the umask
+
+
+def _configured_home(environ: Mapping[str, str]) -> tuple[Path, str]:
+    """Return the state folder, and the setting that names it, for messages."""
+    variable = next((name for name in ("ORCH_HOME", "XDG_STATE_HOME") if environ.get(name)), "")
+    home = Path(environ[variable] if variable else "~/.local/state").expanduser().absolute()
+    home = home if variable == "ORCH_HOME" else home / "orch"
+    return home, f"{variable}={environ[variable]}" if variable else str(home)
 
 
 def registry_path(environ: Mapping[str, str] = os.environ) -> Path:

@@ -213,7 +213,7 @@ def redact_command_line(words: Sequence[str]) -> str:
 
 def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
     from orchestrator.cli.terminal.shadowed_modules import find_shadowed_module
-    from orchestrator.home import state_home
+    from orchestrator.home import make_state_home
 
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         return _report_error(screen, _without_home())
@@ -224,7 +224,7 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
     text = traceback.format_exc()
     where = ""
     try:
-        saved = state_home() / "last-error.txt"
+        saved = make_state_home() / "last-error.txt"
         descriptor = os.open(saved, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", errors="backslashreplace") as stream:
             os.fchmod(descriptor, 0o600)  # an existing file keeps its mode

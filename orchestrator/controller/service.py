@@ -32,7 +32,7 @@ from orchestrator.controller.rotated_log import RotatedLog
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
 from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
-from orchestrator.home import controller_log, state_home
+from orchestrator.home import controller_log, make_state_home
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
@@ -158,7 +158,7 @@ def _inheritable_descriptors() -> list[int]:
 def _places(store_path: Path) -> dict[str, str]:
     """Return the variables that give a daemon, whose working folder differs, the same file locations."""
     registry = {"ORCH_REGISTRY": str(store_path.absolute())} if "ORCH_REGISTRY" in os.environ else {}
-    return {"ORCH_HOME": str(state_home()), **registry}
+    return {"ORCH_HOME": str(make_state_home()), **registry}
 
 
 def stop(store_path: Path) -> bool:
@@ -195,6 +195,7 @@ def _stop(holder: Holder) -> None:
 @contextmanager
 def _controller(store_path: Path, kind: str, key: str) -> Iterator[Controller]:
     clock = Clock()
+    make_state_home()
     with Store.open(store_path) as store:
         observed = ObservedSince(clock.mono, host_file(store_path, "watch", key), boot_id())
         files = BoundedFiles()

@@ -9,21 +9,23 @@ import click
 
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import NotFound
-from orchestrator.home import registry_path
+from orchestrator.home import make_state_home, registry_path
 
 if TYPE_CHECKING:
     from orchestrator.registry.store import Store
 
 
 @contextmanager
-def open_store(*, readonly: bool = False) -> "Iterator[Store]":
-    """Open the registry. A read-only one must exist; otherwise raises NotFound."""
+def open_store(*, readonly: bool = False, create: bool = False) -> "Iterator[Store]":
+    """Open the registry. Raises NotFound if it does not exist, unless this command may `create` it."""
     # sqlalchemy: imported only by verbs that need the whole registry
     from orchestrator.registry.operations.run_record import write_records
     from orchestrator.registry.store import Store
 
     path = registry_path()
-    if readonly:
+    if create:
+        make_state_home()
+    else:
         require_registry(path)
     with Store.open(path, readonly=readonly) as store:
         store.database.after_commit = lambda runs: write_records(store, runs, missed=_warn_of_record)

@@ -9,7 +9,7 @@ from string import Template
 
 from orchestrator.config.yaml_text import folder
 from orchestrator.errors import Precondition, SlurmUnreachable
-from orchestrator.home import registry_path, state_home
+from orchestrator.home import make_state_home, registry_path, state_home
 
 MARK = "# orch controller:"
 LOG = "controller-tick.log"
@@ -76,7 +76,7 @@ def without(table: list[str]) -> list[str]:
 
 def write(via: str, table: list[str]) -> None:
     """Replace the user's whole table."""
-    (state_home() / LOG).touch(mode=0o600)  # Slurm opens a job's `--output` with a different umask
+    (make_state_home() / LOG).touch(mode=0o600)  # Slurm opens a job's `--output` with a different umask
     done = _run(via, "-", text="".join(f"{line}\n" for line in table))
     if done.returncode:
         raise Precondition(

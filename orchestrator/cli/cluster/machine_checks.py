@@ -92,13 +92,20 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def state_folder() -> Check:
-    """Check that `ORCH_HOME` can be created and written."""
+    """Check that `ORCH_HOME` can be written, or created."""
+    hint = "set ORCH_HOME to a folder that you may write"
     try:
         home = state_home()
-        _write_and_rename(home)
     except OSError as error:
-        where = error.filename or os.environ.get("ORCH_HOME") or "the state folder"
-        return Check("state", FAIL, f"{where}: {error.strerror}", "set ORCH_HOME to a folder that you may write")
+        return Check("state", FAIL, f"{error.filename}: {error.strerror}", hint)
+    there = _nearest(home)
+    try:
+        _write_and_rename(there)
+    except OSError as error:
+        what = "written" if there == home else f"made in {there}"
+        return Check("state", FAIL, f"state folder {home} cannot be {what}: {error.strerror}", hint)
+    if there != home:
+        return Check("state", OK, f"state folder {home}; it will be made")
     if home.stat().st_mode & 0o077:
         return Check("state", WARN, f"{home} is open to others", f"chmod 700 {home}")
     return Check("state", OK, f"state folder {home}")
@@ -109,8 +116,9 @@ def registry(path: Path) -> Iterator[Check]:
     from orchestrator.registry import fast_queries, file_systems, versions
 
     try:
-        mount = file_systems.find_mount(path.absolute().parent)
-        journal = file_systems.choose_journal_mode(path.absolute(), mount)
+        place = _nearest(path.absolute().parent) / path.name
+        mount = file_systems.find_mount(place.parent)
+        journal = file_systems.choose_journal_mode(place, mount)
         version = fast_queries.version(path)
         versions.require_known(version, path)
     except RegistryError as error:
@@ -180,7 +188,7 @@ def _kind(path: Path) -> str:
 def _nearest(path: Path) -> Path:
     """Return the path, or its nearest ancestor that exists."""
     path = path.expanduser().absolute()
-    while not path.exists():
+    while not os.path.exists(path):  # an inaccessible one counts as missing
         path = path.parent
     return path
 

@@ -122,7 +122,7 @@ def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
 
 def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> int:
     """Record the requests, let the controller act, and print its answers."""
-    with open_store() as store:
+    with open_store(create=True) as store:
         clusters = {name: _clusters(store, verb, name) for name in names}  # all before the first request
         asked = [item for name in names for item in _request_per_cluster(store, verb, name, clusters[name], args)]
         kinds = sorted({item["kind"] for item in asked if item["where"].reached})

@@ -14,7 +14,7 @@ from orchestrator.cli.runs.events import end_error, following, wait_until_end
 from orchestrator.cli.runs.submit import launch
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed
-from orchestrator.home import state_home
+from orchestrator.home import make_state_home
 from orchestrator.registry.records import Checkpoint, RestoreTest
 from trainer.contract.config_sections.scheduler_kinds import LOCAL
 from trainer.contract.restore_test import Outcome
@@ -22,7 +22,7 @@ from trainer.contract.restore_test import Outcome
 
 def demo_root(given: Path | None) -> Path:
     """Return the folder of demos, creating it if needed. Raises ConfigError for a file, Precondition if that fails."""
-    folder = (given or state_home() / "demo-runs").expanduser().absolute()
+    folder = (given or make_state_home() / "demo-runs").expanduser().absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

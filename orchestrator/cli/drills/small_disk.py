@@ -16,7 +16,7 @@ import psutil
 from checkpointing.tiers.catalog import Catalog, Entry
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition
-from orchestrator.home import state_home
+from orchestrator.home import make_state_home
 from trainer.contract.run_dir import RunDir
 
 _WRITER = "orch-writer"
@@ -140,7 +140,7 @@ def run_in_namespace(screen: Screen) -> int | None:
     unshare = shutil.which("unshare")
     if os.geteuid() == 0 or unshare is None:
         return None
-    demos = state_home() / "demo-runs"
+    demos = make_state_home() / "demo-runs"
     demos.mkdir(mode=0o700, parents=True, exist_ok=True)
     inside = [unshare, "--map-root-user", "--mount"]
     with tempfile.TemporaryDirectory(dir=demos) as probe:

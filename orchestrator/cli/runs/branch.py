@@ -164,7 +164,7 @@ def branch_weights(
     else:
         composed = recompose(trained_config(chosen, words), overrides)
     check_beginning(composed.config, words)
-    with open_store() as store:
+    with open_store(create=True) as store:
         require_trusted(screen, store, chosen)
     label = f"{chosen.run or chosen.path}@{chosen.step}"
     with staging_folder(composed.config.cluster) if write else nullcontext() as staging:

@@ -125,7 +125,7 @@ def _beginning(
     if begin is not None:
         from orchestrator.cli.runs.branch import branch  # sqlalchemy, omegaconf
 
-        with open_store() as store:
+        with open_store(create=True) as store:
             whole = branch(screen, store, begin, source, overrides)
         yield whole
         return
@@ -217,7 +217,7 @@ def launch(
         _ask_slurm(screen, composed, cluster)
         finish_tiers(screen.note)
         code = inspection.finish(screen.note, lambda words: screen.warn("workload_import", words))
-    with open_store() as store, screen.bar("tokenizing") as meter:
+    with open_store(create=True) as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
             store, composed, cluster=cluster, now=time.time(), progress=meter, on_recorded=set_interrupt_message,
             origin=launching.RunOrigin(imported=imported, code=code, tags=tags),

@@ -215,16 +215,29 @@ def test_an_error_of_the_file_system_is_no_defect(orch: Type, seeds: Seeds, monk
     assert "No space left on device: /lustre/x" in failed.err
 
 
-@pytest.mark.parametrize(("place", "why"), [("/etc/passwd", "it is no folder"), ("/proc/orch", "No such file")])
+@pytest.mark.parametrize(
+    ("place", "why", "verbs"),
+    [
+        ("/etc/passwd", "it is no folder", ["status", "submit tiny-gpt", "doctor"]),
+        ("/proc/orch", "No such file", ["submit tiny-gpt"]),
+    ],
+)
 def test_a_state_folder_that_cannot_be_is_named_by_its_variable(
-    orch: Type, monkeypatch: pytest.MonkeyPatch, place: str, why: str
+    orch: Type, monkeypatch: pytest.MonkeyPatch, place: str, why: str, verbs: list[str]
 ) -> None:
     monkeypatch.setenv("ORCH_HOME", place)
-    for words in (("status",), ("submit", "tiny-gpt"), ("doctor",)):
+    for words in map(str.split, verbs):
         said = orch(*words)
         assert said.code == 4
         assert f"the state folder cannot be made: {why}" in said.err + said.out
         assert f"ORCH_HOME={place}" in said.err + said.out
+
+
+def test_doctor_names_a_state_folder_that_could_not_be_made(orch: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCH_HOME", "/proc/orch")
+    said = orch("doctor")
+    assert said.code == 4
+    assert "state folder /proc/orch cannot be made in /proc: No such file" in said.out
 
 
 def test_a_current_folder_that_is_gone_is_named(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir, write_durably
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, read_again
-from trainer.agent.user_command.siblings import counterpart
+from trainer.agent.user_command.siblings import counterpart, find_digits
 from trainer.contract.run_dir import RunDir
 from trainer.contract.user_command.command_progress import SET_ASIDE, CommandCheckpointsConfig
 
@@ -152,9 +152,9 @@ def _replace_name(text: str, one: CommandCheckpoint, instead: CommandCheckpoint 
     name = said.rpartition("/")[2]
     if name in (one.path.name, *one.siblings):
         new = f"{said.removesuffix(name)}{_entry_like(name, one, instead)}" if instead is not None else ""
-    elif said.isascii() and said.isdigit() and int(said) == one.step:
+    elif said.isascii() and said.isdigit() and int(said) == int(find_digits(one.path.name, one.step)):
         width = len(said) if said.startswith("0") else 0
-        new = str(instead.step).zfill(width) if instead is not None else ""
+        new = str(int(find_digits(instead.path.name, instead.step))).zfill(width) if instead is not None else ""
     else:
         return None
     return text.replace(said, new) if new else ""

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from trainer.contract.user_command.command_progress import SET_ASIDE, CommandCheckpointsConfig
+from trainer.contract.user_command.command_progress import SET_ASIDE, CommandCheckpointsConfig, parse_digits
 
 _NUMBER = re.compile(r"\d+", re.ASCII)
 _RANK = re.compile(r"(?<![a-z])(rank[-_=]?)(\d+)", re.IGNORECASE | re.ASCII)
@@ -22,20 +22,24 @@ def group(names: Collection[str], config: CommandCheckpointsConfig, most: int) -
         if (step := config.parse_step(name)) is not None:
             matched[step].append(name)
     steps = sorted(matched, reverse=True)
-    numbered = _by_number(names, steps[: most + 1])
+    numbered = _by_number(names, steps[: most + 1], config)
     return [
         (step, matched[step][0], _siblings(matched[step][0], step, numbered, steps[at + 1 : at + 2], config))
         for at, step in enumerate(steps[:most])
     ]
 
 
-def _by_number(names: Iterable[str], steps: Collection[int]) -> dict[int, list[str]]:
+def _by_number(
+    names: Iterable[str], steps: Collection[int], config: CommandCheckpointsConfig
+) -> dict[int, list[str]]:  # fmt: skip
     """Return names by each of the steps that occurs in them."""
     found: dict[int, list[str]] = {step: [] for step in steps}
+    words = len(_TEMPORARY.findall(config.pattern))
     for name in names:
-        if name.startswith(SET_ASIDE) or _TEMPORARY.search(name):
+        if name.startswith(SET_ASIDE) or len(_TEMPORARY.findall(name)) > words:
             continue
-        for number in {int(digits) for digits in _NUMBER.findall(name) if len(digits) <= 18} & found.keys():
+        # The pattern may take only a part of a number as the step.
+        for number in found.keys() & {config.parse_step(name), *map(parse_digits, _NUMBER.findall(name))}:
             found[number].append(name)
     return found
 
@@ -44,7 +48,6 @@ def _siblings(
     main: str, step: int, numbered: Mapping[int, list[str]], older: Collection[int], config: CommandCheckpointsConfig
 ) -> list[str]:
     prefix = config.name_prefix(main)
-    begins = re.compile(rf"{re.escape(prefix)}0*{step}(?!\d)", re.ASCII)
     # A name whose first number is the step belongs to it if every step has one: `optimizer-30.pt` beside `model-30.pt`.
     alone = not _NUMBER.search(prefix)
     forms = {_form(name, number) for number in older for name in numbered[number]} if alone else set()
@@ -53,17 +56,25 @@ def _siblings(
         name for name in numbered[step]
         if name != main and config.parse_step(name) in (None, step) and (
             config.parse_step(name) == step
-            or begins.match(name)
+            or _begins(name, prefix, step)
             or name in ranks
             or ((form := _form(name, step)) and form in forms)
         )
     )  # fmt: skip
 
 
+def _begins(name: str, prefix: str, step: int) -> bool:
+    """Return whether a name begins with the prefix and the step."""
+    digits = _NUMBER.match(name, len(prefix))
+    return name.startswith(prefix) and digits is not None and parse_digits(digits[0]) == step
+
+
 def _form(name: str, step: int) -> str:
     """Return the name without its first number if that is the step; else ""."""
     first = _NUMBER.search(name)
-    return f"{name[: first.start()]}#{name[first.end() :]}" if first is not None and int(first[0]) == step else ""
+    if first is None or parse_digits(first[0]) != step:
+        return ""
+    return f"{name[: first.start()]}#{name[first.end() :]}"
 
 
 def has_rank(name: str) -> bool:
@@ -80,6 +91,11 @@ def same_but_for_rank(name: str, others: Iterable[str]) -> list[str]:
     alike = [other for other in others if _RANK.sub(r"\1#", other) == _RANK.sub(r"\1#", name)]
     has_first = any(int(number) == 0 for each in (name, *alike) for _, number in _RANK.findall(each))
     return sorted(other for other in alike if other != name) if has_first else []
+
+
+def find_digits(name: str, step: int) -> str:
+    """Return the last number in a name that is the step, as it is written there; the step if none is."""
+    return next((digits for digits in reversed(_NUMBER.findall(name)) if parse_digits(digits) == step), str(step))
 
 
 def counterpart(name: str, main: str, other_main: str, others: Iterable[str]) -> str | None:

@@ -7,6 +7,15 @@ SET_ASIDE = ".orch-set-aside"
 """Folder for checkpoints that were set aside, beside their folder or in the run's folder."""
 
 
+def parse_digits(digits: str) -> int:
+    """Return the number in a name as a step.
+
+    Of a number with more than 18 digits, such as a time stamp, the first 18 count: the registry cannot store larger
+    ones.
+    """
+    return int(digits.lstrip("0")[:18] or "0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpointsConfig:
     """Checkpoints of a `command:`. orch reads its progress from them, and sets a torn one aside."""
@@ -24,13 +33,9 @@ class CommandCheckpointsConfig:
             )
 
     def parse_step(self, name: str) -> int | None:
-        """Return the step in a checkpoint's name; None for any other name.
-
-        Of a number with more than 18 digits, such as a time stamp, the first 18 count: the registry cannot store larger
-        ones.
-        """
+        """Return the step in a checkpoint's name; None for any other name."""
         found = self._match(name)
-        return None if found is None else int(found[1].lstrip("0")[:18] or "0")
+        return None if found is None else parse_digits(found[1])
 
     def name_prefix(self, name: str) -> str:
         """Return what is before the step in a checkpoint's name."""

@@ -113,6 +113,8 @@ def test_they_are_found_newest_first_and_a_missing_folder_has_none(tmp_path):
         ("ckpt-*.index", 30, "ckpt-{}.index", ["ckpt-{}.data-00000-of-00001"], ["ckpt-30.tmp-17", "ckpt-3.data-00030"]),
         ("checkpoint-*", 30, "checkpoint-{}", ["checkpoint-{}.optim", "checkpoint-00{}.rng"], ["checkpoint-301"]),
         ("lora-rank8-step*", 30, "lora-rank8-step{}", [], ["lora-rank16-step30", "lora-rank32-step30"]),
+        ("rank*-v2*.pt", 30, "rank0-v2{}.pt", ["rank1-v2{}.pt"], ["rank1-v30.pt"]),  # a part of a number
+        ("rank*-old-*.pt", 30, "rank0-old-{}.pt", ["rank1-old-{}.pt"], ["rank1-old-30.pt.tmp"]),
     ],
 )  # fmt: skip
 def test_all_entries_of_a_step_are_one_checkpoint(tmp_path, pattern, step, main, others, not_of_it):
@@ -126,6 +128,23 @@ def test_all_entries_of_a_step_are_one_checkpoint(tmp_path, pattern, step, main,
     assert (one.path.name, one.siblings) == (main.format(step), tuple(sorted(name.format(step) for name in others)))
     assert one.bytes == 1 + len(others)
     assert {one.identity for one in found} <= there
+
+
+@pytest.mark.parametrize("stamps", [(1795713545430908070, 1795713540430908070), (20261126143000123456, 0)])
+@pytest.mark.parametrize(
+    ("pattern", "main", "others"),
+    [
+        ("rank*-step*.pt", "rank0-step{}.pt", ["rank1-step{}.pt"]),
+        ("rank0-step*.pt", "rank0-step{}.pt", ["rank1-step{}.pt"]),
+        ("model-*.pt", "model-{}.pt", ["model-{}.pt.md5", "optimizer-{}.pt"]),
+    ],
+)
+def test_numbers_that_are_cut_group_like_others(tmp_path, pattern, main, others, stamps):
+    for stamp in stamps:
+        for name in (main, *others):
+            (tmp_path / name.format(stamp)).write_bytes(b"x")
+    (newest, _), _ = find(tmp_path, CommandCheckpointsConfig(pattern=pattern))
+    assert (newest.path.name, newest.siblings) == (main.format(stamps[0]), tuple(n.format(stamps[0]) for n in others))
 
 
 def test_a_sign_of_damage_in_any_entry_is_one_of_the_checkpoint(tmp_path):

@@ -150,6 +150,18 @@ def test_ranks_with_a_file_each_all_go_on_from_the_older_step(tmp_path: Path, ou
         assert names(out) == [f"step{step}-rank{rank}.json" for step in (10, 20) for rank in (0, 1)]
 
 
+def test_ranks_whose_names_have_time_stamps_all_go_on_from_the_older_one(tmp_path: Path, out: Path) -> None:
+    older, newer = 1795713540430908070, 1795713545430908070
+    save_ranks(out, older)
+    save_ranks(out, newer, 1)
+    (out / "latest").write_text(f"{newer}\n")
+    attempt = Attempt(tmp_path, 1, pattern="step*-rank0.json")
+    attempt.fails()
+    attempt.fails()
+    assert names(out) == ["latest", f"step{older}-rank0.json", f"step{older}-rank1.json"]
+    assert (out / "latest").read_text() == f"{older}\n"
+
+
 def test_a_step_that_a_rank_has_no_file_of_is_no_older_one(tmp_path: Path, out: Path) -> None:
     """Without its own file it would begin anew, or go on from a step before."""
     for step in (10, 20, 30):

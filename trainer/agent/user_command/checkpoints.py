@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from json import JSONDecodeError, JSONDecoder, detect_encoding
 from pathlib import Path
+from stat import S_ISDIR
 
 from checkpointing.format.safetensors import Malformed, check_length
 from checkpointing.storage.durable import open_regular
@@ -19,7 +20,7 @@ from trainer.contract.user_command.command_progress import CommandCheckpointsCon
 
 MOST = 20
 """Maximum number of checkpoints read; of older ones only the names are known."""
-_MOST_FILES, _DEEPEST = 2000, 3
+_MOST_FILES, _MOST_FOLDERS = 2000, 2000
 _LARGEST = 64 << 20
 _ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCHIVES})
@@ -49,7 +50,7 @@ class CommandCheckpoint:
     files: Files
     siblings: tuple[str, ...] = ()  # names of other entries in its folder that belong to it
     earlier: bool = False  # it existed before the run's first start and has not changed since
-    cut: bool = False  # it has more files than listed
+    cut: bool = False  # it has more than the listed files
     damage: str = ""
     lacking: bool = False  # `damage` is only a missing file, which is weak evidence
 
@@ -146,39 +147,40 @@ def _read(path: Path, step: int, identity: str, siblings: Sequence[str]) -> Comm
 
 
 def _read_entry(path: Path) -> tuple[Files, bool]:
-    """Return the files of a folder, or a file as the only one, and whether there are more. Raises OSError."""
-    found = list(_files(path)) if path.is_dir() else [path]
+    """Return the files of a folder, or a file as the only one, and whether there is more. Raises OSError."""
+    found, cut = _list_folder(path) if path.is_dir() else ([path], False)
     states = [(file, _state(file)) for file in found[:_MOST_FILES]]
     files = {"" if file == path else str(file.relative_to(path)): state for file, state in states if state is not None}
-    return files, len(found) > _MOST_FILES
+    return files, cut or (bool(found) and not files)
 
 
 def _state(file: Path) -> tuple[int, int] | None:
-    """Return size and change time; None for a dangling symbolic link. Raises OSError if the file is gone."""
+    """Return size and change time; None for a symbolic link to a folder or to nothing.
+    Raises OSError if the file is gone.
+    """
     try:
         known = file.stat()
     except OSError:
         if file.is_symlink():
             return None
         raise
-    return known.st_size, known.st_mtime_ns
+    return None if S_ISDIR(known.st_mode) else (known.st_size, known.st_mtime_ns)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield at most one file more than the limit. Raises OSError for an unreadable folder, which may not be empty."""
+def _list_folder(folder: Path) -> tuple[list[Path], bool]:
+    """Return the files and symbolic links in a folder, and whether there are more than the limits allow.
+    Raises OSError for an unreadable folder, which may not be empty.
+    """
 
     def refuse(error: OSError) -> None:
         raise error
 
-    count = 0
-    for at, folders, names in os.walk(folder, onerror=refuse):
-        if len(Path(at).relative_to(folder).parts) >= _DEEPEST:
-            folders.clear()
-        for name in names:
-            yield Path(at) / name
-            count += 1
-            if count > _MOST_FILES:
-                return
+    found: list[Path] = []
+    for count, (at, folders, names) in enumerate(os.walk(folder, onerror=refuse)):
+        found += (Path(at, name) for name in (*names, *(one for one in folders if Path(at, one).is_symlink())))
+        if len(found) > _MOST_FILES or count > _MOST_FOLDERS:
+            return found, True
+    return found, False
 
 
 def assess_damage(found: list[CommandCheckpoint], most: int = 4) -> list[CommandCheckpoint]:
@@ -198,7 +200,7 @@ def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
     """
     if one.files.keys() & {_INCOMPLETE, *(f"{_BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
         return f"is marked as incomplete by {_INCOMPLETE}"
-    if all(name.startswith(_BESIDE) for name in one.files):
+    if not one.cut and all(name.startswith(_BESIDE) for name in one.files):
         return "is an empty folder"
     read_metadata = cache(_read_metadata)  # once for all its ranks
     for name in sorted(one.files):

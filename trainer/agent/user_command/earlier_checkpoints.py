@@ -3,7 +3,7 @@ They may have higher steps than the run's own. Once the run has saved one, it ca
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from trainer.contract.user_command.command_progress import CommandCheckpointsCon
 
 Stamps = dict[str, int]
 """Identity -> time of the last change (ns) before the run's first start."""
-_MOST, _MOST_FILES = 1000, 100
+_MOST, _MOST_ENTRIES = 1000, 100
 
 
 def scan_identities(folder: Path) -> dict[str, str]:
@@ -54,6 +54,11 @@ def leave_out_earlier(
 def _newest_change(path: Path) -> int:
     """Return the time of the newest change of an entry or, if readable, within its folder. Raises OSError."""
     times = [path.lstat().st_mtime_ns]
-    with suppress(OSError), os.scandir(path) as entries:
-        times += [entry.stat(follow_symlinks=False).st_mtime_ns for entry in islice(entries, _MOST_FILES)]
+    with suppress(OSError):
+        times += [os.lstat(entry).st_mtime_ns for entry in islice(_entries(path), _MOST_ENTRIES)]
     return max(times)
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    for at, folders, names in os.walk(folder):
+        yield from (os.path.join(at, name) for name in (*folders, *names))

@@ -316,6 +316,32 @@ def test_a_link_that_leads_nowhere_hides_no_checkpoint(tmp_path):
     assert (newest.step, newest.damage, set(newest.files)) == (10, "", set(WHOLE))
 
 
+def test_files_count_however_deep_they_lie(tmp_path):
+    for step, content in ((9, archive()), (10, archive()[:60])):
+        deep = tmp_path / f"checkpoint-{step}" / "actor" / "fsdp" / "rank-0" / "model"
+        deep.mkdir(parents=True)
+        (deep / "state.pt").write_bytes(content)
+    newest, older = assess_damage(find(tmp_path, CONFIG)[0])
+    assert newest.damage.startswith("is damaged: actor/fsdp/rank-0/model/state.pt is no whole archive")
+    assert (older.damage, older.bytes) == ("", len(archive()))
+
+
+@pytest.mark.parametrize("content", ["link", "folders"])
+def test_a_folder_that_is_not_listed_to_its_end_is_not_empty(tmp_path, monkeypatch, content):
+    (tmp_path / "checkpoint-10").mkdir()
+    if content == "link":
+        write(tmp_path, "elsewhere", WHOLE)
+        (tmp_path / "checkpoint-10" / "model").symlink_to(tmp_path / "elsewhere")
+    else:
+        monkeypatch.setattr("trainer.agent.user_command.checkpoints._MOST_FOLDERS", 2)
+        write(tmp_path, "checkpoint-10/a", {})
+        write(tmp_path, "checkpoint-10/a/b", {})
+        write(tmp_path, "checkpoint-10/a/b/c", {})
+        write(tmp_path, "checkpoint-10/a/b/c/d", WHOLE)
+    (one,) = find(tmp_path, CONFIG)[0]
+    assert (one.files, damage(one, ())) == ({}, "")
+
+
 def test_no_garbled_archive_is_more_than_damaged(tmp_path):
     whole, chance = archive(), random.Random(1)
     for _ in range(300):

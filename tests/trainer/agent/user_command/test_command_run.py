@@ -169,16 +169,21 @@ def test_the_programs_own_bug_is_its_own_whatever_its_checkpoints_look_like(tmp_
     assert "move it away" not in last.reason
 
 
-@pytest.mark.parametrize("how", ["higher", "in place", "many"])
+@pytest.mark.parametrize("how", ["higher", "in place", "in place, deep", "many"])
 def test_checkpoints_from_before_the_run_hide_no_progress(tmp_path: Path, out: Path, how: str) -> None:
-    for step in {"higher": (5000,), "in place": (10, 20, 30, 40, 50), "many": range(5000, 5030)}[how]:
-        save(out, step)
-        for path in (out / f"checkpoint-{step}" / "state.json", out / f"checkpoint-{step}"):
+    below = "model/rank0/state.json" if how == "in place, deep" else "state.json"
+    in_place = (10, 20, 30, 40, 50)
+    for step in {"higher": (5000,), "many": range(5000, 5030)}.get(how, in_place):
+        folder = out / f"checkpoint-{step}"
+        (folder / below).parent.mkdir(parents=True)
+        (folder / below).write_text("{}")
+        for path in (*folder.rglob("*"), folder):
             os.utime(path, (1e9, 1e9))
 
     def saves(step: int) -> None:
-        (out / f"checkpoint-{step}").mkdir(exist_ok=True)
-        (out / f"checkpoint-{step}" / "state.json").write_text(f'{{"step": {step}}}')
+        file = out / f"checkpoint-{step}" / below
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f'{{"step": {step}}}')
 
     for number, steps in ((1, (10, 20)), (2, (30, 40))):
         attempt = Attempt(tmp_path, number, restarts=99)

@@ -82,7 +82,8 @@ one, has another version, is new or is gone; so do `torch`, `nvidia-*`, `triton`
 `flash*`, `apex`, `xformers` and `deepspeed`, imported or not. They are read again in the folders in which that attempt
 found them (`attempts/NNN/code.json`), also with `cluster.python`, or in a shell with another Python. If a folder cannot be
 read here, `orch resume` prints that packages could not be compared, and goes on. A run that has trained no step yet needs
-no `--accept` for code and environment.
+no `--accept` for code and environment. After some failures changed code needs none, either
+([which failures](writing-a-workload.md#which-code-trains)).
 Token data is compared by the fingerprint in its `index.json` and the sizes of its shards. `orch submit` and
 `orch resume` also read shards that were written after the index, up to 2 GiB of them, and refuse changed ones. Restore
 tests read all shards.

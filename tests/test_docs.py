@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import orch
-from trainer.contract.failures.outcome import FailureKind
+from trainer.contract.failures.outcome import FailureKind, select_kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -197,6 +197,12 @@ def test_every_failure_kind_is_documented() -> None:
     text = (DOCS / "failures.md").read_text()
     missing = [kind for kind in FailureKind if f"`{kind}`" not in text]
     assert not missing
+
+
+def test_the_failures_after_which_changed_code_is_accepted_are_documented() -> None:
+    text = (DOCS / "writing-a-workload.md").read_text()
+    named = text.partition("a failure that a change of the code can mend: ")[2].partition(". ")[0]
+    assert {kind for kind in FailureKind if f"`{kind}`" in named} == select_kinds(lambda traits: traits.fixed_by_code)
 
 
 def test_every_verb_is_documented() -> None:

@@ -52,7 +52,7 @@ from trainer.contract.token_shards import INDEX_NAME
 from trainer.contract.user_code.code_record import CodeRecord
 from trainer.contract.user_code.record_code import read_again, read_packages_again
 
-_FIXED_BY_A_PERSON = select_kinds(lambda traits: traits.of_the_program or traits.comes_back)
+_FIXED_BY_CODE = select_kinds(lambda traits: traits.fixed_by_code)
 
 
 def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
@@ -72,11 +72,10 @@ def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
 
 
 def awaits_fixed_code(store: Store, run: Run) -> bool:
-    """Return whether the run failed or is held because of a program error that its user was asked to fix."""
+    """Return whether the run failed or is held because of an error that its user may have fixed in the code."""
     failure = store.attempts(run.name)[-1].failure
-    return run.state is RunState.FAILED or (
-        run.state is RunState.HELD and failure is not None and failure["kind"] in _FIXED_BY_A_PERSON
-    )
+    stopped = run.state in (RunState.FAILED, RunState.HELD)
+    return stopped and failure is not None and failure["kind"] in _FIXED_BY_CODE
 
 
 def resume_request(

@@ -253,6 +253,7 @@ class FailureTraits:
     examined: bool = False  # declared after all ranks were examined: no rank will report anything else
     of_the_state: bool = False  # state loaded from a checkpoint can be the cause
     of_the_program: bool = False  # raised by a program itself
+    fixed_by_code: bool = False  # a change of the user's code can be its remedy
     seen_inside: bool = False  # Slurm's status of the job must not replace it
     asked_to_stop: bool = False  # the job was asked to stop: not a failure, and never the effect of a drill
     free: bool = False  # not counted as a failure while the run makes progress
@@ -264,15 +265,16 @@ TRAITS: dict[FailureKind, FailureTraits] = {
         budget=Budget.TRIES, blame=NodeBlame.WEAK, losses=Losses.CLUSTER, restarts_in_place=True, of_the_state=True
     ),
     FailureKind.OUT_OF_MEMORY: FailureTraits(
-        budget=Budget.TRIES, losses=Losses.RUN, restarts_in_place=True, of_the_program=True, seen_inside=True
+        budget=Budget.TRIES, losses=Losses.RUN, restarts_in_place=True, of_the_program=True, seen_inside=True,
+        fixed_by_code=True,
     ),
     FailureKind.USER_ERROR: FailureTraits(
         budget=Budget.PERSON, losses=Losses.RUN, comes_back=True, of_the_state=True, of_the_program=True,
-        seen_inside=True,
+        seen_inside=True, fixed_by_code=True,
     ),
     FailureKind.EXCEPTION: FailureTraits(
         budget=Budget.TRIES, losses=Losses.RUN, restarts_in_place=True, of_the_state=True, of_the_program=True,
-        seen_inside=True,
+        seen_inside=True, fixed_by_code=True,
     ),
     FailureKind.NODE_LOST: FailureTraits(
         budget=Budget.TIME, blame=NodeBlame.NODE, losses=Losses.CLUSTER, asked_by_slurm=True
@@ -293,8 +295,10 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.SUBMIT_DEFERRED: FailureTraits(budget=Budget.TIME),
     FailureKind.SUBMISSION_LOST: FailureTraits(budget=Budget.PERSON),
     FailureKind.HANG: FailureTraits(budget=Budget.TRIES, blame=NodeBlame.WEAK, restarts_in_place=True, examined=True),
-    FailureKind.DESYNC: FailureTraits(budget=Budget.PERSON, comes_back=True, examined=True),
-    FailureKind.NUMERIC: FailureTraits(budget=Budget.PERSON, comes_back=True, of_the_state=True),
+    FailureKind.DESYNC: FailureTraits(budget=Budget.PERSON, comes_back=True, examined=True, fixed_by_code=True),
+    FailureKind.NUMERIC: FailureTraits(
+        budget=Budget.PERSON, comes_back=True, of_the_state=True, fixed_by_code=True
+    ),
     FailureKind.STORAGE: FailureTraits(budget=Budget.TIME, seen_inside=True),
     FailureKind.INSTALLATION: FailureTraits(budget=Budget.PERSON, comes_back=True, seen_inside=True),
     FailureKind.UNKNOWN: FailureTraits(budget=Budget.TRIES, losses=Losses.CLUSTER),

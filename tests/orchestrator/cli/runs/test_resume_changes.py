@@ -223,10 +223,15 @@ def test_resume_never_offers_what_it_would_refuse(
 @pytest.mark.parametrize(
     ("state", "kind", "asks"),
     [
-        (RunState.FAILED, "unknown", False),
+        (RunState.FAILED, "user_error", False),
+        (RunState.FAILED, "exception", False),
+        (RunState.FAILED, "rank_killed", True),
+        (RunState.FAILED, "unknown", True),
+        (RunState.FAILED, None, True),
         (RunState.HELD, "numeric", False),
         (RunState.HELD, "out_of_memory", False),
         (RunState.HELD, "storage", True),
+        (RunState.HELD, "installation", True),
         (RunState.CANCELLED, None, True),
     ],
 )

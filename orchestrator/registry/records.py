@@ -233,6 +233,8 @@ class Lease:
 
 REFUSED = "refused: "
 """Prefix of the answer to a refused request."""
+REPLACED_VARIABLES = "replaced_variables"
+"""Key in the arguments of a resume: the variables of `env_from` whose values the shell replaced."""
 
 
 RELEASE, EXCLUDE = "release", "exclude"

@@ -12,7 +12,7 @@ from checkpointing.config import RUN
 from orchestrator.config.compose import Composed, recompose
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, Precondition
-from orchestrator.registry.records import Run
+from orchestrator.registry.records import REPLACED_VARIABLES, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import FACTORIES, kinds, make_instance
 from orchestrator.scheduler.job_environment import Submitter, package_root
@@ -132,12 +132,23 @@ def resume_request(
         note(f"{run.name} trains on with fixed code: {describe_change(one)}")
     if any(change.key.startswith("cluster.") for change in changes):
         _check_job(run, config)
-    folder = RunDir(Path(run.run_dir))
-    if (secrets := renew(folder, config, os.environ, webhooks)) is not None:
-        secrets.replace(folder.secrets)
-    # `base`: the run may change before this request is answered.
-    asked: dict[str, Any] = {"config": store.put_config(data), "base": run.config_digest} if changes else {}
+    asked = _renew_secrets(run, config, webhooks, note)
+    if changes:  # `base`: the run may change before this request is answered
+        asked |= {"config": store.put_config(data), "base": run.config_digest}
     return asked | ({"identity": identity} if differs or other_data else {})
+
+
+def _renew_secrets(
+    run: Run, config: RunConfig, webhooks: dict[str, str], note: Callable[[str], None]
+) -> dict[str, Any]:  # fmt: skip
+    """Store the secrets of this shell; return the names of those that had another value, for the request."""
+    folder = RunDir(Path(run.run_dir))
+    secrets, replaced = renew(folder, config, os.environ, webhooks)
+    if secrets is not None:
+        secrets.replace(folder.secrets)
+    for name in replaced:
+        note(f"{run.name} goes on with the value of {name} in this shell, which is another than before")
+    return {REPLACED_VARIABLES: replaced} if replaced else {}
 
 
 def _differences(run: Run, identity: dict[str, Any], note: Callable[[str], None]) -> list[Change]:

@@ -92,10 +92,13 @@ def with_webhook(data: dict[str, Any], folder: RunDir) -> dict[str, Any]:
     return {**data, "notify": {**data["notify"], "webhook": whole}}
 
 
-def renew(folder: RunDir, config: RunConfig, environ: Mapping[str, str], webhooks: dict[str, str]) -> RunSecrets | None:
+def renew(
+    folder: RunDir, config: RunConfig, environ: Mapping[str, str], webhooks: dict[str, str]
+) -> tuple[RunSecrets | None, list[str]]:
     """Return the new content of a continued run's secrets file, None if unchanged; this shell's values win.
 
-    Raises ConfigError for a variable in neither, Precondition for a file that cannot be read.
+    The second item has the variables that had another value. Raises ConfigError for a variable in neither, Precondition
+    for a file that cannot be read.
     """
     _from_file(config)
     try:
@@ -106,4 +109,5 @@ def renew(folder: RunDir, config: RunConfig, environ: Mapping[str, str], webhook
         kept = RunSecrets()
     values = _from_shell(config, environ, kept.values)
     wanted = RunSecrets(values=values, webhooks={**kept.webhooks, **webhooks})
-    return None if wanted == kept else wanted
+    replaced = [name for name, value in values.items() if kept.values.get(name, value) != value]
+    return None if wanted == kept else wanted, replaced

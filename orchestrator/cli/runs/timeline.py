@@ -13,7 +13,7 @@ from orchestrator.cli.runs.run_reader import EventFeed, StepMetrics
 from orchestrator.cli.terminal.render import count, decimal, progress, size
 from orchestrator.errors import ConfigError
 from orchestrator.recovery.retry_policy import drill_words
-from orchestrator.registry.records import Attempt, Transition, UserRequest
+from orchestrator.registry.records import REPLACED_VARIABLES, Attempt, Transition, UserRequest
 from trainer.contract.events import Event, EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.failures.save_trouble import short_reason
@@ -342,7 +342,8 @@ def of_requests(requests: Iterable[UserRequest]) -> Iterator[TimelineEntry]:
     """Yield user requests and the controller's answers."""
     for one in requests:
         data = {"verb": one.verb, "args": one.args}
-        words = f"asked: orch {one.verb}"
+        replaced = ", ".join(one.args.get(REPLACED_VARIABLES, ()))
+        words = f"asked: orch {one.verb}" + (f", with other values of {replaced}" if replaced else "")
         yield TimelineEntry(
             time=one.asked_at, source="person", kind="request", text=words, data=data, key=("request", one.id)
         )

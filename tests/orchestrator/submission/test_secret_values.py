@@ -13,7 +13,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
-from orchestrator.registry.records import Run
+from orchestrator.registry.records import REPLACED_VARIABLES, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.create import RestoreTestRequest, create_test
 from orchestrator.states import RunState
@@ -204,7 +204,10 @@ def test_resume_takes_what_the_shell_has_and_keeps_the_rest(shell: Shell, monkey
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setenv("ORCH_PRIVATE", OTHER)
     newer = "https://hooks.example.net/services/canary-newer-hook"
-    asked = resume_request(shell.store, run, [f"notify.webhook={newer}"], [])
+    notes: list[str] = []
+    asked = resume_request(shell.store, run, [f"notify.webhook={newer}"], [], notes.append)
+    assert notes == [f"{run.name} goes on with the value of ORCH_PRIVATE in this shell, which is another than before"]
+    assert asked[REPLACED_VARIABLES] == ["ORCH_PRIVATE"]
     secrets = RunSecrets.read(folder.secrets)
     assert secrets.values == {"HF_TOKEN": CANARY, "ORCH_PRIVATE": OTHER}
     assert sorted(secrets.webhooks.values()) == sorted([HOOK, newer])
@@ -212,7 +215,7 @@ def test_resume_takes_what_the_shell_has_and_keeps_the_rest(shell: Shell, monkey
     assert shell.files_with(CANARY, OTHER, "canary-hook", "canary-newer") == ["runs/tiny-gpt-1/secrets.json"]
     monkeypatch.delenv("ORCH_PRIVATE")
     before = folder.secrets.stat().st_mtime_ns
-    resume_request(shell.store, run, [], [])
+    assert (resume_request(shell.store, run, [], [], notes.append), len(notes)) == ({}, 1)
     assert folder.secrets.stat().st_mtime_ns == before, "nothing is newer"
 
 

@@ -8,6 +8,7 @@ import pytest
 from orchestrator.cli.runs import events as events_verb
 from orchestrator.cli.runs.timeline import Repetition, Timeline, TimelineEntry, in_recorded_order, since
 from orchestrator.errors import ConfigError
+from orchestrator.registry.records import REPLACED_VARIABLES
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.runs.test_status import on_a_terminal
@@ -90,6 +91,12 @@ def test_what_people_ask_for_is_told_with_the_answer(orch: Type, seeds: Seeds) -
     assert "asked: orch cancel" in orch("events", run).out
     seeds.store.answer(ask, f"{run} is CANCELLED", epoch=seeds.epoch, now=time.time())
     assert f"answered: {run} is CANCELLED" in orch("events", run).out
+
+
+def test_variables_with_other_values_are_named(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    seeds.store.add_user_request(run, "resume", {REPLACED_VARIABLES: ["A", "B"]}, now=time.time())
+    assert "asked: orch resume, with other values of A, B\n" in orch("events", run).out
 
 
 def test_on_a_terminal_a_reason_is_printed_once(seeds: Seeds, failed: str) -> None:

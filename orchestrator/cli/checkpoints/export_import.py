@@ -3,20 +3,28 @@
 import json
 import os
 import shlex
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
+from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints import verify
 from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
-from orchestrator.cli.checkpoints.target import find_one, kept_while_read
+from orchestrator.cli.checkpoints.target import (
+    Target,
+    find_one,
+    find_registered,
+    find_registered_run,
+    kept_while_read,
+    warn_if_doubted,
+)
 from orchestrator.cli.config import OVERRIDES
 from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
-from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, Precondition
+from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, OrchError, Precondition
 
 _PROVENANCE = "orch.json"
 """Provenance file of an export."""
@@ -49,6 +57,7 @@ def export(
         f"interrupted: {folder} is {'complete' if (folder / _PROVENANCE).exists() and not before else 'not written'}"
     )
     chosen = find_one(target, screen.warn)
+    _warn_if_doubted(screen, chosen)
     verify.prepare()
     from checkpointing.errors import CheckpointError
     from trainer.worker.interchange.checkpoint_export import ExportRequest
@@ -69,6 +78,13 @@ def export(
             "the folder is not empty", where=str(folder), hint="name a new folder, or empty this one first"
         ) from error
     _tell_export(screen, chosen, folder, done, provenance, built_in=order.has_built_in_model)
+
+
+def _warn_if_doubted(screen: Screen, chosen: Target) -> None:
+    """Warn of a checkpoint that its run would not resume from, if the registry has it."""
+    with suppress(OrchError), open_store(readonly=True) as store:  # a folder is exported without a registry, too
+        run = find_registered_run(store, chosen)
+        warn_if_doubted(screen.warn, find_registered(store, run, chosen) if run is not None else None)
 
 
 def _require_folder(folder: Path, to: str) -> None:

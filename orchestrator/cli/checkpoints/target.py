@@ -96,7 +96,8 @@ def name_of_best(run: "Run") -> str:
 
 if TYPE_CHECKING:
     from checkpointing.storage.backends import Storage
-    from orchestrator.registry.records import Run
+    from orchestrator.registry.records import Checkpoint, Run
+    from orchestrator.registry.store import Store
 
 Warn = Callable[[str, str], None]
 """Warning callback with the signature of `Screen.warn`: a code and a message."""
@@ -301,6 +302,28 @@ def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
         raise unread
     names = sorted((parts, name) for name in found if (parts := parse_name(name)))
     return [copy for _, name in reversed(names) for copy in found[name]]
+
+
+def find_registered_run(store: "Store", target: Target) -> "Run | None":
+    """Return the run of a checkpoint; None if this registry does not have it."""
+    if target.run_dir is None:
+        return None
+    try:
+        run = store.run(target.run or target.run_dir.name)
+    except NotFound:
+        return None
+    return run if run.run_dir == str(target.run_dir.path) else None
+
+
+def find_registered(store: "Store", run: "Run", target: Target) -> "Checkpoint | None":
+    """Return the registry's row of a checkpoint of this run."""
+    return next((row for row in store.checkpoints(run.name) if row.name == target.name), None)
+
+
+def warn_if_doubted(warn: Warn, row: "Checkpoint | None") -> None:
+    """Warn of a checkpoint that the run would not resume from."""
+    if row is not None and row.trust in (Trust.SUSPECT, Trust.CORRUPT):
+        warn(row.trust.lower(), f"{row.name} is {row.trust}{f': {row.reason}' if row.reason else ''}")
 
 
 def _of_step(run: str, run_dir: str, words: str, step: str, listed: list[Target]) -> list[Target]:

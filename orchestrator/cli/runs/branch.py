@@ -13,7 +13,14 @@ from checkpointing.storage.durable import read_json
 from checkpointing.verification.verdicts import known_bad
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
-from orchestrator.cli.checkpoints.target import Target, find_one, kept_while_read
+from orchestrator.cli.checkpoints.target import (
+    Target,
+    find_one,
+    find_registered,
+    find_registered_run,
+    kept_while_read,
+    warn_if_doubted,
+)
 from orchestrator.cli.terminal.render import Screen, count
 from orchestrator.config.compose import Composed, compose, recompose
 from orchestrator.config.run_config import RunConfig
@@ -124,17 +131,13 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
         raise CheckpointInvalid(
             f"{chosen.name} is INVALID: {found}", where=chosen.path, hint=f"orch ckpt ls {chosen.run_dir.name}"
         )
-    try:
-        run = store.run(chosen.run or chosen.run_dir.name)
-    except NotFound:
-        return None  # in another registry
-    if run.run_dir != str(chosen.run_dir.path):
+    run = find_registered_run(store, chosen)
+    if run is None:
         return None
-    row = {row.name: row for row in store.checkpoints(run.name)}.get(chosen.name)
+    row = find_registered(store, run, chosen)
     if row is not None and row.trust is Trust.CORRUPT:
         raise CheckpointInvalid(f"{chosen.name} is CORRUPT", where=chosen.path, hint=f"orch ckpt ls {run.name}")
-    if row is not None and row.trust is Trust.SUSPECT:
-        screen.warn("suspect", f"{chosen.name} is SUSPECT{f': {row.reason}' if row.reason else ''}")
+    warn_if_doubted(screen.warn, row)
     return run
 
 

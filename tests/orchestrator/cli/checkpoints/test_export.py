@@ -13,7 +13,8 @@ from checkpointing.verification.verify import verify
 from orchestrator.cli.checkpoints import verify as verification
 from orchestrator.cli.runs import submit
 from orchestrator.controller import service
-from orchestrator.states import RunState
+from orchestrator.registry.records import Checkpoint
+from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 with warnings.catch_warnings():
@@ -71,6 +72,16 @@ def test_export_of_a_damaged_checkpoint_leaves_nothing(orch: Type, run: tuple[st
     bad = orch("ckpt", "export", run[0], tmp_path / "out")
     assert (bad.code, "nothing was exported" in bad.err, "__0_0.distcp chunk 0" in bad.err) == (7, True, True)
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_export_warns_of_a_suspect_checkpoint(orch: Type, run: tuple[str, Path], seeds: Seeds, tmp_path: Path) -> None:
+    row = {"name": run[1].name, "path": str(run[1]), "reason": "ValueError twice soon after loading it"}
+    suspect = Checkpoint(run=run[0], step=5, attempt=1, trust=Trust.SUSPECT, bytes=1, committed_at=1.0, **row)
+    seeds.store.put_checkpoint(suspect, epoch=seeds.epoch)
+    for number, words in enumerate((f"{run[0]}@5", run[1])):
+        shown = orch("ckpt", "export", words, tmp_path / f"out-{number}")
+        assert shown.code == 0
+        assert f"{run[1].name} is SUSPECT: ValueError twice soon" in " ".join(shown.err.split())
 
 
 def test_export_refuses_what_makes_no_sense(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:

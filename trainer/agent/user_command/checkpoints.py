@@ -89,7 +89,7 @@ def find_other_rank(folder: Path) -> str:
     Raises OSError.
     """
     for place in (folder, *folder.parents):
-        if has_rank(place.name) and (others := same_but_for_rank(place.name, os.listdir(place.parent))):
+        if has_rank(place.name) and (others := same_but_for_rank(place.name, scan_identities(place.parent))):
             return str(place.parent / others[0])
     return ""
 

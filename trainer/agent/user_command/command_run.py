@@ -18,7 +18,7 @@ from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.fork_server.torchrun_command import working_directory
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, find_other_rank
-from trainer.agent.user_command.earlier_checkpoints import Stamps, record_earlier
+from trainer.agent.user_command.earlier_checkpoints import Stamps, record_earlier, scan_identities
 from trainer.agent.user_command.progress import CommandProgress, run_bounded
 from trainer.agent.user_command.set_aside import (
     Pointer,
@@ -378,8 +378,8 @@ def _describe(one: CommandCheckpoint | None) -> NewestCheckpoint | None:
 
 
 def _first_names(folder: Path) -> str:
-    """Return the first names in a folder; raises OSError."""
-    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    """Return the first names in a folder, empty if it is missing; raises OSError."""
+    names = sorted(name for name in scan_identities(folder) if not name.startswith("."))
     return legible(", ".join(names[:2]) + (", ..." if len(names) > 2 else ""))
 
 

@@ -236,6 +236,15 @@ def test_a_folder_that_cannot_be_read_changes_nothing(tmp_path: Path, out: Path)
     assert attempt.progress.saved == 10
 
 
+@pytest.mark.parametrize("path", ["none", "none/rank0/out"])
+def test_a_folder_that_is_not_there_yet_is_no_error(
+    tmp_path: Path, out: Path, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt = Attempt(tmp_path, 1, path=path)
+    attempt.fails(BUG)
+    assert capsys.readouterr().err == ""
+
+
 def test_of_a_workload_nothing_is_looked_at(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run-1")
     run.make()

@@ -2,7 +2,7 @@
 
 CheckpointError
  +- ManifestError     the manifest or COMMIT is torn, tampered with, or of another format
- +- Refused           one checkpoint cannot be trusted or does not fit; carries its name and the reason
+ +- CheckpointRefused  one checkpoint cannot be trusted or does not fit; carries its name and the reason
  |   +- UnsafePickle  `.metadata` requests a class outside the allow-list
  +- NothingVerifies   checkpoints exist and every one of them was refused
  |   +- NothingIntact  all of them are damaged: another attempt reads the same bytes
@@ -12,7 +12,7 @@ CheckpointError
  +- SaveFailed        one save was given up; carries its step and the reason
      +- FencedOff     the attempt no longer holds its launch token, so it must not commit
      +- Unsound       this state must not be saved, even if the save is retried
-         +- Unsavable    no later state can be saved either: the program holds an object that cannot be saved
+         +- UnsavableState  no later state can be saved either: the program holds an object that cannot be saved
 """
 
 from collections.abc import Sequence

@@ -198,7 +198,7 @@ class FsspecStorage:
     """Storage on any fsspec file system; a closed object is as durable as the store guarantees, and nothing is renamed.
 
     Writes of other clients are visible at once if the file system is created with `use_listings_cache=False`, as in
-    `storage_at`.
+    `open_storage`.
     """
 
     def __init__(self, filesystem: Any, root: str) -> None:

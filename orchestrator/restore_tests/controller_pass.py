@@ -173,7 +173,7 @@ class RestoreTests:
         return self._configs[run.config_digest]
 
     def _reachable(self, run: Run, config: RunConfig) -> list[Checkpoint]:
-        """Return the checkpoints with a copy that every node can read; `place_of` selects the copy."""
+        """Return the checkpoints with a copy that every node can read; `choose_copy` selects the copy."""
         rows = [row for row in self.store.checkpoints(run.name) if row.trust is not Trust.DELETED]
         if config.command or not (rows and config.checkpoint.tiers):
             return rows

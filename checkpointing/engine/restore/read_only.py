@@ -33,7 +33,7 @@ class ReadOnlyCheckpoint:
     save_seconds: Sequence[float] = ()
 
     def __init__(self, place: str, name: str, on_event: EmitEvent, world: World) -> None:
-        """Create one process group; collective. Raises ValueError if `name` is invalid, and as `storage_at` does.
+        """Create one process group; collective. Raises ValueError if `name` is invalid, and as `open_storage` does.
 
         `on_event` is called on rank 0.
         """

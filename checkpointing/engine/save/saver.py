@@ -243,7 +243,7 @@ class CheckpointSaver:
     def _judge_state(
         self, job: SaveJob, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]"
     ) -> StateJudgement:
-        """Judge the state on rank 0 and write the fingerprints while the data is written; raises Unsavable."""
+        """Judge the state on rank 0 and write the fingerprints while the data is written; raises UnsavableState."""
         failed = _failures(reports)
         if failed is not None:
             raise failed.error(job.step)

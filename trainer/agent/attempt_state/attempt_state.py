@@ -343,7 +343,7 @@ class CoordinatorState:
             await record_skip(decision.skip, self.attempt_dir, self.events)
 
     def replace_nodes(self, decision: InJobDecision) -> InJobDecision | None:
-        """Replace lost or blamed nodes with spares; returns a Decision if the attempt ends instead."""
+        """Replace lost or blamed nodes with spares; returns an InJobDecision if the attempt ends instead."""
         self.generation.broken, self.history.new_nodes = None, True
         failure = self.with_drill(decision.failure)
         return node_replacement.replace(decision, self.roster, self.events, drill=failure.drill if failure else "")

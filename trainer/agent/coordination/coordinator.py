@@ -105,7 +105,7 @@ class Coordinator:
     # -- the life of a generation ------------------------------------------------------------------------------------
 
     async def _run_generation(self) -> InJobDecision | None:
-        """Run one generation; returns a Decision if the attempt ends with it, None if another follows."""
+        """Run one generation; returns an InJobDecision if the attempt ends with it, None if another follows."""
         await self._launch_ranks()
         decision = await self._watch_ranks()
         await self._state.record_decision(decision)
@@ -157,7 +157,7 @@ class Coordinator:
         return killed
 
     async def _prepare_next(self, decision: InJobDecision, *, killed: bool) -> InJobDecision | None:
-        """Wait until the next generation can start; returns a Decision if there will not be one."""
+        """Wait until the next generation can start; returns an InJobDecision if there will not be one."""
         state = self._state
         if decision.action not in (InJobAction.RESTART, InJobAction.ROLL_BACK, InJobAction.REPLACE):
             return decision

@@ -15,7 +15,7 @@ from trainer.contract.heartbeat import AttemptStage
 
 
 class Startup:
-    """Conditions before training; each method waits for one and returns a Decision if it cannot be met."""
+    """Conditions before training; each method waits for one and returns an InJobDecision if it cannot be met."""
 
     def __init__(self, state: CoordinatorState, messages: MessageLoop) -> None:
         self._state, self._roster, self._messages = state, state.roster, messages

@@ -164,7 +164,7 @@ class ProgressReport:
     samples: tuple[SampleRow, ...] = ()
     p99: dict[str, float] = field(default_factory=dict)  # seconds by phase
     work: tuple[tuple[int, ...], ...] = ()  # rank, steps, nanoseconds in each of `progress.SECTIONS`
-    # For ranks of a pipeline in `samples`: rank, `Moment` as numbers, and the row of `SentMessages`.
+    # For ranks of a pipeline in `samples`: rank, `StageActivity` as numbers, and the row of `SentMessages`.
     stages: tuple[tuple[int, ...], ...] = ()
 
 

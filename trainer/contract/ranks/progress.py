@@ -144,7 +144,7 @@ class Progress:
     restored_step: int = 0  # restored step of this generation: 0 from scratch
     save_seconds: float = 0.0  # 99th percentile of save durations, known to rank 0
     step_seconds: float = 0.0  # of the newest step
-    activity: int = 0  # in a pipeline: read by `moment_of`; 0: no activity
+    activity: int = 0  # in a pipeline: read by `decode_activity`; 0: no activity
     stage: int = 0
     micro_batch: int = 0
 

@@ -48,7 +48,7 @@ class BubbleMeter(Generic[Mark]):
         self._begin = self._mark()
 
     def end_callback(self, moment: StageActivity) -> Call | None:
-        """Return the call at the end of a moment, as in `begin_of`."""
+        """Return the call at the end of a moment, as in `begin_callback`."""
         if moment.activity in _SENDS:
             return None
 

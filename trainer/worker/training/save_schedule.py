@@ -51,7 +51,7 @@ class SaveVote(IntEnum):
 class SaveSchedule:
     """Schedule that counts the steps between saves.
 
-    Every rank calls `should_save` and `save_tried`; `save_vote` covers the data of rank 0 (clocks, commits, failures).
+    Every rank calls `should_save` and `record_save`; `save_vote` covers the data of rank 0 (clocks, commits, failures).
     """
 
     def __init__(

@@ -157,7 +157,7 @@ class PlausibilityJudge:
         self, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport],
         replicas: Sequence[Sequence[str]] = (),
     ) -> StateJudgement:  # fmt: skip
-        """Judge a state; `everything` has all ranks' items in the order of their reports, `replicas` as in `AgreedPlan`."""
+        """Judge a state; `everything` has all ranks' items in the order of reports, `replicas` as in `AgreedPlan`."""
         fingerprints = _added_up(everything, [report.partials for report in reports])
         if self.is_off:
             return StateJudgement(fingerprints)

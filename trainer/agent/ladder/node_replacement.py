@@ -8,7 +8,7 @@ from trainer.contract.failures.outcome import Failure, FailureKind
 
 
 def replace(decision: InJobDecision, roster: Roster, events: EventLog, *, drill: str = "") -> InJobDecision | None:
-    """Replace every lost or excluded node with a spare; returns an InJobDecision to end the attempt if that is impossible.
+    """Replace every lost or excluded node with a spare; returns how the attempt ends if that fails.
     `drill`: kind of the drill that caused the loss, if any.
     Why this is safe although a lost node, or the ranks of a blamed one, may survive out of reach for a while:
     - Its agent ends its ranks when its connection ends or times out, and is never admitted again. A blamed node's agent

@@ -1,42 +1,189 @@
-"""Run of every test marked `proof`, with the results in docs/proof.md: `make proof`.
+"""Run of every test marked `proof`, with the results in docs/proof.json and a summary in docs/proof.md: `make proof`.
 
     python -m benchmarks.proof [--again [PATH ...] | --only PATH ...]
 
 It takes hours, so an interrupted or failed run can be continued: `--again` runs the tests that have not passed yet, and
-repeats those below the PATHs, and keeps the other results. `--only` runs the tests below the PATHs, and leaves the rows
-of all other tests on the page unchanged: each row has the date of its run.
+repeats those below the PATHs, and keeps the other results. `--only` runs the tests below the PATHs, and leaves the
+results of all other tests unchanged: each has the date of its run.
 """
 
 import argparse
 import contextlib
 import datetime
+import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as Xml
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "docs" / "proof.md"
+PAGE = ROOT / "docs" / "proof.md"
 PASSED = "ORCH_PROOF_PASSED"
 """Environment variable with the path of a file that lists the deselected tests, one per line."""
 REPORT = ROOT / "build" / "proof.xml"
 HEAD = """# Proof
 
-What the long counts of the seeded proofs showed, the last time each of them ran (`make proof`).
-`make test` runs a seeded sample of each.
+Results of the long tests (`make proof`), one row per group. [proof.json](proof.json) has the figures of every test.
+`make test` runs a seeded sample of them.
 
 - machine: {machine}
 - result: {result}
 
-| proof | cases | passed | seconds | date | figures |
-|---|---|---|---|---|---|
+| group | cases | passed | date | figure |
+|---|---|---|---|---|
 """
-_COLUMNS = 6
+
+Result = dict[str, Any]
+"""Result of a test: numbers of cases and of passed ones, seconds, date, and its figures by name."""
+
+
+def _total(values: list[str]) -> str:
+    """Return the sum of whole numbers, or of both parts of `3 of 4`."""
+    parts = [found for value in values if (found := re.search(r"(\d+) of (\d+)$", value))]
+    if parts:
+        return f"{sum(int(part[1]) for part in parts):,} of {sum(int(part[2]) for part in parts):,}"
+    return f"{sum(map(int, values)):,}"
+
+
+def _range(values: list[str]) -> str:
+    numbers = _fractions(values)
+    return f"{min(numbers):.3f} to {max(numbers):.3f}"
+
+
+def _largest(values: list[str]) -> str:
+    return f"{max(_fractions(values)):.1e}"
+
+
+def _fractions(values: list[str]) -> list[float]:
+    return [float(number) for value in values for number in re.findall(r"\d+\.\d+(?:e-?\d+)?", value)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A row of the page."""
+
+    title: str
+    tests: tuple[str, ...]
+    """Beginnings of the tests' ids; the longest one that matches decides."""
+    label: str = ""
+    figures: str = ""
+    """Beginning of the names of the figures that the row summarizes."""
+    summary: Callable[[list[str]], str] = _total
+
+
+_WATCH = "tests/trainer/agent/watch/"
+_BLAME = "tests/trainer/agent/blame/"
+GROUPS = (
+    Group(
+        title="damaged checkpoints are refused, intact ones load",
+        tests=("tests/checkpointing/engine/restore/test_corruption", "tests/checkpointing/proofs/test_corruption"),
+        label="faults refused with the model untouched",
+        figures="faults refused",
+    ),
+    Group(
+        title="crashes and disk errors during a save lose no committed checkpoint",
+        tests=("tests/checkpointing/",),
+        label="kills of ranks, writers and jobs",
+        figures="times the ",
+    ),
+    Group(
+        title="malicious files run no code",
+        tests=("tests/checkpointing/proofs/test_no_code",),
+        label="malicious files read",
+        figures="malicious files read",
+    ),
+    Group(
+        title="any layout restores any checkpoint, also with plain torch",
+        tests=("tests/checkpointing/engine/restore/test_layouts", "tests/checkpointing/proofs/test_interop"),
+    ),
+    Group(
+        title="restore tests find damage and pass intact checkpoints",
+        tests=(
+            "tests/trainer/worker/restore_test/",
+            "tests/slurm/test_restore_tests",
+            "tests/end_to_end/test_restore_tests",
+        ),
+        label="damaged checkpoints found",
+        figures="damaged checkpoints",
+    ),
+    Group(
+        title="killed and rolled-back runs end with equal bits",
+        tests=("tests/trainer/worker/",),
+    ),
+    Group(
+        title="all layouts train like one rank",
+        tests=("tests/trainer/worker/parallel/", "tests/trainer/worker/pipeline/"),
+        label="largest relative difference of 20 losses",
+        figures="largest relative difference of 20 losses",
+        summary=_largest,
+    ),
+    Group(
+        title="memory is as the formula predicts",
+        tests=(
+            "tests/trainer/worker/memory/",
+            "tests/trainer/worker/pipeline/test_stage_memory",
+            "tests/trainer/worker/parallel/test_expert_runs.py::test_peaks",
+        ),
+        label="peak of a step, measured / formula",
+        figures="peak of a step",
+        summary=_range,
+    ),
+    Group(
+        title="hangs are detected in time, with the right rank and kind",
+        tests=(_WATCH, _BLAME, "tests/trainer/agent/flight/"),
+        label="simulated hangs",
+        figures="simulated hangs",
+    ),
+    Group(
+        title="healthy runs raise no false alarm",
+        tests=(
+            f"{_WATCH}test_hangs.py::test_four_hundred",
+            f"{_WATCH}test_staged_jobs.py::test_four_hundred",
+            f"{_BLAME}test_no_false_alarm",
+        ),
+        label="simulated hours",
+        figures="simulated hours",
+    ),
+    Group(
+        title="stragglers are named",
+        tests=(f"{_WATCH}test_stragglers", f"{_BLAME}test_slow_stages"),
+        label="healthy runs of 1,000 steps with a rank named",
+        figures="false names",
+    ),
+    Group(title="faults in simulated clusters", tests=("tests/scenarios/",)),
+    Group(title="faults on a real Slurm of four nodes", tests=("tests/slurm/",)),
+    Group(
+        title="faults on one machine",
+        tests=("tests/end_to_end/", "tests/orchestrator/", "tests/trainer/agent/"),
+    ),
+    Group(
+        title="unchanged training scripts as a `command:`",
+        tests=(
+            "tests/slurm/test_commands",
+            "tests/end_to_end/test_commands",
+            "tests/end_to_end/test_examples",
+            "tests/trainer/agent/test_command_programs",
+        ),
+    ),
+    Group(
+        title="suggestions for layouts that do not fit are accepted",
+        tests=("tests/trainer/contract/layout/", "tests/orchestrator/config/"),
+    ),
+    Group(
+        title="packaging and dependencies",
+        tests=("tests/end_to_end/test_wheel", "tests/test_"),
+    ),
+)
+_OTHER = Group(title="others", tests=())
 
 
 def machine() -> str:
@@ -44,54 +191,33 @@ def machine() -> str:
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
-def rows(cases: list[Xml.Element]) -> dict[str, str]:
-    """Return one line for each test, with its parameters counted; figures are the properties that tests recorded."""
-    groups: dict[str, list[Xml.Element]] = {}
+def results(cases: Iterable[Xml.Element]) -> dict[str, Result]:
+    """Return the results by test, with the cases of all its parameters counted."""
+    tests: dict[str, list[Xml.Element]] = {}
     for case in cases:
-        name = str(case.get("name")).partition("[")[0].removeprefix("test_").replace("_", " ")
-        groups.setdefault(name, []).append(case)
-    return {name: _row(name, members) for name, members in groups.items()}
+        tests.setdefault(node_id(case).partition("[")[0], []).append(case)
+    today = str(datetime.datetime.now(datetime.UTC).date())
+    return {
+        name: {
+            "cases": len(members),
+            "passed": sum(map(good, members)),
+            "seconds": round(sum(float(case.get("time", 0)) for case in members)),
+            "date": today,
+            "figures": figures(members),
+        }
+        for name, members in tests.items()
+    }
 
 
-def _row(name: str, cases: list[Xml.Element]) -> str:
-    bad = sum(not good(case) for case in cases)
-    seconds = sum(float(case.get("time", 0)) for case in cases)
-    today = datetime.datetime.now(datetime.UTC).date()
-    return f"| {name} | {len(cases)} | {len(cases) - bad} | {seconds:.0f} | {today} | {figures(cases)} |"
-
-
-def rows_of_page(page: str) -> dict[str, str]:
-    """Return the table lines of an earlier run's page, by name."""
-    lines = [line for line in page.splitlines() if line.startswith("| ") and line.count(" | ") >= _COLUMNS - 1]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines[1:]}
-
-
-def pictures_of_page(page: str) -> dict[str, str]:
-    """Return the sections below the table of an earlier run's page, by heading."""
-    parts = [f"\n## {part.rstrip()}" for part in page.split("\n## ")[1:]]
-    return {part.split("\n")[1]: part for part in parts}
-
-
-def figures(cases: list[Xml.Element]) -> str:
-    """Return the cases' recorded figures; whole numbers of one name are summed, since the cases share a count."""
+def figures(cases: list[Xml.Element]) -> dict[str, int | list[str]]:
+    """Return the cases' recorded figures: a sum of whole numbers, since the cases share a count; else every value."""
     found: dict[str, list[str]] = {}
     for item in (item for case in cases for item in case.iter("property")):
-        if "\n" in str(item.get("value")):
-            continue
-        found.setdefault(str(item.get("name")), []).append(str(item.get("value")))
-    return "; ".join(f"{name}: {_total(values)}" for name, values in found.items())
-
-
-def pictures(cases: list[Xml.Element]) -> dict[str, str]:
-    """Return the cases' multi-line records by heading, shown verbatim below the table."""
-    found = [item for case in cases for item in case.iter("property") if "\n" in str(item.get("value"))]
-    return {f"## {item.get('name')}": f"\n## {item.get('name')}\n\n```\n{item.get('value')}\n```" for item in found}
-
-
-def _total(values: list[str]) -> str:
-    if all(value.isdigit() for value in values):
-        return str(sum(map(int, values)))
-    return ", ".join(dict.fromkeys(values))
+        found.setdefault(str(item.get("name")), []).extend(str(item.get("value")).splitlines())
+    return {
+        name: sum(map(int, values)) if all(value.isdigit() for value in values) else list(dict.fromkeys(values))
+        for name, values in found.items()
+    }
 
 
 def good(case: Xml.Element) -> bool:
@@ -168,9 +294,8 @@ def main() -> int:
     cases = kept + fresh
     if not options.only:
         _write_report(cases)
-    before = TARGET.read_text() if options.only else ""
-    passed = write_page(rows_of_page(before) | rows(cases), pictures_of_page(before) | pictures(cases))
-    print(f"{passed}; written to {TARGET.relative_to(ROOT)}")
+    passed = write_page((saved_results() if options.only else {}) | results(cases))
+    print(f"{passed}; written to {PAGE.relative_to(ROOT)} and {PAGE.with_suffix('.json').name}")
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED and cases else int(code)
 
 
@@ -181,13 +306,48 @@ def _write_report(cases: list[Xml.Element]) -> None:
     Xml.ElementTree(suite).write(REPORT)
 
 
-def write_page(lines: dict[str, str], more: dict[str, str]) -> str:
-    """Write docs/proof.md; return the number of passed cases in all rows, in words."""
-    counts = [tuple(map(int, line.split(" | ")[1:3])) for line in lines.values()]
-    passed = f"{sum(good for _, good in counts)} of {sum(every for every, _ in counts)} passed"
-    head = HEAD.format(machine=machine(), result=passed)
-    TARGET.write_text(head + "\n".join([*(line for _, line in sorted(lines.items())), *more.values()]) + "\n")
-    return passed
+def saved_results() -> dict[str, Result]:
+    """Return the results of earlier runs."""
+    file = PAGE.with_suffix(".json")
+    return dict(json.loads(file.read_text())["tests"]) if file.exists() else {}
+
+
+def write_page(tests: dict[str, Result]) -> str:
+    """Write docs/proof.json and docs/proof.md; return the number of passed cases in all tests, in words."""
+    cases, passed = (sum(test[count] for test in tests.values()) for count in ("cases", "passed"))
+    result = f"{passed} of {cases} passed"
+    record = {"machine": machine(), "result": result, "tests": dict(sorted(tests.items()))}
+    PAGE.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    members: dict[str, list[Result]] = {}
+    for name, test in tests.items():
+        members.setdefault(group_title(name), []).append(test)
+    rows = [_row(group, members[group.title]) for group in (*GROUPS, _OTHER) if group.title in members]
+    PAGE.write_text(HEAD.format(machine=machine(), result=result) + "\n".join(rows) + "\n")
+    return result
+
+
+def group_title(name: str) -> str:
+    """Return the title of the group that has a test."""
+    found = [(len(start), group.title) for group in GROUPS for start in group.tests if name.startswith(start)]
+    return max(found)[1] if found else _OTHER.title
+
+
+def _row(group: Group, tests: list[Result]) -> str:
+    cases, passed = (sum(test[count] for test in tests) for count in ("cases", "passed"))
+    dates = sorted({test["date"] for test in tests})
+    date = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"| {group.title} | {cases:,} | {passed:,} | {date} | {_figure(group, tests)} |"
+
+
+def _figure(group: Group, tests: list[Result]) -> str:
+    found = [
+        value
+        for test in tests
+        for name, values in test["figures"].items()
+        if group.figures and name.startswith(group.figures)
+        for value in (values if isinstance(values, list) else [str(values)])
+    ]
+    return f"{group.label}: {group.summary(found)}" if found else ""
 
 
 if __name__ == "__main__":

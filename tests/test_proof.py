@@ -33,7 +33,7 @@ def test_what_has_failed_is_run_again_whatever_the_names_of_those_that_passed(
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "docs").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(proof.ROOT))
-    for name, value in (("ROOT", "."), ("TARGET", "docs/proof.md"), ("REPORT", "build/proof.xml")):
+    for name, value in (("ROOT", "."), ("PAGE", "docs/proof.md"), ("REPORT", "build/proof.xml")):
         monkeypatch.setattr(proof, name, tmp_path / value)
 
     def go_on(*arguments: str) -> tuple[int, str]:
@@ -48,14 +48,62 @@ def test_what_has_failed_is_run_again_whatever_the_names_of_those_that_passed(
     assert (tmp_path / "one").read_text() == "x"
 
 
-def test_what_is_not_run_keeps_its_row_and_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = "| of old | 3 | 2 | 7 | 2025-01-02 | seen: 3; a | b |"
-    picture = "\n## matrix\n\n```\n| of | rows |\n```"
-    monkeypatch.setattr(proof, "TARGET", tmp_path / "proof.md")
-    proof.write_page({"of old": before}, {"## matrix": picture})
+def test_what_is_not_run_keeps_its_result_and_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = ["   a b", "a  1 ."]
+    before = {
+        "tests/scenarios/test_traces.py::test_seeds": {
+            "cases": 3, "passed": 2, "seconds": 7, "date": "2025-01-02", "figures": {"confusion matrix": matrix},
+        }
+    }  # fmt: skip
+    monkeypatch.setattr(proof, "PAGE", tmp_path / "proof.md")
+    proof.write_page(before)
+    assert proof.saved_results() == before
+    case = case_with(name="test_of_new[1]")
+    assert proof.write_page(proof.saved_results() | proof.results([case])) == "3 of 4 passed"
+    after = proof.saved_results()
+    assert after.pop("tests/slurm/test_runs.py::test_of_new")["cases"] == 1
+    assert after == before
     page = (tmp_path / "proof.md").read_text()
-    assert proof.rows_of_page(page) == {"of old": before}
-    assert proof.pictures_of_page(page) == {"## matrix": picture}
-    case = ElementTree.fromstring('<testcase name="test_of_new[1]" time="2.0"><properties/></testcase>')
-    assert proof.write_page(proof.rows_of_page(page) | proof.rows([case]), {}) == "3 of 4 passed"
-    assert before in (tmp_path / "proof.md").read_text()
+    assert "| faults in simulated clusters | 3 | 2 | 2025-01-02 |  |" in page
+    assert "| faults on a real Slurm of four nodes | 1 | 1 | " in page
+
+
+def case_with(**figures: str) -> ElementTree.Element:
+    """A passed case on Slurm with its name, and figures as properties."""
+    name = figures.pop("name", "test_figures")
+    case = ElementTree.Element("testcase", name=name, file="tests/slurm/test_runs.py", time="2.0")
+    case.set("classname", "tests.slurm.test_runs")
+    properties = ElementTree.SubElement(case, "properties")
+    for key, value in figures.items():
+        ElementTree.SubElement(properties, "property", name=key, value=value)
+    return case
+
+
+def test_figures_of_all_cases_are_added_up_or_listed() -> None:
+    cases = [case_with(kills="3", loss="1.1e-07", matrix="a\nb"), case_with(kills="4", loss="1.4e-07")]
+    (result,) = proof.results(cases).values()
+    assert result["figures"] == {"kills": 7, "loss": ["1.1e-07", "1.4e-07"], "matrix": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("title", "figures", "cell"),
+    [
+        ("crashes and disk errors during a save", {"times the job was killed": 2000, "times the rank": 1}, "2,001"),
+        ("stragglers are named", {"false names in": ["pair: 0 of 100", "eight: 1 of 100"]}, "1 of 200"),
+        ("memory is as", {"peak of a step, stages": ["pp 2 0.976 to 1.001", "zbv 0.986 to 1.024"]}, "0.976 to 1.024"),
+        ("all layouts train", {"largest relative difference of 20 losses": ["1.1e-07", "2.7e-07"]}, "2.7e-07"),
+    ],
+)
+def test_a_row_summarizes_the_figures_of_its_group(
+    title: str, figures: dict[str, int | list[str]], cell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "PAGE", tmp_path / "proof.md")
+    group = next(group for group in proof.GROUPS if group.title.startswith(title))
+    test = {"cases": 1, "passed": 1, "seconds": 1, "date": "2026-01-02", "figures": figures}
+    proof.write_page({f"{group.tests[0]}x": test})
+    assert f"| 1 | 1 | 2026-01-02 | {group.label}: {cell} |" in (tmp_path / "proof.md").read_text()
+
+
+def test_every_group_has_tests_that_exist() -> None:
+    starts = [start.partition("::")[0] for group in proof.GROUPS for start in group.tests]
+    assert not [start for start in starts if not list(proof.ROOT.glob(f"{start}*"))]

@@ -201,7 +201,7 @@ def test_every_failure_kind_is_documented() -> None:
 
 def test_the_failures_after_which_changed_code_is_accepted_are_documented() -> None:
     text = (DOCS / "writing-a-workload.md").read_text()
-    named = text.partition("a failure that a change of the code can mend: ")[2].partition(". ")[0]
+    named = text.partition("Changed code needs no `--accept` after ")[2].partition(". ")[0]
     assert {kind for kind in FailureKind if f"`{kind}`" in named} == select_kinds(lambda traits: traits.fixed_by_code)
 
 

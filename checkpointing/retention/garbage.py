@@ -1,6 +1,7 @@
 """Pins, and the deletion of checkpoints and debris in two phases.
 
-Each pin is a file, so concurrent pins do not overwrite each other.
+Each holder has a file of its own, so concurrent pins never overwrite or remove each other: `NAME` is a person's pin,
+`NAME@HOLDER` that of a restore test or of a process that reads the checkpoint.
 """
 
 import contextlib
@@ -25,43 +26,68 @@ class Pin:
 
     note: str
     pinned_at: float
+    process: str = ""  # the pin holds for as long as this process lives; empty: until it is removed
 
 
 def read_pins(storage: Storage) -> dict[str, Pin]:
-    """Return all pins by checkpoint name; a damaged pin still counts. Raises OSError if they cannot be listed."""
-    names = [name for name, size in storage.list(PINS).items() if size is not None and parse_name(name)]
-    return {name: _read(storage, name) for name in names}
+    """Return one pin per checkpoint, a person's first; a damaged pin still counts. Raises OSError if unlistable."""
+    found: dict[str, Pin] = {}
+    for (name, _), held in read_all_pins(storage).items():
+        found.setdefault(name, held)
+    return found
+
+
+def read_all_pins(storage: Storage) -> dict[tuple[str, str], Pin]:
+    """Return all pins by checkpoint and holder, a person's ("") first. Raises OSError if they cannot be listed."""
+    return {key: _read(storage, _pin_file(*key)) for key in sorted(_list_pins(storage)) if parse_name(key[0])}
 
 
 def pinned_names(storage: Storage) -> frozenset[str]:
     """Return the pinned names; raises OSError if they cannot be listed, in which case nothing may be deleted."""
-    return frozenset(name for name, size in storage.list(PINS).items() if size is not None)
+    return frozenset(name for name, _ in _list_pins(storage))
 
 
-def pin(storage: Storage, name: str, note: str, now: float) -> None:
-    """Keep a checkpoint until `unpin`; pinning again replaces the note.
+def pin(storage: Storage, name: str, note: str, now: float, *, holder: str = "", process: str = "") -> None:
+    """Keep a checkpoint until `unpin` or, for a holder other than a person, `remove_pin`; again replaces the note.
 
     Raises OSError, or ValueError if `name` is not a checkpoint's name. Retention may already be deleting the
     checkpoint, so check afterwards that it is still committed.
     """
     if parse_name(name) is None:
         raise ValueError(f"{name!r} is not the name of a checkpoint")
-    storage.publish(f"{PINS}/{name}", canonical({"schema": SCHEMA, "note": note, "pinned_at": now}))
+    fields = {"schema": SCHEMA, "note": note, "pinned_at": now, "process": process}
+    storage.publish(_pin_file(name, holder), canonical(fields))
+
+
+def remove_pin(storage: Storage, name: str, holder: str) -> None:
+    """Remove the pin of one holder, if it exists."""
+    storage.delete(_pin_file(name, holder))
 
 
 def unpin(storage: Storage, name: str) -> bool:
-    """Return a checkpoint to retention; return False if it was not pinned."""
-    if name not in pinned_names(storage):
-        return False
-    storage.delete(f"{PINS}/{name}")
-    return True
+    """Return a checkpoint to retention, whoever pinned it; return False if it was not pinned."""
+    held = [key for key in _list_pins(storage) if key[0] == name]
+    for key in held:
+        remove_pin(storage, *key)
+    return bool(held)
 
 
-def _read(storage: Storage, name: str) -> Pin:
+def _list_pins(storage: Storage) -> list[tuple[str, str]]:
+    """Return checkpoint and holder of every pin; raises OSError."""
+    parts = [file.partition("@") for file, size in storage.list(PINS).items() if size is not None]
+    return [(name, holder) for name, _, holder in parts]
+
+
+def _pin_file(name: str, holder: str) -> str:
+    return f"{PINS}/{name}@{holder}" if holder else f"{PINS}/{name}"
+
+
+def _read(storage: Storage, path: str) -> Pin:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        with storage.open(f"{PINS}/{name}") as stream:
+        with storage.open(path) as stream:
             fields = json.loads(stream.read())
-        return Pin(note=str(fields["note"]), pinned_at=float(fields["pinned_at"]))
+        note, pinned_at = str(fields["note"]), float(fields["pinned_at"])
+        return Pin(note=note, pinned_at=pinned_at, process=str(fields.get("process", "")))
     return Pin(note="", pinned_at=0.0)
 
 

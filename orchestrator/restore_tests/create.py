@@ -7,7 +7,7 @@ import copy
 import errno
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -15,7 +15,7 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.format.commit import parse_name
-from checkpointing.retention.garbage import pin, read_pins, unpin
+from checkpointing.retention.garbage import pin, remove_pin
 from checkpointing.storage.backends import LocalStorage, open_storage
 from checkpointing.storage.trusted_path import can_be_exchanged
 from checkpointing.tiers.catalog import Catalog
@@ -51,19 +51,13 @@ _NOTE = "restore test"
 
 def hold(run: Run, test: RestoreTest) -> None:
     """Protect the checkpoint from retention until the test has ended. Raises OSError."""
-    if not _is_ours(test):
-        return
-    storage = _own(run)
-    if test.checkpoint not in read_pins(storage):
-        pin(storage, test.checkpoint, f"{_NOTE} {test.test}", time.time())
+    if _is_ours(test):
+        pin(_own(run), test.checkpoint, f"{_NOTE} {test.test}", time.time(), holder=test.test)
 
 
-def release(run: Run, checkpoint: str, tests: Collection[str]) -> None:
-    """Remove the pin of one of these tests; a person's pin stays, whatever its note. Raises OSError."""
-    storage = _own(run)
-    held = read_pins(storage).get(checkpoint)
-    if held is not None and held.note in {f"{_NOTE} {test}" for test in tests}:
-        unpin(storage, checkpoint)
+def release(run: Run, test: RestoreTest) -> None:
+    """Remove the test's own pin; those of other tests, readers and persons stay. Raises OSError."""
+    remove_pin(_own(run), test.checkpoint, test.test)
 
 
 def write_verdict(run: Run, test: RestoreTest, place: str, outcome: Outcome, reason: str, now: float) -> None:

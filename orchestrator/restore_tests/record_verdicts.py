@@ -80,8 +80,9 @@ class VerdictRecorder:
 
     def unpin_ended(self, since: float) -> None:
         """Remove pins of tests that ended since then: a missing folder may be back, a full disk may have room."""
-        recent = [test for test in self.store.restore_tests(since=since) if test.ended_at is not None]
-        for test in {test.checkpoint: test for test in recent}.values():
+        for test in self.store.restore_tests(since=since):
+            if test.ended_at is None:
+                continue
             source = self._source(test)
             if source is not None and self.owns(source):
                 self._release(source, test)
@@ -150,12 +151,8 @@ class VerdictRecorder:
         self._release(source, test)
 
     def _release(self, source: Run, test: RestoreTest) -> None:
-        going_on = [one for one in self.store.restore_tests(source.name, going_on=True) if one.test != test.test]
-        if any(one.checkpoint == test.checkpoint for one in going_on):
-            return
-        ours = {one.test for one in self.store.restore_tests(source.name)}
         try:
-            self.files.call(Path(source.run_dir), lambda: release(source, test.checkpoint, ours))
+            self.files.call(Path(source.run_dir), lambda: release(source, test))
         except _MARKS as error:
             log.warning("%s: the pin of %s stays for now: %s", source.name, test.test, error)
 

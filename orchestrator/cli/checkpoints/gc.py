@@ -165,6 +165,7 @@ def _other_registry(store: "Store", run: "Run", attempts: "Sequence[Attempt]") -
 def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[GcCandidate]:
     from checkpointing.retention.garbage import pinned_names
     from checkpointing.verification.verdicts import known_bad
+    from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 
     place = RunDir(Path(run.run_dir))
     own = visible_tiers(place)[0].storage
@@ -174,6 +175,7 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
         return
     attempts = store.attempts(run.name)
     busy = "an attempt of the run has not ended" if _may_live(run, attempts) else _other_registry(store, run, attempts)
+    remove_dead_readers(own)
     pinned = pinned_names(own)
     for entry in own_and_others(tier, place, own_checkpoints(store, run))[0]:
         if entry.name not in bad:

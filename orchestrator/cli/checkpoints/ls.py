@@ -44,7 +44,7 @@ def pin(screen: Screen, target: str, note: str) -> None:
     garbage.pin(_pins(found, target), found.name, note, time.time())
     # Retention may have deleted it before the pin was written.
     if not any(_is_there(copy) for copy in copies if copy.name == found.name):
-        garbage.unpin(_pins(found, target), found.name)
+        garbage.remove_pin(_pins(found, target), found.name, "")
         raise NotFound(f"{found.name} was deleted at this very moment", where=found.path, hint="pin a newer one")
     screen.say(f"{found.name}: pinned{f' ({note})' if note else ''}")
     if screen.json:
@@ -89,6 +89,7 @@ def _find_pins(words: str) -> "tuple[Storage, list[str]]":
     from checkpointing.format.commit import parse_name
     from checkpointing.retention.garbage import pinned_names
     from checkpointing.storage.backends import LocalStorage
+    from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 
     if is_location(words):
         target = locate_target(words)
@@ -99,6 +100,7 @@ def _find_pins(words: str) -> "tuple[Storage, list[str]]":
         raise ConfigError("say which checkpoint", where=words, hint="write RUN@STEP")
     known = known_run(run)
     storage = LocalStorage(existing_folder(known.name, known.run_dir).checkpoints)
+    remove_dead_readers(storage)
     parsed = {name: parts for name in pinned_names(storage) if (parts := parse_name(name))}
     return storage, sorted(name for name, parts in parsed.items() if step in (name, str(parts.step)))
 
@@ -118,6 +120,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     TESTED names the layouts on which a restore test has restored it.
     """
     from checkpointing.retention.garbage import read_pins
+    from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 
     now = time.time()
     found = known_run(run)
@@ -135,6 +138,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     if _add_places(screen, rows, place, own) and visible and not keeps_on_nodes(place):
         _mark_gone(screen, found.name, rows, of_command=of_command)
     _add_verdicts(rows, tiers)
+    remove_dead_readers(tiers[0].storage)
     pins = read_pins(tiers[0].storage)
     bad = [name for name, row in rows.items() if row["trust"] in ("CORRUPT", "SUSPECT")]
     best = best_checkpoints(place, tiers, own, bad)

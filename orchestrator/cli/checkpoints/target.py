@@ -1,8 +1,6 @@
 """Checkpoints named on a command line: `RUN@STEP`, a folder or a URL. They are pinned while a command reads them."""
 
-import os
 import shlex
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -348,19 +346,16 @@ def _after_last(target: str) -> tuple[str, str, str]:
     return f"@{name}", mark, step
 
 
-NOTE = "being read by orch, process"
-
-
 @contextmanager
 def kept_while_read(*targets: Target) -> Iterator[None]:
-    """Pin these checkpoints within the block, unless they are pinned already.
+    """Pin these checkpoints within the block, each with a pin of its own.
 
     Raises NotFound for a checkpoint deleted before the pin was written. In a read-only folder nothing is pinned, and a
     checkpoint deleted during the block raises NotFound, too.
     """
     from checkpointing.errors import CheckpointError
 
-    pinned = [target for target in targets if _pin(target)]
+    pinned = [(target, holder) for target in targets if (holder := _pin(target))]
     try:
         require_there(*(target for target in targets if target.run is not None))
         yield
@@ -368,8 +363,8 @@ def kept_while_read(*targets: Target) -> Iterator[None]:
         require_there(*(target for target in targets if target.run is not None))
         raise
     finally:
-        for target in pinned:
-            _unpin(target)
+        for target, holder in pinned:
+            _unpin(target, holder)
 
 
 def require_there(*targets: Target) -> None:
@@ -382,25 +377,22 @@ def require_there(*targets: Target) -> None:
             raise NotFound(f"{target.name} is not there any more: it is being deleted", where=target.path, hint=looks)
 
 
-def _pin(target: Target) -> bool:
-    """Pin the checkpoint unless it is pinned; return whether a pin was written."""
-    from checkpointing.retention import garbage
+def _pin(target: Target) -> str:
+    """Pin the checkpoint for this process; return the pin's holder, or "" if no pin was written."""
     from checkpointing.storage.backends import LocalStorage
+    from orchestrator.controller.run_dirs.reader_pins import pin_for_reading
 
     if target.run is None or target.run_dir is None:
-        return False
+        return ""
     with suppress(OSError):
-        storage = LocalStorage(target.run_dir.checkpoints)
-        if target.name not in garbage.pinned_names(storage):
-            garbage.pin(storage, target.name, f"{NOTE} {os.getpid()} on {os.uname().nodename}", time.time())
-            return True
-    return False
+        return pin_for_reading(LocalStorage(target.run_dir.checkpoints), target.name)
+    return ""
 
 
-def _unpin(target: Target) -> None:
-    from checkpointing.retention import garbage
+def _unpin(target: Target, holder: str) -> None:
+    from checkpointing.retention.garbage import remove_pin
     from checkpointing.storage.backends import LocalStorage
 
     assert target.run_dir is not None
     with suppress(OSError):
-        garbage.unpin(LocalStorage(target.run_dir.checkpoints), target.name)
+        remove_pin(LocalStorage(target.run_dir.checkpoints), target.name, holder)

@@ -29,6 +29,7 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.ownership import never_submitted
 from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
 from orchestrator.controller.run_dirs.other_registry import find_other_registry
+from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
 from orchestrator.registry.operations.removal_writes import Removal, require_removable
 from orchestrator.registry.records import Attempt, Run
@@ -248,7 +249,9 @@ def plan_removal(store: Store, run: Run, choice: RemovalOptions) -> RemovalPlan:
 
 def _refuse_pins(run: Run, folder: RunDir) -> None:
     """Raise Precondition if a pinned checkpoint exists."""
-    pinned = pinned_names(LocalStorage(folder.checkpoints))
+    storage = LocalStorage(folder.checkpoints)
+    remove_dead_readers(storage)
+    pinned = pinned_names(storage)
     if run.removal or not pinned:
         return  # a begun removal has passed this check
     there = {name for tier in visible_tiers(folder) for name in pinned if tier.catalog.is_committed(name)}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from checkpointing.config import MEMORY
+from checkpointing.storage.backends import LocalStorage
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.collect_evidence import KnownProgress, progress
 from orchestrator.controller.run_dirs.event_files import (
@@ -18,6 +19,7 @@ from orchestrator.controller.run_dirs.event_files import (
     resolve_paths,
     tiers_mentioned,
 )
+from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Notice
@@ -52,6 +54,9 @@ def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files 
         paths = files.call(view.folder.path, lambda: resolve_paths(view, node, tiers))
         for one in fresh:
             _apply(store, view, one, paths, epoch, now)
+        # The job deletes checkpoints after each commit; its nodes cannot see that a reader on this host has died.
+        if any(event.kind == EventKind.CHECKPOINT_COMMITTED for one in fresh for event in one.events):
+            files.call(view.folder.path, lambda: remove_dead_readers(LocalStorage(view.folder.checkpoints)))
     known = files.call(view.folder.path, lambda: progress(place))
     return _ingest_progress(store, view, epoch, now, known) or bool(fresh)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from checkpointing.retention.garbage import PINS, Pin, pin, pinned_names, read_pins, unpin
+from checkpointing.retention.garbage import PINS, Pin, pin, pinned_names, read_pins, remove_pin, unpin
 from checkpointing.storage.backends import LocalStorage, open_storage
 from checkpointing.tiers.catalog import Catalog
 from tests.checkpointing.fake_storages import Faulty
@@ -24,6 +24,20 @@ def test_a_pin_reads_back_until_it_is_taken_out(tmp_path: Path) -> None:
     assert read_pins(storage)[NAME].note == "for the talk"
     assert unpin(storage, NAME)
     assert not unpin(storage, NAME)
+    assert pinned_names(storage) == frozenset()
+
+
+def test_every_holder_has_a_pin_of_its_own(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    pin(storage, NAME, "read", 1.0, holder="reader", process="here:1:2")
+    pin(storage, NAME, "mine", 2.0)
+    pin(storage, NAME, "tested", 3.0, holder="a-test")
+    assert read_pins(storage) == {NAME: Pin(note="mine", pinned_at=2.0)}
+    remove_pin(storage, NAME, "")
+    remove_pin(storage, NAME, "a-test")
+    assert read_pins(storage) == {NAME: Pin(note="read", pinned_at=1.0, process="here:1:2")}
+    assert pinned_names(storage) == {NAME}
+    assert unpin(storage, NAME)
     assert pinned_names(storage) == frozenset()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.retention.garbage import pin, read_pins
+from checkpointing.retention.garbage import pin, read_pins, remove_pin
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import RESTORE_TESTED, read_verdicts
 from orchestrator.config.compose import compose
@@ -257,6 +257,17 @@ def test_a_pin_of_a_person_stays(desk: Desk) -> None:
     desk.end(desk.under_way(), "RESTORED")
     desk.passes()
     assert read_pins(storage)[name].note == "restore test showed it is good"
+
+
+def test_a_test_keeps_a_checkpoint_that_something_else_has_pinned_too(desk: Desk) -> None:
+    storage, name = LocalStorage(desk.folder.checkpoints), desk.checkpoint(300).name
+    pin(storage, name, "being read", NOW, holder="reader")
+    desk.passes()
+    remove_pin(storage, name, "reader")
+    assert read_pins(storage)[name].note == "restore test r-1-test-1"
+    desk.end(desk.under_way(), "RESTORED")
+    desk.passes()
+    assert read_pins(storage) == {}
 
 
 def test_the_verdict_on_a_copy_says_nothing_of_the_one_at_home(desk: Desk) -> None:

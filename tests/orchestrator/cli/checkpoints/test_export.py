@@ -113,7 +113,7 @@ def test_a_checkpoint_is_pinned_while_it_is_read(
 
     def look(self: LocalStorage, name: str) -> Any:
         if name.endswith(".distcp"):
-            seen.append([pin.name for pin in garbage.iterdir()])
+            seen.append([pin.name.partition("@")[0] for pin in garbage.iterdir()])
         return opened(self, name)
 
     monkeypatch.setattr(LocalStorage, "open", look)
@@ -121,11 +121,11 @@ def test_a_checkpoint_is_pinned_while_it_is_read(
     monkeypatch.setattr(
         verification,
         "_report",
-        lambda *given: (seen.append([pin.name for pin in garbage.iterdir()]), report(*given))[1],
+        lambda *given: (seen.append([pin.name.partition("@")[0] for pin in garbage.iterdir()]), report(*given))[1],
     )
     words = {"export": [run[0], tmp_path / "out"], "verify": [run[0]], "diff": [run[0], run[0]]}[verb]
     assert orch("ckpt", verb, *words).code == 0
-    assert all(names == [run[1].name] for names in seen)
+    assert all({*names} == {run[1].name} for names in seen)
     assert verb == "diff" or seen, "equal fingerprints are not read"
     assert not list(garbage.iterdir())
     orch("ckpt", "pin", run[0], "--note", "mine")
@@ -137,8 +137,8 @@ def test_a_checkpoint_is_pinned_while_it_is_read(
 def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
     orch: Type, run: tuple[str, Path], tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from checkpointing.retention import garbage
     from checkpointing.storage.backends import LocalStorage
+    from orchestrator.controller.run_dirs import reader_pins
 
     opened = LocalStorage.open
 
@@ -148,7 +148,7 @@ def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
             (run[1] / "__0_0.distcp").unlink(missing_ok=True)
         return opened(self, name)
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     def report(*given: Any) -> Any:
@@ -160,7 +160,7 @@ def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
     monkeypatch.setattr(LocalStorage, "open", delete)
     reported = verification._report
     monkeypatch.setattr(verification, "_report", report)
-    monkeypatch.setattr(garbage, "pin", refuse)  # another user's run
+    monkeypatch.setattr(reader_pins, "pin", refuse)  # another user's run
     said = orch("ckpt", verb, run[0], *([tmp_path / "out"] if verb == "export" else []))
     assert (said.code, f"{run[1].name} is not there any more: it is being deleted" in said.err) == (3, True), said.err
     assert f"`orch ckpt ls {run[0]}` lists what is left" in said.err

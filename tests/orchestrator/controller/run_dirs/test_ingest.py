@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.retention.garbage import pin, read_all_pins
+from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
+from orchestrator.controller.leasing.lease import this_process
 from orchestrator.controller.reconciler.conclude import _run_seconds
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT, ingest
 from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt
 from orchestrator.states import AttemptState, RunState, Trust
+from tests.orchestrator.controller.leasing.test_lease import dead_pid
 from tests.scenarios.world import World, config, training
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord
@@ -42,6 +46,17 @@ def test_an_event_counts_once_and_a_torn_line_later(tmp_path: Path) -> None:
     log.write(EventKind.GENERATION_STARTED, world=4, nodes=["n1"])
     assert read(world)
     assert [node.attempts for node in world.store.nodes()] == [1, 1]
+
+
+def test_a_commit_takes_the_pins_of_dead_readers_out_of_the_way_of_retention(tmp_path: Path) -> None:
+    world, log = begun(tmp_path)
+    storage, name = LocalStorage(world.folder.checkpoints), "step-00000010.001-0badcafe"
+    dead = replace(this_process(), pid=dead_pid())
+    pin(storage, name, "being read", 1.0, holder="dead", process=str(dead))
+    pin(storage, name, "being read", 1.0, holder="living", process=str(this_process()))
+    log.write(EventKind.CHECKPOINT_COMMITTED, step=20, name="step-00000020.001-0badcafe", bytes=1)
+    read(world)
+    assert list(read_all_pins(storage)) == [(name, "living")]
 
 
 @pytest.mark.parametrize("began", [990.0, None])

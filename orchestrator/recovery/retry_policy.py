@@ -7,63 +7,13 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from orchestrator.registry.records import Attempt, Checkpoint, Generation, Notice
-from orchestrator.states import Trust, may_move
+from orchestrator.registry.records import Notice
 from trainer.contract.config import RecoveryConfig
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import TRAITS, Budget, Failure, FailureKind
-from trainer.contract.failures.suspect_checkpoints import (
-    HARMLESS,
-    NOT_BY_A_DRILL,
-    FailedGeneration,
-    failed_generation,
-    suspect_steps,
-)
+from trainer.contract.failures.suspect_checkpoints import HARMLESS, NOT_BY_A_DRILL
 from trainer.contract.time_spans import stored_moment
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
-
-
-def newly_suspect(
-    attempts: Sequence[Attempt], generations: Sequence[Generation], checkpoints: Sequence[Checkpoint],
-    newest: Failure | None,
-) -> list[tuple[Checkpoint, str]]:  # fmt: skip
-    """Return the checkpoints that become SUSPECT, with the reason; `newest` is the failure of the last of `attempts`.
-
-    A checkpoint of the same step that was saved after the start of the failed generation holds another state.
-    """
-    failed_generations: list[FailedGeneration] = []
-    began: dict[int, float] = {}
-    for generation, failure in _ends(attempts, generations, newest):
-        one = failed_generation(failure, generation.resumed_from, generation.last_step)
-        if one is not None:
-            failed_generations.append(one)
-            began[one.restored] = generation.started_at
-    found = suspect_steps(failed_generations)
-    return [
-        (item, found[item.step])
-        for item in checkpoints
-        if item.step in found and item.committed_at <= began[item.step] and may_move(item.trust, Trust.SUSPECT)
-    ]
-
-
-def _ends(
-    attempts: Sequence[Attempt], generations: Sequence[Generation], newest: Failure | None
-) -> list[tuple[Generation, Failure]]:
-    """Return the generations that failed, oldest first; an attempt's last generation fails with the attempt."""
-    found = []
-    for attempt in attempts:
-        mine = [item for item in generations if item.attempt == attempt.number]
-        for generation in mine:
-            failure = Failure.from_json(generation.failure) if generation.failure else None
-            if failure is None and generation is mine[-1]:
-                failure = newest if attempt is attempts[-1] else _failure(attempt)
-            if failure is not None:
-                found.append((generation, failure))
-    return found
-
-
-def _failure(attempt: Attempt) -> Failure | None:
-    return Failure.from_json(attempt.failure) if attempt.failure else None
 
 
 def attribute_drill(

@@ -25,8 +25,6 @@ log = logging.getLogger("orch.controller")
 HOUR = 3600.0
 START_WITHIN, QUEUE_AT_MOST = HOUR, 24 * HOUR
 """Seconds after which a test is abandoned if it cannot be submitted, or if its job never starts."""
-OURS = "restore test "
-"""Prefix of the reason with which a verdict of a restore test changes a checkpoint's trust."""
 _TRUST = {Outcome.RESTORED: Trust.RESTORED, Outcome.SUSPECT: Trust.SUSPECT, Outcome.CORRUPT: Trust.CORRUPT}
 _MARKS = (OSError, RunDirHangs, ImportError, ValueError)
 """Errors that prevent a mark: a missing, full or hanging folder, or a store that cannot be opened here."""
@@ -161,12 +159,9 @@ class VerdictRecorder:
         if found.outcome in UNDECIDED or not known:
             return
         row, trust = known[0], _TRUST[found.outcome]
-        why = f"{OURS}{test.test} on {test.layout}: {found.reason}"
+        why = f"restore test {test.test} on {test.layout}: {found.reason}"
         if found.place == (row.tier or str(RunDir(Path(source.run_dir)).checkpoints)):
-            # Doubts from other sources, such as a coordinator whose ranks failed after loading it, are not cleared
-            # here.
-            doubted = row.trust is Trust.SUSPECT and trust is Trust.RESTORED and not row.reason.startswith(OURS)
-            if row.trust is not trust and may_move(row.trust, trust) and not doubted:
+            if row.trust is not trust and may_move(row.trust, trust):
                 self.store.trust(source.name, test.checkpoint, trust, why, epoch=epoch, now=now)
         elif found.outcome is Outcome.CORRUPT:
             self.store.drop_copy(source.name, test.checkpoint, found.place, epoch=epoch)

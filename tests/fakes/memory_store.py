@@ -19,6 +19,7 @@ from orchestrator.registry.records import (
     NewRun,
     Node,
     Notice,
+    RestoreTest,
     Run,
     Submission,
     Transition,
@@ -86,6 +87,9 @@ class MemoryStore:
 
     def copies(self, run: str) -> list[CheckpointCopy]:
         return [item for (name, _, _), item in sorted(self._copies.items()) if name == run]
+
+    def restore_tests(self, run: str) -> list[RestoreTest]:
+        return []
 
     def history(self, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
         mine = {name for name, run in self._runs.items() if run.domain == cluster}

@@ -1,5 +1,6 @@
 """Stories of single runs: how attempts end, what follows, and what the registry says about it afterwards."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,26 @@ def test_go_lists_what_may_be_inherited_and_leaves_the_corrupt_out(tmp_path: Pat
     assert newest not in listed
     assert token.over == (f"001-{world.attempts[0].nonce}",)
     assert len(listed) == len(world.store.checkpoints(world.name)) - 1
+
+
+def test_the_mark_of_a_failure_that_proves_to_be_the_programs_is_taken_back(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    training(world, 12)
+    log = EventLog(world.folder.attempt(1).event_file("coordinator"), "watch", 1, clock=world.clock)
+    error = Failure(kind=FailureKind.EXCEPTION, reason="raised KeyError: x", exception="KeyError", message="x", step=12)
+    for generation, restored in ((2, 10), (3, 10)):
+        log.generation = generation
+        log.write(EventKind.CHECKPOINT_RESTORED, step=restored, name="?", tier="memory")
+        log.write(EventKind.GENERATION_ENDED, reason=error.reason, step=12, failure=error.to_json())
+    log.write(EventKind.CHECKPOINT_SUSPECT, step=10, reason="KeyError twice soon after loading it")
+    world.turns(3)
+    log.generation = 4
+    log.write(EventKind.CHECKPOINT_RESTORED, step=5, name="?", tier="memory")
+    trusts = {item.step: item.trust for item in world.store.checkpoints(world.name)}
+    assert trusts[10] is Trust.SUSPECT
+    agents = world.slurm.running()[0].agents
+    assert agents is not None
+    agents.fail(replace(error, kind=FailureKind.USER_ERROR))
+    assert world.finish().state is RunState.FAILED
+    assert {item.trust for item in world.store.checkpoints(world.name)} == {Trust.COMMITTED}
+    assert moves(world, "checkpoint")[-2:] == ["SUSPECT", "COMMITTED"]

@@ -14,6 +14,7 @@ from orchestrator.controller.run_dirs.run_folder import hidden_reason
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import AttemptEnd, AttemptVerdict
+from orchestrator.recovery.doubted_checkpoints import trust_changes
 from orchestrator.recovery.node_exclusion import (
     ExclusionDecision,
     nodes_to_exclude,
@@ -25,7 +26,6 @@ from orchestrator.recovery.retry_policy import (
     after_cancel,
     attribute_drill,
     decide,
-    newly_suspect,
 )
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
@@ -60,9 +60,7 @@ def conclude(
     def write() -> None:
         stamp = actor.stamp()
         _note_nodes(actor, run, attempt, held, blamed)
-        generations, checkpoints = actor.store.generations(run.name), actor.store.checkpoints(run.name)
-        for item, why in newly_suspect(view.attempts, generations, checkpoints, failure):
-            actor.store.trust(run.name, item.name, Trust.SUSPECT, why, **stamp)
+        _note_trust(actor, view, failure)
         to = AttemptState.LOST if verdict.end is AttemptEnd.LOST else AttemptState.ENDED
         actor.store.move_attempt(
             run.name,
@@ -86,6 +84,14 @@ def conclude(
     forget(actor.observed, run.name, attempt.number)
     actor.record_action(f"{run.name}/{attempt.number} ended ({verdict.reason}): {decision.action}, {decision.reason}")
     return decision
+
+
+def _note_trust(actor: Actor, view: RunView, failure: Failure | None) -> None:
+    """Record which checkpoints are suspect after this failure, and which are so no longer."""
+    store, run = actor.store, view.run.name
+    rows = store.generations(run), store.checkpoints(run)
+    for item, trust, why in trust_changes(view.attempts, *rows, failure, store.restore_tests(run)):
+        store.trust(run, item.name, trust, why, **actor.stamp())
 
 
 def _note_nodes(

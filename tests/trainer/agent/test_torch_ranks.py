@@ -295,6 +295,45 @@ def test_a_checkpoint_that_ranks_die_after_twice_is_left_out(training, tmp_path)
     assert (work.outcome().result, work.outcome().generations) == (AttemptResult.FINISHED, 4)
 
 
+LOADING = """
+import os
+import signal
+from pathlib import Path
+from trainer.worker.llama import LlamaWorkload
+
+DIED = Path(__file__).with_name("died")
+
+
+class Loading(LlamaWorkload):
+    steps = 0
+
+    def loss(self, model, batch):
+        self.steps += 1
+        if self.steps == 10 and not DIED.exists():
+            DIED.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["samples_seen"]
+"""
+
+
+def test_code_that_cannot_load_its_state_says_nothing_of_the_checkpoint(training, tmp_path):
+    (tmp_path / "loading_workload.py").write_text(LOADING)
+    slow = {"kind": "slow-rank", "rank": 0, "step": 9, "generation": 0, "value": 0.3}  # lets step 8 be committed
+    workload = {"target": "loading_workload:Loading", "path": [str(tmp_path)]}
+    work = training(nodes=1, drill={"events": [slow]}, workload=workload).start()
+    work.go()
+    assert work.wait(120) == [78], work.story()
+    failure = work.outcome().failure
+    assert (failure.kind, failure.exception, failure.message) == ("user_error", "KeyError", "'samples_seen'")
+    assert not work.events(EventKind.CHECKPOINT_SUSPECT)
+
+
 def of_session(work: LocalJob, leader: int) -> list[int]:
     """The agent with this pid and all its processes."""
     return [pid for pid in work.processes() if alive(pid) and os.getsid(pid) == leader]

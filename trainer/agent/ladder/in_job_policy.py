@@ -378,7 +378,7 @@ def _cause(now: Situation, *, forgive: bool = False) -> Cause:
     if now.command is not None:
         return command_cause(now.ends, now.command, now.ran_for)
     quick = now.ran_for < QUICK_SECONDS and not forgive
-    return find_cause(now.ends, trained=now.trained, last_mark=now.last_mark if quick else "")
+    return find_cause(now.ends, trained=now.trained, last_mark=now.last_mark if quick else "", restored=now.restored)
 
 
 def stop_failure(stopping: StopReason, reason: str, words: str) -> InJobDecision:

@@ -17,7 +17,6 @@ from itertools import takewhile
 from trainer.agent.ranks.last_output import RANK_PREFIX, TRACEBACK
 from trainer.agent.watch.root_cause import (
     LIMITS,
-    VARYING,
     Cause,
     CommandFailure,
     RankEnd,
@@ -25,7 +24,7 @@ from trainer.agent.watch.root_cause import (
     find_root,
     is_outside,
 )
-from trainer.contract.failures.failure_patterns import Meaning, has_meaning
+from trainer.contract.failures.failure_patterns import VARYING, Meaning, has_meaning
 from trainer.contract.failures.outcome import FailureKind, select_kinds
 from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
 

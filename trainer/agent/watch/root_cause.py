@@ -15,7 +15,7 @@ from checkpointing.errors import (
     UnsavableState,
 )
 from trainer.contract.cut_text import cut
-from trainer.contract.failures.failure_patterns import Meaning, has_meaning
+from trainer.contract.failures.failure_patterns import VARYING, Meaning, has_meaning
 from trainer.contract.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode, Failure, FailureKind
 from trainer.contract.messages.agents import RankExit
 
@@ -37,8 +37,6 @@ _LESS_OF_A_GPU = (
 )
 _OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
 LIMITS = "`ulimit -u`, and pids.max of the job's cgroup, bound the threads and processes of a user there"
-VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
-"""Parts that vary between two messages of the same error."""
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
 
@@ -109,15 +107,16 @@ class Cause:
     outside: bool = False  # the network or a server failed, which may take a while to recover
 
 
-def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -> Cause:
+def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", restored: int = 0) -> Cause:
     """Return the cause among `ends`, at least one of which is bad.
-    `trained`: the run has trained at least one step, as far as known; `last_mark`: the `mark` of the previous failure.
+    `trained`: the run has trained at least one step, as far as known; `last_mark`: the `mark` of the previous failure;
+    `restored`: the step from which the generation started.
     """
     root = find_root(ends)
     kind, retry, what = _classify(root)
     said = f"{root.exception}: {root.message}" if root.exception else ""
     # Many errors of one class can be raised before the first step of a generation.
-    words = VARYING.sub("#", said) if not root.step else root.exception
+    words = VARYING.sub("#", said) if not root.step or root.step <= restored else root.exception
     mark = f"{words or root.signal or root.exit_code}@{root.step}"
     # A run that has trained has shown that its code works.
     outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _OF_CODE and is_outside(said)
@@ -143,6 +142,8 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "") -
         exit_code=root.exit_code,
         signal=root.signal,
         exception=root.exception,
+        # orch itself words a bad step; its message differs by the number that is bad.
+        message=None if nobody or root.exception is None else _short(root.message or ""),
     )
     return Cause(failure=failure, retry=retry, mark=mark, position=root.position, outside=outside)
 

@@ -8,6 +8,9 @@ from enum import Flag, StrEnum, auto
 from functools import cache
 from typing import NamedTuple
 
+VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+"""Parts that vary between two messages of the same error."""
+
 
 class Meaning(StrEnum):
     """Meaning of a sentence."""

@@ -92,6 +92,7 @@ class Failure:
     exit_code: int | None = None
     signal: int | None = None
     exception: str | None = None  # class name
+    message: str | None = None  # of the exception
     evidence: str | None = None  # path relative to the run directory
     lines: tuple[str, ...] = ()  # last log lines of a command's rank
     culprits: tuple[Culprit, ...] = ()  # all roots if there are several; `rank` and `node` belong to the first
@@ -269,8 +270,8 @@ TRAITS: dict[FailureKind, FailureTraits] = {
         fixed_by_code=True,
     ),
     FailureKind.USER_ERROR: FailureTraits(
-        budget=Budget.PERSON, losses=Losses.RUN, comes_back=True, of_the_state=True, of_the_program=True,
-        seen_inside=True, fixed_by_code=True,
+        budget=Budget.PERSON, losses=Losses.RUN, comes_back=True, of_the_program=True, seen_inside=True,
+        fixed_by_code=True,
     ),
     FailureKind.EXCEPTION: FailureTraits(
         budget=Budget.TRIES, losses=Losses.RUN, restarts_in_place=True, of_the_state=True, of_the_program=True,

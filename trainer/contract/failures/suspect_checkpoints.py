@@ -1,7 +1,8 @@
 """Checkpoints that are suspect because of failures soon after they were loaded; drills do not count. Pure.
 
 A checkpoint whose bytes verify may still hold an unusable state: saved just before the loss exploded, or corrupted by
-faulty hardware. To avoid loading it forever, its predecessor is tried instead.
+faulty hardware. To avoid loading it forever, its predecessor is tried instead. Only a failure that the state can cause
+counts: it came after a step was trained from it, it came twice, and a person need not mend the program.
 """
 
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.contract.config_sections.fault_detection_config import DrillEvent
+from trainer.contract.failures.failure_patterns import VARYING
 from trainer.contract.failures.outcome import Failure, select_kinds
 
 NOT_BY_A_DRILL = select_kinds(lambda traits: traits.asked_to_stop)
@@ -50,45 +52,62 @@ _OF_THE_STATE = select_kinds(lambda traits: traits.of_the_state)
 
 @dataclass(frozen=True, kw_only=True)
 class FailedGeneration:
-    """A failed generation: step of the restored checkpoint (0: not restored), last step, and mark of the failure."""
+    """A failed generation: step of the restored checkpoint (0: not restored), last step, and its failure."""
 
     restored: int
     step: int
-    mark: str
+    mark: str  # signal, exception or exit code
+    message: str = ""  # of the exception, without the parts that vary
+
+    @classmethod
+    def from_failure(cls, failure: Failure, restored: int, step: int) -> "FailedGeneration":
+        message = VARYING.sub("#", failure.message or "")
+        return cls(restored=restored, step=step, mark=_mark(failure), message=message)
+
+    def is_like(self, other: "FailedGeneration") -> bool:
+        """Return whether it is the same failure: with the same message, or at the same step."""
+        return self.mark == other.mark and (self.message == other.message or self.step == other.step)
 
 
 def failed_generation(failure: Failure, restored: int | None, step: int | None) -> FailedGeneration | None:
-    """Describe a failed generation; None if no checkpoint was loaded, or the loaded state cannot be the cause."""
+    """Describe a failed generation; None if no checkpoint was loaded, or the loaded state cannot be the cause.
+
+    `step` is the last step if the failure has none. Loading verifies every byte, so a failure before the first step
+    is no evidence against the state.
+    """
     if not restored or failure.drill or failure.kind not in _OF_THE_STATE:
         return None
     if failure.signal is None and failure.exit_code is None and not failure.exception:
         return None  # no rank ended: a fork server, which never sees a state, died
     reached = failure.step if failure.step is not None else step
-    return FailedGeneration(restored=restored, step=max(restored, reached or restored), mark=_mark(failure))
+    if reached is None or reached <= restored:
+        return None
+    return FailedGeneration.from_failure(failure, restored, reached)
 
 
-def suspect_steps(failed_generations: Iterable[FailedGeneration], known: Collection[int] = ()) -> dict[int, str]:
-    """Return suspect steps with reasons, except those already `known`; `failed_generations` are oldest first."""
-    failed_generations = list(failed_generations)
-    found = {
-        step: _reason([one for one in failed_generations if one.restored == step])
-        for step in {one.restored for one in failed_generations}
-    }
-    return {step: reason for step, reason in sorted(found.items()) if reason and step not in known}
+def suspect_steps(
+    failed_generations: Iterable[FailedGeneration], known: Collection[int] = (), *, since: int = 0
+) -> dict[int, str]:
+    """Return steps that became suspect with reasons, except those already `known`.
+
+    `failed_generations` are oldest first; those before the index `since` raise no suspicion without a later one.
+    """
+    past = list(failed_generations)
+    found: dict[int, str] = {}
+    for index in range(since, len(past)):
+        if reason := _reason(past[index], past[:index]):
+            found.setdefault(past[index].restored, reason)
+    return {step: reason for step, reason in sorted(found.items()) if step not in known}
 
 
-def _reason(failed_generations: Sequence[FailedGeneration]) -> str:
-    """Return why the checkpoint restored by all of these is suspect, or an empty string."""
-    seen: dict[str, FailedGeneration] = {}
-    for one in failed_generations:
+def _reason(newest: FailedGeneration, earlier: Sequence[FailedGeneration]) -> str:
+    """Return why the checkpoint restored by the newest failed generation is suspect, or an empty string."""
+    for one in (newest, *(one for one in reversed(earlier) if one.restored == newest.restored)):
         if one.step - one.restored > WITHIN:
-            # It was loaded and trained well for a while, so it did not cause the earlier failures.
-            seen.clear()
-        elif one.mark in seen:
-            first = seen[one.mark]
-            return f"{one.mark} twice soon after loading it, at step {first.step} and at step {one.step}"
-        else:
-            seen[one.mark] = one
+            return ""  # it was loaded and trained well for a while, so it did not cause the earlier failures
+        if one is not newest and one.is_like(newest):
+            at = f"at step {one.step} and at step {newest.step}"
+            return f"{newest.mark} twice soon after loading it, {at}"
     return ""
 
 

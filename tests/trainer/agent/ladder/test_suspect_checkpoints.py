@@ -12,8 +12,8 @@ from trainer.contract.messages.agents import ProgressReport
 RAISED = "NonFinite"
 
 
-def fell(restored: int, step: int, mark: str = RAISED) -> FailedGeneration:
-    return FailedGeneration(restored=restored, step=step, mark=mark)
+def fell(restored: int, step: int, mark: str = RAISED, message: str = "") -> FailedGeneration:
+    return FailedGeneration(restored=restored, step=step, mark=mark, message=message)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,10 @@ def fell(restored: int, step: int, mark: str = RAISED) -> FailedGeneration:
         ([], []),
         ([fell(100, 103)], []),
         ([fell(100, 103), fell(100, 103)], [100]),
-        ([fell(100, 100), fell(100, 100)], [100]),  # no step at all
+        ([fell(100, 103, message="nan"), fell(100, 105, message="nan")], [100]),
+        ([fell(100, 103, message="nan"), fell(100, 103, message="inf")], [100]),
+        ([fell(100, 103, message="no label"), fell(100, 105, message="no image")], []),  # two failures
+        ([fell(100, 103, message="a"), fell(100, 105, message="b"), fell(100, 107, message="a")], [100]),
         ([fell(100, 103), fell(100, 100 + WITHIN)], [100]),
         ([fell(100, 103), fell(100, 101 + WITHIN)], []),  # it went on well for a while
         ([fell(100, 103), fell(100, 150), fell(100, 103)], []),  # in between it did
@@ -46,7 +49,6 @@ def test_only_failures_that_a_state_can_cause_count(kind):
         kind
         in (
             FailureKind.RANK_KILLED,
-            FailureKind.USER_ERROR,
             FailureKind.EXCEPTION,
             FailureKind.NUMERIC,
         )
@@ -58,13 +60,29 @@ def test_a_generation_from_scratch_has_no_checkpoint_to_doubt(restored):
     assert failed_generation(Failure(kind=FailureKind.RANK_KILLED, reason="?", step=3), restored, 3) is None
 
 
+@pytest.mark.parametrize(("step", "last"), [(0, 126), (100, 126), (None, 100), (None, None)])
+def test_a_failure_before_the_first_step_says_nothing_of_the_checkpoint(step, last):
+    failure = Failure(kind=FailureKind.EXCEPTION, reason="?", exception="KeyError", step=step)
+    assert failed_generation(failure, 100, last) is None
+
+
+def test_numbers_and_addresses_in_a_message_make_no_other_failure():
+    one, other, third = (
+        failed_generation(
+            Failure(kind=FailureKind.EXCEPTION, reason="?", exception="E", step=101, message=said), 100, 0
+        )
+        for said in ("bad at 0x7f and 3", "bad at 0x8e and 44", "bad at all")
+    )
+    assert one == other != third
+
+
 def test_different_signals_and_exceptions_are_different_failures():
     kinds = [
         Failure(kind=FailureKind.RANK_KILLED, reason="?", signal=9),
         Failure(kind=FailureKind.RANK_KILLED, reason="?", signal=11),
-        Failure(kind=FailureKind.USER_ERROR, reason="?", exception="NonFinite"),
-        Failure(kind=FailureKind.USER_ERROR, reason="?", exception="ValueError"),
-        Failure(kind=FailureKind.USER_ERROR, reason="?", exit_code=3),
+        Failure(kind=FailureKind.EXCEPTION, reason="?", exception="NonFinite"),
+        Failure(kind=FailureKind.EXCEPTION, reason="?", exception="ValueError"),
+        Failure(kind=FailureKind.EXCEPTION, reason="?", exit_code=3),
     ]
     marks = [found.mark for kind in kinds if (found := failed_generation(kind, 100, 101))]
     assert len(set(marks)) == 5
@@ -116,10 +134,34 @@ def test_a_suspect_that_is_all_there_is_ends_as_before():
     assert (again.action, again.suspect) == (InJobAction.END, None)
 
 
+def test_an_exception_before_the_first_step_is_the_programs():
+    attempt = Attempt()
+    for number in (1, 2):
+        decision = attempt.failed_generations(100, raised(1, "KeyError", step=100))
+        assert (decision.action is InJobAction.END, decision.suspect) == (number == 2, None)
+    assert decision.failure is not None
+    assert decision.failure.kind is FailureKind.USER_ERROR
+    assert "for the second time at step 100" in decision.reason
+
+
+def test_different_errors_before_the_first_step_are_tried_again():
+    attempt = Attempt()
+    for message in ("no server", "no data"):
+        ended = end(1, step=100, exit_code=1, exception="RuntimeError", message=message)
+        assert attempt.failed_generations(100, ended).action is InJobAction.RESTART
+
+
+def test_different_errors_of_one_class_leave_the_checkpoint_alone():
+    attempt = Attempt()
+    for step, message in ((103, "sample 17 has no label"), (107, "cannot decode image")):
+        decision = attempt.failed_generations(100, end(1, step=step, exit_code=1, exception="E", message=message))
+        assert (decision.action, decision.suspect) == (InJobAction.RESTART, None)
+
+
 def test_a_rank_that_dies_twice_after_loading_the_same_checkpoint():
     attempt = Attempt()
-    attempt.failed_generations(100, killed(2, 11, step=100))
-    second = attempt.failed_generations(100, killed(1, 11, step=101))
+    attempt.failed_generations(100, killed(2, 11, step=101))
+    second = attempt.failed_generations(100, killed(1, 11, step=102))
     assert (second.action, second.suspect) == (InJobAction.RESTART, 100)
     assert attempt.failed_generations(90, killed(1, 11, step=101)).suspect is None
 

@@ -23,6 +23,8 @@ RECORD_WITHIN = 300.0
 """Replaces LOST_AFTER while accounting does not answer, because accounting may still name the cause."""
 OUTCOME_GRACE = 5.0
 """Seconds that an outcome may take to become visible after the job was seen ended."""
+RECORD_GRACE = 10.0
+"""Seconds that accounting may take to show who cancelled a job before its script ran."""
 GONE_AFTER = 5.0
 """Seconds of answered look-ups without the job after which an existing outcome is accepted."""
 LEAVING_LIMIT = 600.0
@@ -70,6 +72,11 @@ def judge(evidence: Evidence) -> AttemptVerdict:
         return AttemptVerdict(
             end=AttemptEnd.OPEN, reason=f"job {evidence.job.job_id} has ended: waiting for its outcome file"
         )
+    # Accounting may show a little later who cancelled it: a person, or a node that could not launch it.
+    unrecorded = evidence.job.cancelled_by is None and evidence.ended_for < RECORD_GRACE
+    if unrecorded and _launch_failed(evidence, evidence.job):
+        reason = f"job {evidence.job.job_id} was cancelled: waiting for accounting to show by whom"
+        return AttemptVerdict(end=AttemptEnd.OPEN, reason=reason)
     return _judge_ended(evidence)
 
 
@@ -118,12 +125,14 @@ _SLURM_KINDS = {
 _BY_ITSELF = frozenset({"COMPLETED", "FAILED"})
 """States that Slurm derives from the exit of the batch script."""
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
-"""States after a person's scancel."""
+"""States after a scancel, by a person or by the daemon of a node that could not launch the job."""
+_SLURMD_USER = 0
 _SENDERS = select_kinds(lambda traits: traits.asked_by_slurm)
 """Failure kinds for which Slurm asks a job to stop."""
 _STOPS = select_kinds(lambda traits: traits.asked_to_stop)
 """Failure kinds that the job itself reports as the reason to stop."""
 _SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
+_UNLAUNCHED = re.compile(r"Task launch for \S{1,100} failed on node (\S{1,300}): ")
 _SRUN_SIGNALLED, _LOST = "srun: forcing job termination", FailureKind.AGENT_LOST
 _OWN_CAUSES = select_kinds(lambda traits: traits.seen_inside)
 """Causes that the job saw from inside; Slurm's report of its end must not hide them."""
@@ -272,10 +281,29 @@ def _saved_step_suffix(evidence: Evidence) -> str:
 
 def _failure_from_logs(evidence: Evidence, job: JobStatus) -> Failure:
     kind, reason = _from_logs(evidence, job)
+    node = _unlaunched_node(evidence, job) if kind is FailureKind.LAUNCH_FAILED else None
     # The batch script exited before any agent started; its exit code may be unknown.
-    script = kind is FailureKind.LAUNCH_FAILED and job.state in _BY_ITSELF and not evidence.started
-    own = kind is not FailureKind.LAUNCH_FAILED or (script and job.state == "FAILED")
-    return Failure(kind=kind, reason=reason, exit_code=job.exit_code if own else None, signal=job.signal, script=script)
+    script = kind is FailureKind.LAUNCH_FAILED and job.state in _BY_ITSELF and not evidence.started and node is None
+    code = job.exit_code if kind is not FailureKind.LAUNCH_FAILED or (script and job.state == "FAILED") else None
+    return Failure(kind=kind, reason=reason, node=node, exit_code=code, signal=job.signal, script=script)
+
+
+def _launch_failed(evidence: Evidence, job: JobStatus) -> bool:
+    """Return whether a node's daemon cancelled the job that it could not launch, as with --no-requeue it must.
+
+    Slurm signals the script of a job that a person cancels, and prints that into its log.
+    """
+    by_person = job.cancelled_by not in (None, _SLURMD_USER) or evidence.cancel_asked
+    ran = evidence.started or any(match.kind is FailureKind.CANCELLED for match in scan(evidence.tails))
+    return job.unlaunched and not by_person and not ran
+
+
+def _unlaunched_node(evidence: Evidence, job: JobStatus) -> str | None:
+    """Return the node of the job that Slurm says could not start it; None if none or any of them may be meant."""
+    named = (_UNLAUNCHED.search(match.line) for match in scan(evidence.tails))
+    found = next((name[1] for name in named if name and name[1] in job.nodes), None)
+    # Only the first node starts the script; the others start the agents.
+    return found or (job.nodes[0] if _launch_failed(evidence, job) else None)
 
 
 def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
@@ -283,6 +311,9 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     # Processes killed after a cancel do not explain the cancel.
     found = earliest(before_cancel(matches) if job.state in _TAKEN_AWAY else matches)
     ended = f"job {job.job_id} ended as {job.state} without an outcome"
+    if _launch_failed(evidence, job):
+        said = f": {found.line}" if found is not None else "; the log of its slurmd has the cause"
+        return FailureKind.LAUNCH_FAILED, f"{job.nodes[0]} could not launch job {job.job_id}{said}"
     # Echoes in the logs do not hide that the job was cancelled.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
         return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"

@@ -83,6 +83,8 @@ class JobStatus:
     start_time: float | None = None  # seconds since the epoch by the scheduler's clock, like `end_time`
     end_time: float | None = None  # seconds since the epoch, the planned or actual end
     held: bool = False
+    unlaunched: bool = False  # cancelled on its nodes without a signal to its script: it may never have run
+    cancelled_by: int | None = None  # user id of the one who cancelled it, if known
     nodes_down: tuple[str, ...] = ()  # nodes of an ending or ended job that the scheduler reports down
     source: str = "queue"  # or "accounting"
     script_tag: str | None = field(default=None, compare=False)  # name in its script, if unmarked

@@ -21,7 +21,10 @@ def lab() -> Iterator[SlurmLab]:
     try:
         install()
         (folder / "job_submit.lua").write_text(RENAMING)
-        slurm = SlurmLab(folder, extra="JobSubmitPlugins=lua\n").start()
+        prolog = folder / "prolog"
+        prolog.write_text(f"#!/bin/sh\n[ ! -e {folder}/sick-$SLURMD_NODENAME ]\n")  # a site's check of the node
+        prolog.chmod(0o755)
+        slurm = SlurmLab(folder, extra=f"JobSubmitPlugins=lua\nProlog={prolog}\n").start()
     except LabError as error:
         if os.environ.get("CI") == "true":
             raise

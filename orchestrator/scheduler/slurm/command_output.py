@@ -47,6 +47,7 @@ _ROW_START = re.compile(rf"^ *(\d[\d_+.,%\[\]-]*) *{SEPARATOR}", re.ASCII | re.M
 _BLANK = " \n"  # Python counts the separator as whitespace, too
 _WORD = re.compile(r"[A-Z_]+", re.ASCII)
 _EXIT_PAIR = re.compile(r"(\d+):(\d+)(?::\d+)?", re.ASCII)
+_CANCELLED_BY = re.compile(r"CANCELLED by (\d+)", re.ASCII)
 _NOTHING_EXITED = frozenset({"NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED"})
 """Ended states in which Slurm saw no process exit."""
 _NO_VALUE = frozenset({"", "(null)", "N/A", "NONE", "None", "Unknown", "None assigned", "INVALID"})
@@ -151,7 +152,7 @@ def _parse_queue_row(row: Row) -> JobStatus:
         comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=ending.exit_code, signal=ending.signal,
         reason=_known(row["Reason"]), restarts=int(row["RestartCnt"]) if row["RestartCnt"].isdigit() else 0,
         start_time=epoch(row["StartTime"]), end_time=epoch(row["EndTime"]), held=word == "PENDING" and held,
-        source="queue", files=_files(row),
+        source="queue", files=_files(row), unlaunched=_unlaunched(word, row, ending),
         settings={name: row[field] for name, field in _SETTINGS.items() if _known(row[field])},
     )  # fmt: skip
 
@@ -168,7 +169,14 @@ def _parse_accounting_row(row: Row) -> JobStatus | None:
         job_id=row["JobIDRaw"], name=row["JobName"], state=word, submit_time=_known(row["Submit"]),
         comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=ending.exit_code, signal=ending.signal,
         reason=_known(row["Reason"]), end_time=epoch(row["End"]), source="accounting",
+        unlaunched=_unlaunched(word, row, ending),
+        cancelled_by=int(by[1]) if (by := _CANCELLED_BY.fullmatch(row["State"])) else None,
     )  # fmt: skip
+
+
+def _unlaunched(state: str, row: Row, ending: Ending) -> bool:
+    """Return whether the job had nodes and its script got no signal; accounting never records that signal."""
+    return state == "CANCELLED" and bool(_known(row["NodeList"])) and ending.signal is None and not ending.exit_code
 
 
 def _files(row: Row) -> tuple[str, ...]:

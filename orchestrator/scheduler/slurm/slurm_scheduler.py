@@ -80,7 +80,7 @@ class SlurmScheduler:
         found = self._in_queue(ids)
         if missing := set(ids) - set(found):
             found |= self._query_accounting(missing)
-        return self._with_down_nodes(found)
+        return self._with_down_nodes(self._with_cancellers(found))
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
         submitit_payload.adopt_payload(submission, job_id)
@@ -176,6 +176,16 @@ class SlurmScheduler:
                 return job
             self._script_tags[key] = find_script_tag(done.stdout)
         return replace(job, script_tag=self._script_tags[key])
+
+    def _with_cancellers(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
+        """Record who cancelled the jobs whose script never ran: only accounting has the user id."""
+        unclear = {job_id for job_id, job in jobs.items() if job.source == "queue" and job.unlaunched}
+        recorded = self._query_accounting(unclear) if unclear else {}
+        return jobs | {
+            job_id: replace(jobs[job_id], cancelled_by=row.cancelled_by)
+            for job_id, row in recorded.items()
+            if row.submit_time == jobs[job_id].submit_time
+        }
 
     def _with_down_nodes(self, jobs: dict[str, JobStatus]) -> dict[str, JobStatus]:
         """Record the down nodes of jobs that are over: a job may end before Slurm notices its missing node."""

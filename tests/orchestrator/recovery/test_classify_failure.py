@@ -330,6 +330,72 @@ def test_a_scancel_is_not_explained_by_what_it_killed(text: str, kind: str) -> N
     assert classify(evidence("CANCELLED", tails=agents(text))).kind == kind
 
 
+PROLOG_OF_N2 = """\
+srun: error: Task launch for StepId=20.0 failed on node n2: Job prolog failed
+srun: error: Application launch failed: Job prolog failed
+slurmstepd-n1: error: Prolog failure on node n2
+slurmstepd-n1: error: *** JOB 20 ON n1 CANCELLED AT 2026-11-26T18:13:49 ***
+srun: error: n1: task 0: Terminated
+"""
+SPOOL_OF_N2 = """\
+srun: error: Task launch for StepId=21.0 failed on node n2: Unspecified error
+srun: error: Application launch failed: Unspecified error
+slurmstepd-n1: error: *** STEP 21.0 ON n1 CANCELLED AT 2026-11-26T18:13:53 ***
+srun: error: n1: task 0: Killed
+"""
+REVOKED = "srun: error: Task launch for StepId=5.0 failed on node n2: Job credential revoked"
+SCANCELLED = "slurmstepd-n1: error: *** JOB 15 ON n1 CANCELLED AT 2026-11-26T18:13:14 ***"
+ON_N1: dict[str, Any] = {"nodes": ("n1",), "unlaunched": True, "cancelled_by": 0}
+ON_BOTH: dict[str, Any] = {"nodes": ("n1", "n2"), "cancelled_by": 0}
+NOT_LAUNCHED = {
+    "its disk is full": (job("CANCELLED", **ON_N1), "", "launch_failed", "n1", "n1 could not launch job 7; the log"),
+    "its prolog fails": (
+        job("CANCELLED", **ON_N1), "Error running slurm prolog: 1", "launch_failed", "n1",
+        "n1 could not launch job 7: Error running slurm prolog: 1",
+    ),
+    "no accounting": (
+        job("CANCELLED", nodes=("n1",), unlaunched=True), "", "launch_failed", "n1", "n1 could not launch job 7",
+    ),
+    "the prolog of another node fails": (
+        job("CANCELLED", **ON_BOTH, signal=15), PROLOG_OF_N2, "launch_failed", "n2", "failed on node n2: Job prolog",
+    ),
+    "the disk of another node is full": (
+        job("FAILED", **ON_BOTH, exit_code=137), SPOOL_OF_N2, "launch_failed", "n2", "n2: Unspecified error",
+    ),
+    "a node of another job": (
+        job("FAILED", nodes=("n1", "n3"), exit_code=137), SPOOL_OF_N2, "launch_failed", None, "Unspecified error",
+    ),
+    "cancelled by its owner in the prolog": (
+        job("CANCELLED", nodes=("n1",), unlaunched=True, cancelled_by=1000), "", "cancelled", None, "not by orch",
+    ),
+    "cancelled in the queue": (job("CANCELLED", cancelled_by=0), "", "cancelled", None, "not by orch"),
+    "cancelled by root": (
+        job("CANCELLED", nodes=("n1",), signal=15), SCANCELLED, "cancelled", None, "not by orch",
+    ),
+    "cancelled by root, from accounting": (job("CANCELLED", **ON_N1), SCANCELLED, "cancelled", None, "not by orch"),
+    "cancelled while its step started": (
+        job("CANCELLED", **ON_BOTH, signal=15), f"{REVOKED}\n{SCANCELLED}", "cancelled", None, "not by orch",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_LAUNCHED)
+def test_a_node_that_cannot_launch_a_job_is_told_from_a_persons_scancel(name: str) -> None:
+    """Jobs and logs as Slurm 22.05 recorded them in the lab."""
+    ended, text, kind, node, words = NOT_LAUNCHED[name]
+    failure = judge(evidence(job=ended, started=False, tails=agents(text))).failure
+    assert failure is not None
+    assert (failure.kind, failure.node, failure.script) == (kind, node, kind == "launch_failed" and node is None)
+    assert words in failure.reason
+
+
+def test_a_job_that_never_ran_waits_for_the_record_of_who_cancelled_it() -> None:
+    ended = job("CANCELLED", nodes=("n1",), unlaunched=True)
+    assert judge(evidence(job=ended, started=False, ended_for=1.0)).end is AttemptEnd.OPEN
+    assert judge(evidence(job=replace(ended, cancelled_by=0), started=False, ended_for=1.0)).end is AttemptEnd.FAILED
+    assert judge(evidence(job=ended, started=False, ended_for=1.0, cancel_asked=True)).end is AttemptEnd.FAILED
+
+
 def test_a_log_line_never_blames_a_node() -> None:
     assert classify(evidence("FAILED", tails=agents("srun: error: Node failure on n17"))).node is None
 

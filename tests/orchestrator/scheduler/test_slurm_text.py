@@ -186,6 +186,24 @@ def test_the_names_of_clusters_between_rows_are_no_rows(rows: int) -> None:
 def test_a_row_of_accounting() -> None:
     (job,), _ = read_accounting(accounting())
     assert (job.state, job.exit_code, job.signal, job.source) == ("CANCELLED", None, 15, "accounting")
+    assert job.cancelled_by == 1000
+
+
+@pytest.mark.parametrize(
+    ("row", "unlaunched"),
+    [
+        ({"NodeList": "n1", "exit_code": "0"}, True),  # its prolog failed, or the disk of its slurmd is full
+        ({"NodeList": "n1", "exit_code": "15"}, False),  # scancel while it ran
+        ({"NodeList": "", "exit_code": "0"}, False),  # scancel while it waited
+    ],
+)
+def test_a_cancelled_job_whose_script_never_ran(row: dict[str, str], unlaunched: bool) -> None:
+    """Rows as Slurm 22.05 printed them."""
+    assert read_queue(queue(State="CANCELLED", **row)).jobs[0].unlaunched is unlaunched
+    (recorded,) = read_accounting(
+        accounting(State="CANCELLED by 0", ExitCode="0:0", NodeList=row["NodeList"] or "None assigned")
+    ).jobs
+    assert (recorded.unlaunched, recorded.cancelled_by) == (bool(row["NodeList"]), 0)
 
 
 def test_a_row_whose_owner_accounting_cannot_name_is_left_out() -> None:

@@ -37,7 +37,7 @@ class Meaning(StrEnum):
     PREEMPTED = "preempted"
     NODE_LOST = "node_lost"
     REQUEUED = "requeued"
-    NOT_LAUNCHED = "not_launched"  # the program of a task was not found
+    NOT_LAUNCHED = "not_launched"  # the program of a task was not found, or a node could not start it
     TASK_KILLED = "task_killed"
     CANCELLED = "cancelled"
     TEARDOWN = "teardown"  # printed during teardown
@@ -87,6 +87,10 @@ TABLE = tuple(
         (Meaning.OUTSIDE, _ERROR, r"Stale file handle"),
         (Meaning.NOT_LAUNCHED, _LOG, r"execve\(\): .{0,1000}(No such file or directory|Permission denied)"),
         (Meaning.NOT_LAUNCHED, _LOG, r"No module named '?(trainer|orchestrator|checkpointing|submitit)"),
+        # A revoked credential belongs to a job that was cancelled meanwhile.
+        (Meaning.NOT_LAUNCHED, _LOG,
+         r"Task launch for \S{1,100} failed on node \S{1,300}: (?!Job credential revoked)"),
+        (Meaning.NOT_LAUNCHED, _LOG, r"^Error running slurm prolog: "),
         (Meaning.NOT_LAUNCHED, _LOG, r"could not find submitted jobs|Could not find job pickle"),
         (Meaning.MEMORY, _LOG, r"[Dd]etected \d+ oom[-_]kill event"),
         (Meaning.MEMORY, _LOG, r"[Oo]ut of memory: Killed process"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.contract.failures.missing_installation import describe_missing
 from trainer.contract.failures.outcome import ExitCode, RankOutcome, legible
 from trainer.contract.messages.ranks import ReportedEnd
 from trainer.contract.ranks.progress import ProgressCell
@@ -37,7 +38,7 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
     secondary = is_secondary_failure(error) and not is_node_fault(error)
     cause = {
         "exception": type(error).__name__,
-        "message": shorten(in_use().text(exception_message(error)), _MAX_MESSAGE),
+        "message": shorten(in_use().text(exception_message(error)), _MAX_MESSAGE) + describe_missing(error),
         "traceback": text,
         "secondary": secondary,
     }

@@ -207,6 +207,24 @@ def test_a_workload_that_nobody_could_import_is_the_users_error_and_uses_no_spar
     led(tmp_path, script)
 
 
+@pytest.mark.parametrize(("trained", "kind", "code"), [(True, "storage", 74), (False, "user_error", 78)])
+def test_torch_that_is_away_from_every_node_is_no_error_of_a_run_that_has_trained(tmp_path, trained, kind, code):
+    words = "No module named 'torch'; part of the installation is missing (environment /venv, orch in /)"
+
+    async def script(scene: Scene) -> None:
+        scene.state.history.trained = trained
+        peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]
+        await hear(peers[1], agents.NodeRank)
+        for node in (2, 1):
+            peers[node].send(agents.Unloadable(exception="ModuleNotFoundError", message=words))
+            while node == 2 and not scene.state.roster.members[2].excluded:
+                await hear(peers[0], agents.Ping)
+        assert await asyncio.wait_for(scene.leading, 15) == code
+        assert AttemptOutcome.read(scene.attempt.outcome).failure.kind == kind
+
+    led(tmp_path, script)
+
+
 def test_a_workload_that_needs_more_threads_than_the_node_starts_is_no_error_of_the_user(tmp_path):
     async def script(scene: Scene) -> None:
         peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]

@@ -28,6 +28,12 @@ from trainer.worker.main import rank_main
 from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 
 
+def imported_files(names: set[str]) -> list[str]:
+    """The files of these modules that were read from disk."""
+    specs = [getattr(sys.modules[name], "__spec__", None) for name in names]
+    return sorted(spec.origin for spec in specs if spec is not None and spec.has_location and spec.origin)
+
+
 class Rank:
     """One forked rank with its cell and its control socket."""
 
@@ -49,7 +55,10 @@ class Rank:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             theirs.detach()
-            os._exit(rank_main(spec))
+            known = set(sys.modules)
+            code = rank_main(spec)
+            log.with_suffix(".imports").write_text("\n".join(imported_files(set(sys.modules) - known)))
+            os._exit(code)
         theirs.close()
         self.code: int | None = None
         self.last: ReportedEnd | None = None

@@ -82,6 +82,19 @@ def test_every_exception_is_told(make_run, tmp_path, what, name, message):
     assert (outcome.exception, outcome.message) == (name, message)
 
 
+def test_a_part_of_torch_that_is_away_is_named_as_missing(make_run, tmp_path):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "odd_workload.py").write_text(
+        "import sys, torch\nclass Odd:\n    def __init__(self, config):\n        torch.utils.__path__ = []\n"
+        "        for name in [one for one in sys.modules if one.startswith('torch.utils.serialization')]:\n"
+        "            del sys.modules[name]\n        torch.serialization.get_crc32_options()\n"
+    )
+    run = make_run(1, name="run", workload={"target": "odd_workload:Odd", "path": [str(folder)]})
+    run.train()
+    assert "part of the installation is missing (environment " in run.outcome(0, 1).message
+
+
 def test_words_that_are_no_unicode_reach_the_agent_and_the_file(make_run, tmp_path):
     folder = tmp_path / "odd"
     folder.mkdir()

@@ -50,6 +50,8 @@ class NodeFailures:
             self._fail(FailureKind.NODE_SUSPECT, node, reason)
         elif has_meaning(member.excluded, Meaning.NO_PROCESSES):
             self._fail(FailureKind.UNKNOWN, node, f"{member.name}: {member.excluded}; {LIMITS}")
+        elif self._state.history.trained and has_meaning(member.excluded, Meaning.INSTALLATION):
+            self._fail(FailureKind.STORAGE, node, f"{member.name}: {member.excluded}")
         else:
             self._fail(FailureKind.USER_ERROR, node, member.excluded)
 

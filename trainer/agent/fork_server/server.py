@@ -26,6 +26,7 @@ from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
 from trainer.agent.fork_server.forked_child import RankMain, become_rank
 from trainer.agent.processes import process_tree
 from trainer.contract.config import JobConfig, load
+from trainer.contract.failures.missing_installation import describe_missing
 from trainer.contract.messages.fork_server import (
     TO_FORK_SERVER,
     ForkServerReady,
@@ -212,8 +213,11 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
         text = in_use().text
         message = str(traceback.TracebackException(type(error), error, None))  # whatever its own `__str__` does
         said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message + _torch_words(error)
+        missing = describe_missing(error)
         failed = ImportFailed(
-            exception=type(error).__name__, message=text(said)[:4000], traceback=text(traceback.format_exc())[-16000:]
+            exception=type(error).__name__,
+            message=text(said)[:4000] + missing,
+            traceback=text(traceback.format_exc())[-16000:],
         )
         unix_transport.send(link, failed)
         sys.exit(1)

@@ -122,6 +122,9 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
     outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _OF_CODE and is_outside(said)
     outside = outside or (kind is FailureKind.UNKNOWN and _meets_limit(root, said))  # this may be temporary, too
     kind = FailureKind.UNKNOWN if outside else kind
+    # A new job waits for an installation that is made anew, and never mixes the old one with the new one.
+    if kind is FailureKind.EXCEPTION and trained and has_meaning(said, Meaning.INSTALLATION):
+        kind, retry, what = FailureKind.STORAGE, False, f"could not read its installation: {_short(said)}"
     own_exception = kind in (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
     # Nothing has worked yet, so a retry is not expected to help.
     if own_exception and not trained:

@@ -29,6 +29,7 @@ class Meaning(StrEnum):
     CUT_OFF = "cut_off"  # raised when a truncated file is read, but also by a truncated server response
     BROKEN = "broken"  # caused by the bytes of any file, and by other things
     MISFIT = "misfit"  # raised for an intact file of weights or state that does not fit the program
+    INSTALLATION = "installation"  # parts of torch or of orch are missing from disk
     MISSING = "missing"  # a missing file
     LOADING = "loading"  # code that loads a checkpoint
     TRAINING_DATA = "training_data"  # code of a data loader
@@ -151,6 +152,7 @@ TABLE = tuple(
         (Meaning.BROKEN, _ERROR, r"\[Errno (22|74|117)\]"),
         (Meaning.MISFIT, _ERROR, r"load(ing|ed) state[_ ]dict|(?i:(size|shape) mismatch|(missing|unexpected) key)"),
         (Meaning.MISFIT, _ERROR, r"Weights only load failed\. This file can still be loaded|Unsupported global"),
+        (Meaning.INSTALLATION, _ERROR, r"; part of the installation is missing \(environment "),
         (Meaning.MISSING, _ERROR, r"No such file or directory|no file named|Can't find a valid checkpoint"),
         (Meaning.LOADING, _ERROR, r"torch\.load\(|load_state_dict\(|load_file\(|load_(from_)?checkpoint|\bdcp\.load\("),
         (Meaning.LOADING, _ERROR, r"torch/serialization\.py\", line \d+, in \w*load"),

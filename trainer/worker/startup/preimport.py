@@ -47,17 +47,26 @@ _LAZY_MODULES = (
     "torch._inductor.custom_graph_pass",
     "torch.nn.utils._expanded_weights",
     "torch.onnx.operators",
+    # `torch.save` and the profiler import these on their first call.
+    "torch.utils.serialization.config",
+    "torch.profiler._cupti_monitor",
+    "encodings.idna",  # host names in calls of sockets
     "checkpointing.engine.checkpointer",
 )
 
 
 def import_lazy_parts() -> None:
-    """Import the parts of torch that training needs.
+    """Import the parts of torch that training needs, so that a restart reads nothing of an installation being replaced.
 
-    No tensor is made, because one parallel operation in a parent process would hang every forked child.
+    A module that this version of torch lacks is not needed. No tensor is made, because one parallel operation in a
+    parent process would hang every forked child.
     """
     for name in _LAZY_MODULES:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
 
 
 def import_workload(config: JobConfig) -> None:

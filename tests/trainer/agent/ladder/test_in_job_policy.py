@@ -118,6 +118,20 @@ def test_an_exception_before_the_first_step_is_final():
     assert cause.failure.reason == "rank 1 on n1 raised ValueError: bad, before the first step"
 
 
+MISSING = (
+    "No module named 'torch.utils.serialization'; part of the installation is missing (environment /venv, orch in /)"
+)
+
+
+def test_an_installation_that_is_made_anew_is_waited_for_in_a_new_job():
+    gone = raised(1, "ModuleNotFoundError", MISSING, step=0)
+    cause = find_cause([gone], trained=True)
+    assert (cause.failure.kind, cause.retry) == (FailureKind.STORAGE, False)
+    assert cause.failure.reason.startswith("rank 1 on n1 could not read its installation: ModuleNotFoundError: No mod")
+    assert decide(situation(gone, trained=True)).action is InJobAction.END
+    assert find_cause([gone], trained=False).failure.kind is FailureKind.USER_ERROR
+
+
 NO_THREADS = [
     ("RuntimeError", "can't start new thread"),
     ("RuntimeError", "Resource temporarily unavailable"),

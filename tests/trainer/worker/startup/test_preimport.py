@@ -1,0 +1,32 @@
+"""What a forked rank still reads of its installation, which may be away for a minute while it is made anew."""
+
+import pytest
+
+from tests.trainer.worker.conftest import hang
+
+pytestmark = pytest.mark.multi
+
+KINDS = [
+    pytest.param(1, {}, id="one rank"),
+    pytest.param(2, {"parallel": {"dp_shard": 2}}, id="sharded"),
+    pytest.param(2, {"parallel": {"strategy": "ddp"}}, id="replicated", marks=pytest.mark.proof),
+    pytest.param(2, {"parallel": {"strategy": "zero1"}}, id="zero1", marks=pytest.mark.proof),
+    pytest.param(2, {"parallel": {"strategy": "zero2"}}, id="zero2", marks=pytest.mark.proof),
+    pytest.param(2, {"parallel": {"tp": 2}}, id="tensor parallel", marks=pytest.mark.proof),
+    pytest.param(2, {"parallel": {"cp": 2}}, id="context parallel", marks=pytest.mark.proof),
+    pytest.param(2, {"parallel": {"pp": 2}}, id="pipeline", marks=pytest.mark.proof),
+    pytest.param(2, {"parallel": {"fsdp": {"offload": "all"}}}, id="offloaded", marks=pytest.mark.proof),
+    pytest.param(1, {"train": {"activation_checkpointing": True}}, id="recomputed", marks=pytest.mark.proof),
+    pytest.param(1, {"train": {"precision": "bf16"}}, id="bf16", marks=pytest.mark.proof),
+]
+
+
+@pytest.mark.parametrize(("world", "over"), KINDS)
+def test_a_restarted_rank_imports_nothing_from_disk(make_run, world, over):
+    run = make_run(world, **over, drill=hang(world - 1, step=5))
+    run.train_until_killed(world - 1, committed=3)
+    for path in run.attempt.logs.glob("*.imports"):
+        path.unlink()
+    assert run.train()["codes"] == [0] * world, run.log()
+    read = [path.read_text() for path in run.attempt.logs.glob("*.imports")]
+    assert read == [""] * world

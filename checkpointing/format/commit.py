@@ -171,7 +171,9 @@ def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: f
     storage.publish(f"{manifest.name}/{MANIFEST}", data)
     # The fence is read as late as possible: no new checkpoint may appear after a revocation.
     if not fence():
-        raise FencedOff(manifest.step, "fenced off: the launch token of this attempt was revoked before COMMIT")
+        raise FencedOff(
+            manifest.step, "fenced off: the launch token of this attempt was revoked, or deleted, before COMMIT"
+        )
     storage.publish(f"{manifest.name}/{COMMIT}", commit.encode())
     return commit
 

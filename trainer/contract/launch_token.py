@@ -36,7 +36,7 @@ class LaunchToken:
     @classmethod
     def read(cls, path: Path) -> "LaunchToken":
         """Parse a token; raises OSError if it is missing or revoked, ValueError if it is invalid."""
-        if _revocation_marker(path).exists():
+        if was_revoked(path):
             raise FileNotFoundError(errno.ENOENT, "was revoked", str(path))
         fields: Any = read_json(path)
         if not isinstance(fields, dict) or fields.pop("schema", None) != "orch.go/1":
@@ -63,9 +63,14 @@ def revoke(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def was_revoked(path: Path) -> bool:
+    """Return whether the controller has revoked this GO; a GO that is missing otherwise was deleted from outside."""
+    return _revocation_marker(path).exists()
+
+
 def is_revoked(path: Path) -> bool:
     """Return whether an attempt is fenced."""
-    return _revocation_marker(path).exists() and not path.exists()
+    return was_revoked(path) and not path.exists()
 
 
 def _revocation_marker(path: Path) -> Path:

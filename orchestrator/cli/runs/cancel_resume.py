@@ -233,7 +233,9 @@ def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
         return
     folder = existing_folder(run.name, run.run_dir)
     if not never_submitted(attempts) and (why := hidden_reason(run, attempts[0])):
-        raise Precondition(f"{why}; the folder there is not that of {run.name}", where=str(folder.path), hint=PUT_BACK)
+        anew = f"or begin a new run: `orch submit --from {folder.checkpoints}/STEP`"
+        said = f"{why}; nothing shows that the folder there is that of {run.name}"
+        raise Precondition(said, where=str(folder.path), hint=f"{PUT_BACK}; {anew}")
     refuse_other_registry(run, attempts, registry)
 
 

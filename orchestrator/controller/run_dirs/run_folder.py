@@ -113,7 +113,8 @@ _ABANDONED = 86400.0
 def hidden_reason(run: Run, first: Attempt) -> str:
     """Return why the folder of a submitted run cannot be judged from this host; empty if it can.
 
-    A missing mount looks like an empty folder; only the run's own `run.json` proves the mount.
+    A missing mount looks like an empty folder; only the run's own `run.json` proves the mount. If that file alone was
+    deleted, the first attempt's intent proves it, and the file is written again.
     """
     folder, host = RunDir(Path(run.run_dir)), socket.gethostname()
     if why := foreign_reason(folder.path):
@@ -121,13 +122,30 @@ def hidden_reason(run: Run, first: Attempt) -> str:
     try:
         owner = read_json(folder.run)
     except FileNotFoundError:
-        return f"the run directory is not visible on {host}: {folder.path}"
+        if not folder.attempts.is_dir():
+            return f"the run directory is not visible on {host}: {folder.path}"
+        return _restore_run_json(folder, run, first)
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return f"the run directory cannot be read on {host}: {folder.run}: {said}"
     if not isinstance(owner, dict) or owner.get("nonce") != first.nonce:
         return f"the run directory on {host} is another run's: {folder.path}"
     return ""
+
+
+def _restore_run_json(folder: RunDir, run: Run, first: Attempt) -> str:
+    """Write `run.json` again into the run's own folder; return why not, empty if it is written."""
+    intent = folder.attempt(first.number).path / "intent.json"
+    try:
+        if read_json(intent)["nonce"] == first.nonce:
+            write_durably(folder.run, dump_line(_run_json(run, first)).encode())
+            return ""
+        why = "is another run's"
+    except OSError as error:
+        why = error.strerror or str(error)
+    except (ValueError, LookupError, TypeError):
+        why = "is damaged"
+    return f"{folder.run} is missing, and cannot be written again: {intent}: {why}"
 
 
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:

@@ -61,7 +61,9 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptFenced:
-    """Inbox message: the attempt's launch token was revoked."""
+    """Inbox message: the attempt's launch token was revoked, deleted or replaced."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.heartbeat import AttemptStage
-from trainer.contract.launch_token import LaunchToken
+from trainer.contract.launch_token import LaunchToken, was_revoked
 from trainer.contract.messages import agents
 from trainer.contract.messages.agents import AskStop, CollectEvidence, EvidenceCollected, Ping, ProgressReport
 from trainer.contract.messages.codec import wire_name
@@ -102,6 +102,7 @@ class Fence:
 
     def __init__(self, path: Path, token: LaunchToken) -> None:
         self._path, self._token, self._misses = path, token, 0
+        self.reason = ""  # why it is down
 
     def is_down(self) -> bool:
         """Return whether two consecutive reads found no matching token. An unresponsive file system proves nothing."""
@@ -109,8 +110,13 @@ class Fence:
             held = self._token.is_same(LaunchToken.read(self._path))
         except FileNotFoundError:
             held = False
+            revoked = "its launch token was revoked: the controller has fenced this attempt off"
+            deleted = f"its launch token {self._path} is missing: deleted, but not by orch, and so no save is safe"
+            self.reason = revoked if was_revoked(self._path) else deleted
         except (OSError, ValueError, TypeError, KeyError):
             return False
+        else:
+            self.reason = f"its launch token {self._path} is that of another job"
         self._misses = 0 if held else self._misses + 1
         return self._misses >= 2
 
@@ -173,7 +179,7 @@ class Timers:
             for request in await self._request_inbox.poll():
                 self._state.deliver(-1, RequestFound(request=request))
             if await self._state.outbox.look(self._fence.is_down):
-                self._state.deliver(-1, AttemptFenced())
+                self._state.deliver(-1, AttemptFenced(reason=self._fence.reason))
             await asyncio.sleep(SECONDS)
 
 
@@ -364,8 +370,7 @@ class MessageLoop:
             case Tick():
                 self._check_clock()
             case AttemptFenced():
-                reason = "its launch token was revoked: the controller has fenced this attempt off"
-                state.fail(Failure(kind=FailureKind.UNKNOWN, reason=reason, step=state.progress.step))
+                state.fail(Failure(kind=FailureKind.UNKNOWN, reason=message.reason, step=state.progress.step))
             case agents.PreflightReport():
                 state.roster.record_preflight(node, message, time.time())
             case agents.Ready() | agents.Unready():

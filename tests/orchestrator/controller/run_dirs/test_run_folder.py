@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from checkpointing.storage.durable import temporary_folder
 from checkpointing.verification.verify import Report
 from orchestrator.controller.run_dirs import run_folder
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles, DirectFiles, RunDirHangs
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
+from orchestrator.controller.run_dirs.run_folder import ensure_run_dir, hidden_reason
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
@@ -147,3 +147,27 @@ def test_a_folder_that_is_exchanged_is_said_and_what_was_read_is_dropped(tmp_pat
         DirectFiles().call(run, exchange)
     with pytest.raises(RunDirHangs, match="belongs to uid 61002"):
         BoundedFiles().call(run, lambda: "it is not even read")
+
+
+def test_a_deleted_run_json_is_written_again_where_the_folder_is_the_runs_own(tmp_path: Path) -> None:
+    """As by a site that deletes old files, in a live run too."""
+    run = Run(
+        name="b-1", state=RunState.RUNNING, reason="", cluster="local", run_dir=str(tmp_path / "b-1"),
+        config_digest="d", total_steps=60,
+    )  # fmt: skip
+    first = Attempt(run="b-1", number=1, state=AttemptState.RUNNING, nonce="0" * 8, job_name="orch-b-1-1-00000000")
+    folder = ensure_run_dir(run, first, {"name": "b"})
+    written = folder.run.read_bytes()
+    folder.run.unlink()
+    assert hidden_reason(run, first) == ""
+    assert folder.run.read_bytes() == written
+
+    folder.run.unlink()
+    other = replace(first, nonce="1" * 8)
+    assert "run.json is missing, and cannot be written again" in hidden_reason(run, other)
+    (folder.attempt(1).path / "intent.json").unlink()
+    assert "intent.json: No such file" in hidden_reason(run, first)
+    assert not folder.run.exists()
+    shutil.rmtree(folder.path)
+    folder.path.mkdir()  # where its file system is not mounted
+    assert hidden_reason(run, first).startswith("the run directory is not visible on ")

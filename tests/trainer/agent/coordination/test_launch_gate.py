@@ -84,6 +84,15 @@ def test_an_attempt_that_is_fenced_off_ends_soon(job):
     assert "fenced this attempt off" in work.outcome().reason
 
 
+def test_a_token_that_somebody_deleted_is_not_called_revoked(job):
+    work = job("hang@*@*").start()
+    work.go()
+    until(lambda: len(work.notes()) == 4, 20, work.story)
+    work.attempt.go.unlink()
+    assert work.wait(15) == [75, 75], work.story()
+    assert f"{work.attempt.go} is missing: deleted, but not by orch" in work.outcome().reason
+
+
 def test_a_leader_without_the_named_interface_says_so_and_is_not_retried(job):
     work = job(nodes=1, cluster={"interface": "nowhere0"})
     work.go()

@@ -1,17 +1,23 @@
-"""Writes docs/configuration.md from the docstrings under the config fields: `python docs/reference.py`."""
+"""Writes two pages: `python docs/reference.py`.
+
+docs/configuration.md is made from the docstrings under the config fields, docs/cli.md from the help of the commands.
+"""
 
 import ast
 import dataclasses
 import inspect
+import re
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import click
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 Every key, its default and what it does. `orch config show PRESET` prints the resolved values and where each came from.
@@ -109,13 +115,180 @@ def contract() -> str:
     return CONTRACT + "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    sys.path.insert(0, str(ROOT))
+def configuration_page() -> str:
     from orchestrator.config.run_config import RunConfig
 
     table = "\n".join(rows(RunConfig, ""))
     return f"{HEAD}\n## Top level\n\n| key | default | |\n|---|---|---|\n{table}\n{contract()}"
 
 
+CLI_HEAD = """# Command line
+
+The help of every command, as `orch VERB -h` prints it. `python docs/reference.py` writes this page from the code.
+
+| I want to | command |
+|---|---|
+| start a run and watch it | `orch submit CONFIG --follow` |
+| see what runs and what needs me | `orch` |
+| get a message when a run stops | `notify: {webhook, mail, command}` ([notifications.md](notifications.md)) |
+| know what happened to a run, and why | `orch show RUN`, `orch events RUN`, `orch logs RUN --rank first-error` |
+| look into a live job | `orch top RUN`, `orch attach RUN --stack` |
+| save, stop, continue | `orch save RUN`, `orch cancel RUN`, `orch resume RUN` |
+| continue with other settings | `orch resume RUN optimizer.lr=1e-4` |
+| branch off a second run | `orch submit --from RUN@STEP optimizer.lr=1e-4` |
+| start from trained weights | `orch submit CONFIG --from RUN@STEP --weights-only` |
+| compare runs | `orch compare RUN RUN`, `orch compare -t TAG` |
+| check checkpoints | `orch ckpt ls RUN`, `orch ckpt verify RUN@all` |
+| prove that a run can resume | `orch ckpt restore-test RUN@STEP --wait` |
+| check this machine and cluster | `orch doctor --root FOLDER` |
+| try a failure | `orch demo`, `orch drill --demo KIND` |
+
+## What holds for every verb
+RUN is a name (`tiny-gpt-3`), a unique prefix of one, or `@last`; `cancel`, `resume` and `rm` need the whole name.
+CONFIG is a preset (`tiny-gpt`) or a YAML file. SECONDS may have a unit: `90s`, `10m`, `2h`, `1d`.
+
+Answers go to stdout, everything else to stderr. On a terminal, tables drop columns to fit its width. In a pipe, lists
+are complete, tab-separated and unformatted.
+
+These options stand before or after the verb:
+
+{options}
+
+### JSON
+An answer is `{"schema": "orch.status/1", "time": ..., "data": ..., "warnings": [{"code", "message"}]}`; each verb's
+section below has its data. An error is `{"schema": "orch.error/1", "error": {"code", "message", "where", "hint"}}`, also
+on stdout. Times are UTC, durations are seconds, sizes are bytes. NaN and infinities are the words `nan`, `inf`, `-inf`.
+A schema may get new keys; existing keys never change under the same schema name. Verbs that judge (`wait`,
+`submit --wait`, `ckpt verify`, `ckpt restore-test --wait`, `doctor`, `demo`, `drill`) print data and return their
+judgement as the exit code.
+
+### Exit codes
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | a defect in orch; the traceback, without the values of `env`, is in `last-error.txt` of the state folder |
+| 2 | wrong usage or configuration |
+| 3 | no such run, checkpoint or file; or a prefix matches several runs |
+| 4 | something outside must be fixed first: no Slurm, a folder that is not writable, a full disk |
+| 5 | Slurm did not answer; orch assumed nothing |
+| 6 | the registry is locked, damaged, or of a newer version; for commands that only read, of an older one |
+| 7 | a checkpoint is not valid |
+| 8 | the run failed or is held |
+| 10 | the run was cancelled |
+| 124 | timeout |
+| 130 | Ctrl-C; the last lines name what exists and what continues |
+| 141 | the reader of the pipe has ended (`orch show RUN \\| head`) |
+
+Ranks and agents exit with 0 finished, 74 storage failed, 75 retry, 76 stopped after a save, 77 this node is suspect, 78
+never retry. A script of yours may use the same codes.
+
+### Moved folders and PYTHONPATH
+If a run's folder was moved, verbs that need it end with 4. Move it back, put a link there, or register the new place
+(`orch db rebuild`).
+
+A module in `PYTHONPATH` that is named `orchestrator`, or as one of Python's own, ends `orch` with an error from Python:
+`unset PYTHONPATH`, or rename the file. Jobs do not get this shell's `PYTHONPATH`.
+"""
+VERBS_BY_SECTION = {
+    "Every day": "submit status show compare wait events logs top attach save cancel resume tag rm drill demo doctor",
+    "Checkpoints": "ckpt",
+    "Restore tests": "restore-tests",
+    "Nodes": "nodes",
+    "Configurations": "config",
+    "Data": "data",
+    "The shell": "completion",
+    "The registry": "db",
+    "The controller": "controller",
+}
+
+
+def paragraphs(text: str) -> str:
+    """Return a help text as Markdown, with links to the pages that it names."""
+    blocks = inspect.cleandoc(text).split("\n\n")
+    shown = [
+        "```\n" + block.removeprefix("\b\n") + "\n```" if block.startswith("\b") else wrapped(block) for block in blocks
+    ]
+    return "\n\n".join(shown)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    linked = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", " ".join(text.split()))
+    return textwrap.fill(linked, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def option_list(options: "Iterable[click.Parameter]", context: "click.Context") -> str:
+    import click
+
+    records = [item.get_help_record(context) for item in options if isinstance(item, click.Option)]
+    return "\n".join(wrapped(f"- `{names}`: {plain(text)}", "  ") for names, text in filter(None, records))
+
+
+def plain(text: str) -> str:
+    """Return the help of an option with its default, without the range of its values."""
+    return re.sub(
+        r"\s*\[(?:(default: [^];]+)(?:; )?)?[^]]*\]$", lambda found: f" ({found[1]})" if found[1] else "", text
+    )
+
+
+def json_line(data: str) -> str:
+    """Return the shape of a verb's JSON answer with its braces as code."""
+    shape, *notes = " ".join(data.split()).split("; ")
+    return wrapped("; ".join(["JSON data: " + re.sub(r"\{.*\}", r"`\g<0>`", shape), *notes]) + ".")
+
+
+def verb_section(path: str, command: "click.Command", context: "click.Context") -> str:
+    from orchestrator.cli.terminal.command_classes import global_options
+
+    shared = {option.name for option in global_options()}
+    usage = " ".join([path, *command.collect_usage_pieces(context)]).replace(" [OPTIONS]", "")
+    own = [option for option in command.params if option.name not in shared]
+    parts = [paragraphs(command.help or "")]
+    if options := option_list(own, context):
+        parts.append(options)
+    if data := getattr(command, "json_data", ""):
+        parts.append(json_line(data))
+    return f"### `{usage}`\n" + "\n\n".join(parts)
+
+
+def sections_of(path: str, command: "click.Command", context: "click.Context") -> Iterator[str]:
+    """The section of a verb; for a group its text without the first line, and the sections of its verbs."""
+    import click
+
+    if not isinstance(command, click.Group):
+        yield verb_section(path, command, context)
+        return
+    if text := "\n\n".join(inspect.cleandoc(command.help or "").split("\n\n")[1:]):
+        yield paragraphs(text)
+    for word in command.list_commands(context):
+        inner = command.get_command(context, word)
+        assert inner is not None
+        yield verb_section(f"{path} {word}", inner, context)
+
+
+def cli_page() -> str:
+    import click
+
+    from orchestrator.cli.main import VERBS, orch
+    from orchestrator.cli.terminal.command_classes import global_options
+
+    placed = " ".join(VERBS_BY_SECTION.values()).split()
+    assert sorted(placed) == sorted(VERBS), f"VERBS_BY_SECTION: {set(placed) ^ set(VERBS)}"
+    context = click.Context(orch, **orch.context_settings)  # click caches the names of `-h`
+    parts = [CLI_HEAD.replace("{options}", option_list(global_options(), context)).rstrip()]
+    for title, words in VERBS_BY_SECTION.items():
+        parts.append(f"## {title}")
+        if title == "Every day":
+            parts.append(f"### `orch`\n{wrapped(orch.epilog or '')}")
+        for word in words.split():
+            command = orch.get_command(context, word)
+            assert command is not None
+            parts += sections_of(f"orch {word}", command, context)
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {ROOT / "docs" / "configuration.md": configuration_page, ROOT / "docs" / "cli.md": cli_page}
+
 if __name__ == "__main__":
-    TARGET.write_text(page())
+    sys.path.insert(0, str(ROOT))
+    for target, page in PAGES.items():
+        target.write_text(page())

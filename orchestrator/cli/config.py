@@ -62,7 +62,9 @@ def print_config(screen: Screen, data: dict[str, Any], origins: dict[str, str]) 
 def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
     """Check keys, types, ranges and sizes, and that the code exists.
 
-    The exit code is 2, with the reason, if the configuration is invalid.
+    It looks for the script of a `command:`, and for the class and methods of a workload, without importing
+    anything. It checks that Slurm can read every value of `cluster`, but does not ask Slurm; `orch submit
+    --dry-run` does. The exit code is 2, with the reason, if the configuration is invalid.
     """
     from orchestrator.submission import user_code  # ast: only where code is inspected
 
@@ -82,7 +84,8 @@ def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
 def diff(screen: Screen, first: str, second: str) -> None:
     """List the keys in which two configurations differ.
 
-    Each is a preset, a YAML file, a run, or the digest of a stored configuration (or its first 6 or more digits).
+    Each is a preset, a YAML file, a run, or the digest of a stored configuration (6 digits or more). The exit code
+    is 0 whether or not they differ.
     """
     from orchestrator.config import compose
 

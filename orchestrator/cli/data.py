@@ -24,7 +24,9 @@ def data() -> None:
 def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
     """Tokenize text files and folders, byte by byte, into shards for `data.path`.
 
-    `python-stdlib` is the source text of Python's standard library.
+    `python-stdlib` is the source text of Python's standard library. If the folder already holds the same tokens, it
+    is kept after its shards were read and compared. The exit code is 2 if it holds something else or a changed
+    shard, or if there is nothing to read.
     """
     from trainer.contract import token_shards
 

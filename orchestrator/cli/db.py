@@ -15,13 +15,23 @@ from orchestrator.home import registry_path
 
 @click.group(cls=Noun)
 def db() -> None:
-    """Locate, back up or rebuild the registry."""
+    """Locate, back up or rebuild the registry.
+
+    The registry is an SQLite file and needs locks that every host sees. The file system determines its journal.
+    ext4, xfs, btrfs, zfs, tmpfs, overlay and others of one host: write-ahead log, for one login node. NFS without
+    `nolock`, `local_lock=all` or `local_lock=posix`, Lustre with `flock`, GPFS, CephFS, GFS2 without `localflocks`:
+    rollback journal. All others (BeeGFS, WekaFS, JuiceFS, GlusterFS, SMB, sshfs, mounted object stores) and other
+    mount options are refused.
+
+    A registry at a refused place can be read. To write, move it: `orch db backup /local/disk/registry.db`, then
+    `export ORCH_REGISTRY=/local/disk/registry.db`.
+    """
 
 
 @db.command("path")
 @click.pass_obj
 def path(screen: Screen) -> None:
-    """Print the registry's file name (set by ORCH_REGISTRY or ORCH_HOME)."""
+    """Print the registry's file name: ORCH_REGISTRY, or `registry.db` in the state folder (ORCH_HOME)."""
     file = registry_path()
     if screen.json:
         screen.data("db.path", {"path": str(file), "exists": file.exists()})
@@ -30,10 +40,14 @@ def path(screen: Screen) -> None:
 
 
 @db.command("backup")
-@click.argument("to", type=NonEmptyPath(path_type=Path))
+@click.argument("to", metavar="FILE", type=NonEmptyPath(path_type=Path))
 @click.pass_obj
 def backup(screen: Screen, to: Path) -> None:
-    """Write a consistent copy of the registry to a file, while it is in use."""
+    """Write a consistent copy of the registry to a file, while it is in use.
+
+    An older backup or an empty file is replaced; anything else is left as it is (exit code 4). It also copies a
+    registry that cannot be opened where it is: on a read-only mount, or in a folder without write permission.
+    """
     from orchestrator.registry.backup import backup as copy
 
     require_registry(registry_path())
@@ -57,7 +71,14 @@ def backup(screen: Screen, to: Path) -> None:
 def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> None:
     """Create a new registry from run directories.
 
-    ROOTS are the folders that hold runs (`cluster.root`). An existing registry is renamed, never overwritten.
+    ROOTS are the folders that hold runs (`cluster.root`). An existing registry is renamed, never overwritten; its
+    new name is printed. Stop the controllers first: those of this registry, and of any other one that serves one of
+    the runs.
+
+    Two registries may then have the same run. `record.json` in the run's folder names the one that serves it. Once
+    that one has begun an attempt, the other one holds the run, refuses `orch resume` and `orch rm` (exit code 4),
+    and its `orch ckpt gc` leaves what that attempt may use. `orch db rebuild` takes in the attempts; `orch rm
+    --forget` removes the rows. A registry restored from its own backup to its own place counts as the same.
     """
     roots += more
     for root in roots:

@@ -25,7 +25,7 @@ VERBS = {
         "orchestrator.cli.comparison.compare:compare",
         "Compare runs: where they differ, speed, losses at the steps they share.",
     ),
-    "wait": ("orchestrator.cli.runs.events:wait", "Wait until a run ends; the exit code says how."),
+    "wait": ("orchestrator.cli.runs.events:wait", "Wait until a run ends, and return its result as the exit code."),
     "events": ("orchestrator.cli.runs.events:events", "Print the timeline of a run: events, decisions, states."),
     "logs": ("orchestrator.cli.live_jobs.logs:logs", "Print the logs of ranks, agents and the controller."),
     "top": (
@@ -69,7 +69,8 @@ VERBS = {
     table=VERBS,
     of_a_run="status",
     invoke_without_command=True,
-    epilog="`orch` alone lists live runs and runs that need you. `orch VERB -h` explains a verb.",
+    epilog="`orch` alone lists live runs, and runs that need you (held, or failed in the last week) with the command "
+    "to type. `orch VERB -h` explains a verb.",
 )
 @click.pass_context
 def orch(context: click.Context) -> None:

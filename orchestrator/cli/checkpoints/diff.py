@@ -17,7 +17,13 @@ SHOWN = 40
 """Maximum number of tensors shown on a terminal without --all."""
 
 
-@click.command("diff", cls=Verb)
+DIFF_JSON = """
+{first, second, equal, parts: [{part, tensors, equal, apart}], tensors: [{tensor, part, equal, what, largest,
+relative, changed, dtype, shape}], config: [{key, first, second}]}
+"""
+
+
+@click.command("diff", cls=Verb, json_data=DIFF_JSON)
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
 @click.option("-a", "--all", "everything", is_flag=True, help="List all tensors, equal ones too.")
@@ -25,9 +31,13 @@ SHOWN = 40
 def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
     """Compare two checkpoints: RUN@STEP each, or folders.
 
-    Tensors with equal fingerprints are not read. For the others it prints the largest difference of a value, the norm
-    of the difference relative to the larger norm, and the share of values that changed, largest relative difference
-    first. The exit code is 0 whether or not they differ.
+    Tensors with equal fingerprints are not read (`equal by fingerprint`; an even number of changed signs in 4- or
+    8-byte floats is not seen). The others are verified as they are read (exit code 7). For them it prints the
+    largest difference of a value, the norm of the difference relative to the larger norm, and the share of values
+    that changed, largest relative difference first.
+
+    It also prints how many tensors of each part (`model`, `optimizer`) are equal, and the keys in which the
+    configurations of two runs differ. The exit code is 0 whether or not they differ.
     """
     left, right = find_one(first, screen.warn), find_one(second, screen.warn)
     with kept_while_read(left, right):

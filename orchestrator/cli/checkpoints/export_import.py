@@ -30,7 +30,10 @@ _PROVENANCE = "orch.json"
 """Provenance file of an export."""
 
 
-@click.command("export", cls=Verb)
+EXPORT_JSON = "{checkpoint, step, run, path, files: [{name, bytes}], bytes, tensors, compared, converted}"
+
+
+@click.command("export", cls=Verb, json_data=EXPORT_JSON)
 @click.argument("target", metavar="RUN[@STEP]|FOLDER")
 @click.argument("folder", metavar="DIR", type=NonEmptyPath(path_type=Path))
 @click.option(
@@ -45,8 +48,13 @@ def export(
 ) -> None:  # fmt: skip
     """Write a checkpoint's model into DIR, which must be new or empty, as files that other programs read.
 
-    Every byte is verified as it is read; the written files are read back and compared. DIR appears complete or not at
-    all.
+    Every byte is verified as it is read; the written files are read back and compared. DIR appears complete or not
+    at all. The checkpoint is pinned meanwhile. Tied weights are written under each of their names. The vocabulary
+    keeps its padding to a multiple of 64. `orch.json` records the origin.
+
+    safetensors: for the built-in model, `config.json` and `model.safetensors` as `transformers` loads them (above 5
+    GB in several files); for any other model, its own names. torch: `checkpoint.pt` for
+    `torch.load(weights_only=True)`, with `model`, `step`, `extra`, and with --with-optimizer `optimizer`.
     """
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
@@ -129,12 +137,17 @@ def _tell_export(
         screen.say(f"  {count(converted)} of them converted, which is not lossless where it rounds")
 
 
-@click.command("import", cls=Verb)
+IMPORT_JSON = """
+{source, step, optimizer, tensors, compared, notes, checkpoint, run, attempt, job_id, cluster, run_dir, config_digest}
+"""
+
+
+@click.command("import", cls=Verb, json_data=IMPORT_JSON)
 @click.argument("given", metavar="DIR|FILE", type=NonEmptyPath())
 @click.argument("preset", metavar="CONFIG")
 @OVERRIDES
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
-@click.option("--cluster", type=ClusterKind(), default=None, help="Where; overrides cluster.kind.")
+@click.option("--cluster", type=ClusterKind(), default=None, help="Where to run; overrides cluster.kind.")
 @click.option("--weights-only", is_flag=True, help="Skip the optimizer's state: step 0, a fresh optimizer.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
 @click.option("--dry-run", is_flag=True, help="Only check whether it fits; write and submit nothing.")
@@ -145,8 +158,13 @@ def import_(
 ) -> None:  # fmt: skip
     """Submit a run that begins with the weights in DIR or FILE: from Hugging Face, an export, or a torch file.
 
-    They become the run's first checkpoint, verified like any other. Training starts at step 0 with a fresh optimizer;
-    an export with the optimizer's state continues at its step.
+    They become the run's first checkpoint, verified like any other. Training starts at step 0 with a fresh
+    optimizer. An export with the optimizer's state continues at its step, but random generators, buffers of ranks
+    other than the first and the workload's own state begin anew. `orch submit --from` continues bit for bit, also
+    from a checkpoint's folder.
+
+    Names, shapes and dtypes that do not fit are reported one by one, with the override that fixes them (exit code
+    2). The exit code is 7 if the files are damaged.
     """
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
     from orchestrator.submission.create_run import check_beginning

@@ -48,17 +48,26 @@ class GcCandidate:
     reason: str
 
 
-@click.command("gc", cls=Verb)
+GC_JSON = "list of {run, tier, path, name, bytes, what, done, reason}; done is `deleted`, `would be deleted` or `left`"
+
+
+@click.command("gc", cls=Verb, json_data=GC_JSON)
 @click.argument("runs", metavar="[RUN...]", nargs=-1)
 @click.option("-a", "--all", "everything", is_flag=True, help="Clean up every run.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
-@click.option("--refused", is_flag=True, help="Also delete committed checkpoints that are corrupt.")
+@click.option(
+    "--refused",
+    is_flag=True,
+    help="Also delete unpinned checkpoints that do not verify, of runs that are not live; needs a stopped controller.",
+)
 @click.pass_obj
 def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, refused: bool) -> int:
     """Delete half-written checkpoints of attempts that have ended.
 
-    It never touches what a live attempt writes. It names corrupt checkpoints and keeps them as evidence, unless
-    --refused is given.
+    It works on every tier that this machine sees. It never touches what a live attempt writes; of a run with a live
+    attempt it deletes nothing on the tiers that jobs copy to. It names corrupt checkpoints and keeps them as
+    evidence, unless --refused is given. A run's next attempt also deletes what its jobs have left. The exit code is
+    4 if something could not be deleted.
     """
     if runs and everything:
         only = f"`orch ckpt gc {shlex.join(runs)}`, or `orch ckpt gc --all`"
@@ -283,11 +292,14 @@ if TYPE_CHECKING:
 DEBRIS = "debris"
 
 
-@click.command("du", cls=Verb)
+@click.command("du", cls=Verb, json_data="list of {run, tier, trust, count, bytes, collectable}")
 @click.argument("runs", metavar="[RUN...]", nargs=-1)
 @click.pass_obj
 def du(screen: Screen, runs: tuple[str, ...]) -> None:
-    """Print the bytes of checkpoints by run, tier and trust; without RUN, of every run."""
+    """Print the bytes of checkpoints by run, tier and trust; without RUN, of every run.
+
+    TRUST is `debris` for what is half-written. GC FREES is what `orch ckpt gc` would delete.
+    """
     with open_store(readonly=True) as store:
         chosen = [store.run(name) for name in runs] if runs else store.runs()
         rows = [row for run in chosen for row in _rows(screen, store, run)]

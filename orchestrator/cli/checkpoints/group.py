@@ -31,5 +31,11 @@ VERBS = {
 def ckpt() -> None:
     """List, verify, compare, export, import, pin and clean up checkpoints.
 
-    A checkpoint is RUN@STEP (RUN alone: the newest one), or the path or URL of its folder.
+    A checkpoint is RUN@STEP, RUN@latest (or RUN alone), RUN@best (by `checkpoint.best`), RUN@ and the name of its
+    folder, or the path or URL of its folder.
+
+    If a run has several tiers, orch takes the nearest complete copy; the run's own folder is called `run`. It warns
+    about a tier that it cannot read from here and uses the others; the exit code is 4 only if none of them has the
+    checkpoint. A shared tier may hold checkpoints of another run with the same name, from another ORCH_HOME or
+    user. RUN@STEP never selects those; their path or URL does.
     """

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @click.command("pin", cls=Verb)
 @click.argument("target", metavar="RUN[@STEP]")
-@click.option("--note", default="", help="Why you keep it.")
+@click.option("--note", default="", help="Why you keep it; `orch ckpt ls` shows it.")
 @click.pass_obj
 def pin(screen: Screen, target: str, note: str) -> None:
-    """Keep a checkpoint regardless of retention, until `orch ckpt unpin`."""
+    """Keep a checkpoint on every tier regardless of retention, until `orch ckpt unpin`."""
     from checkpointing.retention import garbage
 
     copies = find(target, screen.warn)
@@ -55,7 +55,10 @@ def pin(screen: Screen, target: str, note: str) -> None:
 @click.argument("target", metavar="RUN@STEP")
 @click.pass_obj
 def unpin(screen: Screen, target: str) -> None:
-    """Return a checkpoint to retention."""
+    """Return a checkpoint to retention.
+
+    It also removes the pin of a deleted checkpoint. The exit code is 3 if the checkpoint is not pinned.
+    """
     from checkpointing.retention import garbage
 
     storage, names = _find_pins(target)
@@ -110,14 +113,24 @@ _NAMED = 5
 """Maximum number of lost checkpoints named in a warning."""
 
 
-@click.command("ls", cls=Verb)
+LS_JSON = """
+list of {step, trust, bytes, path, attempt, name, committed_at, reason, tiers, verified: [{tier, ok, level, at,
+reason}], pin, pinned, restore_tests: [{test, layout, verdict, reason, begun_at, ended_at}], best, metric: {name:
+number} | null}
+"""
+
+
+@click.command("ls", cls=Verb, json_data=LS_JSON)
 @click.argument("run")
 @click.option("-a", "--all", "everything", is_flag=True, help="List deleted ones too.")
 @click.pass_obj
 def ls(screen: Screen, run: str, everything: bool) -> None:
     """List the checkpoints of a run, newest first, with the trust in each.
 
-    TESTED names the layouts on which a restore test has restored it.
+    TRUST is WRITING, COMMITTED, VERIFIED, RESTORED (a run has resumed from it, or a restore test has restored it),
+    SUSPECT, CORRUPT or DELETED. BEST is the number that `checkpoint.best` compares, VERIFIED the result of `orch
+    ckpt verify`. TESTED names the layouts on which a restore test has restored it. A checkpoint that was removed
+    from every tier by hand is listed as `gone`, with a warning.
     """
     from checkpointing.retention.garbage import read_pins
     from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers

@@ -34,23 +34,35 @@ SHOWN = 20
 """Maximum number of faults of one checkpoint in text output; JSON has all."""
 
 
-@click.command("verify", cls=Verb)
+VERIFY_JSON = """
+list of {name, step, path, ok, level, bytes, seconds, gib_per_s, tier, faults: [{file, chunk, tensor, tensors,
+reason}], notes}; notes name what was missing and so was not checked
+"""
+
+
+@click.command("verify", cls=Verb, json_data=VERIFY_JSON)
 @click.argument("target", metavar="RUN[@STEP]|FOLDER")
 @click.option(
     "--level",
     type=click.IntRange(0, 4),
+    metavar="N",
     default=2,
     show_default=True,
-    help="0: committed, complete, right sizes. 1: also a sample of the chunks. 2: every chunk. 3: also the structure. "
-    "4: also every value.",
+    help="0: COMMIT, manifest, names and sizes of files. 1: also a sample of the chunks, with both ends of every file. "
+    "2: every chunk. 3: also metadata, index and tensor headers against each other (holes, overlaps, shapes, dtypes), "
+    "and unlisted files. 4: also every value: fingerprints, NaN in trained parameters, random generators.",
 )
 @click.option("--copies", is_flag=True, help="Verify every copy on every tier, not only the nearest one.")
 @click.pass_obj
 def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     """Compare a checkpoint's bytes with the digests taken when it was written.
 
-    Without @STEP it takes the newest one; `@all` takes every one. The exit code is 7 if there is any fault. From level
-    2 on the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a substitute.
+    Without @STEP it takes the newest one; `@all` takes every one. The exit code is 7 if there is any fault, and 4
+    if the place does not answer. Each fault names file, chunk and tensors if possible.
+
+    From level 2 on the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a
+    substitute. Levels 3 and 4 import torch and read files twice. On a node's own disk (`shared: false`) the files
+    that are there are verified, up to level 2.
     """
     screen.if_interrupted = lambda: "interrupted: only results that were printed are recorded"
     found = find(target, screen.warn)

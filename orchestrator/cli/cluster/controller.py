@@ -62,20 +62,25 @@ if TYPE_CHECKING:
 
 @click.group(cls=Noun)
 def controller() -> None:
-    """Start, stop, inspect or install the controller, the process that restarts runs."""
+    """Start, stop, inspect or install the controller, the process that restarts runs.
+
+    `orch submit`, `orch resume` and `orch cancel` start a controller if none is alive. It exits when nothing is
+    left to do. If it is killed, `orch controller start` starts another. One controller serves one cluster: the
+    Slurm that its host reaches, or the local jobs of its host.
+    """
 
 
 @controller.command("run")
 @click.option(
-    "--idle-exit", type=Seconds(min=0), default=None, metavar="SECONDS", help="Exit after so long without live runs."
+    "--idle-exit", type=Seconds(min=0), default=None, metavar="SECONDS", help="Exit after this time without live runs."
 )
 @click.option("--cluster", type=click.Choice(choices()), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
-    """Run a controller in the foreground until stopped (`orch submit` starts one automatically).
+    """Run a controller in the foreground until Ctrl-C (`orch submit` starts one automatically).
 
-    One controller serves one cluster: the Slurm that this host reaches, or without one (or with `--cluster local`) the
-    local jobs of this host.
+    It serves the Slurm that this host reaches, or without one (or with `--cluster local`) the local jobs of this
+    host.
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import resolve
@@ -88,14 +93,20 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
     service.run_daemon(registry_path(), idle_exit, kind)
 
 
-@controller.command("start")
+START_JSON = "list of {started, alive, host, pid, epoch, renewed_at, ticked_at, log, once, stalled, reason, scheduler}"
+
+
+@controller.command("start", json_data=START_JSON)
 @click.option("--cluster", type=click.Choice(choices()), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def start(screen: Screen, cluster: str) -> None:
     """Start a controller in the background if none is alive; it ends when nothing is left to do.
 
-    Without `--cluster` it starts one for each reachable cluster with live runs. Without live runs it starts one for the
-    cluster of the newest run, or else for the Slurm that this host reaches or for its local jobs.
+    Without `--cluster` it starts one for each reachable cluster with live runs. Without live runs it starts one for
+    the cluster of the newest run, or else for the Slurm that this host reaches or for its local jobs.
+
+    It returns when the controller has taken over; a stalled one is replaced within a minute. The exit code is 4 if
+    the controller did not start; its log has the reason.
     """
     from orchestrator.cli.cluster.controller import start_controller
 
@@ -129,8 +140,8 @@ def _kinds_to_start(cluster: str) -> list[str]:
 def tick(screen: Screen) -> int:
     """Make one pass over the runs of this host and of the Slurm it reaches; do nothing if a controller is alive.
 
-    It replaces a stalled controller once its lease has expired, or reports why it cannot (exit code 4). The exit code
-    is 5 if a scheduler did not answer: its runs are unchanged.
+    Use it in cron. It replaces a stalled controller once its lease has expired, a minute at most, or reports why it
+    cannot (exit code 4). The exit code is 5 if a scheduler did not answer: its runs are unchanged.
     """
     screen.if_interrupted = lambda: "interrupted: the next pass goes on where this one stopped"
     report, stalled = _pass()
@@ -168,10 +179,19 @@ def _pass() -> "tuple[TickReport | None, str]":
     return reduce(lambda first, second: first.plus(second), acted) if acted else None, "; ".join(idle)
 
 
-@controller.command("status")
+STATUS_JSON = """
+the newest controller, and under controllers all of them, each with silence: the reason why its Slurm does not answer
+"""
+
+
+@controller.command("status", json_data=STATUS_JSON)
 @click.pass_obj
 def status(screen: Screen) -> None:
-    """List the live controllers, their clusters, and when they last looked at the runs."""
+    """List the controllers, their clusters, and when they last looked at the runs.
+
+    A controller is stalled if it was stopped by a signal or has not renewed its lease for a minute. If its Slurm
+    does not answer, the reason is printed.
+    """
     from orchestrator.controller import service
     from orchestrator.registry import fast_queries
 
@@ -198,7 +218,10 @@ def status(screen: Screen) -> None:
 @controller.command("stop")
 @click.pass_obj
 def stop(screen: Screen) -> None:
-    """Stop this host's controllers; runs continue, but nothing restarts them until one is started again."""
+    """Stop this host's controllers; runs continue, but nothing restarts them until one is started again.
+
+    The exit code is 4 if the controller runs on another host.
+    """
     from orchestrator.controller import service
 
     stopped = service.stop(registry_path())
@@ -217,7 +240,8 @@ def stop(screen: Screen) -> None:
 def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool) -> None:
     """Let cron (or Slurm's scrontab) run `orch controller tick`, so that runs survive a reboot of the login node.
 
-    These passes also begin restore tests that are due, by `restore_tests` of each run's configuration.
+    It prints its lines and writes them into your table; the next call replaces them. These passes also begin
+    restore tests that are due. The exit code is 4 if this host has no such table.
     """
     from orchestrator.cli.cluster import crontab
 

@@ -199,7 +199,10 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 def doctor(screen: Screen, root: Path | None, source: str) -> int:
     """Check this machine and cluster, and say what to fix.
 
-    It changes nothing. The exit code is 4 if something must be fixed before runs can continue.
+    It checks Python and packages, the state folder, the registry's file system, the folder of runs (write, fsync,
+    rename, free space), Slurm's commands, whether its nodes have what the configuration requests, accounting, the
+    settings that runs depend on (KillWait, SlurmdTimeout, PreemptMode, JobRequeue), and what starts a controller
+    after a reboot. It changes nothing. The exit code is 4 if something must be fixed before runs can continue.
     """
     found: list[Check] = []
     cluster = _cluster(source, found)

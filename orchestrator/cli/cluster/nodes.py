@@ -26,7 +26,11 @@ def nodes() -> None:
 @nodes.command("ls")
 @click.pass_obj
 def ls(screen: Screen) -> None:
-    """List every node: attempts, failures, until when it is excluded, by whom and why."""
+    """List every node: attempts, failures, until when it is excluded, by whom and why.
+
+    FAILURES are those that may be the node's. LAST SEEN is `never` if no attempt ran on it. BY is `person` or
+    `orch`. docs/watching.md has the rules by which orch excludes nodes.
+    """
     now = time.time()
     with open_store(readonly=True) as store:
         rows = [_row(node, now) for node in store.nodes()]
@@ -77,16 +81,24 @@ def _format_remaining(left: float | None) -> str:
     return "until released" if left is not None and left > UNTIL_RELEASED / 2 else span(left)
 
 
-@nodes.command("exclude")
+@nodes.command("exclude", json_data="list of {node, answer}")
 @click.argument("names", metavar="NODE...", nargs=-1, required=True)
-@click.option("--for", "period", metavar="TIME", default=None, help="For so long (30m, 2h, 1d); else until released.")
+@click.option(
+    "--for",
+    "period",
+    metavar="TIME",
+    default=None,
+    help="For this time (30m, 2h, 1d); default: until `orch nodes release`.",
+)
 @click.option("--why", metavar="TEXT", default="", help="What `orch nodes ls` shows as the reason.")
 @NO_CONTROLLER
 @click.pass_obj
 def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str, no_controller: bool) -> int:
-    """Keep jobs away from nodes: no job of any run that is submitted from now on gets them.
+    """Keep jobs away from nodes: queued jobs, and jobs of any run that are submitted from now on.
 
-    NODE is a name or a host list (gpu[003,017]). Jobs that are already queued or running keep their nodes.
+    NODE is a name or a host list (gpu[003,017]) of at most 100000 nodes. Running jobs keep their nodes. orch obeys
+    even if too few nodes are left for a job; Slurm then gives the reason. The exit code is 3 for a node that
+    neither a run nor Slurm has, 4 if nothing was submitted to its cluster yet or the node is simulated.
     """
     until = UNTIL_RELEASED if period is None else time.time() + _seconds(period)
     by = f"{own_name()}@{socket.gethostname()}"
@@ -111,12 +123,16 @@ def _expand_names(names: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(expand_nodes(check_nodes("NODE", names))))
 
 
-@nodes.command("release")
+@nodes.command("release", json_data="list of {node, answer}")
 @click.argument("names", metavar="NODE...", nargs=-1, required=True)
 @NO_CONTROLLER
 @click.pass_obj
 def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
-    """Remove the exclusion of nodes: they may be used again from the next attempt on."""
+    """Remove the exclusion of nodes: they may be used again from the next attempt on.
+
+    The failures behind the exclusion no longer count. The exit code is 4 if no controller serves the cluster from
+    here.
+    """
     return _request_each(screen, RELEASE, _expand_names(names), {}, no_controller)
 
 

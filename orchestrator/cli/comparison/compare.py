@@ -144,16 +144,42 @@ class Compared:
         return str(self.row["run"])
 
 
-@click.command(cls=Verb)
+COMPARE_JSON = """
+{runs: [{run, state, reason, step, total_steps, loss, tokens_per_s, running_s, elapsed_s, attempts, generations, tags,
+config_digest, steps, sparkline}], config: [{key, values}], software: [{key, values}], losses: [{step, values}],
+equality: {equal, steps, validations, first_difference: {step, what, values} | null}}; values are by run; tokens_per_s
+is a median over all steps; equal is null if the runs share no step
+"""
+
+
+@click.command(cls=Verb, json_data=COMPARE_JSON)
 @click.argument("runs", metavar="RUN...", nargs=-1)
-@click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Also runs with this tag; repeatable.")
-@click.option("--points", type=click.IntRange(1), default=POINTS, show_default=True, help="Steps whose losses to list.")
+@click.option(
+    "-t",
+    "--tag",
+    "tags",
+    multiple=True,
+    metavar="NAME",
+    help="Also runs with this tag (with all of several); repeatable.",
+)
+@click.option(
+    "--points",
+    type=click.IntRange(1),
+    metavar="N",
+    default=POINTS,
+    show_default=True,
+    help="Steps whose losses to list.",
+)
 @click.pass_obj
 def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points: int) -> None:
     """Compare runs: whether they are equal, where they differ, speed, losses at the steps they share.
 
     It lists the keys of the configuration and the software that differ, and draws each loss in one line, all on the
-    same scale. It reports whether all shared steps are equal bit for bit, or the first difference.
+    same scale. RAN FOR is the time in which a run's jobs ran, IN ALL the time from its submission to its end.
+
+    `equal bit for bit` covers loss, gradient norm and `metrics` of all shared steps, and the numbers of `validate`.
+    Otherwise the first difference is printed with all its digits. NaN equals NaN. If a step was trained again, its
+    newest line counts. Losses in tables are rounded.
     """
     tagged = list(reversed(rows_with_tags(tags))) if tags else []
     chosen = list({row["run"]: row for row in [*map(one_row, dict.fromkeys(runs)), *tagged]}.values())

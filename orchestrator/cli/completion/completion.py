@@ -10,16 +10,19 @@ from orchestrator.cli.terminal.render import Screen
 SHELLS = ("bash", "zsh", "fish")
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, json_data="{shell, script}")
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_obj
 def completion(screen: Screen, shell: str) -> None:
     """Print the completion script of a shell: bash, zsh or fish.
 
     \b
-    bash, in ~/.bashrc:                eval "$(orch completion bash)"
+    bash 4.4, in ~/.bashrc:            eval "$(orch completion bash)"
     zsh, in ~/.zshrc after compinit:   eval "$(orch completion zsh)"
     fish, once:   orch completion fish > ~/.config/fish/completions/orch.fish
+
+    It completes verbs, options, runs, RUN@STEP, presets, files, keys and some values of a configuration, tags and
+    nodes. At a Tab the shell starts `orch`, which reads only the registry.
     """
     script = Path(__file__).with_name(f"orch.{shell}").read_text()
     if screen.json:

@@ -115,21 +115,34 @@ def _replayed_losses(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
 RESTORE_TEST = "restore-test"
 
 
-@click.command(cls=Verb)
+DEMO_JSON = """
+of restore-test: {run, run_dir, seconds, damaged: {step, file, byte, tensor}, tests, passed, wrong}; tests as ckpt
+restore-test
+"""
+
+
+@click.command(cls=Verb, json_data=DEMO_JSON)
 @click.argument("words", metavar=f"[{RESTORE_TEST}] [KEY=VALUE ...]", nargs=-1)
 @click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for the demo's runs.")
-@click.option("--timeout", type=Seconds(min=1), default=300.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--timeout",
+    type=Seconds(min=1),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up after this time.",
+)
 @click.pass_obj
 def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: float) -> int:
     """Run a small training here that is killed and recovers.
 
-    It simulates two nodes with two ranks each, tokenizes real text, trains, kills a rank with SIGKILL, restarts in
-    place and finishes. Then it shows what happened. It takes about a minute on two cores. The exit code is 8 if the
-    run does not recover.
+    Two simulated nodes with two ranks each train on real text. One rank is killed with SIGKILL; orch restarts the
+    ranks in place, and the run finishes. It takes about a minute on two cores. The exit code is 8 if the run does
+    not recover.
 
-    `orch demo restore-test` trains without the kill and tests the run's checkpoints: one is restored on the same ranks
-    and on a single one, the newest is damaged on purpose and found CORRUPT, and the next older one is restored. The
-    exit code is 8 if a verdict is wrong.
+    `orch demo restore-test` trains without the kill and tests the run's checkpoints: one is restored on the same
+    ranks and on a single one, the newest is damaged on purpose and found CORRUPT, and the next older one is
+    restored. The exit code is 8 if a verdict is wrong.
     """
     if words[:1] == (RESTORE_TEST,):
         return restore_test_demo(screen, words[1:], root, timeout)

@@ -31,13 +31,28 @@ SLOWER = 0.3
 """Extra seconds of work per step of a slow rank, far more than a tenth of a demo's step."""
 
 
-@click.command(cls=Verb)
+DRILL_JSON = """
+{run, kind, struck, rank, node, step, noticed, detected_s, named, culprit_right, failure, kind_right, decision,
+back_s, back_step, steps_lost, evidence, over, passed, verdict}
+"""
+
+
+@click.command(cls=Verb, json_data=DRILL_JSON)
 @click.argument("words", metavar="RUN KIND | --demo KIND [KEY=VALUE ...]", nargs=-1, required=True)
 @click.option("--demo", is_flag=True, help="Use a small run of its own on this machine.")
-@click.option("--rank", type=click.IntRange(0), default=None, help="The rank to hit (for node faults: the node).")
+@click.option(
+    "--rank", type=click.IntRange(0), metavar="N", default=None, help="The rank to hit (for node faults: the node)."
+)
 @click.option("-y", "--yes", is_flag=True, help="Allow faults that cost the run more than a restart.")
 @click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for the demo's runs.")
-@click.option("--timeout", type=Seconds(min=1), default=300.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--timeout",
+    type=Seconds(min=1),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up after this time.",
+)
 @click.pass_obj
 def drill(
     screen: Screen, words: tuple[str, ...], demo: bool, rank: int | None, yes: bool, root: Path | None, timeout: float
@@ -46,7 +61,12 @@ def drill(
 
     KIND is kill-rank, stop-rank, slow-rank, kill-agent, kill-node, hang-in-collective, desync, nan, full-disk or
     corrupt-checkpoint (docs/watching.md lists the rest). The score: seconds until it was noticed, whether the right
-    rank was named, seconds until training continued, steps lost. The exit code is 8 if anything was wrong.
+    rank was named, seconds until training continued, steps lost.
+
+    The fault strikes once every rank has trained a step. It counts against no node and uses up no restart. A fault
+    that the configuration cannot detect is refused: in a run of a `command:` everything but the kills, without
+    `detection.hang.on` hangs, without `detection.straggler.on` slowness. Exit codes: 4 nothing runs, or refused; 8
+    something was wrong; 124 the ranks did not train in time.
     """
     if demo:
         kind, overrides = _known(words[0]), words[1:]

@@ -95,15 +95,34 @@ Row = dict[str, Any]
 Seen = Mapping[int, RankReading]
 
 
-@click.command(cls=Verb)
+ATTACH_JSON = """
+{run, folder, threads: [{node, rank, thread, frames: [{file, line, function}]}], missing: [{rank, node, why}]}
+"""
+
+
+@click.command(cls=Verb, json_data=ATTACH_JSON)
 @click.argument("run")
-@click.option("--stack", is_flag=True, help="Print the stack of every thread of the ranks.")
-@click.option("--rank", type=click.IntRange(0), default=None, help="Only this rank.")
-@click.option("--node", type=click.IntRange(0), default=None, help="Only the ranks of the N-th node, from 0.")
-@click.option("--timeout", type=Seconds(min=0), default=60.0, show_default=True, metavar="SECONDS")
+@click.option("--stack", is_flag=True, help="Print the stack of every thread of the ranks. Required.")
+@click.option("--rank", type=click.IntRange(0), metavar="N", default=None, help="Only this rank.")
+@click.option(
+    "--node", type=click.IntRange(0), metavar="N", default=None, help="Only the ranks of the N-th node, from 0."
+)
+@click.option(
+    "--timeout",
+    type=Seconds(min=0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up after this time.",
+)
 @click.pass_obj
 def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
-    """Print the stacks of a live job's ranks without stopping them."""
+    """Print the stacks of a live job's ranks without stopping them.
+
+    It prints every thread, newest call last. With py-spy installed it works even while a thread holds the GIL. It
+    names the ranks that did not answer, with the reason if their agent has one. The stacks are kept in the
+    attempt's `evidence` folder.
+    """
     found = find_live_attempt(run)  # first, so that the hint below names a command that works
     if not stack:
         raise ConfigError(

@@ -51,9 +51,22 @@ class LogSource:
 
 @click.command(cls=Verb)
 @click.argument("run")
-@click.option("--rank", default=None, metavar="R|all|first-error", help="A rank's log, or the earliest root failure.")
-@click.option("--node", type=click.IntRange(0), default=None, help="The agent's log of this node (0 is the first).")
-@click.option("--attempt", type=click.IntRange(1), default=None, help="Read this attempt; default: the newest.")
+@click.option(
+    "--rank",
+    default=None,
+    metavar="R|all|first-error",
+    help="A rank's log, those of all ranks with a prefix, or the root failure.",
+)
+@click.option(
+    "--node", type=click.IntRange(0), metavar="N", default=None, help="The agent's log of this node (0 is the first)."
+)
+@click.option(
+    "--attempt",
+    type=click.IntRange(1),
+    metavar="N",
+    default=None,
+    help="Read this attempt; default: the newest (for first-error: the newest that failed).",
+)
 @click.option("-f", "--follow", is_flag=True, help="Continue over generations and attempts until the run ends.")
 @click.option("--tail", type=click.IntRange(0), default=None, metavar="N", help="Print only the last N lines.")
 @click.option("--controller", is_flag=True, help="Print what the controller wrote about this run.")
@@ -65,8 +78,15 @@ def logs(
 ) -> int:  # fmt: skip
     """Print the logs of ranks, agents and the controller; without options the log of rank 0.
 
-    `--rank first-error` finds the earliest root failure and prints its traceback. Escape sequences and control
-    characters are removed. The exit code with -f is 0, 8 if the run failed, or 10 if it was cancelled.
+    That log has loss, learning rate, speed and ETA every `logs.every`. Before any rank has started, the agents'
+    logs are printed, or else the scheduler's output.
+
+    `--rank first-error` finds the root failure that ended the attempt, or the earliest one of an attempt that did
+    not fail. It prints the rank, the time, and the traceback or the lines around the first error; secondary
+    failures are skipped.
+
+    The command reads across rotated files (`logs.max_mib`, `logs.keep`), and removes escape sequences and control
+    characters. The exit code with -f is 0, 8 if the run failed or is held, or 10 if it was cancelled.
     """
     _check(rank, node, controller, follow and screen.json)
     row = one_row(run)

@@ -17,13 +17,24 @@ from trainer.contract.requests import RequestKind
 _SAVED = re.compile(r"^saved at step (\d+)")
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, json_data="{run, attempt, answer, step}")
 @click.argument("run")
 @click.option("--wait/--no-wait", "wait_", default=True, help="Wait until the checkpoint is committed (default).")
-@click.option("--timeout", type=Seconds(min=0), default=600.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--timeout",
+    type=Seconds(min=0),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up after this time.",
+)
 @click.pass_obj
 def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
-    """Save a checkpoint now, at the next step boundary; training continues."""
+    """Save a checkpoint now, at the next step boundary; training continues.
+
+    A save that is already under way does not count. The request survives restarts within the attempt, and stands
+    after a timeout (exit code 124). The exit code is 4 if nothing runs, or if the ranks are a `command:` of yours.
+    """
     screen.if_interrupted = lambda: "interrupted: nothing was asked for"
     found = find_live_attempt(run)
     stands = f"interrupted: the request stands, and {found.run} saves at its next step boundary"

@@ -187,13 +187,30 @@ def worst(ranks: Sequence[RankReading], most: int = WORST) -> Sequence[RankReadi
     return sorted(sorted(ranks, key=badness, reverse=True)[:most], key=lambda one: one.rank)
 
 
-@click.command(cls=Verb)
+TOP_JSON = """
+{run, state, step, total_steps, loss, tokens_per_s, attempt, generation, phase, silent_s, last_checkpoint, saved_step,
+world, ranks: [{rank, node, step, phase, age, state, ratio, ended}], events: [{time, text}], step_seconds, eta_s,
+loss_change, loss_steps}; for a command, step and age of a rank are null
+"""
+
+
+@click.command(cls=Verb, json_data=TOP_JSON)
 @click.argument("run")
 @click.option("--once", is_flag=True, help="Print once and exit (the default without a terminal).")
-@click.option("--every", type=Seconds(min=0.2), default=1.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--every", type=Seconds(min=0.2), default=1.0, show_default=True, metavar="SECONDS", help="Redraw this often."
+)
 @click.pass_obj
 def top(screen: Screen, run: str, once: bool, every: float) -> None:
-    """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display."""
+    """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display.
+
+    Every rank has its phase, the time since it last moved, its own work relative to its peers', and whether its
+    process is stopped. Of more than 64 ranks, or more than fit, it shows those to look at. ETA is the time left at
+    the speed of the newest generation.
+
+    It reads only files of the newest attempt, so it may show a checkpoint before the registry has it.
+    docs/watching.md explains the phases.
+    """
     row = one_row(run)
     reader = LiveRunReader(row["run"], existing_folder(row["run"], row["run_dir"]).path)
     warn_without_controller(screen, [row])

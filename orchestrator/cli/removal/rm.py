@@ -279,17 +279,30 @@ OTHER_WITHIN = 5.0
 """Seconds to wait for another command to finish its removal."""
 
 
-@click.command(cls=Verb)
+RM_JSON = "list of {run, state, removed, folder, bytes, copies: [{tier, checkpoints, bytes}], restore_tests, left}"
+
+
+@click.command(cls=Verb, json_data=RM_JSON)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True)
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask. Needed without a terminal.")
 @click.option("--keep-copies", is_flag=True, help="Leave copies of checkpoints in further tiers.")
-@click.option("--forget", is_flag=True, help="Remove only what the registry knows; touch no file.")
+@click.option(
+    "--forget",
+    is_flag=True,
+    help="Remove only the rows of the registry and touch no file: for a folder that is gone or not the run's.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
 @click.pass_obj
 def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forget: bool, dry_run: bool) -> int:
     """Remove runs that are over: folder, checkpoints, registry rows, and their restore tests.
 
-    A run that is live or has a pinned checkpoint is refused. If the command is killed, the same command finishes.
+    RUN is a whole name. Copies in further tiers are deleted too, if this machine reaches them. The command names
+    what it leaves: unreachable tiers, disks of other nodes, checkpoints that your own program wrote elsewhere. The
+    number of a removed run may be used again.
+
+    It refuses (exit code 4) a live run, a pinned checkpoint, a restore test under way, a folder that may not be the
+    run's own, and a run with which another registry has gone on (`orch db rebuild -h`). If it is killed, the same
+    command finishes; until then the run cannot be resumed.
     """
     with open_store() as store:
         plans, refused = _plans(screen, store, runs, RemovalOptions(keep_copies, forget))

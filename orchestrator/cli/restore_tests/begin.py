@@ -20,13 +20,29 @@ from trainer.contract.config_sections.scheduler_kinds import LOCAL
 LOOK_EVERY = 0.5
 
 
-@click.command("restore-test", cls=Verb)
+RESTORE_TEST_JSON = """
+list of {test, run, checkpoint, step, layout, begun_at, ended_at, verdict, reason, forced, evidence}; verdict is null
+until it is known; evidence has, as far as the test came, ranks, level, place, bytes, verify_seconds, restore_seconds,
+bytes_read, bytes_per_second, rto_seconds, seconds, compared, exact, bounds, largest_difference, steps, run_steps,
+other_software, notes
+"""
+
+
+@click.command("restore-test", cls=Verb, json_data=RESTORE_TEST_JSON)
 @click.argument("target", metavar="RUN[@STEP]")
-@click.option("--layout", "layouts", default=None, metavar="LAYOUT,...", help="same, RANKS (1) or NODESxRANKS (2x4).")
-@click.option("--steps", type=click.IntRange(1, 1000), default=None, help="Steps to train from it, and to compare.")
-@click.option("--level", type=click.IntRange(2, 4), default=None, help="Verify it at this level first.")
-@click.option("--tier", default=None, help="Path of the tier whose copy is tested.")
-@click.option("--wait", "wait_", is_flag=True, help="Return when there is a verdict; exit code 7 if it is a bad one.")
+@click.option(
+    "--layout",
+    "layouts",
+    default=None,
+    metavar="LAYOUT,...",
+    help="One test for each: same, RANKS (1) or NODESxRANKS (2x4). Default: restore_tests.layouts.",
+)
+@click.option(
+    "--steps", type=click.IntRange(1, 1000), metavar="N", default=None, help="Steps to train from it, and to compare."
+)
+@click.option("--level", type=click.IntRange(2, 4), metavar="N", default=None, help="Verify it at this level first.")
+@click.option("--tier", default=None, help="Path of the tier whose copy is tested; `run` is the run's own folder.")
+@click.option("--wait", "wait_", is_flag=True, help="Return when there is a verdict.")
 @click.option("--local", is_flag=True, help="On this machine, not on the cluster.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
 @click.pass_obj
@@ -37,7 +53,10 @@ def restore_test(
     """Restore a checkpoint in a separate job, train a few steps from it, and compare them with the run's own.
 
     Without @STEP it takes the newest one. Nothing is written to the tested run. Its budget and schedule
-    (`restore_tests` in the run's configuration) do not apply here.
+    (`restore_tests` in the run's configuration) do not apply here. docs/restore-tests.md explains the verdicts.
+
+    With --wait the exit code is 0 for RESTORED, 7 for SUSPECT or CORRUPT, 4 for NOT_COMPARABLE or NOT_FINISHED. It
+    is also 4 if no job can reach the checkpoint.
     """
     from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test

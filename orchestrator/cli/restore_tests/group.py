@@ -94,11 +94,12 @@ def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool =
 def restore_tests() -> None:
     """List restore tests of checkpoints, and which are due.
 
-    `restore_tests` in a run's configuration sets how often its checkpoints are restored, and on which layouts.
+    `restore_tests` in a run's configuration sets how often its checkpoints are restored, and on which layouts
+    (docs/restore-tests.md).
     """
 
 
-@restore_tests.command("ls")
+@restore_tests.command("ls", json_data="as ckpt restore-test")
 @click.pass_obj
 def ls(screen: Screen) -> None:
     """List the newest test of every run, and all running tests."""
@@ -109,11 +110,15 @@ def ls(screen: Screen) -> None:
     _show(screen, "restore-tests.ls", shown, "no restore test yet: `orch restore-tests due` says when one is")
 
 
-@restore_tests.command("history")
+@restore_tests.command("history", json_data="as ckpt restore-test")
 @click.argument("run", required=False)
 @click.pass_obj
 def history(screen: Screen, run: str | None) -> None:
-    """List every restore test of a run, or of all runs, newest first."""
+    """List every restore test of a run, or of all runs, newest first.
+
+    RTO is the recovery time, from the start of the job to the first step. RATE is the speed at which the restore
+    read. STEPS is the number of steps that were compared.
+    """
     with open_store(readonly=True) as store:
         name = store.run(run).name if run is not None else None
         every = store.restore_tests(name)[::-1]
@@ -129,7 +134,10 @@ def _show(screen: Screen, verb: str, tests: list[Any], nothing: str) -> None:
         screen.note(nothing)
 
 
-@restore_tests.command("due")
+DUE_JSON = "list of {run, step, checkpoint, layout, why, due_at, in, refused}; in is in seconds, negative if overdue"
+
+
+@restore_tests.command("due", json_data=DUE_JSON)
 @click.pass_obj
 def due(screen: Screen) -> None:
     """List the next test of every run, its time, and what holds it back."""
@@ -164,13 +172,13 @@ def due(screen: Screen) -> None:
 
 @restore_tests.command("run")
 @click.option("--due", "only_due", is_flag=True, required=True, help="Begin what is due.")
-@click.option("--force", is_flag=True, help="Whatever schedule and budget say.")
+@click.option("--force", is_flag=True, help="Begin the next test of every run, regardless of schedule and budget.")
 @click.pass_obj
 def run(screen: Screen, only_due: bool, force: bool) -> int:
-    """Begin the tests that are due, in one controller pass from here.
+    """Begin the tests that are due, in one controller pass from here, for cron.
 
-    A live controller begins due tests automatically. With --force the next test of every run is due now; as many begin
-    as `restore_tests.max_parallel` allows.
+    A live controller begins due tests automatically. With --force the next test of every run is due now; as many
+    begin as `restore_tests.max_parallel` allows.
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import kinds

@@ -34,21 +34,39 @@ QUIET = 2.0
 @NO_CONTROLLER
 @click.pass_obj
 def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
-    """Save a checkpoint, then stop the runs (`orch resume` continues them)."""
+    """Save a checkpoint, then stop the runs (`orch resume` continues them).
+
+    RUN is a whole name, or @last. The command starts a controller if none is alive, and waits up to 30 seconds for
+    the answer. The exit code is 4 if the run has succeeded, or if it belongs to another cluster without a live
+    controller, which gets the request later; 5 if Slurm does not answer, and the request stands.
+    """
     return _request_each(screen, "cancel", runs, RunState.CANCELLED, no_controller)
 
 
 @click.command(cls=Verb)
 @click.argument("words", metavar="RUN... [KEY=VALUE...]", nargs=-1, required=True)
 @NO_CONTROLLER
-@click.option("--here", is_flag=True, help="Move a run of another cluster to the one that this host reaches.")
-@click.option("--accept", multiple=True, metavar="KEY", help="Go on although this differs from the run's (code.user).")
+@click.option(
+    "--here",
+    is_flag=True,
+    help="Move a run of another cluster to the one that this host reaches, if none of its jobs may be alive.",
+)
+@click.option(
+    "--accept", multiple=True, metavar="KEY", help="Go on although this differs from the run's (code.user); repeatable."
+)
 @click.pass_obj
 def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bool, accept: tuple[str, ...]) -> int:
     """Continue a run that is held, failed or cancelled, from its newest good checkpoint, with a fresh budget.
 
-    KEY=VALUE changes its configuration from here on: learning rate, steps, nodes, layout, partition. More
-    `train.steps` continue a run that has succeeded.
+    RUN is a whole name, or @last. KEY=VALUE changes its configuration from the next attempt on: learning rate,
+    nodes, layout, partition. More `train.steps` continue a run that has succeeded. Without a checkpoint the run
+    begins at step 0, and all but its name, root, kind of cluster and `workload.snapshot` may change. A live run
+    only gets a controller.
+
+    If code, packages or data differ from the run's, confirm that with --accept KEY (docs/configuration.md lists
+    them). Code that was fixed after its own failure needs no --accept. Variables of `env_from` in this shell
+    replace the run's. The exit code is 4 if the run's folder is gone, or if another registry has gone on with the
+    run (`orch db rebuild -h`).
     """
     overrides = tuple(word for word in words if "=" in word or word.startswith(("~", "+")))
     runs = tuple(word for word in words if word not in overrides)

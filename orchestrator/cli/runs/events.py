@@ -160,16 +160,18 @@ def end_error(row: dict[str, Any]) -> RunFailed | RunCancelled | None:
     return RunFailed(why, where=row["run_dir"], hint=looks if cured else f"{looks}   {after_end(row)}")
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, json_data="the run's row of status")
 @click.argument("run")
-@click.option("--timeout", type=Seconds(min=0), default=None, metavar="SECONDS", help="Give up after so long.")
+@click.option(
+    "--timeout", type=Seconds(min=0), default=None, metavar="SECONDS", help="Give up after this time (60, 1m, 2h)."
+)
 @click.option("--follow", is_flag=True, help="Print events and decisions as they happen.")
 @click.pass_obj
 def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:
-    """Wait until a run ends; the exit code says how.
+    """Wait until a run ends, and return its result as the exit code.
 
     0 succeeded, 8 failed or held (with the reason and what to type), 10 cancelled, 124 timeout, 130 detached by
-    Ctrl-C. If no controller is alive, this command does its work.
+    Ctrl-C. It prints why a job waits in the queue. If no controller is alive, this command does its work.
     """
     row = wait_until_end(screen, one_row(run)["run"], timeout=timeout, follow=follow)
     trouble = end_error(row)
@@ -185,16 +187,35 @@ def wait(screen: Screen, run: str, timeout: float | None, follow: bool) -> int:
 POLL = 0.5
 
 
-@click.command(cls=Verb)
+EVENTS_JSON = """
+list of {time, attempt, generation, source, kind, text, data}, small events included; kind is that of the event, or
+transition, decision, request or answer; text is null if only data has the content
+"""
+
+
+@click.command(cls=Verb, json_data=EVENTS_JSON)
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Continue until the run ends.")
-@click.option("--since", "start", default=None, metavar="TIME", help="Only from then on: 10m, 2h, 1d, or an ISO time.")
-@click.option("-a", "--all", "everything", is_flag=True, help="Print small events, too.")
+@click.option(
+    "--since",
+    "start",
+    default=None,
+    metavar="TIME",
+    help="Only from then on: 90s, 10m, 2h, 1d, or an ISO time (local, unless it has a zone).",
+)
+@click.option(
+    "-a",
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Print small events, too: agents that join, saves that begin, deleted checkpoints.",
+)
 @click.pass_obj
 def events(screen: Screen, run: str, follow: bool, start: str | None, everything: bool) -> int:
     """Print the timeline of a run: every event, decision and change of state, over all attempts.
 
-    The exit code with -f is 0, 8 if the run failed or is held, or 10 if it was cancelled.
+    The second column is attempt and generation. A pipe also gets source and kind. `orch logs` has the output of the
+    ranks. The exit code with -f is 0, 8 if the run failed or is held, or 10 if it was cancelled.
     """
     if follow and screen.json:
         raise ConfigError(

@@ -50,13 +50,35 @@ from orchestrator.registry.records import (
 from orchestrator.states import LIVE_RUNS
 from trainer.contract.run_dir import RunDir
 
+SHOW_JSON = """
+as status, with {config_digest, config_changes: [{attempt, key, before, now}], code, env, data, run_dir, created_at,
+transitions, is_restore_test, attempts: [{attempt, state, job_id, nodes, excluded, started_at, ended_at, resumed_from,
+last_step, generations, generation_list, config_digest, smaller_world: {nodes, spare_nodes, of, of_spare_nodes,
+reason, base} | null, failure: {kind, reason, rank, node, evidence} | null, decision: {action, reason} | null}],
+checkpoints: [{step, trust, bytes, path, attempt, seconds, stall, tier, copies: [{tier, path, bytes, copied_at}], pin,
+pinned}], incidents: [{time, attempt, generation, name, kind, rank, node, phase, step, reason, waiting, detected,
+withdrawn, evidence, evidence_there, done}], stragglers: [{..., rank, node, section, ratio, step, steps, gpu_hours,
+over}], skipped: [{..., step, position, reason}], spares: [{..., name, instead, reason}], unfit: [{..., node,
+reason}], unreadable: [{..., unread, reason}], restore_tests (as restore-tests history), proven: {step, checkpoint,
+layouts, ended_at} | null, figures: {steps, tokens_per_s_per_rank, tflops_per_rank, mfu, shares, exposed, memory} |
+null, notified: {state, delivered, failed, tries, at, next_at} | null}; seconds is the time of a save, stall how long
+training waited for it; tier is empty for the run's own folder; the tier of a generation is memory after a restart in
+place; unreadable are damaged events or those of another version; proven is the newest checkpoint that exists and was
+restored
+"""
 
-@click.command(cls=Verb)
+
+@click.command(cls=Verb, json_data=SHOW_JSON)
 @click.argument("run")
-@click.option("--history", is_flag=True, help="Print every change of state with its reason.")
+@click.option("--history", is_flag=True, help="Print every change of state with its reason (as -v).")
 @click.pass_obj
 def show(screen: Screen, run: str, history: bool) -> None:
-    """Show one run in full: attempts, decisions, incidents, checkpoints, their restore tests, code, data."""
+    """Show one run in full: attempts, decisions, incidents, checkpoints, their restore tests, code, data.
+
+    FROM is the step that an attempt began from, or that a generation resumed from. Narrow terminals omit START and
+    END; `orch events RUN` has the times. Speed, MFU, shares of a step and memory are medians of the newest steps,
+    at most 100 (docs/watching.md).
+    """
     with open_store(readonly=True) as store:
         found = store.run(run)
         attempts, generations = store.attempts(found.name), store.generations(found.name)

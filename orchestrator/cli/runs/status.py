@@ -97,14 +97,31 @@ RECENT = 7 * 86400.0
 """Seconds for which a failed run or a bad restore test is listed as needing attention."""
 
 
-@click.command(cls=Verb)
+STATUS_JSON = """
+list of {run, state, step, total_steps, loss, attempts, generations, job_id, cluster, slurm_cluster, nodes, tags,
+last_checkpoint: {step, trust, age_s} | null, restore_test: {step, layout, verdict, ended_at} | null, reason,
+updated_at, eta_s}; cluster is slurm or local; slurm_cluster is null for local runs and while it is unknown;
+restore_test is the newest finished one; eta_s is null while the run does not train or has just started
+"""
+
+
+@click.command(cls=Verb, json_data=STATUS_JSON)
 @click.argument("runs", metavar="[RUN ...]", nargs=-1)
 @click.option(
     "-a", "--all", "everything", is_flag=True, help="List every run and restore test, not only the newest 50."
 )
-@click.option("-n", "limit", type=click.IntRange(1), default=50, show_default=True, help="How many runs to list.")
+@click.option(
+    "-n", "limit", type=click.IntRange(1), metavar="N", default=50, show_default=True, help="How many runs to list."
+)
 @click.option("--state", "states", multiple=True, metavar="STATE", help="List only runs in this state; repeatable.")
-@click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="List only runs with this tag; repeatable.")
+@click.option(
+    "-t",
+    "--tag",
+    "tags",
+    multiple=True,
+    metavar="NAME",
+    help="List only runs with this tag (with all of several); repeatable.",
+)
 @click.option("-w", "--watch", is_flag=True, help="Redraw every 2 seconds until Ctrl-C.")
 @click.pass_obj
 def status(
@@ -114,7 +131,11 @@ def status(
     """List the newest runs: state, step, loss, last checkpoint, reason.
 
     It reads only the registry, changes nothing, and prints how old its information is. Runs that are restore tests
-    are listed with --all or by their names.
+    are listed with --all or by their names. WHY has the reason of the state; for a job in the queue it has Slurm's
+    reason, and what to type if that does not clear by itself.
+
+    With RUN it also warns if the folder of the newest checkpoint is gone, and if the run's `config.json` was
+    edited: that changes nothing, `orch resume RUN KEY=VALUE` does.
     """
     chosen, tags = _states(states), check_tags(tags)
     if watch:

@@ -39,18 +39,42 @@ CHECK_CONTROLLER_EVERY = 3.0
 """Seconds between submit's checks that a controller is alive."""
 
 
-@click.command(cls=Verb)
+SUBMIT_JSON = """
+{run, attempt, job_id, cluster, run_dir, config_digest, tags}; job_id is null if there is none yet; with --wait also
+state, step, reason
+"""
+
+
+@click.command(cls=Verb, json_data=SUBMIT_JSON)
 @click.argument("source", metavar="CONFIG", required=False)
 @OVERRIDES
-@click.option("--from", "begin", metavar="RUN@STEP", help="Begin with another run's checkpoint; its CONFIG by default.")
-@click.option("--weights-only", is_flag=True, help="With --from: only the weights; step 0, a fresh optimizer.")
+@click.option(
+    "--from",
+    "begin",
+    metavar="RUN@STEP",
+    help="Begin with this checkpoint of another run: weights, optimizer, generators, place in the data. "
+    "Default of CONFIG: that run's configuration; without changes, training computes the same bits.",
+)
+@click.option(
+    "--weights-only",
+    is_flag=True,
+    help="With --from: take only the weights; begin at step 0 and at the start of the data, with a fresh optimizer.",
+)
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
 @click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
-@click.option("--cluster", type=ClusterKind(), default=None, help="Where; overrides cluster.kind.")
-@click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended; the exit code says how.")
-@click.option("--follow", is_flag=True, help="The same, and print events.")
-@click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
-@click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and submit nothing.")
+@click.option("--cluster", type=ClusterKind(), default=None, help="Where to run; overrides cluster.kind.")
+@click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended.")
+@click.option("--follow", is_flag=True, help="As --wait, and print events and a progress line.")
+@click.option(
+    "--no-controller",
+    is_flag=True,
+    help="Start no controller: launch from here and return. Restarts need `orch wait` or a controller.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the configuration with origins and the sbatch script, and ask Slurm; write and submit nothing.",
+)
 @click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and submit nothing.")
 @click.pass_obj
 def submit(
@@ -61,9 +85,16 @@ def submit(
 ) -> int:  # fmt: skip
     """Submit a run; orch restarts it until it is finished.
 
-    CONFIG is a preset (`tiny-gpt`) or a YAML file. KEY=VALUE overrides a value, +KEY=VALUE adds one to an open map,
-    ~KEY restores the default. The command starts a controller if none is alive, and waits up to 30 seconds for the
-    job id.
+    CONFIG is a preset (`tiny-gpt`) or a YAML file. KEY=VALUE overrides a value, +KEY=VALUE adds one to an open map
+    (`env`, `workload.args`, `cluster.sbatch`), ~KEY restores the default. The command starts a controller if none
+    is alive, and waits up to 30 seconds for the job id.
+
+    Before it records the run, it imports your workload (60 seconds at most), writes a small object to every tier,
+    and asks Slurm (`sbatch --test-only`). Refusals name what to type. Do not put secrets into `env`:
+    `env_from=[HF_TOKEN]` takes them from this shell (docs/security.md).
+
+    Ctrl-C before the run is recorded leaves nothing; afterwards the run continues. With --wait or --follow the exit
+    code is the run's: 8 failed or held, 10 cancelled.
     """
     from orchestrator.config.layers import is_override  # yaml: only for the verbs that read configurations
 

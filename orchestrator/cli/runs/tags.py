@@ -54,7 +54,7 @@ class _TagVerb(Verb):
         return super().parse_args(ctx, [f"~{word[1:]}" if _TAKEN_AWAY.fullmatch(word) else word for word in args])
 
 
-@click.command(cls=_TagVerb)
+@click.command(cls=_TagVerb, json_data="{run, tags}")
 @click.argument("run")
 @click.argument("words", metavar="[+TAG|-TAG|TAG ...]", nargs=-1)
 @click.option("--remove", is_flag=True, help="Remove the tags that have no sign, instead of adding them.")
@@ -62,7 +62,9 @@ class _TagVerb(Verb):
 def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
     """Add tags to a run, or remove them; without TAG, print them.
 
-    `orch tag RUN +a -b` adds a and removes b. Without a sign a tag is added.
+    `orch tag RUN +a -b` adds a and removes b. Without a sign a tag is added. A tag has up to 63 letters, digits and
+    `._:/=@-`. To remove a tag named q, v or h, use --remove. Tags are also kept in the run's folder and survive the
+    loss of the registry.
     """
     added, removed = _split_tags(words, remove)
     if both := sorted({*added} & {*removed}):

@@ -91,11 +91,12 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Verb(click.Command):
-    """A command with the global options."""
+    """A command with the global options. `json_data` is the shape of its JSON answer, for docs/cli.md."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, *args: Any, json_data: str = "", **more: Any) -> None:
         more.setdefault("context_settings", _HELP)
         super().__init__(*args, **more)
+        self.json_data = json_data
         for parameter in self.params:
             if parameter.type is click.STRING:
                 parameter.type = COMPLETED_TEXT

@@ -118,7 +118,7 @@ def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.Mo
         (("demo", "--root", "", "train.steps=0"), "--root is empty"),
         (("drill", "--demo", "nan", "--root", "", "train.steps=0"), "--root is empty"),
         (("doctor", "--root", ""), "--root is empty"),
-        (("db", "backup", ""), "TO is empty"),
+        (("db", "backup", ""), "FILE is empty"),
         (("db", "rebuild", ""), "ROOTS is empty"),
         (("ckpt", "export", "x", ""), "DIR is empty"),
         (("ckpt", "import", "", "demo"), "DIR|FILE is empty"),

@@ -54,7 +54,7 @@ VERBS = {
     "data": ("orchestrator.cli.data:data", "Turn text into token shards for training."),
     "db": ("orchestrator.cli.db:db", "Locate, back up or rebuild the registry."),
     "controller": ("orchestrator.cli.cluster.controller:controller", "Start, stop, inspect or install the controller."),
-    "doctor": ("orchestrator.cli.cluster.doctor:doctor", "Check this machine and cluster, and say what to fix."),
+    "doctor": ("orchestrator.cli.cluster.doctor:doctor", "Check this machine and cluster, and list what to fix."),
     "completion": (
         "orchestrator.cli.completion.completion:completion",
         "Print the completion script of a shell: bash, zsh or fish.",

@@ -20,7 +20,7 @@ VERBS = {
         "Write the model as safetensors or a torch file.",
     ),
     "import": ("orchestrator.cli.checkpoints.export_import:import_", "Submit a run that begins with existing weights."),
-    "pin": ("orchestrator.cli.checkpoints.ls:pin", "Keep a checkpoint, whatever retention says."),
+    "pin": ("orchestrator.cli.checkpoints.ls:pin", "Keep a checkpoint regardless of retention."),
     "unpin": ("orchestrator.cli.checkpoints.ls:unpin", "Return a checkpoint to retention."),
     "du": ("orchestrator.cli.checkpoints.gc:du", "Print bytes by run, tier and trust."),
     "gc": ("orchestrator.cli.checkpoints.gc:gc", "Delete half-written checkpoints of ended attempts."),

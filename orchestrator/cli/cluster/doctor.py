@@ -197,7 +197,7 @@ MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 @click.option("--config", "source", default="tiny-gpt", show_default=True, help="Configuration to take cluster.* from.")
 @click.pass_obj
 def doctor(screen: Screen, root: Path | None, source: str) -> int:
-    """Check this machine and cluster, and say what to fix.
+    """Check this machine and cluster, and list what to fix.
 
     It checks Python and packages, the state folder, the registry's file system, the folder of runs (write, fsync,
     rename, free space), Slurm's commands, whether its nodes have what the configuration requests, accounting, the

@@ -64,9 +64,9 @@ def drill(
     rank was named, seconds until training continued, steps lost.
 
     The fault strikes once every rank has trained a step. It counts against no node and uses up no restart. A fault
-    that the configuration cannot detect is refused: in a run of a `command:` everything but the kills, without
-    `detection.hang.on` hangs, without `detection.straggler.on` slowness. Exit codes: 4 nothing runs, or refused; 8
-    something was wrong; 124 the ranks did not train in time.
+    that the configuration cannot detect is refused: in a run of a `command:` everything but the kills, hangs
+    without `detection.hang.on`, slowness without `detection.straggler.on`. Exit codes: 4 nothing runs, or refused;
+    8 something was wrong; 124 the ranks did not train in time.
     """
     if demo:
         kind, overrides = _known(words[0]), words[1:]

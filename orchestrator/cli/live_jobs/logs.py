@@ -78,8 +78,8 @@ def logs(
 ) -> int:  # fmt: skip
     """Print the logs of ranks, agents and the controller; without options the log of rank 0.
 
-    That log has loss, learning rate, speed and ETA every `logs.every`. Before any rank has started, the agents'
-    logs are printed, or else the scheduler's output.
+    Every `logs.every` that log has a line with loss, learning rate, speed and ETA. Before any rank has started, the
+    agents' logs are printed, or else the scheduler's output.
 
     `--rank first-error` finds the root failure that ended the attempt, or the earliest one of an attempt that did
     not fail. It prints the rank, the time, and the traceback or the lines around the first error; secondary

@@ -198,15 +198,20 @@ loss_change, loss_steps}; for a command, step and age of a rank are null
 @click.argument("run")
 @click.option("--once", is_flag=True, help="Print once and exit (the default without a terminal).")
 @click.option(
-    "--every", type=Seconds(min=0.2), default=1.0, show_default=True, metavar="SECONDS", help="Redraw this often."
+    "--every",
+    type=Seconds(min=0.2),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two updates.",
 )
 @click.pass_obj
 def top(screen: Screen, run: str, once: bool, every: float) -> None:
     """Show a live run: step, tokens/s, loss, last checkpoint, and where every rank is. Ctrl-C ends the display.
 
-    Every rank has its phase, the time since it last moved, its own work relative to its peers', and whether its
-    process is stopped. Of more than 64 ranks, or more than fit, it shows those to look at. ETA is the time left at
-    the speed of the newest generation.
+    For every rank it prints the phase, the time since it last moved, its own work relative to its peers', and
+    whether its process is stopped. With more than 64 ranks, or more than fit, it shows those that need attention.
+    ETA is the time left at the speed of the newest generation.
 
     It reads only files of the newest attempt, so it may show a checkpoint before the registry has it.
     docs/watching.md explains the phases.

@@ -49,8 +49,8 @@ def export(
     """Write a checkpoint's model into DIR, which must be new or empty, as files that other programs read.
 
     Every byte is verified as it is read; the written files are read back and compared. DIR appears complete or not
-    at all. The checkpoint is pinned meanwhile. Tied weights are written under each of their names. The vocabulary
-    keeps its padding to a multiple of 64. `orch.json` records the origin.
+    at all. The checkpoint is pinned meanwhile; a SUSPECT one is exported with a warning. Tied weights are written
+    under each of their names. The vocabulary keeps its padding to a multiple of 64. `orch.json` records the origin.
 
     safetensors: for the built-in model, `config.json` and `model.safetensors` as `transformers` loads them (above 5
     GB in several files); for any other model, its own names. torch: `checkpoint.pt` for

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 @click.option("--note", default="", help="Why you keep it; `orch ckpt ls` shows it.")
 @click.pass_obj
 def pin(screen: Screen, target: str, note: str) -> None:
-    """Keep a checkpoint on every tier regardless of retention, until `orch ckpt unpin`."""
+    """Keep a checkpoint on every tier regardless of retention, until `orch ckpt unpin`.
+
+    Commands and restore tests that read a checkpoint remove only their own pins.
+    """
     from checkpointing.retention import garbage
 
     copies = find(target, screen.warn)
@@ -57,7 +60,8 @@ def pin(screen: Screen, target: str, note: str) -> None:
 def unpin(screen: Screen, target: str) -> None:
     """Return a checkpoint to retention.
 
-    It also removes the pin of a deleted checkpoint. The exit code is 3 if the checkpoint is not pinned.
+    It removes every pin, also that of a deleted checkpoint and those of commands that were killed on another host.
+    The exit code is 3 if the checkpoint is not pinned.
     """
     from checkpointing.retention import garbage
 

@@ -65,8 +65,8 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
 
     If code, packages or data differ from the run's, confirm that with --accept KEY (docs/configuration.md lists
     them). Code that was fixed after its own failure needs no --accept. Variables of `env_from` in this shell
-    replace the run's. The exit code is 4 if the run's folder is gone, or if another registry has gone on with the
-    run (`orch db rebuild -h`).
+    replace the run's; changed ones are named. The exit code is 4 if the run's folder is gone, or if another
+    registry has gone on with the run (`orch db rebuild -h`).
     """
     overrides = tuple(word for word in words if "=" in word or word.startswith(("~", "+")))
     runs = tuple(word for word in words if word not in overrides)

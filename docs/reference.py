@@ -156,11 +156,11 @@ These options stand before or after the verb:
 
 ### JSON
 An answer is `{"schema": "orch.status/1", "time": ..., "data": ..., "warnings": [{"code", "message"}]}`; each verb's
-section below has its data. An error is `{"schema": "orch.error/1", "error": {"code", "message", "where", "hint"}}`, also
-on stdout. Times are UTC, durations are seconds, sizes are bytes. NaN and infinities are the words `nan`, `inf`, `-inf`.
-A schema may get new keys; existing keys never change under the same schema name. Verbs with a verdict
-(`wait`, `submit --wait`, `ckpt verify`, `ckpt restore-test --wait`, `doctor`, `demo`, `drill`) print data and return the
-verdict as the exit code.
+section below has its data. An error is `{"schema": "orch.error/1", "error": {"code", "message", "where", "hint"}}`,
+also on stdout. Times are UTC, durations are seconds, sizes are bytes. NaN and infinities are the words `nan`, `inf`,
+`-inf`. A schema may get new keys; existing keys never change under the same schema name. Verbs with a verdict (`wait`,
+`submit --wait`, `ckpt verify`, `ckpt restore-test --wait`, `doctor`, `demo`, `drill`) print data and return the verdict
+as the exit code.
 
 ### Exit codes
 | exit code | meaning |

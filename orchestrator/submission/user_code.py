@@ -27,7 +27,8 @@ from trainer.contract.config_sections.scheduler_kinds import traits
 from trainer.contract.secrets import run_secrets
 from trainer.contract.secrets.secret_redaction import in_use
 from trainer.contract.user_code.code_record import CodeRecord
-from trainer.contract.user_code.record_code import ImportSearch, named_tops, shadowing_file
+from trainer.contract.user_code.import_search import ImportSearch, shadowing_file
+from trainer.contract.user_code.record_code import named_tops
 
 NOTED_AFTER = 2.0
 """Seconds of waiting after which the user sees a note about the check."""

@@ -67,7 +67,7 @@ class Trace:
         self.pauses = self.hidden = False
         self.ends: dict[str, float] = {}  # when these outages end
         monkeypatch.setattr(failpoints, "reach", self._reach)
-        monkeypatch.setattr(reconcile, "hidden_reason", self._hidden)
+        monkeypatch.setattr(reconcile, "check_run_folder", self._hidden)
 
     def close(self) -> None:
         """Give back the files of all jobs: ten thousand traces in one process would use up its descriptors."""
@@ -185,7 +185,9 @@ class Trace:
     def _hidden(self, run: Run, first: Attempt) -> str:
         """Stands in for `folder.hidden`: what the host of the controller sees."""
         return (
-            f"the run directory is not visible: {run.run_dir}" if self.hidden else run_folder.hidden_reason(run, first)
+            f"the run directory is not visible: {run.run_dir}"
+            if self.hidden
+            else run_folder.check_run_folder(run, first)
         )
 
     def _reach(self, point: str) -> None:

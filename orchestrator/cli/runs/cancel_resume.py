@@ -245,12 +245,12 @@ def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
     """
     from orchestrator.controller.reconciler.ownership import never_submitted
     from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
-    from orchestrator.controller.run_dirs.run_folder import hidden_reason
+    from orchestrator.controller.run_dirs.run_folder import check_run_folder
 
     if never_submitted(attempts) and run.state in LIVE_RUNS:
         return
     folder = existing_folder(run.name, run.run_dir)
-    if not never_submitted(attempts) and (why := hidden_reason(run, attempts[0])):
+    if not never_submitted(attempts) and (why := check_run_folder(run, attempts[0])):
         anew = f"or begin a new run: `orch submit --from {folder.checkpoints}/STEP`"
         said = f"{why}; nothing shows that the folder there is that of {run.name}"
         raise Precondition(said, where=str(folder.path), hint=f"{PUT_BACK}; {anew}")

@@ -10,7 +10,7 @@ from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, load_pool
 from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import forget
-from orchestrator.controller.run_dirs.run_folder import hidden_reason
+from orchestrator.controller.run_dirs.run_folder import check_run_folder
 from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import AttemptEnd, AttemptVerdict
@@ -160,7 +160,7 @@ def _missing(actor: Actor, view: RunView, step: int) -> str:
     paths = [*(Path(row.path) for row in rows), *(Path(copy.path) for copy in copies)]
 
     def look() -> str:
-        if why := hidden_reason(view.run, view.attempts[0]):
+        if why := check_run_folder(view.run, view.attempts[0]):
             return why
         inside = bool(paths) and all(str(path.parent) == own for path in paths)
         return "its folder is gone" if inside and not any(path.is_dir() for path in paths) else ""

@@ -36,7 +36,7 @@ from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, R
 from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir, has_outcome, hidden_reason
+from orchestrator.controller.run_dirs.run_folder import check_run_folder, ensure_run_dir, has_outcome
 from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, AttemptEnd, AttemptVerdict, judge
@@ -278,7 +278,7 @@ class Controller:
 
         Durations measured from its files start anew once it is back.
         """
-        why = self.files.call(view.folder.path, lambda: hidden_reason(view.run, view.attempts[0]))
+        why = self.files.call(view.folder.path, lambda: check_run_folder(view.run, view.attempts[0]))
         if not why:
             return False
         for what in ("gone", "ended", "beat"):

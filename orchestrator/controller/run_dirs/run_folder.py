@@ -110,8 +110,8 @@ _ABANDONED = 86400.0
 """Seconds after which a draft counts as abandoned."""
 
 
-def hidden_reason(run: Run, first: Attempt) -> str:
-    """Return why the folder of a submitted run cannot be judged from this host; empty if it can.
+def check_run_folder(run: Run, first: Attempt) -> str:
+    """Check the folder of a submitted run; return why it cannot be judged from this host, empty if it can.
 
     A missing mount looks like an empty folder; only the run's own `run.json` proves the mount. If that file alone was
     deleted, the first attempt's intent proves it, and the file is written again.

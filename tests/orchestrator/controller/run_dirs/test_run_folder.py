@@ -16,7 +16,7 @@ from checkpointing.storage.durable import temporary_folder
 from checkpointing.verification.verify import Report
 from orchestrator.controller.run_dirs import run_folder
 from orchestrator.controller.run_dirs.bounded_files import BoundedFiles, DirectFiles, RunDirHangs
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir, hidden_reason
+from orchestrator.controller.run_dirs.run_folder import check_run_folder, ensure_run_dir
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
@@ -159,15 +159,15 @@ def test_a_deleted_run_json_is_written_again_where_the_folder_is_the_runs_own(tm
     folder = ensure_run_dir(run, first, {"name": "b"})
     written = folder.run.read_bytes()
     folder.run.unlink()
-    assert hidden_reason(run, first) == ""
+    assert check_run_folder(run, first) == ""
     assert folder.run.read_bytes() == written
 
     folder.run.unlink()
     other = replace(first, nonce="1" * 8)
-    assert "run.json is missing, and cannot be written again" in hidden_reason(run, other)
+    assert "run.json is missing, and cannot be written again" in check_run_folder(run, other)
     (folder.attempt(1).path / "intent.json").unlink()
-    assert "intent.json: No such file" in hidden_reason(run, first)
+    assert "intent.json: No such file" in check_run_folder(run, first)
     assert not folder.run.exists()
     shutil.rmtree(folder.path)
     folder.path.mkdir()  # where its file system is not mounted
-    assert hidden_reason(run, first).startswith("the run directory is not visible on ")
+    assert check_run_folder(run, first).startswith("the run directory is not visible on ")

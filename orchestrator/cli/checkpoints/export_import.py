@@ -12,14 +12,7 @@ import click
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints import verify
 from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
-from orchestrator.cli.checkpoints.target import (
-    Target,
-    find_one,
-    find_registered,
-    find_registered_run,
-    kept_while_read,
-    warn_if_doubted,
-)
+from orchestrator.cli.checkpoints.target import Target, find_one, find_registered, kept_while_read, warn_if_doubted
 from orchestrator.cli.config import OVERRIDES
 from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
@@ -91,8 +84,7 @@ def export(
 def _warn_if_doubted(screen: Screen, chosen: Target) -> None:
     """Warn of a checkpoint that its run would not resume from, if the registry has it."""
     with suppress(OrchError), open_store(readonly=True) as store:  # a folder is exported without a registry, too
-        run = find_registered_run(store, chosen)
-        warn_if_doubted(screen.warn, find_registered(store, run, chosen) if run is not None else None)
+        warn_if_doubted(screen.warn, find_registered(store, chosen)[1])
 
 
 def _require_folder(folder: Path, to: str) -> None:

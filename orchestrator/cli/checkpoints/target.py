@@ -302,20 +302,15 @@ def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
     return [copy for _, name in reversed(names) for copy in found[name]]
 
 
-def find_registered_run(store: "Store", target: Target) -> "Run | None":
-    """Return the run of a checkpoint; None if this registry does not have it."""
-    if target.run_dir is None:
-        return None
+def find_registered(store: "Store", target: Target) -> "tuple[Run | None, Checkpoint | None]":
+    """Return the run of a checkpoint and its row, each None if this registry does not have it."""
     try:
-        run = store.run(target.run or target.run_dir.name)
+        run = store.run(target.run or target.run_dir.name) if target.run_dir is not None else None
     except NotFound:
-        return None
-    return run if run.run_dir == str(target.run_dir.path) else None
-
-
-def find_registered(store: "Store", run: "Run", target: Target) -> "Checkpoint | None":
-    """Return the registry's row of a checkpoint of this run."""
-    return next((row for row in store.checkpoints(run.name) if row.name == target.name), None)
+        return None, None
+    if run is None or target.run_dir is None or run.run_dir != str(target.run_dir.path):
+        return None, None
+    return run, next((row for row in store.checkpoints(run.name) if row.name == target.name), None)
 
 
 def warn_if_doubted(warn: Warn, row: "Checkpoint | None") -> None:

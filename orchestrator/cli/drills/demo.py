@@ -16,7 +16,7 @@ from orchestrator.cli.runs.run_reader import EventFeed, StepLines
 from orchestrator.cli.runs.show import attempt_json, attempt_table
 from orchestrator.cli.runs.status import public, status_table
 from orchestrator.cli.runs.submit import launch
-from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
+from orchestrator.cli.terminal.argument_types import NonEmptyPath, timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, decimal
 from orchestrator.errors import ConfigError, RunFailed
@@ -124,14 +124,7 @@ restore-test
 @click.command(cls=Verb, json_data=DEMO_JSON)
 @click.argument("words", metavar=f"[{RESTORE_TEST}] [KEY=VALUE ...]", nargs=-1)
 @click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for the demo's runs.")
-@click.option(
-    "--timeout",
-    type=Seconds(min=1),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up after this time.",
-)
+@timeout_option(300.0, least=1.0)
 @click.pass_obj
 def demo(screen: Screen, words: tuple[str, ...], root: Path | None, timeout: float) -> int:
     """Run a small training here that is killed and recovers.

@@ -15,7 +15,7 @@ from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
 from orchestrator.cli.runs.events import RunFollower, following, is_over
 from orchestrator.cli.runs.run_reader import StepLines
 from orchestrator.cli.runs.status import one_row
-from orchestrator.cli.terminal.argument_types import NonEmptyPath, Seconds
+from orchestrator.cli.terminal.argument_types import NonEmptyPath, timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
@@ -45,14 +45,7 @@ back_s, back_step, steps_lost, evidence, over, passed, verdict}
 )
 @click.option("-y", "--yes", is_flag=True, help="Allow faults that cost the run more than a restart.")
 @click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for the demo's runs.")
-@click.option(
-    "--timeout",
-    type=Seconds(min=1),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up after this time.",
-)
+@timeout_option(300.0, least=1.0)
 @click.pass_obj
 def drill(
     screen: Screen, words: tuple[str, ...], demo: bool, rank: int | None, yes: bool, root: Path | None, timeout: float

@@ -16,7 +16,7 @@ from orchestrator.cli.live_jobs.live_attempt import (
     require_rank_and_node,
 )
 from orchestrator.cli.runs.run_reader import json_object
-from orchestrator.cli.terminal.argument_types import Seconds
+from orchestrator.cli.terminal.argument_types import timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition
@@ -107,14 +107,7 @@ ATTACH_JSON = """
 @click.option(
     "--node", type=click.IntRange(0), metavar="N", default=None, help="Only the ranks of the N-th node, from 0."
 )
-@click.option(
-    "--timeout",
-    type=Seconds(min=0),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up after this time.",
-)
+@timeout_option(60.0)
 @click.pass_obj
 def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
     """Print the stacks of a live job's ranks without stopping them.

@@ -8,7 +8,7 @@ from orchestrator.cli.live_jobs.live_attempt import (
     await_answer,
     find_live_attempt,
 )
-from orchestrator.cli.terminal.argument_types import Seconds
+from orchestrator.cli.terminal.argument_types import timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.interrupts import interrupts_held
@@ -20,14 +20,7 @@ _SAVED = re.compile(r"^saved at step (\d+)")
 @click.command(cls=Verb, json_data="{run, attempt, answer, step}")
 @click.argument("run")
 @click.option("--wait/--no-wait", "wait_", default=True, help="Wait until the checkpoint is committed (default).")
-@click.option(
-    "--timeout",
-    type=Seconds(min=0),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Give up after this time.",
-)
+@timeout_option(600.0)
 @click.pass_obj
 def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
     """Save a checkpoint now, at the next step boundary; training continues.

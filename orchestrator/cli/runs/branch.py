@@ -13,14 +13,7 @@ from checkpointing.storage.durable import read_json
 from checkpointing.verification.verdicts import known_bad
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
-from orchestrator.cli.checkpoints.target import (
-    Target,
-    find_one,
-    find_registered,
-    find_registered_run,
-    kept_while_read,
-    warn_if_doubted,
-)
+from orchestrator.cli.checkpoints.target import Target, find_one, find_registered, kept_while_read, warn_if_doubted
 from orchestrator.cli.terminal.render import Screen, count
 from orchestrator.config.compose import Composed, compose, recompose
 from orchestrator.config.run_config import RunConfig
@@ -131,12 +124,9 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
         raise CheckpointInvalid(
             f"{chosen.name} is INVALID: {found}", where=chosen.path, hint=f"orch ckpt ls {chosen.run_dir.name}"
         )
-    run = find_registered_run(store, chosen)
-    if run is None:
-        return None
-    row = find_registered(store, run, chosen)
+    run, row = find_registered(store, chosen)
     if row is not None and row.trust is Trust.CORRUPT:
-        raise CheckpointInvalid(f"{chosen.name} is CORRUPT", where=chosen.path, hint=f"orch ckpt ls {run.name}")
+        raise CheckpointInvalid(f"{chosen.name} is CORRUPT", where=chosen.path, hint=f"orch ckpt ls {row.run}")
     warn_if_doubted(screen.warn, row)
     return run
 

@@ -58,7 +58,9 @@ reason, base} | null, failure: {kind, reason, rank, node, evidence} | null, deci
 checkpoints: [{step, trust, bytes, path, attempt, seconds, stall, tier, copies: [{tier, path, bytes, copied_at}], pin,
 pinned}], incidents: [{time, attempt, generation, name, kind, rank, node, phase, step, reason, waiting, detected,
 withdrawn, evidence, evidence_there, done}], stragglers: [{..., rank, node, section, ratio, step, steps, gpu_hours,
-over}], skipped: [{..., step, position, reason}], spares: [{..., name, instead, reason}], unfit: [{..., node,
+over}], skipped: [{..., step, position, reason}], restart_differs: [{..., step,
+restored, reason}], incomplete: [{..., step, reason}], code_recorded: [{..., digest}], code_changes: [{..., digest,
+reason, accepted}], spares: [{..., name, instead, reason}], unfit: [{..., node,
 reason}], unreadable: [{..., unread, reason}], restore_tests (as restore-tests history), proven: {step, checkpoint,
 layouts, ended_at} | null, figures: {steps, tokens_per_s_per_rank, tflops_per_rank, mfu, shares, exposed, memory} |
 null, notified: {state, delivered, failed, tries, at, next_at} | null}; seconds is the time of a save, stall how long

@@ -1,6 +1,7 @@
 """Types of command-line arguments: text with completion, paths that are not empty, finite seconds."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -40,6 +41,14 @@ class Seconds(click.FloatRange):
         if isinstance(number, float) and not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number of seconds", param, ctx)
         return number
+
+
+def timeout_option(default: float, least: float = 0.0) -> Callable[[Any], Any]:
+    """Return the `--timeout` option of a verb that waits; both arguments are in seconds."""
+    return click.option(
+        "--timeout", type=Seconds(min=least), default=default, show_default=True, metavar="SECONDS",
+        help="Give up after this time.",
+    )  # fmt: skip
 
 
 class NonEmptyPath(click.Path):

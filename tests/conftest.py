@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
+import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -32,6 +33,19 @@ watch()  # a connection to SQLite that is left open fails its test
 
 # What is imported stays: to collect garbage among a million objects takes longer than most tests.
 gc.disable()
+
+
+MEMORY = "/dev/shm"
+ROOM = 8 << 30
+"""Bytes free in memory, with which files of tests go there: all tests together write half of that."""
+
+
+def pytest_configure() -> None:
+    """Files of tests are made in memory where it has room: to a disk, half of the time would be waits for its writes."""
+    if os.path.isdir(MEMORY) and psutil.virtual_memory().available > ROOM:
+        free = os.statvfs(MEMORY)
+        if free.f_bavail * free.f_frsize > ROOM and not free.f_flag & os.ST_NOEXEC:
+            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
 def pytest_collection_finish() -> None:

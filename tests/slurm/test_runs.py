@@ -223,7 +223,7 @@ def test_a_killed_controller_while_a_node_dies(lab: SlurmLab, user: User) -> Non
     submitted = user.submit("tiny-gpt", *SMALL)
     run = submitted["run"]
     training(user, run, 10)
-    assert user.kill_controller() == 1
+    assert user.kill_controller() >= 1
     dead = lab.nodes_of(submitted["job_id"])[-1]
     lab.kill_node(dead)
     try:

@@ -194,11 +194,11 @@ def test_a_program_that_raises_every_few_steps_and_saves_in_between_trains_to_it
 @pytest.mark.parametrize("kind", [pytest.param("stop-rank", marks=pytest.mark.proof), "kill-rank"])
 def test_ranks_that_fail_while_they_stop_are_started_once_more_to_save(training, kind):
     """The stop comes while a rank is held up, so that all hear of it in the step at whose end one of them fails."""
-    slow = {"kind": "slow-rank", "rank": 0, "step": 9, "generation": 1, "value": 6.0}
+    slow = {"kind": "slow-rank", "rank": 0, "step": 9, "generation": 1, "value": 10.0}
     fails = {"kind": kind, "rank": 1, "step": 9, "generation": 1}
     work = training(
         train={"steps": 100_000}, checkpoint={"every": 4, "keep": 2}, drill={"events": [slow, fails]},
-        cluster={"time": "60"}, detection={"hang": {"slow": 10.0}},
+        cluster={"time": "60"}, detection={"hang": {"slow": 20.0}},
     ).start()  # fmt: skip
     work.go()
     until(lambda: any(e.data["kind"] == "slow-rank" for e in work.events(EventKind.DRILL)), 60, work.story)

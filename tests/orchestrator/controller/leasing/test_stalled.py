@@ -100,6 +100,7 @@ def test_a_new_daemon_is_started_beside_a_stopped_one_and_only_one_waits(path: P
 HOLD = """
 import sqlite3, sys, time
 connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+sys.stdin.readline()
 connection.execute("BEGIN IMMEDIATE")
 print("locked", flush=True)
 time.sleep(600)
@@ -109,7 +110,9 @@ time.sleep(600)
 def test_a_daemon_that_was_stopped_in_the_middle_of_a_write_is_replaced_too(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         with Store.open(path) as store:
             holder = Holder(host=host_name(), pid=process.pid, started=start_time(process.pid) or "")
@@ -117,7 +120,9 @@ def test_a_daemon_that_was_stopped_in_the_middle_of_a_write_is_replaced_too(
     except BaseException:
         process.kill()
         raise
+    assert process.stdin is not None
     assert process.stdout is not None
+    process.stdin.close()
     assert process.stdout.readline() == "locked\n"
     os.kill(process.pid, signal.SIGSTOP)
     with (

@@ -37,11 +37,11 @@ gc.disable()
 
 MEMORY = "/dev/shm"
 ROOM = 8 << 30
-"""Bytes free in memory, with which files of tests go there: all tests together write half of that."""
+"""Free bytes in memory that the files of tests need; all tests together write half of that."""
 
 
 def pytest_configure() -> None:
-    """Files of tests are made in memory where it has room: to a disk, half of the time would be waits for its writes."""
+    """Put the files of tests in memory where it has room: on a disk, half of the time would be waits for writes."""
     if os.path.isdir(MEMORY) and psutil.virtual_memory().available > ROOM:
         free = os.statvfs(MEMORY)
         if free.f_bavail * free.f_frsize > ROOM and not free.f_flag & os.ST_NOEXEC:

@@ -8,6 +8,7 @@ the exit codes when all have ended. What a child prints goes into `folder`; one 
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -84,6 +85,12 @@ def warm_programs() -> Iterator[WarmPrograms]:
 # ---- the process itself
 
 
+def skip_absent_numpy() -> None:
+    """Let imports of an absent NumPy fail at once: torch tries hundreds in every rank, each in all folders."""
+    if importlib.util.find_spec("numpy") is None:
+        sys.modules["numpy"] = None  # type: ignore[assignment]  # as `import` documents it
+
+
 def as_program(main: Callable[[], object]) -> NoReturn:
     """Run `main` in a forked child as if the child had been started with it."""
     code = 1
@@ -136,6 +143,7 @@ def main() -> None:
     from trainer.worker.startup import preimport  # seconds, and only for this process
 
     preimport.import_lazy_parts()
+    skip_absent_numpy()
     gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)

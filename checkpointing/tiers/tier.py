@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,15 @@ def _root(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str
     except RuntimeError as error:  # the home directory is unknown
         raise ValueError(f"checkpoint.tiers: {tier.path}: {error}; write the whole path") from error
     return str(folder if tier.shared else folder / node_name)
+
+
+def absent_paths(tiers: Iterable[ResolvedTier]) -> list[str]:
+    """Return the paths of shared tiers whose folder does not exist, as when its file system is not mounted."""
+    return [
+        tier.path
+        for tier in tiers
+        if tier.shared and isinstance(tier.storage, LocalStorage) and not tier.storage.root.exists()
+    ]
 
 
 def one_folder(tiers: Sequence[ResolvedTier]) -> tuple[str, str] | None:

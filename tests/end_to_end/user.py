@@ -19,7 +19,7 @@ from trainer.contract.run_dir import RunDir
 
 SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=1", "parallel.tp=1", "recovery.backoff=0.2", "train.steps=30",
-    "checkpoint.every=4",
+    "checkpoint.every=4", "model.layers=1",
 ]  # fmt: skip
 """A run of tiny-gpt on two simulated nodes, with as few ranks as can lose one another."""
 TINY = ["model.layers=1", "train.seq_len=32", "train.batch_size=4"]

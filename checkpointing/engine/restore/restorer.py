@@ -29,7 +29,7 @@ from checkpointing.owner import Owner
 from checkpointing.storage.backends import Storage
 from checkpointing.tiers.catalog import DistrustedCheckpoints
 from checkpointing.tiers.copy_files import corrupt_copies, why_corrupt
-from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.tiers.tier import ResolvedTier, absent_paths
 from checkpointing.verification.verify import read_sealed
 
 
@@ -162,7 +162,7 @@ class Restorer:
             refusals.append(CheckpointRefused(name, "not there, although this attempt is to inherit it", damaged=False))
             self._refuse(refusals[-1], None)
         for name in newer_names(self._optional_names, found):
-            reason = "not found: another node may have it on its own disk"
+            reason = "not found: it was deleted, or is on the disk of another node"
             self._refuse(CheckpointRefused(name, reason, damaged=False), None)
         found = self._without_corrupt(found, refusals)
         ordered = self._without_suspects(found)
@@ -196,9 +196,11 @@ class Restorer:
             memory = self.memory
             found += [Candidate(memory.step(name), name, -1) for name in memory.names(self._ranks)]
         foreign = [candidate for candidate in names if candidate.foreign]
-        return [*sorted(found, key=rank_candidate), *sorted(foreign, key=rank_candidate)], newer_names(
-            self._required_names, found
-        )
+        missing = newer_names(self._required_names, found)
+        if missing and (absent := self._ranks.broadcast(absent_paths(self._places) if self._ranks.leads else [])):
+            reason = f"not there, and the tier {absent[0]} has no folder on the node of rank 0"
+            raise NothingVerifies([CheckpointRefused(name, reason, damaged=False) for name in missing], touched=False)
+        return sorted(found, key=rank_candidate) + sorted(foreign, key=rank_candidate), missing
 
     def _has_node_local_places(self) -> bool:
         return any(not place.shared for place in self._places)
@@ -266,9 +268,8 @@ class Restorer:
         doubted = [candidate for candidate in found if candidate.step in self._suspects]
         if trusted:
             for step in sorted({candidate.step for candidate in doubted}, reverse=True):
-                self._emit_event(
-                    "checkpoint.suspect", step=step, reason="left out: the same failure came twice after loading it"
-                )
+                reason = "left out: the same failure came twice after loading it"
+                self._emit_event("checkpoint.suspect", step=step, reason=reason)
         return [*trusted, *doubted]
 
     # ---- loading

@@ -1,5 +1,6 @@
 """Effects of the controller outside the registry: submit, release, cancel, GO, requests. All are repeatable."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -340,10 +341,11 @@ class Actor:
         )
         if found.newest_is_unread:
             path, error = next(iter(found.unread.items()))
+            give_up = f"; to go on from an older checkpoint: mkdir -p {shlex.quote(path)}"
             raise TierUnread(
                 f"{FailureKind.STORAGE}: the newest checkpoint may be in a tier that cannot be read from here",
                 where=f"{path}: {error.strerror or error}",
-                hint="give this user access to it, or mount it",
+                hint=f"give this user access to it, or mount it{give_up * isinstance(error, FileNotFoundError)}",
             ) from error
         return found
 

@@ -1,5 +1,6 @@
 """Locations of a run's checkpoints that are visible from this machine."""
 
+import errno
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.format.commit import parse_name
 from checkpointing.storage.backends import without_secrets
 from checkpointing.tiers.catalog import Entry
-from checkpointing.tiers.tier import ResolvedTier, resolve_tiers
+from checkpointing.tiers.tier import ResolvedTier, absent_paths, resolve_tiers
 from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Run
 from orchestrator.states import Trust
 from trainer.contract.run_dir import RunDir
@@ -120,6 +121,7 @@ def find_checkpoints(
     seen, names = of_run(sight.entries, run, earlier), expected_names(places, known, copies)
     trusted = [row for row in known if row.name in names and row.trust not in _NOT_AGAIN]
     newest = max(trusted, key=lambda row: (row.step, row.attempt, row.name), default=None)
+    unread = {**sight.unread, **_absent(places, newest, copies)}
     in_sight = {entry.name for entry in seen}
     if newest is not None:
         hidden = newest.name not in in_sight
@@ -128,9 +130,20 @@ def find_checkpoints(
     return RunCheckpoints(
         seen=tuple(seen),
         expected=frozenset(names),
-        unread={without_secrets(path): error for path, error in sight.unread.items()},
-        newest_is_unread=bool(sight.unread) and hidden,
+        unread={without_secrets(path): error for path, error in unread.items()},
+        newest_is_unread=bool(unread) and hidden,
     )
+
+
+def _absent(
+    places: Iterable[ResolvedTier], newest: Checkpoint | None, copies: Iterable[CheckpointCopy]
+) -> dict[str, OSError]:
+    """Return the tiers that have the newest checkpoint by the registry but not even a folder, by path."""
+    if newest is None:
+        return {}
+    holders = {newest.tier, *(copy.tier for copy in copies if copy.name == newest.name)}
+    error = FileNotFoundError(errno.ENOENT, "its folder does not exist")
+    return {path: error for path in absent_paths(places) if path in holders}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.contract.messages import agents
 
 TINY = {
-    "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+    "model": {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
     "train": {"steps": 60, "seed": 7, "batch_size": 8, "seq_len": 32},
     "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": 4, "keep": 2},

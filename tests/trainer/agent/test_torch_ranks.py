@@ -18,7 +18,7 @@ from trainer.contract.requests import Request, RequestKind
 pytestmark = pytest.mark.multi
 
 TINY = {
-    "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
+    "model": {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
     "train": {"steps": 12, "seed": 7, "batch_size": 8, "seq_len": 32},
     "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": 4, "keep": 2},

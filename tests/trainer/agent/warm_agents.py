@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.warm_programs import as_program
+from tests.warm_programs import as_program, skip_absent_numpy
 from trainer.contract.ranks.progress import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
@@ -217,6 +217,7 @@ def main() -> None:
 
     import_lazy_parts()
     import_workload(JobConfig())
+    skip_absent_numpy()
     gc.freeze()
     serve(link)
 

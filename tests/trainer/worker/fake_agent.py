@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from tests.warm_programs import skip_absent_numpy
 from trainer.contract.config import JobConfig
 from trainer.contract.launch_token import revoke
 from trainer.contract.messages.ranks import FROM_RANK, ReportedEnd, Store
@@ -163,6 +164,7 @@ def run(scenario: dict) -> dict:
 def main() -> None:
     import_lazy_parts()
     import_workload(JobConfig())
+    skip_absent_numpy()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:

@@ -5,6 +5,7 @@ faulty hardware. To avoid loading it forever, its predecessor is tried instead. 
 counts: it came after a step was trained from it, it came twice, and a person need not mend the program.
 """
 
+import builtins
 import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -73,9 +74,9 @@ def failed_generation(failure: Failure, restored: int | None, step: int | None) 
     """Describe a failed generation; None if no checkpoint was loaded, or the loaded state cannot be the cause.
 
     `step` is the last step if the failure has none. Loading verifies every byte, so a failure before the first step
-    is no evidence against the state.
+    is no evidence against the state. Neither is an error of the operating system, such as a missing data file.
     """
-    if not restored or failure.drill or failure.kind not in _OF_THE_STATE:
+    if not restored or failure.drill or failure.kind not in _OF_THE_STATE or _is_os_error(failure.exception):
         return None
     if failure.signal is None and failure.exit_code is None and not failure.exception:
         return None  # no rank ended: a fork server, which never sees a state, died
@@ -83,6 +84,11 @@ def failed_generation(failure: Failure, restored: int | None, step: int | None) 
     if reached is None or reached <= restored:
         return None
     return FailedGeneration.from_failure(failure, restored, reached)
+
+
+def _is_os_error(exception: str | None) -> bool:
+    kind = getattr(builtins, exception or "", None)
+    return isinstance(kind, type) and issubclass(kind, OSError)
 
 
 def suspect_steps(

@@ -334,3 +334,23 @@ def test_a_tier_that_cannot_be_read_is_done_without_where_another_has_the_newest
     for inherit, optional in (((newer, *names), ()), ((newer, *names), (newer,)), ((), ())):
         with pytest.raises(NothingVerifies, match="Permission denied"):
             restored(inherit, optional)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_tier_that_is_not_mounted_on_this_node_repeats_no_steps(bench: Bench) -> None:
+    """The controller saw step 10 there; the file system is away on the node of rank 0."""
+    bench.saved(5)
+    names = tuple(bench.folder(step).name for step in (10, 5))
+    far = bench.root.parent / "far"
+
+    def restored() -> Restored | None:
+        owner = Owner(attempt=2, nonce="22222222", inherit=names, fence=lambda: True)
+        made = Restorer((tier(far), tier(bench.root)), RankGroup(None), owner, lambda *_: None)
+        return made.run(blank(), OptionalKeys())
+
+    with pytest.raises(NothingVerifies, match="step-00000010.*the tier .*/far has no folder on the node of rank 0"):
+        restored()
+    far.mkdir()
+    found = restored()
+    assert found is not None, "an empty folder: that one was deleted"
+    assert found.step == 5

@@ -8,7 +8,9 @@ import pytest
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.tiers.catalog import Entry
 from orchestrator.controller.run_dirs.inheritable_checkpoints import (
+    RunCheckpoints,
     expected_names,
+    find_checkpoints,
     inheritable,
     look,
     of_run,
@@ -90,6 +92,41 @@ def test_what_must_be_in_a_place_is_what_was_committed_or_copied_there(tmp_path)
         for step, tier in ((30, "/disk2/r-1/n1"), (20, str(folder.checkpoints)))
     ]
     assert expected_names(places, [*on_disk, row(10)], copies) == {entry(20).name, entry(10).name}
+
+
+def test_a_shared_tier_whose_folder_is_gone_is_waited_for(tmp_path: Path) -> None:
+    """Its mount is away: older checkpoints of another tier would repeat the steps that it holds."""
+    folder, far = RunDir(tmp_path / "runs" / "r"), tmp_path / "far" / "r"
+    config = CheckpointConfig(tiers=(TierConfig(path=str(tmp_path / "far")), TierConfig()))
+    run = Run(
+        name="r", state=RunState.QUEUED, reason="", cluster="local", run_dir="/r", config_digest="d", total_steps=9,
+        created_at=1.0, updated_at=1.0,
+    )  # fmt: skip
+    attempt = Attempt(run="r", number=1, state=AttemptState.ENDED, nonce="0badcafe", job_name="j", epoch=1)
+    known = [replace(row(step), tier=str(far)) for step in (30, 10)]
+    copies = [
+        CheckpointCopy(run="r", name=entry(10).name, tier=str(folder.checkpoints), path="/p", bytes=1, copied_at=1.0)
+    ]
+
+    def save(place: Path, step: int) -> None:
+        (place / entry(step).name).mkdir(parents=True)
+        (place / entry(step).name / "COMMIT").write_text("{}")
+
+    def found() -> RunCheckpoints:
+        return find_checkpoints(config, folder, run, [attempt], known, copies)
+
+    save(folder.checkpoints, 10)
+    assert found().newest_is_unread
+    assert {path: str(error) for path, error in found().unread.items()} == {
+        str(far): "[Errno 2] its folder does not exist"
+    }
+    far.mkdir(parents=True)
+    assert not found().newest_is_unread, "an empty folder: its checkpoints were given up"
+    save(far, 30)
+    assert (found().newest_is_unread, found().unread) == (False, {})
+    far.rename(tmp_path / "away")
+    save(folder.checkpoints, 30)
+    assert not found().newest_is_unread, "another tier has it"
 
 
 def test_another_run_of_the_same_name_leaves_nothing_to_this_one():

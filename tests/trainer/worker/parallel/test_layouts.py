@@ -32,7 +32,7 @@ OTHERS = pytest.mark.parametrize(
 
 def shape(name):
     world, parallel = LAYOUTS[name]
-    return {"world": world, "parallel": parallel}
+    return {"world": world, "parallel": parallel, "model": {"layers": 2}}
 
 
 def test_loss_falls_on_real_text(undisturbed):

@@ -80,7 +80,7 @@ def test_a_real_step_carries_what_fsdp_sends(undisturbed: Callable[..., Run]) ->
         train={"steps": 3, "dtype": "float32"},
     )
     told = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
-    model = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64)
+    model = ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=64)
     count = sum(parameter.elements for parameter in parameters(model))
     assert len(told) == 1
     # Gathered for the forward and for the backward pass, then gradients reduced: three times 4 bytes a parameter,

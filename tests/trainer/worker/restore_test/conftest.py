@@ -112,7 +112,7 @@ def _saved_at_every_step(undisturbed: Callable[..., Run], dtype: str) -> Run:
     for number in range(10):
         source = undisturbed(
             2, name=f"source{number}", parallel={"dp_shard": 2}, train={"steps": STEPS, "dtype": dtype},
-            checkpoint={"every": EVERY, "keep": 100},
+            checkpoint={"every": EVERY, "keep": 100}, model={"layers": 2},
         )  # fmt: skip
         saved = {int(path.name[5:13]) for path in source.dir.checkpoints.glob("step-*")}
         if saved == set(range(EVERY, STEPS + 1, EVERY)):

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,13 @@ import pytest
 
 _LONGEST_FREEZE_S = 30
 _CLONE_NEWNS = 0x20000  # sched.h
+
+
+@contextmanager
+def folder_on_disk() -> Iterator[Path]:
+    """Make a folder whose files can leave the page cache; those of other tests may be in memory."""
+    with tempfile.TemporaryDirectory(prefix="orch-test-", dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 def hide_mounts() -> bool:

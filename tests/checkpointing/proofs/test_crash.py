@@ -134,17 +134,22 @@ def errors(folder: Path) -> str:
     return "".join(path.read_text()[-3000:] for path in sorted(folder.glob("errors-*")))
 
 
-def assert_killed_at_operations(counts: Counter[str]) -> None:
-    """Both kinds of process died inside an operation: where none of a kind does, its kills do not reach it."""
-    for victim in ("rank", "writer"):
-        assert any(at.startswith((f"{victim} before", f"{victim} after")) for at in counts), counts
+def was_killed_at_operations(counts: Counter[str]) -> bool:
+    """Return whether both kinds of process died inside an operation; else the kills of a kind do not reach it."""
+    return all(
+        any(at.startswith((f"{victim} before", f"{victim} after")) for at in counts) for victim in ("rank", "writer")
+    )
 
 
 @pytest.mark.multi
 def test_a_sample_of_kills_loses_nothing(fork_server: ForkServer, tmp_path: Path) -> None:
     killed = Counter(crash(fork_server, seed, tmp_path / str(seed)) for seed in range(SAMPLE))
+    for seed in range(SAMPLE, 4 * SAMPLE):  # on a busy machine saves are skipped, and with them operations
+        if was_killed_at_operations(killed):
+            break
+        killed[crash(fork_server, seed, tmp_path / str(seed))] += 1
     assert killed.total() - killed[MISSED] > SAMPLE // 2, killed
-    assert_killed_at_operations(killed)
+    assert was_killed_at_operations(killed), killed
 
 
 @pytest.mark.proof
@@ -158,4 +163,4 @@ def test_hundreds_of_kills_lose_nothing(
     for victim in ("rank", "writer", "job"):
         record_property(f"times the {victim} was killed", sum(counts[at] for at in counts if at.startswith(victim)))
     assert counts.total() - counts[MISSED] >= PART * ENOUGH // ALL, counts
-    assert_killed_at_operations(counts)
+    assert was_killed_at_operations(counts), counts

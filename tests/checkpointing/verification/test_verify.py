@@ -161,10 +161,10 @@ def test_a_file_that_ends_early_is_a_fault_of_its_last_chunk(tmp_path: Path, cac
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_the_page_cache_is_as_it_was_before(tmp_path: Path, cached: bool) -> None:
+def test_the_page_cache_is_as_it_was_before(disk: Path, cached: bool) -> None:
     chunks = 8
     content = random.Random(3).randbytes(CHUNK) * chunks
-    path = tmp_path / make(LocalStorage(tmp_path), 5, files={".metadata": b"metadata", "__0_0.distcp": content})
+    path = disk / make(LocalStorage(disk), 5, files={".metadata": b"metadata", "__0_0.distcp": content})
     shard = path / "__0_0.distcp"
     drop_cache(shard)
     if cached:

@@ -100,9 +100,9 @@ def test_a_file_that_nobody_listed_is_named(built: Built, tmp_path: Path) -> Non
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("memory", [1 << 40, 0])
 def test_files_stay_in_the_page_cache_from_one_reading_to_the_next_if_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, memory: int
+    disk: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, memory: int
 ) -> None:
-    path = build({"model/large": torch.rand(3 << 20)}).write(tmp_path)
+    path = build({"model/large": torch.rand(3 << 20)}).write(disk)
     looked = []
 
     def resident() -> set[bool]:

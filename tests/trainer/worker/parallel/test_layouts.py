@@ -150,9 +150,10 @@ def test_gradients_that_are_reduced_once_a_step_add_up_to_the_same(undisturbed, 
 def test_a_class_of_another_stage_wraps_nothing_in_this_one(make_run):
     """And one that is in no stage is told with those of the whole model."""
     parallel = {"pipeline": {"stages": 2}, "fsdp": {"wrap": "Embedding,Block"}}
-    run = make_run(2, parallel=parallel, train={"steps": 1, "dtype": "float32"})
+    two = {"layers": 2}
+    run = make_run(2, parallel=parallel, model=two, train={"steps": 1, "dtype": "float32"})
     assert run.train()["codes"] == [0, 0], run.log()
-    run = make_run(2, parallel={**parallel, "fsdp": {"wrap": "Blok"}}, train={"steps": 1})
+    run = make_run(2, parallel={**parallel, "fsdp": {"wrap": "Blok"}}, model=two, train={"steps": 1})
     assert ExitCode.NEVER_RETRY in run.train()["codes"]
     ends = [run.outcome(rank, 1) for rank in range(2)]
     (message,) = {one.message for one in ends if one.exception == "WorkloadError"}

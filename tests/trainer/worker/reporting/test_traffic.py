@@ -91,7 +91,7 @@ def test_a_real_step_carries_what_fsdp_sends(undisturbed: Callable[..., Run]) ->
 @pytest.mark.multi
 def test_a_stage_sends_its_activations_and_says_what_it_waits_for(undisturbed: Callable[..., Run]) -> None:
     train = {"steps": 3, "dtype": "float32", "batch_size": 8, "seq_len": 32}
-    run = undisturbed(2, parallel={"pipeline": {"stages": 2}}, train=train)
+    run = undisturbed(2, parallel={"pipeline": {"stages": 2}}, model={"layers": 2}, train=train)
     lines = list(run.metrics().values())
     (told,) = [line["bytes"] for line in lines if "bytes" in line]
     sent = 8 * 32 * 32 * 4  # float32 of dim 32 for every token, from rank 0 to rank 1

@@ -57,8 +57,9 @@ def test_a_spoiled_loss_shows_whichever_stage_the_rank_has(make_run, kind, rank)
     """Only rank 1 of two stages has the loss."""
     event = {"kind": kind, "rank": rank, "step": 3}
     run = make_run(
-        2, parallel={"pipeline": {"stages": 2}}, train={"steps": 3, "dtype": "float32"}, drill={"events": [event]}
-    )
+        2, parallel={"pipeline": {"stages": 2}}, model={"layers": 2}, train={"steps": 3, "dtype": "float32"},
+        drill={"events": [event]},
+    )  # fmt: skip
     codes = run.train()["codes"]
     if kind == "nan":
         assert (run.outcome(0, 1).exception, run.outcome(1, 1).exception) == ("BadStep", "BadStep"), codes

@@ -33,10 +33,14 @@ def carry_late(now: CodeRecord, before: CodeRecord | None) -> CodeRecord:
 
 
 def add_late(record: CodeRecord, modules: Mapping[str, Any], config: ProgramConfig) -> CodeRecord:
-    """Replace the record's late files by the user's files among these modules, imported by a rank since it started."""
+    """Replace the record's late files by the user's files among these modules, imported by a rank since it started.
+
+    Recorded files among them are read again: the rank has imported them later than they were recorded.
+    """
     first = {name: file for name, file in record.files.items() if name not in record.late}
     own = _UsersPlaces(replace(record, files=first), config)
     found = record_imported({name: module for name, module in modules.items() if own.has(name, module)}, (), config)
+    first |= {name: found.files[name] for name in first.keys() & found.files.keys() & modules.keys()}
     late = {name: file for name, file in found.files.items() if name not in first}
     libraries = imported_names(modules, record.site_folders)
     imported = third_party({*record.imported, *found.imported, *libraries})

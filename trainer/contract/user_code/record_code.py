@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,11 @@ _SETTINGS = (".yaml", ".yml", ".toml")
 """Suffixes of settings files that a command may name."""
 _NAMED_SCRIPT = re.compile(rb"[\w./-]+\.(?:py|sh)\b")
 _NAMED_MODULE = re.compile(rb"\bpython[\d.]*(?:[ \t]+-(?:[WX][ \t]+\S+|[^\s-]\S*))*?[ \t]+-m[ \t]*([\w.]+)")
+_COMMENT = re.compile(rb"(?:^|[ \t])#.*$", re.MULTILINE)
+_FOLDER_CHANGE = re.compile(rb"(?:^|[\s;&|({])(?:cd|pushd)[ \t]+(?:--[ \t]+)?([^;&|\n]+)", re.MULTILINE)
+_EXPORTED_PATH = re.compile(rb"\bPYTHONPATH=([^\s;&|]+)")
+_VARIABLE = re.compile(rb"\$\([^)]*\)|\$\{[^}]*\}|\$\w+")
+"""What a shell script puts before a folder's name, as in `$(dirname "$0")/src`."""
 _SHELL, _PYTHON_LINE = re.compile(rb"#![^\n]*sh\b"), re.compile(rb"#![^\n]*python")
 """First lines of programs whose names have no suffix."""
 _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
@@ -174,17 +179,20 @@ def _record_target(config: ProgramConfig, beside: Path) -> CodeRecord:
 
 
 def _record_command(config: ProgramConfig, beside: Path) -> CodeRecord:
-    scripts, modules = _named_code(config.command, beside)
+    named = _named_code(config.command, beside)
+    scripts = list(named.files.items())
     first = dict.fromkeys(place.parent for _, place in scripts if place.suffix == ".py")
     paths = config.env.get("PYTHONPATH", "").split(os.pathsep)
-    first |= dict.fromkeys([beside, *(beside / path for path in paths if path)])
+    first |= dict.fromkeys([beside, *(beside / path for path in paths if path), *named.folders])
     found = _Collector(ImportSearch(first=first, last=_folders(config, beside)))
     for name, place in scripts:
         found.add(name, place, package=[])
-    run = [name for module in modules for name in (module, f"{module}.__main__")]
+    run = [name for module in named.modules for name in (module, f"{module}.__main__")]
     for name in run:
         found.add_module(name)
     found.follow()
+    if named.shells and (named.is_unclear or found.lacks(named.modules)):
+        found.dynamic.append(named.shells[-1])
     places = dict.fromkeys(place.parent for _, place in scripts)
     places |= dict.fromkeys(folder for name in run for folder, package in found.find_top_package(name) if not package)
     covers = "the scripts that the command names, and the modules that they name"
@@ -211,29 +219,65 @@ def _folders(config: ProgramConfig, beside: Path) -> list[Path]:
     return [beside / Path(place).expanduser() for place in config.workload.path]
 
 
-def _named_code(command: Sequence[str], beside: Path) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Return the scripts and settings named by a command and its shell text, and their modules (`python -m`)."""
+@dataclass
+class _NamedCode:
+    """Scripts and settings that a command and its shell scripts name, and modules that they run (`python -m`).
+
+    `folders`: further ones that the scripts change to, or search for modules; `is_unclear`: a named script is in none.
+    """
+
+    files: dict[str, Path] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
+    shells: list[Path] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
+    is_unclear: bool = False
+
+
+def _named_code(command: Sequence[str], beside: Path) -> _NamedCode:
     words = [part for word in command for part in (word, word.partition("=")[2]) if part]
     names = [word for word in words if word.endswith((*_SCRIPTS, *_SETTINGS))]
     names += [command[0]] if "/" in command[0] and not _PYTHON.fullmatch(command[0]) else []
     texts = [" ".join(command).encode(errors="surrogateescape")]
     names += _script_names(b"\n".join(word.encode(errors="surrogateescape") for word in words if " " in word))
-    found: dict[str, Path] = {}
+    found = _NamedCode(folders=_shell_folders(texts[0], beside))
+    seen = set[str]()
     while names:
         name = names.pop(0)
-        place = beside / name
-        if name in found or not os.path.isfile(place):  # a shell word may be too long for a file name
+        if name in seen:
             continue
-        found[name] = place
-        if place.suffix == ".sh" or (not place.suffix and _SHELL.match(_bytes(place))):
-            texts.append(_bytes(place).replace(b"\\\n", b" "))
-            names += _script_names(texts[-1])
-    modules = [os.fsdecode(module) for text in texts for module in _NAMED_MODULE.findall(text)]
-    return list(found.items()), list(dict.fromkeys(modules))
+        seen.add(name)
+        places = _find_scripts(name, [*found.folders, beside, *(shell.parent for shell in found.shells)])
+        found.is_unclear |= bool(found.shells) and not places and name.endswith(".py")
+        for place in places:
+            found.files[str(place) if name in found.files else name] = place
+            if place.suffix == ".sh" or (not place.suffix and _SHELL.match(_bytes(place))):
+                texts.append(_COMMENT.sub(b"", _bytes(place).replace(b"\\\n", b" ")))
+                found.shells.append(place)
+                found.folders += _shell_folders(texts[-1], place.parent) + _shell_folders(texts[-1], beside)
+                names += _script_names(texts[-1])
+    found.modules = list(dict.fromkeys(os.fsdecode(name) for text in texts for name in _NAMED_MODULE.findall(text)))
+    return found
+
+
+def _find_scripts(name: str, folders: Iterable[Path]) -> list[Path]:
+    """Return the files of this name in the folders; of a name that began with a variable, the rest is looked up."""
+    places = dict.fromkeys(folder / part for part in (name, name.lstrip("/")) for folder in folders)
+    # `Path.is_file` raises an error for a word that is too long for a file's name.
+    return list({place.resolve(): place for place in places if os.path.isfile(place)}.values())
 
 
 def _script_names(text: bytes) -> list[str]:
-    return sorted({os.fsdecode(word) for word in _NAMED_SCRIPT.findall(text)})
+    return sorted({os.fsdecode(word) for word in _NAMED_SCRIPT.findall(_VARIABLE.sub(b"", text))})
+
+
+def _shell_folders(text: bytes, place: Path) -> list[Path]:
+    """Return the folders that a shell text changes to or adds to PYTHONPATH, if it begins in `place`."""
+    words = [*_FOLDER_CHANGE.findall(text), *(p for word in _EXPORTED_PATH.findall(text) for p in word.split(b":"))]
+    bare = [
+        os.fsdecode(_VARIABLE.sub(b"", word).translate(None, b"\"'")).strip().lstrip("/" * (b"$" in word))
+        for word in words
+    ]
+    return [folder for word in bare if word and os.path.isdir(folder := place / word)]
 
 
 class _Collector:
@@ -286,6 +330,10 @@ class _Collector:
                 self._seen.add(name)
                 return
 
+    def lacks(self, names: Iterable[str]) -> bool:
+        """Return whether one of these modules was found nowhere."""
+        return not self._absent.isdisjoint({name.partition(".")[0] for name in names})
+
     def find_top_package(self, name: str) -> list[tuple[Path, str]]:
         """Return the folder and name of a module's top-level package; a lone module's folder and an empty name."""
         top = name.partition(".")[0]
@@ -298,6 +346,8 @@ class _Collector:
 
     def add_folder(self, folder: Path, package: str = "") -> None:
         for place, below, names in os.walk(folder):
+            if len(self._files) >= MOST:
+                return
             below[:] = sorted(name for name in below if name not in _LEFT_OUT)
             for file in (Path(place, name) for name in sorted(names) if name.endswith(".py")):
                 parts = (*filter(None, [package]), *file.relative_to(folder).with_suffix("").parts)

@@ -298,6 +298,32 @@ def test_what_a_shell_starts_is_the_code_of_a_command(tmp_path: Path, words: tup
     assert "resnet50" not in command(tmp_path, "python", "scratch.py", "-m", "resnet50").absent
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "cd sub\npython train.py\n",
+        'set -e\ncd "$(dirname "$0")/../sub"\nexec python train.py\n',
+        'HERE=$(dirname "$0")\npython "$HERE/../sub/train.py"\n',
+        "cd sub && python -m train\n",
+        "export PYTHONPATH=$PWD/sub:$PYTHONPATH\npython -m train\n",
+        "pushd sub; torchrun --nproc_per_node 2 train.py\n",
+        "cd $PROJECT\npython train.py\n",  # anywhere: every Python file below the script counts
+    ],
+)
+def test_a_shell_script_that_changes_folders_hides_no_code(tmp_path: Path, script: str) -> None:
+    whole = "$PROJECT" in script
+    bin_folder = tmp_path if whole else tmp_path / "bin"
+    made(tmp_path, **{"sub/train.py": "import helper_sub\n", "sub/helper_sub.py": "", "train.py": ""})
+    (tmp_path / "train.py").unlink()
+    bin_folder.mkdir(exist_ok=True)
+    (bin_folder / "run.sh").write_text(f"# like old.py\nsource ~/conda/etc/conda.sh\n{script}")
+    record = command(tmp_path, "bash", str(bin_folder / "run.sh"))
+    paths = {Path(one.path).resolve() for one in record.files.values()}
+    assert {tmp_path / "sub" / "train.py", tmp_path / "sub" / "helper_sub.py", bin_folder / "run.sh"} <= paths
+    assert (tmp_path / "scratch.py" in paths) == whole
+    assert ("run.sh imports by other means" in record.covers) == whole
+
+
 def test_a_command_finds_modules_beside_its_script_and_on_pythonpath(tmp_path: Path) -> None:
     made(tmp_path / "lib")
     (tmp_path / "train.py").write_text("import mine_in\n")
@@ -448,4 +474,9 @@ def test_of_modules_that_a_rank_imports_late_only_those_of_the_users_places_coun
     assert set(found.files) == {*first.files, *found.late}
     assert found.covers == f"{first.covers}; the modules that rank 0 had imported by its first step"
     assert add_late(found, modules, workload(code)) == found
+    side = code / "pack_in" / "side.py"
+    side.write_text("# edited after it was recorded, before a rank imported it\n")
+    edited = add_late(found, {**modules, "pack_in.side": SimpleNamespace(__file__=str(side))}, workload(code))
+    assert changed_files(found, edited) == changed_files(found, read_again(found)) != []
+    assert add_late(found, modules, workload(code)) == found, "a module in memory is as it was recorded"
     assert add_late(found, {}, workload(code)) == replace(first, imported=found.imported)

@@ -30,7 +30,6 @@ HERE = Path(__file__).parent
 TINY = {
     "cluster": {"cpus_per_task": 1},
     "model": {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64},
-    "detection": {"preflight": {"on": False}},
     "train": {"steps": 8, "seed": 7, "batch_size": 8, "seq_len": 32},
     "optimizer": {"warmup_steps": 2, "lr": 1e-2},
     "checkpoint": {"every": 3, "keep": 2},

@@ -63,7 +63,7 @@ class Mail:
 
     def irecv(self, buffer: torch.Tensor, *, group: "Group", group_src: int) -> "Work":
         box = self._next("asked for", group_src, group.rank())
-        return Work(lambda: buffer.copy_(self.boxes[box].get(timeout=20)))
+        return Work(lambda: buffer.copy_(self.boxes[box].get(timeout=120)))
 
     def _next(self, what: str, source: int, target: int) -> Box:
         self.numbers[what, source, target] += 1

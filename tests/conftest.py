@@ -69,6 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Make no cases of proofs that are not asked for: each worker would make thousands, and run none."""
+    if collector.config.option.markexpr != "not proof":
+        return None
+    own = any(mark.name == "proof" for mark in getattr(obj, "pytestmark", ()))
+    return [] if own or collector.get_closest_marker("proof") else None
+
+
 class TestsByFile(LoadScopeScheduling):
     """Gives a worker one file at a time: its tests share what it sets up. Files that share a lab or a run are one."""
 

@@ -1,8 +1,9 @@
-"""Programs of tests, each rank a fork of one process that has imported torch: importing it takes seconds of work.
+"""Programs of tests, each a fork of a process that has imported what they need: that takes longer than most of them.
 
-Run as a program this is that process. It reads JSON lines {module, ranks: [[argument ...] ...], folder, patience} from
-stdin, forks one child for each of `ranks`, in which `module`'s main() finds its arguments in sys.argv, and answers with
-the exit codes when all have ended. What a child prints goes into `folder`; one that takes longer is killed.
+Run as a program this is that process. It reads JSON lines {module, ranks: [[argument ...] ...], folder, patience,
+environment, cwd} from stdin, forks one child for each of `ranks`, in which `module`'s main() finds its arguments in
+sys.argv, and answers with the exit codes when all have ended. What a child prints goes into `folder`; one that takes
+longer is killed.
 """
 
 import contextlib
@@ -11,13 +12,15 @@ import importlib
 import importlib.util
 import json
 import os
+import pkgutil
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,22 +42,26 @@ class Ended:
 
 
 class WarmPrograms:
-    """The running process, asked for one program at a time."""
+    """The running process, asked for one program at a time; it has called the function `prepared` of this file."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepared: str = "import_ranks") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_programs"],
+            [sys.executable, "-P", "-m", "tests.warm_programs", prepared],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
         )  # fmt: skip
 
-    def run(self, module: str, ranks: Sequence[Sequence[object]], patience: float = 120.0) -> list[Ended]:
+    def run(
+        self, module: str, ranks: Sequence[Sequence[object]], patience: float = 120.0,
+        environment: Mapping[str, str] | None = None, cwd: Path = ROOT,
+    ) -> list[Ended]:  # fmt: skip
         """All ranks of a program to their ends; one of them for each row of arguments."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="orch-programs-") as folder:
             rows = [[str(argument) for argument in row] for row in ranks]
-            order = {"module": module, "ranks": rows, "folder": folder, "patience": patience}
+            order = {"module": module, "ranks": rows, "folder": folder, "patience": patience, "cwd": str(cwd)}
+            order["environment"] = environment and dict(environment)
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
             codes = json.loads(self._process.stdout.readline())
@@ -80,6 +87,30 @@ def warm_programs() -> Iterator[WarmPrograms]:
         yield made
     finally:
         made.close()
+
+
+_READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_")
+"""Beginnings of variables that Python reads when it starts."""
+_idle: list[WarmPrograms] = []
+"""Processes that no test uses now: some tests type several commands at a time."""
+
+
+def run_orch(
+    words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """`orch WORDS`, as `subprocess.run` would run it. Raises TimeoutExpired."""
+    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]
+    names = {name for name in {*environment, *os.environ} if name.startswith(_READ_AT_START)}
+    if any(environment.get(name) != os.environ.get(name) for name in names):
+        return subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    process, began = _idle.pop() if _idle else WarmPrograms("import_cli"), time.monotonic()
+    (ended,) = process.run("orchestrator.cli.main", [words], timeout, environment, folder)
+    _idle.append(process)
+    if ended.code == -signal.SIGKILL and time.monotonic() - began > timeout:
+        raise subprocess.TimeoutExpired(command, timeout, ended.out, ended.err)
+    return subprocess.CompletedProcess(command, ended.code, ended.out, ended.err)
 
 
 # ---- the process itself
@@ -109,10 +140,15 @@ def as_program(main: Callable[[], object]) -> NoReturn:
         os._exit(code)
 
 
-def forked(main: Callable[[], None], arguments: Sequence[str], output: Path) -> int:
+def forked(order: Mapping[str, Any], main: Callable[[], None], arguments: Sequence[str], output: Path) -> int:
     """A child that runs `main` as if it were a program of its own."""
 
     def begin() -> None:
+        os.chdir(order["cwd"])
+        if order["environment"] is not None:
+            os.environ.clear()
+            os.environ.update(order["environment"])
+            random.seed()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
@@ -139,17 +175,29 @@ def ended(pids: Sequence[int], patience: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def main() -> None:
+def import_ranks() -> None:
     from trainer.worker.startup import preimport  # seconds, and only for this process
 
     preimport.import_lazy_parts()
     skip_absent_numpy()
+
+
+def import_cli() -> None:
+    """Import all that a verb may need. Torch warns of an absent NumPy."""
+    skip_absent_numpy()
+    for package in ("orchestrator", "checkpointing", "trainer.contract"):
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            importlib.import_module(module.name)
+
+
+def main() -> None:
+    globals()[sys.argv[1]]()
     gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         module = importlib.import_module(order["module"])
         folder = Path(order["folder"])
-        pids = [forked(module.main, row, folder / str(rank)) for rank, row in enumerate(order["ranks"])]
+        pids = [forked(order, module.main, row, folder / str(rank)) for rank, row in enumerate(order["ranks"])]
         sys.stdout.write(json.dumps(ended(pids, order["patience"])) + "\n")
         sys.stdout.flush()
 

@@ -21,7 +21,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.run_dirs import staged_secrets
-from orchestrator.controller.run_dirs.run_folder import check_readable_code, ensure_run_dir
+from orchestrator.controller.run_dirs.run_folder import check_readable_code, ensure_run_dir, refuse_within_run
 from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.interrupts import interrupts_held
 from orchestrator.registry.operations.run_record import write_records
@@ -118,7 +118,7 @@ def _check_folders(config: RunConfig) -> None:
 
 
 def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str] = ()) -> None:
-    """Raise ConfigError for shared tiers that are one folder, or that contain another user's folder of this name.
+    """Raise ConfigError for shared tiers that are one folder, in another run's, or another user's of this name.
 
     Tiers with a path in `known` were accepted before; their folders are not checked.
     """
@@ -126,6 +126,7 @@ def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str]
     places = [resolve_tier(tier, folder.checkpoints, folder.name, "this-machine") for tier in local]
     refuse_one_folder(places)
     for tier, place in zip(local, places, strict=True):
+        refuse_within_run(Path(place.path).resolve(), "checkpoint.tiers", folder.path.resolve())
         why = "" if tier.path in (RUN, *known) else _foreign_folder(Path(place.path))
         if why:
             raise ConfigError(
@@ -249,6 +250,7 @@ def create_run(
     """
     config, origin = composed.config, origin or RunOrigin()
     kind = _kind(cluster or config.cluster.kind)
+    refuse_within_run(Path(config.cluster.root).expanduser().resolve(), "cluster.root")
     root = writable_root(config.cluster.root, shared=config.cluster.shared_root)
     user_code.check(config)
     if config.workload.snapshot:

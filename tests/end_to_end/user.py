@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from tests.warm_programs import run_orch
 from trainer.contract.logs.line_file import work_lines
 from trainer.contract.run_dir import RunDir
 
@@ -46,15 +46,7 @@ class User:
 
     def run(self, *words: str, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
         """Type `orch WORDS`."""
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "orchestrator.cli.main", *words],
-            env={**self.environment, **extra},
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        return run_orch(words, {**self.environment, **extra}, self.folder, timeout)
 
     def ask(self, *words: str, timeout: float = 120) -> Any:
         """Type `orch WORDS --json` and return its data; the command must succeed."""

@@ -30,6 +30,7 @@ from orchestrator.controller.reconciler.ownership import never_submitted
 from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
 from orchestrator.controller.run_dirs.other_registry import find_other_registry
 from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
+from orchestrator.controller.run_dirs.run_folder import name_in_folder
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
 from orchestrator.registry.operations.removal_writes import Removal, require_removable
 from orchestrator.registry.records import Attempt, Run
@@ -172,18 +173,31 @@ def delete_tree(folder: Path) -> None:
     fsync_dir(folder.parent)
 
 
-def bytes_below(folder: Path) -> int:
-    """Return the bytes that deleting a folder frees. Files with further hard links do not count."""
+def bytes_below(run: Run, folder: Path) -> int:
+    """Return the bytes that deleting a run's folder frees. Files with further hard links do not count.
+
+    Raises Precondition if another run's folder is inside. The copy of the code may have such folders.
+    """
+    code, run_json = RunDir(folder).code, RunDir(folder).run
     total, places = 0, [folder]
     while places:
-        with os.scandir(places.pop()) as entries:
+        place = places.pop()
+        with os.scandir(place) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     places.append(Path(entry.path))
                     continue
+                if entry.name == run_json.name and place != folder and not place.is_relative_to(code):
+                    _refuse_inner_run(run, place)
                 found = entry.stat(follow_symlinks=False)
                 total += found.st_size if found.st_nlink == 1 else 0
     return total
+
+
+def _refuse_inner_run(run: Run, place: Path) -> None:
+    if inner := name_in_folder(place):
+        hint = f"rm deletes all that is in the folder: `orch rm {inner}` first, or keep both"
+        raise Precondition(f"the folder of {inner} is inside that of {run.name}", where=str(place), hint=hint)
 
 
 SHOWN = 3
@@ -240,7 +254,7 @@ def plan_removal(store: Store, run: Run, choice: RemovalOptions) -> RemovalPlan:
         run=run,
         first=attempts[0],
         folder=folder,
-        bytes=bytes_below(folder) if folder is not None else 0,
+        bytes=bytes_below(run, folder) if folder is not None else 0,
         copies=tuple(item for item in copies if item.names),
         left=(*left, *_own_programs(store, run)),
         tests=tuple(plan_removal(store, test, choice) for test in tests),
@@ -301,7 +315,8 @@ def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forg
     number of a removed run may be used again.
 
     It refuses (exit code 4) a live run, a pinned checkpoint, a restore test under way, a folder that may not be the
-    run's own, and a run with which another registry has gone on (`orch db rebuild -h`). If it is killed, the same
+    run's own or has another run's folder in it, and a run with which another registry has gone on
+    (`orch db rebuild -h`). If it is killed, the same
     command finishes; until then the run cannot be resumed.
     """
     with open_store() as store:

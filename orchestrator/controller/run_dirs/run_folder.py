@@ -29,7 +29,7 @@ from checkpointing.storage.trusted_path import NotPrivate, check_private, is_tru
 from checkpointing.verification.verify import verify_checkpoint
 from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs import staged_secrets
-from orchestrator.errors import Precondition
+from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import Attempt, Run
 from trainer.contract import skipped_batches
 from trainer.contract.restore_test import write_order
@@ -146,6 +146,27 @@ def _restore_run_json(folder: RunDir, run: Run, first: Attempt) -> str:
     except (ValueError, LookupError, TypeError):
         why = "is damaged"
     return f"{folder.run} is missing, and cannot be written again: {intent}: {why}"
+
+
+def name_in_folder(folder: Path) -> str:
+    """Return the name of the run whose folder it is; empty if it is none."""
+    try:
+        found = read_json(RunDir(folder).run)
+    except (OSError, ValueError):
+        return ""
+    is_run = isinstance(found, dict) and "nonce" in found
+    return str(found.get("name", "")) if is_run else ""
+
+
+def refuse_within_run(place: Path, key: str, own: Path | None = None) -> None:
+    """Raise ConfigError for a place inside another run's folder: `orch rm` of that run would delete it."""
+    for folder in (place, *place.parents):
+        if folder != own and (name := name_in_folder(folder)):
+            raise ConfigError(
+                f"{place} is inside the folder of the run {name}: `orch rm {name}` would delete it too",
+                where=key,
+                hint=f"name a folder outside of {folder}",
+            )
 
 
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:

@@ -341,6 +341,18 @@ def test_a_snapshot_keeps_the_code_as_it_was(tmp_path: Path, store: Store) -> No
     assert (RunDir(Path(run.run_dir)).code / "0" / "pkg" / "model.py").read_text() == WORKLOAD
 
 
+@pytest.mark.parametrize("key", ["cluster.root={}", "checkpoint.tiers=[{{path: run}}, {{path: {}}}]"])
+def test_a_place_inside_another_run_s_folder_is_refused_for_rm_would_delete_it(
+    tmp_path: Path, store: Store, key: str
+) -> None:
+    outer = Path(submit(tmp_path, store, "name=base")[0].run_dir)
+    with pytest.raises(ConfigError, match="is inside the folder of the run base-1") as refused:
+        submit(tmp_path, store, "name=fine", key.format(outer / "finetune"))
+    assert refused.value.where == key.partition("=")[0]
+    assert not (outer / "finetune").exists()
+    assert [run.name for run in store.runs()] == ["base-1"]
+
+
 def test_a_tier_that_has_another_user_s_run_of_that_name_is_refused_before_anything_is_written(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

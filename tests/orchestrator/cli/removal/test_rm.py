@@ -390,3 +390,28 @@ def test_a_run_that_was_resumed_meanwhile_is_not_removed(seeds: Seeds, run: str)
     with pytest.raises(Precondition, match="is RECOVERING"):
         seeds.store.begin_removal(run)
     assert json.loads((seeds.root / run / "run.json").read_text())["name"] == run
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_a_run_that_holds_another_s_folder_is_kept(orch: Type, seeds: Seeds, run: str, is_registered: bool) -> None:
+    inner = begun(seeds)
+    place = seeds.root / run / "finetune" / inner
+    place.parent.mkdir()
+    (seeds.root / inner).rename(place)
+    if not is_registered:  # of another home or user
+        seeds.store.begin_removal(inner)
+        seeds.store.delete_run(inner)
+    said = orch("rm", run, "-y")
+    assert said.code == 4
+    assert f"the folder of {inner} is inside that of {run}" in said.err
+    assert str(place) in said.err
+    assert (place / "run.json").exists()
+    assert seeds.store.run(run).removal == Removal.NONE
+
+
+def test_a_copy_of_a_run_in_the_code_is_deleted_with_it(orch: Type, seeds: Seeds, run: str) -> None:
+    copied = seeds.root / run / "code" / "runs" / "old-1"
+    copied.mkdir(parents=True)
+    (copied / "run.json").write_text(dump_line({"name": "old-1", "nonce": NONCE}))
+    assert orch("rm", run, "-y").code == 0
+    assert not (seeds.root / run).exists()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.removal import rm
+from orchestrator.registry.records import Run
 from orchestrator.registry.store import Store
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.removal.test_rm import begun
@@ -47,7 +48,7 @@ def test_the_files_go_while_they_are_deleted(orch: Type, seeds: Seeds, monkeypat
 def test_the_files_go_while_they_are_counted(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     run = begun(seeds)
 
-    def counted(folder: Path) -> int:
+    def counted(_: Run, folder: Path) -> int:
         seeds.store.begin_removal(run)
         seeds.store.delete_run(run)
         raise FileNotFoundError(2, "No such file or directory", str(folder))

@@ -346,7 +346,7 @@ class CommandRun:
         done = await self._retarget(aside)
         self._events.write(
             EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target),
-            reason="; ".join((reason, *(pointer.words for pointer in done))), damaged=bool(newest.damage),
+            reason="; ".join((reason, *(pointer.words for pointer in done))), damaged=bool(newest.damage) and not newest.lacking,
             bytes=newest.bytes,
         )  # fmt: skip
 

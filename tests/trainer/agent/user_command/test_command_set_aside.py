@@ -106,6 +106,20 @@ def test_nothing_is_renamed_that_could_not_be_written_down(
     assert names(out) == ["checkpoint-10", "checkpoint-20"]
 
 
+def test_one_that_lacks_a_file_is_not_called_damaged(tmp_path: Path, out: Path) -> None:
+    """An evaluator may have added the file to the older ones after they were saved."""
+    for step in (10, 20, 30):
+        save(out, step)
+    for step in (10, 20):
+        (out / f"checkpoint-{step}" / "eval_results.json").write_text("{}")
+    attempt = Attempt(tmp_path, 1)
+    attempt.fails()
+    attempt.fails()
+    (aside,) = attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
+    assert "lacks eval_results.json" in aside["reason"]
+    assert aside["damaged"] is False
+
+
 def test_torn_ones_are_put_back_too_where_the_older_one_made_no_difference(tmp_path: Path, out: Path) -> None:
     for step, text in ((10, "{}"), (20, '{"to'), (30, '{"to')):
         save(out, step, text)

@@ -346,8 +346,8 @@ class CommandRun:
         done = await self._retarget(aside)
         self._events.write(
             EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target),
-            reason="; ".join((reason, *(pointer.words for pointer in done))), damaged=bool(newest.damage) and not newest.lacking,
-            bytes=newest.bytes,
+            reason="; ".join((reason, *(pointer.words for pointer in done))), bytes=newest.bytes,
+            damaged=bool(newest.damage) and not newest.lacking,
         )  # fmt: skip
 
     async def _retarget(self, one: SetAsideCheckpoint, *, back: bool = False) -> list[Pointer]:

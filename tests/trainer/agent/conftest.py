@@ -24,12 +24,12 @@ def jobs() -> Iterator[list[LocalJob]]:
 
 
 @pytest.fixture
-def job(tmp_path: Path, jobs: list[LocalJob]) -> Callable[..., LocalJob]:
+def job(tmp_path: Path, jobs: list[LocalJob], agents: WarmAgents) -> Callable[..., LocalJob]:
     """Makes a local job whose ranks are stand-in scripts with the given orders."""
 
     def make(*orders: str, folder: str = "", **config: Any) -> LocalJob:
         command = [sys.executable, str(STAND_IN), *orders]
-        jobs.append(LocalJob(tmp_path / folder, **{"command": command, **config}))
+        jobs.append(LocalJob(tmp_path / folder, **{"command": command, "starter": agents, **config}))
         return jobs[-1]
 
     return make

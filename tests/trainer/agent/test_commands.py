@@ -57,7 +57,9 @@ def test_texts_have_the_same_hashes_on_every_node_and_in_every_generation(
     """By them Python orders a set of texts, by which programs number labels."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     (tmp_path / "train.py").write_text(HASHING)
-    work = job(nodes=2, ranks=1, command=["python", "train.py"], env={"ORCH_SUBMIT_DIR": str(tmp_path), **env})
+    work = job(
+        nodes=2, ranks=1, starter=None, command=["python", "train.py"], env={"ORCH_SUBMIT_DIR": str(tmp_path), **env}
+    )
     work.start(environ=of_job)
     work.go()
     assert work.wait() == [0, 0], work.story()

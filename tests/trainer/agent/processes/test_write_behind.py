@@ -257,7 +257,7 @@ main.run_agent(sys.argv[1], sys.argv[2])
 
 def test_a_normal_end_loses_no_event_of_a_slow_file_system(job: Callable[..., jobs.LocalJob], monkeypatch):
     monkeypatch.setattr(jobs, "_AGENT", _SLOW.format(seconds=0.1, limit=20))
-    work = job(nodes=2, ranks=1).start()
+    work = job(nodes=2, ranks=1, starter=None).start()
     work.go()
     assert work.wait() == [0, 0], work.story()
     assert work.events(EventKind.ATTEMPT_ENDED), work.story()
@@ -269,7 +269,7 @@ def test_a_normal_end_loses_no_event_of_a_slow_file_system(job: Callable[..., jo
 
 def test_a_job_ends_as_it_should_although_its_events_hang(job: Callable[..., jobs.LocalJob], monkeypatch):
     monkeypatch.setattr(jobs, "_AGENT", _SLOW.format(seconds=600, limit=0.3))
-    work = job(nodes=2, ranks=1).start()
+    work = job(nodes=2, ranks=1, starter=None).start()
     work.go()
     assert work.wait() == [0, 0], work.story()
     assert work.outcome().exit_code == 0

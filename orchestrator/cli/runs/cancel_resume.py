@@ -210,7 +210,7 @@ def _request(
         _require_folder(run, store.attempts(run.name), store.path)
     moves = here and item["here"] and not (change is not None and change.overrides)
     if verb == "resume" and not moves and run.state in LIVE_RUNS:
-        return _already_live(run, item, change)
+        return _already_live(store, run, item, change)
     if not may_move(run.state, target) and run.state not in LIVE_RUNS:
         raise Precondition(
             f"{run.name} is {run.state}: it cannot be {'cancelled' if verb == 'cancel' else 'resumed'}",
@@ -257,7 +257,12 @@ def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
     refuse_other_registry(run, attempts, registry)
 
 
-def _already_live(run: Run, item: dict[str, Any], change: ResumeOptions | None) -> dict[str, Any]:
+def _already_live(store: Any, run: Run, item: dict[str, Any], change: ResumeOptions | None) -> dict[str, Any]:
+    from orchestrator.controller.reconciler.user_requests import pending_cancel
+
+    if pending_cancel(store, run) is not None:
+        hint = f"`orch wait {run.name}` returns when it has stopped; then the same again"
+        raise Precondition(f"{run.name} is being cancelled", where=run.reason, hint=hint)
     if change is not None and change.overrides:
         raise Precondition(
             f"{run.name} is {run.state}: its configuration changes only while no job of it lives",

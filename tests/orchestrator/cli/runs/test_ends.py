@@ -117,7 +117,15 @@ def test_what_cannot_be_cancelled_or_resumed_is_refused(orch: Type, seeds: Seeds
         assert refused.code == 4
         assert "is SUCCEEDED" in refused.err
     assert seeds.store.user_requests() == []
-    assert orch("resume", seeds.run()).out.startswith("tiny-2: is going on already")
+    live = seeds.run()
+    assert orch("resume", live).out.startswith("tiny-2: is going on already")
+    seeds.store.add_user_request(live, "cancel", {}, now=time.time())
+    refused = orch("resume", live)
+    assert (refused.code, "tiny-2 is being cancelled" in refused.err, "orch wait tiny-2" in refused.err) == (
+        4,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize("state", [RunState.CANCELLED, RunState.RECOVERING])

@@ -31,14 +31,23 @@ from trainer.contract.user_code.code_record import CodeRecord
 from trainer.contract.user_code.record_code import with_packages
 
 
+@contextmanager
 def branch(
     screen: Screen, store: Store, words: str, preset: str | None, overrides: tuple[str, ...]
-) -> tuple[Composed, dict[str, Any]]:
-    """Return the config of the new run (without `preset`, the other run's), and its initial checkpoint.
+) -> Iterator[tuple[Composed, dict[str, Any]]]:
+    """Yield the config of the new run (without `preset`, the other run's), and its initial checkpoint.
 
+    Within the block the checkpoint is pinned: the other run may be live and delete old ones.
     Raises NotFound, ConfigError, CheckpointInvalid, and Precondition if the checkpoint does not fit.
     """
     chosen = find_one(words, screen.warn)
+    with kept_while_read(chosen):
+        yield _branch(screen, store, chosen, words, preset, overrides)
+
+
+def _branch(
+    screen: Screen, store: Store, chosen: Target, words: str, preset: str | None, overrides: tuple[str, ...]
+) -> tuple[Composed, dict[str, Any]]:
     before = trained_config(chosen, words)
     run = require_trusted(screen, store, chosen)
     composed = compose(preset, overrides, environ=os.environ) if preset else recompose(before, overrides)

@@ -5,7 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +156,10 @@ def _beginning(
     if begin is not None:
         from orchestrator.cli.runs.branch import branch  # sqlalchemy, omegaconf
 
-        with open_store(create=True) as store:
-            whole = branch(screen, store, begin, source, overrides)
-        yield whole
+        with ExitStack() as stack:
+            with open_store(create=True) as store:
+                whole = stack.enter_context(branch(screen, store, begin, source, overrides))
+            yield whole
         return
     if source is None:
         raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from checkpointing.retention.garbage import pinned_names
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical
 from orchestrator.cli.runs.branch import branch
@@ -123,8 +124,17 @@ def test_a_branch_trains_the_code_that_was_copied(orch: Type, seeds: Seeds, run:
     (folder / "config.json").write_bytes(canonical(config))
     copy = str(folder / "code" / "0")
     assert preview(orch, "--from", f"{run}@50")["workload"]["path"] == [copy]
-    composed, _ = branch(Screen(), seeds.store, f"{run}@50", None, ())
+    with branch(Screen(), seeds.store, f"{run}@50", None, ()) as (composed, _):
+        pass
     assert composed.config.workload.path == (copy,), "its class is imported when it is submitted"
+
+
+def test_a_live_run_does_not_delete_what_a_branch_begins_with(seeds: Seeds, run: str) -> None:
+    """Between the choice and the copy, which take seconds."""
+    storage = LocalStorage(RunDir(seeds.root / run).checkpoints)
+    with branch(Screen(), seeds.store, f"{run}@50", None, ()) as (_, begins):
+        assert pinned_names(storage) == {Path(begins["checkpoint"]).name}
+    assert not pinned_names(storage)
 
 
 BAD = Skip(step=60, position=59, reason="loss nan")
@@ -132,7 +142,8 @@ BAD = Skip(step=60, position=59, reason="loss nan")
 
 def test_a_branch_skips_the_batches_that_its_run_has_skipped(seeds: Seeds, run: str) -> None:
     def begins() -> dict[str, Any]:
-        return branch(Screen(), seeds.store, f"{run}@50", None, ())[1]
+        with branch(Screen(), seeds.store, f"{run}@50", None, ()) as (_, begins):
+            return begins
 
     assert "skipped" not in begins()
     skipped_batches.add(RunDir(seeds.root / run).attempt(2), [BAD])

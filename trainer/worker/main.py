@@ -5,8 +5,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,44 +42,6 @@ from trainer.worker.session import RankSession, new_train_state, run_training, s
 from trainer.worker.startup import node_benchmark, rendezvous
 from trainer.worker.startup import rendezvous as devices
 from trainer.worker.startup.preimport import protect_data_loader_workers
-from trainer.worker.workload import WorkloadError
-
-_OURS = Path(__file__).parents[2]
-_LONGEST = 500
-
-
-@contextmanager
-def users_code(what: str) -> Iterator[None]:
-    """Convert any exception to a WorkloadError that names `what` and the place of the error.
-
-    Prints go to stderr, because stdout belongs to the command's answer.
-    """
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except WorkloadError as error:
-        cause = error.__cause__
-        raise WorkloadError(f"{error}{_place(cause) if cause is not None else ''}") from cause
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # outermost edge of the user's code
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
-        raise WorkloadError(f"{what} raised {' '.join(said.split())}{_place(error)}") from error
-
-
-def _place(error: BaseException) -> str:
-    """Return ` at FILE:LINE`: the innermost line in user code, or the line of a syntax error."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" at {error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-
-
-def _is_library(name: str) -> bool:
-    path = Path(name)
-    ours = any(path.is_relative_to(_OURS / package) for package in ("orch", "orchestrator", "trainer", "checkpointing"))
-    return ours or "site-packages" in path.parts or name.startswith(("<", sys.prefix, sys.base_prefix))
-
 
 _EXIT_MARGIN = 5.0
 """Seconds before the agent's deadline, for peers to meet, for the outcome and for the exit."""

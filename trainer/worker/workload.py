@@ -7,8 +7,9 @@ generators of torch, Python and NumPy, or the result of the workload's own `stat
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -296,3 +297,41 @@ def build(config: JobConfig) -> Workload:
 
 def _no_base(name: str) -> str:
     return f"{name} is no BaseWorkload: write class {name}(orch.BaseWorkload)"
+
+
+_OURS = Path(__file__).parents[2]
+_LONGEST = 500
+"""Characters of an error that are shown."""
+
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Convert any exception to a WorkloadError that names `what` and the place of the error.
+
+    Prints go to stderr, because stdout belongs to the command's answer.
+    """
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except WorkloadError as error:
+        cause = error.__cause__
+        raise WorkloadError(f"{error}{_place(cause) if cause is not None else ''}") from cause
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # outermost edge of the user's code
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
+        raise WorkloadError(f"{what} raised {' '.join(said.split())}{_place(error)}") from error
+
+
+def _place(error: BaseException) -> str:
+    """Return ` at FILE:LINE`: the innermost line in user code, or the line of a syntax error."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" at {error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _is_library(name: str) -> bool:
+    path = Path(name)
+    ours = any(path.is_relative_to(_OURS / package) for package in ("orch", "orchestrator", "trainer", "checkpointing"))
+    return ours or "site-packages" in path.parts or name.startswith(("<", sys.prefix, sys.base_prefix))

@@ -24,7 +24,6 @@ from checkpointing.storage.durable import read_json
 from trainer.contract.config import JobConfig, ModelConfig
 from trainer.worker import workload
 from trainer.worker.interchange import hugging_face
-from trainer.worker.main import users_code
 from trainer.worker.saved_state.checkpoint_contents import OWN_BUFFERS, buffers_name, model_tensors, shared_tensors
 
 PROVENANCE = "orch.json"
@@ -167,12 +166,12 @@ def plan_import(source: ImportSource, config: JobConfig, *, weights_only: bool) 
 def _built_model(config: JobConfig) -> nn.Module:
     """Build the workload's model on the meta device if possible, else with values."""
     target = config.workload.target
-    with users_code(f"importing {target}"):
+    with workload.users_code(f"importing {target}"):
         workload.find(config.workload)
-    with users_code(f"making {target}"):
+    with workload.users_code(f"making {target}"):
         # A workload may create tensors and read them, so only its model is built on the meta device.
         made = workload.build(config)
-    with users_code(f"build_model() of {target}"):
+    with workload.users_code(f"build_model() of {target}"):
         try:
             with torch.device("meta"):
                 return made.build_model()

@@ -16,7 +16,6 @@ from trainer.contract.config import JobConfig, build
 from trainer.contract.secrets.secret_redaction import in_use
 from trainer.contract.user_code.record_code import record_imported
 from trainer.worker import workload
-from trainer.worker.main import users_code
 from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units
 
 
@@ -32,7 +31,7 @@ def main(arguments: list[str]) -> None:
 def _inspect(config: JobConfig, answer: TextIO) -> None:
     before = frozenset(sys.modules)
     try:
-        with users_code(f"importing {config.workload.target}"):
+        with workload.users_code(f"importing {config.workload.target}"):
             kind = workload.find(config.workload)
     except workload.WorkloadError as error:
         is_import = isinstance(error.__cause__, ImportError | SyntaxError)
@@ -59,7 +58,7 @@ def _wrong_wrap(config: JobConfig) -> list[str]:
     if wrap == "auto" or wrap.isdecimal():
         return []
     try:
-        with users_code("build_model()"), torch.device("meta"):
+        with workload.users_code("build_model()"), torch.device("meta"):
             model = workload.build(config).build_model()
     except workload.WorkloadError:
         return []  # it may work with its data and devices

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -40,9 +41,15 @@ class _Values:
 def _merge_cached(values: _Values) -> dict[str, Any]:
     from omegaconf import OmegaConf  # heavy
 
-    whole = OmegaConf.merge(writable_schema(RunConfig), _drop_defaults(values.plain, _defaults()))
+    # `merge` would copy the schema by `deepcopy`, which takes as long as all the rest.
+    whole = OmegaConf.unsafe_merge(pickle.loads(_pickled_schema()), _drop_defaults(values.plain, _defaults()))
     found: dict[str, Any] = plain(OmegaConf.to_container(whole, resolve=True))
     return found
+
+
+@cache
+def _pickled_schema() -> bytes:
+    return pickle.dumps(writable_schema(RunConfig))
 
 
 @cache

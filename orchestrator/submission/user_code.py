@@ -242,15 +242,24 @@ def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
 
 def _used_names(tree: ast.Module) -> set[str]:
     """Return every attribute, name and string in a file, by which its code may call a method."""
-    words = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    words |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return words | {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return {name for node in ast.walk(tree) for name in _names_of(node)}
+
+
+def _names_of(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Constant):
+        yield str(node.value)
 
 
 def _all_names(tree: ast.Module) -> set[str]:
     """Return the names used, defined or imported in a file."""
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
-    return _used_names(tree) | {node.name for node in ast.walk(tree) if isinstance(node, defined)}
+    nodes = list(ast.walk(tree))
+    words = {name for node in nodes for name in _names_of(node)}
+    return words | {node.name for node in nodes if isinstance(node, defined)}
 
 
 OURS = ("orch", "orchestrator", "trainer", "checkpointing")

@@ -27,6 +27,7 @@ SAMPLE = ("after_submit",)
 
 def test_a_killed_rank_changes_nothing_even_without_a_controller(user: User, calm: tuple[User, str]) -> None:
     killed = user.submit("tiny-gpt", *SMALL, KILL)["run"]
+    user.until(lambda: user.step(killed), 90, "a first step, until which the job needs a controller")
     assert user.kill_controller() >= 1  # a submit on a busy machine may have started a second one, which waits
     user.until(lambda: user.step(killed) > 22, 90, "training without a controller")
     assert user.wait(killed) == 0

@@ -258,11 +258,11 @@ def test_a_job_that_an_older_version_wrote_down_is_looked_at_as_before(world: Wo
 
 
 def test_the_time_limit_ends_it_after_a_warning(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The limit counts in minutes, so one is written into the intent that is shorter."""
+    """The limit counts in minutes, so one is written into the intent that is shorter, yet leaves time to start."""
     spec = world.spec()
     write = local_records.write_intent
     monkeypatch.setattr(
-        local_records, "write_intent", lambda index, intent: write(index, replace(intent, limit_s=14, signal_lead=4))
+        local_records, "write_intent", lambda index, intent: write(index, replace(intent, limit_s=25, signal_lead=4))
     )
     world.scheduler = LocalScheduler(entry="tests.slurm.payload:note_warning", index=tmp_path / "index")
     job = world.submit(spec)

@@ -185,6 +185,67 @@ def cannot_be_filled(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(part.shape, part.stride(), strict=True))
 
 
+class SharedMemory:
+    """Memory that tensors of a new model share, and no longer share at a save: those of a target network, for example.
+
+    A restart builds them shared again, while their saved values differ.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Record which parameters and buffers of a new model share memory."""
+        self._model = model
+        self._built = _sharing(model)
+
+    def facts(self) -> list[list[list[str]]]:
+        """Return, for each group that has parted, its parts: names of tensors that still share memory."""
+        now = _sharing(self._model) if self._built else []
+        found = []
+        for built in self._built:
+            still = [built & group for group in now if built & group]
+            alone = built.difference(*still)
+            if len(still) + len(alone) > 1:
+                found.append([*map(sorted, still), *([name] for name in sorted(alone))])
+        return found
+
+    def restore(self, saved: Iterable[Sequence[Sequence[str]]]) -> None:
+        """Give each part but the first memory of its own, before a checkpoint fills it."""
+        tensors = _plain_tensors(self._model)
+        for parts in saved:
+            for part in parts[1:]:
+                moved = dict[int, torch.UntypedStorage]()
+                for tensor in (tensors[name] for name in part if name in tensors):
+                    storage = tensor.untyped_storage()
+                    own = moved.setdefault(storage.data_ptr(), storage.clone())
+                    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                    tensor.data = view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _sharing(model: nn.Module) -> list[set[str]]:
+    """Return the groups of parameters and buffers whose memory overlaps."""
+    places = []
+    for name, tensor in _plain_tensors(model).items():
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        begin = tensor.data_ptr()
+        places.append((begin, begin + (steps + 1) * tensor.element_size(), name))
+    groups, end = list[set[str]](), 0
+    for begin, until, name in sorted(places):
+        if begin >= end:
+            groups.append(set())
+        groups[-1].add(name)
+        end = max(end, until)
+    return [group for group in groups if len(group) > 1]
+
+
+def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name that have memory of their own rank; each one once."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {
+        name: tensor
+        for name, tensor in named
+        if not isinstance(tensor, DTensor) and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
+    }
+
+
 class BufferState:
     """The persistent buffers of one rank's model, described for a save and put back at a restore."""
 

@@ -26,6 +26,7 @@ from trainer.worker.saved_state.model_state import (
     ModuleExtraState,
     ModuleModes,
     ParameterForms,
+    SharedMemory,
     extra_prefix,
     nan_weights,
 )
@@ -138,6 +139,7 @@ class TrainState:
         self._parameters = ParameterForms(model)
         self._entries = ModelEntries(model)
         self._buffers = BufferState(model, rank, device)
+        self._memory = SharedMemory(model)
         self._modes = ModuleModes(model)
         self._module_attributes = ModuleAttributes(model)
         self._optimizer_state = OptimizerState(model, optimizer)
@@ -279,6 +281,7 @@ class TrainState:
             FACTS: self._data_state.facts(),
             "buffers": self._buffers.facts(),
             "extra_state": self._extra_state.facts(),
+            "parted_memory": self._memory.facts(),
             "modes": self._modes.facts(),
             "attributes": self._attributes.changed_attributes(),
             "module_attributes": self._module_attributes.changed_attributes(),
@@ -388,6 +391,7 @@ class TrainState:
     def _targets(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors to fill from a checkpoint with these facts."""
         own = self._rank_facts(extra)
+        self._memory.restore(own.get("parted_memory", ()))
         buffers = self._buffers.targets(extra.get("rank_state") or [{}], extra)
         return {
             **{f"model/{name}": parameter.detach() for name, parameter in self._model.named_parameters()},

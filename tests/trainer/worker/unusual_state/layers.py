@@ -387,3 +387,44 @@ class TrainedMask(Usual):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@kept
+class TargetNetwork(Usual):
+    """A slow copy of the network that begins as the same memory, as in MoCo and BYOL."""
+
+    def build_model(self) -> nn.Module:
+        online = super().build_model()
+        online.target = super().build_model()
+        for slow, fast in self.pairs(online):
+            slow.data = fast.data
+            slow.requires_grad_(False)
+        return online
+
+    def pairs(self, model: Any) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return list(zip(model.target.parameters(), model[0:5].parameters(), strict=True))
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        for slow, fast in self.pairs(model):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        loss = super().loss(model[0:5], batch)
+        return loss + 0.1 * sum((slow * fast).sum() for slow, fast in self.pairs(model))
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.05)
+
+
+class AverageOfWeights(nn.Linear):
+    """`average` begins as the weight's own memory; `same` is the weight's memory throughout."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("average", self.weight.detach())
+        self.register_buffer("same", self.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * self.weight.detach()
+        return super().forward(x) + x @ self.average * 0.1 + x @ self.same * 0.1
+
+
+kept(with_layer("AveragedWeights", AverageOfWeights))

@@ -107,6 +107,29 @@ def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):
     assert work.notes()[0]["cwd"] == str(tmp_path)
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_command_never_begins_anew_in_another_folder(job, tmp_path, restarts):
+    """While the folder of the submit is away, it would find no checkpoint."""
+    home, program = tmp_path / "project", tmp_path / "program.py"
+    home.mkdir()
+    program.write_text("import os, signal; open('seen', 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)")
+    away = tmp_path / "moved"
+    work = job(nodes=1, ranks=1, command=[sys.executable, str(program)], recovery={"restarts_in_place": 3})
+    work.run.run.write_text(dump_line({"identity": {"submit_dir": str(home)}}))
+    if not restarts:
+        home.rename(away)
+    work.start()
+    work.go()
+    if restarts:
+        until(lambda: (home / "seen").exists())
+        home.rename(away)
+    assert work.wait(60) == [74], work.story()
+    failure = work.outcome().failure
+    assert failure.kind == "storage"
+    assert f"cannot enter the folder of the submit, {home}: No such file or directory; mount it" in failure.reason
+    assert not (work.run.path / "seen").exists()
+
+
 def test_a_command_that_fails_alike_three_times_at_once_is_the_users_error(job):
     work = job("exit:2@1@*", "hang@*@*", nodes=1).start()
     work.go()

@@ -24,6 +24,7 @@ from trainer.contract.node_identity import NodeIdentity
 from trainer.contract.ranks.progress import WARNINGS, outlive_step_signals, unblock_step_signals
 from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
 from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.contract.user_command.command_progress import FOLDER_VARIABLE
 
 
 def cores_of_rank(
@@ -184,7 +185,14 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
     for number in _IGNORED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
     unblock_step_signals()
-    os.chdir(folder)
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        why = error.strerror
+        hint = f"mount it, or name another one: env.{FOLDER_VARIABLE}=FOLDER"
+        sys.stderr.write(f"cannot enter the folder of the submit, {folder}: {why}; {hint}\n")
+        _flush()
+        os._exit(ExitCode.STORAGE)
     try:
         os.execvpe(command[0], list(command), os.environ)
     except OSError as error:

@@ -69,11 +69,11 @@ def interpreter_first(path: str) -> str:
 
 
 def working_directory(run: RunDir, config: JobConfig) -> Path:
-    """Return the command's working directory: the submit folder if known, else the run directory."""
-    for candidate in (config.env.get(FOLDER_VARIABLE), _from_record(run)):
-        if candidate and Path(candidate).is_dir():
-            return Path(candidate)
-    return run.path
+    """Return the command's working directory: the submit folder if known, else the run directory.
+
+    It may be absent, its file system not mounted. Elsewhere the program would find no checkpoint.
+    """
+    return Path(config.env.get(FOLDER_VARIABLE) or _from_record(run) or run.path)
 
 
 def _from_record(run: RunDir) -> str | None:

@@ -139,8 +139,7 @@ class TrainState:
         self._parameters = ParameterForms(model)
         self._entries = ModelEntries(model)
         self._buffers = BufferState(model, rank, device)
-        self._memory = SharedMemory(model)
-        self._modes = ModuleModes(model)
+        self._memory, self._modes = SharedMemory(model), ModuleModes(model)
         self._module_attributes = ModuleAttributes(model)
         self._optimizer_state = OptimizerState(model, optimizer)
         self._extra_state = ObjectState(

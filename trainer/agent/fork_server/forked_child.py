@@ -189,7 +189,7 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
         os.chdir(folder)
     except OSError as error:
         why = error.strerror
-        hint = f"mount it, or name another one: env.{FOLDER_VARIABLE}=FOLDER"
+        hint = f"mount it, or name another one: +env.{FOLDER_VARIABLE}=FOLDER"
         sys.stderr.write(f"cannot enter the folder of the submit, {folder}: {why}; {hint}\n")
         _flush()
         os._exit(ExitCode.STORAGE)

@@ -126,9 +126,10 @@ def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str]
     places = [resolve_tier(tier, folder.checkpoints, folder.name, "this-machine") for tier in local]
     refuse_one_folder(places)
     for tier, place in zip(local, places, strict=True):
+        if tier.path in (RUN, *known):
+            continue
         refuse_within_run(Path(place.path).resolve(), "checkpoint.tiers", folder.path.resolve())
-        why = "" if tier.path in (RUN, *known) else _foreign_folder(Path(place.path))
-        if why:
+        if why := _foreign_folder(Path(place.path)):
             raise ConfigError(
                 f"{place.path} {why}: {folder.name} cannot keep checkpoints there",
                 where="checkpoint.tiers",

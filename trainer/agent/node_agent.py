@@ -259,7 +259,7 @@ class NodeAgent:
             self._watch_control_socket(local)
             local.close_theirs()
         if start.generation > 1 and not self._warm and self._node.node == 0:  # its ranks import everything again
-            self._tasks.spawn(code_at_start.note_changes(self._attempt, self._events))
+            self._tasks.spawn(code_at_start.note_changes(self._attempt, self._config, self._events))
 
     def _start_rank(self, order: fork_server.StartRank, local: LocalRank, local_rank: int) -> None:
         assert self._link is not None

@@ -176,7 +176,7 @@ def delete_tree(folder: Path) -> None:
 def bytes_below(run: Run, folder: Path) -> int:
     """Return the bytes that deleting a run's folder frees. Files with further hard links do not count.
 
-    Raises Precondition if another run's folder is inside. The copy of the code may have such folders.
+    Raises Precondition if another run's folder is inside, except in the copy of the code.
     """
     code, run_json = RunDir(folder).code, RunDir(folder).run
     total, places = 0, [folder]
@@ -316,8 +316,7 @@ def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forg
 
     It refuses (exit code 4) a live run, a pinned checkpoint, a restore test under way, a folder that may not be the
     run's own or has another run's folder in it, and a run with which another registry has gone on
-    (`orch db rebuild -h`). If it is killed, the same
-    command finishes; until then the run cannot be resumed.
+    (`orch db rebuild -h`). If it is killed, the same command finishes; until then the run cannot be resumed.
     """
     with open_store() as store:
         plans, refused = _plans(screen, store, runs, RemovalOptions(keep_copies, forget))

@@ -15,6 +15,7 @@ from trainer.agent.fork_server.torchrun_command import with_interpreter
 from trainer.contract.config import JobConfig
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
+from trainer.contract.user_code.code_record import CodeRecord
 
 
 def test_a_command_finds_torchruns_variables_and_its_folder(job, tmp_path):
@@ -109,12 +110,12 @@ def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_command_never_begins_anew_in_another_folder(job, tmp_path, restarts):
-    """While the folder of the submit is away, it would find no checkpoint."""
-    home, program = tmp_path / "project", tmp_path / "program.py"
+    """While the folder of the submit is away, it would find no checkpoint; nor is its code told to be gone."""
+    home, away = tmp_path / "project", tmp_path / "moved"
     home.mkdir()
-    program.write_text("import os, signal; open('seen', 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)")
-    away = tmp_path / "moved"
-    work = job(nodes=1, ranks=1, command=[sys.executable, str(program)], recovery={"restarts_in_place": 3})
+    program = "import os, signal; open('seen', 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)"
+    (home / "train.py").write_text(program)
+    work = job(nodes=1, ranks=1, command=["python", "train.py"], recovery={"restarts_in_place": 3})
     work.run.run.write_text(dump_line({"identity": {"submit_dir": str(home)}}))
     if not restarts:
         home.rename(away)
@@ -128,6 +129,9 @@ def test_a_command_never_begins_anew_in_another_folder(job, tmp_path, restarts):
     assert failure.kind == "storage"
     assert f"cannot enter the folder of the submit, {home}: No such file or directory; mount it" in failure.reason
     assert not (work.run.path / "seen").exists()
+    assert work.events(EventKind.CODE_CHANGED) == []
+    assert work.attempt.code.exists() == bool(restarts)
+    assert not restarts or "train.py" in CodeRecord.read(work.attempt.code).files
 
 
 def test_a_command_that_fails_alike_three_times_at_once_is_the_users_error(job):

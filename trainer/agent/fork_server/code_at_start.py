@@ -61,7 +61,7 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
     """Write this attempt's code record into its folder and compare it; only the first node does so.
     `skip`: modules that this process had imported before the workload.
     """
-    if not _is_first_node():
+    if not _is_first_node() or _is_away(attempt.run, config):
         return CodeAtStart()
     now = _code_here(attempt.run, config, skip)
     try:
@@ -85,12 +85,12 @@ def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
     ).write_change(events)
 
 
-async def note_changes(attempt: AttemptDir, events: EventLog) -> None:
+async def note_changes(attempt: AttemptDir, config: JobConfig, events: EventLog) -> None:
     """Reread the recorded files before new ranks import them; writes an event if any has changed."""
 
     def look() -> CodeAtStart:
         before = CodeRecord.read(attempt.code)
-        if before is None:
+        if before is None or _is_away(attempt.run, config):
             return CodeAtStart()
         now = read_again(before)
         found = CodeAtStart.from_comparison(before, now, Occasion.NEXT, _LAST_START)
@@ -103,6 +103,11 @@ async def note_changes(attempt: AttemptDir, events: EventLog) -> None:
 
 
 _LAST_START = "the last start in this attempt"
+
+
+def _is_away(run: RunDir, config: JobConfig) -> bool:
+    """Return whether no command can start, since its folder is absent: what trained last stays on record."""
+    return bool(config.command) and not working_directory(run, config).is_dir()
 
 
 def _is_first_node() -> bool:

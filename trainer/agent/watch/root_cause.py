@@ -208,11 +208,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     if end.exception in _CHECKPOINTS:
         return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
     if end.exit_code == ExitCode.STORAGE:
-        return (
-            FailureKind.STORAGE,
-            False,
-            f"could not use its storage (exit code 74){_after(said or (end.lines[-1] if end.lines else ''))}",
-        )
+        why = said or (end.lines[-1] if end.lines else "")
+        return FailureKind.STORAGE, False, f"could not use its storage (exit code 74){_after(why)}"
     if has_meaning(said, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
     if _meets_limit(end, said):

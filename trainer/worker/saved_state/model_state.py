@@ -208,16 +208,25 @@ class SharedMemory:
         return found
 
     def restore(self, saved: Iterable[Sequence[Sequence[str]]]) -> None:
-        """Give each part but the first memory of its own, before a checkpoint fills it."""
+        """Give each part but the first memory of its own where it still shares it, before a checkpoint fills it."""
         tensors = _plain_tensors(self._model)
         for parts in saved:
+            whole = {name for part in parts for name in part}
             for part in parts[1:]:
-                moved = dict[int, torch.UntypedStorage]()
-                for tensor in (tensors[name] for name in part if name in tensors):
-                    storage = tensor.untyped_storage()
-                    own = moved.setdefault(storage.data_ptr(), storage.clone())
-                    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                    tensor.data = view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
+                if any(group & set(part) and group & whole - set(part) for group in _sharing(self._model)):
+                    _move([tensors[name] for name in part if name in tensors])
+
+
+def _move(tensors: Iterable[torch.Tensor]) -> None:
+    """Copy the memory of these tensors, once for all that share it, and let them refer to the copy."""
+    moved = dict[int, torch.UntypedStorage]()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in moved:
+            moved[storage.data_ptr()] = storage.clone()
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        own = moved[storage.data_ptr()]
+        tensor.data = view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _sharing(model: nn.Module) -> list[set[str]]:
@@ -237,12 +246,13 @@ def _sharing(model: nn.Module) -> list[set[str]]:
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name that have memory of their own rank; each one once."""
+    """Return by name, each one once, the parameters and buffers that are nothing but memory: no subclass has any."""
     named = (*model.named_parameters(), *model.named_buffers())
+    plain = {name: tensor for name, tensor in named if type(tensor) in (torch.Tensor, nn.Parameter)}
     return {
         name: tensor
-        for name, tensor in named
-        if not isinstance(tensor, DTensor) and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
+        for name, tensor in plain.items()
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources, Scheduler
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def eventually(question: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:

@@ -262,7 +262,7 @@ def test_the_time_limit_ends_it_after_a_warning(world: World, monkeypatch: pytes
     spec = world.spec()
     write = local_records.write_intent
     monkeypatch.setattr(
-        local_records, "write_intent", lambda index, intent: write(index, replace(intent, limit_s=25, signal_lead=4))
+        local_records, "write_intent", lambda index, intent: write(index, replace(intent, limit_s=60, signal_lead=4))
     )
     world.scheduler = LocalScheduler(entry="tests.slurm.payload:note_warning", index=tmp_path / "index")
     job = world.submit(spec)

@@ -53,6 +53,7 @@ OLD_NAMES = set(
 
 Not here: words that a JSON file or a message still bears (`warming`, `clearing`, `sightings`, `flight`).
 """
+MODELS = {"trainer/worker/llama.py", "trainer/worker/mixture_of_experts.py"}
 PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 UNPICKLERS = {
     "checkpointing/format/torch_record.py": "reads one saved tensor, with stand-ins for every class",
@@ -351,6 +352,20 @@ def test_processes_send_each_other_no_pickles() -> None:
                 fault = _unpickles(node) if isinstance(node, ast.Call) else None
                 if isinstance(node, ast.Call) and fault:
                     yield f"{name}:{node.lineno} {ast.unparse(node.func)} {fault}"
+
+    none_of(violations())
+
+
+def test_tensors_name_their_device() -> None:
+    """A program may set torch's default device; models alone are built on it."""
+    makers = {f"torch.{name}" for name in ("arange", "as_tensor", "empty", "full", "ones", "randn", "tensor", "zeros")}
+
+    def violations() -> Iterator[str]:
+        for name, tree in trees().items():
+            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)] if name not in MODELS else []
+            for call in calls:
+                if ast.unparse(call.func) in makers and not any(given.arg == "device" for given in call.keywords):
+                    yield f"{name}:{call.lineno} {ast.unparse(call.func)} without a device"
 
     none_of(violations())
 

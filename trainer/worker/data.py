@@ -282,7 +282,7 @@ def _is_drawn_by_loaders(before: torch.Tensor, after: torch.Tensor) -> bool:
     generator = torch.Generator()
     generator.set_state(before)
     for _ in range(_MOST_DRAWS):
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
         if torch.equal(generator.get_state(), after):
             return True
     return False

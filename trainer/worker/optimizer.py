@@ -64,7 +64,7 @@ class HostAdamW(torch.optim.AdamW):
         """Return the state of a parameter, created at its first step; a shard's state is a shard."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter, device="cpu")
             state["exp_avg_sq"] = torch.zeros_like(parameter, device="cpu")
         return state

@@ -198,9 +198,13 @@ def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
     All ranks use rank 0's positions, because ranks with different ones would train on different data forever.
     """
     known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
-    count = torch.tensor([len(known)])
+    count = torch.tensor([len(known)], device="cpu")
     dist.broadcast(count, src=0)
-    positions = torch.tensor(sorted(known), dtype=torch.int64) if known else torch.zeros(int(count), dtype=torch.int64)
+    positions = (
+        torch.tensor(sorted(known), dtype=torch.int64, device="cpu")
+        if known
+        else torch.zeros(int(count), dtype=torch.int64, device="cpu")
+    )
     if int(count):
         dist.broadcast(positions, src=0)
     return frozenset(positions.tolist())

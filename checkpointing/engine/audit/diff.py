@@ -124,7 +124,7 @@ class _Sums:
         self.different += different
         right = _wide(second)
         # Equal bits count as equal values, including infinities and NaN.
-        apart = torch.where(same, torch.zeros((), dtype=left.dtype), left - right)
+        apart = torch.where(same, torch.zeros((), dtype=left.dtype, device="cpu"), left - right)
         largest = float(apart.abs().max())
         self.largest = math.nan if math.isnan(largest) or math.isnan(self.largest) else max(self.largest, largest)
         self._add_squares(_squares(apart), left, right)

@@ -83,7 +83,7 @@ class Values:
             (piece,) = self._pieces[key]
             return self._read(piece.file, piece.data, piece.nbytes, dtype).view(shape)
         shape[lead] = stop - start
-        found = torch.zeros(shape, dtype=dtype)
+        found = torch.zeros(shape, dtype=dtype, device="cpu")
         for piece in self.pieces(key):
             first, last = max(start, piece.offsets[lead]), min(stop, piece.offsets[lead] + piece.sizes[lead])
             if first >= last or not piece.nbytes:
@@ -111,7 +111,9 @@ class Values:
 
     def _read(self, file: str, offset: int, length: int, dtype: torch.dtype) -> Tensor:
         held = bytearray(self._file(file).read(offset, length))
-        return torch.frombuffer(held, dtype=torch.uint8).view(dtype) if held else torch.empty(0, dtype=dtype)
+        return (
+            torch.frombuffer(held, dtype=torch.uint8).view(dtype) if held else torch.empty(0, dtype=dtype, device="cpu")
+        )
 
     def _file(self, name: str) -> VerifiedFile:
         """Return a file, keeping the last ones open, because the shards of one row may be in several."""

@@ -48,7 +48,7 @@ def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor whose memory is never touched or reserved, whatever its size."""
     numel = torch.Size(shape).numel()
     if not numel:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 

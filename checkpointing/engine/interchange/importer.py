@@ -387,4 +387,4 @@ def _blocks(imported: ImportedTensor) -> Iterator[tuple[Tensor | None, Tensor, t
         assert have[0] < want[0], "only rows can be lacking"
         for span in spans((want[0] - have[0], *want[1:]), imported.dtype.itemsize):
             offsets = (span.offsets[0] + have[0], *span.offsets[1:])
-            yield None, torch.zeros(span.sizes, dtype=imported.dtype), offsets
+            yield None, torch.zeros(span.sizes, dtype=imported.dtype, device="cpu"), offsets

@@ -253,7 +253,7 @@ class RankGroup:
         """Return the element-wise minimum over all ranks, on every rank: 8 bytes each, not authenticated."""
         if self.size == 1:
             return list(numbers)
-        tensor = torch.tensor(list(numbers), dtype=torch.int64)
+        tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
         return [int(number) for number in tensor.tolist()]
 
@@ -287,12 +287,12 @@ class RankGroup:
         return hmac.digest(self._key, place + data, "sha256")
 
     def _sizes(self, mine: int) -> list[int]:
-        found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(found, torch.tensor([mine]), group=self._group)
+        found = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        dist.all_gather(found, torch.tensor([mine], device="cpu"), group=self._group)
         return [int(size) for size in found]
 
     def _broadcast_numbers(self, numbers: list[int]) -> list[int]:
-        tensor = torch.tensor(numbers)
+        tensor = torch.tensor(numbers, device="cpu")
         dist.broadcast(tensor, group=self._group, group_src=0)
         return [int(number) for number in tensor]
 

@@ -346,7 +346,7 @@ class RankLoad:
             return _region(self._source.odd[need.piece](), need.source, need.sizes)
         view = self._view(need, slice_bytes)
         if view is None:
-            packed = torch.empty(slice_bytes.nbytes, dtype=torch.uint8)
+            packed = torch.empty(slice_bytes.nbytes, dtype=torch.uint8, device="cpu")
             self._unfilled.append((slice_bytes, packed))
             view = packed.view(self._tensors[need.key].dtype).view(need.sizes)
         return view

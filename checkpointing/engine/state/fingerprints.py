@@ -44,7 +44,7 @@ def _mix(index: Tensor, seed: int) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _table(seed: int) -> Tensor:
-    return _mix(torch.arange(_SPAN), seed)
+    return _mix(torch.arange(_SPAN, device="cpu"), seed)
 
 
 def _low_weights(index: Tensor, seed: int) -> Tensor:
@@ -61,16 +61,16 @@ def _weights(index: Tensor, seed: int) -> Tensor:
 def _row_weights(start: int, count: int) -> Tensor:
     pieces = []
     for at in range(start - start % _SPAN, start + count, _SPAN):
-        inside = torch.arange(max(start - at, 0), min(start + count - at, _SPAN))
-        factor = _mix(torch.tensor([at // _SPAN]), ~_ROW_SEED & _MASK)
+        inside = torch.arange(max(start - at, 0), min(start + count - at, _SPAN), device="cpu")
+        factor = _mix(torch.tensor([at // _SPAN], device="cpu"), ~_ROW_SEED & _MASK)
         pieces.append(_low_weights(inside, _ROW_SEED) * factor)
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32)
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 @lru_cache(maxsize=64)
 def _column_weights(form: "PieceSpec", start: int, count: int) -> Tensor:
     """Return the weights of a piece's columns from `start` on."""
-    place = torch.arange(start, start + count)
+    place = torch.arange(start, start + count, device="cpu")
     word, rest = place % form.words, place // form.words
     index, step = torch.zeros_like(place), 1
     for offset, size, whole in reversed(list(zip(form.offsets[1:], form.sizes[1:], form.shape[1:], strict=True))):

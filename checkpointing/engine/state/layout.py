@@ -75,7 +75,7 @@ def _without_checksums() -> Iterator[None]:
 
 def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
     """Return a template cut from a real file, after comparing it with a real file of other values."""
-    zeros, others = torch.zeros(shape, dtype=dtype), _bytes_of_its_own(dtype, shape)
+    zeros, others = torch.zeros(shape, dtype=dtype, device="cpu"), _bytes_of_its_own(dtype, shape)
     saved = _save_to_bytes(zeros)
     start, nbytes = _place_of_values(saved)
     made = RecordTemplate(saved[:start], nbytes, saved[start + nbytes :])
@@ -90,8 +90,8 @@ def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplat
 def _bytes_of_its_own(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     numel = math.prod(shape)
     # Zeros and ones only: any other byte would be an invalid bool.
-    pattern = (torch.arange(numel * dtype.itemsize) % 2).to(torch.uint8)
-    return pattern.view(dtype).reshape(shape) if numel else torch.zeros(shape, dtype=dtype)
+    pattern = (torch.arange(numel * dtype.itemsize, device="cpu") % 2).to(torch.uint8)
+    return pattern.view(dtype).reshape(shape) if numel else torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 def _save_to_bytes(tensor: Tensor) -> bytes:

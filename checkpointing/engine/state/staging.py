@@ -236,7 +236,7 @@ class Structure:
 
     def forget(self) -> None:
         """Release the caller's tensors."""
-        self._known = [torch.empty(0)] * len(self._keys)
+        self._known = [torch.empty(0, device="cpu")] * len(self._keys)
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

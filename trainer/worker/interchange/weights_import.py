@@ -243,7 +243,7 @@ def _add_optimizer(
             external=more, name=key, info=info, expected_fingerprint=source.fingerprints.get(key)
         )
     if not state.tensors:
-        nothing = torch.zeros(1, dtype=torch.uint8)
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         found.tensors[NO_OPTIMIZER_STATE] = ImportedTensor(
             external=TorchTensors({"none": nothing}), name="none", info=tensor_info(nothing)
         )

@@ -179,7 +179,9 @@ class SequencePart:
     @cached_property
     def positions(self) -> torch.Tensor:
         """Return the positions of this rank's tokens in the sequence, int64; padding has positions past its end."""
-        return torch.cat([torch.arange(number * self.chunk, (number + 1) * self.chunk) for number in self.chunks])
+        return torch.cat(
+            [torch.arange(number * self.chunk, (number + 1) * self.chunk, device="cpu") for number in self.chunks]
+        )
 
     @property
     def real(self) -> int:

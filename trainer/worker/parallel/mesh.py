@@ -155,7 +155,7 @@ class _Meshes:
         if len(several) == len(dimensions):
             return made
         groups = [made.get_group(name) if name in several else self._group_of_one() for name in dimensions]
-        ranks = torch.arange(self._world_size).view(*dimensions.values())
+        ranks = torch.arange(self._world_size, device="cpu").view(*dimensions.values())
         return DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=tuple(dimensions))
 
     def _group_of_one(self) -> dist.ProcessGroup:

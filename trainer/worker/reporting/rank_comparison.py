@@ -47,7 +47,7 @@ def _summarize(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _all_gather(row: Sequence[float]) -> list[list[float]]:
-    mine = torch.tensor(row, dtype=torch.float64)
+    mine = torch.tensor(row, dtype=torch.float64, device="cpu")
     rows = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     return [each.tolist() for each in rows]

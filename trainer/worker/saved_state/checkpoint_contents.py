@@ -56,7 +56,7 @@ def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
         return set()
     forms = canonical([[key, *tensor_metadata(tensor)] for key, tensor in plain.items()])
     form = int(digest(forms)[:15], 16)
-    count, most, least, largest = _minimum(torch.tensor([len(plain), -len(plain), form, -form])).tolist()
+    count, most, least, largest = _minimum(torch.tensor([len(plain), -len(plain), form, -form], device="cpu")).tolist()
     if (count, least) != (-most, -largest):
         return set(plain)
     if not plain:

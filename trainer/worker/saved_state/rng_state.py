@@ -14,7 +14,7 @@ from trainer.worker.data import mix
 from trainer.worker.workload import WorkloadError
 
 _RNG_BYTES = 16384
-_NONE = torch.zeros(1, dtype=torch.uint8)  # placeholder for a missing generator
+_NONE = torch.zeros(1, dtype=torch.uint8, device="cpu")  # placeholder for a missing generator
 _MERSENNE, _MERSENNE_BYTES = "MT19937", 4 * 626 + 8
 _STATES = 5
 """Parts of a row before its origin: torch, Python's numbers and half a pair, the device, NumPy."""
@@ -52,15 +52,15 @@ def pack_rng(device: torch.device) -> torch.Tensor:
     """Pack the generators of torch (host and device), Python and, if loaded, NumPy into one row of fixed length."""
     version, numbers, gauss = random.getstate()
     assert version == 3
-    python = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
-    extra = torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64)
+    python = torch.tensor([int(number) for number in numbers], dtype=torch.int64, device="cpu")
+    extra = torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64, device="cpu")
     parts = [torch.get_rng_state(), python.view(torch.uint8), extra.view(torch.uint8)]
     parts.append(torch.cuda.get_rng_state(device) if device.type == "cuda" else _NONE)
     parts.append(_pack_numpy())
-    packed = torch.zeros(_RNG_BYTES, dtype=torch.uint8)
+    packed = torch.zeros(_RNG_BYTES, dtype=torch.uint8, device="cpu")
     place = 0
     for part in parts:
-        header = torch.tensor([len(part)], dtype=torch.int64).view(torch.uint8)
+        header = torch.tensor([len(part)], dtype=torch.int64, device="cpu").view(torch.uint8)
         packed[place : place + 8 + len(part)] = torch.cat([header, part])
         place += 8 + len(part)
     return packed
@@ -71,7 +71,7 @@ def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
     parts = _parts(packed)
     assert len(parts) == _STATES
     place = sum(8 + len(part) for part in parts)
-    packed[place : place + 24] = torch.tensor([16, rank, step], dtype=torch.int64).view(torch.uint8)
+    packed[place : place + 24] = torch.tensor([16, rank, step], dtype=torch.int64, device="cpu").view(torch.uint8)
 
 
 def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
@@ -95,8 +95,8 @@ def _pack_numpy() -> torch.Tensor:
     state = numpy.random.get_state(legacy=False)
     if state["bit_generator"] == _MERSENNE:
         words = [*state["state"]["key"].tolist(), state["state"]["pos"], state["has_gauss"]]
-        numbers = torch.tensor(words, dtype=torch.int64).to(torch.int32)
-        gauss = torch.tensor([state["gauss"]], dtype=torch.float64)
+        numbers = torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)
+        gauss = torch.tensor([state["gauss"]], dtype=torch.float64, device="cpu")
         return torch.cat([numbers.view(torch.uint8), gauss.view(torch.uint8)])
     text = json.dumps(state, default=_array_in_json).encode()
     if len(text) >= _MERSENNE_BYTES:

@@ -97,7 +97,7 @@ _MAX_CHARACTERS = 1000
 @cache
 def _torch_attributes() -> frozenset[str]:
     """Return the attributes that every optimizer has; not at import, which must compute nothing."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))) | {"_opt_called", "_step_count"}
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.0))) | {"_opt_called", "_step_count"}
 
 
 class UnsavedAttributes:

@@ -108,7 +108,7 @@ class MetricReducer:
     def _tensor(self, cells: list[Any]) -> torch.Tensor:
         """Return the cells as a row, without waiting for those on the device."""
         plain = [0.0 if isinstance(cell, torch.Tensor) else float(cell) for cell in cells]
-        row = torch.tensor(plain, dtype=torch.float64).to(self._layout.device, non_blocking=True)
+        row = torch.tensor(plain, dtype=torch.float64, device="cpu").to(self._layout.device, non_blocking=True)
         for at, cell in enumerate(cells):
             if isinstance(cell, torch.Tensor):
                 row[at] = cell.reshape(())
@@ -127,12 +127,12 @@ def _all_gather_json(value: Any) -> list[Any]:
     """Return the value of every rank, in rank order; plain JSON, so that no rank runs code from another."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     world = dist.get_world_size()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(lengths, torch.tensor([len(mine)]))
+    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([len(mine)], device="cpu"))
     longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(mine)] = mine
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world)]
+    parts = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(world)]
     dist.all_gather(parts, padded)
     return [json.loads(bytes(part[: int(length)].tolist())) for part, length in zip(parts, lengths, strict=True)]
 
@@ -238,7 +238,7 @@ def reduce(
     squares = squared_norm(gradients, world // about.stages).to(loss.device)
     marks = [float(about.used), float(about.used) ** 2]  # exact: below 2**53 for a million ranks
     numbers = [float(message.save_vote), float(message.committed), *marks, *stop_votes(asked)]
-    rest = torch.tensor(numbers, dtype=torch.float64).to(loss.device, non_blocking=True)
+    rest = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(loss.device, non_blocking=True)
     more = [row for row in own if row is not None]
     mark = _mark(squares, about)
     sums = torch.cat([torch.stack([squares, loss.detach().double() / world, mark, mark * mark]), rest, *more])
@@ -275,9 +275,11 @@ def squared_norm(gradients: Sequence[torch.Tensor], world: int) -> torch.Tensor:
     """
     shares = [(own_part(gradient), 1.0 / copies(gradient, world)) for gradient in gradients]
     if not shares:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     norms = torch.stack(torch._foreach_norm([tensor for tensor, _ in shares])).double()
-    weights = torch.tensor([weight for _, weight in shares], dtype=torch.float64).to(norms.device, non_blocking=True)
+    weights = torch.tensor([weight for _, weight in shares], dtype=torch.float64, device="cpu").to(
+        norms.device, non_blocking=True
+    )
     return (norms.square() * weights).sum()
 
 

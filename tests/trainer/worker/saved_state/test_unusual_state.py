@@ -39,6 +39,12 @@ def layout() -> Iterator[mesh.Layout]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def no_default_device() -> Iterator[None]:
+    yield
+    torch.set_default_device(None)
+
+
 class Trainer:
     """A process that trains a workload: everything in it is made anew, but what outlives a process."""
 
@@ -46,6 +52,7 @@ class Trainer:
         self, case: type[Usual], layout: mesh.Layout, root: Path, link: Any, inherit: tuple[str, ...] = ()
     ) -> None:
         torch.manual_seed(5)
+        torch.set_default_device(None)  # a new process has none
         made = case(None)  # type: ignore[arg-type]
         model = made.build_model()
         optimizer = workloads.build_optimizer(made, model)

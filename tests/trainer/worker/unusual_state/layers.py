@@ -428,3 +428,12 @@ class AverageOfWeights(nn.Linear):
 
 
 kept(with_layer("AveragedWeights", AverageOfWeights))
+
+
+@kept
+class OwnDefaultDevice(Usual):
+    """A program that sets torch's default device: orch's own tensors are not made there."""
+
+    def build_data(self, layout: Any) -> Any:
+        torch.set_default_device("meta")
+        return super().build_data(layout)

@@ -29,7 +29,11 @@ _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 
 @dataclass(frozen=True)
 class ResolvedTier:
-    """A tier as seen from this node; `path` is the absolute folder or URL that holds the checkpoints."""
+    """A tier as seen from this node.
+
+    `path` is the absolute folder or URL that holds the checkpoints, by which events and verdicts name the tier;
+    `catalog.place` is the way by which this process and its writer reach it.
+    """
 
     path: str
     storage: Storage
@@ -58,18 +62,20 @@ class RunTiers:
 
 
 def resolve_tiers(
-    config: CheckpointConfig, run_checkpoints: Path, run_name: str, node_name: str
+    config: CheckpointConfig, run_checkpoints: Path, run_name: str, node_name: str, known_as: Path | None = None
 ) -> tuple[ResolvedTier, ...]:
     """Return the configured tiers in order, or the run's own folder if none is configured.
 
     Raises as `resolve_tier` does. A relative path is resolved below the run's folder, independent of the current
-    directory.
+    directory. `known_as`: that folder's own path, if `run_checkpoints` is below another way to it.
     """
     tiers = config.tiers or (TierConfig(keep=config.keep),)
-    return tuple(resolve_tier(tier, run_checkpoints, run_name, node_name) for tier in tiers)
+    return tuple(resolve_tier(tier, run_checkpoints, run_name, node_name, known_as) for tier in tiers)
 
 
-def resolve_tier(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str) -> ResolvedTier:
+def resolve_tier(
+    tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str, known_as: Path | None = None
+) -> ResolvedTier:
     """Resolve one tier without making its folder.
 
     Raises ValueError for a name that cannot be a folder, TierUnavailable if the library for a URL is missing.
@@ -77,15 +83,17 @@ def resolve_tier(tier: TierConfig, run_checkpoints: Path, run_name: str, node_na
     for name in (run_name, node_name):
         if not _FOLDER.fullmatch(name):
             raise ValueError(f"checkpoint.tiers: {name!r} cannot be the name of a folder")
-    path = _root(tier, run_checkpoints, run_name, node_name)
+    opened = path = _root(tier, run_checkpoints, run_name, node_name)
+    if known_as is not None:
+        path = _root(tier, known_as / run_checkpoints.name, run_name, node_name)
     try:
-        storage = open_storage(path)
+        storage = open_storage(opened)
     except ImportError as error:
         raise TierUnavailable(f"checkpoint.tiers: {tier.path} needs a library that is missing: {error}") from error
     return ResolvedTier(
         path=path,
         storage=storage,
-        catalog=Catalog(path, storage),
+        catalog=Catalog(opened, storage),
         every=tier.every,
         keep=tier.keep,
         shared=tier.shared,

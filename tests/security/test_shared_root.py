@@ -155,6 +155,22 @@ def test_tokens_that_bob_has_put_where_anns_would_be(place):
     place.bob.code("import shutil, sys; shutil.rmtree(sys.argv[1])", planted)
 
 
+def test_tiers_have_their_own_names_in_events_and_lists(place):
+    """Events of the job's descriptors would name a tier that no later process knows."""
+    tiers = f"checkpoint.tiers=[{{path: {place.project}/tier, keep: 2}}, {{path: run, every: 8, keep: 2}}]"
+    words = [f"cluster.root={place.project}", "cluster.shared_root=true", "name=tiers", *SMALL, "model.layers=1"]
+    run = place.ann.ask("submit", "tiny-gpt", *words, "train.steps=32", "checkpoint.every=4", tiers)["run"]
+    try:
+        assert place.ann.orch("wait", run, "--timeout", "200").returncode == 0
+        found = place.ann.ask("ckpt", "ls", run, "--all")
+        shown = json.dumps([found, place.ann.ask("show", run)])
+        assert "/proc/" not in shown
+        assert str(place.project / run / "checkpoints") in shown
+        assert {each["trust"] for each in found if each["step"] in (4, 8, 12)} == {"DELETED"}
+    finally:
+        place.ann.orch("controller", "stop")
+
+
 def test_a_forged_run_is_not_taken_in_by_a_rebuild(place):
     forged = place.project / "forged-1"
     bobs_folder(place, forged, "forged-1")

@@ -136,7 +136,7 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
         # The title must not overwrite the environment, which identifies the processes of a job.
         os.environ.setdefault("SPT_NOENV", "1")
         setproctitle("orch-agent")
-        run = RunDir(pin_path(Path(run_dir)), label=Path(run_dir).name)
+        run = RunDir(pin_path(Path(run_dir)), known_as=Path(run_dir))
         agent = Agent(run, run.attempt(int(attempt)), early)
         code = runner.run(agent.live())
     except NotPrivate as error:

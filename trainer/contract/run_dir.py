@@ -189,11 +189,16 @@ class RunDir:
     """Folder of one run below `cluster.root`."""
 
     path: Path
-    label: str = ""  # the run's name, if the folder is reached by another path (a descriptor)
+    known_as: Path | None = None  # the folder's own path, if `path` is another way to it (a descriptor)
+
+    @property
+    def own_path(self) -> Path:
+        """Return the path by which people and other processes know this folder."""
+        return self.known_as or self.path
 
     @property
     def name(self) -> str:
-        return self.label or self.path.name
+        return self.own_path.name
 
     @property
     def run(self) -> Path:

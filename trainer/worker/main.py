@@ -110,7 +110,7 @@ def _end_forked_process(error: BaseException) -> NoReturn:
 def _train(
     spec: RankSpec, cell: ProgressCell, control: socket.socket, started: float, modules: frozenset[str]
 ) -> ExitCode:
-    run_dir = RunDir(Path(spec.run_dir), label=spec.run)
+    run_dir = RunDir(Path(spec.run_dir), known_as=Path(spec.known_as) if spec.known_as else None)
     config = load(run_dir, spec.attempt)
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
     os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})
@@ -217,7 +217,9 @@ def _checkpointer(
         **config.parallel.mesh_sizes(spec.world_size)._asdict(),
         "generation": spec.generation,
     }
-    tiers = resolve_tiers(config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name)
+    tiers = resolve_tiers(
+        config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name, known_as=run_dir.own_path
+    )
     if not inherit and (same := one_folder(tiers)):  # nodes' own disks are visible only to the nodes
         raise ValueError(f"checkpoint.tiers: two tiers have the same folder: {same[0]} and {same[1]}; leave one out")
     return Checkpointer(

@@ -197,11 +197,13 @@ class CheckpointSaver:
     def _describe(self, job: SaveJob, name: str) -> "list[Future[FileEntry]]":
         """Have rank 0's writer put the two files that describe the layout while the data is written."""
         blobs = ((METADATA, job.plan.metadata), (INDEX, job.plan.index))
-        return [self.writer.put(self._place.path, name, file, blob) for file, blob in blobs if blob is not None]
+        return [
+            self.writer.put(self._place.catalog.place, name, file, blob) for file, blob in blobs if blob is not None
+        ]
 
     def _order(self, job: SaveJob, name: str, bucket: Bucket) -> WriteOrder:
         return WriteOrder(
-            place=self._place.path,
+            place=self._place.catalog.place,
             folder=name,
             buffer=bucket.buffer,
             files=bucket.part.files,
@@ -251,7 +253,7 @@ class CheckpointSaver:
         if judgement.refused:
             raise UnsavableState(job.step, "; ".join(judgement.reasons))
         blob = encode_fingerprints(judgement.fingerprints)
-        described.append(self.writer.put(self._place.path, name, FINGERPRINTS, blob))
+        described.append(self.writer.put(self._place.catalog.place, name, FINGERPRINTS, blob))
         return judgement
 
     def _manifest(

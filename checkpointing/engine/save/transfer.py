@@ -220,8 +220,8 @@ class TierTransfer:
             return nothing
         return self._link().copy(
             CopyOrder(
-                source=source.tier.path,
-                target=target.tier.path,
+                source=source.tier.catalog.place,
+                target=target.tier.catalog.place,
                 folder=route.manifest.name,
                 files=files,
                 bandwidth=target.tier.bandwidth,

@@ -22,6 +22,18 @@ def test_no_tiers_are_the_runs_own_folder(tmp_path: Path) -> None:
     assert only.catalog.storage is only.storage
 
 
+def test_a_folder_reached_by_another_way_keeps_its_name(tmp_path: Path) -> None:
+    way = Path("/proc/7/fd/4/checkpoints")
+    config = CheckpointConfig(tiers=(TierConfig(), TierConfig(path="../fast"), TierConfig(path="/local/nvme")))
+    tiers = resolve_tiers(config, way, "my-run", "node-7", known_as=tmp_path)
+    assert [tier.path for tier in tiers] == [
+        str(tmp_path / "checkpoints"), str(tmp_path / "../fast/my-run"), "/local/nvme/my-run",
+    ]  # fmt: skip
+    reached = [str(way), "/proc/7/fd/4/../fast/my-run", "/local/nvme/my-run"]
+    assert [tier.catalog.place for tier in tiers] == reached
+    assert [str(tier.storage.root) for tier in tiers if isinstance(tier.storage, LocalStorage)] == reached
+
+
 def test_the_runs_name_is_added_and_on_a_nodes_own_disk_the_nodes(tmp_path: Path) -> None:
     tiers = found(
         tmp_path,

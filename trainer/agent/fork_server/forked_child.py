@@ -109,7 +109,7 @@ class RankLauncher:
             suspects=start.suspects,
             skip=start.skip,
             fit=start.fit,
-            run=self._run.name,
+            known_as=str(self._run.own_path),
         )
 
     def _host(self) -> str:

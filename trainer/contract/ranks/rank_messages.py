@@ -59,7 +59,7 @@ class RankSpec:
     skip: tuple[int, ...] = ()  # data positions to skip
     fit: bool = True  # whether ranks measure their nodes before they train
     env: dict[str, str] = field(default_factory=dict)
-    run: str = ""  # the run's name, if `run_dir` does not end with it
+    known_as: str = ""  # the run folder's own path, if `run_dir` is another way to it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -96,7 +96,7 @@ def torchrun_environment(spec: RankSpec) -> dict[str, str]:
         local_world_size=spec.local_world_size,
         node_rank=spec.node,
         generation=spec.generation,
-        run_id=f"{spec.run or Path(spec.run_dir).name}-{spec.attempt}",
+        run_id=f"{Path(spec.known_as or spec.run_dir).name}-{spec.attempt}",
     )
 
 

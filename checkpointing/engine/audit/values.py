@@ -111,9 +111,9 @@ class Values:
 
     def _read(self, file: str, offset: int, length: int, dtype: torch.dtype) -> Tensor:
         held = bytearray(self._file(file).read(offset, length))
-        return (
-            torch.frombuffer(held, dtype=torch.uint8).view(dtype) if held else torch.empty(0, dtype=dtype, device="cpu")
-        )
+        if not held:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(held, dtype=torch.uint8).view(dtype)
 
     def _file(self, name: str) -> VerifiedFile:
         """Return a file, keeping the last ones open, because the shards of one row may be in several."""

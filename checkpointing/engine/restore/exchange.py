@@ -137,10 +137,8 @@ def exchange(
     for number in range(rounds):
         out = [_share(total, cap, number) for total in totals]
         back = [_share(total, cap, number) for total in coming]
-        sent, got = (
-            torch.empty(sum(out), dtype=torch.uint8, device="cpu"),
-            torch.empty(sum(back), dtype=torch.uint8, device="cpu"),
-        )
+        sent = torch.empty(sum(out), dtype=torch.uint8, device="cpu")
+        got = torch.empty(sum(back), dtype=torch.uint8, device="cpu")
         for stream, block in zip(outgoing, sent.split(out), strict=True):
             stream.fill(block)
         dist.all_to_all_single(got, sent, back, out, group=ranks._group)

@@ -33,7 +33,9 @@ TINY = {
     "train": {"steps": 8, "seed": 7, "batch_size": 8, "seq_len": 32},
     "optimizer": {"warmup_steps": 2, "lr": 1e-2},
     "checkpoint": {"every": 3, "keep": 2},
+    "detection": {"preflight": {"on": False}},
 }
+"""Configuration of a small run; the benchmark of a node before the first step has tests of its own."""
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from tests.trainer.worker.forked_writers import ForkedWriters
 from tests.warm_programs import skip_absent_numpy
 from trainer.contract.config import JobConfig
 from trainer.contract.launch_token import revoke
@@ -38,15 +39,17 @@ def imported_files(names: set[str]) -> list[str]:
 class Rank:
     """One forked rank with its cell and its control socket."""
 
-    def __init__(self, scenario: dict, rank: int) -> None:
+    def __init__(self, scenario: dict, rank: int, writers: ForkedWriters) -> None:
         self.rank = rank
         self.cell = ProgressCell.create()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         world = scenario["world"]
+        memory, writer = writers.connection()
         spec = RankSpec(
             run_dir=scenario["run_dir"], attempt=scenario["attempt"], generation=scenario["generation"], rank=rank,
             local_rank=rank, world_size=world, local_world_size=world, node=0, node_name="n0",
             cell_fd=self.cell.descriptor, control_fd=theirs.fileno(), host="127.0.0.1",
+            arena_fd=memory, writer_fd=writer,
         )  # fmt: skip
         log = RunDir(Path(scenario["run_dir"])).attempt(scenario["attempt"]).rank_log(rank)
         self.pid = os.fork()
@@ -61,6 +64,8 @@ class Rank:
             log.with_suffix(".imports").write_text("\n".join(imported_files(set(sys.modules) - known)))
             os._exit(code)
         theirs.close()
+        os.close(memory)
+        os.close(writer)
         self.code: int | None = None
         self.last: ReportedEnd | None = None
 
@@ -124,9 +129,9 @@ class Stillness:
         return step >= scenario.get("still_after", step + 1) and time.monotonic() - self.since > 2.0
 
 
-def run(scenario: dict) -> dict:
+def run(scenario: dict, writers: ForkedWriters) -> dict:
     begin = time.monotonic()
-    ranks = [Rank(scenario, rank) for rank in range(scenario["world"])]
+    ranks = [Rank(scenario, rank, writers) for rank in range(scenario["world"])]
     first = receive_message(ranks[0].control, FROM_RANK)
     store = first if isinstance(first, Store) else None
     ranks[0].last = first if isinstance(first, ReportedEnd) else None
@@ -144,7 +149,7 @@ def run(scenario: dict) -> dict:
             for rank in ranks:
                 if rank.code is None:
                     os.kill(rank.pid, signal.SIGKILL)
-        time.sleep(0.003)
+        time.sleep(0.003 if actions else 0.01)
     answer = {
         "codes": [rank.code for rank in ranks],
         "steps": [rank.step() for rank in ranks],
@@ -162,13 +167,14 @@ def run(scenario: dict) -> dict:
 
 
 def main() -> None:
+    writers = ForkedWriters()
     import_lazy_parts()
     import_workload(JobConfig())
     skip_absent_numpy()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(run(json.loads(line))) + "\n")
+        sys.stdout.write(json.dumps(run(json.loads(line), writers)) + "\n")
         sys.stdout.flush()
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.warm_programs import WarmPrograms
+
 Case = dict[str, Any]
+
+
+def found(programs: WarmPrograms, program: str, ranks: int, cases: list[Case], patience: float = 300.0) -> list[Any]:
+    """For every case what each rank of the program found, so many times as it reports it."""
+    (ended,) = programs.run(program, [(ranks, json.dumps(cases))], patience)
+    assert ended.code == 0, ended.err
+    return [list(of_case) for of_case in zip(*ended.result(), strict=True)]
 
 
 def report(differences: Callable[[Case], Any], times: int = 2) -> None:

@@ -65,5 +65,5 @@ def attention_of_one(full: list[torch.Tensor], upstream: torch.Tensor) -> list[t
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-if __name__ == "__main__":
+def main() -> None:
     report(differences)

@@ -153,5 +153,5 @@ def differences(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
     report(differences)

@@ -32,6 +32,14 @@ class Layout:
     parallel: Mapping[str, Any]
     experts: bool = False
     layers: int = 2
+    steps: int = STEPS
+    saved: int = SAVED
+    """After so many steps each, and twice as often as validated."""
+
+    @property
+    def short(self) -> "Layout":
+        """The same ranks for the fast tests, which compare bits: a run of fewer steps has as many kinds of steps."""
+        return replace(self, steps=4, saved=1)
 
     @property
     def by_partners_alone(self) -> bool:
@@ -46,8 +54,8 @@ class Layout:
             model["layers"] = self.layers
         return {
             "world": self.world, "parallel": dict(self.parallel), "model": model, "optimizer": {"lr": 1e-3},
-            "train": {"steps": STEPS, "dtype": "float32"}, "checkpoint": {"every": SAVED, "keep": 100},
-            "validation": {"every": 2 * SAVED, "batches": 1},
+            "train": {"steps": self.steps, "dtype": "float32"}, "checkpoint": {"every": self.saved, "keep": 100},
+            "validation": {"every": 2 * self.saved, "batches": 1},
         }  # fmt: skip
 
     def config(self, **over: Any) -> JobConfig:
@@ -192,11 +200,11 @@ def check_killed(make_run: Callable[..., Run], undisturbed: Callable[..., Run], 
     """SIGKILL of a rank in the midst of the run; it hangs later on, so that the run does not end before."""
     victim = layout.world // 2
     calm = undisturbed(**layout.settings)
-    hurt = make_run(**layout.settings, drill=hang(victim, step=STEPS - 4))
-    codes = hurt.train_until_killed(victim, committed=2 * SAVED)["codes"]
+    hurt = make_run(**layout.settings, drill=hang(victim, step=3 * layout.saved))
+    codes = hurt.train_until_killed(victim, committed=2 * layout.saved)["codes"]
     assert codes[victim] == -9
     assert hurt.train()["codes"] == [ExitCode.FINISHED] * layout.world, hurt.log()
-    assert min(step for step in hurt.losses(generation=2) if step <= STEPS) > SAVED
+    assert min(step for step in hurt.losses(generation=2) if step <= STEPS) > layout.saved
     assert _every_loss(hurt) == _every_loss(calm)
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
 
@@ -204,7 +212,7 @@ def check_killed(make_run: Callable[..., Run], undisturbed: Callable[..., Run], 
 def check_restored(ranks: Ranks, source: Run, place: Path, name: str, target: Layout) -> None:
     """A restore test: every tensor's fingerprint compared, then a step trained and compared."""
     subject = Subject(ranks, source, place, itertools.count(1))
-    test = subject.begin(subject.folder(SAVED), name, target.world, dict(target.parallel), steps=1)
+    test = subject.begin(subject.folder(target.saved), name, target.world, dict(target.parallel), steps=1)
     assert test.train()["codes"] == [ExitCode.FINISHED] * target.world, test.log()
     found = RestoreVerdict.read(test.attempt)
     assert found.outcome is Outcome.RESTORED, found

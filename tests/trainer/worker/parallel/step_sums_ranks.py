@@ -19,5 +19,5 @@ def sums(case: Case) -> Any:
         return str(error)
 
 
-if __name__ == "__main__":
+def main() -> None:
     report(sums, times=1)

@@ -8,6 +8,7 @@ import pytest
 from tests.trainer.worker.conftest import Ranks, Run
 from tests.trainer.worker.parallel.layout_table import (
     WITH_EXPERTS,
+    Layout,
     cases,
     check_killed,
     check_losses,
@@ -24,6 +25,11 @@ SAMPLE = ("ep 2", "pp 2")
 PARTNERS = ("one", "ep 2", "fsdp 2 x ring 2, ep 4", "4 layers, one", "4 layers, ep 2")
 
 
+def run_of(name: str) -> Layout:
+    """A short one of the sample: all fast tests of a layout read the same run."""
+    return WITH_EXPERTS[name].short if name in SAMPLE else WITH_EXPERTS[name]
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("name", cases(WITH_EXPERTS))
 def test_losses_are_those_of_one_rank(
@@ -35,7 +41,7 @@ def test_losses_are_those_of_one_rank(
 
 @pytest.mark.parametrize("name", cases(WITH_EXPERTS, *SAMPLE))
 def test_a_killed_rank_changes_no_bit(make_run: Callable[..., Run], undisturbed: Callable[..., Run], name: str) -> None:
-    check_killed(make_run, undisturbed, WITH_EXPERTS[name])
+    check_killed(make_run, undisturbed, run_of(name))
 
 
 @pytest.mark.parametrize(("source", "target"), pairs(WITH_EXPERTS, PARTNERS))
@@ -47,7 +53,7 @@ def test_every_strategy_restores_into_every_other(
 
 @pytest.mark.parametrize("name", [pytest.param("one", marks=pytest.mark.proof), *cases(WITH_EXPERTS, *SAMPLE)])
 def test_states_are_what_the_formula_says(undisturbed: Callable[..., Run], name: str) -> None:
-    layout = WITH_EXPERTS[name]
+    layout = run_of(name)
     (event,) = [one for one in undisturbed(**layout.settings).events() if one.kind == EventKind.GENERATION_FIRST_STEP]
     config = layout.config()
     due = state_bytes(parameters_of_rank(config, 0), config.parallel, layout.world)
@@ -58,7 +64,7 @@ def test_states_are_what_the_formula_says(undisturbed: Callable[..., Run], name:
 
 
 def test_bytes_that_travel_to_experts_are_told_apart(undisturbed: Callable[..., Run]) -> None:
-    run = undisturbed(**WITH_EXPERTS["ep 2"].settings)
+    run = undisturbed(**run_of("ep 2").settings)
     (told,) = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
     # Two layers, four exchanges in each: all that a rank sends, or what it receives where that is more.
     sent = 2 * 4 * (8 * 32 // 2 * 2) * 32 * 4  # tokens of a rank, each to two experts x width x bytes

@@ -1,17 +1,16 @@
 """Gradients of a model whose experts several ranks share are those of one rank, the same bits each time."""
 
-import json
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.trainer.worker import forked_ranks
+from tests.warm_programs import WarmPrograms
+
 pytestmark = pytest.mark.multi
 
-RANKS = Path(__file__).parent / "gradient_ranks.py"
+RANKS = "tests.trainer.worker.parallel.gradient_ranks"
 SCHEDULES = {"1f1b": 2, "interleaved_1f1b": 4, "interleaved_zero_bubble": 4, "zbv": 4}
 EVEN = {"seq_len": 14}
 """Tensor-parallel ranks share the sequence."""
@@ -102,15 +101,18 @@ BOUND = 2e-5
 """Sums in another order, in float32."""
 
 
-@cache
-def found(ranks: str) -> dict[str, Any]:
-    """What each of so many ranks found, twice, by case."""
-    command = [sys.executable, str(RANKS), ranks[0], json.dumps(list(CASES[ranks].values()))]
-    root = str(RANKS.parents[4])
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env={"PYTHONPATH": root})
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    return {name: [rank[at] for rank in told] for at, name in enumerate(CASES[ranks])}
+@pytest.fixture(scope="module")
+def found(programs: WarmPrograms) -> Callable[[str], dict[str, Any]]:
+    """What each of so many ranks found, twice, by case; run once for all tests."""
+    results: dict[str, dict[str, Any]] = {}
+
+    def get(ranks: str) -> dict[str, Any]:
+        if ranks not in results:
+            told = forked_ranks.found(programs, RANKS, int(ranks[0]), list(CASES[ranks].values()))
+            results[ranks] = dict(zip(CASES[ranks], told, strict=True))
+        return results[ranks]
+
+    return get
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,9 @@ def found(ranks: str) -> dict[str, Any]:
         for name in cases
     ],
 )
-def test_gradients_and_loads_are_those_of_one_rank(ranks: str, name: str) -> None:
+def test_gradients_and_loads_are_those_of_one_rank(
+    found: Callable[[str], dict[str, Any]], ranks: str, name: str
+) -> None:
     for first, again in found(ranks)[name]:
         assert max(first["differences"].values()) < BOUND, first["differences"]
         assert first["load"] == first["load of one rank"]

@@ -3,7 +3,8 @@
 DP x TP ranks share each stage, by FSDP2 and tensor parallelism; DP 0: one rank has it, without FSDP2. KEYS as JSON:
 those of `train`, `fsdp` with those of `parallel.fsdp`, and `replicas`, how many groups share each stage (HSDP). Prints
 {schedule: {...}} with what the rank's gradients are beside those of the training loop without a pipeline, on the ranks
-that share a stage here.
+that share a stage here. A pipeline of N ranks has 2 N layers and trains 2 N micro-batches: as many stages as its
+schedules can have, and more micro-batches than stages are in flight.
 """
 
 import json
@@ -30,26 +31,26 @@ from trainer.worker.pipeline.runtime import Pipeline
 from trainer.worker.pipeline.stage import Call, LlamaStage, StageActivity, StagesOfRank, stage, stage_module
 
 CPU = torch.device("cpu")
-MICRO_BATCHES, SEQUENCES = 8, 2
+SEQUENCES = 2
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2}
 Gradients = Mapping[str, torch.Tensor]
 
 
-def config(keys: Mapping[str, Any]) -> JobConfig:
+def config(keys: Mapping[str, Any], layers: int) -> JobConfig:
     train = {"dtype": "float32", **keys.get("train", {})}
     if "recompute" in train:
         train["recompute"] = RecomputeConfig(**train["recompute"])
     return JobConfig(
-        model=ModelConfig(dim=32, layers=8, heads=4, kv_heads=2, ffn_dim=64),
+        model=ModelConfig(dim=32, layers=layers, heads=4, kv_heads=2, ffn_dim=64),
         train=TrainConfig(seed=7, seq_len=16, **train),
         parallel=ParallelConfig(fsdp=FsdpConfig(**keys.get("fsdp", {}))),
     )
 
 
-def batches(dp_rank: int) -> list[torch.Tensor]:
-    """The micro-batches of a step on one data-parallel rank."""
+def batches(dp_rank: int, number: int) -> list[torch.Tensor]:
+    """The `number` micro-batches of a step on one data-parallel rank."""
     generator = torch.Generator().manual_seed(dp_rank)
-    return [torch.randint(0, 257, (SEQUENCES, 17), generator=generator) for _ in range(MICRO_BATCHES)]
+    return [torch.randint(0, 257, (SEQUENCES, 17), generator=generator) for _ in range(number)]
 
 
 def of_one_process(job: JobConfig, data: Sequence[torch.Tensor]) -> Gradients:
@@ -151,7 +152,7 @@ def pipeline_of(job: JobConfig, schedule: str, layout: Layout, recorder: Recorde
         stage(make(parts[number]), job.train, group, CPU, sequences=SEQUENCES, tp=layout.tp.size())
         for number in stages_of_rank(chosen, group.rank())
     ]
-    return Pipeline(chosen, stages, MICRO_BATCHES, [recorder])
+    return Pipeline(chosen, stages, 2 * group.size(), [recorder])
 
 
 def no_pickles(*_: Any, **__: Any) -> None:
@@ -186,10 +187,11 @@ def main() -> None:
     sizes = MeshSizes(world // ranks // tp, replicas, ranks // replicas, 1, tp)
     layout = Layout(mesh=mesh, sequence_mesh=None, sizes=sizes, device=CPU, rank=rank, world_size=world)
     dp_rank = mesh["dp_replicate"].get_local_rank() * (ranks // replicas) + mesh["dp_shard"].get_local_rank()
-    job, data = config(keys), batches(dp_rank)
+    twice = 2 * mesh["pp"].size()
+    job, data = config(keys, layers=twice), batches(dp_rank, twice)
     loss, expected = of_data_parallel(job, layout, data)
     _, expected_scaled = of_data_parallel(job, layout, data, factor=2.0, scale=1024.0)
-    alone = of_one_process(job, [batch for number in range(ranks) for batch in batches(number)])
+    alone = of_one_process(job, [batch for replica in range(ranks) for batch in batches(replica, twice)])
     results = {}
     for schedule in sys.argv[7:]:
         recorder = Recorder()

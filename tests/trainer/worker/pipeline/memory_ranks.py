@@ -73,5 +73,5 @@ def _train(
     optimizer.zero_grad(set_to_none=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
     report(measured, times=1)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.trainer.worker.pipeline.gradient_program import MICRO_BATCHES, STAGES_PER_RANK
+from tests.trainer.worker.pipeline.gradient_program import STAGES_PER_RANK
 from tests.warm_programs import WarmPrograms
 from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.pipeline.simulation import COMPUTES, Kind
@@ -17,8 +17,6 @@ pytestmark = pytest.mark.multi
 
 PROGRAM = "tests.trainer.worker.pipeline.gradient_program"
 Result = dict[str, dict[str, Any]]
-NAMES = 75
-"""Parameters of a model of eight layers."""
 ACTIVITIES = {
     Kind.FORWARD: Activity.FORWARD,
     Kind.BACKWARD: Activity.BACKWARD,
@@ -41,6 +39,11 @@ class Ranks(NamedTuple):
     def holders(self) -> int:
         """Ranks that have each stage."""
         return max(1, self.dp) * self.tp
+
+    @property
+    def names(self) -> int:
+        """Parameters of the model: it has two layers for each rank of a pipeline."""
+        return 3 + 9 * 2 * (self.world // self.holders)
 
 
 LAYOUTS = {
@@ -100,11 +103,11 @@ def results(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize(("layout", "schedule"), CASES)
 def test_gradients_are_those_of_no_pipeline(results: Callable[[str], list[Result]], layout: str, schedule: str) -> None:
-    world, holders = LAYOUTS[layout].world, LAYOUTS[layout].holders
+    world, holders, due = LAYOUTS[layout].world, LAYOUTS[layout].holders, LAYOUTS[layout].names
     found = [one[schedule] for one in results(layout)]
     names = [name for one in found for name in one["names"]]
-    assert len(set(names)) == NAMES
-    assert len(names) == NAMES * holders
+    assert len(set(names)) == due
+    assert len(names) == due * holders
     assert [one["different"] for one in found] == [[]] * world
     # The same with twice the loss, times the scale of float16.
     assert [one["scaled"] for one in found] == [[]] * world
@@ -145,7 +148,7 @@ def test_watchers_see_what_the_table_says_and_waits_before_it(
     pipeline = PipelineConfig(
         stages=4 * STAGES_PER_RANK[schedule], schedule=schedule, stages_per_rank=STAGES_PER_RANK[schedule]
     )
-    table = with_communication(pipeline, MICRO_BATCHES)
+    table = with_communication(pipeline, 8)
     for actions, one in zip(table, results("4 ranks"), strict=True):
         moments = [tuple(moment) for moment in one[schedule]["moments"]]
         computed = [one for one in moments if one[0] not in (*WAITS, *AWAITED, *EXPOSED_SENDS)]

@@ -1,14 +1,13 @@
 """Ranks of a pipeline hold what the formula says, to the byte, and their peaks are within three hundredths of it."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
+from tests.trainer.worker import forked_ranks
 from tests.trainer.worker.pipeline.memory_ranks import job
+from tests.warm_programs import WarmPrograms
 from trainer.contract.config import JobConfig
 from trainer.contract.config_sections.parallel_config import mesh_coordinates
 from trainer.contract.model_costs.peak_bytes import state_bytes
@@ -17,6 +16,8 @@ from trainer.contract.pipeline.stage_split import parameters_of_rank
 from trainer.worker.pipeline.stage import with_communication
 
 pytestmark = pytest.mark.multi
+
+PROGRAM = "tests.trainer.worker.pipeline.memory_ranks"
 
 MODEL = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn_dim": 1024, "vocab_size": 320}
 """Activations are up to half of the peak: a schedule that keeps more of them is not within its bound."""
@@ -74,19 +75,15 @@ SAMPLE = ("1f1b",)
 
 
 @pytest.fixture(scope="module")
-def measured() -> Callable[[str], list[dict[str, Any]]]:
-    """What each rank of a layout found; ranks are started once for all layouts of as many that are asked for."""
+def measured(programs: WarmPrograms) -> Callable[[str], list[dict[str, Any]]]:
+    """What each rank of a layout found; run once for all tests."""
     found: dict[str, list[dict[str, Any]]] = {}
 
     def get(name: str) -> list[dict[str, Any]]:
         if name not in found:
             world = LAYOUTS[name]["cluster"]["ranks_per_node"]
-            words = [sys.executable, "-m", "tests.trainer.worker.pipeline.memory_ranks", str(world)]
-            done = subprocess.run(
-                [*words, json.dumps([LAYOUTS[name]])], capture_output=True, text=True, timeout=120, check=False
-            )
-            assert not done.returncode, done.stderr
-            found[name] = [results[0][0] for results in json.loads(done.stdout)]
+            (told,) = forked_ranks.found(programs, PROGRAM, world, [LAYOUTS[name]])
+            found[name] = [result for (result,) in told]
         return found[name]
 
     return get

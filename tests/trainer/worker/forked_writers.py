@@ -1,0 +1,57 @@
+"""Checkpoint writers as forks of one small process: each start of their program imports for longer than it writes.
+
+Run as a program this is that process: `forked_writers.py SOCKET` forks a writer for every pair of a connection and a
+memory that it receives over SOCKET, and ends with the other end of it.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+from checkpointing.writer import process
+from checkpointing.writer.arena import Arena
+
+
+class ForkedWriters:
+    """The running process; each call of `connection` makes it fork one writer."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-P", "-m", "tests.trainer.worker.forked_writers", str(theirs.fileno())]
+        with theirs:
+            subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def connection(self) -> tuple[int, int]:
+        """Return the descriptors of a new memory and of a connection to its writer, which ends with the connection."""
+        memory = os.memfd_create("orch-arena", os.MFD_CLOEXEC)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"w"], [theirs.fileno(), memory])
+        return memory, ours.detach()
+
+
+def _write(control: socket.socket, connection: int, memory: int) -> None:
+    control.close()
+    process.ignore_slurm_signals()
+    process.lower_priority()
+    process.setproctitle("orch-writer")
+    process.WriterSession(socket.socket(fileno=connection), Arena(memory)).serve()
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for a writer
+    while descriptors := socket.recv_fds(control, 1, 2, socket.MSG_CMSG_CLOEXEC)[1]:
+        if os.fork() == 0:
+            try:
+                _write(control, *descriptors)
+            finally:
+                os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.checkpointing.proofs.mounts import hide_mounts
 from tests.new_registries import copy_new_registries
 from tests.open_databases import watch
+from tests.trainer.agent.warm_agents import WarmAgents, warm_agents
 from tests.warm_programs import WarmPrograms, warm_programs
 
 BUCKET = "checkpoints"
@@ -135,4 +136,10 @@ def s3_url(s3_server: str, request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def programs() -> Iterator[WarmPrograms]:
     with warm_programs() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def agents() -> Iterator[WarmAgents]:
+    with warm_agents() as made:
         yield made

@@ -5,21 +5,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.user import SMALL, User
+from tests.end_to_end.user import SMALL, User, warm_environment
+from tests.trainer.agent.warm_agents import WarmAgents
 
 
 @pytest.fixture
-def user(tmp_path: Path) -> Iterator[User]:
+def user(tmp_path: Path, agents: WarmAgents) -> Iterator[User]:
     """A user of the embedded default: simulated nodes on this machine."""
+    someone = User(tmp_path, "local", warm_environment(agents))
+    yield someone
+    someone.leave()
+
+
+@pytest.fixture
+def cold_user(tmp_path: Path) -> Iterator[User]:
+    """A user all of whose processes are programs of their own, as everywhere but in these tests."""
     someone = User(tmp_path, "local")
     yield someone
     someone.leave()
 
 
 @pytest.fixture(scope="session")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, str]]:
+def calm(tmp_path_factory: pytest.TempPathFactory, agents: WarmAgents) -> Iterator[tuple[User, str]]:
     """A run of tiny-gpt as in `SMALL`, but on one node, undisturbed, to compare with bit for bit."""
-    someone = User(tmp_path_factory.mktemp("calm"), "local")
+    someone = User(tmp_path_factory.mktemp("calm"), "local", warm_environment(agents))
     run = someone.submit("tiny-gpt", *SMALL, "cluster.nodes=1", "cluster.ranks_per_node=2")["run"]
     assert someone.wait(run) == 0
     yield someone, run

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.user import ONE_NODE, User
+from tests.end_to_end.user import ONE_NODE, User, warm_environment
 from tests.folder_snapshot import snapshot
+from tests.trainer.agent.warm_agents import WarmAgents
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -35,9 +36,9 @@ except OSError:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[User, str]]:
+def trained(tmp_path_factory: pytest.TempPathFactory, agents: WarmAgents) -> Iterator[tuple[User, str]]:
     """A run that has ended, for tests that leave it as it is."""
-    someone = User(tmp_path_factory.mktemp("trained"), "local")
+    someone = User(tmp_path_factory.mktemp("trained"), "local", warm_environment(agents))
     run = someone.submit("tiny-gpt", *ONE_NODE, "train.steps=12", "checkpoint.keep=9")["run"]
     assert someone.wait(run) == 0
     yield someone, run
@@ -49,9 +50,10 @@ def read_only(user: User, run: str, *words: str) -> subprocess.CompletedProcess[
     folder = str(user.run_dir(run).path)
     shield = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
     program = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]
+    programs = {name: value for name, value in user.environment.items() if name != "WARM_JOBS"}  # a fork is elsewhere
     return subprocess.run(
         ["unshare", "-rm", "sh", "-c", shield, folder, *program],
-        env=user.environment, cwd=user.folder, capture_output=True, text=True, timeout=200, check=False,
+        env=programs, cwd=user.folder, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 

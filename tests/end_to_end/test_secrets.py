@@ -15,7 +15,8 @@ MINE = ("tokens", "mine.yaml")
 """What the user has written."""
 
 
-def test_secrets_are_told_by_no_file_row_log_message_or_process(user: User) -> None:
+def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User) -> None:
+    user = cold_user
     (user.folder / "tokens").write_text(f"# mine\nWANDB_API_KEY='{FILE}'\n")
     (user.folder / "tokens").chmod(0o600)
     (user.folder / "mine.yaml").write_text(

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from tests.trainer.agent.warm_agents import WarmAgents
+from tests.warm_jobs import WARM_START
 from tests.warm_programs import run_orch
 from trainer.contract.logs.line_file import work_lines
 from trainer.contract.run_dir import RunDir
@@ -27,6 +29,12 @@ TINY = ["model.layers=1", "train.seq_len=32", "train.batch_size=4"]
 ONE_NODE = [*SMALL, *TINY, "cluster.nodes=1", "cluster.ranks_per_node=2"]
 """The same on one node: two processes less, for tests of what does not depend on nodes."""
 SLOW_WORKLOAD = Path(__file__).resolve().parents[1] / "fakes" / "slow_llama.py"
+
+
+def warm_environment(agents: WarmAgents) -> dict[str, str]:
+    """Variables of a user whose local jobs are forks of this process."""
+    path = os.pathsep.join(filter(None, [str(WARM_START), os.environ.get("PYTHONPATH")]))
+    return {"WARM_JOBS": agents.jobs, "PYTHONPATH": path}
 
 
 class User:

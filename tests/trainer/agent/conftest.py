@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.job import LocalJob, until
-from tests.trainer.agent.warm_agents import WarmAgents, warm_agents
+from tests.trainer.agent.warm_agents import WarmAgents
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 
@@ -33,12 +33,6 @@ def job(tmp_path: Path, jobs: list[LocalJob], agents: WarmAgents) -> Callable[..
         return jobs[-1]
 
     return make
-
-
-@pytest.fixture(scope="session")
-def agents() -> Iterator[WarmAgents]:
-    with warm_agents() as made:
-        yield made
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,13 +19,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from setproctitle import getproctitle
+
+from tests.warm_jobs import ROOM, become, fork_job, listen
 from tests.warm_programs import as_program, skip_absent_numpy
+from trainer.agent.fork_server.link import ForkServerLink
 from trainer.contract.ranks.progress import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
 ROOT = Path(__file__).resolve().parents[3]
 _MOST = 1 << 20
 """Bytes of a message: the environment of an agent is in it."""
+_START_PROGRAM = ForkServerLink._start
 _HASH_SEED = os.environ.get("PYTHONHASHSEED", "0")
 """Seed of text hashes of a job started here: a fork has its parent's, whatever its environment says."""
 
@@ -78,19 +84,21 @@ class WarmAgent(ForkedProcess):
 
 
 class WarmAgents:
-    """The running process, asked for one agent at a time."""
+    """The running process, asked for one agent at a time; `jobs` is the socket for orders of whole jobs."""
 
     def __init__(self) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._link, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
-        with theirs:
+        listener, self.jobs = listen()
+        with theirs, listener:
+            descriptors = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.trainer.agent.warm_agents", str(theirs.fileno())],
-                cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", "tests.trainer.agent.warm_agents", *map(str, descriptors)],
+                cwd=ROOT, pass_fds=descriptors, stdin=subprocess.DEVNULL,
                 # Titles must not cover the environment, and what has threads cannot fork.
                 env={
-                    **os.environ, "PYTHONPATH": str(ROOT), "SPT_NOENV": "1", "OMP_NUM_THREADS": "1",
+                    **os.environ, **ROOM, "PYTHONPATH": str(ROOT), "SPT_NOENV": "1", "OMP_NUM_THREADS": "1",
                     "PYTHONHASHSEED": _HASH_SEED,
                 },
             )  # fmt: skip
@@ -106,6 +114,7 @@ class WarmAgents:
     def close(self) -> None:
         self._link.close()
         self._process.wait(30)
+        shutil.rmtree(Path(self.jobs).parent)
 
 
 @contextlib.contextmanager
@@ -120,18 +129,22 @@ def warm_agents() -> Iterator[WarmAgents]:
 # ---- the process itself
 
 
-def serve(link: socket.socket) -> None:
-    """Fork agents, and tell how they have ended, until nobody asks any more."""
-    agents: dict[int, tuple[int, int]] = {}  # handle of an agent -> its pid, and where its end is told
+def serve(link: socket.socket, listener: socket.socket) -> None:
+    """Fork agents, and tell how they have ended, and starters of jobs, until nobody asks any more."""
+    forks: dict[int, tuple[int, int]] = {}  # handle of an agent or a starter -> its pid, and where its end is told
     while True:
-        for ready in select.select([link.fileno(), *agents], [], [])[0]:
-            if ready in agents:
-                pid, status = agents.pop(ready)
+        for ready in select.select([link.fileno(), listener.fileno(), *forks], [], [])[0]:
+            if ready in forks:
+                pid, status = forks.pop(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with contextlib.suppress(BrokenPipeError):  # its test is over
                     os.write(status, str(code).encode())
                 os.close(status)
                 os.close(ready)
+                continue
+            if ready == listener.fileno():
+                pid = fork_job(listener)
+                forks[os.pidfd_open(pid)] = (pid, os.open(os.devnull, os.O_WRONLY))  # it answers itself
                 continue
             message, descriptors, _, _ = socket.recv_fds(link, _MOST, 2)
             if not message:
@@ -140,35 +153,15 @@ def serve(link: socket.socket) -> None:
             if (pid := os.fork()) == 0:
                 as_program(partial(become_agent, json.loads(message), log))
             os.close(log)
-            agents[os.pidfd_open(pid)] = (pid, status)
+            forks[os.pidfd_open(pid)] = (pid, status)
             link.send(str(pid).encode())
 
 
-def take_over(environ: Mapping[str, str], output: int, kept: int = -1) -> None:
-    """Be a process with this environment and output that has inherited nothing else but `kept`.
-
-    Descriptors are turned to nothing, not closed: what owns them here closes them one day, when they would be others.
-    """
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    for target in (1, 2):
-        os.dup2(output, target)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the one that the folder was read with
-            if descriptor > 2 and descriptor not in (kept, nothing):
-                os.fstat(descriptor)
-                os.dup2(nothing, descriptor, inheritable=False)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
-    os.environ.clear()
-    os.environ.update(environ)
-
-
 def become_agent(order: dict[str, Any], log: int) -> None:
-    from trainer.agent.fork_server.link import ForkServerLink
     from trainer.agent.main import run_agent
 
     os.setsid()
-    take_over(order["environ"], log)
+    become(order["environ"], log, log, keep=[])
     ForkServerLink._start = staticmethod(start_fork_server)  # type: ignore[assignment,method-assign]
     run_agent(order["run_dir"], "1")
 
@@ -188,18 +181,20 @@ class ForkServerProcess(ForkedProcess):
 
 def start_fork_server(
     theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int
-) -> ForkServerProcess:
-    """In the place of ForkServerLink's own: the same process, less its imports."""
+) -> "ForkServerProcess | subprocess.Popen[bytes]":
+    """In the place of ForkServerLink's own: the same process, less its imports, unless they depend on the job."""
     from trainer.agent.fork_server import server
 
-    assert environ["PYTHONHASHSEED"] == _HASH_SEED, "a job with its own seed needs agents that are programs"
+    own = {"PYTHONPATH": os.environ.get("PYTHONPATH"), "PYTHONHASHSEED": _HASH_SEED}
+    if any(environ.get(name) != value for name, value in own.items()):
+        return _START_PROGRAM(theirs, attempt, environ, output)
     words = [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
     def begin() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        take_over({**environ, **quiet}, output, kept=theirs.fileno())
+        become({**environ, **quiet}, output, output, keep=[theirs.fileno()])
         server.main(words)
 
     with block_step_signals():
@@ -209,7 +204,9 @@ def start_fork_server(
 
 
 def main() -> None:
-    link = socket.socket(fileno=int(sys.argv[1]))
+    link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    getproctitle()  # it finds the place of titles by the environment, which forks replace
+    from orchestrator.scheduler.local import local_job  # noqa: F401  so that no job imports it
     from trainer.agent.main import run_agent  # noqa: F401  so that no agent imports it
     from trainer.contract.config import JobConfig
     from trainer.worker.main import rank_main  # noqa: F401
@@ -219,7 +216,7 @@ def main() -> None:
     import_workload(JobConfig())
     skip_absent_numpy()
     gc.freeze()
-    serve(link)
+    serve(link, listener)
 
 
 if __name__ == "__main__":

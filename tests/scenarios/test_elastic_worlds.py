@@ -327,9 +327,10 @@ def assert_sizes_are_sound(world: World, words: str) -> None:
     assert full == 4, words
 
 
-def test_nodes_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller_attempts = [live(seed, monkeypatch) for seed in range(16)]
-    assert len([count for count in smaller_attempts if count]) >= 4, "traces that are never smaller prove nothing"
+@pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.proof)])
+def test_nodes_that_come_and_go(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller_attempts = [live(seed, monkeypatch) for seed in range(block * 8, block * 8 + 8)]
+    assert len([count for count in smaller_attempts if count]) >= 2, "traces that are never smaller prove nothing"
 
 
 @pytest.mark.proof

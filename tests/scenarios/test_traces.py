@@ -33,8 +33,9 @@ def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None, kind: ty
         shutil.rmtree(root)
 
 
+# Every fault strikes in the fifty seeds of the first two blocks; the others are more of the same.
 @pytest.mark.parametrize(
-    "block", [pytest.param(block, marks=() if block < 4 else pytest.mark.proof) for block in range(40)]
+    "block", [pytest.param(block, marks=() if block < 2 else pytest.mark.proof) for block in range(40)]
 )
 def test_a_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(block * 25, block * 25 + 25):

@@ -1,5 +1,6 @@
 """Resolved configuration as the job reads it from `config.json`: plain dataclasses without OmegaConf."""
 
+import functools
 import hashlib
 import types
 import typing
@@ -363,7 +364,7 @@ def hash_config(config: Any) -> str:
 def build(kind: Any, value: Any) -> Any:
     """Turn plain JSON data into the dataclass `kind`, nested ones included; unknown keys are ignored."""
     if is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _types_of(typing.cast(type, kind))
         known = [
             item.name for item in fields(kind) if item.name in value
         ]  # in order, so that the first error is always the same
@@ -377,3 +378,8 @@ def build(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     return float(value) if kind is float else value
+
+
+@functools.cache  # it evaluates the text of every annotation
+def _types_of(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)

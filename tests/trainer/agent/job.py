@@ -127,12 +127,12 @@ class LocalJob:
 
 
 def until(condition: Callable[[], Any], seconds: float = 20.0, story: Callable[[], str] = str) -> Any:
-    """Look until `condition` gives something true; returns it."""
-    give_up = time.monotonic() + seconds
-    while time.monotonic() < give_up:
+    """Look until `condition` gives something true, ever more rarely, as looking takes time; returns it."""
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < seconds:
         if found := condition():
             return found
-        time.sleep(0.01)
+        time.sleep(min(0.01 + waited / 20, 0.2))
     raise AssertionError(f"waited {seconds} s in vain\n{story()}")
 
 

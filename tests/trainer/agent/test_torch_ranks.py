@@ -194,14 +194,14 @@ def test_a_program_that_raises_every_few_steps_and_saves_in_between_trains_to_it
 @pytest.mark.parametrize("kind", [pytest.param("stop-rank", marks=pytest.mark.proof), "kill-rank"])
 def test_ranks_that_fail_while_they_stop_are_started_once_more_to_save(training, kind):
     """The stop comes while a rank is held up, so that all hear of it in the step at whose end one of them fails."""
-    slow = {"kind": "slow-rank", "rank": 0, "step": 9, "generation": 1, "value": 10.0}
+    slow = {"kind": "hang-in-forward", "rank": 0, "step": 9, "generation": 1, "value": 10.0}
     fails = {"kind": kind, "rank": 1, "step": 9, "generation": 1}
     work = training(
         train={"steps": 100_000}, checkpoint={"every": 4, "keep": 2}, drill={"events": [slow, fails]},
         cluster={"time": "60"}, detection={"hang": {"slow": 20.0}},
     ).start()  # fmt: skip
     work.go()
-    until(lambda: any(e.data["kind"] == "slow-rank" for e in work.events(EventKind.DRILL)), 60, work.story)
+    until(lambda: any(e.data["kind"] == "hang-in-forward" for e in work.events(EventKind.DRILL)), 60, work.story)
     Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(work.run.requests)
     assert work.wait(90) == [76, 76], work.story()
     outcome = work.outcome()
@@ -255,10 +255,13 @@ def test_an_exception_twice_at_the_same_step_ends_the_attempt(training):
 DYING = """
 import os
 import signal
+import time
 from pathlib import Path
+from checkpointing.format.manifest import COMMIT
 from trainer.worker.llama import LlamaWorkload
 
 LIVES = Path(__file__).with_name("lives")
+SAVED = Path(__file__).with_name("run-1") / "checkpoints"
 
 
 class Dying(LlamaWorkload):
@@ -268,6 +271,8 @@ class Dying(LlamaWorkload):
         self.steps += 1
         if self.steps == 10 and len(LIVES.read_text()) < 3:
             LIVES.write_text(LIVES.read_text() + ".")
+            while not list(SAVED.glob(f"step-00000008.*/{COMMIT}")):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
 
@@ -283,9 +288,8 @@ def test_a_checkpoint_that_ranks_die_after_twice_is_left_out(training, tmp_path)
     """Killed at step 10 from scratch, then twice after loading step 8: the fourth generation loads step 4."""
     (tmp_path / "dying_workload.py").write_text(DYING)
     (tmp_path / "lives").touch()
-    slow = {"kind": "slow-rank", "rank": 0, "step": 9, "generation": 0, "value": 0.3}  # lets step 8 be committed
     workload = {"target": "dying_workload:Dying", "path": [str(tmp_path)]}
-    work = training(nodes=1, drill={"events": [slow]}, workload=workload).start()
+    work = training(nodes=1, workload=workload).start()
     work.go()
     assert work.wait(120) == [0], work.story()
     assert [event.data["step"] for event in work.events(EventKind.CHECKPOINT_RESTORED)] == [8, 8, 4], work.story()
@@ -298,10 +302,13 @@ def test_a_checkpoint_that_ranks_die_after_twice_is_left_out(training, tmp_path)
 LOADING = """
 import os
 import signal
+import time
 from pathlib import Path
+from checkpointing.format.manifest import COMMIT
 from trainer.worker.llama import LlamaWorkload
 
 DIED = Path(__file__).with_name("died")
+SAVED = Path(__file__).with_name("run-1") / "checkpoints"
 
 
 class Loading(LlamaWorkload):
@@ -311,6 +318,8 @@ class Loading(LlamaWorkload):
         self.steps += 1
         if self.steps == 10 and not DIED.exists():
             DIED.touch()
+            while not list(SAVED.glob(f"step-00000008.*/{COMMIT}")):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
 
@@ -324,9 +333,8 @@ class Loading(LlamaWorkload):
 
 def test_code_that_cannot_load_its_state_says_nothing_of_the_checkpoint(training, tmp_path):
     (tmp_path / "loading_workload.py").write_text(LOADING)
-    slow = {"kind": "slow-rank", "rank": 0, "step": 9, "generation": 0, "value": 0.3}  # lets step 8 be committed
     workload = {"target": "loading_workload:Loading", "path": [str(tmp_path)]}
-    work = training(nodes=1, drill={"events": [slow]}, workload=workload).start()
+    work = training(nodes=1, workload=workload).start()
     work.go()
     assert work.wait(120) == [78], work.story()
     failure = work.outcome().failure
@@ -361,29 +369,6 @@ def test_kill_9_of_an_agent_with_a_warm_fork_server_leaves_nothing(training):
     work.go()
     until(lambda: work.events(EventKind.DRILL), 60, work.story)
     assert_killed_with_all_it_had(work)
-
-
-NOISY = """
-import threading
-from trainer.worker.llama import LlamaWorkload
-
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-
-
-class Noisy(LlamaWorkload):
-    pass
-"""
-
-
-def test_a_workload_whose_import_starts_a_thread_is_started_cold_and_that_is_said(training, tmp_path):
-    (tmp_path / "noisy_workload.py").write_text(NOISY)
-    workload = {"target": "noisy_workload:Noisy", "path": [str(tmp_path)]}
-    work = training(nodes=1, workload=workload, train={"steps": 3}).start()
-    work.go()
-    assert work.wait(120) == [0], work.story()
-    (fork_server,) = work.events(EventKind.FORK_SERVER)
-    assert not fork_server.data["warm"]
-    assert "started 1 thread" in fork_server.data["reason"]
 
 
 HELPED = """

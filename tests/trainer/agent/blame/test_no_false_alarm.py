@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.job import LocalJob, until
-from tests.trainer.agent.test_torch_ranks import TINY, data  # noqa: F401  # a fixture
+from tests.trainer.agent.test_torch_ranks import TINY, UNMEASURED, data  # noqa: F401  # a fixture
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import AttemptResult
 from trainer.contract.requests import Request, RequestKind
@@ -56,7 +56,7 @@ def started(
         "cluster": {"time": "2:00:00"},
         **over,
     }
-    work = warm_job(nodes=2, ranks=2, **settings).start()
+    work = warm_job(**{"nodes": 2, "ranks": 2, **settings}).start()
     work.go()
     until(lambda: work.events(EventKind.GENERATION_FIRST_STEP), 120, work.story)
     return work
@@ -80,7 +80,7 @@ def test_what_may_be_slow_is_left_alone(warm_job: Callable[..., LocalJob], data:
     """Every slow phase once, a save for a third of the time; the ten minutes below have a busy machine as well."""
     slow = {"hang-in-data": (14, 6.0), "hang-in-forward": (17, 6.0), "hang-in-save": (20, 8.0)}
     events = [{"kind": kind, "rank": 1, "step": step, "value": value} for kind, (step, value) in slow.items()]
-    work = started(warm_job, data, events)
+    work = started(warm_job, data, events, ranks=1, detection=UNMEASURED)
     until(lambda: any(e.data["step"] >= 20 for e in work.events(EventKind.CHECKPOINT_COMMITTED)), 120, work.story)
     stop(work)
     assert assert_nothing_happened(work) == 3

@@ -58,3 +58,19 @@ def test_a_command_inherits_no_signal_but_the_warnings_ignored() -> None:
     own = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigIgn"))
     inherited = int(own.split(":\t")[1], 16) & ~pythons_own
     assert (int(masks["SigBlk"], 16), int(masks["SigIgn"], 16)) == (0, warnings | inherited)
+
+
+UNSAFE = """
+import threading
+from trainer.agent.fork_server.server import fork_unsafe_reason
+
+print(repr(fork_unsafe_reason()))
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print(fork_unsafe_reason())
+"""
+
+
+def test_a_thread_of_an_import_makes_forks_unsafe_and_that_is_said() -> None:
+    """What follows from that is tested with ranks, of a module that starts a process."""
+    ended = subprocess.run([sys.executable, "-c", UNSAFE], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.splitlines() == ["''", "importing the workload started 1 thread(s)"]

@@ -29,7 +29,17 @@ def install(folder: Path, wheel: Path, *, whole: bool) -> Path:
     python = folder / "bin" / "python"
     command = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), str(wheel)]
     if not whole:
-        command = [sys.executable, "-m", "pip", f"--python={python}", "install", "-q", "--no-deps", str(wheel)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            f"--python={python}",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-compile",
+            str(wheel),
+        ]
     subprocess.run(command, check=True, capture_output=True)
     if not whole:
         (places,) = (folder / "lib").glob("python*/site-packages")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.user import SLOW_WORKLOAD
 from tests.security.people import ROOT, Town, town
 from trainer.agent.control.tcp_transport import hello_seal, new_nonce
 from trainer.contract.run_dir import RunDir
@@ -83,7 +84,12 @@ def place() -> Iterator[Town]:
 @pytest.fixture(scope="module")
 def live(place: Town) -> Iterator[Live]:
     ann, root = place.ann, f"cluster.root={place.project}"
-    made = ann.ask("submit", "tiny-gpt", root, "cluster.shared_root=true", "name=live", *SMALL)
+    ann.code("import sys; open('slow_llama.py', 'w').write(sys.argv[1])", SLOW_WORKLOAD.read_text())
+    slowly = [
+        "workload.target=slow_llama:SlowLlama", f"workload.path=[{ann.home}]",
+        f"+workload.args.while_there={ann.home}", "+workload.args.seconds=0.2",
+    ]  # fmt: skip
+    made = ann.ask("submit", "tiny-gpt", root, "cluster.shared_root=true", "name=live", *SMALL, *slowly)
     name = made["run"]
     intent = json.loads((place.project / name / "attempts/001/intent.json").read_text())
     run = Live(place, name, intent["job_name"])
@@ -91,7 +97,7 @@ def live(place: Town) -> Iterator[Live]:
         until(lambda: run.step() > 0, "it trains")
         yield run
     finally:
-        ann.orch("cancel", name, "--now")
+        ann.orch("cancel", name)
         ann.orch("controller", "stop")
         for pid in run.processes():
             os.kill(pid, 9)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.user import SLOW_WORKLOAD
+from tests.end_to_end.user import SLOW_WORKLOAD, TINY
 from tests.security.people import ROOT, Town, town
 from trainer.agent.control.tcp_transport import hello_seal, new_nonce
 from trainer.contract.run_dir import RunDir
 
 SMALL = [
     "cluster.kind=local", "cluster.nodes=1", "cluster.ranks_per_node=1", "parallel.dp_shard=0", "parallel.tp=1",
-    "train.batch_size=8", "checkpoint.every=50", "train.steps=1000000", "restore_tests.every=off",
+    *TINY, "checkpoint.every=50", "train.steps=1000000", "restore_tests.every=off",
 ]  # fmt: skip
 BOBS = ROOT / "tests" / "security" / "bobs_folder.py"
 
@@ -87,7 +87,7 @@ def live(place: Town) -> Iterator[Live]:
     ann.code("import sys; open('slow_llama.py', 'w').write(sys.argv[1])", SLOW_WORKLOAD.read_text())
     slowly = [
         "workload.target=slow_llama:SlowLlama", f"workload.path=[{ann.home}]",
-        f"+workload.args.while_there={ann.home}", "+workload.args.seconds=0.2",
+        f"+workload.args.while_there={ann.home}", "+workload.args.seconds=0.4",
     ]  # fmt: skip
     made = ann.ask("submit", "tiny-gpt", root, "cluster.shared_root=true", "name=live", *SMALL, *slowly)
     name = made["run"]
@@ -164,7 +164,7 @@ def test_tokens_that_bob_has_put_where_anns_would_be(place):
 def test_tiers_have_their_own_names_in_events_and_lists(place):
     """Events of the job's descriptors would name a tier that no later process knows."""
     tiers = f"checkpoint.tiers=[{{path: {place.project}/tier, keep: 2}}, {{path: run, every: 8, keep: 2}}]"
-    words = [f"cluster.root={place.project}", "cluster.shared_root=true", "name=tiers", *SMALL, "model.layers=1"]
+    words = [f"cluster.root={place.project}", "cluster.shared_root=true", "name=tiers", *SMALL]
     run = place.ann.ask("submit", "tiny-gpt", *words, "train.steps=32", "checkpoint.every=4", tiers)["run"]
     try:
         assert place.ann.orch("wait", run, "--timeout", "200").returncode == 0

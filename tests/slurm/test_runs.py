@@ -7,9 +7,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.user import TINY, User, assert_exact, assert_gone, assert_no_step_twice_at_once
+from tests.end_to_end.user import TINY, User, assert_exact, assert_gone, assert_no_step_twice_at_once, warm_environment
 from tests.slurm import processes
 from tests.slurm.lab import SlurmLab
+from tests.trainer.agent.warm_agents import WarmAgents
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 SMALL = [
@@ -21,9 +22,9 @@ ONE_RANK_EACH = [*SMALL, *TINY, "cluster.ranks_per_node=1", "parallel.tp=1"]
 
 
 @pytest.fixture(scope="session")
-def calm(lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, str]:
-    """The same run undisturbed, to compare with bit for bit."""
-    someone = User(tmp_path_factory.mktemp("calm"), "slurm", lab.environment())
+def calm(agents: WarmAgents, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, str]:
+    """The same run undisturbed and without Slurm, to compare with bit for bit."""
+    someone = User(tmp_path_factory.mktemp("calm"), "local", warm_environment(agents))
     run = someone.submit("tiny-gpt", *ONE_RANK_EACH)["run"]
     assert someone.wait(run) == 0
     someone.run("controller", "stop")

@@ -59,7 +59,7 @@ def test_a_sample_of_prefixes(tmp_path: Path) -> None:
     log = recorded(tmp_path / "real")
     assert sum(map(_commits, log)) == SAVES
     assert any(entry[0] == "delete" for entry in log)
-    for length in range(0, len(log) + 1, max(1, len(log) // 8)):
+    for length in range(0, len(log) + 1, max(1, len(log) // 5)):
         for power_loss in (False, True):
             assert_whole(log, length, tmp_path / f"{length}-{power_loss}", power_loss=power_loss)
 

@@ -84,6 +84,12 @@ def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(text) for name, text in TEXTS.items()}
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """What `ast.walk` finds, looked for once."""
+    return tuple(ast.walk(tree))
+
+
 def none_of(violations: Iterable[str]) -> None:
     """Fail with all of them, one a line."""
     found = list(violations)
@@ -92,7 +98,7 @@ def none_of(violations: Iterable[str]) -> None:
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
     """Absolute names of everything a file imports, late imports included; a relative one begins with a dot."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -104,7 +110,7 @@ def imported_roots(tree: ast.AST) -> set[str]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return (node for node in nodes(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -211,7 +217,7 @@ def test_no_import_cycles() -> None:
 
 
 def _edges(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -264,7 +270,7 @@ def _words(name: str) -> set[str]:
 
 def _defined(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Every name that the file gives: functions, classes, parameters, variables, attributes, import aliases."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield node.lineno, name
@@ -293,7 +299,7 @@ def test_only_render_prints() -> None:
         for name, tree in trees().items():
             if Path(name).stem.startswith("render") and Path(name).parent.name == "terminal":
                 continue
-            for node in ast.walk(tree):
+            for node in nodes(tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                     yield f"{name}:{node.lineno} prints"
 
@@ -304,7 +310,7 @@ def test_broad_excepts_stand_at_an_edge_and_say_so() -> None:
     def violations() -> Iterator[str]:
         for name, text in TEXTS.items():
             lines = text.splitlines()
-            for node in ast.walk(trees()[name]):
+            for node in nodes(trees()[name]):
                 if isinstance(node, ast.ExceptHandler):
                     caught = ast.unparse(node.type) if node.type else "everything"
                     broad = caught in ("everything", "Exception", "BaseException")
@@ -317,7 +323,7 @@ def test_broad_excepts_stand_at_an_edge_and_say_so() -> None:
 def test_configs_are_small_frozen_and_explained() -> None:
     def violations() -> Iterator[str]:
         for name, tree in trees().items():
-            for node in ast.walk(tree):
+            for node in nodes(tree):
                 if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
                     yield from (f"{name} {node.name}{fault}" for fault in _config_faults(node))
 
@@ -348,7 +354,7 @@ def test_processes_send_each_other_no_pickles() -> None:
         for name, tree in trees().items():
             if name not in UNPICKLERS:
                 yield from (f"{name} imports {root}" for root in sorted(imported_roots(tree) & PICKLE_MODULES))
-            for node in ast.walk(tree):
+            for node in nodes(tree):
                 fault = _unpickles(node) if isinstance(node, ast.Call) else None
                 if isinstance(node, ast.Call) and fault:
                     yield f"{name}:{node.lineno} {ast.unparse(node.func)} {fault}"
@@ -362,7 +368,7 @@ def test_tensors_name_their_device() -> None:
 
     def violations() -> Iterator[str]:
         for name, tree in trees().items():
-            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)] if name not in MODELS else []
+            calls = [node for node in nodes(tree) if isinstance(node, ast.Call)] if name not in MODELS else []
             for call in calls:
                 if ast.unparse(call.func) in makers and not any(given.arg == "device" for given in call.keywords):
                     yield f"{name}:{call.lineno} {ast.unparse(call.func)} without a device"
@@ -375,7 +381,7 @@ def test_messages_between_processes_are_dataclasses() -> None:
 
     def violations() -> Iterator[str]:
         for name in SOURCES.keys() - {CODEC}:
-            for node in ast.walk(trees()[name]) if name.startswith("trainer/") else ():
+            for node in nodes(trees()[name]) if name.startswith("trainer/") else ():
                 if isinstance(node, ast.Constant) and node.value in MESSAGE_TAGS:
                     yield f"{name}:{node.lineno} has the tag {node.value!r}"
                 if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SENDERS:

@@ -43,39 +43,32 @@ def facts(spec: JobSpec, node: int) -> dict[str, object]:
     return found
 
 
-def test_tasks_find_themselves_in_the_job_that_the_scheduler_names(world: World) -> None:
-    spec, job = running(world)
-    environ = facts(spec, 1)["environ"]
-    assert isinstance(environ, dict)
-    place = discover(environ)
-    assert (place.job_id, place.node, place.nodes, place.name) == (job.job_id, 1, 2, "local-1")
-
-
-def test_a_job_sees_no_secret_of_the_submitting_shell(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLOUD_SECRET_KEY", "hunter2")
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    spec, _ = running(world)
-    environ = facts(spec, 0)["environ"]
-    assert isinstance(environ, dict)
-    assert "CLOUD_SECRET_KEY" not in environ
-    assert "SLURM_JOB_ID" not in environ
-    assert environ["HOME"] == os.environ["HOME"]
-    assert environ["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_every_attempt_sees_what_the_submitter_saw(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_finds_itself_in_a_session_of_its_job_and_sees_what_the_submitter_saw_but_no_secret(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The submitter's environment is that of every attempt, whatever the shell of the controller has by then."""
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     monkeypatch.setenv("CONDA_PREFIX", "/opt/of-the-submitter")
+    monkeypatch.setenv("CLOUD_SECRET_KEY", "hunter2")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
     spec = replace(world.spec(), submitter=Submitter.from_environ(os.environ))
     monkeypatch.setenv("CONDA_PREFIX", "/opt/of-the-controller")
     monkeypatch.setenv("VIRTUAL_ENV", "/opt/of-the-controller")
     job = world.submit(spec)
     world.release(job, spec)
     world.until_running(job, spec)
-    environ = facts(spec, 0)["environ"]
+    environ, task = (facts(spec, 1)[name] for name in ("environ", "pid"))
     assert isinstance(environ, dict)
+    assert isinstance(task, int)
+    place = discover(environ)
+    assert (place.job_id, place.node, place.nodes, place.name) == (job.job_id, 1, 2, "local-1")
+    assert os.getsid(task) == int(job.job_id.partition("-")[0]) != os.getsid(0)
     assert environ["CONDA_PREFIX"] == "/opt/of-the-submitter"
     assert "VIRTUAL_ENV" not in environ
+    assert "CLOUD_SECRET_KEY" not in environ
+    assert "SLURM_JOB_ID" not in environ
+    assert environ["HOME"] == os.environ["HOME"]
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_a_record_that_cannot_be_read_hides_its_own_job_only(world: World) -> None:
@@ -96,14 +89,6 @@ def test_a_record_that_cannot_be_read_hides_its_own_job_only(world: World) -> No
     world.submit(world.spec())
     record.write_text(kept)
     assert world.scheduler.poll([broken.job_id])[broken.job_id].state == "PENDING"
-
-
-def test_a_job_has_a_session_of_its_own(world: World) -> None:
-    spec, job = running(world)
-    task = facts(spec, 0)["pid"]
-    assert isinstance(task, int)
-    assert os.getsid(task) == int(job.job_id.partition("-")[0])
-    assert os.getsid(task) != os.getsid(0)
 
 
 SUBMIT_AND_DIE = """
@@ -224,25 +209,28 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
             monkeypatch.setattr(module, "boot_id", lambda: "another")
 
 
-@pytest.mark.parametrize("machine", [False, True])
 def test_of_a_job_elsewhere_its_heartbeat_tells_and_silence_is_no_end(
-    world: World, monkeypatch: pytest.MonkeyPatch, machine: bool
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Elsewhere is another container, or another machine of this name."""
     spec, job = running(world)
     beat = spec.submission.parent / "heartbeat.json"
     beat.write_text("{}")
-    with monkeypatch.context() as patch:
-        elsewhere(patch, machine)
+    for machine in (False, True):
+        with monkeypatch.context() as patch:
+            elsewhere(patch, machine)
+            assert world.state(job) == "RUNNING"
+            patch.setattr(local_scheduler, "_SILENT_S", 0.0)
+            assert world.scheduler.poll([job.job_id]) == {}
+            assert world.scheduler.find(spec.name) == []
+            world.scheduler.cancel(job.job_id)
         assert world.state(job) == "RUNNING"
-        patch.setattr(local_scheduler, "_SILENT_S", 0.0)
-        assert world.scheduler.poll([job.job_id]) == {}
-        assert world.scheduler.find(spec.name) == []
-        world.scheduler.cancel(job.job_id)
-    assert world.state(job) == "RUNNING"
     world.scheduler.cancel(job.job_id)
     assert world.until_ended(job) == "CANCELLED"
-    elsewhere(monkeypatch, machine)
-    assert world.state(job) == "CANCELLED"
+    for machine in (False, True):
+        with monkeypatch.context() as patch:
+            elsewhere(patch, machine)
+            assert world.state(job) == "CANCELLED"
 
 
 def test_a_job_that_an_older_version_wrote_down_is_looked_at_as_before(world: World) -> None:

@@ -51,10 +51,9 @@ class LocalJob:
         self.nodes, self._starter = nodes + spares, starter
         self.agents: list[subprocess.Popen[bytes]] = []
         # Stands for submitit's process, whose end is the end of the job.
-        self.job = subprocess.Popen(
-            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env={}
-        )
+        self.job = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={})
         self.job_id = local_job_id(self.job.pid)
+        self._began = int(_stat(self.job.pid)[_STARTED])
 
     def go(self, **changes: Any) -> None:
         fields = {"attempt": 1, "epoch": 1, "job_id": self.job_id, "nonce": "0badcafe"}
@@ -105,7 +104,7 @@ class LocalJob:
 
     def processes(self) -> list[int]:
         """Pids of every live process of this job, whoever its parent is by now: agents, fork servers, ranks."""
-        return list(processes_of(self.run.path.parent, {agent.pid for agent in self.agents}))
+        return list(processes_of(self.run.path.parent, {agent.pid for agent in self.agents}, self._began))
 
     def story(self) -> str:
         """All that is known, for a failed test."""
@@ -136,21 +135,33 @@ def until(condition: Callable[[], Any], seconds: float = 20.0, story: Callable[[
     raise AssertionError(f"waited {seconds} s in vain\n{story()}")
 
 
-def processes_of(folder: Path, sessions: set[int]) -> Iterator[int]:
+def processes_of(folder: Path, sessions: set[int], began: int = 0) -> Iterator[int]:
     """Pids of live processes of these sessions, and of those that left them and carry the mark of the test's folder.
 
-    (A process that gives itself a title has no readable environment any more.)
+    The mark is looked for in processes that started at this clock tick or later. (A process that gives itself a title
+    has no readable environment any more.)
     """
     mark = f"ORCH_TEST_RUN={folder}".encode()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                environ = Path(f"/proc/{entry}/environ").read_bytes()
-                state, _, _, session = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:4]
-            except OSError:
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()):
+        try:
+            fields = _stat(pid)
+            if fields[_STATE] in "ZX":
                 continue
-            if (mark in environ.split(b"\0") or int(session) in sessions) and state not in "ZX":
-                yield int(entry)
+            is_marked = int(fields[_STARTED]) >= began and (
+                mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            )
+        except OSError:
+            continue
+        if is_marked or int(fields[_SESSION]) in sessions:
+            yield pid
+
+
+_STATE, _SESSION, _STARTED = 0, 3, 19
+"""Places behind the name of a program in /proc/PID/stat."""
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def alive(pid: int) -> bool:

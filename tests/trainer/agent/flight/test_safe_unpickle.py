@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.agent.flight.test_flight_record import call, history
@@ -28,6 +28,7 @@ plain = st.recursive(
 )  # fmt: skip
 
 
+@settings(max_examples=40)
 @given(plain, st.integers(0, 5))
 def test_plain_values_are_read_as_pickle_reads_them(value: Any, protocol: int) -> None:
     assert load(pickle.dumps(value, protocol)) == value

@@ -1,29 +1,27 @@
 """Programs of tests, each a fork of a process that has imported what they need: that takes longer than most of them.
 
-Run as a program this is that process. It reads JSON lines {module, ranks: [[argument ...] ...], folder, patience,
+`main` is that process. It reads JSON lines {module, ranks: [[argument ...] ...], folder, patience,
 environment, cwd} from stdin, forks one child for each of `ranks`, in which `module`'s main() finds its arguments in
 sys.argv, and answers with the exit codes when all have ended. What a child prints goes into `folder`; one that takes
 longer is killed.
 """
 
 import contextlib
-import gc
 import importlib
-import importlib.util
 import json
 import os
-import pkgutil
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from tests.warm_root import HASH_SEED, as_program, start_warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,22 +40,18 @@ class Ended:
 
 
 class WarmPrograms:
-    """The running process, asked for one program at a time; it has called the function `prepared` of this file."""
+    """The running process, asked for one program at a time."""
 
-    def __init__(self, prepared: str = "import_ranks") -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.warm_programs", prepared],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-        )  # fmt: skip
+    def __init__(self) -> None:
+        path = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+        seeds = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": HASH_SEED}
+        self._process = start_warm(f"{__name__}:main", environ={**path, **seeds})
 
     def run(
         self, module: str, ranks: Sequence[Sequence[object]], patience: float = 120.0,
         environment: Mapping[str, str] | None = None, cwd: Path = ROOT,
     ) -> list[Ended]:  # fmt: skip
         """All ranks of a program to their ends; one of them for each row of arguments."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="orch-programs-") as folder:
             rows = [[str(argument) for argument in row] for row in ranks]
             order = {"module": module, "ranks": rows, "folder": folder, "patience": patience, "cwd": str(cwd)}
@@ -107,7 +101,7 @@ def run_orch(
         return subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
         )
-    process, began = _idle.pop() if _idle else WarmPrograms("import_cli"), time.monotonic()
+    process, began = _idle.pop() if _idle else WarmPrograms(), time.monotonic()
     (ended,) = process.run("orchestrator.cli.main", [words], timeout, environment, folder)
     _idle.append(process)
     if ended.code == -signal.SIGKILL and time.monotonic() - began > timeout:
@@ -116,30 +110,6 @@ def run_orch(
 
 
 # ---- the process itself
-
-
-def skip_absent_numpy() -> None:
-    """Let imports of an absent NumPy fail at once: torch tries hundreds in every rank, each in all folders."""
-    if importlib.util.find_spec("numpy") is None:
-        sys.modules["numpy"] = None  # type: ignore[assignment]  # as `import` documents it
-
-
-def as_program(main: Callable[[], object]) -> NoReturn:
-    """Run `main` in a forked child as if the child had been started with it."""
-    code = 1
-    try:
-        main()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        sys.stderr.write("" if isinstance(end.code, int | None) else f"{end.code}\n")
-    except BaseException:  # noqa: BLE001  # outermost edge: a forked child must end here, and say why
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 def forked(order: Mapping[str, Any], main: Callable[[], None], arguments: Sequence[str], output: Path) -> int:
@@ -181,24 +151,7 @@ def ended(pids: Sequence[int], patience: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def import_ranks() -> None:
-    from trainer.worker.startup import preimport  # seconds, and only for this process
-
-    preimport.import_lazy_parts()
-    skip_absent_numpy()
-
-
-def import_cli() -> None:
-    """Import all that a verb may need. Torch warns of an absent NumPy."""
-    skip_absent_numpy()
-    for package in ("orchestrator", "checkpointing", "trainer.contract"):
-        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            importlib.import_module(module.name)
-
-
 def main() -> None:
-    globals()[sys.argv[1]]()
-    gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         module = importlib.import_module(order["module"])
@@ -206,7 +159,3 @@ def main() -> None:
         pids = [forked(order, module.main, row, folder / str(rank)) for rank, row in enumerate(order["ranks"])]
         sys.stdout.write(json.dumps(ended(pids, order["patience"])) + "\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

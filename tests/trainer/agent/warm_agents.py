@@ -5,7 +5,6 @@ is two thirds. Tests of how the real processes start use `LocalJob` as it is. Ru
 """
 
 import contextlib
-import gc
 import json
 import os
 import select
@@ -19,20 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from setproctitle import getproctitle
-
-from tests.warm_jobs import ROOM, become, fork_job, listen
-from tests.warm_programs import as_program, skip_absent_numpy
+from tests.warm_jobs import fork_job, listen
+from tests.warm_root import HASH_SEED, MOST, as_program, become, start_warm
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.contract.ranks.progress import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
-ROOT = Path(__file__).resolve().parents[3]
-_MOST = 1 << 20
-"""Bytes of a message: the environment of an agent is in it."""
 _START_PROGRAM = ForkServerLink._start
-_HASH_SEED = os.environ.get("PYTHONHASHSEED", "0")
-"""Seed of text hashes of a job started here: a fork has its parent's, whatever its environment says."""
 
 
 class ForkedProcess:
@@ -89,19 +81,11 @@ class WarmAgents:
     def __init__(self) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._link, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
         listener, self.jobs = listen()
         with theirs, listener:
             descriptors = [theirs.fileno(), listener.fileno()]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.trainer.agent.warm_agents", *map(str, descriptors)],
-                cwd=ROOT, pass_fds=descriptors, stdin=subprocess.DEVNULL,
-                # Titles must not cover the environment, and what has threads cannot fork.
-                env={
-                    **os.environ, **ROOM, "PYTHONPATH": str(ROOT), "SPT_NOENV": "1", "OMP_NUM_THREADS": "1",
-                    "PYTHONHASHSEED": _HASH_SEED,
-                },
-            )  # fmt: skip
+            self._process = start_warm(f"{__name__}:main", environ=os.environ, descriptors=descriptors)
 
     def start(self, run_dir: Path, environ: Mapping[str, str], log: int) -> WarmAgent:
         """The agent of attempt 1, in a session of its own, with this environment and its output in `log`."""
@@ -113,7 +97,7 @@ class WarmAgents:
 
     def close(self) -> None:
         self._link.close()
-        self._process.wait(30)
+        self._process.communicate(30)
         shutil.rmtree(Path(self.jobs).parent)
 
 
@@ -146,7 +130,7 @@ def serve(link: socket.socket, listener: socket.socket) -> None:
                 pid = fork_job(listener)
                 forks[os.pidfd_open(pid)] = (pid, os.open(os.devnull, os.O_WRONLY))  # it answers itself
                 continue
-            message, descriptors, _, _ = socket.recv_fds(link, _MOST, 2)
+            message, descriptors, _, _ = socket.recv_fds(link, MOST, 2)
             if not message:
                 return
             log, status = descriptors
@@ -161,7 +145,7 @@ def become_agent(order: dict[str, Any], log: int) -> None:
     from trainer.agent.main import run_agent
 
     os.setsid()
-    become(order["environ"], log, log, keep=[])
+    become(order["environ"], (os.open(os.devnull, os.O_RDONLY), log, log))
     ForkServerLink._start = staticmethod(start_fork_server)  # type: ignore[assignment,method-assign]
     run_agent(order["run_dir"], "1")
 
@@ -185,7 +169,7 @@ def start_fork_server(
     """In the place of ForkServerLink's own: the same process, less its imports, unless they depend on the job."""
     from trainer.agent.fork_server import server
 
-    own = {"PYTHONPATH": os.environ.get("PYTHONPATH"), "PYTHONHASHSEED": _HASH_SEED}
+    own = {"PYTHONPATH": os.environ.get("PYTHONPATH"), "PYTHONHASHSEED": HASH_SEED}
     if any(environ.get(name) != value for name, value in own.items()):
         return _START_PROGRAM(theirs, attempt, environ, output)
     words = [str(theirs.fileno()), str(os.getpid()), str(attempt.path)]
@@ -194,7 +178,7 @@ def start_fork_server(
     def begin() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        become({**environ, **quiet}, output, output, keep=[theirs.fileno()])
+        become({**environ, **quiet}, (os.open(os.devnull, os.O_RDONLY), output, output), [theirs.fileno()])
         server.main(words)
 
     with block_step_signals():
@@ -204,20 +188,4 @@ def start_fork_server(
 
 
 def main() -> None:
-    link, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    getproctitle()  # it finds the place of titles by the environment, which forks replace
-    from orchestrator.scheduler.local import local_job  # noqa: F401  so that no job imports it
-    from trainer.agent.main import run_agent  # noqa: F401  so that no agent imports it
-    from trainer.contract.config import JobConfig
-    from trainer.worker.main import rank_main  # noqa: F401
-    from trainer.worker.startup.preimport import import_lazy_parts, import_workload
-
-    import_lazy_parts()
-    import_workload(JobConfig())
-    skip_absent_numpy()
-    gc.freeze()
-    serve(link, listener)
-
-
-if __name__ == "__main__":
-    main()
+    serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:3]))

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import canonical
+from tests.warm_root import WarmChild, start_warm
 from trainer.contract import token_shards
 from trainer.contract.events import Event, read_events
 from trainer.contract.failures.outcome import RankOutcome
@@ -66,11 +65,9 @@ def python_path() -> str:
 class Ranks:
     """The running stand-in, one scenario at a time."""
 
-    process: subprocess.Popen[str]
+    process: WarmChild
 
     def run(self, **scenario: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(scenario) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -145,11 +142,7 @@ class Run:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "fake_agent.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
-    assert process.stdout is not None
+    process = start_warm("tests.trainer.worker.fake_agent:main", environ=environment)
     assert process.stdout.readline() == "ready\n"
     yield Ranks(process)
     process.communicate(timeout=30)

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.trainer.worker.forked_writers import ForkedWriters
-from tests.warm_programs import skip_absent_numpy
+from tests.warm_root import skip_absent_numpy
 from trainer.contract.config import JobConfig
 from trainer.contract.launch_token import revoke
 from trainer.contract.messages.ranks import FROM_RANK, ReportedEnd, Store

@@ -1,0 +1,200 @@
+"""The process of a worker of tests that imports torch and all of orch, once: other warm processes are forks of it.
+
+Run as a program this is that process. It gets orders {call, arguments, environ, cwd} on a socket, with descriptors for
+stdin, stdout, the exit code and whatever else the call needs, whose numbers follow the arguments in sys.argv.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import random
+import select
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from setproctitle import getproctitle
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST = 1 << 20
+"""Bytes of an order: an environment is in it."""
+HASH_SEED = os.environ.get("PYTHONHASHSEED", "0")
+"""Seed of text hashes of all warm processes: a fork has its parent's, whatever its environment says."""
+_ROOM = {"ROOM": "-" * 100_000}
+"""Its place is for the environments of forks."""
+_links: dict[int, socket.socket] = {}
+"""The link to this process's own root, by the pid of this process."""
+
+
+class WarmChild:
+    """A fork of the root, as much as `subprocess.Popen` of a program with pipes."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int, status: int) -> None:
+        self.pid, self._status = pid, status
+        self.stdin, self.stdout = open(stdin, "w"), open(stdout)  # noqa: SIM115
+        atexit.register(self.communicate, 30.0)
+
+    def communicate(self, timeout: float | None = None) -> None:
+        """Close its input and wait for its end; raises TimeoutExpired."""
+        if self.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+        if not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("a warm process", timeout or 0.0)
+        os.close(self._status)
+
+
+def start_warm(
+    call: str, arguments: Sequence[str] = (), *, environ: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> WarmChild:
+    """Start `module:function` as if it were a program with these arguments and this environment."""
+    link = _links.get(os.getpid()) or _links.setdefault(os.getpid(), _start_root())
+    stdin, written = os.pipe()
+    read, stdout = os.pipe()
+    status, theirs = os.pipe()
+    order = {"call": call, "arguments": list(arguments), "environ": dict(environ), "cwd": str(ROOT)}
+    socket.send_fds(link, [json.dumps(order).encode()], [stdin, stdout, theirs, *descriptors])
+    for descriptor in (stdin, stdout, theirs):
+        os.close(descriptor)
+    return WarmChild(int(link.recv(64)), written, read, status)
+
+
+def _start_root() -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
+    with theirs:
+        root = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.warm_root", str(theirs.fileno())],
+            cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            # Titles must not cover the environment, and what has threads cannot fork.
+            env={
+                **os.environ, **_ROOM, "PYTHONPATH": str(ROOT), "SPT_NOENV": "1", "OMP_NUM_THREADS": "1",
+                "PYTHONHASHSEED": HASH_SEED,
+            },
+        )  # fmt: skip
+    root.returncode = 0  # it ends with its link, and nobody waits for it
+    return ours
+
+
+# ---- the process itself, and its forks
+
+
+def skip_absent_numpy() -> None:
+    """Let imports of an absent NumPy fail at once: torch tries hundreds in every rank, each in all folders."""
+    if importlib.util.find_spec("numpy") is None:
+        sys.modules["numpy"] = None  # type: ignore[assignment]  # as `import` documents it
+
+
+def as_program(main: Callable[[], object]) -> NoReturn:
+    """Run `main` in a forked child as if the child had been started with it."""
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        sys.stderr.write("" if isinstance(end.code, int | None) else f"{end.code}\n")
+    except BaseException:  # noqa: BLE001  # outermost edge: a forked child must end here, and say why
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def become(environ: Mapping[str, str], streams: tuple[int, int, int], keep: Sequence[int] = ()) -> None:
+    """Be a process with this environment and these standard streams that has inherited nothing else but `keep`.
+
+    Descriptors are turned to nothing, not closed: what owns them here closes them one day, when they would be others.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number, stream in enumerate([os.dup(stream) for stream in streams]):
+        os.dup2(stream, number)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that the folder was read with
+            if descriptor > 2 and descriptor not in (*keep, nothing):
+                os.fstat(descriptor)
+                os.dup2(nothing, descriptor, inheritable=False)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environ)
+    _show_environment(environ)
+    random.seed()
+
+
+def _show_environment(environ: Mapping[str, str]) -> None:
+    """Write it where /proc/PID/environ is read from: processes of a job are found there."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[47]), int(fields[48])  # `env_start` and `env_end` of proc(5)
+    text = b"".join(f"{name}={value}".encode() + b"\0" for name, value in environ.items())
+    assert len(text) <= end - begin, "the environment has no room in that of the warm process"
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+def _import_all() -> None:
+    """Import all that a rank, an agent, a job or a verb may need. Torch warns of an absent NumPy."""
+    from trainer.contract.config import JobConfig
+    from trainer.worker.startup.preimport import import_lazy_parts, import_workload
+
+    import_lazy_parts()
+    import_workload(JobConfig())
+    skip_absent_numpy()
+    for package in ("orchestrator", "checkpointing", "trainer.contract", "trainer.agent"):
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            importlib.import_module(module.name)
+
+
+def _begin(order: dict[str, Any], descriptors: list[int]) -> None:
+    stdin, stdout, _, *others = descriptors
+    become(order["environ"], (stdin, stdout, 2), others)
+    os.chdir(order["cwd"])
+    module, _, function = order["call"].partition(":")
+    sys.argv = [module, *order["arguments"], *map(str, others)]
+    getattr(importlib.import_module(module), function)()
+
+
+def main() -> None:
+    link = socket.socket(fileno=int(sys.argv[1]))
+    getproctitle()  # it finds the place of titles by the environment, which forks replace
+    gc.disable()
+    _import_all()
+    gc.freeze()
+    gc.enable()
+    forks: dict[int, tuple[int, int]] = {}  # handle of a fork -> its pid, and where its end is told
+    while True:
+        for ready in select.select([link.fileno(), *forks], [], [])[0]:
+            if ready in forks:
+                pid, status = forks.pop(ready)
+                os.waitpid(pid, 0)
+                os.close(status)
+                os.close(ready)
+                continue
+            message, descriptors, _, _ = socket.recv_fds(link, MOST, 8)
+            if not message:
+                return
+            if (pid := os.fork()) == 0:
+                as_program(partial(_begin, json.loads(message), descriptors))
+            for descriptor in (*descriptors[:2], *descriptors[3:]):
+                os.close(descriptor)
+            forks[os.pidfd_open(pid)] = (pid, descriptors[2])
+            link.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -109,7 +109,10 @@ def confusion(first: int, last: int) -> tuple[Counter[str], list[str]]:
     return counts, wrong
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+# These two blocks have every kind of incident; the others are more seeds of the same.
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, marks=() if block in (1, 2) else pytest.mark.proof) for block in range(BLOCKS)]
+)
 def test_culprits_of_made_up_incidents_are_named_and_nobody_innocent(block: int) -> None:
     counts, wrong = confusion(block * BLOCK, (block + 1) * BLOCK)
     assert not wrong, wrong[0]

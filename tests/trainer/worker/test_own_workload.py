@@ -30,7 +30,7 @@ def test_it_learns_and_survives_a_kill_with_the_same_bits(make_run):
     calm = make_run(2, **over)
     assert calm.train()["codes"] == [0, 0], calm.log()
     assert calm.losses()[40] < 0.5 * calm.losses()[1]
-    hurt = make_run(2, **over, drill=hang(0, step=36))
+    hurt = make_run(2, **over, drill=hang(0, step=31))
     assert hurt.train_until_killed(0, committed=30)["codes"][0] == -9
     assert hurt.train()["codes"] == [0, 0], hurt.log()
     assert hurt.losses() == calm.losses()
@@ -72,7 +72,7 @@ def test_ranks_that_use_different_parameters_end_the_run_and_those_that_do_not_t
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.proof)])
 def test_layers_that_some_micro_batches_do_not_use_are_reduced_once_a_step(make_run, dtype):
     """torch fails, in half precision, where gradients are added up and a layer was never used."""
-    over = {"workload": {**PLANE, "target": "my_workload:Halves"}, "train": {"steps": 6, "dtype": dtype}}
+    over = {"workload": {**PLANE, "target": "my_workload:Halves"}, "train": {"steps": 3, "dtype": dtype}}
     each, *once = (make_run(2, parallel={"strategy": strategy}, **over) for strategy in ("fsdp", "zero1", "ddp"))
     for run in (each, *once):
         assert run.train()["codes"] == [0, 0], run.log()
@@ -160,7 +160,7 @@ def test_marks_of_parameters_and_replicas_of_a_users_own_train_as_ddp_does(make_
 def test_replicas_average_what_was_given_to_them(make_run, name, reduce):
     """Parts that were wrapped apart, layers that are frozen after a micro-batch, whole buckets that nobody uses."""
     target = {**PLANE, "target": f"replicas_workload:{name}"}
-    over = {"workload": target, "train": {**TRAIN, "steps": 6}}
+    over = {"workload": target, "train": {**TRAIN, "steps": 3}}
     run = make_run(2, parallel={"strategy": "ddp", "fsdp": {"reduce": reduce}}, **over)
     other = make_run(2, parallel={"strategy": "zero1"}, **over)
     for one in (run, other):
@@ -212,21 +212,21 @@ def test_data_that_ends_is_named_and_never_tried_again(make_run):
 def test_unused_parameters_and_each_ranks_own_statistics_come_back(make_run):
     over = {
         "workload": UNEVEN,
-        "train": {**TRAIN, "steps": 12},
+        "train": {**TRAIN, "steps": 8},
         "parallel": {"dp_shard": 2},
-        "checkpoint": {"every": 4},
+        "checkpoint": {"every": 3},
     }
     calm = make_run(2, **over)
     assert calm.train()["codes"] == [0, 0], calm.log()
-    hurt = make_run(2, **over, drill=hang(0, step=11))
-    hurt.train_until_killed(0, committed=8)
+    hurt = make_run(2, **over, drill=hang(0, step=7))
+    hurt.train_until_killed(0, committed=6)
     assert hurt.train()["codes"] == [0, 0], hurt.log()
     assert hurt.losses() == calm.losses()
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
 
 
 def test_ranks_that_are_new_begin_with_the_first_ones_statistics(make_run):
-    run = make_run(1, workload=UNEVEN, train={**TRAIN, "steps": 12}, drill={"events": [{"rank": 0, "step": 10}]})
+    run = make_run(1, workload=UNEVEN, train={**TRAIN, "steps": 6}, drill={"events": [{"rank": 0, "step": 5}]})
     run.train()
     config = json.loads(run.dir.config.read_bytes())
     config["cluster"]["ranks_per_node"] = run.world = 2

@@ -55,7 +55,8 @@ class Subject:
 
         `over` is laid over the configuration, as code that was edited would be.
         """
-        world, parallel = (world, parallel or {}) if world else LAYOUTS[layout]
+        own = "1" if self.source.world == 1 else "same"
+        world, parallel = (world, parallel or {}) if world else LAYOUTS[own if layout == "same" else layout]
         config = json.loads(self.source.dir.config.read_text())
         config["cluster"] = {**config["cluster"], **ranks_of_node(world)}
         config["parallel"] = parallel
@@ -96,22 +97,28 @@ def tested(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path) -> Sub
 
 
 @pytest.fixture
+def tested_alone(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path) -> Subject:
+    """Of one rank, for what does not depend on how many judge: that all judge alike is in test_own_workloads.py."""
+    return _subject(ranks, undisturbed, tmp_path, "bfloat16", world=1)
+
+
+@pytest.fixture
 def tested_in_float32(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path) -> Subject:
     """Sums in another order differ so little here that another layout shows what it does not show in bfloat16."""
     return _subject(ranks, undisturbed, tmp_path, "float32")
 
 
-def _subject(ranks: Ranks, undisturbed: Callable[..., Run], place: Path, dtype: str) -> Subject:
-    source = _saved_at_every_step(undisturbed, dtype)
+def _subject(ranks: Ranks, undisturbed: Callable[..., Run], place: Path, dtype: str, world: int = 2) -> Subject:
+    source = _saved_at_every_step(undisturbed, dtype, world)
     (place / dtype).mkdir()
     return Subject(ranks, source, place / dtype, itertools.count(1))
 
 
-def _saved_at_every_step(undisturbed: Callable[..., Run], dtype: str) -> Run:
+def _saved_at_every_step(undisturbed: Callable[..., Run], dtype: str, world: int) -> Run:
     """A save is skipped while two others are being written, as on a busy machine: then it is another run."""
     for number in range(10):
         source = undisturbed(
-            2, name=f"source{number}", parallel={"dp_shard": 2}, train={"steps": STEPS, "dtype": dtype},
+            world, name=f"source{number}", parallel={"dp_shard": world}, train={"steps": STEPS, "dtype": dtype},
             checkpoint={"every": EVERY, "keep": 100}, model={"layers": 2},
         )  # fmt: skip
         saved = {int(path.name[5:13]) for path in source.dir.checkpoints.glob("step-*")}

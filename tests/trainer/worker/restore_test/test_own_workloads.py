@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.worker.restore_test import unusual_workload
 from tests.trainer.worker.restore_test.conftest import Subject
-from tests.trainer.worker.saved_state.test_optimizers import setting
+from tests.trainer.worker.saved_state.test_optimizers import SAVED, STEPS, setting
 from tests.trainer.worker.test_hooks import hooked
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.restore_test import Outcome, RestoreVerdict
@@ -28,27 +28,27 @@ pytestmark = pytest.mark.multi
 )
 def test_they_are_restored_bit_for_bit(make_run: Any, tmp_path: Path, optimizer: str, world: int, kind: str) -> None:
     over = setting(optimizer, world, whole=world == 1, kind=kind)
-    over["checkpoint"] = {"every": 4, "keep": 9}
+    over["checkpoint"] = {"every": SAVED, "keep": 9}
     source = make_run(world, **over)
     assert source.train()["codes"] == [0] * world, source.log()
     subject = Subject(source.ranks, source, tmp_path, itertools.count(1))
-    found = subject.verdict(subject.folder(8), world=world, parallel=over["parallel"])
+    found = subject.verdict(subject.folder(2 * SAVED), world=world, parallel=over["parallel"])
     assert (found.outcome, found.evidence["compared"]) == (Outcome.RESTORED, 3), found
     assert found.evidence["exact"]
     # Data of the user's own may end with the last step: nothing is computed beyond it.
-    last = subject.verdict(subject.folder(14), world=world, parallel=over["parallel"])
+    last = subject.verdict(subject.folder(STEPS), world=world, parallel=over["parallel"])
     assert (last.outcome, last.evidence["compared"]) == (Outcome.RESTORED, 0), last
 
 
 def test_random_numbers_are_the_same_on_the_same_layout_only(make_run: Any, tmp_path: Path) -> None:
     over = setting("torch.optim:AdamW", 2, kind="Dropping")
-    over["checkpoint"] = {"every": 4, "keep": 9}
+    over["checkpoint"] = {"every": SAVED, "keep": 9}
     source = make_run(2, **over)
     assert source.train()["codes"] == [0, 0], source.log()
     subject = Subject(source.ranks, source, tmp_path, itertools.count(1))
-    same = subject.verdict(subject.folder(8), world=2, parallel=over["parallel"])
+    same = subject.verdict(subject.folder(2 * SAVED), world=2, parallel=over["parallel"])
     assert (same.outcome, same.evidence["compared"], same.evidence["exact"]) == (Outcome.RESTORED, 3, True), same
-    alone = subject.verdict(subject.folder(8), layout="1", world=1)
+    alone = subject.verdict(subject.folder(2 * SAVED), layout="1", world=1)
     assert (alone.outcome, alone.evidence["compared"]) == (Outcome.RESTORED, 0), alone
     assert "it draws random numbers, other ones on another layout: its steps are not compared" in alone.reason
 

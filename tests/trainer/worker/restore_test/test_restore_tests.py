@@ -36,16 +36,16 @@ def test_a_healthy_checkpoint_is_restored(tested: Subject, layout: str) -> None:
     assert [step["step"] for step in evidence["steps"]] == [TESTED + 1, TESTED + 2, TESTED + 3]
 
 
-def test_the_last_checkpoint_is_held_to_the_step_that_was_recorded_beyond_it(tested: Subject) -> None:
-    found = tested.verdict(tested.folder(STEPS))
+def test_the_last_checkpoint_is_held_to_the_step_that_was_recorded_beyond_it(tested_alone: Subject) -> None:
+    found = tested_alone.verdict(tested_alone.folder(STEPS))
     assert (found.outcome, found.evidence["compared"]) == (Outcome.RESTORED, 1), found
     assert found.evidence["run_steps"][str(STEPS + 1)] == [
-        {key: tested.source.final()["probe"][key] for key in ("loss", "grad_norm", "lr")}
+        {key: tested_alone.source.final()["probe"][key] for key in ("loss", "grad_norm", "lr")}
     ]
 
 
-def test_no_more_is_compared_than_the_run_has_trained(tested: Subject) -> None:
-    found = tested.verdict(tested.folder(9), steps=9)
+def test_no_more_is_compared_than_the_run_has_trained(tested_alone: Subject) -> None:
+    found = tested_alone.verdict(tested_alone.folder(9), steps=9)
     assert (found.outcome, found.evidence["compared"]) == (Outcome.RESTORED, 3), found
 
 
@@ -55,13 +55,13 @@ def test_each_kind_of_damage_is_caught(tested: Subject, kind: Damage) -> None:
     assert found.outcome in (Outcome.CORRUPT, Outcome.SUSPECT), found
 
 
-def test_a_loss_that_is_no_number_is_held_against_the_step_of_the_run(tested: Subject) -> None:
+def test_a_loss_that_is_no_number_is_held_against_the_step_of_the_run(tested_alone: Subject) -> None:
     """The run has trained that step; where it has not, the batch may be the cause."""
-    found = damaged(tested, nan_weights, 0, "same")
+    found = damaged(tested_alone, nan_weights, 0, "same")
     assert (found.outcome, "loss nan" in found.reason) == (Outcome.SUSPECT, True), found
-    copy = tested.copy(STEPS)
-    nan_weights(copy, tested.folder(OLDER), 0)
-    unknown = tested.verdict(copy, steps_digest="0" * 32)
+    copy = tested_alone.copy(STEPS)
+    nan_weights(copy, tested_alone.folder(OLDER), 0)
+    unknown = tested_alone.verdict(copy, steps_digest="0" * 32)
     assert unknown.outcome is Outcome.NOT_COMPARABLE, unknown
     assert "its batch may be the cause" in unknown.reason
 
@@ -73,30 +73,30 @@ def test_a_damaged_one_is_named_by_file_and_tensor(tested: Subject) -> None:
 
 
 @pytest.mark.parametrize("model", [{"layers": 3}, {"dim": 64}, {"layers": 1}])
-def test_a_model_that_was_edited_since_is_no_verdict(tested: Subject, model: dict[str, int]) -> None:
-    found = tested.verdict(tested.folder(), over={"model": model})
+def test_a_model_that_was_edited_since_is_no_verdict(tested_alone: Subject, model: dict[str, int]) -> None:
+    found = tested_alone.verdict(tested_alone.folder(), over={"model": model})
     assert found.outcome is Outcome.NOT_COMPARABLE, found
     assert "the program builds a different model" in found.reason
 
 
-def test_data_that_was_overwritten_is_no_verdict(tested: Subject, tmp_path: Path) -> None:
+def test_data_that_was_overwritten_is_no_verdict(tested_alone: Subject, tmp_path: Path) -> None:
     """With the same size: the index alone does not show it."""
     tokens = tmp_path / "tokens"
-    shutil.copytree(json.loads(tested.source.dir.config.read_text())["data"]["path"], tokens)
+    shutil.copytree(json.loads(tested_alone.source.dir.config.read_text())["data"]["path"], tokens)
     over = {"data": {"path": str(tokens)}}
-    assert tested.verdict(tested.folder(), over=over).outcome is Outcome.RESTORED
+    assert tested_alone.verdict(tested_alone.folder(), over=over).outcome is Outcome.RESTORED
     for shard in tokens.glob("*.bin"):
         shard.write_bytes(bytes(shard.stat().st_size))
-    found = tested.verdict(tested.folder(), over=over)
+    found = tested_alone.verdict(tested_alone.folder(), over=over)
     assert found.outcome is Outcome.NOT_COMPARABLE, found
     assert "the data has changed since it was prepared" in found.reason
     assert "loss of step 7 is" in found.reason, "the difference is reported"
 
 
 @pytest.mark.parametrize("differs", [("code.user",), ("code.orch",), ("env.torch",), ("data.fingerprint",)])
-def test_a_difference_beside_another_one_is_no_verdict(tested: Subject, differs: tuple[str, ...]) -> None:
+def test_a_difference_beside_another_one_is_no_verdict(tested_alone: Subject, differs: tuple[str, ...]) -> None:
     """A learning rate of the test's own stands for what the difference may lead to."""
-    found = tested.verdict(tested.folder(), over={"optimizer": {"lr": 3e-2}}, differs=differs)
+    found = tested_alone.verdict(tested_alone.folder(), over={"optimizer": {"lr": 3e-2}}, differs=differs)
     assert found.outcome is (Outcome.RESTORED if "code.user" in differs else Outcome.NOT_COMPARABLE), found
     assert differs[0] in found.reason
 
@@ -110,11 +110,11 @@ def test_a_difference_beside_another_one_is_no_verdict(tested: Subject, differs:
     ],
 )
 def test_packages_are_compared_with_those_of_the_attempt_that_trained(
-    tested: Subject, mine: dict[str, str], rate: float | None, outcome: Outcome, words: str
+    tested_alone: Subject, mine: dict[str, str], rate: float | None, outcome: Outcome, words: str
 ) -> None:
-    test = tested.begin(tested.folder(), over={"optimizer": {"lr": rate}} if rate else {})
+    test = tested_alone.begin(tested_alone.folder(), over={"optimizer": {"lr": rate}} if rate else {})
     CodeRecord(packages=mine, imported=("timm",)).write(test.dir.attempt(1).code)
-    trained = tested.source.dir.attempt(1).code
+    trained = tested_alone.source.dir.attempt(1).code
     CodeRecord(packages={"timm": "1.0", "black": "1"}, imported=("timm",)).write(trained)
     try:
         assert test.train()["codes"] == [0] * test.world, test.log()

@@ -12,16 +12,18 @@ from trainer.contract.failures.outcome import ExitCode
 pytestmark = pytest.mark.multi
 
 HERE = Path(__file__).parents[1]
+STEPS, SAVED, KILLED = 9, 3, 8
+"""The second checkpoint is restored."""
 
 
 def setting(optimizer, world, whole=False, rows=2, kind="AnyOptimizer", **options):
     args = {"optimizer": optimizer, "options": options, "whole": whole, "rows": rows, "width": 6}
     return {
         "workload": {"target": f"any_optimizer:{kind}", "path": [str(HERE)], "args": args},
-        "train": {"steps": 14, "dtype": "float32"},
+        "train": {"steps": STEPS, "dtype": "float32"},
         "optimizer": {"lr": 0.05},
         "parallel": {"dp_shard": world},
-        "checkpoint": {"every": 4},
+        "checkpoint": {"every": SAVED},
     }
 
 
@@ -33,8 +35,8 @@ def incomplete(run):
 def assert_exact(make_run, world, over):
     calm = make_run(world, **over)
     assert calm.train()["codes"] == [0] * world, calm.log()
-    hurt = make_run(world, **over, drill=hang(0, step=11))
-    assert hurt.train_until_killed(0, committed=8)["codes"][0] == -9, hurt.log()
+    hurt = make_run(world, **over, drill=hang(0, step=KILLED))
+    assert hurt.train_until_killed(0, committed=2 * SAVED)["codes"][0] == -9, hurt.log()
     assert hurt.train()["codes"] == [0] * world, hurt.log()
     assert hurt.losses() == calm.losses()
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
@@ -77,8 +79,8 @@ def test_what_a_workload_returns_in_its_state_dict_comes_back_to_every_rank(make
 
 def test_an_attribute_that_a_restart_has_lost_is_named(make_run):
     over = setting("torch.optim:SGD", 1, kind="Forgetful")
-    hurt = make_run(1, **over, drill=hang(0, step=11))
-    hurt.train_until_killed(0, committed=8)
+    hurt = make_run(1, **over, drill=hang(0, step=KILLED))
+    hurt.train_until_killed(0, committed=2 * SAVED)
     assert hurt.train()["codes"] == [0], hurt.log()
     assert incomplete(hurt) == ["workload.calls had changed and is not saved: return it in the workload's state_dict()"]
 
@@ -86,14 +88,16 @@ def test_an_attribute_that_a_restart_has_lost_is_named(make_run):
 def test_another_world_goes_on_with_the_same_group_values(make_run):
     over = setting("schedulefree:AdamWScheduleFree", 2)
     over["train"] = {**over["train"], "batch_size": 2}
-    hurt = make_run(2, **over, drill=hang(0, step=11))
-    hurt.train_until_killed(0, committed=8)
+    hurt = make_run(2, **over, drill=hang(0, step=KILLED))
+    hurt.train_until_killed(0, committed=2 * SAVED)
     config = json.loads(hurt.dir.config.read_bytes())
     config["cluster"]["ranks_per_node"], config["parallel"]["dp_shard"], hurt.world = 1, 1, 1
     hurt.dir.config.write_text(json.dumps(config))
     assert hurt.train()["codes"] == [0], hurt.log()
-    (manifest,) = [json.loads(path.read_text()) for path in hurt.dir.checkpoints.glob("step-00000014*/manifest.json")]
+    (manifest,) = [
+        json.loads(path.read_text()) for path in hurt.dir.checkpoints.glob(f"step-{STEPS:08d}*/manifest.json")
+    ]
     (facts,) = manifest["extra"]["rank_state"]
     (group,) = facts["optimizer"]["groups"]
-    assert group["values"]["k"]["value"] == 14
+    assert group["values"]["k"]["value"] == STEPS
     assert incomplete(hurt) == []

@@ -108,9 +108,9 @@ def test_a_small_regression_that_converges_is_never_held():
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer, detector = torch.optim.AdamW(model.parameters(), lr=1e-2), detector_with()
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
     lowest = math.inf
-    for _ in range(800):
+    for _ in range(400):
         x = torch.randn(16, 4)
         loss = functional.mse_loss(model(x), x.sum(dim=1, keepdim=True))
         loss.backward()

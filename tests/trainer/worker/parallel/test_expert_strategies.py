@@ -67,7 +67,7 @@ def test_bytes_that_travel_to_experts_are_told_apart(undisturbed: Callable[..., 
     run = undisturbed(**run_of("ep 2").settings)
     (told,) = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
     # Two layers, four exchanges in each: all that a rank sends, or what it receives where that is more.
-    sent = 2 * 4 * (8 * 32 // 2 * 2) * 32 * 4  # tokens of a rank, each to two experts x width x bytes
+    sent = 2 * 4 * (8 * 16 // 2 * 2) * 32 * 4  # tokens of a rank, each to two experts x width x bytes
     counts = 2 * 4 * 8  # of two layers, for four experts
     assert sent <= told["ep"] - counts <= 2 * sent
     assert told["dp_shard"] > 0

@@ -1,8 +1,9 @@
-"""Local jobs as forks of the process in `tests/trainer/agent/warm_agents.py`, which has imported torch.
+"""Controllers and local jobs as forks of the process in `tests/trainer/agent/warm_agents.py`, which has imported torch.
 
-A job's process, its tasks and their fork servers import for six CPU seconds before they do what most end-to-end tests
-are about. Here the same functions run with the same parents, arguments, environments and files, less the imports. Tests
-on Slurm, of shared roots, of the wheel and of secrets start all of them as programs.
+A controller, a job's process, its tasks and their fork servers import for eight CPU seconds before they do what most
+end-to-end tests are about. Here the same functions run with the same parents, arguments, environments and files, less
+the imports; only a controller's parent is another. Tests of shared roots, of the wheel, of secrets and of how a
+controller starts run all of them as programs, and those on Slurm their jobs.
 """
 
 import json
@@ -14,15 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from tests.warm_root import MOST, as_program, become
 
-ROOT = Path(__file__).resolve().parents[1]
-WARM_START = ROOT / "tests" / "warm_start"
-"""Folder for PYTHONPATH of whoever starts jobs; the variable WARM_JOBS names the socket of the warm process."""
+_CONTROLLER = ["-P", "-m", "orchestrator.controller.service"]
 _JOB = ["-P", "-m", "orchestrator.scheduler.local.local_job"]
 _AGENT = ["-P", "-u", "-m", "trainer.agent.main"]
 
@@ -30,25 +28,39 @@ _AGENT = ["-P", "-u", "-m", "trainer.agent.main"]
 # ---- in a controller or a command
 
 
-def start_jobs_warm() -> None:
-    """From here on, start local jobs of this process by an order to the warm process."""
-    run = subprocess.run
+def start_warm_children() -> None:
+    """From here on, start controllers and local jobs of this process by an order to the warm process.
+
+    The variable WARM_JOBS names its socket.
+    """
+    run, spawn = subprocess.run, os.posix_spawn
 
     def run_or_order(command: Any, **options: Any) -> "subprocess.CompletedProcess[Any]":
         if list(command[1:4]) != _JOB:
             return run(command, **options)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
-            link.settimeout(options["timeout"])
-            link.connect(os.environ["WARM_JOBS"])
-            link.send(json.dumps([command[4], str(options["cwd"]), dict(options["env"])]).encode())
-            try:
-                code, said = json.loads(link.recv(MOST))
-            except TimeoutError as error:
-                raise subprocess.TimeoutExpired(command, options["timeout"]) from error
+        try:
+            code, said = _order("job", command[4:], options["env"], str(options["cwd"]), options["timeout"])
+        except TimeoutError as error:
+            raise subprocess.TimeoutExpired(command, options["timeout"]) from error
         return subprocess.CompletedProcess(command, code, "", said)
 
+    def spawn_or_order(path: Any, command: Any, environ: Any, **options: Any) -> int:
+        if command[1:4] != _CONTROLLER:
+            return spawn(path, command, environ, **options)
+        (log,) = (action[2] for action in options["file_actions"] if action[:2] == (os.POSIX_SPAWN_OPEN, 1))
+        return int(_order("controller", command[4:], environ, log, 30.0))
+
     subprocess.run = run_or_order  # type: ignore[assignment]
+    os.posix_spawn = spawn_or_order
+
+
+def _order(what: str, arguments: list[str], environ: Mapping[str, str], place: str, seconds: float) -> Any:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
+        link.settimeout(seconds)
+        link.connect(os.environ["WARM_JOBS"])
+        link.send(json.dumps([what, arguments, dict(environ), place]).encode())
+        return json.loads(link.recv(MOST))
 
 
 # ---- in the warm process and its forks
@@ -63,26 +75,39 @@ def listen() -> tuple[socket.socket, str]:
     return made, f"{folder}/socket"
 
 
-def fork_job(listener: socket.socket) -> int:
-    """Fork the process that starts one job and answers the order; returns its pid."""
+def fork_for_order(listener: socket.socket) -> int:
+    """Fork the controller, or the process that starts one job and answers the order; returns its pid."""
     link, _ = listener.accept()
     with link:
+        what, *order = json.loads(link.recv(MOST))
         if (pid := os.fork()) == 0:
-            as_program(lambda: _start_job(link))
+            as_program(lambda: _start_job(link, *order) if what == "job" else _become_controller(*order))
+        if what == "controller":
+            link.send(json.dumps(pid).encode())
     return pid
 
 
-def _start_job(link: socket.socket) -> None:
+def _become_controller(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    from orchestrator.controller import service
+
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    become(environ, (os.open(os.devnull, os.O_RDONLY), output, output))
+    start_warm_children()
+    sys.argv = ["", *arguments]
+    service.main()
+
+
+def _start_job(link: socket.socket, intent: list[str], environ: Mapping[str, str], folder: str) -> None:
     from orchestrator.scheduler.local import local_job
 
-    intent, folder, environ = json.loads(link.recv(MOST))
     starter = os.getpid()
     with tempfile.TemporaryFile() as said, open(os.devnull) as nothing:
         become(environ, (nothing.fileno(), said.fileno(), said.fileno()), [link.fileno(), said.fileno()])
         os.chdir(folder)
         os.set_inheritable(link.fileno(), False)
         local_job.subprocess = SimpleNamespace(Popen=_start_task, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
-        code = local_job.main([intent])
+        code = local_job.main(intent)
         if os.getpid() == starter:  # the job itself ends here, too, long after
             sys.stderr.flush()
             said.seek(0)

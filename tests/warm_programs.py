@@ -95,8 +95,6 @@ def run_orch(
     """`orch WORDS`, as `subprocess.run` would run it. Raises TimeoutExpired."""
     command = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]
     names = {name for name in {*environment, *os.environ} if name.startswith(_READ_AT_START)}
-    if "WARM_JOBS" in environment:
-        names -= {"PYTHONPATH"}  # it has what a new interpreter needs for them, see `tests/warm_jobs.py`
     if any(environment.get(name) != os.environ.get(name) for name in names):
         return subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
@@ -122,9 +120,9 @@ def forked(order: Mapping[str, Any], main: Callable[[], None], arguments: Sequen
             os.environ.update(order["environment"])
             random.seed()
         if "WARM_JOBS" in os.environ:
-            from tests.warm_jobs import start_jobs_warm  # it imports this file
+            from tests.warm_jobs import start_warm_children  # it imports this file
 
-            start_jobs_warm()
+            start_warm_children()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT, 0o600), descriptor)

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 
 from tests.trainer.agent.warm_agents import WarmAgents
-from tests.warm_jobs import WARM_START
 from tests.warm_programs import run_orch
 from trainer.contract.logs.line_file import work_lines
 from trainer.contract.run_dir import RunDir
@@ -32,9 +31,8 @@ SLOW_WORKLOAD = Path(__file__).resolve().parents[1] / "fakes" / "slow_llama.py"
 
 
 def warm_environment(agents: WarmAgents) -> dict[str, str]:
-    """Variables of a user whose local jobs are forks of this process."""
-    path = os.pathsep.join(filter(None, [str(WARM_START), os.environ.get("PYTHONPATH")]))
-    return {"WARM_JOBS": agents.jobs, "PYTHONPATH": path}
+    """Variables of a user whose controllers and local jobs are forks of this process."""
+    return {"WARM_JOBS": agents.jobs}
 
 
 class User:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.user import User
+from tests.end_to_end.user import User, warm_environment
 from tests.slurm.lab import LabError, SlurmLab, install
 from tests.slurm.settings import RENAMING
+from tests.trainer.agent.warm_agents import WarmAgents
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +36,8 @@ def lab() -> Iterator[SlurmLab]:
 
 
 @pytest.fixture
-def user(lab: SlurmLab, tmp_path: Path) -> Iterator[User]:
-    someone = User(tmp_path, "slurm", lab.environment())
+def user(lab: SlurmLab, agents: WarmAgents, tmp_path: Path) -> Iterator[User]:
+    someone = User(tmp_path, "slurm", lab.environment() | warm_environment(agents))
     yield someone
     someone.leave()
     lab.ask("scancel", "--me")

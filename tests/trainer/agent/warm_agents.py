@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.warm_jobs import fork_job, listen
+from tests.warm_jobs import fork_for_order, listen
 from tests.warm_root import HASH_SEED, MOST, as_program, become, start_warm
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.contract.ranks.progress import block_step_signals
@@ -114,8 +114,8 @@ def warm_agents() -> Iterator[WarmAgents]:
 
 
 def serve(link: socket.socket, listener: socket.socket) -> None:
-    """Fork agents, and tell how they have ended, and starters of jobs, until nobody asks any more."""
-    forks: dict[int, tuple[int, int]] = {}  # handle of an agent or a starter -> its pid, and where its end is told
+    """Fork agents, and tell how they have ended, and what is ordered, until nobody asks any more."""
+    forks: dict[int, tuple[int, int]] = {}  # handle of a fork -> its pid, and where its end is told
     while True:
         for ready in select.select([link.fileno(), listener.fileno(), *forks], [], [])[0]:
             if ready in forks:
@@ -127,7 +127,7 @@ def serve(link: socket.socket, listener: socket.socket) -> None:
                 os.close(ready)
                 continue
             if ready == listener.fileno():
-                pid = fork_job(listener)
+                pid = fork_for_order(listener)
                 forks[os.pidfd_open(pid)] = (pid, os.open(os.devnull, os.O_WRONLY))  # it answers itself
                 continue
             message, descriptors, _, _ = socket.recv_fds(link, MOST, 2)

@@ -145,14 +145,15 @@ def test_a_run_that_is_already_finished_only_says_so(make_run):
     ],
 )
 def test_another_layout_goes_on_from_the_same_checkpoint(make_run, undisturbed, world, parallel):
-    run = make_run(2, parallel={"dp_shard": 2}, train={"dtype": "float32"}, drill=hang(0, step=8))
-    run.train_until_killed(0, committed=6)
+    train = {"dtype": "float32", "steps": 5}
+    run = make_run(2, parallel={"dp_shard": 2}, train=train, drill=hang(0, step=5))
+    run.train_until_killed(0, committed=3)
     config = json.loads(run.dir.config.read_bytes())
     config["parallel"], config["cluster"]["ranks_per_node"] = parallel, world
     run.dir.config.write_text(json.dumps(config))
     run.world = world
     assert run.train()["codes"] == [0] * world, run.log()
-    calm = undisturbed(2, parallel={"dp_shard": 2}, train={"dtype": "float32"})
+    calm = undisturbed(2, parallel={"dp_shard": 2}, train=train)
     assert run.losses() == pytest.approx(calm.losses(), rel=1e-4)
 
 

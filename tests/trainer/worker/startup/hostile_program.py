@@ -1,6 +1,6 @@
 """Two real processes: a rank that joins as ours do, and a stranger that found its store and takes a peer's place.
 
-`hostile_program.py victim CONTROL_FD` or `hostile_program.py stranger PORT CANARY`, where PORT is what any user of the
+Arguments: `victim CONTROL_FD` or `stranger PORT CANARY`, where PORT is what any user of the
 host reads in /proc/net/tcp. First the rank is rank 0 and hosts the store, then the stranger is, as rank 0: both
 directions of every exchange are met. The victim prints one JSON line: what each exchange gave or raised.
 """
@@ -127,7 +127,3 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[2])) as control:
         found = victim(control)
         control.send(json.dumps(found).encode())
-
-
-if __name__ == "__main__":
-    main()

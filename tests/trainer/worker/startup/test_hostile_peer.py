@@ -2,35 +2,32 @@
 
 import json
 import os
+import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.warm_root import WarmChild, start_warm
 from trainer.contract.messages.ranks import FROM_RANK, Store
 from trainer.contract.ranks.rank_messages import receive_message, send_message
 
-PROGRAM = Path(__file__).parent / "hostile_program.py"
-ROOT = PROGRAM.parents[4]
-
 
 @contextmanager
-def started(*arguments: str, descriptors: tuple[int, ...] = ()) -> "Iterator[subprocess.Popen[str]]":
+def started(*arguments: str, descriptors: tuple[int, ...] = ()) -> Iterator[WarmChild]:
     as_ranks_do = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "1"}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **as_ranks_do}
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=environment, pass_fds=descriptors,
+    process = start_warm(
+        "tests.trainer.worker.startup.hostile_program:main", arguments, environ={**os.environ, **as_ranks_do},
+        descriptors=descriptors,
     )  # fmt: skip
     try:
         yield process
+    except BaseException:
+        os.kill(process.pid, signal.SIGKILL)
+        raise
     finally:
-        process.kill()
         process.communicate()
 
 
@@ -48,13 +45,12 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     canary = tmp_path_factory.mktemp("hostile") / "canary"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(300)
-    with ours, started("victim", str(theirs.fileno()), descriptors=(theirs.fileno(),)):
+    with ours, started("victim", descriptors=(theirs.fileno(),)):
         theirs.close()
         store = receive_message(ours, FROM_RANK)
         assert isinstance(store, Store)
         elsewhere = reaches("127.0.0.2", store.port)
         with started("stranger", str(store.port), str(canary)) as stranger:
-            assert stranger.stdout is not None
             # The stranger was faster than rank 0: the agent, which is honest, tells of a store that is not.
             send_message(ours, replace(store, port=int(stranger.stdout.readline())))
             found = json.loads(ours.recv(65536))

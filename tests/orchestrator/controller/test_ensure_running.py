@@ -21,9 +21,15 @@ from trainer.contract.config_sections.scheduler_kinds import LOCAL
 from trainer.contract.node_identity import start_time
 
 
-def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:
+def test_a_daemon_is_started_once_and_found_by_a_second_one_and_stopped(path: Path, tmp_path: Path) -> None:
+    """It keeps no descriptor of the shell, such as a lock of flock(1), or the pipe of a command substitution."""
     assert not service.status(path).alive
-    assert service.ensure_running(path) is True
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.set_inheritable(lock.fileno(), True)
+        assert service.ensure_running(path) is True
+    with (tmp_path / "lock").open() as again:
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
     until(lambda: service.status(path).alive)
     pid = service.status(path).pid
     assert pid is not None
@@ -33,10 +39,23 @@ def test_a_daemon_is_started_once_found_and_stopped(path: Path) -> None:
     assert psutil.Process(pid).environ()["ORCH_HOME"] == os.environ["ORCH_HOME"]
     assert service.ensure_running(path) is False
     assert service.tick_once(path) is None
+    assert_a_second_one_ends(path)
+    assert service.status(path).pid == pid
     assert service.stop(path) is True
     assert not service.status(path).alive
     assert service.stop(path) is False
     assert "controller ends" in controller_log().read_text()
+
+
+def assert_a_second_one_ends(path: Path) -> None:
+    home = path.parent / "other-home"
+    home.mkdir()
+    again = subprocess.run(
+        [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2]), "ORCH_HOME": str(home)},
+    )  # fmt: skip
+    assert again.returncode == 0
+    assert "another controller lives" in (home / "controller.log").read_text()
 
 
 def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:
@@ -52,18 +71,6 @@ def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:
     assert service.status(path).epoch == first.epoch + 1
 
 
-def test_a_daemon_keeps_no_descriptor_of_the_shell(path: Path, tmp_path: Path) -> None:
-    """Such as a lock of flock(1), or the pipe of a command substitution."""
-    with (tmp_path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        os.set_inheritable(lock.fileno(), True)
-        assert service.ensure_running(path)
-    with (tmp_path / "lock").open() as again:
-        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    until(lambda: service.status(path).alive)
-    assert service.stop(path)
-
-
 @pytest.mark.parametrize("place", ["elsewhere", f"{host_name()}/another-container"])
 def test_a_controller_elsewhere_with_the_pid_of_this_process_is_another(path: Path, place: str) -> None:
     """Pids repeat from host to host, and so do start times: those of containers that booted together."""
@@ -75,20 +82,6 @@ def test_a_controller_elsewhere_with_the_pid_of_this_process_is_another(path: Pa
     assert service.tick_once(path, patience=0.0) is None
     with Store.open(path) as store:
         assert [(held.holder, held.epoch) for held in store.leases()] == [(holder, lease.epoch)]
-
-
-def test_a_second_daemon_finds_the_first_and_ends(path: Path) -> None:
-    service.ensure_running(path)
-    until(lambda: service.status(path).alive)
-    home = path.parent / "other-home"
-    home.mkdir()
-    again = subprocess.run(
-        [sys.executable, "-P", "-m", "orchestrator.controller.service", str(path)], timeout=60, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(service.__file__).parents[2]), "ORCH_HOME": str(home)},
-    )  # fmt: skip
-    assert again.returncode == 0
-    assert "another controller lives" in (home / "controller.log").read_text()
-    assert service.stop(path)
 
 
 @pytest.fixture

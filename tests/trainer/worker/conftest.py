@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -54,18 +55,21 @@ def hang(rank: int, step: int) -> dict[str, Any]:
     return {"events": [{"kind": "hang-in-data", "rank": rank, "step": step}]}
 
 
-def python_path() -> str:
-    """The folder of the tests, before that of the environment."""
-    return os.pathsep.join(filter(None, [str(HERE.parents[2]), os.environ.get("PYTHONPATH")]))
+def rank_environment() -> dict[str, str]:
+    """Variables of the stand-in: it finds the tests before what the environment has."""
+    path = os.pathsep.join(filter(None, [str(HERE.parents[2]), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 @dataclass
 class Ranks:
     """The running stand-in, one scenario at a time."""
 
-    process: WarmChild
+    process: "WarmChild | subprocess.Popen[str]"
 
     def run(self, **scenario: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(scenario) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -139,8 +143,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    process = start_warm("tests.trainer.worker.fake_agent:main", environ=environment)
+    process = start_warm("tests.trainer.worker.fake_agent:main", environ=rank_environment())
     assert process.stdout.readline() == "ready\n"
     yield Ranks(process)
     process.communicate(timeout=30)

@@ -1,7 +1,6 @@
 """A user's own workload, warm and cold."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.worker.conftest import hang, python_path
+from tests.trainer.worker.conftest import hang, rank_environment
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.messages.ranks import FROM_RANK, Store
 from trainer.contract.ranks.progress import Phase, ProgressCell
@@ -256,7 +255,7 @@ def test_a_rank_started_cold_does_the_same(make_run):
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-P", "-m", "trainer.worker.cold_rank"],
-        env={**os.environ, SPEC_VARIABLE: spec.to_json(), "PYTHONPATH": python_path()},
+        env=rank_environment() | {SPEC_VARIABLE: spec.to_json()},
         pass_fds=(cell.descriptor, theirs.fileno()), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

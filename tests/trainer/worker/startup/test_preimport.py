@@ -1,8 +1,12 @@
 """What a forked rank still reads of its installation, which may be away for a minute while it is made anew."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 
-from tests.trainer.worker.conftest import hang
+from tests.trainer.worker.conftest import Ranks, hang, rank_environment
 
 pytestmark = pytest.mark.multi
 
@@ -19,6 +23,19 @@ KINDS = [
     pytest.param(1, {"train": {"activation_checkpointing": True}}, id="recomputed", marks=pytest.mark.proof),
     pytest.param(1, {"train": {"precision": "bf16"}}, id="bf16", marks=pytest.mark.proof),
 ]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Ranks of an agent that has imported what a fork server imports; the warm one has imported all of orch."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tests.trainer.worker.fake_agent"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=rank_environment(),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield Ranks(process)
+    process.communicate(timeout=30)
 
 
 @pytest.mark.parametrize(("world", "over"), KINDS)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.warm_children import start_warm_children
 from tests.warm_root import HASH_SEED, as_program, start_warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,9 +120,7 @@ def forked(order: Mapping[str, Any], main: Callable[[], None], arguments: Sequen
             os.environ.clear()
             os.environ.update(order["environment"])
             random.seed()
-        if "WARM_JOBS" in os.environ:
-            from tests.warm_jobs import start_warm_children  # it imports this file
-
+        if "WARM_CHILDREN" in os.environ:
             start_warm_children()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, name in ((1, "out"), (2, "err")):

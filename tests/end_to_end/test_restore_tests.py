@@ -50,7 +50,7 @@ def read_only(user: User, run: str, *words: str) -> subprocess.CompletedProcess[
     folder = str(user.run_dir(run).path)
     shield = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
     program = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]
-    programs = {name: value for name, value in user.environment.items() if name != "WARM_JOBS"}  # a fork is elsewhere
+    programs = {name: value for name, value in user.environment.items() if name != "WARM_CHILDREN"}
     return subprocess.run(
         ["unshare", "-rm", "sh", "-c", shield, folder, *program],
         env=programs, cwd=user.folder, capture_output=True, text=True, timeout=200, check=False,

@@ -32,7 +32,7 @@ SLOW_WORKLOAD = Path(__file__).resolve().parents[1] / "fakes" / "slow_llama.py"
 
 def warm_environment(agents: WarmAgents) -> dict[str, str]:
     """Variables of a user whose controllers and local jobs are forks of this process."""
-    return {"WARM_JOBS": agents.jobs}
+    return {"WARM_CHILDREN": agents.orders}
 
 
 class User:

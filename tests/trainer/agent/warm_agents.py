@@ -1,7 +1,8 @@
 """Agents as forks of one process that has imported torch, and fork servers as forks of their agents.
 
 Started as programs, both import for seconds before they do what most tests are about: of the work of a small job that
-is two thirds. Tests of how the real processes start use `LocalJob` as it is. Run as a program this is that process.
+is two thirds. Tests of how the real processes start use `LocalJob` as it is. `main`
+is that process, a fork of `tests/warm_root.py`.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.warm_jobs import fork_for_order, listen
+from tests.warm_children import fork_for_order, listen
 from tests.warm_root import HASH_SEED, MOST, as_program, become, start_warm
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.contract.ranks.progress import block_step_signals
@@ -76,13 +77,13 @@ class WarmAgent(ForkedProcess):
 
 
 class WarmAgents:
-    """The running process, asked for one agent at a time; `jobs` is the socket for orders of whole jobs."""
+    """The running process, asked for one agent at a time; `orders` is its socket for `tests/warm_children.py`."""
 
     def __init__(self) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._link, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
-        listener, self.jobs = listen()
+        listener, self.orders = listen()
         with theirs, listener:
             descriptors = [theirs.fileno(), listener.fileno()]
             self._process = start_warm(f"{__name__}:main", environ=os.environ, descriptors=descriptors)
@@ -98,7 +99,7 @@ class WarmAgents:
     def close(self) -> None:
         self._link.close()
         self._process.communicate(30)
-        shutil.rmtree(Path(self.jobs).parent)
+        shutil.rmtree(Path(self.orders).parent)
 
 
 @contextlib.contextmanager

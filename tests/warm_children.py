@@ -31,7 +31,7 @@ _AGENT = ["-P", "-u", "-m", "trainer.agent.main"]
 def start_warm_children() -> None:
     """From here on, start controllers and local jobs of this process by an order to the warm process.
 
-    The variable WARM_JOBS names its socket.
+    The variable WARM_CHILDREN names its socket.
     """
     run, spawn = subprocess.run, os.posix_spawn
 
@@ -58,7 +58,7 @@ def _order(what: str, arguments: list[str], environ: Mapping[str, str], place: s
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
         link.settimeout(seconds)
-        link.connect(os.environ["WARM_JOBS"])
+        link.connect(os.environ["WARM_CHILDREN"])
         link.send(json.dumps([what, arguments, dict(environ), place]).encode())
         return json.loads(link.recv(MOST))
 
@@ -67,8 +67,8 @@ def _order(what: str, arguments: list[str], environ: Mapping[str, str], place: s
 
 
 def listen() -> tuple[socket.socket, str]:
-    """The socket that orders of jobs come to, and its name."""
-    folder = tempfile.mkdtemp(prefix="orch-jobs-")
+    """The socket that orders come to, and its path."""
+    folder = tempfile.mkdtemp(prefix="orch-orders-")
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.bind(f"{folder}/socket")
     made.listen()

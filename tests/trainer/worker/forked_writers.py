@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 
 from checkpointing.writer import process
-from checkpointing.writer.arena import Arena
+from tests.warm_root import as_program
 
 
 class ForkedWriters:
@@ -32,23 +33,13 @@ class ForkedWriters:
         return memory, ours.detach()
 
 
-def _write(control: socket.socket, connection: int, memory: int) -> None:
-    control.close()
-    process.ignore_slurm_signals()
-    process.lower_priority()
-    process.setproctitle("orch-writer")
-    process.WriterSession(socket.socket(fileno=connection), Arena(memory)).serve()
-
-
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for a writer
     while descriptors := socket.recv_fds(control, 1, 2, socket.MSG_CMSG_CLOEXEC)[1]:
         if os.fork() == 0:
-            try:
-                _write(control, *descriptors)
-            finally:
-                os._exit(0)
+            control.close()
+            as_program(partial(process.main, ["one", *map(str, descriptors), str(os.getppid()), ""]))
         for descriptor in descriptors:
             os.close(descriptor)
 

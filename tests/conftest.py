@@ -3,9 +3,11 @@
 import gc
 import logging
 import os
+import tempfile
 import urllib.request
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -18,6 +20,7 @@ from tests.new_registries import copy_new_registries
 from tests.open_databases import watch
 from tests.trainer.agent.warm_agents import WarmAgents, warm_agents
 from tests.warm_programs import WarmPrograms, warm_programs
+from tests.warm_root import share_root
 
 BUCKET = "checkpoints"
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -41,12 +44,16 @@ ROOM = 8 << 30
 """Free bytes in memory that the files of tests need; all tests together write half of that."""
 
 
-def pytest_configure() -> None:
-    """Put the files of tests in memory where it has room: on a disk, half of the time would be waits for writes."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Start what workers share; put files in memory where it has room: on a disk, tests would mostly wait."""
     if os.path.isdir(MEMORY) and psutil.virtual_memory().available > ROOM:
         free = os.statvfs(MEMORY)
         if free.f_bavail * free.f_frsize > ROOM and not free.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+    if config.getoption("numprocesses", None):  # in the process that starts the workers
+        folder = tempfile.TemporaryDirectory(prefix="orch-tests-")
+        config.add_cleanup(folder.cleanup)
+        share_root(Path(folder.name))
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
-"""The process of a worker of tests that imports torch and all of orch, once: other warm processes are forks of it.
+"""The process that imports torch and all of orch, once for all workers: other warm processes are forks of it.
 
-Run as a program this is that process. It gets orders {call, arguments, environ, cwd} on a socket, with descriptors for
+Run as a program this is that process. It gets orders {call, arguments, environ, cwd} on sockets, with descriptors for
 stdin, stdout, the exit code and whatever else the call needs, whose numbers follow the arguments in sys.argv.
 """
 
@@ -33,8 +33,11 @@ HASH_SEED = os.environ.get("PYTHONHASHSEED", "0")
 """Seed of text hashes of all warm processes: a fork has its parent's, whatever its environment says."""
 _ROOM = {"ROOM": "-" * 100_000}
 """Its place is for the environments of forks."""
+_PLACE = "ORCH_TESTS_WARM_ROOT"
+_place = os.environ.pop(_PLACE, "")
+"""Where the root listens that all workers share; empty if each process starts its own."""
 _links: dict[int, socket.socket] = {}
-"""The link to this process's own root, by the pid of this process."""
+"""The link to the root, by the pid of this process."""
 
 
 class WarmChild:
@@ -61,7 +64,7 @@ def start_warm(
     call: str, arguments: Sequence[str] = (), *, environ: Mapping[str, str], descriptors: Sequence[int] = ()
 ) -> WarmChild:
     """Start `module:function` as if it were a program with these arguments and this environment."""
-    link = _links.get(os.getpid()) or _links.setdefault(os.getpid(), _start_root())
+    link = _links.get(os.getpid()) or _links.setdefault(os.getpid(), _link())
     stdin, written = os.pipe()
     read, stdout = os.pipe()
     status, theirs = os.pipe()
@@ -72,14 +75,30 @@ def start_warm(
     return WarmChild(int(link.recv(64)), written, read, status)
 
 
-def _start_root() -> socket.socket:
+def share_root(folder: Path) -> None:
+    """Start a root for all processes that are started from now on with this environment; it ends with this process."""
+    os.environ[_PLACE] = str(folder / "root")
+    _links[os.getpid()] = _start_root(os.environ[_PLACE])
+
+
+def _link() -> socket.socket:
+    if not os.access(_place, os.W_OK):  # there is none, or this is another user
+        return _start_root()
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
+    link.connect(_place)
+    return link
+
+
+def _start_root(place: str = "") -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
-    with theirs:
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
+    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(place)  # an empty one is a name that nobody knows
+        listener.listen()
         root = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.warm_root", str(theirs.fileno())],
-            cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            [sys.executable, "-P", "-m", "tests.warm_root", str(theirs.fileno()), str(listener.fileno())],
+            cwd=ROOT, pass_fds=[theirs.fileno(), listener.fileno()], stdin=subprocess.DEVNULL,
             # Titles must not cover the environment, and what has threads cannot fork.
             env={
                 **os.environ, **_ROOM, "PYTHONPATH": str(ROOT), "SPT_NOENV": "1", "OMP_NUM_THREADS": "1",
@@ -169,31 +188,43 @@ def _begin(order: dict[str, Any], descriptors: list[int]) -> None:
     getattr(importlib.import_module(module), function)()
 
 
-def main() -> None:
-    link = socket.socket(fileno=int(sys.argv[1]))
-    getproctitle()  # it finds the place of titles by the environment, which forks replace
+def _import_all_and_freeze() -> None:
     gc.disable()
     _import_all()
     gc.freeze()
     gc.enable()
+
+
+def main() -> None:
+    first, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    getproctitle()  # it finds the place of titles by the environment, which forks replace
+    links = {first.fileno(): first}
     forks: dict[int, tuple[int, int]] = {}  # handle of a fork -> its pid, and where its end is told
-    while True:
-        for ready in select.select([link.fileno(), *forks], [], [])[0]:
-            if ready in forks:
+    is_warm = False
+    while first.fileno() in links:
+        for ready in select.select([listener, *links, *forks], [], [])[0]:
+            if ready is listener:
+                link = listener.accept()[0]
+                links[link.fileno()] = link
+            elif ready in forks:
                 pid, status = forks.pop(ready)
                 os.waitpid(pid, 0)
                 os.close(status)
                 os.close(ready)
-                continue
-            message, descriptors, _, _ = socket.recv_fds(link, MOST, 8)
-            if not message:
-                return
-            if (pid := os.fork()) == 0:
-                as_program(partial(_begin, json.loads(message), descriptors))
-            for descriptor in (*descriptors[:2], *descriptors[3:]):
-                os.close(descriptor)
-            forks[os.pidfd_open(pid)] = (pid, descriptors[2])
-            link.send(str(pid).encode())
+            else:
+                message, descriptors, _, _ = socket.recv_fds(links[ready], MOST, 8)
+                if not message:
+                    links.pop(ready).close()
+                    continue
+                if not is_warm:  # now, because many runs of tests need none of it
+                    _import_all_and_freeze()
+                    is_warm = True
+                if (pid := os.fork()) == 0:
+                    as_program(partial(_begin, json.loads(message), descriptors))
+                for descriptor in (*descriptors[:2], *descriptors[3:]):
+                    os.close(descriptor)
+                forks[os.pidfd_open(pid)] = (pid, descriptors[2])
+                links[ready].send(str(pid).encode())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, case, delete, func, insert, select, update
+from sqlalchemy import Connection, case, delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from orchestrator.errors import Fenced, ForeignRun
@@ -25,15 +25,19 @@ from orchestrator.registry.models import (
     UserRequestRow,
 )
 from orchestrator.registry.operations.user_writes import put_intent
-from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Lease, Notice
+from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Lease, Node, Notice, Run
 from orchestrator.registry.rows import (
     TOUCHED,
     alter_attempt,
     alter_checkpoint,
+    alter_rows,
     alter_run,
     check_columns,
+    find_rows,
+    first_row,
+    insertion,
     note_transition,
-    record,
+    replacement,
     the_attempt,
     the_checkpoint,
     the_run,
@@ -79,7 +83,8 @@ class LeaseWrites(StoreOperations):
                 _set(connection, row.epoch, holder=NOBODY, expires_at=0.0)
         newest = connection.execute(select(func.coalesce(func.max(LeaseRow.epoch), 0))).scalar_one()
         if held is None:
-            connection.execute(insert(LeaseRow).values(epoch=newest + 1, ticked_at=0.0, scheduler=scheduler, **fields))
+            values = {"epoch": newest + 1, "ticked_at": 0.0, "scheduler": scheduler, **fields}
+            connection.execute(insertion(LeaseRow), values)
             return _current(connection, newest + 1)
         epoch = held.epoch if held.holder == holder else newest + 1
         _set(connection, held.epoch, epoch=epoch, **fields)
@@ -125,24 +130,23 @@ def fence(connection: Connection, epoch: int, run: str | None = None) -> Lease:
         live = [f"epoch {row.epoch} is in force" for row in _rows(connection) if row.holder != NOBODY]
         raise Fenced(f"a controller with epoch {epoch} may not write: {', '.join(live) or 'nobody holds the lease'}")
     if run is not None and held.scheduler != ALL_RUNS:
-        owner = connection.execute(select(RunRow.scheduler).where(RunRow.name == run)).scalar()
-        if owner not in (None, "", held.scheduler):
-            raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owner}")
+        owned = first_row(connection, RunRow, Run, name=run)
+        if owned is not None and owned.scheduler not in ("", held.scheduler):
+            raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owned.scheduler}")
     return held
 
 
 def _rows(connection: Connection) -> list[Lease]:
-    return [record(Lease, row) for row in connection.execute(select(LeaseRow.__table__)).mappings()]
+    return find_rows(connection, LeaseRow, Lease)
 
 
 def _current(connection: Connection, epoch: int) -> Lease | None:
     """Return the lease with this epoch, which is unique."""
-    row = connection.execute(select(LeaseRow.__table__).where(LeaseRow.epoch == epoch)).mappings().first()
-    return record(Lease, row) if row else None
+    return first_row(connection, LeaseRow, Lease, epoch=epoch)
 
 
 def _set(connection: Connection, of_epoch: int, **changes: object) -> None:
-    connection.execute(update(LeaseRow).where(LeaseRow.epoch == of_epoch).values(**changes))
+    alter_rows(connection, LeaseRow, changes, epoch=of_epoch)
 
 
 class ControllerWrites(StoreOperations):
@@ -200,8 +204,7 @@ class ControllerWrites(StoreOperations):
             _keep_nodes(connection, row.cluster, scheduler)
         alter_run(connection, run, scheduler=scheduler)
         connection.info.setdefault(TOUCHED, set()).add(run)  # its record contains the scheduler
-        own = (AttemptRow.run == run) & (AttemptRow.scheduler == "")
-        connection.execute(update(AttemptRow).where(own).values(scheduler=scheduler))
+        alter_rows(connection, AttemptRow, {"scheduler": scheduler}, run=run, scheduler="")
         return True
 
     @writes
@@ -245,11 +248,7 @@ class ControllerWrites(StoreOperations):
     def put_generation(self, connection: Connection, generation: Generation, *, epoch: int) -> None:
         """Insert or update a generation, and the attempt's count of generations."""
         fence(connection, epoch, generation.run)
-        values = dict(generation.__dict__)
-        row = insert_or(GenerationRow).values(**values)
-        keys = ("run", "attempt", "number")
-        rest = {key: value for key, value in values.items() if key not in keys}
-        connection.execute(row.on_conflict_do_update(index_elements=keys, set_=rest))
+        connection.execute(replacement(GenerationRow, "run", "attempt", "number"), dict(generation.__dict__))
         wanted = (GenerationRow.run == generation.run) & (GenerationRow.attempt == generation.attempt)
         count = connection.execute(select(func.count()).select_from(GenerationRow).where(wanted)).scalar_one()
         alter_attempt(connection, generation.run, generation.attempt, generations=count)
@@ -258,14 +257,13 @@ class ControllerWrites(StoreOperations):
     def put_notice(self, connection: Connection, notice: Notice, *, epoch: int) -> None:
         """Insert a notice; an existing one is kept."""
         fence(connection, epoch, notice.run)
-        connection.execute(insert_or(NoticeRow).values(**notice.__dict__).on_conflict_do_nothing())
+        connection.execute(insertion(NoticeRow, kept=True), dict(notice.__dict__))
 
     @writes
     def put_checkpoint(self, connection: Connection, checkpoint: Checkpoint, *, epoch: int) -> None:
         """Insert a checkpoint; an existing one is kept."""
         fence(connection, epoch, checkpoint.run)
-        row = insert_or(CheckpointRow).values(**checkpoint.__dict__).on_conflict_do_nothing()
-        if connection.execute(row).rowcount:
+        if connection.execute(insertion(CheckpointRow, kept=True), dict(checkpoint.__dict__)).rowcount:
             reason = checkpoint.reason or f"written by attempt {checkpoint.attempt}"
             note_transition(
                 connection, checkpoint.run, "checkpoint", checkpoint.name, "", checkpoint.trust, reason,
@@ -277,7 +275,7 @@ class ControllerWrites(StoreOperations):
         """Record a copy of a known checkpoint in a further tier."""
         fence(connection, epoch, copy.run)
         the_checkpoint(connection, copy.run, copy.name)
-        connection.execute(insert_or(CopyRow).values(**copy.__dict__).on_conflict_do_nothing())
+        connection.execute(insertion(CopyRow, kept=True), dict(copy.__dict__))
 
     @writes
     def drop_copy(self, connection: Connection, run: str, name: str, tier: str, *, epoch: int) -> None:
@@ -369,7 +367,7 @@ class ControllerWrites(StoreOperations):
         query = select(func.coalesce(func.max(SubmissionRow.number), 0)).where(wanted)
         number = int(connection.execute(query).scalar_one()) + 1
         values = {"run": run, "attempt": attempt, "number": number, "submitted_at": now, "outcome": ""}
-        connection.execute(insert(SubmissionRow).values(**values))
+        connection.execute(insertion(SubmissionRow), values)
         return number
 
     @writes
@@ -378,16 +376,14 @@ class ControllerWrites(StoreOperations):
     ) -> None:
         """Record the outcome or job id of a submission."""
         fence(connection, epoch)
-        wanted = (SubmissionRow.run == run) & (SubmissionRow.attempt == attempt) & (SubmissionRow.number == number)
-        connection.execute(update(SubmissionRow).where(wanted).values(**check_columns(SubmissionRow, changes)))
+        changes = check_columns(SubmissionRow, changes)
+        alter_rows(connection, SubmissionRow, changes, run=run, attempt=attempt, number=number)
 
     @writes
     def set_cursor(self, connection: Connection, run: str, file: str, offset: int, *, epoch: int) -> None:
         """Record the offset up to which an event file has been read."""
         fence(connection, epoch, run)
-        row = insert_or(CursorRow).values(run=run, file=file, offset=offset)
-        keys = ("run", "file")
-        connection.execute(row.on_conflict_do_update(index_elements=keys, set_={"offset": offset}))
+        connection.execute(replacement(CursorRow, "run", "file"), {"run": run, "file": file, "offset": offset})
 
     @writes
     def answer(self, connection: Connection, request_id: int, answer: str, *, epoch: int, now: float) -> None:
@@ -400,8 +396,8 @@ class ControllerWrites(StoreOperations):
 def _alter_node(connection: Connection, name: str, cluster: str, now: float, values: dict[str, Any]) -> None:
     """Change a node's row, inserting it if the node is new."""
     fresh = {"attempts": 0, "failures": 0, "excluded_until": 0.0, "reason": ""}
-    row = insert_or(NodeRow).values(cluster=cluster, name=name, first_seen=now, last_seen=now, **fresh)
-    connection.execute(row.on_conflict_do_nothing())
+    seen_now = {"cluster": cluster, "name": name, "first_seen": now, "last_seen": now}
+    connection.execute(insertion(NodeRow, kept=True), {**seen_now, **fresh})
     wanted = (NodeRow.cluster == cluster) & (NodeRow.name == name)
     seen = func.max(NodeRow.last_seen, now)
     connection.execute(update(NodeRow).where(wanted).values(last_seen=seen, **values))
@@ -409,8 +405,8 @@ def _alter_node(connection: Connection, name: str, cluster: str, now: float, val
 
 def _keep_nodes(connection: Connection, old: str, new: str) -> None:
     """Copy the node records from the cluster's old name to its new one; the later exclusion is kept."""
-    for node in connection.execute(select(NodeRow.__table__).where(NodeRow.cluster == old)).mappings().all():
-        row = insert_or(NodeRow).values(**{**node, "cluster": new})
+    for node in find_rows(connection, NodeRow, Node, cluster=old):
+        row = insert_or(NodeRow).values(**{**node.__dict__, "cluster": new})
         given, later = row.excluded, row.excluded.excluded_until > NodeRow.excluded_until
         kept = {
             "excluded_until": func.max(NodeRow.excluded_until, given.excluded_until),

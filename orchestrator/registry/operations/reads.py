@@ -43,7 +43,7 @@ from orchestrator.registry.records import (
     Transition,
     UserRequest,
 )
-from orchestrator.registry.rows import generation_rows, record, the_attempt, the_run
+from orchestrator.registry.rows import find_rows, first_row, generation_rows, record, the_attempt, the_run
 from orchestrator.states import RunState
 from trainer.contract.config_sections.moved_keys import in_present_keys
 
@@ -57,7 +57,8 @@ class Reads(StoreOperations):
 
         A restore test is found by its whole name, or by a prefix that matches only restore tests.
         """
-        return the_run(connection, _resolve_name(connection, name))
+        found = first_row(connection, RunRow, Run, name=name)
+        return the_run(connection, _resolve_name(connection, name)) if found is None else found
 
     @reads
     def runs(
@@ -73,8 +74,7 @@ class Reads(StoreOperations):
     @reads
     def attempts(self, connection: Connection, run: str) -> list[Attempt]:
         """Return the attempts of a run, oldest first."""
-        query = select(AttemptRow.__table__).where(AttemptRow.run == run).order_by(AttemptRow.number)
-        return [record(Attempt, row) for row in connection.execute(query).mappings()]
+        return find_rows(connection, AttemptRow, Attempt, "number", run=run)
 
     @reads
     def attempt(self, connection: Connection, run: str, number: int) -> Attempt:
@@ -98,22 +98,18 @@ class Reads(StoreOperations):
     @reads
     def checkpoints(self, connection: Connection, run: str) -> list[Checkpoint]:
         """Return the checkpoints of a run, newest first, deleted ones included."""
-        order = (CheckpointRow.step.desc(), CheckpointRow.committed_at.desc(), CheckpointRow.name.desc())
-        query = select(CheckpointRow.__table__).where(CheckpointRow.run == run).order_by(*order)
-        return [record(Checkpoint, row) for row in connection.execute(query).mappings()]
+        order = "step DESC, committed_at DESC, name DESC"
+        return find_rows(connection, CheckpointRow, Checkpoint, order, run=run)
 
     @reads
     def copies(self, connection: Connection, run: str) -> list[CheckpointCopy]:
         """Return the copies of a run's checkpoints in further tiers, by checkpoint and tier."""
-        query = select(CopyRow.__table__).where(CopyRow.run == run).order_by(CopyRow.name, CopyRow.tier)
-        return [record(CheckpointCopy, row) for row in connection.execute(query).mappings()]
+        return find_rows(connection, CopyRow, CheckpointCopy, "name, tier", run=run)
 
     @reads
     def restore_test(self, connection: Connection, test: str) -> RestoreTest | None:
         """Return the restore test executed by the run `test`; None for any other run."""
-        query = select(RestoreTestRow.__table__).where(RestoreTestRow.test == test)
-        row = connection.execute(query).mappings().one_or_none()
-        return None if row is None else record(RestoreTest, row)
+        return first_row(connection, RestoreTestRow, RestoreTest, test=test)
 
     @reads
     def restore_tests(
@@ -144,8 +140,7 @@ class Reads(StoreOperations):
     @reads
     def transitions(self, connection: Connection, run: str) -> list[Transition]:
         """Return all state changes of a run, its attempts and its checkpoints, in the order of recording."""
-        query = select(TransitionRow.__table__).where(TransitionRow.run == run).order_by(TransitionRow.id)
-        return [record(Transition, row) for row in connection.execute(query).mappings()]
+        return find_rows(connection, TransitionRow, Transition, "id", run=run)
 
     @reads
     def changes_after(self, connection: Connection, number: int, since: float) -> list[tuple[int, str]]:
@@ -157,9 +152,7 @@ class Reads(StoreOperations):
     @reads
     def notices(self, connection: Connection, run: str) -> list[Notice]:
         """Return the notices of a run's attempts, oldest first."""
-        query = select(NoticeRow.__table__).where(NoticeRow.run == run)
-        order = (NoticeRow.time, NoticeRow.attempt, NoticeRow.source, NoticeRow.seq)
-        return [record(Notice, row) for row in connection.execute(query.order_by(*order)).mappings()]
+        return find_rows(connection, NoticeRow, Notice, "time, attempt, source, seq", run=run)
 
     @reads
     def cluster_notices(self, connection: Connection, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
@@ -173,8 +166,7 @@ class Reads(StoreOperations):
     @reads
     def nodes(self, connection: Connection) -> list[Node]:
         """Return every node seen, by cluster and name."""
-        query = select(NodeRow.__table__).order_by(NodeRow.cluster, NodeRow.name)
-        return [record(Node, row) for row in connection.execute(query).mappings()]
+        return find_rows(connection, NodeRow, Node, "cluster, name")
 
     @reads
     def config(self, connection: Connection, digest: str) -> dict[str, Any]:
@@ -197,10 +189,7 @@ class Reads(StoreOperations):
     @reads
     def leases(self, connection: Connection) -> list[Lease]:
         """Return each scheduler instance's lease, newest first, including expired and dropped (no holder) ones."""
-        order = (LeaseRow.holder == "", LeaseRow.renewed_at.desc(), LeaseRow.epoch.desc())
-        return [
-            record(Lease, row) for row in connection.execute(select(LeaseRow.__table__).order_by(*order)).mappings()
-        ]
+        return find_rows(connection, LeaseRow, Lease, "holder = '', renewed_at DESC, epoch DESC")
 
     def lease(self, scheduler: str | None = None) -> Lease | None:
         """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
@@ -236,6 +225,8 @@ def _select_domain_runs(domain: str) -> Select[Any]:
 
 def _resolve_name(connection: Connection, name: str) -> str:
     """Return the whole name; a prefix matches restore tests only if it matches no other run."""
+    if first_row(connection, RunRow, Run, name=name) is not None:
+        return name
     no_test = ~exists().where(RestoreTestRow.test == RunRow.name)
     names = select(RunRow.name).order_by(RunRow.id.desc())
     if name == "@last":
@@ -243,8 +234,6 @@ def _resolve_name(connection: Connection, name: str) -> str:
         if newest is None:
             raise NotFound("there is no run yet", hint="`orch submit tiny-gpt` starts one")
         return newest
-    if connection.execute(select(RunRow.id).where(RunRow.name == name)).scalar() is not None:
-        return name
     starts = names.where(func.substr(RunRow.name, 1, len(name)) == name if name else false()).limit(6)
     matches = list(connection.execute(starts.where(no_test)).scalars()) or list(connection.execute(starts).scalars())
     if len(matches) == 1:

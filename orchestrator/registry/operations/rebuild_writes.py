@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, select
 from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from orchestrator.registry.database import StoreOperations, writes
@@ -35,6 +35,7 @@ from orchestrator.registry.records import (
     Submission,
     Transition,
 )
+from orchestrator.registry.rows import insertion
 
 Row = Run | Attempt | Submission | Generation | Checkpoint | CheckpointCopy | Notice | RestoreTest | Transition
 
@@ -55,9 +56,9 @@ class RebuildWrites(StoreOperations):
         rows += [(RestoreTestRow, item) for item in (record.restore_test,) if item is not None]
         rows += [(TransitionRow, item) for item in record.transitions]
         for model, item in rows:
-            connection.execute(insert(model).values(**item.__dict__))
+            connection.execute(insertion(model), dict(item.__dict__))
         for file, offset in record.cursors.items():
-            connection.execute(insert(CursorRow).values(run=record.run.name, file=file, offset=offset))
+            connection.execute(insertion(CursorRow), {"run": record.run.name, "file": file, "offset": offset})
         for node in record.nodes:
             _put_node(connection, node)
 

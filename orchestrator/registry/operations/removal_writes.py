@@ -21,7 +21,7 @@ from orchestrator.registry.models import (
     UserRequestRow,
 )
 from orchestrator.registry.records import Attempt, Run
-from orchestrator.registry.rows import alter_run, record, the_run
+from orchestrator.registry.rows import alter_run, find_rows, the_run
 from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, LIVE_RUNS, AttemptState
 
 _BELONGING = (
@@ -46,8 +46,7 @@ class RemovalWrites(StoreOperations):
     def begin_removal(self, connection: Connection, run: str) -> None:
         """Mark the run as being removed, which stops new work on it. Raises Precondition if it is in use."""
         found = the_run(connection, run)
-        query = select(AttemptRow.__table__).where(AttemptRow.run == run).order_by(AttemptRow.number)
-        attempts = [record(Attempt, row) for row in connection.execute(query).mappings()]
+        attempts = find_rows(connection, AttemptRow, Attempt, "number", run=run)
         under_way = (RestoreTestRow.run == run) & RestoreTestRow.ended_at.is_(None)
         tests = connection.execute(select(RestoreTestRow.test).where(under_way)).scalars().all()
         require_removable(found, attempts, tests)

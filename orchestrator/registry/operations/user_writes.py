@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Integer, cast, func, insert, select
-from sqlalchemy.dialects.sqlite import insert as insert_or
 
 from checkpointing.storage.durable import canonical
 from orchestrator.errors import Precondition
 from orchestrator.registry.database import StoreOperations, reads, writes
 from orchestrator.registry.models import AttemptRow, ConfigRow, RestoreTestRow, RunRow, UserRequestRow
 from orchestrator.registry.records import Attempt, NewRun, RestoreTest, Run
-from orchestrator.registry.rows import TOUCHED, alter_run, note_transition, the_attempt, the_run
+from orchestrator.registry.rows import TOUCHED, alter_run, insertion, note_transition, the_attempt, the_run
 from orchestrator.states import AttemptState, RunState
 
 
@@ -25,8 +24,7 @@ class UserWrites(StoreOperations):
         """Store a resolved config once; return the digest of its canonical bytes."""
         content = canonical(data)
         digest = hashlib.sha256(content).hexdigest()
-        row = insert_or(ConfigRow).values(digest=digest, data=content.decode())
-        connection.execute(row.on_conflict_do_nothing())
+        connection.execute(insertion(ConfigRow, kept=True), {"digest": digest, "data": content.decode()})
         return digest
 
     @writes
@@ -37,7 +35,7 @@ class UserWrites(StoreOperations):
         """
         if the_run(connection, test.run).removal:
             raise Precondition(f"{test.run} is being removed", where=test.run, hint=f"orch rm {test.run}")
-        connection.execute(insert(RestoreTestRow).values(**test.__dict__))
+        connection.execute(insertion(RestoreTestRow), dict(test.__dict__))
 
     @reads
     def free_name(self, connection: Connection, slug: str, root: Path) -> str:
@@ -52,27 +50,26 @@ class UserWrites(StoreOperations):
         lost registry or a second user of the same root never causes a duplicate name.
         """
         name = _free_name(connection, new.slug, new.root)
-        connection.execute(
-            insert(RunRow).values(
-                name=name,
-                state=RunState.CREATED,
-                reason="",
-                cluster=new.cluster,
-                run_dir=str(new.root / name),
-                config_digest=new.config_digest,
-                total_steps=new.total_steps,
-                step=0,
-                not_before=0.0,
-                fresh_from=1,
-                created_at=now,
-                updated_at=now,
-                identity=new.identity,
-                scheduler=new.scheduler,
-                tags=new.tags,
-                notified={},
-                removal="",
-            )
-        )
+        values = {
+            "name": name,
+            "state": RunState.CREATED,
+            "reason": "",
+            "cluster": new.cluster,
+            "run_dir": str(new.root / name),
+            "config_digest": new.config_digest,
+            "total_steps": new.total_steps,
+            "step": 0,
+            "not_before": 0.0,
+            "fresh_from": 1,
+            "created_at": now,
+            "updated_at": now,
+            "identity": new.identity,
+            "scheduler": new.scheduler,
+            "tags": new.tags,
+            "notified": {},
+            "removal": "",
+        }
+        connection.execute(insertion(RunRow), values)
         note_transition(connection, name, "run", name, "", RunState.CREATED, "submitted", now)
         put_intent(connection, name, 1, nonce=nonce, excluded=(), epoch=0, reason="first attempt", now=now)
         return the_run(connection, name), the_attempt(connection, name, 1)
@@ -111,23 +108,23 @@ def put_intent(
     now: float,
 ) -> None:
     """Record that attempt `number` is about to be submitted to its run's scheduler."""
-    connection.execute(
-        insert(AttemptRow).values(
-            run=run,
-            number=number,
-            state=AttemptState.INTENT,
-            nonce=nonce,
-            job_name=f"orch-{run}-{number}-{nonce}",
-            reason="",
-            epoch=epoch,
-            nodes=(),
-            excluded=excluded,
-            intent_at=now,
-            generations=0,
-            scheduler=select(RunRow.scheduler).where(RunRow.name == run).scalar_subquery(),
-            config_digest=select(RunRow.config_digest).where(RunRow.name == run).scalar_subquery(),
-        )
-    )
+    owner = the_run(connection, run)
+    values = {
+        "run": run,
+        "number": number,
+        "state": AttemptState.INTENT,
+        "nonce": nonce,
+        "job_name": f"orch-{run}-{number}-{nonce}",
+        "reason": "",
+        "epoch": epoch,
+        "nodes": (),
+        "excluded": excluded,
+        "intent_at": now,
+        "generations": 0,
+        "scheduler": owner.scheduler,
+        "config_digest": owner.config_digest,
+    }
+    connection.execute(insertion(AttemptRow), values)
     note_transition(connection, run, "attempt", str(number), "", AttemptState.INTENT, reason, now)
 
 

@@ -4,6 +4,7 @@ import grp
 import json
 import os
 import pwd
+import select
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_verbs: dict[int, "subprocess.Popen[str]"] = {}
+"""By the uid of their user; they end with the town."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,23 @@ class Person:
         )  # fmt: skip
 
     def orch(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        return self.run([str(self.python), "-P", "-m", "orchestrator.cli.main", *words], **extra)
+        """One verb, as a fork of a process of this user that has imported all of them."""
+        verbs = _verbs.get(self.uid) or _verbs.setdefault(self.uid, self._start_verbs())
+        assert verbs.stdin is not None
+        assert verbs.stdout is not None
+        out, err = self.home / "verb.out", self.home / "verb.err"
+        order = {"words": words, "environ": self.environment(**extra), "out": str(out), "err": str(err)}
+        verbs.stdin.write(f"{json.dumps(order)}\n")
+        verbs.stdin.flush()
+        assert select.select([verbs.stdout], [], [], 120)[0], f"orch {' '.join(words)} does not end"
+        return subprocess.CompletedProcess(words, int(verbs.stdout.readline()), out.read_text(), err.read_text())
+
+    def _start_verbs(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [str(self.python), "-P", "-m", "tests.security.forked_verbs"], env=self.environment(ROOM="-" * 10_000),
+            cwd=self.home, user=self.uid, group=self.gid, extra_groups=[self.shared], umask=0o002,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
 
     def ask(self, *words: str) -> Any:
         done = self.orch(*words, "--json")
@@ -101,6 +120,10 @@ def town() -> Iterator[Town]:
 def _end_processes(names: Sequence[str]) -> None:
     """Nothing of these users may be left: an account with processes is not deleted."""
     uids = {pwd.getpwnam(name).pw_uid for name in names if name in {entry.pw_name for entry in pwd.getpwall()}}
+    for uid in uids & _verbs.keys():
+        verbs = _verbs.pop(uid)
+        verbs.kill()
+        verbs.communicate()
     while left := [process for process in psutil.process_iter(["uids"]) if _uid(process) in uids]:
         for process in left:
             with suppress(psutil.NoSuchProcess):

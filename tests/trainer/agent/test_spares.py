@@ -328,25 +328,6 @@ def assert_went_on(work: LocalJob, codes: list[int]) -> None:
     assert (used.data["name"], used.data["instead"]) == ("local-2", "local-1")
 
 
-def digest(work: LocalJob) -> str:
-    return str(json.loads(work.attempt.metrics.with_name("final.json").read_text())["weights_digest"])
-
-
-@pytest.mark.multi
-def test_training_goes_on_bit_for_bit_on_the_spare(training: Callable[..., LocalJob]) -> None:
-    work = training("disturbed", 1)
-    until(lambda: work.events(EventKind.CHECKPOINT_COMMITTED), 60, work.story)
-    family = [pid for pid in work.processes() if os.getsid(pid) == work.agents[1].pid]
-    assert len(family) > 2
-    work.agents[1].kill()
-    assert_went_on(work, [0, -signal.SIGKILL, 0])
-    assert not [pid for pid in family if alive(pid)]
-
-    calm = training("calm", 0)
-    assert calm.wait(90) == [0, 0], calm.story()
-    assert digest(work) == digest(calm)
-
-
 @pytest.mark.proof  # an agent may be silent for a minute
 @pytest.mark.multi
 def test_a_node_that_falls_silent_is_replaced_and_ends_its_ranks_when_it_is_back(

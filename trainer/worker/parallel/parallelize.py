@@ -16,9 +16,10 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.contract.config import JobConfig
 from trainer.contract.layout.problems import refusal
-from trainer.worker.mixture_of_experts import MixtureOfExperts, expert_parallel, share_tokens
+from trainer.worker.mixture_of_experts import MixtureOfExperts
 from trainer.worker.parallel.context_parallel import context_parallel
 from trainer.worker.parallel.data_parallel import apply_data_parallel
+from trainer.worker.parallel.expert_parallel import expert_parallel, share_tokens
 from trainer.worker.parallel.fsdp_units import CannotShard
 from trainer.worker.parallel.layer_wrappers import compile_forward
 from trainer.worker.parallel.mesh import Layout

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from trainer.contract.config_sections.parallel_config import ExpertsConfig
-from trainer.worker import mixture_of_experts
-from trainer.worker.mixture_of_experts import Experts, TokenExchange
+from trainer.worker.mixture_of_experts import Experts
+from trainer.worker.parallel import expert_parallel
+from trainer.worker.parallel.expert_parallel import TokenExchange, _expert_order
 
 
 class OneRank:
@@ -44,8 +45,8 @@ def test_what_experts_compute_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
         calls.append(f"exchange {len(sent)}")
         received.copy_(sent)
 
-    monkeypatch.setattr(mixture_of_experts.dist, "all_to_all_single", to_itself)
-    monkeypatch.setattr(mixture_of_experts, "current_tracker", lambda: Tracker(calls))
+    monkeypatch.setattr(expert_parallel.dist, "all_to_all_single", to_itself)
+    monkeypatch.setattr(expert_parallel, "current_tracker", lambda: Tracker(calls))
     experts = Recording(4, ExpertsConfig(count=3, ffn_dim=8))
     experts.calls = calls
     for weight in experts.parameters():
@@ -61,5 +62,5 @@ def test_what_experts_compute_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_rows_are_sorted_by_expert_and_then_by_rank() -> None:
     """Two ranks send rows for three experts: 1, 0 and 2 of them, and 2, 1 and 0."""
-    order = mixture_of_experts._expert_order(torch.tensor([[1, 0, 2], [2, 1, 0]]))
+    order = _expert_order(torch.tensor([[1, 0, 2], [2, 1, 0]]))
     assert order.tolist() == [0, 3, 4, 5, 1, 2]

@@ -3,7 +3,7 @@
 import concurrent.futures
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,7 +29,6 @@ STUCK_SECONDS = 30.0
 """Seconds beyond the time of a slow disk after which a write is reported as stuck."""
 
 _SLOW_DISK = 32 << 20  # bytes per second
-_POLL_SECONDS = 1.0
 _HEAD_START = 0.001
 _NAMED_RANKS = 2
 """Number of ranks whose failures are reported individually: a full disk is full for all of them."""
@@ -100,17 +99,16 @@ class CheckpointSaver:
         writer: Writer,
         judge: PlausibilityJudge,
         emit: EmitEvent,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a saver for the first tier, `place`."""
         self._place, self._storage, self._ranks, self._owner = place, place.storage, ranks, owner
-        self._judge, self._emit, self._clock = judge, emit, clock
+        self._judge, self._emit = judge, emit
         self._seals = ranks.looks_after(shared=place.shared)
         self.writer = writer
 
     def run(self, job: SaveJob) -> SavedCheckpoint:
         """Name, write and seal one checkpoint; raises SaveFailed on every rank if any rank failed."""
-        start = self._clock()
+        start = time.monotonic()
         name = self._agreed_name(job)
         submitted = _Submitted()
         submitted.report = result_or_failed(lambda: self._submit_parts(job, name, submitted))
@@ -135,7 +133,7 @@ class CheckpointSaver:
         if isinstance(told, Failed):
             self._undo(job, name, told)
             raise told.error(job.step)
-        saved = SavedCheckpoint(name, told.size, self._clock() - start, told.manifest)
+        saved = SavedCheckpoint(name, told.size, time.monotonic() - start, told.manifest)
         if isinstance(judgement, StateJudgement):
             accepted = judgement
             # It is committed: a failed event must not make one rank believe otherwise.
@@ -232,13 +230,10 @@ class CheckpointSaver:
     def _await_write(self, write: "Future[WriteResult]", job: SaveJob, bucket: Bucket) -> None:
         """Wait as long as the write takes; report once if it takes far too long."""
         size = sum(size for _, _, size in bucket.part.files)
-        late = self._clock() + STUCK_SECONDS + size / _SLOW_DISK
-        told = False
-        while not concurrent.futures.wait([write], _POLL_SECONDS).done:
-            if not told and self._clock() >= late:
-                told = True
-                reason = f"rank {self._ranks.rank}: {size} bytes are still not written to {self._place.path}"
-                self._emit("checkpoint.stuck", {"step": job.step, "reason": reason})
+        if not concurrent.futures.wait([write], STUCK_SECONDS + size / _SLOW_DISK).done:
+            reason = f"rank {self._ranks.rank}: {size} bytes are still not written to {self._place.path}"
+            self._emit("checkpoint.stuck", {"step": job.step, "reason": reason})
+            concurrent.futures.wait([write])
 
     # ---- verdict and seal
 

@@ -63,6 +63,16 @@ class Member:
     def broadcast(self, value: Any) -> Any:
         return self.thread_group.exchange(self.rank, value)[0]
 
+    def gather(self, value: Any) -> list[Any] | None:
+        found = self.all_gather(value)
+        return found if self.leads else None
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        return self.broadcast(values)[self.rank]
+
+    def minimum(self, numbers: Sequence[int]) -> list[int]:
+        return [min(column) for column in zip(*self.all_gather(list(numbers)), strict=True)]
+
     def close(self) -> None:
         self.closed = True
 

@@ -1,6 +1,7 @@
 """Names, and the commit point: data first, marker last, nothing in between is ever a checkpoint."""
 
 import errno
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing.errors import FencedOff, ManifestError
-from checkpointing.format.commit import DELETED, checkpoint_name, fresh_name, parse_name, read_commit, seal
+from checkpointing.format.commit import DELETED, Commit, checkpoint_name, fresh_name, parse_name, read_commit, seal
 from checkpointing.format.manifest import parse
 from checkpointing.retention.garbage import decide_debris, delete, delete_debris, find_debris
 from checkpointing.retention.policy import Policy, select_expired
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.durable import canonical
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
 from tests.checkpointing.fake_storages import Faulty, Recording, replay
@@ -195,3 +197,17 @@ def test_a_damaged_commit_is_said_to_be_one(tmp_path: Path, data: bytes) -> None
     (tmp_path / name / "COMMIT").write_bytes(data)
     with pytest.raises(ManifestError, match="COMMIT is damaged"):
         read_commit(storage, name)
+
+
+def test_a_commit_is_believed_only_as_it_was_written(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    path = tmp_path / make(storage, 5) / "COMMIT"
+    fields = json.loads(path.read_bytes())
+    for written in (
+        json.dumps(fields, indent=1).encode(),
+        canonical({**fields, "size": fields["size"] + 1}),
+        Commit(manifest="no digest", size=1, committed_at=1.0).encode(),
+    ):
+        path.write_bytes(written)
+        with pytest.raises(ManifestError, match="it is not what a commit writes"):
+            read_commit(storage, path.parent.name)

@@ -164,3 +164,8 @@ def test_a_manifest_knows_its_files_and_their_bytes() -> None:
     )  # fmt: skip
     assert made.size == 12
     assert (made.file("a"), made.file("b")) == (listed[1], None)
+
+
+def test_a_manifest_that_others_have_written_again_is_refused() -> None:
+    with pytest.raises(ManifestError, match="not in canonical form"):
+        parse(json.dumps(json.loads(signed()), indent=1).encode())

@@ -5,11 +5,14 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from checkpointing.storage import direct_io
 from checkpointing.storage.direct_io import write_direct
 from checkpointing.storage.durable import make_folder
 from checkpointing.writer.arena import Arena
@@ -162,3 +165,49 @@ def test_bytes_are_durable_before_the_call_returns(tmp_path, memory, monkeypatch
         monkeypatch.setattr(os, name, noted(name))
     write_direct(tmp_path / "f", memory[: 2 * BLOCK], block=BLOCK)
     assert acts == ["pwrite", "pwrite", "fsync", "close"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_block_that_a_dead_lane_left_out_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, names = direct_io._DirectFile._write, []
+
+    def short_of_memory(outlet: Any, at: int, end: int) -> None:
+        name = threading.current_thread().name
+        if name.startswith("lane-"):
+            names.append(name)
+            raise MemoryError
+        write(outlet, at, end)
+        lane_came.wait(10)
+
+    lane_came = threading.Event()
+    monkeypatch.setattr(direct_io._DirectFile, "_write", short_of_memory)
+    threading.Timer(0.05, lane_came.set).start()
+    with pytest.raises(OSError, match="Input/output error"):
+        direct_io.write_direct(tmp_path / "f", memoryview(bytearray(64 * 4096)), block=4096, threads=2)
+    assert names
+
+
+def failing(number: int) -> Callable[..., int]:
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_what_the_kernel_refuses_without_a_reason_to_go_on_is_raised(tmp_path, memory, monkeypatch):
+    """A flag that cannot be set for another reason than the file system's, and writes that write nothing."""
+    with monkeypatch.context() as patch:
+        real = direct_io.fcntl.fcntl
+        patch.setattr(
+            direct_io.fcntl, "fcntl",
+            lambda *call: failing(errno.EPERM)() if call[1] == direct_io.fcntl.F_SETFL else real(*call),
+        )  # fmt: skip
+        with pytest.raises(PermissionError) as caught:
+            write_direct(tmp_path / "f", memory[:4096])
+    assert caught.value.filename == str(tmp_path / "f")
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_direct(tmp_path / "g", memory[:4096])
+    monkeypatch.setattr(os, "pwrite", failing(errno.ENXIO))
+    with pytest.raises(OSError, match="No such device"):
+        write_direct(tmp_path / "h", memory[:4096])

@@ -109,3 +109,17 @@ def test_the_folder_that_an_error_names_counts() -> None:
     error = OSError(errno.ENOSPC, "No space left on device", "/home/me/jobs/a.json")
     assert explain_disk_error(error, Path("/runs/a")) == "disk full (/home/me/jobs)"
     assert explain_disk_error(ValueError(), Path("/runs/a")) == ""
+
+
+def test_a_reserve_that_takes_only_a_part_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve(tmp_path / "x")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: len(data) - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_reserved(tmp_path / "x", b"{}")
+    assert not (tmp_path / "x").exists()

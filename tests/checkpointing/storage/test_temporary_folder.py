@@ -64,9 +64,10 @@ def test_other_machines_drafts_and_other_folders_are_left_alone(
     left = [".out.node2-cluster.0123abcd.tmp", ".out.node1-cluster.tmp", "out", ".out.node1-cluster.0123abcd"]
     for name in (*left, ".out.node1-cluster.0123abcd.tmp"):
         (tmp_path / name).mkdir()
+    (tmp_path / ".out.node1-cluster.76543210.tmp").touch()
     with temporary_folder(tmp_path, "out"):
         pass
-    assert names(tmp_path) == sorted(left)
+    assert names(tmp_path) == sorted([*left, ".out.node1-cluster.76543210.tmp"]), "nor is a file"
 
 
 def test_without_locks_drafts_are_made_and_none_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +78,38 @@ def test_without_locks_drafts_are_made_and_none_is_swept(tmp_path: Path, monkeyp
         monkeypatch.setattr(fcntl, "flock", unsupported)
         with temporary_folder(tmp_path, "out"):
             assert first.exists()
+
+
+def test_a_draft_that_another_maker_sweeps_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is opened, while its lock is held, and after it is opened."""
+    swept: list[str] = []
+    true_open, true_lock = os.open, fcntl.flock
+
+    def sweep(path: Path) -> None:
+        swept.append(path.name)
+        path.rmdir()
+
+    def opened(path: Path, flags: int) -> int:
+        if not swept:
+            sweep(path)
+        descriptor = true_open(path, flags)
+        if len(swept) == 2:
+            sweep(path)
+        return descriptor
+
+    def locked(descriptor: int, how: int) -> None:
+        if len(swept) == 1:
+            sweep(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            raise BlockingIOError
+        true_lock(descriptor, how)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        patch.setattr(fcntl, "flock", locked)
+        with temporary_folder(tmp_path, "out") as folder:
+            assert names(tmp_path) == [folder.name]
+    assert len(swept) == 3
+    assert len(os.listdir("/proc/self/fd")) == before

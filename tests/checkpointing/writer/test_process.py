@@ -199,6 +199,21 @@ def test_a_writer_that_cannot_be_started_is_a_lost_one(monkeypatch):
     link.close()
 
 
+def test_a_writer_that_does_not_leave_is_killed_and_one_that_cannot_be_killed_is_left_behind(monkeypatch):
+    monkeypatch.setattr("checkpointing.writer.link._LEAVE_SECONDS", 0.01)
+    link = WriterLink.start()
+    process = link._process
+    link.ping().result(SECONDS)
+    os.kill(process.pid, signal.SIGSTOP)
+    killed = []
+    monkeypatch.setattr(process, "kill", lambda: killed.append(process.pid))
+    link.close()
+    assert killed == [process.pid]
+    assert link.arena.descriptor == -1
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(SECONDS)
+
+
 _OWNER = """
 import os, sys, time
 from checkpointing.writer.link import WriterLink

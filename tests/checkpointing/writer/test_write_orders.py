@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 from checkpointing.engine.ranks.group import Failed
 from checkpointing.engine.save.saver import _failures
 from checkpointing.errors import FencedOff
-from checkpointing.storage import direct_io
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.digests import CHUNK, digest, filled_digest
 from checkpointing.storage.shared_memory import PAGE
 from checkpointing.writer import write_orders
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
+from checkpointing.writer.process import exit_with_parent
 from checkpointing.writer.write_orders import CancelToken, MessageStream, WriteOrder, put_file, write_files
 
 
@@ -36,7 +38,7 @@ def arena() -> Arena:
 class Gives(LocalStorage):
     """A storage whose library raises something of its own for one file."""
 
-    def __init__(self, root: Path, error: Exception) -> None:
+    def __init__(self, root: Path, error: BaseException) -> None:
         super().__init__(root)
         self.error = error
 
@@ -63,26 +65,6 @@ def test_a_save_counts_as_direct_if_all_of_its_files_are(
     answers = list(past_the_cache)
     monkeypatch.setattr(write_orders, "write_direct", lambda *_, **__: answers.pop())
     assert write_files(an_order(tmp_path, 3), arena, CancelToken()).direct is all(past_the_cache)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_block_that_a_dead_lane_left_out_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, names = direct_io._DirectFile._write, []
-
-    def short_of_memory(outlet: Any, at: int, end: int) -> None:
-        name = threading.current_thread().name
-        if name.startswith("lane-"):
-            names.append(name)
-            raise MemoryError
-        write(outlet, at, end)
-        lane_came.wait(10)
-
-    lane_came = threading.Event()
-    monkeypatch.setattr(direct_io._DirectFile, "_write", short_of_memory)
-    threading.Timer(0.05, lane_came.set).start()
-    with pytest.raises(OSError, match="Input/output error"):
-        direct_io.write_direct(tmp_path / "f", memoryview(bytearray(64 * PAGE)), block=PAGE, threads=2)
-    assert names
 
 
 class Uploads(LocalStorage):
@@ -173,3 +155,81 @@ def test_nothing_that_is_guarded_happens_after_a_halt() -> None:
     assert (done, token.is_halted(), token.is_cancelled()) == ([1], True, True)
     with pytest.raises(OSError, match="canceled"):
         token.check()
+
+
+def test_regions_of_one_file_are_written_by_many_and_digested_with_their_padding(tmp_path: Path) -> None:
+    """A region that fills its last chunk has that chunk's own digest there."""
+    arena = Arena.create()
+    arena.shape(2 * CHUNK + 2 * PAGE, 1, "p")
+    for begin, size in ((0, PAGE + 7), (2 * PAGE, CHUNK), (2 * PAGE + CHUNK, CHUNK)):
+        arena.buffer(0)[begin : begin + size] = (os.urandom(PAGE) * (1 + CHUNK // PAGE))[:size]
+    files = (("a", 0, PAGE + 7), ("b", 2 * PAGE, 2 * CHUNK))
+    order = replace(an_order(tmp_path, 1), files=files, places=(("node", 2 * CHUNK), ("node", 0)))
+    result = write_files(order, arena, CancelToken())
+    first, second = bytes(arena.buffer(0)[: PAGE + 7]), bytes(arena.buffer(0)[2 * PAGE :])
+    assert (tmp_path / "step" / "node").read_bytes() == second + first
+    chunks = (digest(second[:CHUNK]), digest(second[CHUNK:]))
+    assert [entry.chunks for entry in result.files] == [(digest(first),), chunks]
+    assert result.filled == (filled_digest(first), chunks[1])
+    with pytest.raises(OSError, match="several ranks cannot write one object") as caught:
+        write_files(order, arena, CancelToken(), Gives(tmp_path, ValueError()))
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_library_that_ends_its_thread_has_not_written_its_file(tmp_path: Path, arena: Arena) -> None:
+    (tmp_path / "step").mkdir()
+    with pytest.raises(OSError, match="1 of 3 files were not written"):
+        write_files(an_order(tmp_path, 3), arena, CancelToken(), Gives(tmp_path, SystemExit()))
+
+
+def test_threads_in_the_place_of_a_writer_are_never_lost_and_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, populated = InProcessWriter(), threading.Event()
+    assert link.alive
+    assert link.replacement() is link
+    monkeypatch.setattr(link.arena, "populate", populated.set)
+    link.warm().result(10)
+    assert populated.is_set()
+    asleep = threading.Event()
+
+    def order(token: CancelToken) -> None:
+        asleep.set()
+        token.sleep(600)
+        token.check()
+
+    sleeping = link._orders.start(order)
+    assert asleep.wait(10)
+    assert not sleeping.done(), "it sleeps until it is cancelled"
+    link.cancel()
+    with pytest.raises(OSError, match="canceled"):
+        sleeping.result(10)
+    link.close()
+
+
+def test_an_order_that_cannot_be_sent_ends_as_one_of_a_lost_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    link = WriterLink(ours, Arena.create())
+
+    def broken(*_: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(link._messages, "send", broken)
+    assert isinstance(link.ping().exception(10), WriterLost)
+    assert not link.alive
+    link.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("parent", ["dead", "other"])
+def test_a_writer_whose_parent_is_gone_before_it_is_watched_ends_at_once(parent: str) -> None:
+    dead = os.fork()
+    if not dead:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    child = os.fork()
+    if not child:
+        try:
+            exit_with_parent(dead if parent == "dead" else 1, by_signal=False)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

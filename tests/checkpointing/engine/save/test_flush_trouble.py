@@ -5,12 +5,22 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from checkpointing.engine.save import flusher
-from checkpointing.engine.save.flusher import TransferTimeouts
+from checkpointing.engine.save import flusher, transfer
+from checkpointing.engine.save.transfer import (
+    BoundedTier,
+    FlushState,
+    Route,
+    TierTransfer,
+    TransferFailure,
+    TransferTimeouts,
+)
+from checkpointing.format.manifest import FileEntry, parse
 from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints
 from tests.checkpointing.engine.thread_ranks import together
 from tests.checkpointing.engine.tier_set import FOUR, SECONDS, Tiers, no_waiting_for_disks, tiers, tiers_of
@@ -34,6 +44,18 @@ def test_a_bad_source_is_told_with_its_chunk_and_never_passed_on(tiers: Tiers) -
     assert tiers.steps("slow") == []
     assert tiers.drain(), "the next older one is good"
     assert Catalog(tiers.root / "slow").names()[-1] == old
+    assert tiers.steps("slow") == [10]
+
+
+def test_a_source_whose_manifest_is_damaged_is_told_and_the_next_older_one_passed_on(tiers: Tiers) -> None:
+    make(tiers.storages["fast"], 10)
+    made = make(tiers.storages["fast"], 20)
+    (tiers.root / "fast" / made / "manifest.json").write_bytes(b"torn")
+    tiers.start()
+    assert tiers.wait_for("checkpoint.failed")["reason"].endswith(
+        "the source is damaged: manifest.json: is not the one that COMMIT vouches for (digest differs)"
+    )
+    assert tiers.drain()
     assert tiers.steps("slow") == [10]
 
 
@@ -297,3 +319,66 @@ def test_one_tier_alone_needs_no_lane(tmp_path: Path) -> None:
     assert tiers.drain(0.0)
     tiers.close()
     assert tiers.flushers[0]._ranks.closed
+
+
+# ---- what is waited for, and what is reported
+
+
+def test_a_file_that_is_visible_late_is_waited_for(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_POLL_SECONDS", 0.0)
+    slow, looks = tiers.storages["slow"], list[str]()
+    real = slow.list
+
+    def late(path: str) -> dict[str, int | None]:
+        found = real(path)
+        if path and tiers.writer.orders:
+            looks.append(path)
+            found = found if len(looks) > 3 else {**found, "__0_0.distcp": 1}
+        return found
+
+    tiers.start()
+    monkeypatch.setattr(slow, "list", late)
+    tiers.commit(10)
+    assert tiers.drain()
+    assert tiers.kinds() == ["checkpoint.flushed"]
+
+
+def test_an_error_of_the_access_itself_is_no_hung_tier(tiers: Tiers) -> None:
+    bounded = BoundedTier(tiers.place("slow"), SECONDS)
+
+    def fail() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        bounded.run(fail)
+    assert not bounded.stuck
+
+
+def test_a_failure_that_an_arrival_has_ended_is_not_reported_as_ended_again(tiers: Tiers) -> None:
+    told: list[str] = []
+    state = FlushState(lambda kind, _: told.append(kind))
+    place, name = tiers.place("slow"), make(tiers.storages["fast"], 10)
+    state.latest = name
+    manifest = parse((tiers.root / "fast" / name / "manifest.json").read_bytes())
+    state.report_failure(place, TransferFailure("disk full"))
+    state.report_arrival(place, manifest, 1.0)
+    state.report_presence(place)
+    assert told == ["checkpoint.failed", "checkpoint.flushed"]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "patience", "usual"), [(0.0, 25.0, 3.125), (4.0, 50.0, 50.0), (32.0, 25.0, 6.25)]
+)
+def test_the_time_for_a_copy_is_that_of_a_slow_disk_or_of_its_limit(
+    tiers: Tiers, bandwidth: float, patience: float, usual: float
+) -> None:
+    """Of 100 MiB: patience is for half of 8 MiB/s, and told is what takes twice the time of 64 MiB/s."""
+    limits = TransferTimeouts()
+    assert (limits.access, limits.copy, limits.late) == (120.0, 300.0, 30.0)
+    place = replace(tiers.place("slow"), bandwidth=bandwidth)
+    nobody: Any = None
+    made = TierTransfer([BoundedTier(place, 1.0)], nobody, nobody, nobody, limits, nobody)
+    route, size = Route(0, 0, nobody), 100 << 20
+    files = tuple(FileEntry(name=name, size=size // 2, chunks=("0" * 32,) * 7) for name in ("a", "b"))
+    assert made._copy_timeout(route, files) == 300.0 + patience
+    assert made._usual(route, size) == usual

@@ -242,6 +242,36 @@ def test_disks_of_the_nodes_together_feed_a_shared_tier(tmp_path: Path) -> None:
     tiers.close()
 
 
+def test_a_rank_without_files_waits_for_the_others_and_a_file_of_no_node_is_named(tmp_path: Path) -> None:
+    """The second of two nodes has the names of a checkpoint and none of its files; nobody has one of the next one."""
+    tiers = tiers_of(tmp_path, "node-0", "node-1", "shared", size=2)
+    for storage in ("node-0", "node-1"):
+        made = make(tiers.storages[storage], 10)
+    for file in FILES:
+        (tmp_path / "node-1" / made / file).unlink()
+    tiers.changes = {node: {"shared": False} for node in ("node-0", "node-1")}
+    tiers.start(lambda rank: [tiers.place(f"node-{rank}"), tiers.place("shared")])
+    assert tiers.kinds() == ["checkpoint.flushed"]
+    assert verify(tmp_path / "shared" / made, 2).ok
+    assert [Path(order.source).name for order in tiers.writer.orders] == ["node-0"]
+    for storage in ("node-0", "node-1"):
+        lost = make(tiers.storages[storage], 20)
+        (tmp_path / storage / lost / "__1_0.distcp").unlink()
+    for flusher in tiers.flushers:
+        flusher.record_commit(lost)
+    assert tiers.wait_for("checkpoint.failed")["reason"].endswith(
+        ": ValueError: __1_0.distcp is on no node that takes part"
+    )
+    tiers.idle()
+    tiers.storages["node-1"].broken = lambda met, _: errno.EIO if met == f"list {lost}" else 0
+    for flusher in tiers.flushers:
+        flusher.record_commit(lost)
+    tiers.idle()
+    assert len(tiers.kinds()) == 3
+    assert "Input/output error" in tiers.told[-1][1]["reason"]
+    tiers.close()
+
+
 def test_a_shared_tier_feeds_the_disks_of_the_nodes(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path, "shared", "node-0", "node-1", size=4)
     made = make(tiers.storages["shared"], 10, files=FOUR)

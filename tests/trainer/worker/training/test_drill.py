@@ -4,8 +4,10 @@ import math
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trainer.contract.config_sections.fault_detection_config import KINDS, DrillEvent
 from trainer.contract.ranks.progress import ProgressCell
@@ -168,3 +170,54 @@ def test_a_held_lock_lets_no_other_thread_run_and_no_signal_free_it():
     signal.signal(signal.SIGALRM, previous)
     assert held - began >= 0.39
     assert not [at for at in counted if began + 0.05 < at < held - 0.05]
+
+
+def test_a_wait_is_as_long_as_asked_for_and_without_a_number_it_never_ends(monkeypatch):
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 4:
+            raise InterruptedError
+
+    monkeypatch.setattr(drills.time, "sleep", sleep)
+    drills._wait(0.25)
+    assert slept == [0.25]
+    with pytest.raises(InterruptedError):
+        drills._wait(0.0)
+    assert all(seconds > 0 for seconds in slept[2:]), "it does not spin"
+
+
+def test_a_lock_that_is_held_for_ever_waits_for_itself_before_any_time_limit(monkeypatch):
+    calls = []
+    library = SimpleNamespace(
+        pthread_mutex_lock=lambda mutex: calls.append(mutex), pthread_mutex_timedlock=lambda *_: calls.append("limit")
+    )
+    monkeypatch.setattr(drills.ctypes, "PyDLL", lambda _: library)
+    drills._hold_lock(0.0)
+    first, second, limit = calls
+    assert first is second
+    assert limit == "limit", "not reached in earnest"
+
+
+@pytest.mark.parametrize(("size", "due"), [(0.0, 1), (5.0, 5)])
+def test_calls_that_no_peer_makes(monkeypatch, size, due):
+    """A row of another length, and a broadcast whose source is a peer that does not take part."""
+    calls = []
+
+    class Sums:
+        def __init__(self, row, *, step):
+            self.row = row
+
+        def wait(self):
+            calls.append((len(self.row), self.row.dtype, self.row.device.type))
+
+    monkeypatch.setattr(drills, "StepSums", Sums)
+    drills._call_other_shape(size)
+    assert calls == [(due, torch.float64, "cpu")]
+    group = SimpleNamespace(
+        get_rank=lambda: due - 1, get_world_size=lambda: 5, broadcast=lambda row, src: calls.append((len(row), src))
+    )
+    monkeypatch.setattr(drills, "dist", group)
+    drills._call_other_order(0.0)
+    assert calls[1:] == [(1, due % 5)]

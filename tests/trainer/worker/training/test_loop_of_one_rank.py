@@ -18,7 +18,10 @@ from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.ranks.progress import Phase, StopReason
 from trainer.contract.user_code.code_record import CodeRecord
+from trainer.worker.reporting.phase_tracker import PhaseTracker
+from trainer.worker.training import reduction
 from trainer.worker.training.drill import DrillError
+from trainer.worker.training.reduction import Reduced
 from trainer.worker.training.spikes import BadStep, LossSpike
 from trainer.worker.workload import WorkloadError
 
@@ -359,14 +362,34 @@ def test_every_step_reports_its_work_and_stalls(one_rank: MakeRank) -> None:
         def before_optimizer_step(self) -> None:
             time.sleep(0.002)
 
-    run = one_rank(Slow(), workload=own("Numbered"), train={"steps": 3}, checkpoint={"every": 0})
+        def save(self, *facts: Any, **more: Any) -> bool:
+            time.sleep(0.02)
+            return super().save(*facts, **more)
+
+    run = one_rank(Slow(), workload=own("Numbered"), train={"steps": 3}, checkpoint={"every": 1})
     assert run.train() == ExitCode.FINISHED
-    assert sum(line["stall"] for line in run.lines().values()) >= 0.006
+    assert sum(line["stall"] for line in run.lines().values()) >= 0.046, "the last save comes after the last line"
     for line in run.lines().values():
         assert sum(line["work"].values()) > 0
         assert "tokens_per_s" not in line
         assert "loss_scale" not in line
     assert run.cell.read().loss == 2.5
+
+
+def test_what_is_waited_for_with_the_other_ranks_is_no_work_of_this_one(
+    one_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *some, **more: calls.append(name) or real(*some, **more))
+
+    for owner, names in ((PhaseTracker, ("begin_wait", "resume")), (reduction, ("reduce",)), (Reduced, ("wait",))):
+        for name in names:
+            noted(owner, name)
+    assert one_rank(workload=own("Numbered"), train={"steps": 1}).train() == ExitCode.FINISHED
+    assert calls[:7] == ["begin_wait", "reduce", "wait", "resume", "begin_wait", "wait", "resume"]
 
 
 def test_drills_strike_where_they_belong_in_a_step(one_rank: MakeRank) -> None:

@@ -1,5 +1,6 @@
 """Forked ranks that share the experts of a small model: its gradients beside those of one rank with the whole batch."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,14 +31,16 @@ class Found(NamedTuple):
     """Of this rank's layers, after it."""
 
 
-def config(parallel: dict[str, Any], world: int, train: dict[str, Any], layers: int = 2) -> JobConfig:
+def config(
+    parallel: dict[str, Any], world: int, train: dict[str, Any], layers: int = 2, *, tied: bool = False
+) -> JobConfig:
     made = build(
         JobConfig,
         {
             "cluster": {"ranks_per_node": world},
             "parallel": parallel,
             "model": {
-                "vocab_size": 60, "dim": 32, "layers": layers, "heads": 4, "kv_heads": 4,
+                "vocab_size": 60, "dim": 32, "layers": layers, "heads": 4, "kv_heads": 4, "tie_embeddings": tied,
                 "experts": {"count": EXPERTS, "per_token": 2, "ffn_dim": 24},
             },
             "train": {"batch_size": BATCH, "seq_len": LENGTH, "dtype": "float32", **train},
@@ -50,7 +53,8 @@ def config(parallel: dict[str, Any], world: int, train: dict[str, Any], layers: 
 def trained(case: dict[str, Any]) -> Found:
     """A step with this batch on all ranks."""
     world = dist.get_world_size()
-    made = config(case["parallel"], world, case.get("train", {}), case.get("layers", 2))
+    tied = case.get("tied", False)
+    made = config(case["parallel"], world, case.get("train", {}), case.get("layers", 2), tied=tied)
     layout = mesh.build(made.parallel, torch.device("cpu"), dist.get_rank(), world)
     own = batch(made.train.seq_len).chunk(layout.dp_size)[layout.dp_rank]
     model = (
@@ -121,8 +125,9 @@ class Alone(Llama):
     """A model that one rank has all of, with the whole batch."""
 
 
-def of_one_rank(layers: int, length: int) -> Found:
-    made = config({}, 1, {"seq_len": length}, layers)
+@functools.cache
+def of_one_rank(layers: int, length: int, *, tied: bool) -> Found:
+    made = config({}, 1, {"seq_len": length}, layers, tied=tied)
     model = Alone(made.model, made.train)
     model.materialize(torch.device("cpu"), seed=1)
     skew(model)
@@ -135,7 +140,8 @@ def differences(case: dict[str, Any]) -> dict[str, Any]:
     """How far gradients are from those of one rank, relative to the largest of each tensor; their bits; the loads, and
     how the biases of this rank have moved.
     """
-    due = of_one_rank(case.get("layers", 2), case.get("train", {}).get("seq_len", LENGTH))
+    length = case.get("train", {}).get("seq_len", LENGTH)
+    due = of_one_rank(case.get("layers", 2), length, tied=case.get("tied", False))
     found = trained(case)
     assert set(found.gradients) <= set(due.gradients)
     rest = torch.cat([found.gradients[name].flatten() for name in sorted(found.gradients)]).contiguous()

@@ -14,6 +14,7 @@ import pytest
 from tests.trainer.worker.conftest import TINY, Ranks, Run, hang, merged
 from tests.trainer.worker.restore_test.conftest import Subject
 from trainer.contract.config import JobConfig, build
+from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode
 from trainer.contract.restore_test import Outcome, RestoreVerdict
 
@@ -39,7 +40,7 @@ class Layout:
     @property
     def short(self) -> "Layout":
         """The same ranks for the fast tests, which compare bits: a run of fewer steps has as many kinds of steps."""
-        return replace(self, steps=4, saved=1)
+        return replace(self, steps=7, saved=3)
 
     @property
     def by_partners_alone(self) -> bool:
@@ -207,6 +208,23 @@ def check_killed(make_run: Callable[..., Run], undisturbed: Callable[..., Run], 
     assert min(step for step in hurt.losses(generation=2) if step <= STEPS) > layout.saved
     assert _every_loss(hurt) == _every_loss(calm)
     assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
+
+
+def check_retrained(run: Run, layout: Layout) -> None:
+    """SIGKILL of a rank after two steps that no checkpoint has; trained again, they have their bits."""
+    victim = layout.world // 2
+    before = layout.steps - 2  # the line of a step is written in the next one
+    codes = run.train_until_killed(victim, committed=layout.saved, recorded=before)["codes"]
+    assert codes[victim] == -9
+    assert run.train()["codes"] == [ExitCode.FINISHED] * layout.world, run.log()
+    first, again = ({step: _figures(line) for step, line in run.metrics(number).items()} for number in (1, 2))
+    assert sorted(again) == [*range(layout.saved + 1, layout.steps + 1)]
+    assert {step: first[step] for step in (before - 1, before)} == {step: again[step] for step in (before - 1, before)}
+    assert not [event for event in run.events() if event.kind == EventKind.RESTART_DIFFERS]
+
+
+def _figures(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: line.get(name) for name in ("loss", "grad_norm", "lr", "position", "experts")}
 
 
 def check_restored(ranks: Ranks, source: Run, place: Path, name: str, target: Layout) -> None:

@@ -92,10 +92,13 @@ def uneven(ranks: int, length: int, chunks: int, wrap: str = "Linear,Block", **p
 
 UNEVEN = {
     "uneven, every token a chunk": uneven(2, 9, 9),
+    "uneven, ring, zero2": uneven(2, 9, 9, cp_method="ring", wrap="100", strategy="zero2"),
     "uneven, zero2": uneven(2, 9, 9, strategy="zero2"),
-    "uneven, fewer tokens than chunks": uneven(4, 10, 5, cp_method="ulysses"),
-    "uneven, ring": uneven(4, 10, 5, cp_method="ring", wrap="100"),
+    "uneven, four ranks": uneven(4, 10, 5, cp_method="ulysses"),
+    "uneven, ring of four ranks": uneven(4, 10, 5, cp_method="ring", wrap="100"),
 }
+"""Some ranks have fewer tokens than there are chunks."""
+SAMPLE = tuple(UNEVEN)[:2]
 DRAWN, STAGED = 40, 24
 """How many layouts are drawn without and with a pipeline; the first of them is of the fast tests."""
 
@@ -104,7 +107,7 @@ DRAWN, STAGED = 40, 24
     "layout",
     [pytest.param(at, id=f"drawn {at}", marks=pytest.mark.proof if at else ()) for at in range(DRAWN)]
     + [pytest.param(DRAWN + at, id=f"in stages {at}", marks=pytest.mark.proof) for at in range(STAGED)]
-    + list(UNEVEN),
+    + [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.proof) for name in UNEVEN],
 )
 def test_ranks_of_an_accepted_layout_train(undisturbed, make_run, layout):
     values = UNEVEN[layout] if layout in UNEVEN else drawn_layout(layout)

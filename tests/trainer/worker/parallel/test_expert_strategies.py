@@ -21,13 +21,18 @@ from trainer.contract.pipeline.stage_split import parameters_of_rank
 
 pytestmark = pytest.mark.multi
 
-SAMPLE = ("ep 2", "pp 2")
+SAMPLE = ("fsdp 2 x tp 2, ep 4", "pp 2")
+"""Of the fast tests, which read one run of each, that was killed."""
 PARTNERS = ("one", "ep 2", "fsdp 2 x ring 2, ep 4", "4 layers, one", "4 layers, ep 2")
 
 
-def run_of(name: str) -> Layout:
-    """A short one of the sample: all fast tests of a layout read the same run."""
-    return WITH_EXPERTS[name].short if name in SAMPLE else WITH_EXPERTS[name]
+@pytest.fixture
+def run_of(killed: Callable[[Layout], Run], undisturbed: Callable[..., Run]) -> Callable[[str], Run]:
+    def get(name: str) -> Run:
+        layout = WITH_EXPERTS[name]
+        return killed(layout) if name in SAMPLE else undisturbed(**layout.settings)
+
+    return get
 
 
 @pytest.mark.proof
@@ -40,21 +45,27 @@ def test_losses_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize("name", cases(WITH_EXPERTS, *SAMPLE))
-def test_a_killed_rank_changes_no_bit(make_run: Callable[..., Run], undisturbed: Callable[..., Run], name: str) -> None:
-    check_killed(make_run, undisturbed, run_of(name))
-
-
-@pytest.mark.parametrize(("source", "target"), pairs(WITH_EXPERTS, PARTNERS))
-def test_every_strategy_restores_into_every_other(
-    ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path, source: str, target: str
+def test_a_killed_rank_changes_no_bit(
+    make_run: Callable[..., Run], undisturbed: Callable[..., Run], killed: Callable[[Layout], Run], name: str
 ) -> None:
-    check_restored(ranks, undisturbed(**WITH_EXPERTS[source].settings), tmp_path, target, WITH_EXPERTS[target])
+    if name in SAMPLE:
+        killed(WITH_EXPERTS[name])
+        return
+    check_killed(make_run, undisturbed, WITH_EXPERTS[name])
+
+
+@pytest.mark.parametrize(("source", "target"), pairs(WITH_EXPERTS, PARTNERS, (SAMPLE[0], "ep 2")))
+def test_every_strategy_restores_into_every_other(
+    ranks: Ranks, run_of: Callable[[str], Run], tmp_path: Path, source: str, target: str
+) -> None:
+    layout = WITH_EXPERTS[target]
+    check_restored(ranks, run_of(source), tmp_path, target, layout.short if source in SAMPLE else layout)
 
 
 @pytest.mark.parametrize("name", [pytest.param("one", marks=pytest.mark.proof), *cases(WITH_EXPERTS, *SAMPLE)])
-def test_states_are_what_the_formula_says(undisturbed: Callable[..., Run], name: str) -> None:
-    layout = run_of(name)
-    (event,) = [one for one in undisturbed(**layout.settings).events() if one.kind == EventKind.GENERATION_FIRST_STEP]
+def test_states_are_what_the_formula_says(run_of: Callable[[str], Run], name: str) -> None:
+    layout = WITH_EXPERTS[name]
+    event = next(one for one in run_of(name).events() if one.kind == EventKind.GENERATION_FIRST_STEP)
     config = layout.config()
     due = state_bytes(parameters_of_rank(config, 0), config.parallel, layout.world)
     assert event.data["held"] == {
@@ -63,11 +74,10 @@ def test_states_are_what_the_formula_says(undisturbed: Callable[..., Run], name:
     }  # fmt: skip
 
 
-def test_bytes_that_travel_to_experts_are_told_apart(undisturbed: Callable[..., Run]) -> None:
-    run = undisturbed(**run_of("ep 2").settings)
-    (told,) = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
+def test_bytes_that_travel_to_experts_are_told_apart(run_of: Callable[[str], Run]) -> None:
+    (told,) = [line["bytes"] for line in run_of(SAMPLE[0]).metrics(generation=1).values() if "bytes" in line]
     # Two layers, four exchanges in each: all that a rank sends, or what it receives where that is more.
-    sent = 2 * 4 * (8 * 16 // 2 * 2) * 32 * 4  # tokens of a rank, each to two experts x width x bytes
+    sent = 2 * 4 * (8 * 16 // 4 * 2) * 32 * 4  # tokens of a rank, each to two experts x width x bytes
     counts = 2 * 4 * 8  # of two layers, for four experts
     assert sent <= told["ep"] - counts <= 2 * sent
     assert told["dp_shard"] > 0

@@ -17,13 +17,16 @@ EVEN = {"seq_len": 14}
 RECOMPUTED = {"activation_checkpointing": True}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "2": {
-        "ep 2": {"parallel": {"ep": 2}},
+        "ep 2": {"parallel": {"ep": 2, "fsdp": {"wrap": "Experts,Router"}}},
         "ep 2, micro-batches recomputed": {"parallel": {"ep": 2}, "train": RECOMPUTED, "micro": 4},
         "2 stages": {"parallel": {"pipeline": {"stages": 2}}},
-        "ep 2 of tp 2": {"parallel": {"tp": 2, "ep": 2}, "micro": 2, "train": EVEN},
+        "ep 2 of tp 2, tied": {"parallel": {"tp": 2, "ep": 2}, "micro": 2, "train": EVEN, "tied": True},
+        "ep 1": {"parallel": {}},
+        "ep 1, by class": {"parallel": {"fsdp": {"wrap": "Block,Experts"}}},
+        "ep 1, by size": {"parallel": {"fsdp": {"wrap": "3000"}}},
     },
     "2, more": {
-        "ep 1": {"parallel": {}},
+        "ep 2, by default": {"parallel": {"ep": 2}},
         "ep 1, products kept": {"parallel": {}, "train": {**RECOMPUTED, "recompute": {"keep": "products"}}},
         "ep 2, reduced once": {"parallel": {"ep": 2, "strategy": "zero1"}, "micro": 2},
         "ep 2 of cp 2": {"parallel": {"ep": 2, "cp": 2, "cp_method": "ulysses"}},
@@ -137,3 +140,9 @@ def test_gradients_and_loads_are_those_of_one_rank(
     assert unused == 0
     length = CASES[ranks][name].get("train", {}).get("seq_len", 13)
     assert popular == 8 * length  # every token of the batch
+
+
+def test_what_is_gathered_together_changes_no_bit(found: Callable[[str], dict[str, Any]]) -> None:
+    cases = found("2")
+    for name in ("ep 1, by class", "ep 1, by size"):
+        assert [one["bits"] for one, _ in cases[name]] == [one["bits"] for one, _ in cases["ep 1"]]

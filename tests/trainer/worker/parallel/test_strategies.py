@@ -8,10 +8,9 @@ import pytest
 from tests.trainer.worker.conftest import Ranks, Run
 from tests.trainer.worker.parallel.layout_table import DENSE, cases, check_killed, check_losses, check_restored, pairs
 
-pytestmark = [pytest.mark.multi]
+pytestmark = [pytest.mark.multi, pytest.mark.proof]
+"""A sample of all is in test_expert_strategies.py."""
 
-SAMPLE = "zero1 2 x tp 2"
-"""Of the fast tests: its losses are compared with those of another layout where it is restored."""
 PARTNERS = ("one", "fsdp 2 x tp 2", "pp 2 x cp 2")
 SAME_ARITHMETIC = ("zero3 4", "zero2 4", "fsdp 4, optimizer on the host", "fsdp 4, all on the host")
 """One micro-batch a step: what is gathered when, and where the optimizer runs, changes no sum. Of zero1 neither."""
@@ -25,7 +24,6 @@ def test_losses_are_those_of_one_rank(
     record_property("largest relative difference of 20 losses", f"{largest:.1e}")
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("name", ["zero1 4", *SAME_ARITHMETIC[1:]])
 def test_the_same_arithmetic_gives_the_same_bits(undisturbed: Callable[..., Run], name: str) -> None:
     one, other = (undisturbed(**DENSE[each].settings) for each in (SAME_ARITHMETIC[0], name))
@@ -33,14 +31,13 @@ def test_the_same_arithmetic_gives_the_same_bits(undisturbed: Callable[..., Run]
     assert other.final()["weights_digest"] == one.final()["weights_digest"]
 
 
-@pytest.mark.parametrize("name", cases(DENSE, SAMPLE))
+@pytest.mark.parametrize("name", cases(DENSE))
 def test_a_killed_rank_changes_no_bit(make_run: Callable[..., Run], undisturbed: Callable[..., Run], name: str) -> None:
-    check_killed(make_run, undisturbed, DENSE[name].short if name == SAMPLE else DENSE[name])
+    check_killed(make_run, undisturbed, DENSE[name])
 
 
-@pytest.mark.parametrize(("source", "target"), pairs(DENSE, PARTNERS, (SAMPLE, "ddp 4")))
+@pytest.mark.parametrize(("source", "target"), pairs(DENSE, PARTNERS))
 def test_every_strategy_restores_into_every_other(
     ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path, source: str, target: str
 ) -> None:
-    one, other = (each.short if source == SAMPLE else each for each in (DENSE[source], DENSE[target]))
-    check_restored(ranks, undisturbed(**one.settings), tmp_path, target, other)
+    check_restored(ranks, undisturbed(**DENSE[source].settings), tmp_path, target, DENSE[target])

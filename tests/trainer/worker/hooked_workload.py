@@ -80,14 +80,14 @@ class Hooked(Plane):
 
 
 class Peaks(Hooked):
-    """The model of step `args.peak` is the best one."""
+    """The model behind `args.peak` validations, or steps of a schedule without a plateau, is the best one."""
 
     def build_scheduler(self, optimizer):
         self.scheduler = super().build_scheduler(optimizer)
         return self.scheduler
 
     def validate(self, model):
-        return {"peak": -abs(self.scheduler.last_epoch - float(self.args["peak"]))}
+        return {**super().validate(model), "peak": -abs(self.scheduler.last_epoch - float(self.args["peak"]))}
 
 
 class HookedLlama(LlamaWorkload):

@@ -94,7 +94,7 @@ class InEpochs(Plane):
         return super().loss(model, (x, x.sum(dim=1, keepdim=True)))
 
 
-class Forgetful(Plane):
+class Forgetful(Hidden):
     """Rank 1 alone changes an attribute of its own in every step, and one of its model in the fourth."""
 
     def build_data(self, layout):
@@ -105,7 +105,7 @@ class Forgetful(Plane):
         if self.rank == 1:
             self.count += 1
             if self.count == 4:
-                model[2].p = 0.2
+                model[3].out_features = 2
         return super().loss(model, batch)
 
 
@@ -242,23 +242,6 @@ class Experts(Plane):
         (x, y), self.step = batch, self.step + 1
         expert = (self.rank * self.args.get("apart", 1) + self.step) % 2
         return nn.functional.mse_loss(model(x, [str(expert)]), y)
-
-
-class Halves(Plane):
-    """Two micro-batches; a layer that nobody uses, and one that only the last micro-batch uses."""
-
-    def build_model(self):
-        return Branches("every", "last", "none")
-
-    def build_data(self, layout):
-        return HalvedPoints(layout.dp_rank, layout.dp_size)
-
-    def build_optimizer(self, model):
-        return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def loss(self, model, batch):
-        x, y, is_last = batch
-        return nn.functional.mse_loss(model(x, ["every", "last"] if is_last else ["every"]).float(), y)
 
 
 class HalvedPoints(Points):

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.worker.my_workload import HalvedPoints, Plane
+from trainer.worker.parallel import gradient_buckets
 
 
 class Replicas(Plane):
@@ -45,23 +46,6 @@ class Kept(Replicas):
 
     def loss(self, model, batch):
         return super().loss(model, batch) + 0.1 * sum(one.square().sum() for one in self.kept)
-
-
-class Marked(Replicas):
-    """Parameters bear their learning rate."""
-
-    def build_model(self):
-        model = super().build_model()
-        model[0].weight.faster = 20
-        return model
-
-    def build_optimizer(self, model):
-        rates = [0.001 * getattr(one, "faster", 1) for one in model.parameters()]
-        groups = [{"params": [one], "lr": rate} for one, rate in zip(model.parameters(), rates, strict=True)]
-        return torch.optim.AdamW(groups)
-
-    def build_scheduler(self, optimizer):
-        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 
 
 class ForgottenRoot(Replicas):
@@ -160,47 +144,64 @@ class OwnFreezing(Replicas):
         return super().loss(model, batch)
 
 
-class TwoParts(Replicas):
-    """Parts that are wrapped one by one, as a generator and a discriminator are."""
+class UnusualModel(nn.Module):
+    """A layer that is recomputed twice, one that is frozen by turns, one that is used by turns, and what is not used.
+
+    That has integers and, beside float32, numbers in another precision.
+    """
+
+    def __init__(self, width, *, exact):
+        super().__init__()
+        self.twice, self.by_turns, self.late = nn.Linear(4, 4), nn.Linear(4, width), nn.Linear(4, 1)
+        self.head, self.unused = nn.Linear(width, 1), nn.Linear(8, 8)
+        self.head.weight.faster = 20
+        self.unused.steps = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+        if exact:
+            self.unused.exact = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+
+    def forward(self, x, *, is_last):
+        again = partial(checkpoint, self.twice, use_reentrant=False)
+        x = again(again(x.requires_grad_()))
+        self.by_turns.requires_grad_(not is_last)
+        out = self.head(torch.tanh(self.by_turns(x)))
+        return out + self.late(x) if is_last else out
+
+
+class Unusual(Replicas):
+    """Two micro-batches of such a model, whose parts are wrapped apart, as a generator and a discriminator are.
+
+    Parameters bear their learning rates, and each fills a bucket of replicas, some of which nobody uses.
+    """
+
+    def build_model(self):
+        gradient_buckets.pack_buckets = lambda sizes: [[at] for at, _ in enumerate(list(sizes))]
+        return UnusualModel(self.args["width"], exact=self.config.train.dtype == "float32")
 
     def parallelize(self, model, layout):
-        for number in (0, 2):
-            model[number] = super().parallelize(model[number], layout)
+        for name, part in list(model.named_children()):
+            setattr(model, name, super().parallelize(part, layout))
         return model
 
+    def build_optimizer(self, model):
+        trained = [one for one in model.parameters() if one.is_floating_point()]
+        return torch.optim.AdamW([{"params": [one], "lr": 0.001 * getattr(one, "faster", 1)} for one in trained])
 
-class FrozenByMicroBatch(Replicas):
-    """The first layer learns from the first of two micro-batches alone."""
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 
     def build_data(self, layout):
         return HalvedPoints(layout.dp_rank, layout.dp_size)
 
     def loss(self, model, batch):
         x, y, is_last = batch
-        model[0].requires_grad_(not is_last)
-        return nn.functional.mse_loss(model(x), y)
-
-
-class Varied(Replicas):
-    """A head that nobody uses and that fills a bucket, integers, and numbers in another precision."""
-
-    def build_model(self):
-        model = super().build_model()
-        model.unused = nn.Linear(8, 900_000)
-        model.steps = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-        model.exact = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.float64))])
-        model.forward = lambda x: model[2](model[1](model[0](x)))
-        return model
-
-    def build_optimizer(self, model):
-        return torch.optim.AdamW([one for one in model.parameters() if one.is_floating_point()], lr=0.01)
+        return nn.functional.mse_loss(model(x, is_last=is_last).float(), y)
 
 
 class Again(Replicas):
-    """Recomputes a layer that it uses twice, in torch's old way or in the new one."""
+    """Recomputes a layer that it uses twice, in torch's old way."""
 
     def build_model(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        again = partial(checkpoint, model[0], use_reentrant=self.args["reentrant"])
+        again = partial(checkpoint, model[0], use_reentrant=True)
         model.forward = lambda x: model[1](again(again(x.requires_grad_())))
         return model

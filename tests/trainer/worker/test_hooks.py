@@ -38,50 +38,62 @@ def exact(hurt, calm) -> None:
 
 KINDS = [
     pytest.param("Hooked", {}, {"dp_shard": 2}, id="cosine"),
-    pytest.param("Frozen", {"plateau": True}, {"dp_shard": 2}, id="plateau-and-statistics", marks=pytest.mark.proof),
-    pytest.param("HookedLlama", None, {"tp": 2}, id="tensor-parallel", marks=pytest.mark.proof),
-    pytest.param("HookedLlama", None, {"cp": 2}, id="context-parallel", marks=pytest.mark.proof),
+    pytest.param("Frozen", {"plateau": True}, {"dp_shard": 2}, id="plateau-and-statistics"),
+    pytest.param("HookedLlama", None, {"tp": 2}, id="tensor-parallel"),
+    pytest.param("HookedLlama", None, {"cp": 2}, id="context-parallel"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "args", "parallel"), KINDS)
-def test_a_killed_run_with_every_hook_ends_with_the_same_bits(make_run, kind, args, parallel):
+def killed(make_run, kind, args, parallel):
+    """A run that was killed behind the validation of step 9, to its end, and what it was made of."""
     over = {**hooked(kind, **args or {}), "parallel": parallel}
     over["workload"]["args"] = {} if args is None else over["workload"]["args"]
+    run = make_run(2, **over, drill=hang(0, step=12))
+    assert run.train_until_killed(0, committed=8, recorded=10)["codes"][0] == -9
+    assert run.train()["codes"] == [0, 0], run.log()
+    told = {event.kind for event in run.events()}
+    assert not told & {EventKind.CHECKPOINT_INCOMPLETE, EventKind.RESTART_DIFFERS}
+    return run, over
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("kind", "args", "parallel"), KINDS)
+def test_a_killed_run_with_every_hook_ends_with_the_same_bits(make_run, kind, args, parallel):
+    hurt, over = killed(make_run, kind, args, parallel)
     calm = make_run(2, **over)
     assert calm.train()["codes"] == [0, 0], calm.log()
-    hurt = make_run(2, **over, drill=hang(0, step=11))
-    assert hurt.train_until_killed(0, committed=8)["codes"][0] == -9
-    assert hurt.train()["codes"] == [0, 0], hurt.log()
     exact(hurt, calm)
-    told = {event.kind for event in hurt.events()}
-    assert not told & {EventKind.CHECKPOINT_INCOMPLETE, EventKind.RESTART_DIFFERS}
-
-    assert sorted(calm.validations()) == [3, 6, 9, 12, 14]
-    assert len({line["lr"] for line in calm.metrics().values()}) > 2
     line = calm.metrics()[5]["metrics"]
     assert line["own"] == pytest.approx(calm.losses()[5], rel=1e-6)
     if kind == "HookedLlama":  # both ranks of a tensor-parallel or context-parallel group have the same four
         assert line["sequences"] == 4.0
-        return
+
+
+def test_steps_and_validations_have_the_same_bits_again_after_a_kill_and_all_that_hooks_return(make_run):
+    run, _ = killed(make_run, "Hooked", {}, {"dp_shard": 2})
+    first, again = (run.metrics(generation) for generation in (1, 2))
+    assert sorted(again) == [9, 10, 11, 12, 13, 14]
+    for step in (9, 10):
+        for name in ("loss", "grad_norm", "lr", "metrics"):
+            assert again[step][name] == first[step][name]
+    validations = [json.loads(line) for line in run.attempt.validation.read_text().splitlines()]
+    assert [line["step"] for line in validations] == [3, 6, 9, 9, 12, 14]
+    assert validations[2]["metrics"] == validations[3]["metrics"]
+    told = [event.data["step"] for event in run.events() if event.kind == EventKind.VALIDATED]
+    assert told == [3, 6, 9, 9, 12, 14]
+
+    assert len({line["lr"] for line in run.metrics().values()}) > 2
+    line = run.metrics()[5]["metrics"]
+    assert line["own"] == pytest.approx(run.losses()[5], rel=1e-6)
     assert (line["samples"], line["first"]) == (16, 7.0)
     assert line["weighted"] == pytest.approx(2 / 3)
     assert "rare" not in line
-    assert calm.validations()[3]["worst"] == 2.0
-    told = [event.data["step"] for event in calm.events() if event.kind == EventKind.VALIDATED]
-    assert told == [3, 6, 9, 12, 14]
+    assert run.validations()[3]["worst"] == 2.0
 
 
-def test_validation_changes_no_step(undisturbed):
-    """Draws of random numbers and the mode of the model are put back."""
-    over = hooked()
-    one, other = undisturbed(1, **over), undisturbed(1, **{**over, "validation": {"every": 0}})
-    assert one.losses() == other.losses()
-    assert sorted(other.validations()) == [14]
-
-
-def test_a_validation_that_a_stop_leaves_undone_is_made_up_for(make_run, undisturbed):
-    over = hooked(plateau=True)
+def test_a_validation_that_a_stop_leaves_undone_is_made_up_for_and_rates_its_checkpoint(make_run, undisturbed):
+    over = hooked("Peaks", peak=2, plateau=True)  # the third validation is that of step 9
+    over["checkpoint"] = {"every": 1, "keep": 2, "best": {"metric": "peak", "mode": "max"}}
     calm = undisturbed(1, **over)
     slow = {"events": [{"kind": "slow-rank", "rank": 0, "step": 8, "value": 0.2}]}
     hurt = make_run(1, **over, drill=slow)
@@ -92,6 +104,11 @@ def test_a_validation_that_a_stop_leaves_undone_is_made_up_for(make_run, undistu
     assert sorted(hurt.validations()) == [3, 6]
     assert hurt.train()["codes"] == [0], hurt.log()
     exact(hurt, calm)
+    left = {int(path.parent.name[5:13]): path.parent for path in sorted(hurt.dir.checkpoints.glob("*/COMMIT"))}
+    assert len(left) == 3, "the best one, and the two newest"
+    found = json.loads((left[9] / "manifest.json").read_text())["extra"]["metrics"]
+    assert found == {**hurt.metrics()[9]["metrics"], **hurt.validations()[9]}
+    assert found["peak"] == 0.0
 
 
 @pytest.mark.proof
@@ -132,17 +149,3 @@ def test_the_best_checkpoint_is_saved_after_its_validation_and_stays(make_run):
     assert set(saved) <= set(found), "without an interval only validated steps are saved"
     assert len(saved) > 2
     assert left == {max(saved, key=lambda step: found[step]["val_loss"]), *saved[-2:]}
-
-
-def test_the_best_checkpoint_is_known_where_a_stop_left_its_validation_to_the_next_start(make_run):
-    over = hooked("Peaks", peak=9)
-    over["checkpoint"] = {"every": 1, "keep": 2, "best": {"metric": "peak", "mode": "max"}}
-    run = make_run(1, **over, drill={"events": [{"kind": "slow-rank", "rank": 0, "step": 8, "value": 0.2}]})
-    stop = {"at_step": 8, "of_rank": 0, "rank": 0, "do": "ask", "reason": "PREEMPTION"}
-    assert run.train(actions=[stop])["codes"] == [ExitCode.STOPPED_AFTER_SAVE], run.log()
-    assert max(run.losses()) == 9
-    assert run.train()["codes"] == [0], run.log()
-    left = {int(path.parent.name[5:13]): path.parent for path in sorted(run.dir.checkpoints.glob("*/COMMIT"))}
-    assert len(left) == 3, "the best one, and the two newest"
-    found = json.loads((left[9] / "manifest.json").read_text())["extra"]["metrics"]
-    assert found == {**run.metrics()[9]["metrics"], "peak": 0.0}

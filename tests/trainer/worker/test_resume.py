@@ -57,46 +57,26 @@ def test_a_killed_run_ends_with_the_same_bits(make_run, undisturbed, world, para
     assert events(hurt, EventKind.RESTART_DIFFERS) == []
 
 
-def test_training_that_goes_on_differently_is_reported(make_run):
-    """Whatever it is that no checkpoint has: a list of the workload's here."""
-    workload = {"target": "tests.trainer.worker.my_workload:Hidden", "args": {"width": 8}}
-    run = make_run(1, workload=workload, drill=hang(0, step=6))
-    run.train_until_killed(0, committed=3, recorded=4)
-    assert run.train()["codes"] == [0], run.log()
-    before, after = run.losses(generation=1)[4], run.losses(generation=2)[4]
-    assert before - after == pytest.approx(0.3)
-    (event,) = events(run, EventKind.RESTART_DIFFERS)
-    assert event.data == {"step": 4, "restored": 3, "reason": f"loss of step 4 is {after!r}, it was {before!r}"}
-
-
-def test_a_checkpoint_that_was_made_with_other_software_is_reported(make_run):
-    run = make_run(1, train={"steps": 4})
-    run.train()
-    config = json.loads(run.dir.config.read_text())
-    config["cluster"]["cpus_per_task"] = 2
-    run.dir.config.write_text(json.dumps(config))
-    assert run.train()["codes"] == [0], run.log()
-    (event,) = events(run, EventKind.CHECKPOINT_SOFTWARE)
-    assert event.data == {"step": 4, "changes": {"threads": [1, 2]}}
-
-
-def test_attributes_that_another_rank_has_lost_are_reported(make_run):
+def test_what_no_checkpoint_has_is_named_and_training_that_goes_on_differently_is_reported(make_run):
+    """Attributes that rank 1 alone has changed, and a list of the workload's that its loss depends on."""
     workload = {"target": "tests.trainer.worker.my_workload:Forgetful", "args": {"width": 8}}
-    run = make_run(2, workload=workload, parallel={"dp_shard": 2}, train={"steps": 4})
-    assert run.train()["codes"] == [0, 0], run.log()
-    config = json.loads(run.dir.config.read_text())
-    config["train"]["steps"] = 8
-    run.dir.config.write_text(json.dumps(config))
+    over = {"workload": workload, "train": {"steps": 7}, "checkpoint": {"every": 4}}
+    run = make_run(2, **over, parallel={"dp_shard": 2}, drill=hang(0, step=7))
+    run.train_until_killed(0, committed=4, recorded=5)
     assert run.train()["codes"] == [0, 0], run.log()
     found = [(event.data["step"], event.data["reason"]) for event in events(run, EventKind.CHECKPOINT_INCOMPLETE)]
     assert found == [
         (4, "rank 1: workload.count had changed and is not saved: return it in the workload's state_dict()"),
         (
             4,
-            "rank 1: model.2.p had changed in the model and is not saved: set it in the workload's load_state_dict(), "
-            "or make it a buffer",
+            "rank 1: model.3.out_features had changed in the model and is not saved: set it in the workload's "
+            "load_state_dict(), or make it a buffer",
         ),
     ]
+    before, after = run.losses(generation=1)[5], run.losses(generation=2)[5]
+    assert before - after == pytest.approx(0.4)
+    (event,) = events(run, EventKind.RESTART_DIFFERS)
+    assert event.data == {"step": 5, "restored": 4, "reason": f"loss of step 5 is {after!r}, it was {before!r}"}
 
 
 def test_a_killed_peer_is_a_secondary_failure_and_the_drill_is_reported(make_run):
@@ -123,15 +103,36 @@ def test_an_exception_is_the_cause_and_its_peers_fail_secondarily(make_run):
     assert run.outcome(0, 1).secondary
 
 
-def test_a_run_that_is_already_finished_only_says_so(make_run):
-    run = make_run(1, train={"steps": 4})
+def change(run, section: str, **over) -> None:
+    config = json.loads(run.dir.config.read_text())
+    config[section] |= over
+    run.dir.config.write_text(json.dumps(config))
+
+
+def test_a_finished_run_only_says_so_names_other_software_and_goes_on_with_no_other_data(make_run, tmp_path):
+    run = make_run(1, name="run", train={"steps": 4})
     run.train()
     first = run.final()
     run.attempt.final.unlink()
+    change(run, "cluster", cpus_per_task=2)
     assert run.train()["codes"] == [0], run.log()
     assert {key: run.final()[key] for key in ("step", "loss", "weights_digest")} == {
         key: first[key] for key in ("step", "loss", "weights_digest")
     }
+    (event,) = events(run, EventKind.CHECKPOINT_SOFTWARE)
+    assert event.data == {"step": 4, "changes": {"threads": [1, 2]}}
+
+    text = tmp_path / "other.txt"
+    text.write_text("other words " * 500)
+    token_shards.prepare([text], tmp_path / "other")
+    own = json.loads(run.dir.config.read_text())
+    for section, over in (("train", {"seed": own["train"]["seed"] + 1}), ("data", {"path": str(tmp_path / "other")})):
+        change(run, "train", steps=6, seed=own["train"]["seed"])
+        change(run, section, **over)
+        assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
+        outcome = run.outcome(0, run.generations)
+        assert outcome.exception == "WorkloadError"
+        assert "but the checkpoint was made with" in (outcome.message or "")
 
 
 @pytest.mark.parametrize(
@@ -144,17 +145,18 @@ def test_a_run_that_is_already_finished_only_says_so(make_run):
         pytest.param(4, {"strategy": "zero2"}, id="zero2 on 4", marks=pytest.mark.proof),
     ],
 )
-def test_another_layout_goes_on_from_the_same_checkpoint(make_run, undisturbed, world, parallel):
-    train = {"dtype": "float32", "steps": 5}
-    run = make_run(2, parallel={"dp_shard": 2}, train=train, drill=hang(0, step=5))
-    run.train_until_killed(0, committed=3)
+def test_another_layout_goes_on_from_the_same_checkpoint(make_run, world, parallel):
+    train, every = {"dtype": "float32", "steps": 8}, {"every": 4}
+    run = make_run(2, parallel={"dp_shard": 2}, train=train, checkpoint=every, drill=hang(0, step=8))
+    run.train_until_killed(0, committed=4, recorded=6)
     config = json.loads(run.dir.config.read_bytes())
     config["parallel"], config["cluster"]["ranks_per_node"] = parallel, world
     run.dir.config.write_text(json.dumps(config))
     run.world = world
     assert run.train()["codes"] == [0] * world, run.log()
-    calm = undisturbed(2, parallel={"dp_shard": 2}, train=train)
-    assert run.losses() == pytest.approx(calm.losses(), rel=1e-4)
+    before, after = (run.losses(generation) for generation in (1, 2))
+    assert sorted(after) == [5, 6, 7, 8]
+    assert [after[step] for step in (5, 6)] == pytest.approx([before[step] for step in (5, 6)], rel=1e-4)
 
 
 def test_a_revoked_attempt_saves_nothing(make_run):
@@ -182,22 +184,3 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(make_run):
     bad = max(run.losses())
     assert f"step {bad}: " in (outcome.message or "")
     assert all(event.data["step"] < bad for event in events(run, EventKind.CHECKPOINT_COMMITTED))
-
-
-@pytest.mark.parametrize("change", ["seed", "data"])
-def test_other_data_is_never_taken_for_the_rest_of_the_same(make_run, tmp_path, change):
-    run = make_run(1, name="run", train={"steps": 6}, drill=hang(0, step=6))
-    run.train_until_killed(0, committed=3)
-    config = json.loads(run.dir.config.read_bytes())
-    if change == "seed":
-        config["train"]["seed"] += 1
-    else:
-        text = tmp_path / "other.txt"
-        text.write_text("other words " * 500)
-        token_shards.prepare([text], tmp_path / "other")
-        config["data"]["path"] = str(tmp_path / "other")
-    run.dir.config.write_text(json.dumps(config))
-    assert run.train()["codes"] == [ExitCode.NEVER_RETRY]
-    outcome = run.outcome(0, 2)
-    assert outcome.exception == "WorkloadError"
-    assert "but the checkpoint was made with" in (outcome.message or "")

@@ -92,7 +92,9 @@ class TestsByFile(LoadScopeScheduling):
         path = nodeid.partition("::")[0]
         if path.startswith("tests/scenarios/"):  # few files of very many tests, which share nothing
             return nodeid
-        if path.endswith(("end_to_end/test_local.py", "end_to_end/test_stopped_processes.py")):
+        if path.endswith(
+            tuple(f"end_to_end/test_{name}.py" for name in ("local", "restore_tests", "stopped_processes"))
+        ):
             return "the run that was not disturbed"
         return "slurm" if path.startswith("tests/slurm/") and not path.endswith("test_outages.py") else path
 

@@ -6,8 +6,10 @@ the imports; only a controller's parent is another. Tests of shared roots, of th
 controller starts run all of them as programs, and those on Slurm their jobs.
 """
 
+import contextlib
 import json
 import os
+import select
 import shlex
 import signal
 import socket
@@ -76,18 +78,24 @@ def listen() -> tuple[socket.socket, str]:
 
 
 def fork_for_order(listener: socket.socket) -> int:
-    """Fork the controller, or the process that starts one job and answers the order; returns its pid."""
+    """Fork the controller, or the process that starts what is ordered and answers; returns its pid."""
+    begin = {"job": _start_job, "controller": _become_controller, "fork server": _keep_fork_server}
     link, _ = listener.accept()
     with link:
-        what, *order = json.loads(link.recv(MOST))
+        message, descriptors, _, _ = socket.recv_fds(link, MOST, 3)
+        what, *order = json.loads(message)
         if (pid := os.fork()) == 0:
-            as_program(lambda: _start_job(link, *order) if what == "job" else _become_controller(*order))
+            as_program(lambda: begin[what](link, descriptors, *order))
         if what == "controller":
             link.send(json.dumps(pid).encode())
+        for descriptor in descriptors:
+            os.close(descriptor)
     return pid
 
 
-def _become_controller(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+def _become_controller(
+    _: socket.socket, __: list[int], arguments: list[str], environ: Mapping[str, str], log: str
+) -> None:
     from orchestrator.controller import service
 
     os.setsid()
@@ -98,7 +106,7 @@ def _become_controller(arguments: list[str], environ: Mapping[str, str], log: st
     service.main()
 
 
-def _start_job(link: socket.socket, intent: list[str], environ: Mapping[str, str], folder: str) -> None:
+def _start_job(link: socket.socket, _: list[int], intent: list[str], environ: Mapping[str, str], folder: str) -> None:
     from orchestrator.scheduler.local import local_job
 
     starter = os.getpid()
@@ -113,6 +121,33 @@ def _start_job(link: socket.socket, intent: list[str], environ: Mapping[str, str
             said.seek(0)
             link.send(json.dumps([code, said.read().decode(errors="replace")]).encode())
     sys.exit(code)
+
+
+def _keep_fork_server(
+    link: socket.socket, descriptors: list[int], environ: Mapping[str, str], attempt: str, agent: int
+) -> None:
+    """Be the parent of an agent's fork server until one of them ends; the other one is told."""
+    from trainer.agent.fork_server import server
+    from trainer.contract.ranks.progress import block_step_signals
+
+    theirs, output, told = descriptors
+    keeper, handle = os.getpid(), os.pidfd_open(agent)
+
+    def begin() -> None:
+        become(environ, (os.open(os.devnull, os.O_RDONLY), output, output), [theirs])
+        server.main([str(theirs), str(keeper), attempt])
+
+    with block_step_signals():
+        if (pid := os.fork()) == 0:
+            as_program(begin)
+    link.send(str(pid).encode())
+    for descriptor in (theirs, output, link.fileno()):
+        os.close(descriptor)
+    end = os.pidfd_open(pid)
+    if end in select.select([end, handle], [], [])[0]:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(BrokenPipeError):  # the agent has just ended
+            os.write(told, str(code).encode())
 
 
 def _start_task(command: list[str], *, env: Mapping[str, str], stdin: int, stdout: Any, stderr: Any) -> Any:

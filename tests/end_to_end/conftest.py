@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.user import SMALL, User, warm_environment
+from tests.end_to_end.user import CALM, User, warm_environment
 from tests.trainer.agent.warm_agents import WarmAgents
 
 
@@ -27,9 +27,10 @@ def cold_user(tmp_path: Path) -> Iterator[User]:
 
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory, agents: WarmAgents) -> Iterator[tuple[User, str]]:
-    """A run of tiny-gpt as in `SMALL`, but on one node, undisturbed, to compare with bit for bit."""
+    """A run of tiny-gpt as in `CALM`, but on one node, undisturbed, to compare with bit for bit, and to read."""
     someone = User(tmp_path_factory.mktemp("calm"), "local", warm_environment(agents))
-    run = someone.submit("tiny-gpt", *SMALL, "cluster.nodes=1", "cluster.ranks_per_node=2")["run"]
+    one_node = ("cluster.nodes=1", "cluster.ranks_per_node=2")
+    run = someone.submit("tiny-gpt", *CALM, *one_node, "checkpoint.keep=9")["run"]
     assert someone.wait(run) == 0
     yield someone, run
     someone.leave()

@@ -1,39 +1,14 @@
-"""A person looks into a live run, has it saved and hits it; a drill and a demo of their own say what they must."""
+"""Drills and demos that bring a run of their own say what they must; a live run is hit in test_local."""
 
 import json
 
 import pytest
 
-from tests.end_to_end.user import SMALL, User
+from tests.end_to_end.user import User
 
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
-
-
-def test_a_live_run_is_looked_into_saved_and_hit(user: User) -> None:
-    run = user.submit("tiny-gpt", *SMALL, *user.slowly(), "train.steps=2000", "checkpoint.every=1000")["run"]
-    user.until(lambda: user.step(run) >= 3, 120, "training")
-
-    saved = user.ask("save", run)
-    assert saved["answer"] == f"saved at step {saved['step']}"
-    assert list(user.run_dir(run).checkpoints.glob(f"step-{saved['step']:08d}*/COMMIT"))
-
-    threads = user.ask("attach", run, "--stack")["threads"]
-    assert {thread["rank"] for thread in threads} == {0, 1}
-    assert {thread["node"] for thread in threads} == {"local-0", "local-1"}
-    calls = [frame["function"] for thread in threads if thread["rank"] == 1 for frame in thread["frames"]]
-    assert "rank_main" in calls
-
-    seen = user.ask("top", run)
-    assert seen["step"] >= saved["step"]
-    assert [(row["rank"], row["node"]) for row in seen["ranks"]] == [(0, "local-0"), (1, "local-1")]
-
-    card = user.ask("drill", run, "kill-rank", "--rank", "1")
-    assert (card["named"], card["failure"], card["passed"]) == ("rank 1", "rank_killed", True)
-    assert card["detected_s"] < 5
-    user.run("cancel", run)
+pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(400)]
 
 
-@pytest.mark.proof  # ranks that stand still are found in make test too, without the command line
 def test_a_stopped_rank_is_named_with_its_evidence(user: User) -> None:
     done = user.run("drill", "--demo", "stop-rank", "--json", "--root", str(user.root), timeout=300)
     card = json.loads(done.stdout)["data"]
@@ -45,7 +20,6 @@ def test_a_stopped_rank_is_named_with_its_evidence(user: User) -> None:
     assert "restart 1 of 5 in place" in incident["done"]
 
 
-@pytest.mark.proof
 def test_the_demo_of_restore_tests_finds_the_damage_and_what_is_good_before_it(user: User) -> None:
     small = ("cluster.nodes=1", "cluster.ranks_per_node=2", "parallel.tp=1")
     done = user.run("demo", "restore-test", *small, "--json", "--root", str(user.root), timeout=300)
@@ -60,7 +34,6 @@ def test_the_demo_of_restore_tests_finds_the_damage_and_what_is_good_before_it(u
     assert {row["step"]: row["trust"] for row in checkpoints} == {10: "RESTORED", 20: "RESTORED", 30: "CORRUPT"}
 
 
-@pytest.mark.proof
 def test_a_disk_that_is_really_full_is_named_at_once_and_waited_out(user: User) -> None:
     done = user.run("drill", "--demo", "full-disk", "--json", "--root", str(user.root), timeout=380)
     card = json.loads(done.stdout)["data"]

@@ -1,6 +1,5 @@
 """The main job on simulated nodes: killed in every way that one machine allows, and finished all the same."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -8,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.user import (
+    CALM,
     ONE_NODE,
     SMALL,
+    TINY,
     User,
     assert_gone,
     assert_no_step_twice_at_once,
@@ -18,18 +19,22 @@ from tests.end_to_end.user import (
 )
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
-KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 21}]"
+KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 11}]"
 LAUNCH_POINTS = (
     "before_submit", "after_submit", "after_find", "after_adopt", "after_submitted", "after_go", "after_release",
 )  # fmt: skip
-SAMPLE = ("after_submit",)
+SAMPLE = "after_submit"
+"""Where the run that is cancelled was launched; the proof has the others."""
 
 
-def test_a_killed_rank_changes_nothing_even_without_a_controller(user: User, calm: tuple[User, str]) -> None:
-    killed = user.submit("tiny-gpt", *SMALL, KILL)["run"]
+def test_a_killed_rank_changes_nothing_even_without_a_controller_and_the_end_is_no_end(
+    user: User, calm: tuple[User, str]
+) -> None:
+    killed = user.submit("tiny-gpt", *CALM, *user.slowly(), KILL)["run"]
     user.until(lambda: user.step(killed), 90, "a first step, until which the job needs a controller")
     assert user.kill_controller() >= 1  # a submit on a busy machine may have started a second one, which waits
-    user.until(lambda: user.step(killed) > 22, 90, "training without a controller")
+    user.hurry()
+    user.until(lambda: user.step(killed) > 12, 90, "training without a controller")
     assert user.wait(killed) == 0
 
     shown = user.show(killed)
@@ -41,10 +46,25 @@ def test_a_killed_rank_changes_nothing_even_without_a_controller(user: User, cal
 
     # It did not go by way of the disk: the memory of the ranks' copies outlives them.
     again = attempt["generation_list"][1]
-    assert (again["resumed_from"], again["tier"]) == (20, "memory")
+    assert (again["resumed_from"], again["tier"]) == (8, "memory")
     assert "resumed from memory" in user.run("show", killed).stdout
     assert all(row["stall"] is not None for row in shown["checkpoints"])
     assert all("stall" in line for line in user.steps(killed))
+    goes_on_with_more_steps(user, killed)
+
+
+def goes_on_with_more_steps(user: User, run: str) -> None:
+    """A run that has ended: other settings, too, from there on."""
+    more = ["train.steps=18", "optimizer.lr=0.001", "cluster.nodes=1", "parallel.dp_shard=0", "drill.events=[]"]
+    assert user.run("resume", run, *more, "--accept", "drill.events").returncode == 0
+    assert user.wait(run) == 0
+    longer = user.show(run)
+    assert (longer["state"], longer["step"], longer["total_steps"]) == ("SUCCEEDED", 18, 18)
+    assert [attempt["resumed_from"] for attempt in longer["attempts"]] == [None, 16]
+    assert steps_of(user, run, 2) == [17, 18]
+    changed = {(item["attempt"], item["key"]) for item in longer["config_changes"]}
+    assert changed == {(2, word.partition("=")[0]) for word in more}
+    assert "changed  from attempt 2 on: train.steps 16 -> 18" in user.run("show", run).stdout
 
 
 @pytest.mark.proof
@@ -90,41 +110,42 @@ def test_a_killed_agent_leaves_nothing_and_the_run_goes_on_in_a_new_attempt(user
     assert_no_step_twice_at_once(user, run)
 
 
-@pytest.mark.parametrize(
-    "point", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.proof) for name in LAUNCH_POINTS]
-)
-def test_a_controller_killed_at_any_point_of_the_launch(user: User, point: str) -> None:
+def submit_and_die(user: User, point: str, *settings: str) -> str:
+    """Submit a run from a process that dies at this point of the launch; returns the run, which goes on."""
     submitted = user.run(
-        "submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", *ONE_NODE, "train.steps=6",
-        "--no-controller", ORCH_FAILPOINT=point,
+        "submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", *settings, "--no-controller",
+        ORCH_FAILPOINT=point,
     )  # fmt: skip
     assert submitted.returncode == -signal.SIGKILL, submitted.stderr
-    run = user.ask("status", "--all")[0]["run"]
+    return str(user.ask("status", "--all")[0]["run"])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("point", sorted({*LAUNCH_POINTS} - {SAMPLE}))
+def test_a_controller_killed_at_any_point_of_the_launch(user: User, point: str) -> None:
+    run = submit_and_die(user, point, *ONE_NODE, "train.steps=6")
     assert user.wait(run) == 0
     assert user.status(run)["state"] == "SUCCEEDED"
     assert_no_step_twice_at_once(user, run)
     assert {line["attempt"] for line in user.work(run)} == {1}
 
 
-def test_a_bug_in_the_training_code_fails_the_run_with_its_traceback(user: User) -> None:
-    bug = "drill.events=[{kind: raise, rank: 1, step: 6, generation: 0}]"
-    run = user.submit("tiny-gpt", *ONE_NODE, bug)["run"]
-    assert user.wait(run) == 8
-    failure = user.show(run)["attempts"][-1]["failure"]
-    assert failure["kind"] == "user_error"
-    assert failure["rank"] == 1
-    log = user.run("logs", run, "--rank", "first-error").stdout
-    assert "Traceback" in log
+def test_a_run_whose_launch_was_cut_off_is_looked_into_hit_cancelled_and_resumed_until_a_bug_fails_it(
+    user: User,
+) -> None:
+    endless = ["train.steps=2000", "checkpoint.every=1000"]
+    run = submit_and_die(user, SAMPLE, *SMALL, *TINY, *user.slowly(), *endless)
+    assert user.run("controller", "start").returncode == 0
+    user.until(lambda: user.step(run) >= 3, 120, "training")
+    is_looked_into_saved_and_hit(user, run)
+    assert {line["attempt"] for line in user.work(run)} == {1}
+    assert_no_step_twice_at_once(user, run)
 
-
-def test_cancel_saves_and_ends_all_and_resume_goes_on_from_what_is_whole(user: User) -> None:
-    run = user.submit("tiny-gpt", *ONE_NODE, *user.slowly(), "train.steps=2000", "checkpoint.every=0")["run"]
-    user.until(lambda: user.step(run) > 5, 90, "training")
     cancelled(user, run)
     first = user.status(run)["last_checkpoint"]["step"]
-    assert first >= 5
-    assert user.run("resume", run).returncode == 0
-    user.until(lambda: user.step(run) > first + 3, 90, "training after resume")
+    assert first >= 3
+    assert user.run("resume", run, "cluster.nodes=1", "cluster.ranks_per_node=2").returncode == 0
+    user.until(lambda: len(steps_of(user, run, 2)) > 3, 90, "training after resume")
     assert steps_of(user, run, 2)[0] == first + 1
 
     cancelled(user, run)
@@ -134,43 +155,62 @@ def test_cancel_saves_and_ends_all_and_resume_goes_on_from_what_is_whole(user: U
     verified = user.run("ckpt", "verify", f"{run}@latest", "--level", "2")
     assert verified.returncode == 7
     assert shard.name in verified.stdout + verified.stderr
-    assert user.run("resume", run).returncode == 0
-    user.until(lambda: steps_of(user, run, 3), 90, "training from the older checkpoint")
+    user.hurry()
+    bug = f"drill.events=[{{kind: raise, rank: 1, step: {first + 2}, attempt: 3, generation: 0}}]"
+    assert user.run("resume", run, bug, "--accept", "drill.events").returncode == 0
+    assert user.wait(run) == 8
     assert steps_of(user, run, 3)[0] == first + 1
-
-    def trust() -> str:
-        return {row["step"]: row["trust"] for row in user.show(run)["checkpoints"]}[damaged]
-
-    # Ranks write their steps faster than the controller reads events.
-    user.until(lambda: trust() == "CORRUPT", 30, "word of the damaged checkpoint", every=1.0)
+    assert {row["step"]: row["trust"] for row in user.show(run)["checkpoints"]}[damaged] == "CORRUPT"
+    failure = user.show(run)["attempts"][-1]["failure"]
+    assert (failure["kind"], failure["rank"]) == ("user_error", 1)
+    assert "Traceback" in user.run("logs", run, "--rank", "first-error").stdout
 
 
-def test_a_finished_run_is_branched_and_goes_on_with_more_steps(user: User) -> None:
-    first = user.submit("tiny-gpt", *ONE_NODE, "train.steps=6")["run"]
-    assert user.wait(first) == 0
+def is_looked_into_saved_and_hit(user: User, run: str) -> None:
+    saved = user.ask("save", run)
+    assert saved["answer"] == f"saved at step {saved['step']}"
+    assert list(user.run_dir(run).checkpoints.glob(f"step-{saved['step']:08d}*/COMMIT"))
+
+    threads = user.ask("attach", run, "--stack")["threads"]
+    assert {thread["rank"] for thread in threads} == {0, 1}
+    assert {thread["node"] for thread in threads} == {"local-0", "local-1"}
+    calls = [frame["function"] for thread in threads if thread["rank"] == 1 for frame in thread["frames"]]
+    assert "rank_main" in calls
+
+    seen = user.ask("top", run)
+    assert seen["step"] >= saved["step"]
+    assert [(row["rank"], row["node"]) for row in seen["ranks"]] == [(0, "local-0"), (1, "local-1")]
+
+    card = user.ask("drill", run, "kill-rank", "--rank", "1")
+    assert (card["named"], card["failure"], card["passed"]) == ("rank 1", "rank_killed", True)
+    assert card["detected_s"] < 5
+
+
+def test_a_finished_run_is_branched_and_the_registry_comes_back_from_the_run_directories(
+    calm: tuple[User, str],
+) -> None:
+    user, first = calm
     for words in (["resume", first, "train.seed=2"], ["submit", "--from", f"{first}@4", "train.seed=2"]):
         refused = user.run(*words)
         assert refused.returncode == 4
         assert "train.seed cannot" in refused.stderr
 
-    second = user.ask("submit", "--from", f"{first}@4", "checkpoint.keep=2")["run"]
-    more = ["train.steps=8", "optimizer.lr=0.001", "cluster.ranks_per_node=1", "parallel.dp_shard=0"]
-    assert user.run("resume", first, *more).returncode == 0
+    second = user.ask("submit", "--from", f"{first}@12", "checkpoint.keep=2")["run"]
     assert user.wait(second) == 0
     branched = user.show(second)
-    assert (branched["imported"]["source"], branched["attempts"][0]["resumed_from"]) == (f"{first}@4", 4)
-    assert [line["step"] for line in user.steps(second)] == [5, 6]
-    whole = user.run_dir(first).attempt(1).metrics.with_name("final.json")
-    assert final(user, second)["weights_digest"] == json.loads(whole.read_text())["weights_digest"]
+    assert (branched["imported"]["source"], branched["attempts"][0]["resumed_from"]) == (f"{first}@12", 12)
+    assert [line["step"] for line in user.steps(second)] == [13, 14, 15, 16]
+    assert final(user, second)["weights_digest"] == final(user, first)["weights_digest"]
 
-    assert user.wait(first) == 0
-    longer = user.show(first)
-    assert (longer["state"], longer["step"], longer["total_steps"]) == ("SUCCEEDED", 8, 8)
-    assert [attempt["resumed_from"] for attempt in longer["attempts"]] == [None, 6]
-    assert steps_of(user, first, 2) == [7, 8]
-    changed = {(item["attempt"], item["key"]) for item in longer["config_changes"]}
-    assert changed == {(2, word.partition("=")[0]) for word in more}
-    assert "changed  from attempt 2 on: train.steps 6 -> 8" in user.run("show", first).stdout
+    before = user.show(first)
+    assert user.run("controller", "stop").returncode == 0
+    registry = Path(user.environment["ORCH_HOME"]) / "registry.db"
+    for path in registry.parent.glob("registry.db*"):
+        path.unlink()
+    assert user.run("db", "rebuild", "--root", str(user.root)).returncode == 0
+    after = user.show(first)
+    for key in ("state", "step", "config_digest", "checkpoints"):
+        assert after[key] == before[key], key
 
 
 def cancelled(user: User, run: str) -> None:
@@ -194,16 +234,3 @@ def flip_a_bit(checkpoints: Path, step: int) -> Path:
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 1]))
     return shard
-
-
-def test_the_registry_comes_back_from_the_run_directories(calm: tuple[User, str]) -> None:
-    user, run = calm
-    before = user.show(run)
-    assert user.run("controller", "stop").returncode == 0
-    registry = Path(user.environment["ORCH_HOME"]) / "registry.db"
-    for path in registry.parent.glob("registry.db*"):
-        path.unlink()
-    assert user.run("db", "rebuild", "--root", str(user.root)).returncode == 0
-    after = user.show(run)
-    for key in ("state", "step", "config_digest", "checkpoints"):
-        assert after[key] == before[key], key

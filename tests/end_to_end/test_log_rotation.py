@@ -22,7 +22,7 @@ def followed(user: User, run: str, seen: Path) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(command, env=user.environment, cwd=user.folder, stdout=output)
 
 
-@pytest.mark.parametrize("mib", [4, pytest.param(350, marks=[pytest.mark.proof, pytest.mark.timeout(3000)])])
+@pytest.mark.parametrize("mib", [2, pytest.param(350, marks=[pytest.mark.proof, pytest.mark.timeout(3000)])])
 def test_a_rank_that_prints_without_end(user: User, tmp_path: Path, mib: int) -> None:
     seen = tmp_path / "seen"
     seen.touch()

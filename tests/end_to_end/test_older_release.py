@@ -19,7 +19,7 @@ from trainer.contract.run_dir import RunDir
 
 PACKED = Path(__file__).parent / "older_release" / "run.tar.xz"
 INSTALL = Path(__file__).parents[2]
-RUN, STOPPED, STEPS = "older-1", 149, 400
+RUN, STOPPED, STEPS = "older-1", 149, 165
 
 pytestmark = pytest.mark.multi
 
@@ -69,7 +69,7 @@ def test_its_run_goes_on_from_its_checkpoint(older: User) -> None:
     assert refused.returncode == 4, refused.stderr
     assert "code.orch differs from what the run was trained with" in refused.stderr
     command = shlex.split(refused.stderr.strip().splitlines()[-1])
-    asked = older.run(*command[1:])
+    asked = older.run(*command[1:], f"train.steps={STEPS}")
     assert asked.returncode == 0, asked.stderr
     assert older.wait(RUN) == 0
     assert [attempt["attempt"] for attempt in older.show(RUN)["attempts"]] == [1, 2]

@@ -4,15 +4,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.user import ONE_NODE, User, warm_environment
+from tests.end_to_end.user import User
 from tests.folder_snapshot import snapshot
-from tests.trainer.agent.warm_agents import WarmAgents
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -35,16 +33,6 @@ except OSError:
 """
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, agents: WarmAgents) -> Iterator[tuple[User, str]]:
-    """A run that has ended, for tests that leave it as it is."""
-    someone = User(tmp_path_factory.mktemp("trained"), "local", warm_environment(agents))
-    run = someone.submit("tiny-gpt", *ONE_NODE, "train.steps=12", "checkpoint.keep=9")["run"]
-    assert someone.wait(run) == 0
-    yield someone, run
-    someone.leave()
-
-
 def read_only(user: User, run: str, *words: str) -> subprocess.CompletedProcess[str]:
     """`orch WORDS`, and all that it starts, where the run's folder cannot be written to."""
     folder = str(user.run_dir(run).path)
@@ -58,8 +46,8 @@ def read_only(user: User, run: str, *words: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.proof
-def test_it_needs_no_write_to_the_run_that_it_tests(trained: tuple[User, str]) -> None:
-    user, run = trained
+def test_it_needs_no_write_to_the_run_that_it_tests(calm: tuple[User, str]) -> None:
+    user, run = calm
     user.run("controller", "stop")
     folder = user.run_dir(run).path
     if read_only(user, run, "status").returncode:
@@ -72,8 +60,8 @@ def test_it_needs_no_write_to_the_run_that_it_tests(trained: tuple[User, str]) -
     assert snapshot(folder) == before
 
 
-def test_killed_in_the_middle_it_has_no_verdict(trained: tuple[User, str]) -> None:
-    user, run = trained
+def test_killed_in_the_middle_it_has_no_verdict(calm: tuple[User, str]) -> None:
+    user, run = calm
     (begun,) = user.ask("ckpt", "restore-test", f"{run}@4", "--steps", "8")
     (rank, *_) = user.until(lambda: user.processes("orch-rank-"), 60, "a rank of the test", every=0.02)
     rank.send_signal(signal.SIGKILL)

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.user import SMALL, User, assert_exact, assert_gone, assert_no_step_twice_at_once, compare
+from tests.end_to_end.user import CALM, SMALL, User, assert_exact, assert_gone, assert_no_step_twice_at_once, compare
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(1500)]
 HASTY = "detection.hang.agent=4"
@@ -52,7 +52,7 @@ def warnings(user: User, run: str) -> str:
 
 @pytest.mark.proof
 def test_controller_agent_and_coordinator_are_stopped_in_one_run(user: User, calm: tuple[User, str]) -> None:
-    run = user.submit("tiny-gpt", *SMALL, *user.slowly(0.8), HASTY)["run"]
+    run = user.submit("tiny-gpt", *CALM, *user.slowly(2.0), HASTY)["run"]
     trains(user, run, 1, 6)
 
     (controller,) = user.processes("orch-controller")

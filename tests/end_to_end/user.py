@@ -24,7 +24,9 @@ SMALL = [
 ]  # fmt: skip
 """A run of tiny-gpt on two simulated nodes, with as few ranks as can lose one another."""
 TINY = ["model.layers=1", "train.seq_len=32", "train.batch_size=4"]
-"""Half of a rank's time less, where nobody has to catch a run in the middle or compares it with one of `SMALL`."""
+"""Half of a rank's time less, where nobody has to catch a run in the middle that does not sleep in its steps."""
+CALM = [*SMALL, *TINY, "train.steps=16"]
+"""Settings of the run that nothing disturbs, and of those that are compared with it."""
 ONE_NODE = [*SMALL, *TINY, "cluster.nodes=1", "cluster.ranks_per_node=2"]
 """The same on one node: two processes less, for tests of what does not depend on nodes."""
 SLOW_WORKLOAD = Path(__file__).resolve().parents[1] / "fakes" / "slow_llama.py"

@@ -10,6 +10,7 @@ import pytest
 from tests.end_to_end.user import TINY, User, assert_exact, assert_gone, assert_no_step_twice_at_once, warm_environment
 from tests.slurm import processes
 from tests.slurm.lab import SlurmLab
+from tests.slurm.warm_fork_servers import warm_python
 from tests.trainer.agent.warm_agents import WarmAgents
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
@@ -19,13 +20,14 @@ SMALL = [
 ]  # fmt: skip
 ONE_NODE = [*SMALL, "cluster.nodes=1", "parallel.tp=1"]
 ONE_RANK_EACH = [*SMALL, *TINY, "cluster.ranks_per_node=1", "parallel.tp=1"]
+SHORT = ["train.steps=16", "checkpoint.every=4"]
 
 
 @pytest.fixture(scope="session")
 def calm(agents: WarmAgents, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, str]:
     """The same run undisturbed and without Slurm, to compare with bit for bit."""
     someone = User(tmp_path_factory.mktemp("calm"), "local", warm_environment(agents))
-    run = someone.submit("tiny-gpt", *ONE_RANK_EACH)["run"]
+    run = someone.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT)["run"]
     assert someone.wait(run) == 0
     someone.run("controller", "stop")
     return someone, run
@@ -56,9 +58,9 @@ def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User) 
 
 
 def test_a_dead_node_leads_to_a_new_job_elsewhere(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
-    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, *user.slowly())
+    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT, *user.slowly(), warm_python(user))
     run = submitted["run"]
-    training(user, run, 10)
+    training(user, run, 5)
     dead = lab.nodes_of(submitted["job_id"])[-1]
     lab.kill_node(dead)
     user.hurry()
@@ -98,8 +100,8 @@ def assert_moved_away(user: User, run: str, dead: str) -> None:
 
 
 def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
-    run = user.submit("tiny-gpt", *ONE_NODE, *TINY, *user.slowly(), "recovery.max_failures=1")["run"]
-    training(user, run, 10)
+    run = user.submit("tiny-gpt", *ONE_NODE, *TINY, *SHORT, *user.slowly(), "recovery.max_failures=1")["run"]
+    training(user, run, 5)
     urgent = lab.ask(
         "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
     )

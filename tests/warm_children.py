@@ -1,4 +1,4 @@
-"""Controllers and local jobs as forks of the process in `tests/trainer/agent/warm_agents.py`, which has imported torch.
+"""Controllers, local jobs and checks of user code as forks of the process in `tests/trainer/agent/warm_agents.py`.
 
 A controller, a job's process, its tasks and their fork servers import for eight CPU seconds before they do what most
 end-to-end tests are about. Here the same functions run with the same parents, arguments, environments and files, less
@@ -6,24 +6,27 @@ the imports; only a controller's parent is another. Tests of shared roots, of th
 controller starts run all of them as programs, and those on Slurm their jobs.
 """
 
-import contextlib
+import importlib
 import json
 import os
-import select
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.warm_root import MOST, as_program, become
+from tests.warm_root import MOST, ROOT, as_program, become
+
+if TYPE_CHECKING:
+    from tests.trainer.agent.warm_agents import WarmAgent
 
 _CONTROLLER = ["-P", "-m", "orchestrator.controller.service"]
 _JOB = ["-P", "-m", "orchestrator.scheduler.local.local_job"]
+_INSPECTION = ["-P", "-m", "trainer.worker.startup.inspect_workload"]
 _AGENT = ["-P", "-u", "-m", "trainer.agent.main"]
 
 
@@ -31,17 +34,20 @@ _AGENT = ["-P", "-u", "-m", "trainer.agent.main"]
 
 
 def start_warm_children() -> None:
-    """From here on, start controllers and local jobs of this process by an order to the warm process.
+    """From here on, start controllers, local jobs and checks of user code by an order to the warm process.
 
     The variable WARM_CHILDREN names its socket.
     """
+    from orchestrator.submission import user_code
+
     run, spawn = subprocess.run, os.posix_spawn
 
     def run_or_order(command: Any, **options: Any) -> "subprocess.CompletedProcess[Any]":
         if list(command[1:4]) != _JOB:
             return run(command, **options)
         try:
-            code, said = _order("job", command[4:], options["env"], str(options["cwd"]), options["timeout"])
+            order = ("job", command[4:], dict(options["env"]), str(options["cwd"]))
+            code, said = _order(*order, seconds=options["timeout"])
         except TimeoutError as error:
             raise subprocess.TimeoutExpired(command, options["timeout"]) from error
         return subprocess.CompletedProcess(command, code, "", said)
@@ -50,19 +56,45 @@ def start_warm_children() -> None:
         if command[1:4] != _CONTROLLER:
             return spawn(path, command, environ, **options)
         (log,) = (action[2] for action in options["file_actions"] if action[:2] == (os.POSIX_SPAWN_OPEN, 1))
-        return int(_order("controller", command[4:], environ, log, 30.0))
+        return int(_order("controller", command[4:], dict(environ), log))
 
+    user_code.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen_or_order})  # type: ignore[assignment]
     subprocess.run = run_or_order  # type: ignore[assignment]
     os.posix_spawn = spawn_or_order
 
 
-def _order(what: str, arguments: list[str], environ: Mapping[str, str], place: str, seconds: float) -> Any:
+def _order(what: str, *order: object, descriptors: Sequence[int] = (), seconds: float = 30.0) -> Any:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
         link.settimeout(seconds)
         link.connect(os.environ["WARM_CHILDREN"])
-        link.send(json.dumps([what, arguments, dict(environ), place]).encode())
+        socket.send_fds(link, [json.dumps([what, *order]).encode()], descriptors)
         return json.loads(link.recv(MOST))
+
+
+def order_program(
+    module: str, words: Sequence[str], environ: Mapping[str, str], streams: Sequence[int], link: int
+) -> "WarmAgent":
+    """Start `module`, as much as `python -m` would, with `link` as the first of its arguments."""
+    from tests.trainer.agent.warm_agents import WarmAgent
+
+    status, told = os.pipe()
+    order = ("program", dict(environ), os.getcwd(), module, *words)
+    pid = _order(*order, descriptors=[*streams, link, told])
+    os.close(told)
+    return WarmAgent(pid, status)
+
+
+def _popen_or_order(command: list[str], **options: Any) -> Any:
+    """In the place of `Popen` where the user's code is checked."""
+    if command[1:-1] != _INSPECTION or options["env"].get("PYTHONPATH") != str(ROOT):
+        return subprocess.Popen(command, **options)
+    stdin, written = os.pipe()
+    streams = [stdin, options["stdout"].fileno(), options["stderr"].fileno()]
+    child = order_program(_INSPECTION[-1], [], options["env"], streams, *options["pass_fds"])
+    os.close(stdin)
+    child.stdin = os.fdopen(written, "wb")
+    return child
 
 
 # ---- in the warm process and its forks
@@ -77,20 +109,21 @@ def listen() -> tuple[socket.socket, str]:
     return made, f"{folder}/socket"
 
 
-def fork_for_order(listener: socket.socket) -> int:
-    """Fork the controller, or the process that starts what is ordered and answers; returns its pid."""
-    begin = {"job": _start_job, "controller": _become_controller, "fork server": _keep_fork_server}
+def fork_for_order(listener: socket.socket) -> tuple[int, int]:
+    """Fork what is ordered, or the process that starts a job and answers; its pid, and where to tell how it ended."""
+    begin = {"job": _start_job, "controller": _become_controller, "program": _become_program}
     link, _ = listener.accept()
     with link:
-        message, descriptors, _, _ = socket.recv_fds(link, MOST, 3)
+        message, descriptors, _, _ = socket.recv_fds(link, MOST, 8)
         what, *order = json.loads(message)
+        told = descriptors.pop() if descriptors else os.open(os.devnull, os.O_WRONLY)
         if (pid := os.fork()) == 0:
             as_program(lambda: begin[what](link, descriptors, *order))
-        if what == "controller":
-            link.send(json.dumps(pid).encode())
         for descriptor in descriptors:
             os.close(descriptor)
-    return pid
+        if what != "job":
+            link.send(json.dumps(pid).encode())
+    return pid, told
 
 
 def _become_controller(
@@ -123,31 +156,16 @@ def _start_job(link: socket.socket, _: list[int], intent: list[str], environ: Ma
     sys.exit(code)
 
 
-def _keep_fork_server(
-    link: socket.socket, descriptors: list[int], environ: Mapping[str, str], attempt: str, agent: int
+def _become_program(
+    _: socket.socket, descriptors: list[int], environ: Mapping[str, str], folder: str, module: str, *words: str
 ) -> None:
-    """Be the parent of an agent's fork server until one of them ends; the other one is told."""
-    from trainer.agent.fork_server import server
-    from trainer.contract.ranks.progress import block_step_signals
-
-    theirs, output, told = descriptors
-    keeper, handle = os.getpid(), os.pidfd_open(agent)
-
-    def begin() -> None:
-        become(environ, (os.open(os.devnull, os.O_RDONLY), output, output), [theirs])
-        server.main([str(theirs), str(keeper), attempt])
-
-    with block_step_signals():
-        if (pid := os.fork()) == 0:
-            as_program(begin)
-    link.send(str(pid).encode())
-    for descriptor in (theirs, output, link.fileno()):
-        os.close(descriptor)
-    end = os.pidfd_open(pid)
-    if end in select.select([end, handle], [], [])[0]:
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with contextlib.suppress(BrokenPipeError):  # the agent has just ended
-            os.write(told, str(code).encode())
+    """Be a program of whose arguments the first is its descriptor, and one may be PARENT, the pid of its parent."""
+    os.setsid()
+    os.chdir(folder)
+    *streams, link = descriptors
+    become(environ, (streams[0], streams[1], streams[2]), [link])
+    parent = str(os.getppid())
+    importlib.import_module(module).main([str(link), *(parent if word == "PARENT" else word for word in words)])
 
 
 def _start_task(command: list[str], *, env: Mapping[str, str], stdin: int, stdout: Any, stderr: Any) -> Any:

@@ -57,7 +57,7 @@ def test_the_example_ends_with_the_same_bits_after_a_kill(user: User) -> None:
     assert sorted({lr for lr, _ in rates.values()}) == pytest.approx([0.0045, 0.015, 0.05])
     found = {run: {line["step"]: line["metrics"] for line in lines(place.validation)} for run, place in there.items()}
     assert found[calm] == found[killed]
-    assert sorted(found[calm]) == [15, 30, 45]
+    assert sorted(found[calm]) == [15, 30, 45, 46]
     assert final(user, killed)["loss"] == final(user, calm)["loss"]
 
     log = user.run("logs", killed, "--rank", "0").stdout

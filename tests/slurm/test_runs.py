@@ -100,7 +100,9 @@ def assert_moved_away(user: User, run: str, dead: str) -> None:
 
 
 def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
-    run = user.submit("tiny-gpt", *ONE_NODE, *TINY, *SHORT, *user.slowly(), "recovery.max_failures=1")["run"]
+    run = user.submit(
+        "tiny-gpt", *ONE_NODE, *TINY, *SHORT, *user.slowly(), warm_python(user), "recovery.max_failures=1"
+    )["run"]
     training(user, run, 5)
     urgent = lab.ask(
         "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"

@@ -3,7 +3,6 @@
 To import it anew takes five CPU seconds on every node in every attempt. Run as a program this is the agent.
 """
 
-import json
 import os
 import socket
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from tests.end_to_end.user import User
 from tests.trainer.agent.warm_agents import WarmAgent
-from tests.warm_root import MOST
+from tests.warm_children import order_program
 from trainer.agent import main as agent
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.contract.run_dir import AttemptDir
@@ -38,19 +37,14 @@ def warm_python(user: User) -> str:
     return f"cluster.python={place}"
 
 
-def _order(theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int) -> WarmAgent:
+def _start(theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int) -> WarmAgent:
     """In the place of ForkServerLink's own."""
-    status, told = os.pipe()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
-        link.settimeout(30)
-        link.connect(os.environ["WARM_CHILDREN"])
-        order = json.dumps(["fork server", dict(environ), str(attempt.path), os.getpid()])
-        socket.send_fds(link, [order.encode()], [theirs.fileno(), output, told])
-        os.close(told)
-        return WarmAgent(int(link.recv(64)), status)
+    words = ["PARENT", str(attempt.path)]
+    with open(os.devnull) as nothing:
+        streams = [nothing.fileno(), output, output]
+        return order_program("trainer.agent.fork_server.server", words, environ, streams, theirs.fileno())
 
 
 if __name__ == "__main__":
-    ForkServerLink._start = staticmethod(_order)  # type: ignore[assignment]
+    ForkServerLink._start = staticmethod(_start)  # type: ignore[assignment]
     sys.exit(agent.main(sys.argv[1:]))

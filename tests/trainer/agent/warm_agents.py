@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.warm_children import fork_for_order, listen
 from tests.warm_root import HASH_SEED, MOST, as_program, become, start_warm
@@ -30,6 +30,8 @@ _START_PROGRAM = ForkServerLink._start
 
 class ForkedProcess:
     """As much of `subprocess.Popen` as a test or an agent uses, for a process that was not started by it."""
+
+    stdin: IO[bytes] | None = None
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -128,8 +130,8 @@ def serve(link: socket.socket, listener: socket.socket) -> None:
                 os.close(ready)
                 continue
             if ready == listener.fileno():
-                pid = fork_for_order(listener)
-                forks[os.pidfd_open(pid)] = (pid, os.open(os.devnull, os.O_WRONLY))  # it answers itself
+                pid, told = fork_for_order(listener)
+                forks[os.pidfd_open(pid)] = (pid, told)
                 continue
             message, descriptors, _, _ = socket.recv_fds(link, MOST, 2)
             if not message:

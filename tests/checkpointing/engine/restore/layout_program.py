@@ -1,7 +1,8 @@
-"""One rank of a layout, saved, or restored from all of them: arguments MODE LAYOUT RANK FOLDER."""
+"""One rank that saves layouts, or restores them from all: arguments RANK SIZE FOLDER JOBS, [[mode, layout]...]."""
 
 import json
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.engine.ranks.group import RankGroup, World  # noqa: E402
 from checkpointing.engine.restore.source import local_box  # noqa: E402
 from checkpointing.engine.state.fingerprints import combine, fingerprint, tensor_contributions  # noqa: E402
+from checkpointing.errors import NothingIntact  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.tiers.tier import RunTiers  # noqa: E402
 from checkpointing.writer.link import InProcessWriter  # noqa: E402
@@ -145,7 +147,7 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
 def memory(layout: str, folder: Path) -> dict[str, Any]:
     """Restore this layout from its own files and from memory, as ranks do that have made their plan before."""
     expected, tensors, found = whole(7), placed(layout, 0), []
-    made = checkpointer(folder / f"saved-{layout}", told := [], layout)
+    made = checkpointer(_copied(layout, folder, "memory"), told := [], layout)
     made.prepare(tensors)
     for step in (7, 8):
         restored = made.restore(tensors)
@@ -158,6 +160,16 @@ def memory(layout: str, folder: Path) -> dict[str, Any]:
                 tensor.zero_()
     made.close()
     return {"found": found, "refused": [data for kind, data in told if kind == "checkpoint.refused"]}
+
+
+def _copied(layout: str, folder: Path, mode: str) -> Path:
+    """What was saved in a layout, in a folder of its own."""
+    copy = folder / f"{mode}-{layout}"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.copytree(folder / f"saved-{layout}", copy)
+    if dist.is_initialized():
+        dist.barrier()
+    return copy
 
 
 def _differing(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -184,10 +196,15 @@ def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def damaged(layout: str, folder: Path) -> dict[str, Any]:
-    """Restore a layout from that of four ranks on two nodes; raises what a checkpoint raises that cannot be loaded."""
-    made = checkpointer(folder / "saved-dp4 by node", [], layout)
-    made.restore(placed(layout, 0))
-    return {}
+    """Restore a layout from damaged files of four ranks on two nodes, in `damaged`; the reason why it cannot be."""
+    made = checkpointer(folder / "damaged", [], layout)
+    try:
+        made.restore(placed(layout, 0))
+    except NothingIntact as error:
+        return {"refused": str(error)}
+    finally:
+        made.close()
+    return {"refused": None}
 
 
 def few(layout: str, folder: Path) -> dict[str, Any]:
@@ -207,12 +224,11 @@ MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {
 
 
 def main() -> None:
-    mode, layout, rank, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    rank, size, folder, jobs = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
     torch.set_num_threads(1)
-    size = LAYOUTS[layout]
     if size > 1:
-        meeting = f"file://{folder}/meeting-{mode}-{layout}"
+        meeting = f"file://{folder}/meeting-{'-'.join(jobs[0])}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    sys.stdout.write(json.dumps(MODES[mode](layout, folder)) + "\n")
+    sys.stdout.write(json.dumps([MODES[mode](layout, folder) for mode, layout in jobs]) + "\n")
     sys.stdout.flush()
     os._exit(0)

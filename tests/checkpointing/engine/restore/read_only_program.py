@@ -1,9 +1,8 @@
-"""One rank that restores one checkpoint read-only: arguments of_layout|of_ranks WORLD RANK FOLDER NAME."""
+"""One rank of jobs: to save layouts, or to restore a checkpoint read-only: arguments RANK SIZE FOLDER JOBS."""
 
 import json
 import os
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,16 +54,36 @@ def _restored_and_changed(
     return {**found, "told": told}
 
 
-MODES: dict[str, Callable[[str, Path, str], dict[str, Any]]] = {"of_layout": of_layout, "of_ranks": of_ranks}
+def tree(root: Path) -> dict[str, tuple[int, int, int]]:
+    """Every name below a folder with its inode, size and time of change."""
+    found = {str(path.relative_to(root)): path.lstat() for path in (root, *root.rglob("*"))}
+    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found.items()}
+
+
+def _untouched(mode: str, layout: str, folder: Path, step: int) -> dict[str, Any]:
+    """What is found in the checkpoint of this step in `folder`, and whether all is as it was where it lies."""
+    before, (path,) = tree(folder), folder.glob(f"step-{step:08d}.*")
+    found = {"of_layout": of_layout, "of_ranks": of_ranks}[mode](layout, folder, path.name)
+    return {**found, "untouched": tree(folder) == before}
 
 
 def main() -> None:
-    mode, world, rank, folder, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
+    rank, size, root, jobs = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
     torch.set_num_threads(1)
-    size = layout_program.LAYOUTS[world] if mode == "of_layout" else int(world)
-    if size > 1 or mode == "of_ranks":
-        meeting = f"file://{folder.parent}/meeting-{mode}-{world}-{folder.name}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    sys.stdout.write(json.dumps(MODES[mode](world, folder, name)) + "\n")
+    results = []
+    for mode, layout, *rest in jobs:
+        if not dist.is_initialized() and (size > 1 or mode == "of_ranks"):
+            meeting = f"file://{root}/meeting-{size}"
+            dist.init_process_group(
+                "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            )
+        if mode == "save":
+            results.append(layout_program.save(layout, root))
+        elif mode == "save_ranks":
+            results.append(rank_program.save(root / "ranks", []))
+        else:
+            folder, step = rest
+            results.append(_untouched(mode, layout, root / folder, step))
+    sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""One of two real ranks of a scenario of reading: arguments FOLDER SCENARIO RANK; prints one JSON line."""
+"""One of two real ranks of scenarios of reading, one after the other: arguments FOLDER RANK; prints one JSON line."""
 
 import contextlib
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -87,7 +88,6 @@ def checkpointer(root: Path, told: list[Any], link: Any = None) -> Checkpointer:
 
 def rounds(folder: Path) -> dict[str, Any]:
     """Bytes of uneven strips both ways, in rounds of very few bytes."""
-    exchange_module.ROUND, exchange_module._SMALLEST = 2 * 13, 13
     rank, ranks = dist.get_rank(), RankGroup(None)
     memory = bytearray((7 * at + rank) % 256 for at in range(8192))
     shards = number_chunks([("a", 4096, 4096, None), ("b", 4096, 4096, None)])
@@ -96,12 +96,13 @@ def rounds(folder: Path) -> dict[str, Any]:
     sends = [Send(rows, 0, 3, 70), Send(rows, 1, 60, 140 + 20 * rank)]
     coming = [torch.zeros(67, dtype=torch.uint8), torch.zeros(100 - 20 * rank, dtype=torch.uint8)]
     peer = 1 - rank
-    exchange(
-        ranks,
-        buffers,
-        [sends if to == peer else [] for to in range(2)],
-        [coming if at == peer else [] for at in range(2)],
-    )
+    with patch.multiple(exchange_module, ROUND=2 * 13, _SMALLEST=13):
+        exchange(
+            ranks,
+            buffers,
+            [sends if to == peer else [] for to in range(2)],
+            [coming if at == peer else [] for at in range(2)],
+        )
     packed = [10 + 50 * row + byte for row in range(9) for byte in range(7)] + list(range(600, 700))
     expected = [
         [(7 * at + peer) % 256 for at in packed[3:70]],
@@ -207,13 +208,14 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def main() -> None:
-    root, name, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    root, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    folder = root / name
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    meeting = f"file://{folder}/meeting"
+    meeting = f"file://{root}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
-    result = SCENARIOS[name](folder / "data")
-    sys.stdout.write(json.dumps(result) + "\n")
+    results = {}
+    for name, scenario in SCENARIOS.items():
+        (root / name).mkdir(exist_ok=True)
+        results[name] = scenario(root / name)
+    sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
     os._exit(0)

@@ -1,5 +1,6 @@
 """Several real ranks over gloo: resharding, and agreement when only one of them has trouble."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,46 @@ from tests.warm_programs import WarmPrograms
 
 PROGRAM = "tests.checkpointing.engine.restore.rank_program"
 Run = Callable[..., list[dict[str, Any]]]
+Pair = tuple[dict[tuple[str, str], list[dict[str, Any]]], Path]
 
 pytestmark = pytest.mark.multi
 
 
-@pytest.fixture
+PAIR = (
+    ("save", "saved"), ("disk_full_on_one_rank", "full"), ("save", "rot"), ("one_rank_reads_damage", "rot"),
+    ("agreement", "agreement"), ("buckets_on_one_rank", "buckets"), ("a_lane_dies", "lane"),
+    ("disks_of_their_own", "disks"), ("save", "blind"), ("one_rank_cannot_read", "blind"),
+)  # fmt: skip
+"""Scenarios of one pair of ranks, one after the other, each in its folder."""
+
+
+@pytest.fixture(scope="module")
 def run(programs: WarmPrograms) -> Run:
     """Runs a scenario of so many ranks to its end; one result per surviving rank."""
 
     def of(scenario: str, size: int, folder: Path, dies: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-        folder.mkdir(exist_ok=True)
-        return programs.results(PROGRAM, [(scenario, rank, size, folder) for rank in range(size)], dies)
+        jobs = json.dumps([(scenario, folder.name)])
+        results = programs.results(PROGRAM, [(rank, size, folder.parent, jobs) for rank in range(size)], dies)
+        return [result for (result,) in results]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def pair(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """What both ranks of a pair found in each scenario and folder, and where the folders are."""
+    root, size = tmp_path_factory.mktemp("pair"), 2
+    found = programs.results(PROGRAM, [(rank, size, root, json.dumps(PAIR)) for rank in range(size)])
+    return dict(zip(PAIR, map(list, zip(*found, strict=True)), strict=True)), root
 
 
 def kinds(result: dict[str, Any]) -> list[str]:
     return [kind for kind, _ in result["told"]]
 
 
-def test_two_ranks_save_and_any_number_restores(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    first, second = run("save", 2, folder)
+def test_two_ranks_save_and_any_number_restores(pair: Pair, run: Run) -> None:
+    found, root = pair
+    folder, (first, second) = root / "saved", found["save", "saved"]
     assert (first["committed"], second["committed"]) == (2, 2)
     assert kinds(first) == ["checkpoint.saving", "checkpoint.committed"] * 2
     assert kinds(second) == [], "only rank 0 tells"
@@ -66,9 +85,10 @@ def test_a_lone_process_without_a_group_takes_over_and_hands_back(run: Run, tmp_
     assert results[0]["absent"] == ["rng/rank-00000"]
 
 
-def test_a_full_disk_on_one_rank_fails_the_save_on_all(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    results = run("disk_full_on_one_rank", 2, folder)
+def test_a_full_disk_on_one_rank_fails_the_save_on_all(pair: Pair) -> None:
+    found, root = pair
+    folder = root / "full"
+    results = found["disk_full_on_one_rank", "full"]
     assert [result["committed"] for result in results] == [[1, 1, 3], [1, 1, 3]]
     (failure,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.failed"]
     assert failure["step"] == 2
@@ -77,10 +97,9 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(run: Run, tmp_path: Path)
     assert len(list(folder.iterdir())) == 2, "the half-written folder is gone"
 
 
-def test_all_ranks_end_alike_at_a_checkpoint_that_one_of_them_cannot_read(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    run("save", 2, folder)
-    results = run("one_rank_cannot_read", 2, folder)
+def test_all_ranks_end_alike_at_a_checkpoint_that_one_of_them_cannot_read(pair: Pair) -> None:
+    found, _ = pair
+    results = found["one_rank_cannot_read", "blind"]
     assert results[0]["error"] == results[1]["error"]
     assert "no older checkpoint is loaded" in results[0]["error"]
     assert [result["untouched"] for result in results] == [True, True]
@@ -89,10 +108,9 @@ def test_all_ranks_end_alike_at_a_checkpoint_that_one_of_them_cannot_read(run: R
     assert "Input/output error" in refusal["reason"]
 
 
-def test_all_ranks_leave_a_checkpoint_that_one_of_them_finds_damaged(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    run("save", 2, folder)
-    results = run("one_rank_reads_damage", 2, folder)
+def test_all_ranks_leave_a_checkpoint_that_one_of_them_finds_damaged(pair: Pair) -> None:
+    found, _ = pair
+    results = found["one_rank_reads_damage", "rot"]
     assert [(result["step"], result["exact"]) for result in results] == [(1, True), (1, True)]
     (refusal,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.refused"]
     assert refusal["step"] == 2
@@ -116,9 +134,10 @@ def test_a_peer_that_dies_while_it_writes_takes_the_save_along(run: Run, tmp_pat
     assert Catalog(folder).committed_entries() == []
 
 
-def test_what_one_rank_sees_is_agreed_by_all(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    first, second = run("agreement", 2, folder)
+def test_what_one_rank_sees_is_agreed_by_all(pair: Pair) -> None:
+    found, root = pair
+    folder = root / "agreement"
+    first, second = found["agreement", "agreement"]
     for result in (first, second):
         assert result["unsavable"] == "rank 1: ValueError: x: a int is no tensor; put it into `extra`"
         assert "the ranks save different steps, from 7 to 8" in result["steps"]
@@ -133,9 +152,10 @@ def test_what_one_rank_sees_is_agreed_by_all(run: Run, tmp_path: Path) -> None:
     assert [entry.step for entry in Catalog(folder).committed_entries()] == [5, 4, 2]
 
 
-def test_ranks_of_which_one_has_too_little_memory_stay_in_step(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    for result in run("buckets_on_one_rank", 2, folder):
+def test_ranks_of_which_one_has_too_little_memory_stay_in_step(pair: Pair) -> None:
+    found, root = pair
+    folder = root / "buckets"
+    for result in found["buckets_on_one_rank", "buckets"]:
         assert result["failures"][0].startswith("rank 0: ")
         assert result["failures"][1] is None
         assert (result["committed"], result["step"], result["exact"]) == (2, 2, True)
@@ -143,9 +163,10 @@ def test_ranks_of_which_one_has_too_little_memory_stay_in_step(run: Run, tmp_pat
     assert [entry.step for entry in Catalog(folder).committed_entries()] == [2]
 
 
-def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    first, second = run("a_lane_dies", 2, folder)
+def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(pair: Pair) -> None:
+    found, root = pair
+    folder = root / "lane"
+    first, second = found["a_lane_dies", "lane"]
     for result in (first, second):
         assert (result["begun"], result["committed"]) == ([True, False], None)
         assert "checkpoint.failed" in kinds(result)
@@ -153,23 +174,13 @@ def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(run: Run, tmp
     assert Catalog(folder).committed_entries() == []
 
 
-def test_nodes_with_disks_of_their_own_each_keep_their_part(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    first, second = run("disks_of_their_own", 2, folder)
+def test_nodes_with_disks_of_their_own_each_keep_their_part(pair: Pair) -> None:
+    found, root = pair
+    folder = root / "disks"
+    first, second = found["disks_of_their_own", "disks"]
     assert first["manifest"] == second["manifest"]
     for result in (first, second):
         assert (result["step"], result["exact"], result["committed"]) == (3, True, 3)
         assert result["folders"] == [f"step-0000000{step}.001-ab12cd34" for step in (2, 3)]
     files = [{file.name for file in folder.glob(f"node{n}/step-00000003*/*.distcp")} for n in (0, 1)]
     assert files == [{"__0_0.distcp"}, {"__1_0.distcp"}]
-
-
-def test_fsdp_over_tensor_parallel_restores_and_reshards(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    for result in run("fsdp_and_tensor_parallel", 4, folder):
-        assert (result["step"], result["exact"]) == (1, True)
-    torch.manual_seed(5)
-    reference = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.ReLU(), torch.nn.Linear(20, 12))
-    target = {key: torch.zeros_like(value) for key, value in reference.named_parameters()}
-    Bench(folder).checkpointer().restore(target)
-    assert all(torch.equal(target[key], value) for key, value in reference.named_parameters())

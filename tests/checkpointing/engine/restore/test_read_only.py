@@ -1,5 +1,6 @@
 """Restores of one named checkpoint that change nothing where it lies, and say whether what was loaded was saved."""
 
+import json
 import os
 import shutil
 import threading
@@ -20,6 +21,7 @@ from checkpointing.format.manifest import FINGERPRINTS
 from tests.checkpointing.engine.built_checkpoint import build
 from tests.checkpointing.engine.conftest import Bench, blank, same, state
 from tests.checkpointing.engine.restore.layout_program import LAYOUTS
+from tests.checkpointing.engine.restore.read_only_program import tree
 from tests.warm_programs import WarmPrograms
 
 PROGRAM = "tests.checkpointing.engine.restore.read_only_program"
@@ -27,12 +29,6 @@ PROGRAM = "tests.checkpointing.engine.restore.read_only_program"
 
 def opened(folder: Path, on_event: Callable[[str, dict[str, Any]], None] = emit_nothing) -> ReadOnlyCheckpoint:
     return ReadOnlyCheckpoint(str(folder.parent), folder.name, on_event, World())
-
-
-def tree(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Every name below a folder with its inode, size and time of change."""
-    found = {str(path.relative_to(root)): path.lstat() for path in (root, *root.rglob("*"))}
-    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found.items()}
 
 
 # ---- one rank
@@ -175,38 +171,37 @@ def test_fingerprints_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path)
 # ---- several ranks, in other layouts than the one that was saved
 
 
+JOBS: dict[int, list[tuple[Any, ...]]] = {
+    2: [("save", "tp2"), ("save_ranks", "")],
+    4: [("save", "dp4"), ("of_layout", "dp2xtp2", "saved-dp4", 7), ("of_layout", "hsdp", "saved-tp2", 7)],
+    1: [("of_layout", "1", "saved-dp4", 7), ("of_ranks", "1", "ranks", 1)],
+    3: [("of_ranks", "3", "ranks", 1)],
+}
+"""Of so many ranks: one state in two layouts, and one with keys of single ranks, of which a newer one lies beside."""
+
+
 @pytest.fixture(scope="module")
-def saved(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One state in two layouts, and one of two ranks with keys of their own, of which a newer one lies beside."""
-    folder = tmp_path_factory.mktemp("saved")
-    for layout in ("dp4", "tp2"):
-        ranks = range(LAYOUTS[layout])
-        programs.results(
-            "tests.checkpointing.engine.restore.layout_program", [("save", layout, rank, folder) for rank in ranks]
-        )
-    program = "tests.checkpointing.engine.restore.rank_program"
-    programs.results(program, [("save", rank, 2, folder / "ranks") for rank in (0, 1)])
-    return folder
-
-
-def restored(programs: WarmPrograms, mode: str, world: str, folder: Path, step: int) -> dict[str, Any]:
+def restored(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
     """What every rank found, the same on all; the files are as they were."""
-    before, (path,) = tree(folder), folder.glob(f"step-{step:08d}.*")
-    size = LAYOUTS[world] if mode == "of_layout" else int(world)
-    results = programs.results(PROGRAM, [(mode, world, rank, folder, path.name) for rank in range(size)])
-    assert tree(folder) == before
-    told = [result.pop("told") for result in results]
-    assert told == [["checkpoint.restored"], *[[]] * (size - 1)]
-    assert all(result == results[0] for result in results)
-    found: dict[str, Any] = results[0]
-    assert (found["step"], found["exact"], found["faults"], found["again"]) == (step, True, [], [])
-    return found
+    folder, every = tmp_path_factory.mktemp("saved"), dict[tuple[Any, ...], dict[str, Any]]()
+    for size, jobs in JOBS.items():
+        ranks = programs.results(PROGRAM, [(rank, size, folder, json.dumps(jobs)) for rank in range(size)])
+        for job, results in zip(jobs, map(list, zip(*ranks, strict=True)), strict=True):
+            if job[0].startswith("save"):
+                continue
+            told = [result.pop("told") for result in results]
+            assert told == [["checkpoint.restored"], *[[]] * (size - 1)]
+            assert all(result == results[0] for result in results)
+            found = every[job] = results[0]
+            assert (found["step"], found["exact"], found["faults"], found["again"]) == (job[-1], True, [], [])
+            assert found["untouched"]
+    return every
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(("source", "layout"), [("dp4", "1"), ("dp4", "dp2xtp2"), ("tp2", "hsdp")])
-def test_another_layout_holds_the_same_values(programs: WarmPrograms, saved: Path, source: str, layout: str) -> None:
-    found = restored(programs, "of_layout", layout, saved / f"saved-{source}", 7)
+def test_another_layout_holds_the_same_values(restored: Any, source: str, layout: str) -> None:
+    found = restored["of_layout", layout, f"saved-{source}", 7]
     for what, key in (("sharded", "large.weight"), ("norm", "norm.weight"), ("plain", "step")):
         assert [line.partition(": ")[0] for line in found[what]] == [key]
     assert f"on rank {LAYOUTS[layout] - 1}, at save" in found["plain"][0]
@@ -218,11 +213,9 @@ def test_another_layout_holds_the_same_values(programs: WarmPrograms, saved: Pat
 
 @pytest.mark.multi
 @pytest.mark.parametrize("size", [1, 3])
-def test_keys_of_single_ranks_are_compared_by_those_that_have_them(
-    programs: WarmPrograms, saved: Path, size: int
-) -> None:
+def test_keys_of_single_ranks_are_compared_by_those_that_have_them(restored: Any, size: int) -> None:
     """The older of two: rank 2 has no state of its own in a checkpoint of two ranks, so nothing of it is compared."""
-    found = restored(programs, "of_ranks", str(size), saved / "ranks", 1)
+    found = restored["of_ranks", str(size), "ranks", 1]
     assert [line.partition(": ")[0] for line in found["sharded"]] == ["rows"]
     assert [line.partition(": ")[0] for line in found["plain"]] == (["rng/rank-00000"] if size == 1 else [])
     (line,) = found["replicated"]

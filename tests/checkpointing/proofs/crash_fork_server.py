@@ -234,7 +234,3 @@ def main() -> None:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -16,6 +14,7 @@ from checkpointing.format.commit import parse_name
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
 from tests.checkpointing.proofs.crash_fork_server import DIED, KEEP, SAVES, Case
+from tests.warm_root import start_warm
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLE, MOST = (0, 1, 2, 4, 9), 48
@@ -29,15 +28,12 @@ class ForkServer:
     """Asks for one generation at a time."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpointing.proofs.crash_fork_server"],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        self._process = start_warm(
+            "tests.checkpointing.proofs.crash_fork_server:main",
+            environ={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        )
 
     def run(self, case: Case, generation: int) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"case": asdict(case), "generation": generation}) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())

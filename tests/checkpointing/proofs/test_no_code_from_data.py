@@ -1,26 +1,25 @@
 """Malicious pickles in every file of a checkpoint, sealed again or not: nothing of them runs."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.warm_root import start_warm
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def read_under_audit(place: Path, every: int) -> dict[str, Any]:
     """Run the program over every `every`-th combination of payload, file and seal."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpointing.proofs.untrusted_program", str(place), str(every)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+    done = start_warm(
+        "tests.checkpointing.proofs.untrusted_program:main", [str(place), str(every)],
+        environ={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    told: dict[str, Any] = json.loads(done.stdout.readline())
+    done.communicate(30.0)
     assert told["usual"].get("loaded") == 2, "the healthy one loads under the same watch"
     assert told["outcomes"]["refused"] > 0
     assert told["ran_under_dcp"] > 0, "payloads that run nowhere prove nothing"

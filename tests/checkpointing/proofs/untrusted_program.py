@@ -190,6 +190,3 @@ def main() -> None:
 
 
 watch = Watch()
-
-if __name__ == "__main__":
-    main()

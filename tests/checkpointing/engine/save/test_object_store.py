@@ -11,18 +11,21 @@ from checkpointing.owner import Owner
 from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
+from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.conftest import NONCE, blank, same, state
 
 
-def checkpointer(run: Path, url: str, told: list[tuple[str, dict[str, Any]]]) -> Checkpointer:
+def checkpointer(run: Path, url: str, told: list[tuple[str, dict[str, Any]]], **options: Any) -> Checkpointer:
     config = CheckpointConfig(tiers=(TierConfig(), TierConfig(path=url)))
     known = resolve_tiers(config, run / "checkpoints", "my-run", "node-0")
-    return made_for(RunTiers(known, open_storage(run / "checkpoints")), config, told)
+    return made_for(RunTiers(known, open_storage(run / "checkpoints")), config, told, **options)
 
 
-def made_for(tiers: RunTiers, config: CheckpointConfig, told: list[tuple[str, dict[str, Any]]]) -> Checkpointer:
+def made_for(
+    tiers: RunTiers, config: CheckpointConfig, told: list[tuple[str, dict[str, Any]]], **options: Any
+) -> Checkpointer:
     owner = Owner(1, NONCE, (), lambda: True)
-    return Checkpointer(owner, World(), tiers, lambda kind, data: told.append((kind, data)), config=config)
+    return Checkpointer(owner, World(), tiers, lambda kind, data: told.append((kind, data)), config=config, **options)
 
 
 def test_a_run_comes_back_from_the_object_store_alone(tmp_path: Path, s3_url: str) -> None:
@@ -39,7 +42,7 @@ def test_a_run_comes_back_from_the_object_store_alone(tmp_path: Path, s3_url: st
     assert Catalog(f"{s3_url}/my-run").committed_entries()[0].step == 2
 
     shutil.rmtree(tmp_path / "checkpoints")
-    second, tensors = checkpointer(tmp_path, s3_url, told), blank()
+    second, tensors = checkpointer(tmp_path, s3_url, told, link=InProcessWriter()), blank()
     second.prepare(tensors)
     restored = second.restore(tensors)
     assert restored is not None
@@ -52,7 +55,7 @@ def test_an_object_store_may_be_the_only_tier(tmp_path: Path, s3_url: str) -> No
     told: list[tuple[str, dict[str, Any]]] = []
     config = CheckpointConfig(tiers=(TierConfig(path=s3_url, keep=2),))
     only = resolve_tiers(config, tmp_path / "checkpoints", "my-run", "node-0")
-    made = made_for(RunTiers(only, open_storage(tmp_path / "checkpoints")), config, told)
+    made = made_for(RunTiers(only, open_storage(tmp_path / "checkpoints")), config, told, link=InProcessWriter())
     for step in (1, 2, 3):
         made.save(step, state(step), {})
         made.wait()

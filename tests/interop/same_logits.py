@@ -1,7 +1,8 @@
-"""Run by a test beside `transformers`, which orch does not need: `same_logits.py FOLDER` prints what it found as JSON.
+"""Run by a test beside `transformers`, which orch does not need: `LIBRARIES FOLDER` prints what it found as JSON.
 
-FOLDER/cases/NAME/hf is an export of ours, NAME/ours.pt our tokens, logits and tensors under Hugging Face's names. Made
-here: FOLDER/foreign/hf, a model that `transformers` saved in several files, and its tokens and logits.
+LIBRARIES has `transformers` and what it needs, NumPy too, which no process has whose fork this is. FOLDER/cases/NAME/hf
+is an export of ours, NAME/ours.pt our tokens, logits and tensors under Hugging Face's names. Made here:
+FOLDER/foreign/hf, a model that `transformers` saved in several files, and its tokens and logits.
 """
 
 import json
@@ -9,15 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import torch
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 
 def compared(case: Path) -> dict[str, float | int | bool]:
     """One export, loaded as any user would load it."""
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
     ours = torch.load(case / "ours.pt", weights_only=True)
     model, loading = AutoModelForCausalLM.from_pretrained(case / "hf", dtype=torch.float32, output_loading_info=True)
     with torch.no_grad():
@@ -37,6 +37,8 @@ def compared(case: Path) -> dict[str, float | int | bool]:
 
 def make_foreign(folder: Path) -> None:
     """A small model of `transformers`' own, whose vocabulary is not a multiple of 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -50,12 +52,12 @@ def make_foreign(folder: Path) -> None:
         torch.save({"tokens": tokens, "logits": model(tokens).logits}, folder / "theirs.pt")
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    libraries, folder = sys.argv[1], Path(sys.argv[2])
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.path.insert(0, libraries)
+    sys.modules.pop("numpy", None)
     (folder / "foreign").mkdir()
     make_foreign(folder / "foreign")
     found = {case.name: compared(case) for case in sorted((folder / "cases").iterdir())}
     sys.stdout.write(json.dumps(found) + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.worker.reporting import rank_comparison
 from trainer.worker.workload import BaseWorkload
 
 
@@ -43,6 +44,14 @@ class Plane(BaseWorkload):
     def loss(self, model, batch):
         x, y = batch
         return nn.functional.mse_loss(model(x), y)
+
+
+class Compared(Plane):
+    """Its ranks compare their figures often."""
+
+    def build_data(self, layout):
+        rank_comparison.EVERY = 3
+        return super().build_data(layout)
 
 
 class Hidden(Plane):

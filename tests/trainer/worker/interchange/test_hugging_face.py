@@ -1,9 +1,6 @@
 """The built-in model and Hugging Face: the same logits under `transformers`, the same bits back, misfits told."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +21,7 @@ from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import Name
 from checkpointing.storage.backends import LocalStorage
 from tests.checkpointing.engine.built_checkpoint import build, rows
+from tests.warm_programs import WarmPrograms
 from trainer.contract.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
 from trainer.worker.interchange import hugging_face, weights_import
 from trainer.worker.interchange.checkpoint_export import ExportRequest, export
@@ -87,7 +85,7 @@ def whole(source: SealedCheckpoint, key: str) -> torch.Tensor:
 
 
 @pytest.mark.multi
-def test_transformers_gives_the_same_logits_both_ways(tmp_path: Path) -> None:
+def test_transformers_gives_the_same_logits_both_ways(programs: WarmPrograms, tmp_path: Path) -> None:
     if not (INTEROP / ".ready").exists():
         pytest.skip("transformers is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
     tokens = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(5))
@@ -99,12 +97,9 @@ def test_transformers_gives_the_same_logits_both_ways(tmp_path: Path) -> None:
         with torch.no_grad():
             logits = model(tokens)
         torch.save({"tokens": tokens, "logits": logits, "state": state}, place / "ours.pt")
-    done = subprocess.run(
-        [sys.executable, "-P", str(ROOT / "tests" / "interop" / "same_logits.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(INTEROP)}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    (done,) = programs.run("tests.interop.same_logits", [(INTEROP, tmp_path)], 200.0)
+    assert done.code == 0, done.err
+    found = done.result()
     assert found.keys() == MODELS.keys()
     for name, case in found.items():
         # Float32 and other kernels: the last bits of the largest logit.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import Precondition
+from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.local import local_records
 from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
@@ -21,7 +22,10 @@ def world(tmp_path: Path) -> Iterator[World]:
             local_records.end_marked(intent.name, 0.0)
 
 
-def test_a_job_is_refused_with_the_disk_as_the_reason_and_starts_once_there_is_room(world: World) -> None:
+def test_a_job_is_refused_with_the_disk_as_the_reason_and_starts_once_there_is_room_and_its_end_finds_room(
+    world: World,
+) -> None:
+    world.resources = Resources(nodes=1, time="5")
     spec = world.spec()
     filler = fill(world.folder)
     with pytest.raises(Precondition) as refused:
@@ -30,13 +34,6 @@ def test_a_job_is_refused_with_the_disk_as_the_reason_and_starts_once_there_is_r
     assert isinstance(refused.value.__cause__, OSError), "by its cause it is known to pass"
     assert world.scheduler.find(spec.name) == []
     filler.unlink()
-    job = world.submit(spec)
-    world.release(job, spec)
-    world.until_running(job, spec)
-
-
-def test_a_jobs_end_is_written_although_the_disk_is_full(world: World) -> None:
-    spec = world.spec()
     job = world.submit(spec)
     world.release(job, spec)
     world.until_running(job, spec)

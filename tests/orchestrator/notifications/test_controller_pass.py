@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 
 from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import Fenced
+from orchestrator.notifications import channels
 from orchestrator.notifications.channels import MOST_WAITING, DeliveryRecord, NotificationState, Sender
 from orchestrator.notifications.controller_pass import AGAIN, STALE, TOGETHER, Notifications
 from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.notifications.conftest import Hook
+from tests.orchestrator.notifications.forked_sender import FORKING
 from trainer.contract.run_dir import RunDir
 from trainer.contract.secrets.run_secrets import RunSecrets
 
@@ -65,13 +68,16 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setattr(channels, "subprocess", FORKING)
     made = Desk(tmp_path)
     yield made
     made.store.close()
 
 
-def test_a_change_is_told_once_by_every_channel(desk: Desk, hook: Hook) -> None:
+def test_a_change_is_told_once_by_every_channel(desk: Desk, hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the sender as the program that it is."""
+    monkeypatch.setattr(channels, "subprocess", subprocess)
     run = desk.run(
         {"webhook": hook.url, "command": ["sh", "-c", 'echo "$ORCH_RUN $ORCH_STATE $ORCH_STEP" >> told; cat >> told']}
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.orchestrator.cli.conftest import Seeds
+from tests.orchestrator.cli.forked_orch import ForkedOrch
 
 ROOT = Path(__file__).resolve().parents[3]
 Program = Callable[..., subprocess.CompletedProcess[str]]
@@ -32,10 +33,16 @@ def program(seeds: Seeds) -> Program:
 
 
 # `show` opens a registry with SQLAlchemy and takes three times as long: all is closed to it at once.
-CLOSED = [(words, shell) for words in ("status", "--help") for shell in (">&-", ">&- 2>&-", "<&-", "2>&-")]
+CLOSED = [
+    ("status", ">&-"),
+    ("status", "2>&-"),
+    ("--help", ">&- 2>&-"),
+    ("--help", "<&-"),
+    ("show RUN", "<&- >&- 2>&-"),
+]
 
 
-@pytest.mark.parametrize(("words", "shell"), [*CLOSED, ("show RUN", "<&- >&- 2>&-")])
+@pytest.mark.parametrize(("words", "shell"), CLOSED)
 def test_a_closed_stream_is_no_trouble(program: Program, home: Path, words: str, shell: str) -> None:
     done = program(words, shell)
     assert done.returncode == 0, done.stderr
@@ -75,14 +82,14 @@ def test_an_encoding_with_few_signs_gets_plain_ones(program: Program) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 150, 200])
-def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, width: int) -> None:
-    """On a real terminal, through the program's own streams."""
+def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """On a real terminal."""
     seeds.run(reason="a long reason " * 20)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, width))
-    environ = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
-    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "--no-color", "status"]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = ["--no-color", "status"]
+    with ForkedOrch(seeds.store, words, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         printed = b""
         with contextlib.suppress(OSError):  # the end of a terminal is an error

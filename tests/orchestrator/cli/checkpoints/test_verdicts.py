@@ -11,7 +11,7 @@ from orchestrator.restore_tests.create import hold, write_verdict
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
-from tests.orchestrator.cli.runs.test_status import on_a_terminal
+from tests.orchestrator.cli.forked_orch import on_a_terminal
 from trainer.contract.restore_test import Outcome
 
 NONCE = "0123abcd"
@@ -54,7 +54,7 @@ def test_restore_tests_are_listed_by_checkpoint(orch: Type, seeds: Seeds, root: 
     assert (cells["TESTED"], cells["VERIFIED"]) == ("same; under way on 1", "restored")
     assert cells["PIN"] == f"restore test {under_way.test}"
     assert dict(zip(head, older, strict=True))["TESTED"] == "CORRUPT on 2x4"
-    for_people = on_a_terminal("ckpt", "ls", run.name)
+    for_people = on_a_terminal(seeds.store, "ckpt", "ls", run.name)
     assert ("restore test " in for_people, under_way.test in for_people) == (True, False)
     first, second = orch("ckpt", "ls", run.name, "--json").data
     assert [(test["test"], test["layout"], test["verdict"]) for test in first["restore_tests"]] == [

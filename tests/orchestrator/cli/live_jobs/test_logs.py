@@ -1,11 +1,9 @@
 """`orch logs`, the first error and the feed, on run directories as jobs write them."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.cli.runs.timeline import describe_event
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.forked_orch import ForkedOrch
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind, RankOutcome
 from trainer.contract.ranks.rank_messages import append_outcome
@@ -151,8 +150,8 @@ def test_a_run_without_a_failure_says_so(orch: Type, place: RunDir) -> None:
 
 def test_following_goes_on_over_attempts_until_the_run_ends(seeds: Seeds, place: RunDir) -> None:
     write_log(place.attempt(1), 0, "first attempt")
-    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "logs", place.name, "-f"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    words = ["logs", place.name, "-f"]
+    child = ForkedOrch(seeds.store, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == "first attempt\n"
@@ -196,8 +195,8 @@ def test_a_generation_begins_in_the_line_that_a_killed_rank_left_open(place: Run
 
 def test_following_ends_by_ctrl_c_without_harm(seeds: Seeds, place: RunDir) -> None:
     write_log(place.attempt(1), 0, "hello")
-    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "logs", place.name, "-f"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    words = ["logs", place.name, "-f"]
+    child = ForkedOrch(seeds.store, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
     child.send_signal(signal.SIGINT)

@@ -15,8 +15,8 @@ from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.registry.records import Generation
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.forked_orch import on_a_terminal
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
-from tests.orchestrator.cli.runs.test_status import on_a_terminal
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.rank_readings import RankReading, RankReadings
 from trainer.contract.run_dir import AttemptDir
@@ -207,7 +207,7 @@ def test_a_run_that_has_not_begun_is_shown_as_far_as_it_is_known(orch: Type, see
 def test_on_a_terminal_it_draws_until_the_run_is_over(seeds: Seeds) -> None:
     run = training(seeds, [rank(0)])
     seeds.store.move_run(run, RunState.SUCCEEDED, "all ranks finished", epoch=seeds.epoch, now=time.time())
-    assert "tiny-1  SUCCEEDED  all ranks finished" in on_a_terminal("top", run)
+    assert "tiny-1  SUCCEEDED  all ranks finished" in on_a_terminal(seeds.store, "top", run)
 
 
 def drawn(seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch, *, height: int, width: int = 80) -> list[str]:

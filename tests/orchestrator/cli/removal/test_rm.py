@@ -6,7 +6,6 @@ import pty
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -28,6 +27,7 @@ from orchestrator.registry.records import Notice
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.forked_orch import ForkedOrch
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 from tests.orchestrator.registry.newer_record import record_newer_attempt
 
@@ -292,26 +292,23 @@ def test_a_tier_that_cannot_be_reached_is_named(orch: Type, seeds: Seeds, run: s
 # -- asking
 
 
-def typed_at_a_terminal(answer: str, *words: str) -> tuple[int, str]:
+def typed_at_a_terminal(seeds: Seeds, answer: str, *words: str) -> tuple[int, str]:
     """`orch WORDS` with a terminal as stdin, at which somebody types the answer."""
     person, machine = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "orchestrator.cli.main", *words], stdin=machine, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env=os.environ,
-    )  # fmt: skip
+    process = ForkedOrch(seeds.store, words, stdin=machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     os.write(person, answer.encode())
     said, _ = process.communicate(timeout=60)
     os.close(person)
     os.close(machine)
-    return process.returncode, said.decode()
+    return process.returncode, said
 
 
 def test_a_person_is_asked(seeds: Seeds, run: str) -> None:
-    code, said = typed_at_a_terminal("n\n", "rm", run)
+    code, said = typed_at_a_terminal(seeds, "n\n", "rm", run)
     assert (code, "Remove for good? [y/N]" in said, "nothing was removed" in said) == (0, True, True)
     assert f"folder  {seeds.root / run}" in said
     assert (seeds.root / run / "run.json").exists()
-    code, said = typed_at_a_terminal("y\n", "rm", run)
+    code, said = typed_at_a_terminal(seeds, "y\n", "rm", run)
     assert (code, f"{run}: removed" in said) == (0, True)
     assert rows_of(seeds, run) == {}
 
@@ -333,9 +330,8 @@ def test_nobody_is_asked_where_nobody_answers(orch: Type, seeds: Seeds, run: str
 def test_what_a_kill_has_left_is_finished_by_the_same_command(
     orch: Type, seeds: Seeds, run: str, tier: Path, point: str
 ) -> None:
-    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "rm", run, "-y"]
-    killed = subprocess.run(command, env={**os.environ, failpoints.VARIABLE: point}, check=False, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    killed = ForkedOrch(seeds.store, ["rm", run, "-y"], more={failpoints.VARIABLE: point})
+    assert killed.wait(60) == -signal.SIGKILL
     assert "is being removed" in orch("status", run).out
     refused = orch("resume", run, "train.steps=500")
     assert (refused.code, f"`orch rm {run} -y` finishes that" in refused.err) == (4, True)

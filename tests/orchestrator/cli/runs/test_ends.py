@@ -1,9 +1,7 @@
 """`orch wait` and the ends of runs; `orch cancel` and `orch resume` as requests."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ import pytest
 from orchestrator.cli.runs import cancel_resume
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.forked_orch import ForkedOrch
 from tests.orchestrator.registry.newer_record import record_newer_attempt
 
 
@@ -80,8 +79,8 @@ def test_waiting_drives_a_run_that_nobody_drives(orch: Type, seeds: Seeds, servi
 
 def test_ctrl_c_detaches_and_says_that_the_run_goes_on(seeds: Seeds) -> None:
     run = seeds.run()
-    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", "wait", run, "--follow"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    words = ["wait", run, "--follow"]
+    child = ForkedOrch(seeds.store, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stderr is not None
     assert run in child.stderr.readline()  # it follows by now
     child.send_signal(signal.SIGINT)

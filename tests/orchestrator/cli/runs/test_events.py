@@ -11,7 +11,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.registry.records import REPLACED_VARIABLES
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
-from tests.orchestrator.cli.runs.test_status import on_a_terminal
+from tests.orchestrator.cli.forked_orch import on_a_terminal
 from trainer.contract.events import EventKind, EventLog
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import RunDir
@@ -100,7 +100,7 @@ def test_variables_with_other_values_are_named(orch: Type, seeds: Seeds) -> None
 
 
 def test_on_a_terminal_a_reason_is_printed_once(seeds: Seeds, failed: str) -> None:
-    shown = on_a_terminal("events", failed)
+    shown = on_a_terminal(seeds.store, "events", failed)
     assert shown.count(WHY) == 1
     lines = [" ".join(line.split()[2:]) for line in shown.splitlines()]
     assert "1.1 ended at step 60" in lines

@@ -1,11 +1,7 @@
 """`orch status`, `orch show` and `orch` alone: shapes that scripts depend on, and words for people."""
 
 import json
-import os
-import pty
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +15,7 @@ from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.forked_orch import on_a_terminal
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.restore_test import Outcome
 
@@ -166,30 +163,11 @@ def test_a_pipe_gets_every_character_separated_by_tabs(orch: Type, seeds: Seeds)
 def test_a_terminal_gets_a_table_and_how_old_it_is(seeds: Seeds) -> None:
     run = seeds.run()
     seeds.checkpoint(run, 100)
-    shown = on_a_terminal("status")
+    shown = on_a_terminal(seeds.store, "status")
     assert "120/200" in shown
     assert "100 VERIFIED" in shown
     assert "controller ok (looked" in shown
     assert "\t" not in shown
-
-
-def on_a_terminal(*words: str) -> str:
-    """What `orch WORDS` draws on a terminal of 200 columns."""
-    command = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm", "NO_COLOR": "1"}
-    child = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment)
-    os.close(theirs)
-    drawn = b""
-    while True:
-        try:
-            block = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other side of a terminal is closed
-            break
-        drawn += block
-    os.close(ours)
-    assert child.wait(timeout=30) == 0, drawn
-    return drawn.decode()
 
 
 def test_control_characters_never_reach_the_terminal(orch: Type, seeds: Seeds) -> None:

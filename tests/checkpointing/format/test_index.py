@@ -72,6 +72,7 @@ def changed(data: bytes, **fields: Any) -> bytes:
         Index().encode() + b"\n",
         Index(TENSORS, (LOWER,)).encode().replace(b'"a"', b'"\\u0061"'),
     ],
+    ids=["schema", "field", "newline", "escape"],
 )
 def test_an_index_that_was_written_in_another_way_is_refused(data: bytes) -> None:
     with pytest.raises(ManifestError, match=r"^index.json is not of schema orch.index/1$"):

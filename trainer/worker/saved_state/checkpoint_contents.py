@@ -95,7 +95,7 @@ def expected_entries(manifest: Manifest) -> TensorExpectations:
         return generators_fault(packed) or origin_fault(packed, key, manifest.step)
 
     return TensorExpectations(
-        required=tuple(rng_name(rank) for rank in range(ranks if isinstance(ranks, int) else 0)),
+        required=tuple(rng_name(rank) for rank in range(ranks)) if isinstance(ranks, int) else (),
         readable={_GENERATORS: unusable},
         trained=trained_keys,
     )

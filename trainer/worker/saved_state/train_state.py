@@ -95,11 +95,6 @@ def _ignore_warning(step: int, *reason: Any) -> None:
     """Discard a warning that the caller does not want."""
 
 
-def _gather_alone(value: Any, /) -> list[Any]:
-    """Return the result of a gather over a single rank."""
-    return [value]
-
-
 def _require_load(workload: object) -> None:
     """Raise WorkloadError for a workload that returns a state but cannot load it."""
     kind = type(workload)
@@ -134,8 +129,9 @@ class TrainState:
         self._config_digest, self._seed = config_digest, seed
         self._software, self._on_other_software = software(device), on_other_software
         self._software_facts = software_facts([self._software])
-        self._saved_software, self._gather = dict[str, Any](), _gather_alone
-        self._late_step: int | None = None
+        self._saved_software = dict[str, Any]()
+        self._late_gather: tuple[int, Callable[[Any], list[Any]]] | None = None
+        """The step from which on the next save gathers the warnings of the first steps, and the function for it."""
         self._parameters = ParameterForms(model)
         self._entries = ModelEntries(model)
         self._buffers = BufferState(model, rank, device)
@@ -219,9 +215,9 @@ class TrainState:
             accepted = saver.save(self.step, tensors, extra, facts, trained)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise WorkloadError(f"step {self.step} cannot be saved: {error}") from error
-        if self._late_step is not None and self.step >= self._late_step:
-            self._late_step = None
-            self._share_reasons(self._gather(self._unshared))
+        if self._late_gather is not None and self.step >= self._late_gather[0]:
+            (_, gather), self._late_gather = self._late_gather, None
+            self._share_reasons(gather(self._unshared))
         return accepted
 
     def compare_ranks(self, gather: Callable[[Any], list[Any]]) -> None:
@@ -237,7 +233,7 @@ class TrainState:
         if changes:
             self._on_other_software(self.step, changes, ranks)
         self._share_reasons([reasons for _, reasons in answers])
-        self._gather, self._late_step = gather, self.step + OBSERVED_STEPS
+        self._late_gather = self.step + OBSERVED_STEPS, gather
 
     def _share_reasons(self, of_ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
         """Report on rank 0 the lost state that only other ranks have found."""

@@ -1,11 +1,17 @@
 """What a checkpoint holds: names, generators, and an optimizer's state that exists before it is read."""
 
+import threading
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
+from tests.checkpointing.engine.thread_ranks import ThreadGroup, together
 from trainer.contract.config import OptimizerConfig
 from trainer.worker import optimizer as optimizers
 from trainer.worker.saved_state import checkpoint_contents
+from trainer.worker.saved_state.checkpoint_contents import differing_tensors
 
 
 class Tied(nn.Module):
@@ -65,3 +71,36 @@ def test_an_older_checkpoint_keeps_only_floating_buffers_per_rank():
     ]  # fmt: skip
     of_rank = checkpoint_contents.select_rank_buffers(checkpoint_contents.rank_buffers(model, 0), older)
     assert sorted(of_rank) == ["buffers/rank-00000/norm.running_mean", "buffers/rank-00000/norm.running_var"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "differ"),
+    [
+        ({"a": torch.ones(2), "b": torch.zeros(3)}, set()),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, {"b"}),
+        ({"a": torch.zeros(2), "b": torch.ones(3)}, {"a", "b"}),
+        ({"a": torch.ones(2), "b": torch.zeros(4)}, {"a", "b"}),
+        ({"a": torch.ones(2), "c": torch.zeros(3)}, {"a", "b"}),
+        ({"a": torch.ones(2)}, {"a", "b"}),
+    ],
+)
+def test_what_differs_between_ranks_is_named_alike_on_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, peer: dict[str, torch.Tensor], differ: set[str]
+) -> None:
+    """Threads in the place of ranks; where names or forms differ nothing can be compared."""
+    members, mine = ThreadGroup(2).members(), {"a": torch.ones(2), "b": torch.zeros(3), "c": torch.ones(1).to("meta")}
+
+    def minimum(numbers: torch.Tensor) -> torch.Tensor:
+        member = members[int(threading.current_thread().name)]
+        return torch.tensor(member.minimum(numbers.flatten().tolist())).view(numbers.shape)
+
+    def rank(at: int) -> set[str]:
+        threading.current_thread().name = str(at)
+        return differing_tensors(peer if at else mine)
+
+    world = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2)
+    monkeypatch.setattr(checkpoint_contents, "dist", world)
+    monkeypatch.setattr(checkpoint_contents, "_minimum", minimum)
+    first, second = together([lambda: rank(0), lambda: rank(1)])
+    assert first == differ
+    assert bool(second) == bool(differ)

@@ -172,3 +172,26 @@ def test_an_attribute_that_gives_no_state_is_left_alone() -> None:
     attributes = UnsavedAttributes({"workload": owner})
     owner.count = 2
     assert attributes.changed_attributes() == {"workload.count": "2"}
+
+
+def test_long_bytes_are_kept_as_a_tensor_and_short_ones_in_the_json() -> None:
+    for size, tensors in ((4096, 0), (4097, 1)):
+        owner, into = Averages(), Averages()
+        owner.state = {"seen": bytes(range(256)) * 16 + b"x" * (size - 4096)}
+        assert len(ObjectState(owner, "data", nn.Linear(2, 1), torch.device("cpu")).tensors()) == tensors
+        saved_and_loaded(owner, into)
+        assert into.state == owner.state
+
+
+def test_a_state_that_the_object_cannot_take_is_refused() -> None:
+    def state(owner: Any) -> ObjectState:
+        return ObjectState(owner, "data", nn.Linear(2, 1), torch.device("cpu"))
+
+    facts = state(Averages()).facts()
+    without = state(SimpleNamespace())
+    without.restore({})
+    with pytest.raises(WorkloadError, match=r"^the checkpoint has a state of the data, but .* has no load_state_dict"):
+        without.restore(facts)
+    sharded = {"forms": {"data:now": ["float32", [2], "cpu", True]}}
+    with pytest.raises(WorkloadError, match="^the checkpoint has data:now .*, but no parameter is sharded alike$"):
+        state(Averages()).targets(sharded)

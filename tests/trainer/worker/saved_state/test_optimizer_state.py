@@ -343,6 +343,17 @@ def test_an_unsavable_state_is_refused_and_an_unsavable_group_value_is_remembere
         held.tensors()
 
 
+def test_state_of_the_checkpoint_that_nothing_here_is_sharded_like_is_refused() -> None:
+    net = nn.Linear(2, 2)
+    state = OptimizerState(net, optim.AdamW(net.parameters()))
+    state.prime()
+    late = {"optimizer/weight/odd": ["float32", [2, 2], "cpu", True]}
+    with pytest.raises(
+        WorkloadError, match=r"has optimizer/weight/odd .*, which AdamW as it is built now does not have"
+    ):
+        state.targets({"holders": {"without": []}, "late": late})
+
+
 def test_a_parameter_outside_of_the_model_is_refused() -> None:
     with pytest.raises(WorkloadError, match=r"a parameter of shape \(7,\) that the model does not have"):
         net_and(lambda net: optim.SGD([*net.parameters(), nn.Parameter(torch.zeros(7))]))

@@ -165,3 +165,8 @@ def test_what_is_no_scheduler_is_refused_at_once() -> None:
     with pytest.raises(WorkloadError, match=r"float, which build_scheduler\(\) returns, has no step\(\)"):
         build_scheduler(Mine(None), None)  # type: ignore[arg-type]
     assert build_scheduler(BaseWorkload(None), None) is None  # type: ignore[arg-type]
+
+
+def test_no_schedule_has_no_state() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert SchedulerState(None, optimizer).state_dict() == {}

@@ -160,3 +160,22 @@ def test_looking_is_much_cheaper_than_walking() -> None:
         looks.append(time.perf_counter() - start)
     assert inventory.walks == 1
     assert sorted(looks)[4] < walk / 2, (looks, walk)
+
+
+def test_what_takes_the_place_of_something_else_is_seen() -> None:
+    """As many buffers and as many values of a state as before."""
+    net = nn.Linear(4, 4)
+    net.register_buffer("one", torch.ones(2))
+    optimizer = torch.optim.AdamW(net.parameters())
+    inventory = StateInventory(net, optimizer, rank=0, device=CPU)
+    optimizers.prime(optimizer)
+    inventory.tensors()
+    held = optimizer.state[net.bias]
+    held["other"] = held.pop("exp_avg")
+    assert {"optimizer/bias/other"} == {key for key in inventory.tensors() if key.startswith("optimizer/bias/o")}
+    net.register_buffer("two", torch.ones(2))
+    assert "buffers/rank-00000/two" in inventory.tensors()
+    net.register_buffer("three", net._buffers.pop("two"))
+    found = inventory.tensors()
+    assert ("buffers/rank-00000/two" in found, "buffers/rank-00000/three" in found) == (False, True)
+    assert inventory.tensors() is found

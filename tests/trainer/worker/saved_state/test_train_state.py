@@ -221,3 +221,53 @@ def test_equal_software_is_saved_once() -> None:
     }  # fmt: skip
     assert software_facts([{"torch": "1"}] * 3)["rank_software"] == {"others": [], "ranks": []}
     assert changed_software(software_facts(many), many[:3]) == ({}, {})
+
+
+class Trains(torch.optim.SGD):
+    """An optimizer with two modes; what a group and its own state hold is partly of no type that is saved."""
+
+    def train(self) -> None:
+        self.modes = [*getattr(self, "modes", []), "train"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "own": object()}
+
+
+class Counts:
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {"a", "b"}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Derives(nn.Linear):
+    """A layer that finds fault with what it loads."""
+
+    def _load_from_state_dict(self, state: Any, prefix: Any, metadata: Any, strict: Any, *more: Any) -> None:
+        more[2].append("it does not fit")
+
+
+def test_what_is_not_restored_or_not_saved_is_told_once(layout: mesh.Layout) -> None:
+    model, found = Derives(2, 2), list[Any]()
+    optimizer = Trains(model.parameters(), lr=0.1)
+    objects = TrainObjects(workload=Counts(), model=model, optimizer=optimizer, data=NoData(), layout=layout)
+
+    class Saver(SaverWith):
+        def save(self, *_: Any, **__: Any) -> bool:
+            return True
+
+    state = TrainState(objects, config_digest="", seed=1, warn=lambda *what: found.append(what))
+    state.restore(Saver(5))
+    assert optimizer.modes == ["train"] * 2, "before its settings are read, and after its state is"
+    assert found == [(5, "it does not fit"), (5, "the state of the workload is missing: it begins anew")]
+    found.clear()
+    state.report_incomplete(3, "")
+    state.report_incomplete(3, "workers have restarted")
+    for _ in range(2):
+        assert state.save(Saver(5))
+    assert found == [
+        (3, "workers have restarted"),
+        (5, "workload:seen is a set, whose order a restart changes: if that counts, use a list, or sort it"),
+        (5, "own of its state_dict (entries/own is a builtins.object) is not saved: it cannot be written down"),
+    ]

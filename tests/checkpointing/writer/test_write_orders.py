@@ -104,6 +104,9 @@ def test_a_writer_that_speaks_nonsense_is_lost_and_nobody_waits_for_it() -> None
     with pytest.raises(WriterLost):
         waiting.result(10)
     assert not link.alive
+    theirs.settimeout(10)
+    while theirs.recv(100):  # the order, and then the end: nobody listens to it any more
+        pass
     link.close()
     theirs.close()
 

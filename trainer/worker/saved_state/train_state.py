@@ -130,8 +130,7 @@ class TrainState:
         self._software, self._on_other_software = software(device), on_other_software
         self._software_facts = software_facts([self._software])
         self._saved_software = dict[str, Any]()
-        self._late_gather: tuple[int, Callable[[Any], list[Any]]] | None = None
-        """The step from which on the next save gathers the warnings of the first steps, and the function for it."""
+        self._late_gather: tuple[int, Callable[[Any], list[Any]]] | None = None  # from which step on, and how
         self._parameters = ParameterForms(model)
         self._entries = ModelEntries(model)
         self._buffers = BufferState(model, rank, device)

@@ -1,12 +1,17 @@
 """Parts of sequences: together they are the whole, in its order, and padding comes last."""
 
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from trainer.contract.config import ModelConfig, TrainConfig
 from trainer.contract.config_sections.parallel_config import CpMethod, ParallelConfig
 from trainer.worker.llama import Llama
-from trainer.worker.parallel.context_parallel import sequence_part
+from trainer.worker.parallel import context_parallel as of_sequences
+from trainer.worker.parallel.context_parallel import UlyssesAttention, context_parallel, sequence_part, waiting
 from trainer.worker.workload import WorkloadError
 
 
@@ -47,3 +52,48 @@ def test_a_model_that_is_asked_for_all_logits_says_that_no_rank_has_them() -> No
         WorkloadError, match=r"parallel\.cp=2: no rank has all logits .* call the model with its targets"
     ):
         model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("length", "cp", "tp", "real"),
+    [
+        (8, 1, 2, [[4, 4]]),  # no padding
+        (7, 1, 2, [[4, 3]]),
+        (6, 2, 2, [[2, 2], [2, 0]]),
+        (3, 4, 1, [[1], [1], [1], [0]]),
+    ],
+)
+def test_experts_are_given_the_real_tokens_of_each_rank_alone(
+    length: int, cp: int, tp: int, real: list[list[int]]
+) -> None:
+    parallel = ParallelConfig(cp=cp, tp=tp, cp_method=CpMethod.ULYSSES)
+    for of_cp, row in enumerate(real):
+        for of_tp, due in enumerate(row):
+            group: Any = SimpleNamespace(rank=lambda at=of_cp: at, size=lambda: cp)
+            layout: Any = SimpleNamespace(
+                cp=SimpleNamespace(get_group=lambda found=group: found), place=SimpleNamespace(cp=of_cp, tp=of_tp),
+                sizes=SimpleNamespace(tp=tp),
+            )  # fmt: skip
+            for experts in (0, 4):
+                config: Any = SimpleNamespace(
+                    model=SimpleNamespace(heads=4, experts=SimpleNamespace(count=experts)), parallel=parallel,
+                    train=SimpleNamespace(seq_len=length),
+                )  # fmt: skip
+                layer = SimpleNamespace(attention=SimpleNamespace(), feed_forward=SimpleNamespace(real=None))
+                model = SimpleNamespace(layers=[layer])
+                context_parallel(model, layout, config)
+                assert layer.feed_forward.real == (due if experts else None)
+                assert isinstance(layer.attention.attend, UlyssesAttention)
+
+
+@pytest.mark.parametrize(("device", "due"), [("cpu", ["act"]), ("meta", ["pause", "act", "resume"])])
+def test_a_wait_is_left_out_of_the_measurement_where_it_would_be_measured(
+    monkeypatch: pytest.MonkeyPatch, device: str, due: list[str]
+) -> None:
+    calls: list[str] = []
+    tracker = SimpleNamespace(pause=lambda: calls.append("pause"), resume=lambda: calls.append("resume"))
+    monkeypatch.setattr(of_sequences, "current_tracker", lambda: tracker)
+    with suppress(OSError), waiting(torch.device(device)):
+        calls.append("act")
+        raise OSError
+    assert calls == due

@@ -71,9 +71,8 @@ class Forgetful(AnyOptimizer):
         return super().loss(model, batch)
 
 
-class Dropping(AnyOptimizer):
-    """Draws random numbers in every step."""
+class StatefulAndDropping(Stateful):
+    """Draws random numbers in every step, too."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(nn.functional.dropout(model(x), 0.5), y.expand(-1, self.args["rows"]))
+        return nn.functional.dropout(torch.ones(8), 0.5).mean() * super().loss(model, batch)

@@ -110,8 +110,9 @@ def tested_in_float32(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: P
 
 def _subject(ranks: Ranks, undisturbed: Callable[..., Run], place: Path, dtype: str, world: int = 2) -> Subject:
     source = _saved_at_every_step(undisturbed, dtype, world)
-    (place / dtype).mkdir()
-    return Subject(ranks, source, place / dtype, itertools.count(1))
+    place = place / f"{dtype}-{world}"
+    place.mkdir()
+    return Subject(ranks, source, place, itertools.count(1))
 
 
 def _saved_at_every_step(undisturbed: Callable[..., Run], dtype: str, world: int) -> Run:

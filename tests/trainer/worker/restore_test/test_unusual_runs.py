@@ -19,7 +19,7 @@ pytestmark = pytest.mark.multi
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 SEEDS = 6
-SAMPLE = ("own-scaler", "two-updates", "at-step-1000", "trained-mask", "from-one-that-skipped", "other-data")
+SAMPLE = ("own-scaler", "two-updates", "at-step-1000", "trained-mask", "from-one-that-skipped")
 
 
 def check(make_run: Any, place: Path, kind: Kind, seed: int) -> None:

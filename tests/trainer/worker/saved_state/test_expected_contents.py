@@ -95,9 +95,10 @@ def test_generators_of_another_rank_or_step_are_told(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.multi)])
-def test_what_a_run_saves_is_what_is_expected(make_run: Any, world: int) -> None:
-    run = make_run(world)
+@pytest.mark.multi
+def test_what_a_run_saves_is_what_is_expected(make_run: Any) -> None:
+    world = 2
+    run = make_run(world, train={"steps": 4}, checkpoint={"every": 2})
     assert run.train()["codes"] == [0] * world, run.log()
     entries = Catalog(run.dir.checkpoints).committed_entries()
     assert len(entries) >= 2

@@ -15,9 +15,9 @@ OVER: dict[str, Any] = {
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_counters_of_each_rank_survive_a_kill(make_run: Any, undisturbed: Any, strategy: str) -> None:
-    over = {**OVER, "parallel": {"strategy": strategy}}
+def test_counters_of_each_sharded_rank_survive_a_kill(make_run: Any, undisturbed: Any) -> None:
+    """Those of ranks with whole models are in `AllAtOnce` of test_unusual_state.py."""
+    over = {**OVER, "parallel": {"strategy": "fsdp"}}
     calm, hurt = undisturbed(2, **over), make_run(2, **over, drill=hang(0, step=6))
     assert hurt.train_until_killed(0, committed=4)["codes"][0] == -9, hurt.log()
     assert hurt.train()["codes"] == [0, 0], hurt.log()

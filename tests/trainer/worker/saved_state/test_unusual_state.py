@@ -203,10 +203,7 @@ def setting(name: str, strategy: str = "ddp") -> dict[str, Any]:
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "name",
-    [
-        one if one in ("LateBuffer", "ExtraBytes", "OfEachRank") else pytest.param(one, marks=pytest.mark.proof)
-        for one in KEPT
-    ],
+    [one if one == "AllAtOnce" else pytest.param(one, marks=pytest.mark.proof) for one in KEPT],
 )
 def test_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str) -> None:
     calm = make_run(2, **setting(name))

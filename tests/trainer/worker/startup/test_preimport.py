@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.trainer.worker.conftest import Ranks, hang, rank_environment
+from tests.trainer.worker.conftest import Ranks, hang, merged, rank_environment
 
 pytestmark = pytest.mark.multi
 
@@ -40,8 +40,9 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(("world", "over"), KINDS)
 def test_a_restarted_rank_imports_nothing_from_disk(make_run, world, over):
-    run = make_run(world, **over, drill=hang(world - 1, step=5))
-    run.train_until_killed(world - 1, committed=3)
+    short = merged({"train": {"steps": 4}, "checkpoint": {"every": 2}}, over)
+    run = make_run(world, **short, drill=hang(world - 1, step=4))
+    run.train_until_killed(world - 1, committed=2)
     for path in run.attempt.logs.glob("*.imports"):
         path.unlink()
     assert run.train()["codes"] == [0] * world, run.log()

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.trainer.worker.my_workload import Counters
 from tests.trainer.worker.unusual_state.cases import Layer, Usual, kept, with_layer
-from tests.trainer.worker.unusual_state.layers import ExtraState
+from tests.trainer.worker.unusual_state.layers import ExtraBytes, ExtraState, LateBuffer
 
 # ---- what the workload returns
 
@@ -113,6 +114,17 @@ class OfEachRank(Own):
         own["same"] = own["same"] * 1.1
         factor = own["mean"].sum() + own["order"][0] + own["same"].sum()
         return super().loss(model, batch) * (1 + 0.01 * float(factor))
+
+
+@kept
+class AllAtOnce(OfEachRank):
+    """Buffers of each rank in integers and complex numbers, a late one, and extra state of another length each time."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(Counters(), super().build_model())
+
+    def odd(self) -> nn.Module:
+        return nn.Sequential(LateBuffer(), ExtraBytes())
 
 
 # ---- modes of the model's parts

@@ -18,11 +18,11 @@ def told(run: Any, kind: EventKind) -> list[Event]:
 
 def test_the_automatic_cadence_measures_and_all_ranks_follow(make_run: Any) -> None:
     checkpoint = {"every": "auto", "auto": {"least": 2, "most": 12, "node_days": 1e-4}, "keep": 9}
-    run = make_run(2, train={"steps": 30}, checkpoint=checkpoint)
+    run = make_run(2, train={"steps": 16}, checkpoint=checkpoint)
     assert run.train()["codes"] == [0, 0], run.log()
     saved = [event.data["step"] for event in told(run, EventKind.CHECKPOINT_COMMITTED)]
     assert saved[0] == 2
-    assert saved[-1] == 30
+    assert saved[-1] == 16
     (first, *_) = told(run, EventKind.CHECKPOINT_CADENCE)
     assert 2 <= first.data["steps"] <= 12
     assert "a save costs" in first.data["reason"]
@@ -35,19 +35,25 @@ def test_the_automatic_cadence_measures_and_all_ranks_follow(make_run: Any) -> N
     assert sum(line["stall"] > 0.0002 for line in lines.values()) < len(lines)
 
 
-def test_lazy_staging_goes_on_with_the_same_bits(make_run: Any, undisturbed: Any) -> None:
-    calm = undisturbed(2, parallel={"dp_shard": 2}, train={"steps": 8})
-    lazy = make_run(2, parallel={"dp_shard": 2}, checkpoint={"staging": {"mode": "lazy"}}, drill=hang(1, step=8))
-    assert -9 in lazy.train_until_killed(1, committed=6)["codes"]
+def test_lazy_staging_goes_on_with_the_same_bits(make_run: Any) -> None:
+    """What was saved while the next steps changed it gives those steps again."""
+    lazy = make_run(
+        2, parallel={"dp_shard": 2}, train={"steps": 10}, checkpoint={"every": 5, "staging": {"mode": "lazy"}},
+        drill=hang(1, step=10),
+    )  # fmt: skip
+    assert -9 in lazy.train_until_killed(1, committed=5, recorded=8)["codes"]
     answer = lazy.train()
     assert answer["codes"] == [0, 0], lazy.log()
-    assert answer["restored"] == [6, 6]
-    assert lazy.final()["weights_digest"] == calm.final()["weights_digest"]
+    assert answer["restored"] == [5, 5]
+    before, again = lazy.metrics(generation=1), lazy.metrics(generation=2)
+    assert len(before.keys() & again.keys()) >= 3
+    for step in before.keys() & again.keys():
+        assert all(before[step][name] == again[step][name] for name in ("loss", "grad_norm", "position"))
 
 
 @pytest.mark.parametrize("limit", [0, 4])
 def test_saves_that_fail_end_the_attempt_only_when_too_much_would_be_lost(make_run: Any, limit: int) -> None:
-    steps = 60 if limit else 12
+    steps = 60 if limit else 4
     run = make_run(2, train={"steps": steps}, checkpoint={"every": 2, "max_unsaved_steps": limit})
     shutil.rmtree(run.dir.checkpoints)
     run.dir.checkpoints.write_text("no folder can be made here")

@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from secrets import token_hex
 from typing import Any
 
 import xxhash
@@ -104,7 +105,7 @@ class Arena:
         whole = whole_pages(buffer_bytes)
         room = _SEAL.size + PAGE + extra_room + _MOST_FILES * _FILE_ROOM + -(-whole // CHUNK) * _DIGEST_ROOM
         shape = _ArenaShape(
-            plan=plan, buffer_bytes=whole, buffers=buffers, record_bytes=whole_pages(room), stamp=os.urandom(8).hex()
+            plan=plan, buffer_bytes=whole, buffers=buffers, record_bytes=whole_pages(room), stamp=token_hex()
         )
         self._forget()
         shared_memory.reserve(self.descriptor, shape.size)

@@ -211,3 +211,18 @@ def test_what_the_kernel_refuses_without_a_reason_to_go_on_is_raised(tmp_path, m
     monkeypatch.setattr(os, "pwrite", failing(errno.ENXIO))
     with pytest.raises(OSError, match="No such device"):
         write_direct(tmp_path / "h", memory[:4096])
+
+
+def test_large_files_are_written_by_four_threads_in_blocks_of_16_mib(tmp_path, monkeypatch):
+    mib, threads, blocks = 1 << 20, list[int](), list[int]()
+    real = direct_io._DirectFile.write_all
+    monkeypatch.setattr(
+        direct_io._DirectFile, "write_all", lambda file, number: threads.append(number) or real(file, 1)
+    )
+    monkeypatch.setattr(direct_io.shared_memory, "allocate", lambda *_: None)
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: blocks.append(len(data)) or len(data))
+    memory = memoryview(bytearray(65 * mib))
+    for name, size in (("one", 64 * mib), ("four", 65 * mib)):
+        write_direct(tmp_path / name, memory[:size])
+    assert threads == [1, 4]
+    assert blocks == [16 * mib] * 8 + [mib]

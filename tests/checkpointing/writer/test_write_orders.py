@@ -1,5 +1,6 @@
 """An order that cannot be carried out says so: no file that is missing, and no answer that never comes."""
 
+import ctypes
 import errno
 import os
 import socket
@@ -19,8 +20,16 @@ from checkpointing.storage.shared_memory import PAGE
 from checkpointing.writer import write_orders
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
-from checkpointing.writer.process import exit_with_parent
-from checkpointing.writer.write_orders import CancelToken, MessageStream, WriteOrder, put_file, write_files
+from checkpointing.writer.process import exit_with_parent, lower_priority
+from checkpointing.writer.write_orders import (
+    CancelToken,
+    MessageStream,
+    WriteOrder,
+    decode_error,
+    encode_error,
+    put_file,
+    write_files,
+)
 
 
 def an_order(root: Path, files: int) -> WriteOrder:
@@ -236,3 +245,41 @@ def test_a_writer_whose_parent_is_gone_before_it_is_watched_ends_at_once(parent:
         finally:
             os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_few_files_are_written_at_a_time(tmp_path: Path) -> None:
+    together, names = threading.Barrier(4, timeout=10), set[str]()
+
+    class Noting(LocalStorage):
+        def create(self, path: str) -> Any:
+            together.wait()
+            names.add(threading.current_thread().name)
+            return super().create(path)
+
+    arena = Arena.create()
+    arena.shape(8 * PAGE, 1, "p")
+    assert len(write_files(an_order(tmp_path, 8), arena, CancelToken(), Noting(tmp_path)).files) == 8
+    assert names == {f"file-{number}" for number in range(4)}
+
+
+def test_an_error_crosses_the_socket_with_its_number_and_file_or_as_a_text_that_is_not_too_long() -> None:
+    told = encode_error(OSError(errno.ENOSPC, "No space left", Path("/a/b")))
+    assert told == {"errno": errno.ENOSPC, "text": "No space left", "file": "/a/b"}
+    assert (decode_error(told).errno, decode_error(told).filename) == (errno.ENOSPC, "/a/b")
+    assert decode_error({**told, "file": None}).filename is None
+    long = encode_error(ValueError("x" * 5000))
+    assert (long["errno"], long["file"], len(long["text"])) == (None, None, 4000)
+    assert str(decode_error(long)).startswith("ValueError: xxx")
+
+
+def test_a_writer_leaves_disks_to_others_first() -> None:
+    """Its class and level of I/O: the last one of the usual class. In a fork, whose priority stays low."""
+    child = os.fork()
+    if not child:
+        try:
+            lower_priority()
+            found = ctypes.CDLL(None).syscall(252, 1, 0)  # ioprio_get of this process
+            os._exit(found >> 13 << 3 | found & 7)
+        finally:
+            os._exit(255)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (2 << 3 | 7 if os.uname().machine == "x86_64" else 255)

@@ -382,3 +382,10 @@ def test_the_time_for_a_copy_is_that_of_a_slow_disk_or_of_its_limit(
     files = tuple(FileEntry(name=name, size=size // 2, chunks=("0" * 32,) * 7) for name in ("a", "b"))
     assert made._copy_timeout(route, files) == 300.0 + patience
     assert made._usual(route, size) == usual
+
+
+def test_failures_of_many_ranks_are_one_with_its_first_reasons() -> None:
+    failures = [TransferFailure(f"reason {number // 2}", bad=number == 9) for number in range(12)]
+    assert transfer._first([None, *failures]) == TransferFailure("reason 0; reason 1; reason 2; reason 3", bad=True)
+    assert transfer._first([None, TransferFailure("hung", stuck=True)]) == TransferFailure("hung", stuck=True)
+    assert transfer._first([None, None]) is None

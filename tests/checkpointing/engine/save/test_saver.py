@@ -15,6 +15,7 @@ import torch
 
 from checkpointing.engine.ranks.group import Failed, RankGroup
 from checkpointing.engine.save import saver as saver_module
+from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveQueue
 from checkpointing.engine.save.saver import CheckpointSaver, _failures
 from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.format.manifest import INDEX, METADATA
@@ -94,6 +95,16 @@ def test_it_is_given_up_after_the_last_pause(bench: Bench) -> None:
     made.wait()
     assert bench.kinds()[-3:] == ["checkpoint.retried", "checkpoint.saving", "checkpoint.failed"]
     assert list(bench.root.iterdir()) == []
+
+
+def test_pauses_before_further_tries_grow(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(SaveQueue, "_pause", lambda _, seconds: pauses.append(seconds) or True)
+    made = bench.checkpointer(storage=failing(bench, 9), pauses=RETRY_PAUSES)
+    made.save(1, state(1), {})
+    while made.failure is None:  # nobody waits for it, which would make it give up earlier
+        time.sleep(0.001)
+    assert pauses == [1.0, 2.0, 5.0, 10.0, 20.0, 30.0]
 
 
 def test_a_newer_save_is_better_than_another_try(bench: Bench) -> None:

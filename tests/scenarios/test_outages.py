@@ -34,9 +34,9 @@ def wait_out(world: World, seconds: float = 2.0) -> None:
 
 
 def test_node_failures_with_checkpoints_between_them_end_no_run(root: Path) -> None:
-    world = World(root, data=config(steps=400, every=5))
+    world = World(root, data=config(steps=200, every=5))
     for number in range(1, 16):
-        training(world, 20 * number)
+        training(world, 10 * number)
         world.slurm.fail_node(world.slurm.running()[0], zombie=False)
         world.slurm.down.clear()
         world.turns(10)
@@ -45,7 +45,7 @@ def test_node_failures_with_checkpoints_between_them_end_no_run(root: Path) -> N
     assert len(world.attempts) == 16
 
 
-@pytest.mark.parametrize("lasts", [90.0, 20 * HOUR])
+@pytest.mark.parametrize("lasts", [90.0, 12 * HOUR])
 def test_boots_that_fail_for_a_while(root: Path, lasts: float) -> None:
     world = World(root)
     world.slurm.outages.boots_fail_until = world.clock.now + lasts
@@ -72,7 +72,7 @@ def test_boots_that_fail_for_longer_than_the_patience_hold_the_run(root: Path) -
 def test_preemptions_before_the_first_save(root: Path) -> None:
     world = World(root, data=config(steps=400, every=200))
     world.slurm.outages.preempted_until = world.clock.now + 3 * HOUR
-    wait_out(world)
+    wait_out(world, 10.0)
     assert world.run.state is RunState.SUCCEEDED
     assert len(world.attempts) > 20
 

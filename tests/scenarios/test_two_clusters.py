@@ -331,9 +331,10 @@ def test_forty_seeds(block: int) -> None:
         trace(seed)
 
 
-def test_the_same_on_the_real_registry(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [14, pytest.param(7, marks=pytest.mark.proof)])
+def test_the_same_on_the_real_registry(seed: int, tmp_path: Path) -> None:
     with checked_store(tmp_path / "registry.db") as store:
-        live_through(tmp_path, 7, store)
+        live_through(tmp_path, seed, store)
 
 
 @pytest.mark.proof

@@ -28,7 +28,7 @@ def job(tmp_path: Path, jobs: list[LocalJob], agents: WarmAgents) -> Callable[..
     """Makes a local job whose ranks are stand-in scripts with the given orders."""
 
     def make(*orders: str, folder: str = "", **config: Any) -> LocalJob:
-        command = [sys.executable, str(STAND_IN), *orders]
+        command = [sys.executable, "-S", str(STAND_IN), *orders]
         jobs.append(LocalJob(tmp_path / folder, **{"command": command, "starter": agents, **config}))
         return jobs[-1]
 

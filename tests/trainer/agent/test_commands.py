@@ -60,7 +60,7 @@ def test_texts_have_the_same_hashes_on_every_node_and_in_every_generation(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     (tmp_path / "train.py").write_text(HASHING)
     work = job(
-        nodes=nodes, ranks=1, starter=None, command=["python", "train.py"],
+        nodes=nodes, ranks=1, command=["python", "train.py"],
         env={"ORCH_SUBMIT_DIR": str(tmp_path), **env},
     )  # fmt: skip
     work.start(environ=of_job)
@@ -324,26 +324,34 @@ def test_a_program_that_does_not_exist_says_so_in_its_log(job):
     assert "exit code 127: cannot start '/no/such/program'" in work.outcome().reason
 
 
-@pytest.mark.parametrize(
-    ("program", "code", "why"),
-    [
-        ("pyhton", 127, "No such file or directory"),  # of that name there is only a folder, which is denied
-        ("nothing", 127, "No such file or directory"),
-        ("notes.txt", 126, "Permission denied"),
-        ("./notes.txt", 126, "Permission denied"),
-        ("./nothing", 127, "No such file or directory"),
-    ],
-)
-def test_a_program_that_is_not_found_ends_as_in_a_shell(tmp_path, program, code, why):
+NOT_FOUND = {
+    "pyhton": (127, "No such file or directory"),  # of that name there is only a folder, which is denied
+    "nothing": (127, "No such file or directory"),
+    "notes.txt": (126, "Permission denied"),
+    "./notes.txt": (126, "Permission denied"),
+    "./nothing": (127, "No such file or directory"),
+}
+ONE_BY_ONE = """
+import os, sys
+from trainer.agent.fork_server.forked_child import _run_command
+folder, *programs = sys.argv[1:]
+for program in programs:
+    if (pid := os.fork()) == 0:
+        _run_command([program], folder)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_a_program_that_is_not_found_ends_as_in_a_shell(tmp_path):
     (tmp_path / "pyhton").mkdir()
     (tmp_path / "notes.txt").write_text("no program")
     (tmp_path / "notes.txt").chmod(0o644)
-    order = (
-        f"from trainer.agent.fork_server.forked_child import _run_command as run; run([{program!r}], {str(tmp_path)!r})"
-    )
     environ = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    ended = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, env=environ)
-    assert (ended.returncode, ended.stderr) == (code, f"cannot start {program!r} in {tmp_path}: {why}\n")
+    words = [sys.executable, "-c", ONE_BY_ONE, str(tmp_path), *NOT_FOUND]
+    ended = subprocess.run(words, capture_output=True, text=True, env=environ)
+    assert [int(line) for line in ended.stdout.splitlines()] == [code for code, _ in NOT_FOUND.values()]
+    said = [f"cannot start {program!r} in {tmp_path}: {why}" for program, (_, why) in NOT_FOUND.items()]
+    assert ended.stderr.splitlines() == said
 
 
 def test_a_shell_that_reports_its_childs_signal_is_understood(job):
@@ -355,13 +363,13 @@ def test_a_shell_that_reports_its_childs_signal_is_understood(job):
 
 
 def test_submitits_exit_code_is_the_agents(job, tmp_path):
-    """The real submitit, in a process group of its own, with the agents as its tasks."""
-    work = job("exit:78@0@*", nodes=2, ranks=1)
+    """The real submitit, in a process group of its own, with the agent as its task."""
+    work = job("exit:78@0@*", nodes=1, ranks=1)
     code = f"""
 import submitit, sys, time
 from trainer.agent.main import run_agent
 executor = submitit.LocalExecutor({str(work.attempt.submission)!r}, python={sys.executable!r} + " -P")
-executor.update_parameters(tasks_per_node=2, timeout_min=2, gpus_per_node=0)
+executor.update_parameters(tasks_per_node=1, timeout_min=2, gpus_per_node=0)
 job = executor.submit(run_agent, {str(work.run.path)!r}, "1")
 print(job.job_id, flush=True)
 job._process.wait()

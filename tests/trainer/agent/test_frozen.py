@@ -1,8 +1,6 @@
 """An agent that stands still is ended by its own node; whoever was paused itself ends nobody."""
 
-import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -49,17 +47,3 @@ def test_an_agent_that_is_stopped_for_ever_is_ended_with_a_report(job, node):
         assert other is not None
         assert other.end is AgentEnd.GONE
     until(lambda: not any(alive(pid) for pid in started), 20, work.story)
-
-
-def test_a_pause_of_the_whole_job_is_no_reason_to_end_an_agent(job):
-    work = job("trap@*@*", detection={"hang": {"agent": 1.5}}).start()
-    work.go()
-    until(lambda: sum("trapped" in note for note in work.notes()) == 4, 60, work.story)
-    paused = work.processes()
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in paused:
-            os.kill(pid, number)
-        time.sleep(6.0 if number is signal.SIGSTOP else 1.0)
-    work.agents[1].send_signal(signal.SIGUSR2)
-    assert work.wait(60) == [76, 76], work.story()
-    assert not work.attempt.agent_reports()

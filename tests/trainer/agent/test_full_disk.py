@@ -8,6 +8,7 @@ import pytest
 
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.trainer.agent.job import LocalJob, until
+from tests.trainer.agent.warm_agents import WarmAgents
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import ExitCode, FailureKind
 
@@ -30,24 +31,26 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def command_job(jobs: list[LocalJob], folder: Path, *command: str) -> LocalJob:
-    jobs.append(LocalJob(folder, nodes=1, ranks=1, command=[sys.executable, *command]))
+def command_job(agents: WarmAgents, jobs: list[LocalJob], folder: Path, *command: str) -> LocalJob:
+    jobs.append(LocalJob(folder, nodes=1, ranks=1, command=[sys.executable, "-S", *command], starter=agents))
     jobs[-1].go()
     return jobs[-1]
 
 
-def test_agents_that_cannot_even_begin_say_so_by_their_exit_code(disk: Path, jobs: list[LocalJob]) -> None:
-    work = command_job(jobs, disk / "a", "-c", "")
+def test_agents_that_cannot_even_begin_say_so_by_their_exit_code(
+    disk: Path, jobs: list[LocalJob], agents: WarmAgents
+) -> None:
+    work = command_job(agents, jobs, disk / "a", "-c", "")
     fill(disk)
     assert work.start().wait() == [ExitCode.STORAGE], work.story()
     assert not work.attempt.outcome.exists()
 
 
 def test_a_command_that_fails_on_a_full_disk_is_not_blamed_and_its_end_is_kept(
-    disk: Path, jobs: list[LocalJob], tmp_path: Path
+    disk: Path, jobs: list[LocalJob], agents: WarmAgents, tmp_path: Path
 ) -> None:
     told = tmp_path / "told"
-    work = command_job(jobs, disk / "a", "-c", WRITES_WHEN_TOLD, str(told)).start()
+    work = command_job(agents, jobs, disk / "a", "-c", WRITES_WHEN_TOLD, str(told)).start()
     until(lambda: work.events(EventKind.GENERATION_STARTED), story=work.story)
     fill(disk)
     told.touch()

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.trainer.agent.job import until
+from tests.trainer.agent.warm_agents import FIRST
 from trainer.contract.events import EventKind
 from trainer.contract.failures.outcome import AttemptResult
 from trainer.contract.requests import Request, RequestKind
@@ -78,25 +79,27 @@ def test_a_failure_while_stopping_does_not_start_a_new_generation(job):
 
 HASTY = """
 from trainer.agent import node_agent
-from trainer.agent.control import peer_timeout
-node_agent.AGENT_TIMEOUT_SECONDS = 3.0
-node_agent.POLL_SECONDS = peer_timeout.POLL_SECONDS = 0.2
-peer_timeout.LATE_SECONDS = 0.5
+from trainer.agent.control import control_server
+from trainer.agent.nodes import roster
+node_agent.AGENT_TIMEOUT_SECONDS = roster.AGENT_TIMEOUT_SECONDS = 5.0
+node_agent.POLL_SECONDS = control_server.POLL_SECONDS = 0.2
+control_server.LATE_SECONDS = 0.5
 """
-"""What Python runs first in every agent: a minute of silence takes three seconds, the pauses of the test more."""
+"""What every agent runs first: a minute of silence takes five seconds, the pause of the test more."""
 
 
-def test_a_pause_of_the_whole_job_ends_nothing(job, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(HASTY)
-    work = job("trap@*@*").start(environ={"PYTHONPATH": str(tmp_path)})
+def test_a_pause_of_the_whole_job_ends_nothing_and_no_agent(job):
+    """Neither agents nor their watchdogs take it for silence."""
+    work = job("trap@*@*", detection={"hang": {"agent": 5.0}}).start(environ={FIRST: HASTY})
     work.go()
     wait_for(work, "trapped")
     paused = work.processes()
-    assert len(paused) >= 8
+    assert len(paused) >= 10  # agents, watchdogs, fork servers, ranks
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in paused:
             os.kill(pid, number)
-        time.sleep(4.5)
+        time.sleep(6.5 if number is signal.SIGSTOP else 1.5)
     work.agents[1].send_signal(signal.SIGUSR2)
-    assert work.wait() == [76, 76], work.story()
+    assert work.wait(60) == [76, 76], work.story()
     assert work.outcome().generations == 1
+    assert not work.attempt.agent_reports()

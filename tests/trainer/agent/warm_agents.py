@@ -26,6 +26,8 @@ from trainer.contract.ranks.progress import block_step_signals
 from trainer.contract.run_dir import AttemptDir
 
 _START_PROGRAM = ForkServerLink._start
+FIRST = "WARM_AGENT_FIRST"
+"""The variable with code that an agent runs first: a test may change its limits, or what it calls."""
 
 
 class ForkedProcess:
@@ -150,6 +152,7 @@ def become_agent(order: dict[str, Any], log: int) -> None:
     os.setsid()
     become(order["environ"], (os.open(os.devnull, os.O_RDONLY), log, log))
     ForkServerLink._start = staticmethod(start_fork_server)  # type: ignore[assignment,method-assign]
+    exec(os.environ.pop(FIRST, ""), {})
     run_agent(order["run_dir"], "1")
 
 

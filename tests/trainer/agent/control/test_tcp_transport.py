@@ -118,7 +118,7 @@ def test_a_job_under_attack_finishes_and_its_file_is_private(job):
                 except OSError:
                     continue
                 held.append(stranger)
-            time.sleep(0.02)
+            time.sleep(0.1)
             while len(held) > 50:
                 held.pop(0).close()
         for stranger in held:

@@ -199,18 +199,12 @@ def test_a_users_own_script_has_no_writers(job: Callable[..., LocalJob]):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("victim", ["fork server", "agent"])
-def test_writers_outlive_a_fork_server_and_not_an_agent(job: Callable[..., LocalJob], victim: str):
-    # The fork server imports torch for seconds: the writers are there before any rank is.
+def test_writers_outlive_a_fork_server_and_not_an_agent(job: Callable[..., LocalJob]):
     work = job(command=[], nodes=1, ranks=2).start()
     work.go()
     writers = until(lambda: len(found := writers_of(work)) == 2 and found, 20, work.story)
     assert sorted(writers.values()) == ["orch-writer-0", "orch-writer-1"]
     agent = work.agents[0].pid
-    if victim == "agent":
-        work.agents[0].kill()
-        until(lambda: not any(alive(pid) for pid in writers), 30, work.story)
-        return
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     others = {int(pid) for pid in children} - set(writers)
     (fork_server,) = [pid for pid in others if "watchdog" not in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -218,3 +212,5 @@ def test_writers_outlive_a_fork_server_and_not_an_agent(job: Callable[..., Local
     until(lambda: not alive(fork_server), 30)
     until(lambda: "died" in str([e.data for e in work.events()]), 10, work.story)
     assert all(alive(pid) for pid in writers)
+    work.agents[0].kill()
+    until(lambda: not any(alive(pid) for pid in writers), 30, work.story)

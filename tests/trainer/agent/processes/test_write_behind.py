@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.agent import job as jobs
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
-from tests.trainer.agent.job import until
+from tests.trainer.agent.job import LocalJob, until
+from tests.trainer.agent.warm_agents import FIRST
 from trainer.agent.coordination import job_monitor
 from trainer.agent.main import NonBlockingEventLog, copy_stderr_to_log
 from trainer.agent.processes import background_tasks
@@ -241,7 +241,7 @@ def test_a_hang_is_ended_although_evidence_events_and_words_hang(tmp_path, monke
 
 
 _SLOW = """
-import sys, threading
+import threading
 from trainer.agent import main
 from trainer.agent.processes import background_tasks
 from trainer.contract.logs.line_file import LineFile
@@ -251,13 +251,12 @@ def slow(file, line):
     append(file, line)
 LineFile.append = slow
 main.settle.__defaults__ = ({limit},)
-main.run_agent(sys.argv[1], sys.argv[2])
 """
+"""What agents run first."""
 
 
-def test_a_normal_end_loses_no_event_of_a_slow_file_system(job: Callable[..., jobs.LocalJob], monkeypatch):
-    monkeypatch.setattr(jobs, "_AGENT", _SLOW.format(seconds=0.1, limit=20))
-    work = job(nodes=2, ranks=1, starter=None).start()
+def test_a_normal_end_loses_no_event_of_a_slow_file_system(job: Callable[..., LocalJob]):
+    work = job(nodes=2, ranks=1).start(environ={FIRST: _SLOW.format(seconds=0.1, limit=20)})
     work.go()
     assert work.wait() == [0, 0], work.story()
     assert work.events(EventKind.ATTEMPT_ENDED), work.story()
@@ -267,9 +266,8 @@ def test_a_normal_end_loses_no_event_of_a_slow_file_system(job: Callable[..., jo
     assert len(work.events(EventKind.RANK_EXITED)) == 2
 
 
-def test_a_job_ends_as_it_should_although_its_events_hang(job: Callable[..., jobs.LocalJob], monkeypatch):
-    monkeypatch.setattr(jobs, "_AGENT", _SLOW.format(seconds=600, limit=0.3))
-    work = job(nodes=2, ranks=1, starter=None).start()
+def test_a_job_ends_as_it_should_although_its_events_hang(job: Callable[..., LocalJob]):
+    work = job(nodes=2, ranks=1).start(environ={FIRST: _SLOW.format(seconds=600, limit=0.3)})
     work.go()
     assert work.wait() == [0, 0], work.story()
     assert work.outcome().exit_code == 0

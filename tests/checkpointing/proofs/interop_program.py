@@ -1,6 +1,6 @@
 """One rank that saves DTensors of every kind with our engine, or loads them with plain DCP: prints one JSON line.
 
-Its arguments: save|load LAYOUT RANK SIZE FOLDER
+Its arguments: ACTS RANK SIZE FOLDER, with ACTS like save:LAYOUT,load:LAYOUT
 """
 
 import json
@@ -64,22 +64,29 @@ def equal(tensors: dict[str, Tensor]) -> bool:
     return all(torch.equal(full[key], tensor) for key, tensor in whole().items())
 
 
+def save(layout: str, folder: Path) -> dict[str, Any]:
+    with World(folder).checkpointer() as made:
+        made.prepare(placed(layout, whole()))
+        made.save(1, placed(layout, whole()), {})
+        made.wait()
+        return {"committed": made.committed_step}
+
+
+def load(layout: str, folder: Path) -> dict[str, Any]:
+    target = placed(layout, {key: torch.zeros_like(tensor) for key, tensor in whole().items()})
+    # Without collectives of objects: those of torch need NumPy, and planning a load needs none.
+    plain_load(World(folder).folder(1), target)
+    return {"exact": equal(target)}
+
+
 def main() -> None:
-    act, layout, rank, size, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5])
+    acts, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    meeting = f"file://{folder.parent}/meeting-{folder.name}-{act}-{layout}-{size}"
+    meeting = f"file://{folder.parent}/meeting-{folder.name}-{acts}-{size}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    if act == "save":
-        with World(folder).checkpointer() as made:
-            made.prepare(placed(layout, whole()))
-            made.save(1, placed(layout, whole()), {})
-            made.wait()
-            result: dict[str, Any] = {"committed": made.committed_step}
-    else:
-        target = placed(layout, {key: torch.zeros_like(tensor) for key, tensor in whole().items()})
-        # Without collectives of objects: those of torch need NumPy, and planning a load needs none.
-        plain_load(World(folder).folder(1), target)
-        result = {"exact": equal(target)}
-    sys.stdout.write(json.dumps(result) + "\n")
+    results = [
+        {"save": save, "load": load}[act](layout, folder) for act, layout in (one.split(":") for one in acts.split(","))
+    ]
+    sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
     os._exit(0)

@@ -13,15 +13,15 @@ from tests.checkpointing.proofs.world import World, marked, plain_load, same, st
 from tests.warm_programs import WarmPrograms
 
 PROGRAM = "tests.checkpointing.proofs.interop_program"
-Run = Callable[[str, str, int, Path], list[dict[str, Any]]]
+Run = Callable[[str, int, Path], list[list[dict[str, Any]]]]
 
 
 @pytest.fixture
 def run(programs: WarmPrograms) -> Run:
-    """Runs all ranks to their end."""
+    """Runs all ranks to their end: what each found in every act."""
 
-    def of(act: str, layout: str, size: int, folder: Path) -> list[dict[str, Any]]:
-        return programs.results(PROGRAM, [(act, layout, rank, size, folder) for rank in range(size)])
+    def of(acts: str, size: int, folder: Path) -> list[list[dict[str, Any]]]:
+        return programs.results(PROGRAM, [(acts, rank, size, folder) for rank in range(size)])
 
     return of
 
@@ -42,21 +42,20 @@ def test_a_lone_rank(tmp_path: Path, files: int) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("saved", "size", "loaded", "onto"), [("rows", 2, "columns", 3), ("grid", 4, "hsdp", 4)])
-def test_many_ranks_into_another_layout(
-    run: Run, tmp_path: Path, saved: str, size: int, loaded: str, onto: int
-) -> None:
-    world = World(tmp_path / "checkpoints")
-    assert run("save", saved, size, world.root) == [{"committed": 1}] * size
+def test_many_ranks_into_another_layout_and_onto_more_ranks(run: Run, tmp_path: Path) -> None:
+    world, other = World(tmp_path / "checkpoints"), World(tmp_path / "other")
+    assert run("save:rows", 2, world.root) == [[{"committed": 1}]] * 2
     assert_plain_torch_reads(world.folder(1), whole(), tmp_path / "one.pt")
-    assert run("load", loaded, onto, world.root) == [{"exact": True}] * onto
+    assert run("load:columns", 3, world.root) == [[{"exact": True}]] * 3
+    assert run("save:grid,load:hsdp", 4, other.root) == [[{"committed": 1}, {"exact": True}]] * 4
+    assert_plain_torch_reads(other.folder(1), whole(), tmp_path / "other.pt")
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(("saved", "size"), [("rows", 3), ("columns", 2), ("replicated", 3), ("hsdp", 4), ("grid", 4)])
 def test_every_layout_into_every_other(run: Run, tmp_path: Path, saved: str, size: int) -> None:
     world = World(tmp_path / "checkpoints")
-    assert run("save", saved, size, world.root) == [{"committed": 1}] * size
+    assert run(f"save:{saved}", size, world.root) == [[{"committed": 1}]] * size
     assert_plain_torch_reads(world.folder(1), whole(), tmp_path / "one.pt")
     for loaded, onto in (("rows", 2), ("columns", 4), ("replicated", 2), ("hsdp", 4), ("grid", 4)):
-        assert run("load", loaded, onto, world.root) == [{"exact": True}] * onto, loaded
+        assert run(f"load:{loaded}", onto, world.root) == [[{"exact": True}]] * onto, loaded

@@ -77,22 +77,19 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(entries, draw(policies), facts)
 
 
-@given(cases())
-def test_what_goes_is_trusted_and_nobodys(case: Case) -> None:
+def what_goes_is_trusted_and_nobodys(case: Case) -> None:
     gone = {entry.name for entry, _ in select_expired(case.entries, case.policy, **case.facts)}
     single = {case.facts["newest"], case.facts["restore_tested"]}
     assert not gone & (case.facts["pinned"] | case.facts["refused"] | case.facts["held"] | single)
 
 
-@given(cases())
-def test_never_fewer_than_two_trusted_ones_stay_and_they_are_the_newest(case: Case) -> None:
+def never_fewer_than_two_trusted_ones_stay_and_they_are_the_newest(case: Case) -> None:
     trusted = [entry.name for entry in case.entries if entry.name not in case.facts["refused"]]
     stays = case.judged()
     assert all(stays[name] for name in trusted[: max(case.policy.keep, FLOOR)])
 
 
-@given(cases())
-def test_multiples_and_the_best_stay(case: Case) -> None:
+def multiples_and_the_best_stay(case: Case) -> None:
     trusted = [entry for entry in case.entries if entry.name not in case.facts["refused"]]
     stays, policy = case.judged(), case.policy
     if policy.every:
@@ -104,27 +101,37 @@ def test_multiples_and_the_best_stay(case: Case) -> None:
     assert all(value in kept for value in best)
 
 
-@given(cases())
-def test_a_second_pass_finds_nothing_more(case: Case) -> None:
+def a_second_pass_finds_nothing_more(case: Case) -> None:
     gone = {entry.name for entry, _ in select_expired(case.entries, case.policy, **case.facts)}
     left = [entry for entry in case.entries if entry.name not in gone]
     assert select_expired(left, case.policy, **case.facts) == []
 
 
-@given(cases())
-def test_the_oldest_goes_first_and_everything_has_a_reason(case: Case) -> None:
+def the_oldest_goes_first_and_everything_has_a_reason(case: Case) -> None:
     gone = select_expired(case.entries, case.policy, **case.facts)
     assert [entry.step for entry, _ in gone] == sorted(entry.step for entry, _ in gone)
     assert all(judged.reason for judged in decide_retention(case.entries, case.policy, **case.facts))
 
 
-@given(cases(), st.data())
-def test_an_untrusted_checkpoint_is_no_substitute(case: Case, data: st.DataObject) -> None:
+def an_untrusted_checkpoint_is_no_substitute(case: Case) -> None:
     """Whatever is refused, exactly what would happen without it happens to the others."""
     refused = case.facts["refused"]
     without = Case([entry for entry in case.entries if entry.name not in refused], case.policy, case.facts)
     others = {name: stays for name, stays in case.judged().items() if name not in refused}
     assert others == without.judged()
+
+
+@given(cases())
+def test_what_stays_and_what_goes(case: Case) -> None:
+    for rule in (
+        what_goes_is_trusted_and_nobodys,
+        never_fewer_than_two_trusted_ones_stay_and_they_are_the_newest,
+        multiples_and_the_best_stay,
+        a_second_pass_finds_nothing_more,
+        the_oldest_goes_first_and_everything_has_a_reason,
+        an_untrusted_checkpoint_is_no_substitute,
+    ):
+        rule(case)
 
 
 def reasons(policy: Policy, *steps: int, **facts: Any) -> dict[int, str]:

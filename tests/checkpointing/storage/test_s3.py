@@ -104,7 +104,7 @@ def test_retention_and_debris_work_there(store: FsspecStorage, s3_url: str) -> N
 
 def test_a_deletion_that_was_cut_short_is_no_checkpoint_and_is_finished(store: FsspecStorage, s3_url: str) -> None:
     catalog = Catalog(s3_url, store)
-    for answers in range(len(FILES) + 3):
+    for answers in (0, 1, 2, len(FILES) + 2):
         name = make(store, 10 + answers)
         left = [True] * answers
         assert not delete(store, name, lambda left=left: bool(left) and left.pop())

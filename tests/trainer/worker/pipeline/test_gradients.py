@@ -110,8 +110,9 @@ def test_gradients_are_those_of_no_pipeline(results: Callable[[str], list[Result
     assert len(set(names)) == due
     assert len(names) == due * holders
     assert [one["different"] for one in found] == [[]] * world
-    # The same with twice the loss, times the scale of float16.
-    assert [one["scaled"] for one in found] == [[]] * world
+    if LAYOUTS[layout].dp:
+        # The same with twice the loss, times the scale of float16.
+        assert [one["scaled"] for one in found] == [[]] * world
 
 
 @pytest.mark.parametrize("schedule", STAGES_PER_RANK)

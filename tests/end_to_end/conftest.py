@@ -32,5 +32,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory, agents: WarmAgents) -> Iterat
     one_node = ("cluster.nodes=1", "cluster.ranks_per_node=2")
     run = someone.submit("tiny-gpt", *CALM, *one_node, "checkpoint.keep=9")["run"]
     assert someone.wait(run) == 0
+    someone.run("controller", "stop")  # most tests only read its files
     yield someone, run
     someone.leave()

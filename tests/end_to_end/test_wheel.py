@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.user import ONE_NODE
+from tests.end_to_end.user import ONE_NODE, User
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -62,7 +62,8 @@ def test_a_wheel_in_an_empty_environment_trains(tmp_path: Path, whole: bool, wor
     empty = tmp_path / "empty"
     empty.mkdir()
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "ORCH_", "VIRTUAL"))}
-    environment = {**clean, "ORCH_HOME": str(tmp_path / "home"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    user = User(tmp_path, "local")
+    environment = {**clean, "ORCH_HOME": user.environment["ORCH_HOME"], "XDG_CONFIG_HOME": str(tmp_path / "config")}
     where = subprocess.run(
         [orch.with_name("python"), "-c", "import orch.runs, orchestrator; print(orchestrator.__file__)"],
         cwd=empty, env=environment, capture_output=True, text=True, check=True,
@@ -70,7 +71,7 @@ def test_a_wheel_in_an_empty_environment_trains(tmp_path: Path, whole: bool, wor
     assert where.stdout.startswith(str(tmp_path / "venv")), "the wheel's own files run, not the checkout's"
     command = [orch, *words, *([] if whole else [f"cluster.root={tmp_path}"])]
     trained = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=240)
-    subprocess.run([orch, "controller", "stop"], cwd=empty, env=environment, capture_output=True, check=False)
+    user.leave()
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert ("SUCCEEDED" if whole else "succeeded: step 2 of 2") in trained.stdout + trained.stderr
     assert not list(empty.iterdir())

@@ -39,16 +39,13 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return seen
 
 
-def test_without_runs_there_are_none() -> None:
-    assert orch.status() == []
-
-
-def test_the_errors_are_those_of_the_command_line() -> None:
+def test_the_errors_are_those_of_the_command_line_and_their_tracebacks_have_the_hint() -> None:
     with pytest.raises(orch.ConfigError, match="unknown key `train.step`") as typo:
         orch.submit("tiny-gpt", {"train.step": 3})
     assert "did you mean `train.steps`?" in typo.value.hint
-    with pytest.raises(orch.NotFound, match="there is no registry yet"):
+    with pytest.raises(orch.NotFound, match="there is no registry yet") as refused:
         orch.status("nope")
+    assert any("`orch submit tiny-gpt` makes the first run" in note for note in refused.value.__notes__)
     with pytest.raises(orch.ConfigError, match="CONFIG is missing"):
         orch.submit()
     with pytest.raises(orch.ConfigError, match="timeout"):
@@ -122,7 +119,11 @@ def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, program: str, to
     assert error.value.where == "status x"
 
 
-def test_it_is_found_whatever_stands_in_the_current_folder(tmp_path: Path) -> None:
+def test_whatever_stands_in_the_current_folder_and_changes_how_python_prints_without_runs_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONINSPECT", "1")
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
     for name in ("trainer.py", "orchestrator.py", "click.py"):
         (tmp_path / name).write_text("raise SystemExit('shadowed')")
     assert orch.status() == []
@@ -187,22 +188,10 @@ def test_the_command_s_own_words_of_a_ctrl_c_are_told(monkeypatch: pytest.Monkey
     assert interrupt.value.__notes__ == ["detached: a-1 goes on; orch cancel a-1"]
 
 
-def test_what_changes_how_python_prints_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONINSPECT", "1")
-    monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
-    assert orch.status() == []
-
-
 def test_a_run_is_not_made_of_a_name(typed: list[tuple[str, ...]]) -> None:
     with pytest.raises(TypeError, match=r"orch\.status\('a-1'\)\[0\]"):
         orch.Run("a-1")
     assert typed == []
-
-
-def test_a_traceback_has_the_hint() -> None:
-    with pytest.raises(orch.NotFound) as refused:
-        orch.status("nope")
-    assert any("`orch submit tiny-gpt` makes the first run" in note for note in refused.value.__notes__)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ class TestSlurm(SchedulerContract):
     """The contract suite on the real Slurm."""
 
 
-def test_a_job_runs_in_its_own_environment_and_folder(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_runs_in_its_own_environment_and_folder_and_a_failing_task_does_not_take_the_others_along(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CLOUD_SECRET_KEY", "hunter2")
     monkeypatch.setenv("SBATCH_COMMENT", "not this one")
     monkeypatch.setenv("SLURM_NTASKS", "7")
@@ -52,6 +54,13 @@ def test_a_job_runs_in_its_own_environment_and_folder(world: World, monkeypatch:
     assert facts["environ"]["SLURM_NTASKS"] == "2"
     assert facts["environ"]["SLURM_CPUS_PER_TASK"] == "1"
     assert "SLURM_RESTART_COUNT" not in facts["environ"]
+
+    os.kill(facts["pid"], signal.SIGKILL)
+    time.sleep(2)  # nothing can be waited for: it must not happen
+    assert world.state(job) == "RUNNING"
+    (spec.run_dir / "stop").touch()
+    assert world.until_ended(job) == "FAILED"
+    assert world.scheduler.poll([job.job_id])[job.job_id].exit_code == 137
 
 
 def test_a_drained_node_is_out_of_service_until_it_is_resumed(world: World, lab: SlurmLab) -> None:
@@ -70,7 +79,9 @@ def test_a_drained_node_is_out_of_service_until_it_is_resumed(world: World, lab:
     assert world.scheduler.out_of_service(asked) == frozenset()
 
 
-def test_below_a_folder_of_others_a_job_starts_and_its_log_is_in_its_folder(world: World) -> None:
+def test_below_a_folder_of_others_a_job_has_its_log_in_its_folder_and_accounting_tells_of_it(
+    world: World,
+) -> None:
     shared = world.folder / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -81,10 +92,27 @@ def test_below_a_folder_of_others_a_job_starts_and_its_log_is_in_its_folder(worl
     assert json.loads((spec.run_dir / "started-0.json").read_text())["cwd"] == str(spec.run_dir)
     logs = {path.name: path.read_text() for path in spec.submission.glob("*_log.*")}
     assert set(logs) == {f"{job.job_id}_{node}_log.{kind}" for node in (0, 1) for kind in ("out", "err")}
-    assert world.scheduler.poll([job.job_id])[job.job_id].name == spec.name
+    scheduler = world.scheduler
+    assert scheduler.poll([job.job_id])[job.job_id].name == spec.name
+
+    (spec.run_dir / "stop").touch()
+    world.until_ended(job)
+    assert isinstance(scheduler, SlurmScheduler)
+
+    def recorded() -> bool:
+        rows = scheduler._accounting(["-j", job.job_id]) or []
+        return [(row.state, row.name) for row in rows] == [("COMPLETED", spec.name)]
+
+    eventually(recorded, "accounting has it")
+    (row,) = scheduler._accounting(["-j", job.job_id]) or []
+    queued = scheduler.poll([job.job_id])[job.job_id]
+    # Accounting is asked for jobs that have ended, of which nobody needs the start.
+    assert replace(row, source="queue", reason=queued.reason, start_time=queued.start_time) == queued
 
 
-def test_an_ambiguous_submit_is_found_adopted_and_starts(lab: SlurmLab, world: World) -> None:
+def test_an_ambiguous_submit_is_found_adopted_and_starts_and_requeued_from_outside_it_is_one_job_to_cancel(
+    lab: SlurmLab, world: World
+) -> None:
     spec = world.spec()
     lab.pause_controller()
     try:
@@ -99,8 +127,26 @@ def test_an_ambiguous_submit_is_found_adopted_and_starts(lab: SlurmLab, world: W
     world.release(job, spec)
     world.until_running(job, spec)
 
+    lab.ask("scontrol", "update", f"jobid={job.job_id}", "requeue=1")
+    lab.ask("scontrol", "requeue", job.job_id)
+    eventually(lambda: world.state(job) == "PENDING", "it waits again", 60)
+    (again,) = world.scheduler.find(spec.name)
+    assert (again.job_id, again.restarts) == (job.job_id, 1)
+    assert again.submit_time > job.submit_time
 
-def test_no_controller_no_answer_and_nothing_is_assumed(lab: SlurmLab, world: World) -> None:
+    def closed() -> bool:
+        rows = lab.ask("sacct", "-X", "-D", "-n", "-j", job.job_id, "-o", "State").stdout.split()
+        return "REQUEUED" in rows
+
+    eventually(closed, "accounting has closed its first incarnation", 90)
+    world.scheduler.cancel(job.job_id)
+    assert world.until_ended(job) == "CANCELLED"
+    assert [found.state for found in world.scheduler.find(spec.name)] == ["CANCELLED"]
+
+
+def test_no_controller_is_no_answer_and_nothing_is_assumed_and_a_dead_node_is_a_node_fail_with_the_names(
+    lab: SlurmLab, world: World
+) -> None:
     spec = world.spec()
     job = world.submit(spec)
     time.sleep(6)  # slurmctld saves its state at most every 5 s: before that a kill loses the job for good
@@ -120,6 +166,16 @@ def test_no_controller_no_answer_and_nothing_is_assumed(lab: SlurmLab, world: Wo
     assert world.state(job) == "PENDING"
     world.release(job, spec)
     world.until_running(job, spec)
+
+    nodes = world.scheduler.poll([job.job_id])[job.job_id].nodes
+    lab.kill_node(nodes[1])
+    try:
+        eventually(lambda: world.state(job) not in ("RUNNING", "COMPLETING"), "Slurm has noticed", 60)
+        ended = world.scheduler.poll([job.job_id])[job.job_id]
+        assert (ended.state, ended.nodes, ended.restarts) == ("NODE_FAIL", nodes, 0)
+        assert ended.name == spec.name
+    finally:
+        lab.start_node(nodes[1])
 
 
 def _errors(questions: tuple[object, ...]) -> list[object]:
@@ -152,44 +208,6 @@ def test_without_accounting_the_queue_answers_for_what_it_knows(lab: SlurmLab, w
     finally:
         lab.start_accounting()
     assert SlurmScheduler().poll(["99999999"]) == {}, "another scheduler has no pause to keep"
-
-
-def test_a_job_that_is_requeued_from_outside_is_one_job_and_can_be_cancelled(lab: SlurmLab, world: World) -> None:
-    spec = world.spec()
-    job = world.submit(spec)
-    world.release(job, spec)
-    world.until_running(job, spec)
-    lab.ask("scontrol", "update", f"jobid={job.job_id}", "requeue=1")
-    lab.ask("scontrol", "requeue", job.job_id)
-    eventually(lambda: world.state(job) == "PENDING", "it waits again", 60)
-    (again,) = world.scheduler.find(spec.name)
-    assert (again.job_id, again.restarts) == (job.job_id, 1)
-    assert again.submit_time > job.submit_time
-
-    def closed() -> bool:
-        rows = lab.ask("sacct", "-X", "-D", "-n", "-j", job.job_id, "-o", "State").stdout.split()
-        return "REQUEUED" in rows
-
-    eventually(closed, "accounting has closed its first incarnation", 90)
-    world.scheduler.cancel(job.job_id)
-    assert world.until_ended(job) == "CANCELLED"
-    assert [found.state for found in world.scheduler.find(spec.name)] == ["CANCELLED"]
-
-
-def test_a_dead_node_is_a_node_fail_with_the_names(lab: SlurmLab, world: World) -> None:
-    spec = world.spec()
-    job = world.submit(spec)
-    world.release(job, spec)
-    world.until_running(job, spec)
-    nodes = world.scheduler.poll([job.job_id])[job.job_id].nodes
-    lab.kill_node(nodes[1])
-    try:
-        eventually(lambda: world.state(job) not in ("RUNNING", "COMPLETING"), "Slurm has noticed", 60)
-        ended = world.scheduler.poll([job.job_id])[job.job_id]
-        assert (ended.state, ended.nodes, ended.restarts) == ("NODE_FAIL", nodes, 0)
-        assert ended.name == spec.name
-    finally:
-        lab.start_node(nodes[1])
 
 
 @pytest.mark.parametrize(
@@ -235,11 +253,12 @@ def test_a_job_that_waits_is_kept_off_other_nodes_and_one_that_runs_is_not(lab: 
         shown = lab.ask("scontrol", "show", "job", job_id).stdout
         return shown.partition("ExcNodeList=")[2].split()[0]
 
+    two = ("n1", "n2")
     free = world.spec()
-    spec = replace(free, resources=replace(free.resources, nodes=4, exclude=("n1",), avoided=("n1",)))
+    spec = replace(free, resources=replace(free.resources, nodes=3, exclude=two, avoided=two))
     job = world.submit(spec)
     world.release(job, spec)
-    assert avoids(job.job_id) == "n1"
+    assert avoids(job.job_id) == "n[1-2]"
     assert not world.scheduler.poll([job.job_id])[job.job_id].held
     world.scheduler.release(job.job_id, spec.submission, ("n2", "n3"))
     assert avoids(job.job_id) == "n[2-3]"
@@ -248,20 +267,6 @@ def test_a_job_that_waits_is_kept_off_other_nodes_and_one_that_runs_is_not(lab: 
     world.until_running(job, spec)
     with pytest.raises(SubmitRejected, match=f"which nodes job {job.job_id} avoids: Job is no longer pending"):
         world.scheduler.release(job.job_id, spec.submission, ("n1",))
-
-
-def test_a_failing_task_does_not_take_the_others_along(world: World) -> None:
-    spec = world.spec()
-    job = world.submit(spec)
-    world.release(job, spec)
-    world.until_running(job, spec)
-    facts = json.loads((spec.run_dir / "started-1.json").read_text())
-    os.kill(facts["pid"], signal.SIGKILL)
-    time.sleep(2)  # nothing can be waited for: it must not happen
-    assert world.state(job) == "RUNNING"
-    (spec.run_dir / "stop").touch()
-    assert world.until_ended(job) == "FAILED"
-    assert world.scheduler.poll([job.job_id])[job.job_id].exit_code == 137
 
 
 def test_strange_but_allowed_values_reach_slurm_unchanged(lab: SlurmLab, world: World) -> None:
@@ -282,23 +287,3 @@ def test_times_and_identity_do_not_depend_on_the_shell(world: World, monkeypatch
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
     monkeypatch.setenv("SQUEUE_FORMAT", "%i")
     assert world.scheduler.poll([job.job_id])[job.job_id].submit_time == job.submit_time
-
-
-def test_accounting_tells_of_jobs_the_queue_has_forgotten(lab: SlurmLab, world: World) -> None:
-    spec = world.spec()
-    job = world.submit(spec)
-    (spec.run_dir / "stop").touch()
-    world.release(job, spec)
-    world.until_ended(job)
-    scheduler = world.scheduler
-    assert isinstance(scheduler, SlurmScheduler)
-
-    def recorded() -> bool:
-        rows = scheduler._accounting(["-j", job.job_id]) or []
-        return [(row.state, row.name) for row in rows] == [("COMPLETED", spec.name)]
-
-    eventually(recorded, "accounting has it")
-    (row,) = scheduler._accounting(["-j", job.job_id]) or []
-    queued = scheduler.poll([job.job_id])[job.job_id]
-    # Accounting is asked for jobs that have ended, of which nobody needs the start.
-    assert replace(row, source="queue", reason=queued.reason, start_time=queued.start_time) == queued

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,19 +12,19 @@ from typing import Any
 
 import pytest
 
+from tests.warm_root import WarmChild, start_warm
 from trainer.agent.flight import recorder
 from trainer.agent.flight.analysis import Finding, FlightRecord, analyse
 from trainer.contract.run_dir import AttemptDir, RunDir
 
 pytestmark = pytest.mark.multi
-ROOT = Path(__file__).parents[4]
 
 
 @dataclass
 class Wrong:
     """Running ranks that have gone wrong, or are about to."""
 
-    process: subprocess.Popen[str]
+    process: WarmChild
     attempt: AttemptDir
     paths: dict[int, str]
     pids: dict[int, int]
@@ -49,29 +47,23 @@ class Wrong:
         return {int(rank): code for rank, code in tell(self.process, command).items()}
 
 
-def tell(process: subprocess.Popen[str], line: str) -> Any:
+def tell(process: WarmChild, line: str) -> Any:
     """The answer."""
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
     return json.loads(process.stdout.readline())
 
 
 @pytest.fixture(scope="module")
-def program() -> Iterator[subprocess.Popen[str]]:
+def program() -> Iterator[WarmChild]:
     """A process that has imported torch and forks ranks for every test."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("flight_program.py"))],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    process = start_warm("tests.trainer.agent.flight.flight_program:main", environ=os.environ)
     yield process
     process.communicate(timeout=30)
 
 
 @pytest.fixture
-def wrong(program: subprocess.Popen[str], request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wrong]:
+def wrong(program: WarmChild, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wrong]:
     """`(kind, world)` as the program takes them."""
     kind, world = request.param
     run = RunDir(tmp_path / "run")
@@ -80,7 +72,6 @@ def wrong(program: subprocess.Popen[str], request: pytest.FixtureRequest, tmp_pa
     with tempfile.TemporaryDirectory(prefix="orch-") as sockets:
         order = {"kind": kind, "world": world, "run_dir": str(run.path), "sockets": sockets}
         pids = {int(rank): pid for rank, pid in tell(program, json.dumps(order)).items()}
-        assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         made = Wrong(program, run.attempt(1), {rank: f"{sockets}/{rank}.1" for rank in range(world)}, pids)
         yield made

@@ -1,13 +1,12 @@
 """Groups that are made again under their old names: their numbers begin at 1 again, and are not compared."""
 
 import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.warm_programs import WarmPrograms
 from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.flight_record import FlightRecord, parse
 from trainer.agent.flight.wait_graph import Finding
@@ -99,34 +98,13 @@ def test_who_waits_where_nobody_knows_for_whom_is_not_named_elsewhere() -> None:
     assert found([whole, cut, cut, last]).culprits == ()
 
 
-PROGRAM = """
-import json, sys, time, torch, torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace_json
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for count in (5, 2):
-    group = dist.new_group([0], use_local_synchronization=True)
-    for _ in range(count):
-        dist.all_reduce(torch.ones(2), group=group)
-    dist.destroy_process_group(group)
-# gloo's own thread writes that a collective is over: soon after its caller has gone on.
-until = time.monotonic() + 30
-while time.monotonic() < until:
-    record = _dump_fr_trace_json()
-    if all(entry["retired"] for entry in json.loads(record)["entries"]):
-        break
-    time.sleep(0.01)
-sys.stdout.buffer.write(record)
-"""
-
-
-def test_torchs_own_record_of_a_group_made_twice() -> None:
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, check=True, env=environment
-    )
-    names = {entry["process_group"][0] for entry in json.loads(ended.stdout)["entries"]}
+def test_torchs_own_record_of_a_group_made_twice(programs: WarmPrograms, tmp_path: Path) -> None:
+    (ended,) = programs.run("tests.trainer.agent.flight.own_records", [["twice", tmp_path / "record"]])
+    assert ended.code == 0, ended.err
+    record = (tmp_path / "record").read_bytes()
+    names = {entry["process_group"][0] for entry in json.loads(record)["entries"]}
     assert len(names) == 1
-    flight = parse(0, ended.stdout)
+    flight = parse(0, record)
     group = flight.groups[names.pop()]
     assert (group.entered, group.completed, group.before, group.surely) == (2, 2, 1, True)
     assert [entry.sequence for entry in flight.entries] == [1, 2]

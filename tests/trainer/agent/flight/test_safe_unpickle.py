@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import pickletools
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.agent.flight.test_flight_record import call, history
+from tests.warm_programs import WarmPrograms
 from trainer.agent.flight.flight_record import WIRE, FlightRecord, parse
 from trainer.agent.flight.recorder import records_of_dead_ranks
 from trainer.agent.flight.safe_unpickle import load
@@ -177,21 +176,9 @@ def test_what_the_watchdog_leaves_counts_where_the_rank_left_nothing(tmp_path: P
     assert records_of_dead_ranks(attempt, 4) == []
 
 
-PROGRAM = """
-import sys, torch, torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for size in (3, 4):
-    dist.all_reduce(torch.ones(size))
-sys.stdout.buffer.write(_dump_fr_trace())
-"""
-
-
-def test_torchs_own_pickle_is_read() -> None:
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, check=True, env=environment
-    )
-    left = load(ended.stdout)
-    assert left == pickle.loads(ended.stdout)
+def test_torchs_own_pickle_is_read(programs: WarmPrograms, tmp_path: Path) -> None:
+    (ended,) = programs.run("tests.trainer.agent.flight.own_records", [["pickled", tmp_path / "record"]])
+    assert ended.code == 0, ended.err
+    left = load((tmp_path / "record").read_bytes())
+    assert left == pickle.loads((tmp_path / "record").read_bytes())
     assert [entry["input_sizes"] for entry in left["entries"]] == [[[3]], [[4]]]

@@ -28,14 +28,15 @@ OBSERVED_STEPS = 3
 class ModuleAttributes:
     """Numbers, strings and tuples of them in the modules of a model, by `model.<module>.<attribute>`."""
 
+    step: int
+    """Step of the restored checkpoint."""
+
     def __init__(self, model: nn.Module) -> None:
         """Record the attributes of a new model."""
         self._model = model
         self._built = self._texts()
         self._saved: dict[str, str] = {}
         self._seen: list[dict[str, str]] = []
-        self.step = 0
-        """Step of the restored checkpoint."""
 
     def changed_attributes(self) -> dict[str, str]:
         """Return the attributes that differ from the built ones, as text."""
@@ -87,7 +88,7 @@ def _counts_anew(seen: list[str], saved: str, step: int) -> bool:
     except ValueError:
         return False
     rise = later[0] - first
-    return rise != 0 and total == first + rise * step and later == [first + rise * n for n in range(1, len(later) + 1)]
+    return total == first + rise * step and later == [first + rise * n for n in range(1, len(later) + 1)]
 
 
 _MAX_CHARACTERS = 1000

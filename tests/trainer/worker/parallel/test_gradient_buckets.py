@@ -1,6 +1,7 @@
 """Averages of gradients: what a rank sends, when, and what its parameters have afterwards; one peer is made up."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from trainer.worker.parallel import gradient_buckets
+from trainer.worker.parallel import data_parallel, gradient_buckets
 from trainer.worker.parallel.gradient_buckets import CannotAverage, GradientBuckets, mark_replica, replicated_parameters
 
 
@@ -273,3 +275,46 @@ def test_gradients_that_are_still_sums_over_tensor_parallel_ranks_are_taken(
     assert found.placements == (Replicate(),)
     assert found.to_local().tolist() == ([3.0, 3.0] if ranks == 1 else [6.0, 6.0])
     assert group.sent == ([] if ranks == 1 else [[1.5, 1.5]])
+
+
+@pytest.mark.parametrize(("numbers", "called"), [(1 << 15, "all_gather"), ((1 << 15) + 1, "all_reduce")])
+def test_short_rows_are_gathered_and_long_ones_reduced(
+    monkeypatch: pytest.MonkeyPatch, numbers: int, called: str
+) -> None:
+    """Up to 65,536 numbers of all ranks together, which are two here and have the same row."""
+    calls: list[str] = []
+
+    def all_gather(rows: list[torch.Tensor], own: torch.Tensor, *, async_op: bool) -> Work:
+        calls.append("all_gather")
+        assert async_op
+        for row in rows:
+            row.copy_(own)
+        return Work(lambda: None)
+
+    def all_reduce(own: torch.Tensor, *, async_op: bool) -> Work:
+        calls.append("all_reduce")
+        assert async_op
+        return Work(lambda: own.mul_(2))  # type: ignore[arg-type,return-value]
+
+    world = SimpleNamespace(get_world_size=lambda: 2, all_gather=all_gather, all_reduce=all_reduce)
+    monkeypatch.setattr(gradient_buckets, "dist", world)
+    sums = gradient_buckets.StepSums(torch.ones(numbers, dtype=torch.float64), step=3).wait()
+    assert calls == [called]
+    assert torch.equal(sums, torch.full((numbers,), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("world")
+def test_units_that_no_forward_pass_has_used_are_gathered_once_and_freed_again() -> None:
+    model, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), init_device_mesh("cpu", (1,))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh)
+    model(torch.ones(1, 2))
+    more = nn.Linear(2, 2)
+    fully_shard(more, mesh=mesh)
+    model.append(more)
+    gathered: list[nn.Module] = []
+    for unit in model:
+        unit.unshard = lambda unit=unit, real=unit.unshard: (gathered.append(unit), real())
+    data_parallel._gather_unused_units(model)
+    assert gathered == [more]
+    assert isinstance(more.weight, DTensor), "it is sharded again"

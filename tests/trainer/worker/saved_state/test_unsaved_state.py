@@ -36,6 +36,7 @@ def lost(saved: dict[str, str], calls: list[Any], step: int = 10) -> list[list[s
         ("5", [0, 0, 0, 0], True),
         ("5", [5, 0, 0, 0], False),  # it was there when training began
         ("30", [0, 3, 6, 9], True),  # it rises by three in a step, and did so in ten steps
+        ("37", [7, 10, 13, 16], True),
         ("31", [0, 3, 6, 9], False),
         ("30", [0, 3, 6, 10], False),
         ("30", [0, 0, 0, 9], False),

@@ -421,3 +421,10 @@ def test_an_srun_that_was_signalled_itself_is_named_and_blames_no_agent() -> Non
     assert full.kind is FailureKind.STORAGE, "what was said before it"
     killed = classify(evidence("FAILED", started=True, tails=agents("srun: error: n1: task 0: Killed")))
     assert killed.kind is FailureKind.AGENT_LOST
+
+
+def test_an_end_that_the_job_itself_cannot_explain_is_unknown_with_its_words() -> None:
+    told = replace(outcome(AttemptResult.FAILED, "the coordinator ended"), exit_code=7)
+    found = judge(evidence("FAILED", outcome=told))
+    assert found.end is AttemptEnd.FAILED
+    assert found.failure == Failure(kind=FailureKind.UNKNOWN, reason="the coordinator ended", step=30, exit_code=7)

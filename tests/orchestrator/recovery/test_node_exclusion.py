@@ -88,6 +88,10 @@ def test_an_unknown_partition_counts_the_nodes_that_were_seen() -> None:
     assert exclusion_limit(Pool(size=None, needed=2), CONFIG) == 0
 
 
+def test_for_a_job_that_waits_for_nodes_those_in_service_count() -> None:
+    assert [Pool(size=40, needed=2, in_service=nodes).excludable for nodes in (5, 2, 1)] == [3, 0, 0]
+
+
 @given(st.integers(0, 500), st.integers(1, 500), st.integers(0, 60))
 def test_never_more_than_the_share_and_never_an_impossible_job(size: int, needed: int, listed: int) -> None:
     known = tuple(NodeRecord(name=f"x{index}", excluded_until=NOW + 1) for index in range(listed))
@@ -180,6 +184,7 @@ def test_a_node_that_its_own_checks_condemn_is_avoided_though_a_spare_mended_it(
         noticed(EventKind.SPARE_USED, "n3", reason="it says so", **{TAKEN_FOR: "node_suspect"}),
         noticed(EventKind.SPARE_USED, "n4", reason="its agent is gone", **{TAKEN_FOR: "agent_lost"}),
         noticed(EventKind.SPARE_USED, "n5", reason="its agent is gone", **{TAKEN_FOR: "agent_lost"}),
+        noticed(EventKind.SPARE_USED, "n6", reason="it says so", drill=True, **{TAKEN_FOR: "node_suspect"}),
     ]
     trained = {("r-1", 1): 2, ("r-2", 1): 0}  # in r-2 nobody was fit: that may be everybody's trouble
     found = faulty(told, trained, {("r-1", 1, "n5"), ("r-2", 1, "n4")})

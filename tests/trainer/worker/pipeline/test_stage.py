@@ -1,6 +1,8 @@
 """One stage by itself: what it leaves for its backward pass, and gradients in halves of that."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -98,3 +100,13 @@ def test_what_an_evaluation_leaves_is_forgotten(group: dist.ProcessGroup) -> Non
     made.input_gradient(1, torch.ones(SEQUENCES, LENGTH, MODEL.dim))
     made.clear()
     assert (made.inputs_held, made.outputs, made.gradients) == (0, {}, {})
+
+
+def test_parameters_that_are_being_gathered_are_waited_for_once() -> None:
+    waited: list[int] = []
+    stage: Any = SimpleNamespace(
+        _gathers=[SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(2)]
+    )
+    for _ in range(2):
+        LocalStage._wait_for_gathers(stage)
+    assert waited == [0, 1]

@@ -94,13 +94,18 @@ def test_what_differs_between_ranks_is_named_alike_on_all_of_them(
         member = members[int(threading.current_thread().name)]
         return torch.tensor(member.minimum(numbers.flatten().tolist())).view(numbers.shape)
 
-    def rank(at: int) -> set[str]:
+    def rank(at: int, tensors: dict[str, torch.Tensor]) -> set[str]:
         threading.current_thread().name = str(at)
-        return differing_tensors(peer if at else mine)
+        return differing_tensors(tensors)
 
-    world = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2)
+    assert differing_tensors(mine) == set(), "there are no other ranks"
+    size = [1]
+    world = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: size[0])
     monkeypatch.setattr(checkpoint_contents, "dist", world)
     monkeypatch.setattr(checkpoint_contents, "_minimum", minimum)
-    first, second = together([lambda: rank(0), lambda: rank(1)])
+    assert differing_tensors(mine) == set(), "nor are there here"
+    size[0] = 2
+    first, second = together([lambda: rank(0, mine), lambda: rank(1, peer)])
     assert first == differ
     assert bool(second) == bool(differ)
+    assert together([lambda: rank(0, {}), lambda: rank(1, {})]) == [set(), set()]

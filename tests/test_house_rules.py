@@ -227,6 +227,20 @@ def _edges(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
             )
 
 
+def test_no_kind_of_scheduler_is_compared_by_name() -> None:
+    """A third one is a module of its own and a row in each of two tables (tests/orchestrator/scheduler)."""
+
+    def compared(tree: ast.AST) -> Iterator[int]:
+        for node in nodes(tree):
+            if isinstance(node, ast.Compare):
+                constants = (one for side in (node.left, *node.comparators) for one in ast.walk(side))
+                if any(isinstance(one, ast.Constant) and one.value in ("slurm", "local") for one in constants):
+                    yield node.lineno
+
+    submitit = "trainer/agent/main.py"  # submitit's own word for what has started this process
+    none_of(f"{name}:{line}" for name, tree in trees().items() if name != submitit for line in compared(tree))
+
+
 def test_files_and_functions_are_short() -> None:
     def violations() -> Iterator[str]:
         for name, text in TEXTS.items():

@@ -74,7 +74,7 @@ _FORMS = tuple(
         ("a Slack token", "SLACK_TOKEN", r"(?<![A-Za-z0-9])xox[abeprs]-[A-Za-z0-9-]{10,}"),
         ("a JSON web token", "ACCESS_TOKEN", r"(?<![A-Za-z0-9])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),
         ("a private key", "PRIVATE_KEY", r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
-        ("a URL with a password", "SERVICE_URL", r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@$]*:[^\s/@$]+@"),
+        ("a URL with a password", "SERVICE_URL", r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s/:@$]*:[^\s/@$]+@"),
     )
 )
 

@@ -16,14 +16,15 @@ SAMPLES = (("kind", "kill-rank"), ("layout", "same"), ("step", "20"), ("other", 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Every string of a module but docstrings, with its line; values in f-strings are replaced by samples."""
-    tree = ast.parse(path.read_text())
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr) and id(node) not in docs:
+    left: list[ast.AST] = [ast.parse(path.read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.JoinedStr):
             yield node.lineno, "".join(_part(part) for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in (*docs, *inside):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant | ast.JoinedStr)):
+            left += ast.iter_child_nodes(node)
 
 
 def _part(node: ast.expr) -> str:
@@ -48,7 +49,9 @@ def offered() -> list[tuple[str, list[str]]]:
     return [
         (f"{path.relative_to(ROOT)}:{line}", words)
         for path in sorted(files)
+        if "orch " in path.read_text()  # most need not be parsed
         for line, text in texts(path)
+        if "orch " in text
         for words in commands_in(text)
     ]
 

@@ -51,7 +51,7 @@ def test_a_closed_stream_is_no_trouble(program: Program, home: Path, words: str,
 
 
 def test_a_reader_that_goes_away_is_told_nothing(program: Program, home: Path) -> None:
-    done = program("show RUN", "2>&1 | true; exit ${PIPESTATUS[0]}")
+    done = program("status", "2>&1 | true; exit ${PIPESTATUS[0]}")
     assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
     assert not (home / "last-error.txt").exists()
 
@@ -72,7 +72,7 @@ def test_an_unbuffered_python_keeps_the_order_of_answers_and_words(program: Prog
 
 
 def test_what_stderr_loses_changes_no_exit_code(program: Program) -> None:
-    assert program("show nobody", "2> /dev/full").returncode == 3
+    assert program("status nobody", "2> /dev/full").returncode == 3
 
 
 def test_an_encoding_with_few_signs_gets_plain_ones(program: Program) -> None:

@@ -1,12 +1,10 @@
 """A third scheduler is a module of its own and a row in each of two tables: nothing else names one."""
 
-import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("orch", "orchestrator", "trainer", "checkpointing")
-NAMES = {"slurm", "local"}
 TRAITS, FACTORIES = (
     "trainer/contract/config_sections/scheduler_kinds.py",
     "orchestrator/scheduler/available_schedulers.py",
@@ -29,24 +26,6 @@ ROWS = {
     ),
 }
 IMPORT = "from orchestrator.scheduler.spool import SpoolInstance, SpoolScheduler, script\n"
-
-
-def test_no_kind_is_compared_by_name() -> None:
-    def compared(tree: ast.AST) -> Iterator[int]:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Compare):
-                constants = (one for side in (node.left, *node.comparators) for one in ast.walk(side))
-                if any(isinstance(one, ast.Constant) and one.value in NAMES for one in constants):
-                    yield node.lineno
-
-    found = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for package in PACKAGES
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for line in compared(ast.parse(path.read_text()))
-    ]
-    # submitit's own word for what has started this process.
-    assert [place for place in found if not place.startswith("trainer/agent/main.py:")] == []
 
 
 @pytest.fixture

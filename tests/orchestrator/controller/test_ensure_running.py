@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -56,19 +55,6 @@ def assert_a_second_one_ends(path: Path) -> None:
     )  # fmt: skip
     assert again.returncode == 0
     assert "another controller lives" in (home / "controller.log").read_text()
-
-
-def test_a_killed_daemon_is_replaced_at_once(path: Path) -> None:
-    service.ensure_running(path)
-    until(lambda: service.status(path).alive)
-    first = service.status(path)
-    assert first.pid is not None
-    os.kill(first.pid, signal.SIGKILL)
-    until(lambda: not service.status(path).alive)
-    report = service.tick_once(path)
-    assert report is not None
-    assert report.errors == ()
-    assert service.status(path).epoch == first.epoch + 1
 
 
 @pytest.mark.parametrize("place", ["elsewhere", f"{host_name()}/another-container"])

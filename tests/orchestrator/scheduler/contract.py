@@ -16,7 +16,7 @@ def eventually(question: Callable[[], bool], what: str, seconds: float = PATIENC
     deadline = time.monotonic() + seconds
     while not question():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 @dataclass

@@ -51,6 +51,11 @@ def test_one_is_started_once_and_again_after_a_kill(orch: Type, alone: Seeds, st
     os.kill(first["pid"], signal.SIGKILL)
     psutil.wait_procs([psutil.Process(first["pid"])] if psutil.pid_exists(first["pid"]) else [], timeout=10)
     assert "`orch controller start` or the next `orch submit` there starts one" in orch("controller", "status").out
+    epoch = service.status(path := alone.store.path).epoch
+    report = service.tick_once(path)
+    assert report is not None, "a single pass replaces it at once"
+    assert report.errors == ()
+    assert service.status(path).epoch == epoch + 1
     (second,) = orch("controller", "start", "--cluster", "local", "--json").data
     started.append(second["pid"])
     assert second["started"]

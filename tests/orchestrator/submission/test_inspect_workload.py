@@ -8,7 +8,9 @@ import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
+from orchestrator.submission import user_code
 from orchestrator.submission.user_code import ChildAnswer, _judge, inspecting, job_environment
+from tests.orchestrator.submission.forked_inspection import FORKING
 from trainer.contract.config import WorkloadConfig
 from trainer.contract.config_sections.parallel_config import FsdpConfig, ParallelConfig
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord
@@ -87,8 +89,9 @@ def test_the_import_sees_what_a_job_sees(tmp_path: Path) -> None:
     assert {name: environ.get(name) for name in wanted} == wanted
 
 
-def test_a_class_that_no_module_of_the_built_in_model_has_is_refused() -> None:
-    """With a real process, which imports torch."""
+def test_a_class_that_no_module_of_the_built_in_model_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real process."""
+    monkeypatch.setattr(user_code, "subprocess", FORKING)
     config = RunConfig(parallel=ParallelConfig(fsdp=FsdpConfig(wrap="Nope")))
     with (
         inspecting(config, "local", os.environ) as inspection,

@@ -5,8 +5,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from trainer.contract.layout.fixes import MayChange
 
 def merge_config(values: dict[str, Any]) -> dict[str, Any]:
     """Return the whole configuration with interpolations replaced; raises OmegaConfBaseException."""
-    return deepcopy(_merge_cached(_Values(repr(values), values)))
+    copied: dict[str, Any] = plain(_merge_cached(_Values(repr(values), values)))
+    return copied
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,19 @@ def writable_schema(kind: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return copies of all dicts and lists, with string keys; tuples become lists."""
+    """Return copies of all dicts and lists, with string keys; tuples become lists, dataclasses dicts."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: plain(getattr(value, name)) for name in _field_names(type(value))}
+    return value
+
+
+@cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
 
 
 DEFAULT = "default"
@@ -218,7 +227,7 @@ def _compose_assignments(
     config = _built(data, origins)
     if checked:
         validation.check(config, origins, source, may_change)
-    data = plain(asdict(config))
+    data = plain(config)
     return Composed(
         config=config,
         data=data,
@@ -252,9 +261,14 @@ def _apply_assignments(assignments: Sequence[Assignment]) -> tuple[dict[str, Any
     """Apply assignments in order; a replaced value loses its origin."""
     values: dict[keys.Path, Any] = {}
     origins: dict[keys.Path, str] = {}
+    sections: set[keys.Path] = set()  # whatever has had something below it
     for item in assignments:
-        above = [item.path[:depth] for depth in range(1, len(item.path)) if item.path[:depth] in values]
-        below = [path for path in values if path[: len(item.path)] == item.path]
+        over = [item.path[:depth] for depth in range(1, len(item.path))]
+        above = [path for path in over if path in values]
+        below = [item.path] if item.path in values else []
+        if item.path in sections:
+            below = [path for path in values if path[: len(item.path)] == item.path]
+        sections.update(over)
         _check_entry(item, known=bool(below or above))
         for path in (*above, *below):
             del values[path]

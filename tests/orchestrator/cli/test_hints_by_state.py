@@ -64,7 +64,10 @@ class World:
         store.note_tick(lease, time.time())
 
     def run(self, state: RunState, *, failure: Failure | None = None, command: bool = False, test_of: str = "") -> str:
-        """A run that is in this state, its first attempt with it."""
+        """A run that is in this state, its first attempt with it; all in one transaction, to save time."""
+        return self.store.together(lambda: self._run(state, failure, command, test_of))
+
+    def _run(self, state: RunState, failure: Failure | None, command: bool, test_of: str) -> str:
         order = {"run": test_of, "checkpoint": f"step-{STEP:08d}.001-0123abcd", "step": STEP, "layout": "same"}
         digest = self.store.put_config(self.data)
         new = NewRun(

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,10 +167,10 @@ def offered(said: Typed) -> list[tuple[str, ...]]:
     return [tuple(words) for words in commands_in(f"{said.out}\n{said.err}") if not is_name(words)]
 
 
-def check(orch: Type, run: str) -> int:
-    """Type every verb, then every command that was offered; returns how many those are."""
+def check(orch: Type, run: str, lines: Sequence[str] = TYPED) -> int:
+    """Type every verb of `lines`, then every command that was offered; returns how many those are."""
     by_command: dict[tuple[str, ...], str] = {}
-    for line in TYPED:
+    for line in lines:
         said = orch(*line.format(run=run).split())
         assert said.code != 1, f"orch {line}: {said.err}"
         for words in offered(said):
@@ -255,4 +255,4 @@ def test_this_test_types_what_is_offered(orch: Type, world: World, monkeypatch: 
     module = sys.modules["orchestrator.cli.live_jobs.live_attempt"]
     monkeypatch.setattr(module, "after_end", lambda row: f"go on with it:  orch resume {row['run']}")
     with pytest.raises(AssertionError, match=f"`orch attach {{run}} --stack` offers `orch resume {run}`: exit code 4"):
-        check(orch, run)
+        check(orch, run, ["attach {run} --stack"])

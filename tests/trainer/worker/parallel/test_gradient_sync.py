@@ -46,6 +46,9 @@ def sharded(**parallel: Any) -> tuple[nn.Sequential, mesh.Layout]:
 
 
 def test_fsdp_reduces_after_the_last_micro_batch_or_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("refuse_recomputed_twice", "refuse_stale_parameters"):
+        monkeypatch.setattr(data_parallel, name, lambda *_, name=name: asked.append(name))
     for reduce, expected in ((Reduce.LAST, [False, True]), (Reduce.EACH, [])):
         made, layout = sharded()
         told: list[bool] = []
@@ -59,6 +62,7 @@ def test_fsdp_reduces_after_the_last_micro_batch_or_after_each(monkeypatch: pyte
         assert len(gradients) == 6
         facts = sync.facts()
         assert (facts.used, facts.alike, list(facts.compared), facts.stages) == (0, False, [], 1)
+    assert asked == ["refuse_recomputed_twice", "refuse_stale_parameters"] * 2, "in the first pass alone"
 
 
 def test_units_are_wrapped_and_their_options_are_those_of_the_configuration() -> None:

@@ -110,3 +110,15 @@ def test_parameters_that_are_being_gathered_are_waited_for_once() -> None:
     for _ in range(2):
         LocalStage._wait_for_gathers(stage)
     assert waited == [0, 1]
+
+
+def test_gradients_add_up_from_the_first_backward_pass_on_once_parameters_are_there() -> None:
+    calls: list[Any] = []
+    names = ("set_is_last_backward", "set_reshard_after_backward", "set_requires_gradient_sync")
+    units = SimpleNamespace(**{name: lambda value, name=name: calls.append((name, value)) for name in names})
+    stage: Any = SimpleNamespace(
+        _units=[units], submod=units, _keeps_gradients=False, _wait_for_gathers=lambda: calls.append("wait")
+    )
+    for _ in range(2):
+        LocalStage._begin_backward(stage)
+    assert calls == ["wait", *((name, False) for name in names), "wait"]

@@ -25,9 +25,9 @@ SHORT = ["train.steps=16", "checkpoint.every=4"]
 
 @pytest.fixture(scope="session")
 def calm(agents: WarmAgents, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, str]:
-    """The same run undisturbed and without Slurm, to compare with bit for bit."""
+    """The same run undisturbed, on one node and without Slurm, to compare with bit for bit."""
     someone = User(tmp_path_factory.mktemp("calm"), "local", warm_environment(agents))
-    run = someone.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT)["run"]
+    run = someone.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT, "cluster.nodes=1", "cluster.ranks_per_node=2")["run"]
     assert someone.wait(run) == 0
     someone.run("controller", "stop")
     return someone, run
@@ -100,9 +100,8 @@ def assert_moved_away(user: User, run: str, dead: str) -> None:
 
 
 def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
-    run = user.submit(
-        "tiny-gpt", *ONE_NODE, *TINY, *SHORT, *user.slowly(), warm_python(user), "recovery.max_failures=1"
-    )["run"]
+    alone = [*ONE_NODE, *TINY, *SHORT, "cluster.ranks_per_node=1", "parallel.dp_shard=1", "recovery.max_failures=1"]
+    run = user.submit("tiny-gpt", *alone, *user.slowly(), warm_python(user))["run"]
     training(user, run, 5)
     urgent = lab.ask(
         "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"

@@ -4,7 +4,7 @@ import math
 import pydoc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -357,14 +357,19 @@ def test_votes_of_rank_0_are_followed_one_step_later(one_rank: MakeRank) -> None
     assert all(later - earlier >= 10 for earlier, later in zip(run.saver.tried, run.saver.tried[1:-1], strict=False))
 
 
-def test_every_step_reports_its_work_and_stalls(one_rank: MakeRank) -> None:
+def test_every_step_reports_its_work_and_stalls_and_changes_nothing_before_lazy_saves_have_copied_it(
+    one_rank: MakeRank,
+) -> None:
     class Slow(KeptSaves):
         def before_optimizer_step(self) -> None:
             time.sleep(0.002)
+            for name, tensor in self.saved.get(max(self.saved, default=0), {}).items():
+                assert torch.equal(self.live[name], tensor)
 
-        def save(self, *facts: Any, **more: Any) -> bool:
+        def save(self, step: int, tensors: Mapping[str, torch.Tensor], *facts: Any, **more: Any) -> bool:
             time.sleep(0.02)
-            return super().save(*facts, **more)
+            self.live = tensors
+            return super().save(step, tensors, *facts, **more)
 
     run = one_rank(Slow(), workload=own("Numbered"), train={"steps": 3}, checkpoint={"every": 1})
     assert run.train() == ExitCode.FINISHED

@@ -151,6 +151,7 @@ def test_a_validation_leaves_modes_generators_and_the_optimizer_as_they_were(one
     assert all(modes.values())
     calm = one_rank(workload=workload_of(HERE, "Averaged"), validation={"every": 0})
     calm.train()
+    assert [event.data["step"] for event in calm.events("validated")] == [calm.state.step], "once, at the end"
     assert [line["loss"] for line in run.lines().values()] == [line["loss"] for line in calm.lines().values()]
 
 

@@ -207,14 +207,14 @@ def test_calls_that_no_peer_makes(monkeypatch, size, due):
 
     class Sums:
         def __init__(self, row, *, step):
-            self.row = row
+            self.row, self.step = row, step
 
         def wait(self):
-            calls.append((len(self.row), self.row.dtype, self.row.device.type))
+            calls.append((len(self.row), self.step, self.row.dtype, self.row.device.type))
 
     monkeypatch.setattr(drills, "StepSums", Sums)
     drills._call_other_shape(size)
-    assert calls == [(due, torch.float64, "cpu")]
+    assert calls == [(due, 0, torch.float64, "cpu")], "of a step that no peer is in"
     group = SimpleNamespace(
         get_rank=lambda: due - 1, get_world_size=lambda: 5, broadcast=lambda row, src: calls.append((len(row), src))
     )

@@ -343,6 +343,15 @@ def test_an_unsavable_state_is_refused_and_an_unsavable_group_value_is_remembere
         held.tensors()
 
 
+def test_values_of_groups_are_the_same_objects_after_an_optimizer_has_loaded_what_it_has_beside_them() -> None:
+    """torch copies them when it loads, and a compiled step reads those that were there."""
+    _, optimizer, held = net_and(simple(optim.SGD, lr=0.1))
+    rate = torch.tensor(0.5)
+    optimizer.param_groups[0]["lr"] = rate
+    held._load({})
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
 def test_state_of_the_checkpoint_that_nothing_here_is_sharded_like_is_refused() -> None:
     net = nn.Linear(2, 2)
     state = OptimizerState(net, optim.AdamW(net.parameters()))

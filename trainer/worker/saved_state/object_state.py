@@ -36,11 +36,10 @@ _SURROGATE_CODE = re.compile("%U([0-9a-f]{4})")
 
 
 class UnsavableValue(Exception):
-    """A value of a type that cannot be saved; `path` is its position."""
+    """A value of a type that cannot be saved; its message begins with its position."""
 
     def __init__(self, path: str, value: object, why: str = "") -> None:
         super().__init__(f"{path} {why or f'is a {type(value).__module__}.{type(value).__qualname__}'}")
-        self.path = path
 
 
 def encode(

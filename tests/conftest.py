@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
         free = os.statvfs(MEMORY)
         if free.f_bavail * free.f_frsize > ROOM and not free.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+    if not hasattr(config, "workerinput"):  # before anything is started: killed tests must leave nothing mounted
+        hide_mounts()
     if config.getoption("numprocesses", None):  # in the process that starts the workers
         folder = tempfile.TemporaryDirectory(prefix="orch-tests-")
         config.add_cleanup(folder.cleanup)
@@ -103,12 +105,6 @@ class TestsByFile(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     config.option.loadscopereorder = False  # it would put the files with most tests first
     return TestsByFile(config, log)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_mounts() -> None:
-    """Before anything else is started: a killed run of the tests must leave no file system mounted."""
-    hide_mounts()
 
 
 @pytest.fixture(scope="session")

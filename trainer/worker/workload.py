@@ -26,7 +26,6 @@ from trainer.worker.data import Data, StatefulData, TokenData
 from trainer.worker.optimizer import HostAdamW, adamw
 from trainer.worker.parallel.data_parallel import apply_data_parallel, offloads_optimizer
 from trainer.worker.parallel.fsdp_units import CannotShard, fsdp_units
-from trainer.worker.parallel.layer_wrappers import copy_views
 from trainer.worker.parallel.mesh import Layout
 from trainer.worker.reporting.phase_tracker import current_tracker
 
@@ -121,8 +120,6 @@ class BaseWorkload:
         model.to(layout.device)
         _refuse_batch_norm(model, layout, self.config)
         units = fsdp_units(model)
-        for unit in (*units, model):
-            copy_views(unit)
         try:
             apply_data_parallel(units, model, layout, self.config, mixed_precision(self.config))
         except CannotShard as error:

@@ -11,16 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("error")
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
-
-from tests.checkpointing.proofs.world import World, plain_load  # noqa: E402
+from tests.checkpointing.proofs.world import World, plain_load
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "rows": ((-1,), (Shard(0),)),
@@ -80,6 +77,8 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     acts, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     meeting = f"file://{folder.parent}/meeting-{folder.name}-{acts}-{size}"

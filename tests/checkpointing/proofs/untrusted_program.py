@@ -19,19 +19,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("error")
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-
-
-from checkpointing.engine.ranks.group import FAILURES  # noqa: E402
-from checkpointing.engine.restore.restorer import RestoreOptions  # noqa: E402
-from checkpointing.errors import CheckpointError  # noqa: E402
-from checkpointing.format.commit import Commit  # noqa: E402
-from checkpointing.format.manifest import COMMIT, FINGERPRINTS, INDEX, MANIFEST, METADATA, FileEntry, Manifest, parse  # noqa: E402  # noqa: E402
-from checkpointing.storage.digests import CHUNK, digest  # noqa: E402
-from checkpointing.verification.verify import LEVELS, verify  # noqa: E402
-from tests.checkpointing.proofs.gadgets import Payload, inside_metadata, plain, wrapped  # noqa: E402
-from tests.checkpointing.proofs.world import World, fresh_copy, marked, plain_load, same, state  # noqa: E402
+from checkpointing.engine.ranks.group import FAILURES
+from checkpointing.engine.restore.restorer import RestoreOptions
+from checkpointing.errors import CheckpointError
+from checkpointing.format.commit import Commit
+from checkpointing.format.manifest import COMMIT, FINGERPRINTS, INDEX, MANIFEST, METADATA, FileEntry, Manifest, parse
+from checkpointing.storage.digests import CHUNK, digest
+from checkpointing.verification.verify import LEVELS, verify
+from tests.checkpointing.proofs.gadgets import Payload, inside_metadata, plain, wrapped
+from tests.checkpointing.proofs.world import World, fresh_copy, marked, plain_load, same, state
 
 SHARD = "__0_0.distcp"
 SEALS = ("as found", "sealed again", "sealed again without index")
@@ -158,6 +154,8 @@ def under_dcp(folder: Path, canary: Path) -> bool:
 
 
 def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     place, every = Path(sys.argv[1]), int(sys.argv[2])
     canary = place / "canary"
     copyreg.add_extension("os", "system", 0xF0)

@@ -43,9 +43,11 @@ def test_it_learns_and_survives_a_kill_with_the_same_bits(make_run):
     assert run.losses()[16] < 0.5 * run.losses()[1]
 
 
-def test_units_that_return_views_may_be_changed_in_place_and_say_nothing(make_run):
-    """As `nn.ReLU(inplace=True)` behind a flattened layer, or `squeeze` in the loss."""
-    run = make_run(1, workload={**PLANE, "target": "my_workload:Viewing"}, train={**TRAIN, "steps": 12})
+@pytest.mark.parametrize("wrap", [{}, {"wrap": "Linear"}], ids=["own", "chosen"])
+def test_units_that_return_views_may_be_changed_in_place_and_say_nothing(make_run, wrap):
+    """As `nn.ReLU(inplace=True)` behind a flattened layer, or `squeeze` in the loss; units of one's own choice too."""
+    over = {"workload": {**PLANE, "target": "my_workload:Viewing"}, "parallel": {"fsdp": wrap}}
+    run = make_run(1, **over, train={**TRAIN, "steps": 12})
     assert run.train()["codes"] == [0], run.log()
     assert "view tensor" not in run.log()
     assert run.losses()[12] < run.losses()[1]

@@ -28,6 +28,7 @@ from trainer.worker.parallel.gradient_buckets import (
     replicated_parameters,
     usage_mark,
 )
+from trainer.worker.parallel.layer_wrappers import copy_views
 from trainer.worker.parallel.mesh import Layout
 
 _MODULUS = 65_521
@@ -141,6 +142,7 @@ def apply_data_parallel(
     before = ReplacedParameters(model)
     for module in (*units, model):
         if not isinstance(module, FSDPModule):  # shared experts are already wrapped, on a mesh of their own
+            copy_views(module)
             fully_shard(module, mesh=layout.fsdp, **fsdp_options(layout, config, policy))
     before.copy_attributes(model)
     if depth := config.parallel.fsdp.prefetch:

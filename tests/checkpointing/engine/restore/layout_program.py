@@ -10,26 +10,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("error")
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import torch  # noqa: E402  warnings become errors before torch is imported
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
-
-from checkpointing.config import CheckpointConfig  # noqa: E402
-from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
-from checkpointing.engine.ranks.group import RankGroup, World  # noqa: E402
-from checkpointing.engine.restore.source import local_box  # noqa: E402
-from checkpointing.engine.state.fingerprints import combine, fingerprint, tensor_contributions  # noqa: E402
-from checkpointing.errors import NothingIntact  # noqa: E402
-from checkpointing.owner import Owner  # noqa: E402
-from checkpointing.tiers.tier import RunTiers  # noqa: E402
-from checkpointing.writer.link import InProcessWriter  # noqa: E402
+from checkpointing.config import CheckpointConfig
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.ranks.group import RankGroup, World
+from checkpointing.engine.restore.source import local_box
+from checkpointing.engine.state.fingerprints import combine, fingerprint, tensor_contributions
+from checkpointing.errors import NothingIntact
+from checkpointing.owner import Owner
+from checkpointing.tiers.tier import RunTiers
+from checkpointing.writer.link import InProcessWriter
 
 NONCE = "ab12cd34"
 BY_NODE = " by node"
@@ -224,6 +221,8 @@ MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {
 
 
 def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     rank, size, folder, jobs = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
     torch.set_num_threads(1)
     if size > 1:

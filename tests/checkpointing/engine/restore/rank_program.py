@@ -12,26 +12,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("error")
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import torch  # noqa: E402  warnings become errors before torch is imported
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
-
-from checkpointing.config import CheckpointConfig, StagingConfig  # noqa: E402
-from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
-from checkpointing.engine.ranks.group import World  # noqa: E402
-from checkpointing.engine.restore import restorer  # noqa: E402
-from checkpointing.errors import UnreadableNow  # noqa: E402
-from checkpointing.owner import Owner  # noqa: E402
-from checkpointing.storage.backends import LocalStorage, Storage, open_storage  # noqa: E402
-from checkpointing.tiers.catalog import Catalog  # noqa: E402
-from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
-from checkpointing.writer.link import InProcessWriter  # noqa: E402
-from tests.checkpointing.fake_storages import Faulty  # noqa: E402
+from checkpointing.config import CheckpointConfig, StagingConfig
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.ranks.group import World
+from checkpointing.engine.restore import restorer
+from checkpointing.errors import UnreadableNow
+from checkpointing.owner import Owner
+from checkpointing.storage.backends import LocalStorage, Storage, open_storage
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import ResolvedTier, RunTiers
+from checkpointing.writer.link import InProcessWriter
+from tests.checkpointing.fake_storages import Faulty
 
 NONCE = "ab12cd34"
 Placed = dict[str, Tensor]
@@ -354,6 +351,8 @@ SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
 
 
 def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     rank, size, root, scenarios = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
     torch.set_num_threads(1)
     meeting = f"file://{root}/meeting-{size}-{'-'.join(scenarios[0])}"

@@ -12,30 +12,27 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-warnings.simplefilter("error")
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import torch  # noqa: E402  warnings become errors before torch is imported
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
-
-from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
-from checkpointing.engine.ranks.group import RankGroup, World  # noqa: E402
-from checkpointing.engine.restore import exchange as exchange_module  # noqa: E402
-from checkpointing.engine.restore.exchange import Send, exchange  # noqa: E402
-from checkpointing.engine.restore.read_buffers import ReadBuffers  # noqa: E402
-from checkpointing.engine.restore.restorer import Restorer  # noqa: E402
-from checkpointing.engine.restore.source import OptionalKeys, number_chunks  # noqa: E402
-from checkpointing.errors import NothingVerifies  # noqa: E402
-from checkpointing.format.read_plan import Strip  # noqa: E402
-from checkpointing.owner import Owner  # noqa: E402
-from checkpointing.storage.backends import LocalStorage  # noqa: E402
-from checkpointing.tiers.catalog import Catalog  # noqa: E402
-from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
-from checkpointing.writer.arena import Arena  # noqa: E402
-from checkpointing.writer.link import InProcessWriter  # noqa: E402
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.ranks.group import RankGroup, World
+from checkpointing.engine.restore import exchange as exchange_module
+from checkpointing.engine.restore.exchange import Send, exchange
+from checkpointing.engine.restore.read_buffers import ReadBuffers
+from checkpointing.engine.restore.restorer import Restorer
+from checkpointing.engine.restore.source import OptionalKeys, number_chunks
+from checkpointing.errors import NothingVerifies
+from checkpointing.format.read_plan import Strip
+from checkpointing.owner import Owner
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.tier import ResolvedTier, RunTiers
+from checkpointing.writer.arena import Arena
+from checkpointing.writer.link import InProcessWriter
 
 NONCE = "ab12cd34"
 SIZE = 2
@@ -208,6 +205,8 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     root, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     meeting = f"file://{root}/meeting"

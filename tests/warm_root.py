@@ -87,6 +87,7 @@ def _link() -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
     link.connect(_place)
+    atexit.register(link.close)
     return link
 
 
@@ -106,6 +107,7 @@ def _start_root(place: str = "") -> socket.socket:
             },
         )  # fmt: skip
     root.returncode = 0  # it ends with its link, and nobody waits for it
+    atexit.register(ours.close)
     return ours
 
 

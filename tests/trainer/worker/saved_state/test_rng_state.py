@@ -1,21 +1,14 @@
 """The generators of a rank go on where they were packed, and say whose they are."""
 
-import json
-import os
 import random
-import sys
-import traceback
-import warnings
-from collections.abc import Callable
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.warm_programs import WarmPrograms
 from trainer.worker.data import mix
-from trainer.worker.saved_state.object_state import decode, encode
 from trainer.worker.saved_state.rng_state import (
     _parts,
     generators_fault,
@@ -27,97 +20,17 @@ from trainer.worker.saved_state.rng_state import (
     set_origin,
     unpack_rng,
 )
-from trainer.worker.workload import WorkloadError
 
 INTEROP = Path(__file__).resolve().parents[4] / ".venv" / "interop"
 
 
-def with_numpys_generator() -> dict[str, list[float]]:
-    """The first of all: nothing has imported NumPy before it."""
-
-    def drawn() -> list[float]:
-        import numpy
-
-        return [float(numpy.random.rand()), random.random(), torch.rand(()).item()]
-
-    found = {}
-    for name, seed in (("once", 7), ("again", 7), ("other", 8), ("large", 12345 * 1_000_003 + 5000)):
-        seed_generators(seed)
-        found[name] = drawn()
-    packed = pack_rng(torch.device("cpu"))
-    found["next"] = drawn()
-    unpack_rng(packed, torch.device("cpu"))
-    found["restored"] = drawn()
-    return found
-
-
-def with_other_generators() -> dict[str, Any]:
-    import numpy
-
-    rows, found = dict[str, torch.Tensor](), dict[str, Any]()
-
-    def drawn() -> list[Any]:
-        draw = numpy.random
-        return [draw.randn(3).tolist(), draw.randint(100, size=3, dtype=numpy.int32).tolist(), draw.rand()]
-
-    for kind in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"):
-        numpy.random.set_bit_generator(getattr(numpy.random, kind)(3))
-        seeded = []
-        for seed in (7, 7, 8):
-            seed_generators(seed)
-            seeded.append(drawn())
-        numpy.random.randn()  # leaves half a pair
-        rows[kind] = pack_rng(torch.device("cpu"))
-        found[kind] = {"seeded": seeded, "fault": generators_fault(rows[kind]), "next": drawn(), "restored": []}
-    for kind in [*reversed(rows), *rows]:  # also where another kind is there
-        unpack_rng(rows[kind], torch.device("cpu"))
-        found[kind]["restored"].append(drawn())
-    del numpy.random.PCG64
-    found["unknown"] = refusal(lambda: unpack_rng(rows["PCG64"], torch.device("cpu")))
-    large = {"bit_generator": "Large", "state": list(range(2000))}
-    numpy.random.get_state = lambda legacy: large
-    found["large"] = refusal(lambda: pack_rng(torch.device("cpu")))
-    return found
-
-
-def refusal(act: Callable[[], object]) -> str:
-    with pytest.raises(WorkloadError) as caught:
-        act()
-    return str(caught.value)
-
-
-def with_numpys_numbers() -> dict[str, list[Any]]:
-    import numpy as np
-
-    values = [np.float64(0.1), np.float32(0.1), np.int64(-3), np.complex64(1 + 2j), np.float16("nan")]
-    saved = json.loads(json.dumps(encode({"in": values}, "state", {}, {})))
-    return {
-        type(one).__name__: [one.tobytes() == made.tobytes(), type(one) is type(made), isinstance(one, Real)]
-        for one, made in zip(values, decode(saved, {}, {})["in"], strict=True)
-    }
-
-
 @pytest.fixture(scope="module")
-def with_numpy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each function found in a fork of this process, which is where NumPy is imported."""
+def with_numpy(programs: WarmPrograms) -> dict[str, dict[str, Any]]:
+    """What each function of the program found."""
     if not (INTEROP / ".ready").exists():
         pytest.skip("NumPy is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
-    out = tmp_path_factory.mktemp("numpy") / "found.json"
-    child = os.fork()
-    if not child:
-        try:
-            warnings.simplefilter("error")
-            sys.modules.pop("numpy", None)  # which may say that there is none
-            sys.path.append(str(INTEROP))
-            found = {"seeded": with_numpys_generator(), "numbers": with_numpys_numbers()}
-            out.write_text(json.dumps({**found, "others": with_other_generators()}))
-        except Exception:  # noqa: BLE001  # outermost edge of a forked child
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(0)
-    os.waitpid(child, 0)
-    found: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    found: dict[str, dict[str, Any]]
+    (found,) = programs.results("tests.trainer.worker.saved_state.numpy_program", [(INTEROP,)])
     return found
 
 

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ Calls = list[tuple[str, str]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Every fsync, rename and advice, with the name of the file."""
+    """Every fsync, rename and advice, with the name of the file; the bytes of a file have reached it by its fsync."""
     found: Calls = []
 
     def name(descriptor: int) -> str:
@@ -27,6 +28,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     def fsync(descriptor: int) -> None:
         found.append(("fsync", name(descriptor)))
+        found_file = os.fstat(descriptor)
+        assert found_file.st_size or stat.S_ISDIR(found_file.st_mode), "nothing is there yet that could become durable"
         true_fsync(descriptor)
 
     def replace(source: Path, target: Path) -> None:

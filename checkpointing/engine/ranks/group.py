@@ -187,8 +187,8 @@ class RankGroup:
         self._group: dist.ProcessGroup | None = None
         self.rank, self.size, self._leads_node = 0, 1, leads_node
         self._key, self._name, self._exchanges = key, "", 0
-        if not dist.is_available() or not dist.is_initialized():
-            return
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return  # a rank alone has nobody to talk to
         members = None if process_group is None else dist.get_process_group_ranks(process_group)
         self._group = dist.new_group(members, backend="gloo", timeout=patience)
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)

@@ -16,6 +16,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.checkpointing.proofs.mounts import hide_mounts
+from tests.forked_workers import fork_workers
+from tests.forked_writers import fork_writers
 from tests.new_registries import copy_new_registries
 from tests.open_databases import watch
 from tests.trainer.agent.warm_agents import WarmAgents, warm_agents
@@ -33,6 +35,7 @@ hypothesis.settings.load_profile("orch")
 
 
 copy_new_registries()
+fork_writers()
 watch()  # a connection to SQLite that is left open fails its test
 
 # What is imported stays: to collect garbage among a million objects takes longer than most tests.
@@ -50,12 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
         free = os.statvfs(MEMORY)
         if free.f_bavail * free.f_frsize > ROOM and not free.f_flag & os.ST_NOEXEC:
             os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+    if config.option.collectonly:
+        return
     if not hasattr(config, "workerinput"):  # before anything is started: killed tests must leave nothing mounted
         hide_mounts()
     if config.getoption("numprocesses", None):  # in the process that starts the workers
         folder = tempfile.TemporaryDirectory(prefix="orch-tests-")
         config.add_cleanup(folder.cleanup)
-        share_root(Path(folder.name))
+        share_root(Path(folder.name), imports_now=not config.option.file_or_dir)
+        fork_workers(config, Path(folder.name))
 
 
 def pytest_collection_finish() -> None:

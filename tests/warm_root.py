@@ -75,10 +75,13 @@ def start_warm(
     return WarmChild(int(link.recv(64)), written, read, status)
 
 
-def share_root(folder: Path) -> None:
-    """Start a root for all processes that are started from now on with this environment; it ends with this process."""
+def share_root(folder: Path, *, imports_now: bool) -> None:
+    """Start a root for all processes that are started from now on with this environment; it ends with this process.
+
+    It imports when it gets its first order, because many runs of tests need none of it, or now.
+    """
     os.environ[_PLACE] = str(folder / "root")
-    _links[os.getpid()] = _start_root(os.environ[_PLACE])
+    _links[os.getpid()] = _start_root(os.environ[_PLACE], imports_now=imports_now)
 
 
 def _link() -> socket.socket:
@@ -91,14 +94,17 @@ def _link() -> socket.socket:
     return link
 
 
-def _start_root(place: str = "") -> socket.socket:
+def _start_root(place: str = "", *, imports_now: bool = False) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST)
     with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(place)  # an empty one is a name that nobody knows
         listener.listen()
         root = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.warm_root", str(theirs.fileno()), str(listener.fileno())],
+            [
+                *(sys.executable, "-P", "-m", "tests.warm_root"),
+                *(str(theirs.fileno()), str(listener.fileno()), str(int(imports_now))),
+            ],
             cwd=ROOT, pass_fds=[theirs.fileno(), listener.fileno()], stdin=subprocess.DEVNULL,
             # Titles must not cover the environment, and what has threads cannot fork.
             env={
@@ -138,8 +144,10 @@ def as_program(main: Callable[[], object]) -> NoReturn:
         os._exit(code)
 
 
-def become(environ: Mapping[str, str], streams: tuple[int, int, int], keep: Sequence[int] = ()) -> None:
+def become(environ: Mapping[str, str] | None, streams: tuple[int, int, int], keep: Sequence[int] = ()) -> None:
     """Be a process with this environment and these standard streams that has inherited nothing else but `keep`.
+
+    Without an environment it keeps its own.
 
     Descriptors are turned to nothing, not closed: what owns them here closes them one day, when they would be others.
     """
@@ -153,19 +161,33 @@ def become(environ: Mapping[str, str], streams: tuple[int, int, int], keep: Sequ
                 os.dup2(nothing, descriptor, inheritable=False)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
-    os.environ.clear()
-    os.environ.update(environ)
-    _show_environment(environ)
+    if environ is not None:
+        os.environ.clear()
+        os.environ.update(environ)
+        _show_environment(environ)
     random.seed()
+
+
+def has_room(environ: Mapping[str, str]) -> bool:
+    """Whether this environment fits where /proc/PID/environ is read from."""
+    begin, end = _place_of_environment()
+    return len(_block(environ)) <= end - begin
 
 
 def _show_environment(environ: Mapping[str, str]) -> None:
     """Write it where /proc/PID/environ is read from: processes of a job are found there."""
+    assert has_room(environ), "the environment has no room in that of the warm process"
+    begin, end = _place_of_environment()
+    ctypes.memmove(begin, _block(environ).ljust(end - begin, b"\0"), end - begin)
+
+
+def _place_of_environment() -> tuple[int, int]:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[47]), int(fields[48])  # `env_start` and `env_end` of proc(5)
-    text = b"".join(f"{name}={value}".encode() + b"\0" for name, value in environ.items())
-    assert len(text) <= end - begin, "the environment has no room in that of the warm process"
-    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+    return int(fields[47]), int(fields[48])  # `env_start` and `env_end` of proc(5)
+
+
+def _block(environ: Mapping[str, str]) -> bytes:
+    return b"".join(f"{name}={value}".encode() + b"\0" for name, value in environ.items())
 
 
 def _import_all() -> None:
@@ -179,6 +201,9 @@ def _import_all() -> None:
     for package in ("orchestrator", "checkpointing", "trainer.contract", "trainer.agent"):
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(module.name)
+    from tests.forked_writers import fork_writers
+
+    fork_writers()
 
 
 def _begin(order: dict[str, Any], descriptors: list[int]) -> None:
@@ -198,11 +223,12 @@ def _import_all_and_freeze() -> None:
 
 
 def main() -> None:
-    first, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    first, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     getproctitle()  # it finds the place of titles by the environment, which forks replace
     links = {first.fileno(): first}
     forks: dict[int, tuple[int, int]] = {}  # handle of a fork -> its pid, and where its end is told
-    is_warm = False
+    if is_warm := sys.argv[3] == "1":
+        _import_all_and_freeze()
     while first.fileno() in links:
         for ready in select.select([listener, *links, *forks], [], [])[0]:
             if ready is listener:
@@ -218,7 +244,7 @@ def main() -> None:
                 if not message:
                     links.pop(ready).close()
                     continue
-                if not is_warm:  # now, because many runs of tests need none of it
+                if not is_warm:
                     _import_all_and_freeze()
                     is_warm = True
                 if (pid := os.fork()) == 0:

@@ -22,6 +22,7 @@ from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
 from checkpointing.writer.write_orders import WriteOrder
 from tests.checkpointing.fake_storages import Faulty, full_after
 from tests.checkpointing.proofs.mounts import frozen, loop_ext4, remount, small_tmpfs
+from tests.forked_writers import execute_child
 from tests.trainer.agent.job import alive, until
 
 MIB = 1 << 20
@@ -159,7 +160,9 @@ def test_a_link_costs_two_descriptors_and_leaves_none():
     assert not alive(pid)
 
 
-def test_the_writer_stands_back_and_is_deaf_to_slurm(link):
+def test_the_writer_stands_back_and_is_deaf_to_slurm(monkeypatch):
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", execute_child)  # the program itself
+    link = WriterLink.start(label="7")
     link.ping().result(SECONDS)
     pid = pid_of(link)
     assert Path(f"/proc/{pid}/comm").read_text().strip() == "orch-writer-7"
@@ -168,6 +171,7 @@ def test_the_writer_stands_back_and_is_deaf_to_slurm(link):
         os.kill(pid, number)
     assert link.ping().result(SECONDS) is None
     maps = Path(f"/proc/{pid}/maps").read_text()
+    link.close()
     assert "torch" not in maps
 
 

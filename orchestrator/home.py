@@ -35,10 +35,11 @@ def make_state_home(environ: Mapping[str, str] = os.environ) -> Path:
     """Create the state folder, private to the user, for the first write to it; raises as `state_home`."""
     home, source = state_home(environ), _configured_home(environ)[1]
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (*reversed(home.parents), home):  # `parents` would give the new ones the modes of the umask
+            folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"the state folder cannot be made: {error.strerror}", source) from error
-    return state_home(environ)  # its new parents have the modes of the umask
+    return state_home(environ)
 
 
 def _configured_home(environ: Mapping[str, str]) -> tuple[Path, str]:

@@ -15,6 +15,7 @@ from orchestrator.cli.cluster import crontab, doctor, machine_checks
 from orchestrator.controller import service
 from orchestrator.controller.reconciler.reconcile import TickReport
 from orchestrator.errors import SlurmUnreachable
+from orchestrator.home import make_state_home
 from orchestrator.scheduler import available_schedulers
 from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
@@ -259,6 +260,15 @@ def test_what_cron_starts_finds_slurm_and_keeps_its_log_private(
     assert path.endswith(f":{slurm}")
     assert (conf, libraries) == ("/opt/slurm/slurm.conf", "/opt/slurm/lib")
     assert log.stat().st_mode & 0o077 == 0
+
+
+def test_folders_above_its_state_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = make_state_home({"XDG_STATE_HOME": str(tmp_path / "local" / "state")})
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (made, *made.parents[:2])] == [0o700] * 3
 
 
 @pytest.mark.parametrize("said", ["", "crontab: you are not allowed to use this program"])

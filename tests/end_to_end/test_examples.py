@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.user import User, assert_exact, final
+from tests.slurm.warm_fork_servers import warm_python
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 
@@ -55,7 +56,7 @@ def test_gpt2_with_tied_embeddings_learns_and_trains_the_same_steps_again_after_
     user: User, gpt2: list[str]
 ) -> None:
     # With an interpreter of its own nothing of it is imported before there is a run: that takes ten seconds.
-    settings = ["train.steps=24", "optimizer.lr=0.004", f"cluster.python={sys.executable}"]
+    settings = ["train.steps=24", "optimizer.lr=0.004", warm_python(user)]
     run = user.submit(*gpt2, *settings, KILL % 19)["run"]
     was_killed(user, run, 10)
     steps = user.steps(run)

@@ -8,6 +8,8 @@ import pytest
 
 from tests.end_to_end.canaries import FILE, HOOK, SHELL, command_lines_watched, files_that_tell, told_in
 from tests.end_to_end.user import ONE_NODE, User
+from tests.slurm.warm_fork_servers import warm_python
+from tests.trainer.agent.warm_agents import WarmAgents
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,7 +17,8 @@ MINE = ("tokens", "mine.yaml")
 """What the user has written."""
 
 
-def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User) -> None:
+def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User, agents: WarmAgents) -> None:
+    """All of its processes are programs, but for the import of torch."""
     user = cold_user
     (user.folder / "tokens").write_text(f"# mine\nWANDB_API_KEY='{FILE}'\n")
     (user.folder / "tokens").chmod(0o600)
@@ -29,6 +32,7 @@ def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User)
         "workload.target=tests.end_to_end.leaking_workload:Leaking", f"workload.path=[{ROOT}]",
         "env_from=[HF_TOKEN]", f"secrets_file={user.folder / 'tokens'}", "detection.hang.stopped=1",
         "detection.hang.evidence=3", "drill.events=[{kind: stop-rank, rank: 1, step: 3}]",
+        warm_python(user, agents.orders),
     ]  # fmt: skip
     with command_lines_watched() as lines:
         run = user.submit(str(user.folder / "mine.yaml"), *words)["run"]

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-workload.md"
 FILES = re.compile(r"^```(?:python|yaml)\n# (\w+\.(?:py|yaml))\n(.*?)^```", re.MULTILINE | re.DOTALL)
-KILL = "drill.events=[{kind: kill-rank, rank: 1, step: 33}]"
+KILL = "drill.events=[{kind: kill-rank, rank: 1, step: %d}]"
 EXAMPLES = PAGE.parents[1] / "examples"
 
 
@@ -37,17 +37,25 @@ def test_the_page_shows_the_files_of_the_examples(tmp_path: Path) -> None:
     assert files == {name: (EXAMPLES / name).read_text() for name in files}
 
 
+def shortened(program: Path) -> list[str]:
+    """A third of the steps of the page's program: rates change at the tenth and 15th, an epoch has five."""
+    text = program.read_text()
+    assert (text.count("[30, 45]"), text.count("1024")) == (1, 4)
+    program.write_text(text.replace("[30, 45]", "[10, 15]").replace("1024", "320"))
+    return ["train.steps=16", "validation.every=5", "checkpoint.every=3"]  # a step at each rate
+
+
 def test_the_example_ends_with_the_same_bits_after_a_kill(user: User) -> None:
     typed_in(user.folder)
-    size = ["cluster.nodes=1", "recovery.backoff=0.2", "train.steps=46"]  # a step at each rate
+    size = ["cluster.nodes=1", "recovery.backoff=0.2", *shortened(user.folder / "my_cnn.py")]
     calm = user.submit("./cnn.yaml", *size)["run"]
-    killed = user.submit("./cnn.yaml", *size, KILL)["run"]
+    killed = user.submit("./cnn.yaml", *size, KILL % 11)["run"]
     assert user.wait(calm) == 0
     assert user.wait(killed) == 0
     (attempt,) = user.show(killed)["attempts"]
     assert attempt["generations"] == 2
     began = attempt["generation_list"][1]["resumed_from"]
-    assert began in (20, 30)
+    assert began in (6, 9, 10)
 
     assert_exact(user, killed, calm)
     there = {run: user.run_dir(run).attempt(1) for run in (calm, killed)}
@@ -57,11 +65,11 @@ def test_the_example_ends_with_the_same_bits_after_a_kill(user: User) -> None:
     assert sorted({lr for lr, _ in rates.values()}) == pytest.approx([0.0045, 0.015, 0.05])
     found = {run: {line["step"]: line["metrics"] for line in lines(place.validation)} for run, place in there.items()}
     assert found[calm] == found[killed]
-    assert sorted(found[calm]) == [15, 30, 45, 46]
+    assert sorted(found[calm]) == [5, 10, 15, 16]
     assert final(user, killed)["loss"] == final(user, calm)["loss"]
 
     log = user.run("logs", killed, "--rank", "0").stdout
-    assert "validation after step 45:  val_loss " in log
+    assert "validation after step 15:  val_loss " in log
     assert f"resumed from step {began}: later steps that stand above are trained again" in log
     assert "view tensor" not in log
     best = min(found[calm], key=lambda step: found[calm][step]["val_loss"])
@@ -85,7 +93,7 @@ def test_the_page_s_overrides_end_with_the_same_bits_and_follow_another_rate(use
     # As the page says of small models.
     settings = ("recovery.backoff=0.2", "parallel.strategy=ddp")
     calm = user.submit("./cnn.yaml", *settings)["run"]
-    killed = user.submit("./cnn.yaml", *settings, KILL)["run"]
+    killed = user.submit("./cnn.yaml", *settings, KILL % 33)["run"]
     assert (user.wait(calm), user.wait(killed)) == (0, 0)
     assert user.show(killed)["attempts"][0]["generations"] == 2
     assert user.ask("compare", killed, calm)["equality"] == {

@@ -1,4 +1,4 @@
-"""Jobs on Slurm whose agents are the real ones, but whose fork servers are forks of a process that has imported torch.
+"""Jobs whose agents are programs, but whose fork servers are forks of a process that has imported torch.
 
 To import it anew takes five CPU seconds on every node in every attempt. Run as a program this is the agent.
 """
@@ -13,9 +13,13 @@ from tests.end_to_end.user import User
 from tests.trainer.agent.warm_agents import WarmAgent
 from tests.warm_children import order_program
 from trainer.agent import main as agent
+from trainer.agent.fork_server import server
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.contract.run_dir import AttemptDir
 
+QUIET = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""What ForkServerLink sets: a process with threads must not fork."""
+NAME = "tests.slurm.warm_fork_servers"
 PYTHON = """#!/bin/sh
 [ "$1 $2 $3 $4" = "-P -u -m trainer.agent.main" ] || exit 2
 shift 4
@@ -24,13 +28,16 @@ exec {python} -P -u -m {program} "$@"
 """
 
 
-def warm_python(user: User) -> str:
-    """Override of a run of this user; other interpreters would start the same agent with a cold fork server."""
+def warm_python(user: User, orders: str = "") -> str:
+    """Override of a run of this user; other interpreters would start the same agent with a cold fork server.
+
+    `orders` is the socket for them of a user whose other processes are programs.
+    """
     place = user.folder / "warm-python"
     place.write_text(
         PYTHON.format(
-            root=Path(__file__).resolve().parents[2], orders=user.environment["WARM_CHILDREN"], python=sys.executable,
-            program=__name__,
+            root=Path(__file__).resolve().parents[2], orders=orders or user.environment["WARM_CHILDREN"],
+            python=sys.executable, program=NAME,
         )
     )  # fmt: skip
     place.chmod(0o755)
@@ -42,7 +49,15 @@ def _start(theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str
     words = ["PARENT", str(attempt.path)]
     with open(os.devnull) as nothing:
         streams = [nothing.fileno(), output, output]
-        return order_program("trainer.agent.fork_server.server", words, environ, streams, theirs.fileno())
+        return order_program(NAME, words, {**environ, **QUIET}, streams, theirs.fileno())
+
+
+def main(arguments: list[str]) -> None:
+    """Be a fork server, which finds modules where its environment says, as if it had just been started."""
+    sys.path += [place for place in os.environ.get("PYTHONPATH", "").split(":") if place not in ["", *sys.path]]
+    if sys.modules.get("numpy", server) is None:  # the warm root's torch does without, a program may have its own
+        del sys.modules["numpy"]
+    server.main(arguments)
 
 
 if __name__ == "__main__":

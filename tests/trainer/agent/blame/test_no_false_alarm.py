@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.user import SLOW_WORKLOAD
 from tests.trainer.agent.job import LocalJob, until
 from tests.trainer.agent.test_torch_ranks import TINY, UNMEASURED, data  # noqa: F401  # a fixture
 from trainer.contract.events import EventKind
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.multi
 
 SLOW = {"hang-in-data": 6.0, "hang-in-forward": 6.0, "hang-in-save": 25.0}
 """Seconds: below the limits of production (8 s in a step, 120 s in a save), a hundred times an ordinary step."""
+STEP = 0.06
+"""Seconds that ranks sleep in the steps between, which would use the processors meanwhile."""
 EVERY = 100
 
 
@@ -80,7 +83,9 @@ def test_what_may_be_slow_is_left_alone(warm_job: Callable[..., LocalJob], data:
     """Every slow phase once, a save for a third of the time; the ten minutes below have a busy machine as well."""
     slow = {"hang-in-data": (14, 6.0), "hang-in-forward": (17, 6.0), "hang-in-save": (20, 8.0)}
     events = [{"kind": kind, "rank": 1, "step": step, "value": value} for kind, (step, value) in slow.items()]
-    work = started(warm_job, data, events, ranks=1, detection=UNMEASURED)
+    args = {"while_there": str(SLOW_WORKLOAD), "seconds": STEP}
+    workload = {"target": "slow_llama:SlowLlama", "path": [str(SLOW_WORKLOAD.parent)], "args": args}
+    work = started(warm_job, data, events, ranks=1, detection=UNMEASURED, workload=workload)
     until(lambda: any(e.data["step"] >= 20 for e in work.events(EventKind.CHECKPOINT_COMMITTED)), 120, work.story)
     stop(work)
     assert assert_nothing_happened(work) == 3

@@ -24,10 +24,10 @@ def found(programs: WarmPrograms, program: str, ranks: int, cases: list[Case], p
 
 
 def report(differences: Callable[[Case], Any], times: int = 2) -> None:
-    """The program `RANKS CASES`: prints what each rank found, so many times for each case, as JSON."""
+    """The program `RANKS CASES`: prints what each rank found in each case, so often or as the case says."""
 
     def of_case(case: Case) -> list[Any]:
-        return [differences(case) for _ in range(times)]
+        return [differences(case) for _ in range(case.get("times", times))]
 
     sys.stdout.write(json.dumps(_found(int(sys.argv[1]), json.loads(sys.argv[2]), of_case)))
 

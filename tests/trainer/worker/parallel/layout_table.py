@@ -40,7 +40,7 @@ class Layout:
     @property
     def short(self) -> "Layout":
         """The same ranks for the fast tests, which compare bits: a run of fewer steps has as many kinds of steps."""
-        return replace(self, steps=7, saved=3)
+        return replace(self, layers=2 if "pipeline" in self.parallel else 1, steps=7, saved=3)
 
     @property
     def by_partners_alone(self) -> bool:

@@ -18,12 +18,13 @@ RECOMPUTED = {"activation_checkpointing": True}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "2": {
         "ep 2": {"parallel": {"ep": 2, "fsdp": {"wrap": "Experts,Router"}}},
-        "ep 2, micro-batches recomputed": {"parallel": {"ep": 2}, "train": RECOMPUTED, "micro": 4},
-        "2 stages": {"parallel": {"pipeline": {"stages": 2}}},
-        "ep 2 of tp 2, tied": {"parallel": {"tp": 2, "ep": 2}, "micro": 2, "train": EVEN, "tied": True},
-        "ep 1": {"parallel": {}},
-        "ep 1, by class": {"parallel": {"fsdp": {"wrap": "Block,Experts"}}},
-        "ep 1, by size": {"parallel": {"fsdp": {"wrap": "3000"}}},
+        "ep 2, micro-batches recomputed": {"parallel": {"ep": 2}, "train": RECOMPUTED, "micro": 2},
+        # Once each: test_expert_strategies.py trains such ranks twice, and the last three are compared.
+        "2 stages": {"parallel": {"pipeline": {"stages": 2}}, "times": 1},
+        "ep 2 of tp 2, tied": {"parallel": {"tp": 2, "ep": 2}, "micro": 2, "train": EVEN, "tied": True, "times": 1},
+        "ep 1": {"parallel": {}, "times": 1},
+        "ep 1, by class": {"parallel": {"fsdp": {"wrap": "Block,Experts"}}, "times": 1},
+        "ep 1, by size": {"parallel": {"fsdp": {"wrap": "3000"}}, "times": 1},
     },
     "2, more": {
         "ep 2, by default": {"parallel": {"ep": 2}},
@@ -106,7 +107,7 @@ BOUND = 2e-5
 
 @pytest.fixture(scope="module")
 def found(programs: WarmPrograms) -> Callable[[str], dict[str, Any]]:
-    """What each of so many ranks found, twice, by case; run once for all tests."""
+    """What each of so many ranks found, each time, by case; run once for all tests."""
     results: dict[str, dict[str, Any]] = {}
 
     def get(ranks: str) -> dict[str, Any]:
@@ -129,12 +130,12 @@ def found(programs: WarmPrograms) -> Callable[[str], dict[str, Any]]:
 def test_gradients_and_loads_are_those_of_one_rank(
     found: Callable[[str], dict[str, Any]], ranks: str, name: str
 ) -> None:
-    for first, again in found(ranks)[name]:
+    for first, *again in found(ranks)[name]:
         assert max(first["differences"].values()) < BOUND, first["differences"]
         assert first["load"] == first["load of one rank"]
         assert first["moves"] == first["moves of one rank"]
-        assert again["bits"] == first["bits"]
-    names = {name for first, _ in found(ranks)[name] for name in first["differences"]}
+        assert {one["bits"] for one in again} <= {first["bits"]}
+    names = {name for first, *_ in found(ranks)[name] for name in first["differences"]}
     assert len(names) == found(ranks)[name][0][0]["names"]
     popular, *_, unused = found(ranks)[name][0][0]["load"][:8]
     assert unused == 0
@@ -145,4 +146,4 @@ def test_gradients_and_loads_are_those_of_one_rank(
 def test_what_is_gathered_together_changes_no_bit(found: Callable[[str], dict[str, Any]]) -> None:
     cases = found("2")
     for name in ("ep 1, by class", "ep 1, by size"):
-        assert [one["bits"] for one, _ in cases[name]] == [one["bits"] for one, _ in cases["ep 1"]]
+        assert [one["bits"] for (one,) in cases[name]] == [one["bits"] for (one,) in cases["ep 1"]]

@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,8 @@ from trainer.worker.pipeline.stage import Call, LlamaStage, StageActivity, Stage
 CPU = torch.device("cpu")
 SEQUENCES = 2
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2}
+SCALED = ("1f1b", "zbv")
+"""Of those whose last stage differentiates in one piece, and in two."""
 Gradients = Mapping[str, torch.Tensor]
 
 
@@ -57,23 +60,32 @@ def batches(dp_rank: int, number: int) -> list[torch.Tensor]:
 def of_one_process(job: JobConfig, data: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Gradients]:
     model = Llama(job.model, job.train)
     model.materialize(CPU, job.train.seed)
-    return trained(model, data)
+    return trained(model, data), {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-def of_data_parallel(
-    job: JobConfig, layout: Layout, data: Sequence[torch.Tensor], **scaling: float
-) -> tuple[torch.Tensor, Gradients]:
+class OfDataParallel(NamedTuple):
+    """This rank's part of gradients, of those times a factor and a scale, and whole ones."""
+
+    loss: torch.Tensor
+    gradients: Gradients
+    scaled: Gradients
+    whole: Gradients
+
+
+def of_data_parallel(job: JobConfig, layout: Layout, data: Sequence[torch.Tensor]) -> OfDataParallel:
     """Of the whole model, shared over the ranks that share a stage in the pipeline."""
     with torch.device("meta"):
         model = Llama(job.model, job.train)
     parallelize.shard(model, layout, job)
     model.materialize(CPU, job.train.seed)
-    return trained(model, data, **scaling)
+    loss = trained(model, data)
+    all_of_it = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    gradients = taken(model)
+    trained(model, data, factor=2.0, scale=1024.0)
+    return OfDataParallel(loss, gradients, taken(model), all_of_it)
 
 
-def trained(
-    model: Llama, data: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0
-) -> tuple[torch.Tensor, Gradients]:
+def trained(model: Llama, data: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0) -> torch.Tensor:
     """As the training loop does it: the loss of each micro-batch over their number, gradients reduced once."""
     total = torch.zeros(())
     for number, batch in enumerate(data):
@@ -82,7 +94,7 @@ def trained(
             model.set_requires_gradient_sync(number == len(data) - 1)
         (loss if scale == 1.0 else (loss * factor).float() * scale).backward()
         total += loss.detach()
-    return total, {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return total
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -90,13 +102,18 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
 
 
-def gradients_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    """By name in the whole model; takes them from the stages."""
-    model = StagesOfRank([one.submod for one in pipeline.stages])
-    found = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    for one in pipeline.stages:
-        one.submod.zero_grad(set_to_none=True)
+def taken(model: nn.Module) -> Gradients:
+    """This rank's part of gradients, by name in the whole model, which has none any more."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name] = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    model.zero_grad(set_to_none=True)
     return found
+
+
+def gradients_of(pipeline: Pipeline) -> Gradients:
+    return taken(StagesOfRank([one.submod for one in pipeline.stages]))
 
 
 def different(found: Gradients, expected: Gradients) -> list[str]:
@@ -191,10 +208,8 @@ def main() -> None:
     twice = 2 * mesh["pp"].size()
     job, data = config(keys, layers=twice), batches(dp_rank, twice)
     loss, alone = of_one_process(job, [batch for replica in range(ranks) for batch in batches(replica, twice)])
-    expected = expected_scaled = alone
-    if dp:
-        loss, expected = of_data_parallel(job, layout, data)
-        _, expected_scaled = of_data_parallel(job, layout, data, factor=2.0, scale=1024.0)
+    due = of_data_parallel(job, layout, data) if dp else OfDataParallel(loss, alone, alone, alone)
+    away = distance(due.whole, alone)
     results = {}
     for schedule in sys.argv[7:]:
         recorder = Recorder()
@@ -202,12 +217,12 @@ def main() -> None:
         result = step_of(pipeline, recorder, data)
         found = gradients_of(pipeline)
         results[schedule] = result | {
-            "expected_loss": float(loss), "names": sorted(found), "different": different(found, expected),
-            "from_one_process": distance(found, alone),
+            "expected_loss": float(due.loss), "names": sorted(found),
+            "different": different(found, due.gradients), "from_one_process": away,
         }  # fmt: skip
-        if dp:
+        if dp and schedule in SCALED:
             pipeline.step(data, factor=2.0, scale=1024.0)
-            results[schedule]["scaled"] = different(gradients_of(pipeline), expected_scaled)
+            results[schedule]["scaled"] = different(gradients_of(pipeline), due.scaled)
     sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
     os._exit(0)

@@ -20,7 +20,7 @@ from trainer.worker.reporting.metrics import held_states
 from trainer.worker.training import reduction
 from trainer.worker.training.reduction import RankZeroMessage
 
-STEPS = 4
+STEPS = 3
 
 
 def job(sections: dict[str, Any]) -> JobConfig:

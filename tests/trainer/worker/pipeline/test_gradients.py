@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.trainer.worker.pipeline.gradient_program import STAGES_PER_RANK
+from tests.trainer.worker.pipeline.gradient_program import SCALED, STAGES_PER_RANK
 from tests.warm_programs import WarmPrograms
 from trainer.contract.config_sections.parallel_config import PipelineConfig
 from trainer.contract.pipeline.simulation import COMPUTES, Kind
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_no_pipeline(results: Callable[[str], list[Result
     assert len(set(names)) == due
     assert len(names) == due * holders
     assert [one["different"] for one in found] == [[]] * world
-    if LAYOUTS[layout].dp:
+    if LAYOUTS[layout].dp and schedule in SCALED:
         # The same with twice the loss, times the scale of float16.
         assert [one["scaled"] for one in found] == [[]] * world
 
@@ -120,7 +120,6 @@ def test_over_data_parallel_ranks_they_are_those_of_one_process_but_for_the_orde
     results: Callable[[str], list[Result]], schedule: str
 ) -> None:
     assert max(one[schedule]["from_one_process"] for one in results("pp 2 x dp 2")) < 1e-6
-    assert max(one[schedule]["from_one_process"] for one in results("3 ranks")) == 0.0
 
 
 @pytest.mark.proof

@@ -120,7 +120,7 @@ def _saved_at_every_step(undisturbed: Callable[..., Run], dtype: str, world: int
     for number in range(10):
         source = undisturbed(
             world, name=f"source{number}", parallel={"dp_shard": world}, train={"steps": STEPS, "dtype": dtype},
-            checkpoint={"every": EVERY, "keep": 100}, model={"layers": 2},
+            checkpoint={"every": EVERY, "keep": 100},
         )  # fmt: skip
         saved = {int(path.name[5:13]) for path in source.dir.checkpoints.glob("step-*")}
         if saved == set(range(EVERY, STEPS + 1, EVERY)):

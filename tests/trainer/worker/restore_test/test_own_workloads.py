@@ -86,15 +86,15 @@ def test_state_that_no_checkpoint_has_is_no_fault_of_one(make_run: Any, tmp_path
 
 def verdict_on(subject: Subject, cpus: list[str], **args: Any) -> RestoreVerdict:
     over = {"workload": {"args": {"cpus": cpus, **args}}}
-    return subject.verdict(subject.folder(3), world=2, parallel={"dp_shard": 2}, over=over)
+    return subject.verdict(subject.folder(2), world=2, parallel={"dp_shard": 2}, over=over)
 
 
 def test_each_rank_is_compared_with_the_rank_of_its_number_and_all_judge_alike(make_run: Any, tmp_path: Path) -> None:
     """Also where only one of them has another CPU, or refuses to go on. `cpus`: the settings of the two nodes."""
     workload = {"target": f"{unusual_workload.__name__}:OnNodes", "args": {"cpus": ["a", "b"]}}
     source = make_run(
-        2, workload=workload, parallel={"dp_shard": 2}, train={"steps": 6, "dtype": "float32"},
-        checkpoint={"every": 3, "keep": 9},
+        2, workload=workload, parallel={"dp_shard": 2}, train={"steps": 4, "dtype": "float32"},
+        checkpoint={"every": 2, "keep": 9},
     )  # fmt: skip
     assert source.train()["codes"] == [0, 0], source.log()
     subject = Subject(source.ranks, source, tmp_path, itertools.count(1))

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.ranks.group import RankGroup, World
-from checkpointing.engine.restore.source import local_box
+from checkpointing.engine.restore.source import local_box, local_part
 from checkpointing.engine.state.fingerprints import combine, fingerprint, tensor_contributions
 from checkpointing.errors import NothingIntact
 from checkpointing.owner import Owner
@@ -70,8 +71,9 @@ def whole(seed: int) -> dict[str, Tensor]:
     return {**{key: value.detach() for key, value in model(seed).named_parameters()}, **loose(seed)}
 
 
+@cache
 def placed(layout: str, seed: int) -> dict[str, Tensor]:
-    """The state of `seed` in a layout, as a trainer would have it."""
+    """The state of `seed` in a layout, as a trainer would have it; the same tensors each time."""
     net, rest = model(seed), loose(seed)
     size, layout = LAYOUTS[layout], layout.removesuffix(BY_NODE)
     if size > 1:
@@ -119,13 +121,9 @@ def save(layout: str, folder: Path) -> dict[str, Any]:
 
 def load(layout: str, folder: Path) -> dict[str, Any]:
     """Restore this layout from all of them; what was found, read and needed."""
-    expected = whole(7)
-    words = {key: fingerprint(tensor) for key, tensor in expected.items()}
-    tensors, found = placed(layout, 0), {}
+    expected, tensors, found, parts = placed(layout, 7), placed(layout, 0), {}, {}
     for source in LAYOUTS:
-        with torch.no_grad():
-            for tensor in tensors.values():
-                tensor.zero_()
+        _zero(tensors)
         made = checkpointer(folder / f"saved-{source}", [], layout)
         restored = made.restore(tensors)
         made.close()
@@ -134,29 +132,38 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
             "step": restored.step,
             "layout": restored.extra["layout"],
             "differing": _differing(tensors, expected),
-            "fingerprints": [key for key, word in _words(tensors).items() if word != words[key]],
             "read": restored.bytes_read,
             "needed": restored.bytes_needed,
         }
+        parts[source] = {key: (local_box(tensors[key]).offsets, p) for key, p in tensor_contributions(tensors).items()}
+    words = {key: fingerprint(tensor) for key, tensor in whole(7).items()}
+    gathered = _gathered(parts)
+    for source, seen in found.items():
+        put_together = _words([told[source] for told in gathered])
+        seen["fingerprints"] = [key for key, word in put_together.items() if word != words[key]]
     return {"found": found}
 
 
 def memory(layout: str, folder: Path) -> dict[str, Any]:
     """Restore this layout from its own files and from memory, as ranks do that have made their plan before."""
-    expected, tensors, found = whole(7), placed(layout, 0), []
+    expected, tensors, found = placed(layout, 7), placed(layout, 0), []
     made = checkpointer(_copied(layout, folder, "memory"), told := [], layout)
     made.prepare(tensors)
     for step in (7, 8):
+        _zero(tensors)
         restored = made.restore(tensors)
         assert restored is not None
         found.append((restored.step, restored.tier == "memory", _differing(tensors, expected)))
         made.save(step + 1, tensors, {"layout": layout})
         made.wait()
-        with torch.no_grad():
-            for tensor in tensors.values():
-                tensor.zero_()
     made.close()
     return {"found": found, "refused": [data for kind, data in told if kind == "checkpoint.refused"]}
+
+
+def _zero(tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.zero_()
 
 
 def _copied(layout: str, folder: Path, mode: str) -> Path:
@@ -170,15 +177,14 @@ def _copied(layout: str, folder: Path, mode: str) -> Path:
 
 
 def _differing(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    full = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
-    return [key for key in expected if not torch.equal(full[key].detach(), expected[key])]
+    """Keys whose part on this rank is not the expected one."""
+    return [key for key in expected if not torch.equal(local_part(tensors[key]), local_part(expected[key]))]
 
 
-def _words(tensors: dict[str, Tensor]) -> dict[str, str]:
+def _words(ranks: list[dict[str, Any]]) -> dict[str, str]:
     """Fingerprints put together from the ranks' parts; ranks that hold the same part of a tensor count as one."""
-    mine = {key: (local_box(tensors[key]).offsets, part) for key, part in tensor_contributions(tensors).items()}
-    parts: dict[str, dict[Any, Any]] = {key: {} for key in tensors}
-    for told in _gathered(mine):
+    parts: dict[str, dict[Any, Any]] = {key: {} for told in ranks for key in told}
+    for told in ranks:
         for key, (offsets, part) in told.items():
             if part != (0, 0):
                 parts[key][offsets] = part

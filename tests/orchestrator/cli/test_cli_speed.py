@@ -23,35 +23,32 @@ HEAVY = [
 ]
 
 
-def loaded_by(*words: str) -> set[str]:
-    """The heavy libraries that a real process has loaded when `orch WORDS` is done."""
+def loaded_by(*lines: str) -> dict[str, set[str]]:
+    """The heavy libraries that a real process has loaded when it has done each `orch LINE`, one after the other."""
     code = (
         "import sys, json; from orchestrator.cli import main\n"
-        f"main.run({list(words)!r})\n"
-        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]), file=sys.stderr)"
+        f"for line in {lines!r}:\n"
+        "    main.run(line.split())\n"
+        f"    print(json.dumps([line, [name for name in {HEAVY!r} if name in sys.modules]]), file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )
-    return set(json.loads(done.stderr.splitlines()[-1]))
+    told = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
+    assert [line for line, _ in told] == list(lines)
+    return {line: set(names) for line, names in told}
 
 
-def test_help_loads_nothing_heavy(home: object) -> None:
-    assert loaded_by("--help") == set()
-    assert loaded_by("submit", "--help") == set()
-
-
-def test_status_loads_neither_torch_nor_the_orm(seeds: Seeds) -> None:
+def test_help_and_status_load_nothing_heavy(seeds: Seeds) -> None:
     seeds.run()
-    assert loaded_by("status") == set()
-    assert loaded_by("status", "tiny-1", "--json") == set()
-    assert loaded_by() == set()
+    for line, names in loaded_by("--help", "submit --help", "status", "status tiny-1 --json", "").items():
+        assert names == set(), line
 
 
 def test_no_verb_of_every_day_loads_torch(seeds: Seeds) -> None:
     seeds.run()
-    for words in (("show", "tiny-1"), ("ckpt", "ls", "tiny-1"), ("config", "show", "tiny-gpt"), ("doctor",)):
-        assert "torch" not in loaded_by(*words), words
+    for line, names in loaded_by("show tiny-1", "ckpt ls tiny-1", "config show tiny-gpt", "doctor").items():
+        assert "torch" not in names, line
 
 
 def test_the_table_of_verbs_tells_what_the_verbs_are(orch: Type) -> None:

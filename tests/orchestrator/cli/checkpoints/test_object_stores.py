@@ -41,35 +41,44 @@ def store(seeds: Seeds, s3_url: str, tmp_path: Path) -> Storage:
     return storage
 
 
-def test_ls_and_du_see_the_store(orch: Type, store: Storage, s3_url: str) -> None:
+def test_what_the_store_alone_has_is_listed_measured_exported_compared_and_pinned(
+    orch: Type, store: Storage, s3_url: str, tmp_path: Path
+) -> None:
     rows = {row["step"]: row for row in orch("ckpt", "ls", "tiny-1", "--json").data}
     assert {step: row["tiers"] for step, row in rows.items()} == {100: ["run", s3_url], 50: [s3_url]}
     assert rows[50]["path"] == f"{s3_url}/tiny-1/{rows[50]['name']}"
     room = {row["tier"]: (row["count"], row["bytes"]) for row in orch("ckpt", "du", "--json").data}
     assert room[s3_url][0] == 2
     assert room[s3_url][1] > room["run"][1] > WEIGHT.nbytes
+    done = orch("ckpt", "export", "tiny-1@50", tmp_path / "out", "--to", "torch", "--json")
+    assert done.code == 0, done.out
+    found = torch.load(tmp_path / "out" / done.data["files"][0]["name"], weights_only=True)
+    assert torch.equal(found["model"]["w"], WEIGHT * 50)
+    answer = orch("ckpt", "diff", "tiny-1@50", "tiny-1@100", "--json").data
+    assert answer["first"].startswith(s3_url)
+    assert [row["tensor"] for row in answer["tensors"]] == ["model/w", "optimizer/w/step"]
+    assert orch("ckpt", "pin", "tiny-1@50").code == 0
+    assert {row["step"]: row["pinned"] for row in orch("ckpt", "ls", "tiny-1", "--json").data} == {100: False, 50: True}
 
 
-def test_every_level_of_verify_reads_the_store(orch: Type, store: Storage, s3_url: str) -> None:
-    for level in range(5):
-        done = orch("ckpt", "verify", "tiny-1@all", "--copies", "--level", level, "--json")
-        assert done.code == 0, done.out
-        assert [(row["step"], row["tier"], row["ok"]) for row in done.data] == [
-            (100, "run", True), (100, s3_url, True), (50, s3_url, True),
-        ], level  # fmt: skip
-        by_url = orch("ckpt", "verify", done.data[2]["path"], "--level", level, "--json")
+def test_every_level_of_verify_reads_the_store_and_names_damage(
+    orch: Type, store: Storage, s3_url: str, tmp_path: Path
+) -> None:
+    done = orch("ckpt", "verify", "tiny-1@all", "--copies", "--level", 4, "--json")
+    assert done.code == 0, done.out
+    assert [(row["step"], row["tier"], row["ok"]) for row in done.data] == [
+        (100, "run", True), (100, s3_url, True), (50, s3_url, True),
+    ]  # fmt: skip
+    url, file = done.data[2]["path"], f"{done.data[2]['name']}/__0_0.distcp"
+    for level in range(4):
+        by_url = orch("ckpt", "verify", url, "--level", level, "--json")
         assert (by_url.code, [row["ok"] for row in by_url.data]) == (0, [True]), level
-
-
-def test_damage_in_the_store_is_named(orch: Type, store: Storage, tmp_path: Path) -> None:
-    (row,) = orch("ckpt", "verify", "tiny-1@50", "--json").data
-    file = f"{row['name']}/__0_0.distcp"
     with store.open(file) as stream:
         data = bytearray(stream.read())
     data[800] ^= 1
     store.publish(file, bytes(data))
-    for level in (2, 3, 4):
-        bad = orch("ckpt", "verify", "tiny-1@50", "--level", level, "--json")
+    for target, level in ((url, 2), (url, 3), ("tiny-1@50", 4)):
+        bad = orch("ckpt", "verify", target, "--level", level, "--json")
         assert (bad.code, bad.data[0]["faults"][0]["tensors"][0]) == (7, "model/w")
     assert orch("ckpt", "export", "tiny-1@50", tmp_path / "out").code == 7
 
@@ -86,18 +95,3 @@ def test_gc_tidies_the_store_when_nobody_copies_to_it(orch: Type, seeds: Seeds, 
     assert (row["done"], row["name"]) == ("deleted", name)
     assert name not in store.list("")
     assert len(store.list("")) == 2
-
-
-def test_export_and_diff_read_the_store(orch: Type, store: Storage, s3_url: str, tmp_path: Path) -> None:
-    done = orch("ckpt", "export", "tiny-1@50", tmp_path / "out", "--to", "torch", "--json")
-    assert done.code == 0, done.out
-    found = torch.load(tmp_path / "out" / done.data["files"][0]["name"], weights_only=True)
-    assert torch.equal(found["model"]["w"], WEIGHT * 50)
-    answer = orch("ckpt", "diff", "tiny-1@50", "tiny-1@100", "--json").data
-    assert answer["first"].startswith(s3_url)
-    assert [row["tensor"] for row in answer["tensors"]] == ["model/w", "optimizer/w/step"]
-
-
-def test_a_checkpoint_in_the_store_alone_is_pinned(orch: Type, store: Storage) -> None:
-    assert orch("ckpt", "pin", "tiny-1@50").code == 0
-    assert {row["step"]: row["pinned"] for row in orch("ckpt", "ls", "tiny-1", "--json").data} == {100: False, 50: True}

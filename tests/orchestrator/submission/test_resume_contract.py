@@ -21,6 +21,7 @@ from orchestrator.submission.resume_contract import (
     require,
 )
 from orchestrator.submission.run_identity import identify
+from tests.orchestrator.tiny_config import tiny_config
 from trainer.contract.user_code.code_record import CodeFile, CodeRecord
 
 KEYS = sorted(CONFIG)
@@ -29,7 +30,7 @@ KEYS = sorted(CONFIG)
 @pytest.fixture
 def submitted(tmp_path: Path) -> dict[str, Any]:
     """The config of a run whose text has been tokenized."""
-    data = compose("tiny-gpt", [f"cluster.root={tmp_path}", "+env.A=1"]).data
+    data = tiny_config(tmp_path, "+env.A=1")
     data["data"]["path"] = str(tmp_path)
     return data
 

@@ -13,11 +13,11 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical
 from orchestrator.cli.runs.branch import branch
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.config.compose import compose
 from orchestrator.states import Trust
 from tests.checkpointing.made_checkpoint import make
 from tests.installed_distributions import install
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.tiny_config import tiny_config
 from trainer.contract import skipped_batches
 from trainer.contract.run_dir import RunDir
 from trainer.contract.skipped_batches import Skip
@@ -36,7 +36,7 @@ def run(seeds: Seeds, tmp_path: Path) -> str:
     name = seeds.run()
     place(seeds, name).mkdir(parents=True)
     make(LocalStorage(place(seeds, name)), 50, nonce=NONCE, now=time.time())
-    data = compose("tiny-gpt", [f"cluster.root={seeds.root}"]).data
+    data = tiny_config(seeds.root)
     data["data"]["path"] = str(tmp_path)
     (seeds.root / name / "config.json").write_bytes(canonical(data))
     second = seeds.root / name / "attempts" / "002"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.compose import compose
+from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import REFUSED
 from orchestrator.scheduler.available_schedulers import make_instance
 from orchestrator.scheduler.job_environment import package_root
@@ -17,7 +17,9 @@ from orchestrator.submission.create_run import data_identity, read_index
 from orchestrator.submission.run_identity import code, environment
 from tests.fakes.slurm_commands import refusing, write_commands
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.tiny_config import tiny_config
 from trainer.contract import skipped_batches
+from trainer.contract.config import build
 from trainer.contract.failures.outcome import Failure, FailureKind
 from trainer.contract.run_dir import RunDir
 from trainer.contract.token_shards import TokenIndex, prepare
@@ -30,10 +32,9 @@ class Resumable:
         self, seeds: Seeds, tmp_path: Path, state: RunState = RunState.HELD, *overrides: str, saved: bool = True
     ) -> None:
         self.store, self.name = seeds.store, seeds.run(state=state)
-        composed = compose("tiny-gpt", [f"cluster.root={tmp_path}", *overrides])
-        data = composed.data
+        data = tiny_config(tmp_path, *overrides)
+        identity = {"code": code(build(RunConfig, data)), "env": environment("local")}
         data["data"]["path"] = str(tmp_path)
-        identity = {"code": code(composed.config), "env": environment("local")}
         self.digest = seeds.store.put_config(data)
         seeds.store.note_run(
             self.name, epoch=seeds.epoch, now=1.0, config_digest=self.digest, total_steps=200, identity=identity

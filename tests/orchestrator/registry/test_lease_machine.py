@@ -143,6 +143,6 @@ class Controllers(RuleBasedStateMachine):
 
 
 Controllers.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestControllers = Controllers.TestCase

@@ -12,7 +12,7 @@ import pytest
 from checkpointing.retention.garbage import pin, read_pins, remove_pin
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import RESTORE_TESTED, read_verdicts
-from orchestrator.config.compose import compose
+from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles
 from orchestrator.registry.operations.run_record import load_record
 from orchestrator.registry.records import Checkpoint, Generation, NewRun, Notice, RestoreTest, Run
@@ -21,6 +21,7 @@ from orchestrator.restore_tests.controller_pass import RestoreTests, begin_test
 from orchestrator.restore_tests.create import RestoreTestRequest, create_test
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission.run_identity import code
+from tests.orchestrator.tiny_config import tiny_config
 from trainer.contract.config import build
 from trainer.contract.events import EventKind
 from trainer.contract.restore_test import RestoreTestOrder as Order
@@ -51,12 +52,12 @@ class Desk:
         return self.store.together(lambda: self._add_run(data))
 
     def _add_run(self, data: dict[str, Any] | None) -> str:
-        settings = [f"cluster.root={self.root}", "cluster.kind=local", "restore_tests.budget=1000000", *self.overrides]
-        self.composed = compose("tiny-gpt", settings)
-        config = self.composed.config
+        settings = ["cluster.kind=local", "restore_tests.budget=1000000", *self.overrides]
+        self.config = tiny_config(self.root, *settings)
+        identity = code(build(RunConfig, self.config))
         new = NewRun(
-            slug="r", cluster="local", root=self.root, config_digest=self.store.put_config(data or self.composed.data),
-            total_steps=300, identity={"code": code(config), "submit_dir": str(self.root)}, scheduler="local@here",
+            slug="r", cluster="local", root=self.root, config_digest=self.store.put_config(data or self.config),
+            total_steps=300, identity={"code": identity, "submit_dir": str(self.root)}, scheduler="local@here",
         )  # fmt: skip
         run, _ = self.store.create_run(new, now=NOW - 1000, nonce=NONCE[:6] + f"{len(self.store.runs()):02d}")
         self.name, self.nonce = run.name, self.store.attempt(run.name, 1).nonce
@@ -133,7 +134,7 @@ def test_what_is_due_becomes_a_run_with_an_order(desk: Desk) -> None:
     assert config["checkpoint"]["every"] == 0
     assert config["restore_tests"]["every"] == "off"
     assert config["drill"]["events"] == []
-    assert config["train"] == desk.composed.data["train"]
+    assert config["train"] == desk.config["train"]
     assert read_pins(LocalStorage(desk.folder.checkpoints))[order["checkpoint"]].note == "restore test r-1-test-1"
     assert desk.passes() == [], "one at a time"
 
@@ -157,7 +158,7 @@ def test_its_run_counts_to_the_step_to_which_the_test_trains(desk: Desk) -> None
     assert isinstance(order, Order)
     assert (order.step, order.steps) == (300, 3)
     assert [order.last_step(steps) for steps in (300, 302, 1000)] == [301, 302, 303]
-    assert test.total_steps == order.last_step(desk.composed.config.train.steps)
+    assert test.total_steps == order.last_step(desk.config["train"]["steps"])
 
 
 @pytest.mark.parametrize("evidence", [{"exact": True, "compared": 3}, {"exact": True, "compared": 0}, {"compared": 3}])
@@ -298,8 +299,8 @@ def test_of_several_ranks_the_one_that_failed_decides(desk: Desk) -> None:
 def test_a_layout_that_the_run_cannot_have_begins_nothing_and_takes_nobodys_place(tmp_path: Path) -> None:
     """A run of a version that did not ask at submit."""
     desk = Desk(tmp_path, "restore_tests.every=off", "train.batch_size=16")
-    settings = {**desk.composed.data["restore_tests"], "every": "1d", "layouts": ["3"]}
-    first = desk.add_run({**desk.composed.data, "restore_tests": settings})
+    settings = {**desk.config["restore_tests"], "every": "1d", "layouts": ["3"]}
+    first = desk.add_run({**desk.config, "restore_tests": settings})
     assert desk.passes() == []
     (due,) = desk.tests.due(NOW)
     assert "train.batch_size=16: must be a multiple of the 3 data-parallel ranks" in due.refused
@@ -314,7 +315,7 @@ def test_a_layout_that_the_run_cannot_have_begins_nothing_and_takes_nobodys_plac
 
 def test_a_config_of_another_version_costs_only_its_own_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk(tmp_path)
-    data = {**desk.composed.data, "restore_tests": {**desk.composed.data["restore_tests"], "every": "5 minutes"}}
+    data = {**desk.config, "restore_tests": {**desk.config["restore_tests"], "every": "5 minutes"}}
     odd = desk.add_run(data)
     begun = desk.passes()
     assert [line.partition(":")[0] for line in begun] == ["r-1-test-1"]

@@ -125,6 +125,17 @@ class Run:
         lines = [json.loads(line) for line in self.attempt.validation.read_text().splitlines()]
         return {line["step"]: line["metrics"] for line in lines}
 
+    def assert_trained_again(
+        self, *steps: int, names: tuple[str, ...] = ("loss", "grad_norm", "lr", "position")
+    ) -> None:
+        """The second generation gave these steps the figures that they had in the first."""
+        first, again = (
+            {step: [line[name] for name in names] for step, line in self.metrics(number).items() if step in steps}
+            for number in (1, 2)
+        )
+        assert sorted(first) == sorted(steps), self.log()
+        assert again == first
+
     def work(self) -> list[dict[str, Any]]:
         return work_lines(self.attempt)
 

@@ -1,19 +1,13 @@
-"""A user's own workload, warm and cold."""
+"""A user's own workload."""
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.trainer.worker.conftest import hang, merged, rank_environment
+from tests.trainer.worker.conftest import hang, merged
 from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.messages.ranks import FROM_RANK, Store
-from trainer.contract.ranks.progress import Phase, ProgressCell
-from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, receive_message
 
 pytestmark = pytest.mark.multi
 
@@ -217,29 +211,6 @@ def test_without_a_plan_shared_layers_and_sequences_are_refused(make_run, name):
     message = run.outcome(0, 1).message
     assert message.startswith(f"parallel.{name}=2, but Plane does not override `parallelize`"), message
     assert message.endswith(f"set parallel.{name}=1")
-
-
-def test_a_rank_started_cold_does_the_same(make_run):
-    run = make_run(1, workload=PLANE, train={**TRAIN, "steps": 3}, logs={"every": 0})
-    cell = ProgressCell.create()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    spec = RankSpec(
-        run_dir=str(run.dir.path), attempt=1, generation=1, rank=0, local_rank=0, world_size=1, local_world_size=1,
-        node=0, node_name="n0", cell_fd=cell.descriptor, control_fd=theirs.fileno(), host="127.0.0.1",
-    )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.worker.cold_rank"],
-        env=rank_environment() | {SPEC_VARIABLE: spec.to_json()},
-        pass_fds=(cell.descriptor, theirs.fileno()), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert isinstance(receive_message(ours, FROM_RANK), Store)
-    reading = cell.read()
-    assert (reading.step, reading.saved_step, reading.phase) == (3, 3, Phase.DONE)
-    assert run.outcome(0, 1).exit_code == 0
-    cell.close()
-    ours.close()
-    theirs.close()
 
 
 def test_a_node_without_its_gpus_is_suspect_and_the_code_is_not(make_run):

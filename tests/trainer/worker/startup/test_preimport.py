@@ -30,12 +30,12 @@ def ranks() -> Iterator[Ranks]:
     """Ranks of an agent that has imported what a fork server imports; the warm one has imported all of orch."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "tests.trainer.worker.fake_agent"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=rank_environment(),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=rank_environment(),
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield Ranks(process)
-    process.communicate(timeout=30)
+    assert process.communicate(timeout=30)[1] == ""  # the start of one that has imported nothing says nothing
 
 
 @pytest.mark.parametrize(("world", "over"), KINDS)

@@ -22,6 +22,11 @@ SMALL = [
     *TINY, "checkpoint.every=4", "train.steps=1000000", "restore_tests.every=off",
 ]  # fmt: skip
 BOBS = ROOT / "tests" / "security" / "bobs_folder.py"
+LOCAL = {
+    "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1",
+    "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_LOCALID": "0",
+}  # fmt: skip
+"""What tells an agent that it is a task of a local job."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def live(place: Town) -> Live:
     name = made["run"]
     intent = json.loads((place.project / name / "attempts/001/intent.json").read_text())
     run = Live(place, name, intent["job_name"])
-    until(lambda: run.step() > 32, "it trains")
+    until(lambda: run.step() > 24, "it trains")
     slow.touch()
     return run
 
@@ -180,21 +185,34 @@ def test_a_forged_run_is_not_taken_in_by_a_rebuild(place):
     assert "forged-1" not in place.ann.orch("status", "--all", ORCH_HOME=str(place.ann.home / "rebuilt")).stdout
 
 
-@pytest.mark.parametrize("how", ["folder", "link", "link_to_anns_own"])
-def test_a_job_that_finds_bobs_folder_in_place_of_its_own_loads_nothing(place, how):
-    run = place.project / f"found-{how}"
-    bobs_folder(place, run if how == "folder" else place.bob.home / how, run.name)
-    if how == "link":
-        place.bob.code("import os, sys; os.symlink(*sys.argv[1:])", place.bob.home / how, run)
-        place.bob.home.chmod(0o755)
-    if how == "link_to_anns_own":
-        place.bob.code("import os, sys; os.symlink(*sys.argv[1:])", place.ann.home, run)
-    submission = run / "attempts/001/submission"
-    words = [str(place.ann.python), "-P", "-u", "-m", "trainer.agent.main", str(run), str(submission)]
-    local = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1"}
-    done = place.ann.run(words, **local, SUBMITIT_LOCAL_GLOBALID="0", SUBMITIT_LOCAL_LOCALID="0")
-    assert done.returncode == 78, done.stderr
-    assert f"refuses to start: {run} " in done.stderr
+EACH = """
+import os, sys, traceback
+from trainer.agent.main import main
+for run in sys.argv[1:]:
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            code = main([run, f"{run}/attempts/001/submission"])
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_jobs_that_find_bobs_folders_and_links_in_place_of_their_own_load_nothing(place):
+    bob, folder, link, to_anns_own = place.bob, *(place.project / f"found-{number}" for number in (1, 2, 3))
+    bobs_folder(place, folder, folder.name)
+    bobs_folder(place, bob.home / "link", link.name)
+    bob.code("import os, sys; os.symlink(*sys.argv[1:])", bob.home / "link", link)
+    bob.home.chmod(0o755)
+    bob.code("import os, sys; os.symlink(*sys.argv[1:])", place.ann.home, to_anns_own)
+    words = [str(place.ann.python), "-P", "-u", "-c", EACH, str(folder), str(link), str(to_anns_own)]
+    done = place.ann.run(words, **LOCAL)
+    assert done.stdout.split() == ["78"] * 3, done.stderr
+    for run in (folder, link, to_anns_own):
+        assert f"refuses to start: {run} " in done.stderr
     assert place.was_executed() == []
 
 
@@ -240,10 +258,9 @@ def test_folders_that_are_exchanged_all_the_time_never_run_bobs_payload(place):
         group=place.bob.gid, extra_groups=[place.bob.shared], env=place.bob.environment(), cwd="/",
     )  # fmt: skip
     words = [str(place.ann.python), "-P", "-u", "-c", TRIES, str(run), f"{run}/attempts/001/submission"]
-    local = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1"}
     try:
         until(lambda: run.stat().st_uid == place.bob.uid, "Bob has begun")
-        done = place.ann.run(words, **local, SUBMITIT_LOCAL_GLOBALID="0", SUBMITIT_LOCAL_LOCALID="0")
+        done = place.ann.run(words, **LOCAL)
         tries = done.stdout.split("try\n")[1:]
         assert len(tries) == 8, done.stderr
         for told in tries:

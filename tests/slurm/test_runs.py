@@ -7,7 +7,15 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.user import TINY, User, assert_exact, assert_gone, assert_no_step_twice_at_once, warm_environment
+from tests.end_to_end.user import (
+    TINY,
+    User,
+    assert_exact,
+    assert_gone,
+    assert_no_step_twice_at_once,
+    compare,
+    warm_environment,
+)
 from tests.slurm import processes
 from tests.slurm.lab import SlurmLab
 from tests.slurm.warm_fork_servers import warm_python
@@ -57,20 +65,28 @@ def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User) 
     assert_exact(user, run, calm)
 
 
-def test_a_dead_node_leads_to_a_new_job_elsewhere(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
-    submitted = user.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT, *user.slowly(), warm_python(user))
-    run = submitted["run"]
+def test_preemption_uses_no_failure_budget_and_a_dead_node_leads_to_a_new_job_elsewhere_bit_for_bit(
+    lab: SlurmLab, user: User, calm: tuple[User, str]
+) -> None:
+    settings = [*ONE_RANK_EACH, *SHORT, "recovery.max_failures=1"]
+    run = user.submit("tiny-gpt", *settings, *user.slowly(0.8), warm_python(user))["run"]
     training(user, run, 5)
-    dead = lab.nodes_of(submitted["job_id"])[-1]
+    urgent = lab.ask(
+        "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
+    )
+    assert urgent.returncode == 0, urgent.stderr
+    user.until(lambda: any(line["attempt"] == 2 for line in user.steps(run)), 120, "training in a second attempt")
+    dead = lab.nodes_of(user.status(run)["job_id"])[-1]
     lab.kill_node(dead)
     user.hurry()
     try:
         assert user.wait(run) == 0
     finally:
         lab.start_node(dead)
+    preempted, *_ = user.show(run)["attempts"]
+    assert preempted["failure"] is None or preempted["failure"]["kind"] == "preempted"
     assert_moved_away(user, run, dead)
-    (user.run_dir(run).path.parent / "calm").symlink_to(calm[0].run_dir(calm[1]).path)
-    assert_exact(user, run, "calm")
+    compare(user, run, calm)
 
 
 @pytest.mark.proof
@@ -90,29 +106,12 @@ def test_a_node_whose_ranks_outlive_its_daemons_is_left_too(lab: SlurmLab, user:
 
 
 def assert_moved_away(user: User, run: str, dead: str) -> None:
-    """The first attempt was lost with its node, the second trained elsewhere, and never both at once."""
-    first, second = user.show(run)["attempts"]
-    assert first["failure"]["kind"] == "node_lost"
-    assert first["failure"]["node"] == dead
-    assert dead not in second["nodes"]
-    assert dead in second["excluded"]
-    assert_no_step_twice_at_once(user, run)
-
-
-def test_preemption_uses_no_failure_budget(lab: SlurmLab, user: User) -> None:
-    alone = [*ONE_NODE, *TINY, *SHORT, "cluster.ranks_per_node=1", "parallel.dp_shard=1", "recovery.max_failures=1"]
-    run = user.submit("tiny-gpt", *alone, *user.slowly(), warm_python(user))["run"]
-    training(user, run, 5)
-    urgent = lab.ask(
-        "sbatch", "-p", "high", "-N", "4", "--exclusive", "--parsable", "-o", "/dev/null", "--wrap", "sleep 4"
-    )
-    assert urgent.returncode == 0, urgent.stderr
-    user.until(lambda: len(user.run_dir(run).all_attempts()) > 1, 120, "a second attempt")
-    user.hurry()
-    assert user.wait(run) == 0
-    first, *later = user.show(run)["attempts"]
-    assert later
-    assert first["failure"] is None or first["failure"]["kind"] == "preempted"
+    """The last attempt but one was lost with its node, the last trained elsewhere, and never both at once."""
+    lost, last = user.show(run)["attempts"][-2:]
+    assert lost["failure"]["kind"] == "node_lost"
+    assert lost["failure"]["node"] == dead
+    assert dead not in last["nodes"]
+    assert dead in last["excluded"]
     assert_no_step_twice_at_once(user, run)
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multi
 
 KINDS = [
     pytest.param(2, {"parallel": {"dp_shard": 2}}, id="sharded"),
-    pytest.param(1, {}, id="one rank", marks=pytest.mark.proof),
+    pytest.param(1, {}, id="one rank"),
     pytest.param(2, {"parallel": {"strategy": "ddp"}}, id="replicated", marks=pytest.mark.proof),
     pytest.param(2, {"parallel": {"strategy": "zero1"}}, id="zero1", marks=pytest.mark.proof),
     pytest.param(2, {"parallel": {"strategy": "zero2"}}, id="zero2", marks=pytest.mark.proof),

@@ -208,6 +208,7 @@ def test_a_job_whose_holder_was_killed_runs_while_a_task_lives(world: World) -> 
 
 def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
     """The record is also looked at as one that an older version wrote down, without a space."""
+    world.resources = Resources(nodes=1, time="5")
     spec, job = running(world)
     assert facts(spec, 0)["environ"]["CUDA_VISIBLE_DEVICES"] == ""  # type: ignore[index]
     kill_holder(job)

@@ -209,7 +209,6 @@ class Shell:
 
 TYPED = {
     "orch stat\t": ["orch", "status"],
-    "orch ckpt pin tiny-3@5\t": ["orch", "ckpt", "pin", "tiny-3@50"],
     "orch ckpt pin tiny-3@\t1\t": ["orch", "ckpt", "pin", "tiny-3@100"],
     "orch submit tiny-gpt optimizer.warm\t5": ["orch", "submit", "tiny-gpt", "optimizer.warmup_steps=5"],
     "orch submit tiny-gpt data.shuffle=f\tx": ["orch", "submit", "tiny-gpt", "data.shuffle=false", "x"],

@@ -52,7 +52,7 @@ check: lint  ## lint, types, house rules and the fast tests (about 5 minutes)
 
 test: $(INTEROP)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included (about 12 minutes on two cores)
 	@$(MAKE) --no-print-directory -j 2 lint build/.bytecode
-	$(PYTEST) -n 4 -m "not proof" --durations=40
+	$(PYTEST) -n 5 -m "not proof" --durations=40
 
 proof: venv $(INTEROP)/.ready $(LOWEST)/.ready  ## the long counts; writes docs/proof.md
 	$(BIN)/python -m benchmarks.proof

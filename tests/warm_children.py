@@ -2,9 +2,9 @@
 
 A controller, a job's process, its tasks and their fork servers import for eight CPU seconds before they do what most
 end-to-end tests are about. Here the same functions run with the same parents, arguments, environments and files, less
-the imports; only the parents of controllers and checks are others. Tests of shared roots, of the wheel, of secrets and
-of how a controller starts run all of them as programs, and those on Slurm all agents and, without `warm_python`, their
-fork servers.
+the imports; only the parents of controllers and checks are others. Tests of shared roots, of the wheel and of how a
+controller starts run all of them as programs, those of secrets all but fork servers, and those on Slurm all agents and,
+without `warm_python`, their fork servers.
 """
 
 import importlib

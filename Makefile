@@ -50,7 +50,7 @@ lint: venv
 check: lint  ## lint, types, house rules and the fast tests (about 5 minutes)
 	$(PYTEST) -n 2 -m "not slurm and not multi and not proof"
 
-test: $(INTEROP)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included (about 12 minutes on two cores)
+test: $(INTEROP)/.ready $(LOWEST)/.ready  ## everything, the real Slurm included (about 10 minutes on two cores)
 	@$(MAKE) --no-print-directory -j 2 lint build/.bytecode
 	$(PYTEST) -n 5 -m "not proof" --durations=40
 

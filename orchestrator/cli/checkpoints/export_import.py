@@ -151,9 +151,9 @@ def import_(
     """Submit a run that begins with the weights in DIR or FILE: from Hugging Face, an export, or a torch file.
 
     They become the run's first checkpoint, verified like any other. Training starts at step 0 with a fresh
-    optimizer. An export with the optimizer's state continues at its step, but random generators, buffers of ranks
-    other than the first and the workload's own state begin anew. `orch submit --from` continues bit for bit, also
-    from a checkpoint's folder.
+    optimizer. An export with the optimizer's state continues at its step, but random generators, schedulers, buffers
+    of ranks other than the first and the workload's own state begin anew, and data that has a `state_dict` must have
+    a `seek(consumed)` too. `orch submit --from` continues bit for bit, also from a checkpoint's folder.
 
     Names, shapes and dtypes that do not fit are reported one by one, with the override that fixes them (exit code
     2). The exit code is 7 if the files are damaged.
@@ -252,7 +252,8 @@ def _tell_import(screen: Screen, brought: dict[str, Any], launched: dict[str, An
         screen.note(f"  {note}")
     if brought["optimizer"]:
         screen.note(
-            "  random generators and a workload's own state begin anew; `orch submit --from RUN@STEP` brings them"
+            "  random generators, schedulers and a workload's own state begin anew; "
+            "`orch submit --from RUN@STEP` brings them"
         )
     proof = f", {count(brought['compared'])} with the fingerprints of their export" if brought["compared"] else ""
     if launched is None:

@@ -15,7 +15,7 @@ from orchestrator.cli.checkpoints.target import Target, find, kept_while_read, r
 from orchestrator.cli.checkpoints.tiers import missing_files
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
-from orchestrator.errors import CheckpointInvalid, NotFound
+from orchestrator.errors import CheckpointInvalid, NotFound, Precondition
 
 
 def prepare() -> None:
@@ -35,8 +35,9 @@ SHOWN = 20
 
 
 VERIFY_JSON = """
-list of {name, step, path, ok, level, bytes, seconds, gib_per_s, tier, faults: [{file, chunk, tensor, tensors,
-reason}], notes}; notes name what was missing and so was not checked
+list of {name, step, path, ok, unreadable, level, bytes, seconds, gib_per_s, tier, faults: [{file, chunk, tensor,
+tensors, reason}], notes}; unreadable: no fault was found, but some files could not be read now; notes name what was
+missing and so was not checked
 """
 
 
@@ -57,8 +58,8 @@ reason}], notes}; notes name what was missing and so was not checked
 def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     """Compare a checkpoint's bytes with the digests taken when it was written.
 
-    Without @STEP it takes the newest one; `@all` takes every one. The exit code is 7 if there is any fault, and 4
-    if the place does not answer. Each fault names file, chunk and tensors if possible.
+    Without @STEP it takes the newest one; `@all` takes every one. The exit code is 7 if there is any fault, else 4 if
+    the place does not answer or a file cannot be read now. Each fault names file, chunk and tensors if possible.
 
     From level 2 on the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a
     substitute. Levels 3 and 4 import torch and read files twice. On a node's own disk (`shared: false`) the files
@@ -72,7 +73,9 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     ]
     if screen.json:
         screen.data("ckpt.verify", answers)
-    return 0 if all(answer["ok"] for answer in answers) else CheckpointInvalid.exit_code
+    if not all(answer["ok"] or answer["unreadable"] for answer in answers):
+        return CheckpointInvalid.exit_code
+    return Precondition.exit_code if any(answer["unreadable"] for answer in answers) else 0
 
 
 def _verify_pinned(screen: Screen, target: Target, level: int, *, alone: bool) -> dict[str, Any] | None:
@@ -96,10 +99,16 @@ def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     _show(screen, target, report, rate)
     _record_verdict(screen, target, report)
     return {
-        "name": target.name, "step": target.step, "path": target.path, "ok": report.ok, "level": report.level,
-        "bytes": report.bytes, "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3), "tier": target.tier,
+        "name": target.name, "step": target.step, "path": target.path, "ok": report.ok,
+        "unreadable": _is_unreadable(report), "level": report.level, "bytes": report.bytes,
+        "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3), "tier": target.tier,
         "faults": [_fault(fault) for fault in report.faults], "notes": list(report.notes),
     }  # fmt: skip
+
+
+def _is_unreadable(report: "Report") -> bool:
+    """Return whether every fault is a file that cannot be read now, which says nothing about the checkpoint."""
+    return not report.ok and all(fault.is_unreadable for fault in report.faults)
 
 
 def _report(target: Target, level: int, meter: Any) -> "Report":
@@ -171,7 +180,7 @@ def _record_verdict(screen: Screen, target: Target, report: "Report") -> None:
 
 
 def _show(screen: Screen, target: Target, report: "Report", rate: float) -> None:
-    word = "VALID" if report.ok else "INVALID"
+    word = "UNREADABLE" if _is_unreadable(report) else "VALID" if report.ok else "INVALID"
     read = f"{size(report.bytes)} in {report.seconds:.2f} s, {rate:.2f} GiB/s" if report.level else "sizes only"
     place = f" on {target.tier}" if target.tier not in ("", "run") else ""
     screen.say(f"{target.name}{place}: {word}  (level {report.level}; {read})")

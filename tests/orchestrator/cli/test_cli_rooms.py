@@ -20,6 +20,7 @@ from orchestrator.scheduler import available_schedulers
 from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 from trainer.contract.token_shards import TokenIndex
 
 
@@ -104,6 +105,21 @@ def test_ckpt_verify_names_file_and_chunk_of_every_fault(orch: Type, saved: tupl
     assert as_json.code == 7
     assert as_json.data[0]["faults"][0]["file"] == "__0_0.distcp"
     assert orch("ckpt", "verify", f"{run}@50").code == 0
+
+
+def test_what_cannot_be_read_now_is_not_called_invalid(orch: Type) -> None:
+    with folder_of_an_ordinary_user() as folder:
+        name = make(LocalStorage(folder), 100, nonce="0123abcd", now=time.time())
+        (folder / name / "__0_0.distcp").chmod(0)
+        denied = orch("ckpt", "verify", folder / name)
+        (row,) = orch("ckpt", "verify", folder / name, "--json").data
+        (folder / name / "__1_0.distcp").write_bytes(b"")
+        damaged = orch("ckpt", "verify", folder / name)
+    assert f"{name}: UNREADABLE" in denied.out
+    assert (denied.code, row["ok"], row["unreadable"]) == (4, False, True)
+    assert "ermission denied" in row["faults"][0]["reason"]
+    assert f"{name}: INVALID" in damaged.out
+    assert damaged.code == 7
 
 
 def test_ckpt_verify_of_a_step_that_is_not_there(orch: Type, saved: tuple[str, Path]) -> None:

@@ -55,6 +55,11 @@ def test_the_folder_of_somebody_else_is_left_to_him(monkeypatch: pytest.MonkeyPa
     assert "name a place of your own" in said
 
 
+def test_an_object_store_is_not_opened_with_a_mode() -> None:
+    said = cure(refusal(errno.EACCES, "s3://bucket/runs/step-1/__0_0.distcp"))
+    assert said.startswith("s3://bucket/runs/step-1/__0_0.distcp is in an object store: give this shell credentials")
+
+
 def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
     said = cure(refusal(errno.ENOENT, tmp_path / "a" / "b"))
     assert said.startswith(f"`mkdir -p {tmp_path / 'a'}`")

@@ -214,6 +214,7 @@ def test_an_interval_is_planned_with_the_median_of_steps_and_stalls(beside: bool
 @pytest.mark.parametrize(
     ("every", "due", "vote"),
     [("auto", 4.9, SaveVote.HOLD_BACK), ("auto", 5.0, SaveVote.NONE), (10, 0.4, SaveVote.NONE)],
+    ids=["within half", "at half", "by steps"],  # those of votes would be their values, which a planted bug changes
 )
 def test_saves_are_held_back_for_half_an_interval_before_a_stop(every: Any, due: float, vote: SaveVote) -> None:
     schedule = Job(CheckpointConfig(every=every)).save_schedule  # an automatic interval begins with ten steps

@@ -132,6 +132,9 @@ def test_hangs_mended_in_place_add_up_to_evidence() -> None:
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n1", hangs=1), NodeRecord(name="n2", hangs=2)))
     (found,) = nodes_to_exclude(None, pool, CONFIG, NOW)
     assert (found.node, found.reason, found.until) == ("n2", "ranks on n2 hung in 2 attempts", NOW + 24 * 3600)
+    fresh = NodeRecord(name="n2")
+    once = Pool(size=4, needed=2, known=(replace(fresh, hangs=fresh.hangs + 1),))
+    assert nodes_to_exclude(None, once, CONFIG, NOW) == []
 
 
 def test_a_node_that_slows_down_attempt_after_attempt_is_replaced() -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -36,10 +37,10 @@ def trained(net: Net, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def made(lazy: bool = False) -> tuple[Net, torch.optim.Optimizer, StateInventory]:
+def made(**options: Any) -> tuple[Net, torch.optim.Optimizer, StateInventory]:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
-    return net, optimizer, StateInventory(net, optimizer, rank=0, device=CPU, lazy=lazy)
+    return net, optimizer, StateInventory(net, optimizer, rank=0, device=CPU, **options)
 
 
 def expected(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -122,10 +123,10 @@ def test_every_change_of_what_is_held_is_seen() -> None:
         assert_right(net, optimizer, inventory)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_in_lazy_mode_buffers_are_those_of_the_save(lazy: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"lazy": True}], ids=["usual", "lazy"])
+def test_in_lazy_mode_buffers_are_those_of_the_save(options: dict[str, Any]) -> None:
     """The next forward pass changes them while the save still reads."""
-    net, optimizer, inventory = made(lazy)
+    net, optimizer, inventory = made(**options)
     trained(net, optimizer)
     trained(net, optimizer)
     saved = inventory.tensors()
@@ -133,9 +134,17 @@ def test_in_lazy_mode_buffers_are_those_of_the_save(lazy: bool) -> None:
     net.norm(torch.randn(8, 4))
     torch.rand(1)
     same = all(torch.equal(saved[key], kept[key]) for key in kept)
-    assert same is lazy
+    assert same is bool(options)
     assert_right(net, optimizer, inventory)
     assert any("norm.running_mean" in key for key in kept)
+
+
+def test_further_tensors_are_copied_in_lazy_mode_alone() -> None:
+    own = torch.ones(2)
+    usual, lazy = (made(more=lambda: {"own": own}, **options)[2].tensors() for options in ({}, {"lazy": True}))
+    own.zero_()
+    assert usual["own"] is own
+    assert torch.equal(lazy["own"], torch.ones(2))
 
 
 def test_the_random_generators_are_those_of_the_save() -> None:

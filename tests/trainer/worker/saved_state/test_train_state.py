@@ -1,5 +1,6 @@
 """What a rank restores, with a saver that has a checkpoint or none."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from trainer.contract.config_sections.parallel_config import ParallelConfig
 from trainer.worker.parallel import mesh
 from trainer.worker.saved_state import checkpoint_contents, object_state
+from trainer.worker.saved_state.loss_scale import FIRST, LossScale
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState
 from trainer.worker.startup.software import changed_software, software, software_facts
 
@@ -47,6 +49,18 @@ class SaverWith:
         return SimpleNamespace(step=self._step, extra=extra, absent=())
 
 
+class KeepsFacts(SaverWith):
+    """Accepts saves and keeps their facts."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__(step)
+        self.given: list[dict[str, Any]] = []
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any], *_: Any, **__: Any) -> bool:
+        self.given.append(extra)
+        return True
+
+
 @pytest.fixture(scope="module")
 def layout() -> Iterator[mesh.Layout]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -72,13 +86,13 @@ def restored(layout: mesh.Layout, step: int | None) -> tuple[list[str], nn.Linea
     return called, model
 
 
-def state_of(layout: mesh.Layout, model: nn.Module) -> TrainState:
+def state_of(layout: mesh.Layout, model: nn.Module, loss_scale: LossScale | None = None) -> TrainState:
     """That of a model without data."""
     objects = TrainObjects(
         workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
         layout=layout,
     )  # fmt: skip
-    return TrainState(objects, config_digest="", seed=1)
+    return TrainState(objects, config_digest="", seed=1, loss_scale=loss_scale)
 
 
 def test_weights_that_no_checkpoint_has_are_set(layout: mesh.Layout) -> None:
@@ -127,22 +141,27 @@ def test_positions_go_on_from_that_of_the_checkpoint(layout: mesh.Layout, facts:
     assert state.positions.next == position
 
 
+def test_the_scale_of_the_loss_goes_on_and_where_there_is_none_nothing_is_saved(layout: mesh.Layout) -> None:
+    saver = KeepsFacts(None)
+    before = state_of(layout, nn.Linear(2, 2), LossScale("float16"))
+    assert before.loss_scale.update_scale(math.inf)
+    assert before.save(saver)
+    after = state_of(layout, nn.Linear(2, 2), LossScale("float16"))
+    after.restore(SaverWith(5, loss_scale=saver.given[0]["loss_scale"]))
+    assert (after.loss_scale.scale, after.loss_scale.overflows) == (FIRST / 2, 1)
+    assert state_of(layout, nn.Linear(2, 2)).save(saver)
+    assert "loss_scale" not in saver.given[1]
+
+
 def test_further_names_of_shared_tensors_are_saved(layout: mesh.Layout) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
-    given: list[dict[str, Any]] = []
-
-    class Saver(SaverWith):
-        def save(
-            self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any], *_: Any, **__: Any
-        ) -> bool:
-            given.append(extra)
-            return True
+    saver = KeepsFacts(None)
 
     state = state_of(layout, model)
-    state.restore(Saver(None))
-    assert state.save(Saver(None))
-    assert given[0][checkpoint_contents.SHARED_NAMES] == {"1.weight": "0.weight"}
+    state.restore(saver)
+    assert state.save(saver)
+    assert saver.given[0][checkpoint_contents.SHARED_NAMES] == {"1.weight": "0.weight"}
 
 
 class ReadsAhead(NoData):

@@ -211,6 +211,9 @@ def test_what_the_kernel_refuses_without_a_reason_to_go_on_is_raised(tmp_path, m
     monkeypatch.setattr(os, "pwrite", failing(errno.ENXIO))
     with pytest.raises(OSError, match="No such device"):
         write_direct(tmp_path / "h", memory[:4096])
+    monkeypatch.setattr(os, "pwrite", failing(errno.EINVAL))  # not only of direct writes
+    with pytest.raises(OSError, match="Invalid argument"):
+        write_direct(tmp_path / "i", memory[:4096])
 
 
 def test_large_files_are_written_by_four_threads_in_blocks_of_16_mib(tmp_path, monkeypatch):

@@ -126,7 +126,8 @@ class SlurmLab:
         for node in self.nodes:
             (self.folder / "spool" / node).mkdir(exist_ok=True)
         self.folder.chmod(0o755)
-        self._ports = Ports(*_free_ports(3), nodes=tuple(_free_ports(len(self.nodes))))
+        controller, accounting, database, *nodes = _free_ports(3 + len(self.nodes))
+        self._ports = Ports(controller=controller, accounting=accounting, database=database, nodes=tuple(nodes))
         password = secrets.token_hex(16)
         self._password = password
         self.conf.write_text(slurm_conf(self.folder, self.nodes, self._ports, self.cpus) + self.extra)

@@ -28,7 +28,7 @@ def cure(error: OSError) -> str:
     if home and Path(name).is_relative_to(home) and not os.path.isdir(home):
         return f"HOME={home} is no folder: export HOME=FOLDER, or ORCH_HOME=FOLDER for orch alone; {_AGAIN}"
     place = _nearest(Path(name))
-    if error.errno in (errno.EACCES, errno.EPERM) and place == Path() != Path(name):
+    if error.errno in (errno.EACCES, errno.EPERM) and "://" in name:
         return f"{name} is in an object store: give this shell credentials that may read and write there; {_AGAIN}"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"{_permission_hint(_closed(place))}; {_AGAIN}"

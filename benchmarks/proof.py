@@ -121,7 +121,7 @@ GROUPS = (
     ),
     Group(
         title="all layouts train like one rank",
-        tests=("tests/trainer/worker/parallel/", "tests/trainer/worker/pipeline/"),
+        tests=("tests/trainer/parallel/apply/", "tests/trainer/parallel/pipeline/"),
         label="largest relative difference of 20 losses",
         figures="largest relative difference of 20 losses",
         summary=_largest,
@@ -130,8 +130,8 @@ GROUPS = (
         title="memory is as the formula predicts",
         tests=(
             "tests/trainer/worker/memory/",
-            "tests/trainer/worker/pipeline/test_stage_memory",
-            "tests/trainer/worker/parallel/test_expert_runs.py::test_peaks",
+            "tests/trainer/parallel/pipeline/test_stage_memory",
+            "tests/trainer/parallel/apply/test_expert_runs.py::test_peaks",
         ),
         label="peak of a step, measured / formula",
         figures="peak of a step",
@@ -176,7 +176,7 @@ GROUPS = (
     ),
     Group(
         title="suggestions for layouts that do not fit are accepted",
-        tests=("tests/trainer/contract/layout/", "tests/orchestrator/config/"),
+        tests=("tests/trainer/parallel/", "tests/orchestrator/config/"),
     ),
     Group(
         title="packaging and dependencies",

@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.recovery.job import BenchmarkRun, free_port
 from benchmarks.recovery.polling import lines, until
-from trainer.contract.logs.line_file import read_new_lines
+from trainer.protocol.logs.line_file import read_new_lines
 
 PATIENCE = 300.0
 _FROM = 20

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         SubmitRejected,
         WaitTimeout,
     )
-    from trainer.contract.config import JobConfig
+    from trainer.parallel.apply.mesh import Layout
+    from trainer.protocol.config import JobConfig
     from trainer.worker.data import Data, StatefulData
-    from trainer.worker.parallel.mesh import Layout
     from trainer.worker.workload import (
         BaseWorkload,
         Mean,
@@ -53,9 +53,9 @@ _HOMES = {
         "CheckpointInvalid", "ConfigError", "NotFound", "OrchError", "Precondition", "RegistryError", "RunCancelled",
         "RunFailed", "SlurmUnreachable", "SubmitRejected", "WaitTimeout",
     ),
-    "trainer.contract.config": ("JobConfig",),
+    "trainer.protocol.config": ("JobConfig",),
     "trainer.worker.data": ("Data", "StatefulData"),
-    "trainer.worker.parallel.mesh": ("Layout",),
+    "trainer.parallel.apply.mesh": ("Layout",),
     "trainer.worker.workload": (
         "BaseWorkload", "Mean", "Metric", "Rank0", "Scheduler", "Sum", "Workload", "WorkloadError", "evaluating",
     ),

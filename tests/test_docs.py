@@ -11,7 +11,7 @@ import click
 import pytest
 
 import orch
-from trainer.contract.failures.outcome import FailureKind, select_kinds
+from trainer.protocol.failures.outcome import FailureKind, select_kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -129,10 +129,10 @@ def test_a_missing_path_or_name_is_found(path: str, name: str, why: str) -> None
 @pytest.mark.parametrize(
     ("dotted", "name", "why"),
     [
-        ("trainer.worker.llama", "LlamaWorkload", ""),
+        ("trainer.models.built_in", "LlamaWorkload", ""),
         ("trainer.worker.workload.BaseWorkload", "", ""),
         ("trainer.worker", "", ""),
-        ("trainer.worker.llama", "Alpaca", "has no Alpaca"),
+        ("trainer.models.llama", "Alpaca", "has no Alpaca"),
         ("trainer.nobody.here", "", "there is no module"),
     ],
 )
@@ -179,7 +179,7 @@ def dead_keys(text: str) -> list[str]:
     """What stands between backticks like a key of a section (`spike.window=9`), and is none."""
     from orchestrator.config import keys
     from orchestrator.submission.resume_contract import IDENTITY
-    from trainer.contract.events import EventKind
+    from trainer.protocol.events import EventKind
 
     sections = {name for path in keys.every_key() for name in path[:-1]}
     others = {*IDENTITY, *map(str, EventKind), *places_of_keys()}

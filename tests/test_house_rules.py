@@ -19,14 +19,23 @@ MAY_IMPORT = {
     "trainer": {"trainer", "checkpointing"},
     "checkpointing": {"checkpointing"},
 }
-TORCH_ROOMS = ("trainer/worker/", "checkpointing/engine/")
-STANDARD_ONLY = "trainer/contract/"
+TORCH_ROOMS = ("trainer/worker/", "trainer/parallel/apply/", "trainer/models/", "checkpointing/engine/")
+STANDARD_ONLY = ("trainer/protocol/", "trainer/costs/", "trainer/parallel/")
+WALLS = {
+    "trainer/protocol/": ("trainer.protocol",),
+    "trainer/costs/": ("trainer.protocol", "trainer.costs"),
+    "trainer/parallel/": ("trainer.protocol", "trainer.costs", "trainer.parallel", "trainer.worker.reporting"),
+    "trainer/worker/": ("trainer.protocol", "trainer.costs", "trainer.parallel", "trainer.worker"),
+    "trainer/agent/": ("trainer.protocol", "trainer.costs", "trainer.agent"),
+}
+FORKS_RANKS = "trainer/agent/fork_server/server.py"
+"""Folders of `trainer/`, and what they may import of it; `trainer/models/` uses all but the agent."""
 AGENT_ROOMS = (
     "control",
     "flight",
     "processes",
     "fork_server",
-    "ranks",
+    "rank_processes",
     "nodes",
     "watch",
     "ladder",
@@ -53,18 +62,18 @@ OLD_NAMES = set(
 
 Not here: words that a JSON file or a message still bears (`warming`, `clearing`, `sightings`, `flight`).
 """
-MODELS = {"trainer/worker/llama.py", "trainer/worker/mixture_of_experts.py"}
+MODELS = {"trainer/models/llama.py", "trainer/models/mixture_of_experts.py"}
 PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 UNPICKLERS = {
     "checkpointing/format/torch_record.py": "reads one saved tensor, with stand-ins for every class",
     "checkpointing/engine/interchange/importer.py": "names the errors of torch.load; writes `.metadata`",
     "checkpointing/engine/restore/metadata_reader.py": "reads `.metadata` by an allow-list, after its digest matched",
     "checkpointing/engine/state/save_plan.py": "writes `.metadata`",
-    "checkpointing/engine/ranks/group.py": "names the error",
+    "checkpointing/engine/collectives/group.py": "names the error",
     "orchestrator/config/compose.py": "copies its own schema within the process, four times faster than deepcopy",
 }
 """Which files may import pickle, and why: files are read by allow-lists; processes never send it to each other."""
-CODEC = "trainer/contract/messages/codec.py"
+CODEC = "trainer/protocol/messages/codec.py"
 MESSAGE_TAGS, SENDERS = ("say", "do"), ("send", "send_message", "broadcast", "deliver")
 """How a message is named on the wire, which is the codec's affair, and what sends one, which takes a dataclass."""
 EDGE = "# outermost edge"
@@ -168,8 +177,19 @@ def test_torch_free_packages_import_without_torch() -> None:
 
 def test_the_contract_needs_the_standard_library_only() -> None:
     known = set(sys.stdlib_module_names) | {"trainer", "checkpointing"}
-    contract = [name for name in SOURCES if name.startswith(STANDARD_ONLY)]
+    contract = [name for name in SOURCES if name.startswith(STANDARD_ONLY) and not name.startswith(TORCH_ROOMS)]
     none_of(f"{name} imports {root}" for name in contract for root in sorted(imported_roots(trees()[name]) - known))
+
+
+def test_walls_within_the_trainer() -> None:
+    none_of(
+        f"{name} imports {module}"
+        for name, tree in trees().items()
+        for folder, allowed in WALLS.items()
+        if name.startswith(folder) and name != FORKS_RANKS
+        for module in imported_modules(tree)
+        if module.startswith("trainer.") and not module.startswith(allowed)
+    )
 
 
 def test_rooms_of_the_agent_are_entered_one_way() -> None:

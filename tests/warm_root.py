@@ -192,13 +192,13 @@ def _block(environ: Mapping[str, str]) -> bytes:
 
 def _import_all() -> None:
     """Import all that a rank, an agent, a job or a verb may need. Torch warns of an absent NumPy."""
-    from trainer.contract.config import JobConfig
+    from trainer.protocol.config import JobConfig
     from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 
     import_lazy_parts()
     import_workload(JobConfig())
     skip_absent_numpy()
-    for package in ("orchestrator", "checkpointing", "trainer.contract", "trainer.agent"):
+    for package in ("orchestrator", "checkpointing", "trainer.protocol", "trainer.agent"):
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             importlib.import_module(module.name)
     from tests.forked_writers import fork_writers

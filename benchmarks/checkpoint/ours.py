@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.checkpoint.states import BenchmarkState
 from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.format.manifest import Manifest, parse
 from checkpointing.owner import Owner
 from checkpointing.tiers.tier import RunTiers

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from benchmarks.checkpoint.rows import Measured, Setting
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.event_sink import emit_nothing
 from checkpointing.owner import Owner
 from checkpointing.tiers.tier import RunTiers

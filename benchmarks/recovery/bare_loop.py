@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.recovery.script import tell
-from trainer.contract.config import JobConfig, load
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.run_dir import RunDir
+from trainer.parallel.apply import mesh
+from trainer.protocol.config import JobConfig, load
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.run_dir import RunDir
 from trainer.worker import workload
 from trainer.worker.optimizer import learning_rate, set_learning_rate
-from trainer.worker.parallel import mesh
 from trainer.worker.startup import rendezvous as devices
-from trainer.worker.training import reduction
+from trainer.worker.train_loop import reduction
 
 
 def main(config: JobConfig, folder: Path, steps: int) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 
 from benchmarks.recovery.polling import NotInTimeError, until
-from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.logs.line_file import work_lines
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import Event, EventKind, read_events
+from trainer.protocol.logs.line_file import work_lines
+from trainer.protocol.run_dir import RunDir
 
 _OURS = ("orch-controller", "orch-agent", "orch-forkserver", "orch-rank", "orch-writer")
 

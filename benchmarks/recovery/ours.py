@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.recovery.job import BenchmarkRun, hit
 from benchmarks.recovery.polling import NotInTimeError, lines, until
-from trainer.contract.events import EventKind
+from trainer.protocol.events import EventKind
 
 _START_SECONDS, _NOTICE_SECONDS, _BACK_SECONDS = 120.0, 60.0, 60.0
 _HIT_AT = 13

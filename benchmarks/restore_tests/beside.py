@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.recovery.job import BenchmarkRun
 from benchmarks.restore_tests.sizes import ON_TWO_RANKS, run_test
-from trainer.contract.events import read_events
-from trainer.contract.logs.line_file import work_lines
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import read_events
+from trainer.protocol.logs.line_file import work_lines
+from trainer.protocol.run_dir import RunDir
 
 _SAVED, _PATIENCE = 10, 300.0
 # One early save; the run outlasts the measurement.

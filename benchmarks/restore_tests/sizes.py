@@ -11,9 +11,9 @@ from benchmarks.checkpoint.limits import BLOCK, CORES, raw_read, room
 from benchmarks.checkpoint.states import drop, warm
 from benchmarks.recovery.job import BenchmarkRun
 from checkpointing.tiers.catalog import Catalog
-from trainer.contract.logs.line_file import work_lines
-from trainer.contract.restore_test import Outcome
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.logs.line_file import work_lines
+from trainer.protocol.restore_test import Outcome
+from trainer.protocol.run_dir import RunDir
 
 RANKS = 2
 LAYOUTS = ("same", "1", "4")

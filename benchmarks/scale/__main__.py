@@ -30,11 +30,11 @@ from typing import Any
 from benchmarks.scale.table import MUST, STRETCH, report
 from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.contract.config import ClusterShape, JobConfig
-from trainer.contract.events import Event, EventKind, EventLog, read_events
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.events import Event, EventKind, EventLog, read_events
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _JOIN_SECONDS = 60.0
 _WARM_SECONDS = 5.0

@@ -21,9 +21,9 @@ from trainer.agent.flight.flight_record import CollectiveEntry, FlightRecord, Gr
 from trainer.agent.watch.hang_detector import ReportSchedule
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.sampling import STILL
-from trainer.contract.messages import agents
-from trainer.contract.messages.agents import PROTOCOL, Hello, installed_release
-from trainer.contract.ranks.progress import SECTIONS
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.agents import PROTOCOL, Hello, installed_release
+from trainer.protocol.rank_progress.progress import SECTIONS
 
 _JOIN_AT_ONCE = 100
 _SHARE = {"data": 0.05, "forward": 0.35, "backward": 0.55, "optimizer": 0.05}

@@ -12,7 +12,7 @@ import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.collectives.group import RankGroup
 
 _PATIENCE = timedelta(minutes=5)
 

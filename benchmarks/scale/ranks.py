@@ -22,7 +22,7 @@ import psutil
 from benchmarks.recovery.job import BenchmarkRun
 from benchmarks.recovery.polling import until
 from benchmarks.scale.exchange import sockets
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 TARGET = 10_000
 MOST_SOCKETS = 64

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.recovery.script import tell
 from benchmarks.training.bare_pipeline import BareStagedPasses
-from trainer.contract.config import JobConfig, load
-from trainer.contract.run_dir import RunDir
+from trainer.models.llama import Llama
+from trainer.models.parallelize import tensor_parallel
+from trainer.protocol.config import JobConfig, load
+from trainer.protocol.run_dir import RunDir
 from trainer.worker import workload
 from trainer.worker.data import TokenData
-from trainer.worker.llama import Llama
 from trainer.worker.optimizer import adamw, learning_rate, set_learning_rate
-from trainer.worker.parallel.parallelize import tensor_parallel
 from trainer.worker.startup import rendezvous as devices
 
 _CPU = torch.device("cpu")

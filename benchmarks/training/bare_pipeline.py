@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from trainer.contract.config import JobConfig
-from trainer.contract.pipeline.micro_batches import micro_batch_count, micro_batch_size
-from trainer.contract.pipeline.stage_split import split_model
-from trainer.worker.pipeline.stage import LlamaStage
+from trainer.costs.micro_batches import micro_batch_count, micro_batch_size
+from trainer.costs.stage_split import split_model
+from trainer.models.pipelined_llama import LlamaStage
+from trainer.protocol.config import JobConfig
 
 _CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.config import BY_NODE, CheckpointConfig
-from checkpointing.engine.ranks.group import Failed, World, explain, result_or_failed, start_background_thread
+from checkpointing.engine.collectives.group import Failed, World, explain, result_or_failed, start_background_thread
 from checkpointing.engine.restore.memory_tier import Memory
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer, agree_on_committed_step
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor

@@ -28,7 +28,7 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
     is kept after its shards were read and compared. The exit code is 2 if it holds something else or a changed
     shard, or if there is nothing to read.
     """
-    from trainer.contract import token_shards
+    from trainer.protocol import token_shards
 
     missing = [path for path in paths if path != token_shards.STDLIB and not Path(path).expanduser().exists()]
     if missing:

@@ -18,9 +18,9 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.config.validation import refuse_ineffective
 from orchestrator.errors import ConfigError
 from orchestrator.home import expand_home
-from trainer.contract.config import build, hash_config
-from trainer.contract.config_sections.fault_detection_config import DrillEvent
-from trainer.contract.layout.fixes import MayChange
+from trainer.parallel.layout_fixes import MayChange
+from trainer.protocol.config import build, hash_config
+from trainer.protocol.config_sections.fault_detection_config import DrillEvent
 
 
 def merge_config(values: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from orchestrator.config import yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
-from trainer.contract.config_sections.moved_keys import moved_key_names, present_path
+from trainer.protocol.config_sections.moved_keys import moved_key_names, present_path
 
 Path = tuple[str, ...]
 

@@ -16,8 +16,8 @@ from orchestrator.config import keys, redaction, yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.yaml_text import find_configs, near_file
 from orchestrator.errors import ConfigError, NotFound
-from trainer.contract.config import WorkloadConfig
-from trainer.contract.config_sections.scheduler_kinds import choices
+from trainer.protocol.config import WorkloadConfig
+from trainer.protocol.config_sections.scheduler_kinds import choices
 
 INCLUDES = "includes"
 _COMMAND_LINE = ("notify", "command")

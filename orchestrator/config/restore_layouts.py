@@ -5,7 +5,7 @@ from typing import Any
 
 from orchestrator.config.restore_tests_config import SAME
 from orchestrator.config.run_config import RunConfig
-from trainer.contract.config_sections.parallel_config import Strategy
+from trainer.protocol.config_sections.parallel_config import Strategy
 
 
 def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.contract.time_spans import parse_span
+from trainer.protocol.time_spans import parse_span
 
 OFF, NIGHTLY = "off", "nightly"
 SAME = "same"

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, with its notifications; the job reads `trainer.contract.config`."""
+"""The whole configuration of a run, with its notifications; the job reads `trainer.protocol.config`."""
 
 import re
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 from orchestrator.config.restore_tests_config import RestoreTestsConfig
 from orchestrator.states import RunState
-from trainer.contract.config import ClusterShape, JobConfig
+from trainer.protocol.config import ClusterShape, JobConfig
 
 _ADDRESS = re.compile(r"[^\s<>,;:\"'\\]+")
 _STATES = tuple(str(state) for state in RunState)

@@ -18,12 +18,12 @@ from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.recovery.elastic_policy import fitting_nodes
 from orchestrator.scheduler.job_environment import is_always_passed
 from orchestrator.scheduler.slurm import node_capacity
-from trainer.contract.config import WorkloadConfig, build
-from trainer.contract.config_sections.fault_detection_config import BETWEEN_STAGES
-from trainer.contract.layout.fixes import MayChange
-from trainer.contract.layout.problems import refusal
-from trainer.contract.program_limits import MAX_STRING_BYTES, MAX_TOTAL_BYTES, excess_bytes, total_bytes
-from trainer.contract.secrets.run_secrets import is_name
+from trainer.parallel.layout_fixes import MayChange
+from trainer.parallel.layout_problems import refusal
+from trainer.protocol.config import WorkloadConfig, build
+from trainer.protocol.config_sections.fault_detection_config import BETWEEN_STAGES
+from trainer.protocol.program_limits import MAX_STRING_BYTES, MAX_TOTAL_BYTES, excess_bytes, total_bytes
+from trainer.protocol.secrets.run_secrets import is_name
 
 
 def program_size_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:

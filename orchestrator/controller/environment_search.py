@@ -20,7 +20,7 @@ from orchestrator.scheduler.available_schedulers import usable
 from orchestrator.scheduler.scheduler_instance import SlurmInstance, is_known
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.config_sections.scheduler_kinds import SLURM
+from trainer.protocol.config_sections.scheduler_kinds import SLURM
 
 log = logging.getLogger("orch.controller")
 

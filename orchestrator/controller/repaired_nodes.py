@@ -13,7 +13,7 @@ from orchestrator.errors import ConfigError, SlurmUnreachable
 from orchestrator.registry.records import ORCH, Node, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import Scheduler
-from trainer.contract.config import build
+from trainer.protocol.config import build
 
 EVERY = 600.0
 """Seconds between checks."""

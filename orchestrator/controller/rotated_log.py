@@ -4,7 +4,7 @@ import logging
 from contextlib import closing
 from pathlib import Path
 
-from trainer.contract.logs.log_rotation import LogFile, LogsConfig
+from trainer.protocol.logs.log_rotation import LogFile, LogsConfig
 
 
 class RotatedLog(logging.Handler):

@@ -9,7 +9,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.registry.records import Attempt, Run, UserRequest
 from orchestrator.registry.store import Store
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 def stored_config(store: Store, digest: str) -> dict[str, Any]:

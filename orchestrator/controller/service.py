@@ -41,8 +41,8 @@ from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
 from orchestrator.scheduler.slurm.node_capacity import usable_nodes
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.node_identity import boot_id
+from trainer.protocol.config_sections.scheduler_kinds import LOCAL
+from trainer.protocol.node_identity import boot_id
 
 log = logging.getLogger("orch.controller")
 

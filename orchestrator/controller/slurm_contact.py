@@ -9,7 +9,7 @@ from checkpointing.storage.durable import dump_line, read_json, write_atomically
 from orchestrator.controller.leasing.lease import Holder, host_file
 from orchestrator.registry.records import Lease
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
-from trainer.contract.config_sections.scheduler_kinds import SLURM
+from trainer.protocol.config_sections.scheduler_kinds import SLURM
 
 
 @dataclass(frozen=True, kw_only=True)

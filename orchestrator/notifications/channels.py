@@ -28,8 +28,8 @@ from orchestrator.config.redaction import redacted_url
 from orchestrator.registry.records import Run, Transition
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import RunState
-from trainer.contract.config import build
-from trainer.contract.secrets.run_secrets import RunSecrets, SecretsRefused
+from trainer.protocol.config import build
+from trainer.protocol.secrets.run_secrets import RunSecrets, SecretsRefused
 
 SCHEMA = "orch.notification/1"
 _LOOK = {

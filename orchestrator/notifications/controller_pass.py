@@ -27,8 +27,8 @@ from orchestrator.notifications.channels import (
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.job_environment import Submitter
-from trainer.contract.config import build
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import build
+from trainer.protocol.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
 

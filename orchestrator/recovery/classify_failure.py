@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from orchestrator.recovery.evidence import Evidence, Role, before_cancel, earliest, scan
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.failures.outcome import (
+from trainer.protocol.failures.outcome import (
     MORE_MEMORY,
     AgentEnd,
     AttemptOutcome,

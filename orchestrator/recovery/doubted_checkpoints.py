@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from checkpointing.config import MEMORY
 from orchestrator.registry.records import Attempt, Checkpoint, Generation, RestoreTest
 from orchestrator.states import Trust, may_move
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
-from trainer.contract.restore_test import UNDECIDED, Outcome
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
+from trainer.protocol.restore_test import UNDECIDED, Outcome
 
 _LOADABLE = frozenset({Trust.COMMITTED, Trust.VERIFIED, Trust.RESTORED, Trust.SUSPECT})
 

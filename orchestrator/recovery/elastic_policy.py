@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig, Strategy
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.layout.expert_parallel import can_share
-from trainer.contract.pipeline.micro_batches import micro_batch_size, takes
-from trainer.contract.time_spans import span
+from trainer.costs.micro_batches import micro_batch_size, takes
+from trainer.parallel.expert import can_share
+from trainer.protocol.config_sections.parallel_config import ParallelConfig, Strategy
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.time_spans import span
 
 
 @dataclass(frozen=True, kw_only=True)

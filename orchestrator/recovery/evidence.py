@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, JobStatus
-from trainer.contract.cut_text import cut
-from trainer.contract.failures.failure_patterns import Meaning, log_line_meaning
-from trainer.contract.failures.outcome import AgentReport, AttemptOutcome, FailureKind
+from trainer.protocol.cut_text import cut
+from trainer.protocol.failures.failure_patterns import Meaning, log_line_meaning
+from trainer.protocol.failures.outcome import AgentReport, AttemptOutcome, FailureKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrator.registry.records import Attempt, Generation
-from trainer.contract.failures.outcome import FailureKind, Losses, select_kinds
+from trainer.protocol.failures.outcome import FailureKind, Losses, select_kinds
 
 DAY = 86400.0
 WINDOW = 90 * DAY

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from orchestrator.recovery.node_failure_rate import NODE_LOCAL, WEAK, NodeHistory, is_worse
 from orchestrator.registry.records import Notice
-from trainer.contract.config import RecoveryConfig
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.time_spans import span
+from trainer.protocol.config import RecoveryConfig
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.time_spans import span
 
 REMEMBERED = 14 * 86400.0
 """Seconds for which hangs and slowness count against a node; by then it may be repaired or moved."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from orchestrator.registry.records import Attempt
-from trainer.contract.failures.outcome import Failure, NodeBlame, select_kinds
+from trainer.protocol.failures.outcome import Failure, NodeBlame, select_kinds
 
 DAY = 86400.0
 HALF_LIFE = 7 * DAY

@@ -8,12 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 from orchestrator.registry.records import Notice
-from trainer.contract.config import RecoveryConfig
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import TRAITS, Budget, Failure, FailureKind
-from trainer.contract.failures.suspect_checkpoints import HARMLESS, NOT_BY_A_DRILL
-from trainer.contract.time_spans import stored_moment
-from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
+from trainer.protocol.command_progress import PROGRESS_SECONDS
+from trainer.protocol.config import RecoveryConfig
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import TRAITS, Budget, Failure, FailureKind
+from trainer.protocol.failures.suspect_checkpoints import HARMLESS, NOT_BY_A_DRILL
+from trainer.protocol.time_spans import stored_moment
 
 
 def attribute_drill(

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence
-from trainer.contract.failures.outcome import AgentEnd
+from trainer.protocol.failures.outcome import AgentEnd
 
 GRACE = 60.0
 """Seconds that a silent job has to react to the stop request before it is cancelled."""

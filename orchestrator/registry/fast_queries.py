@@ -12,13 +12,13 @@ from checkpointing.storage.durable import number
 from orchestrator.registry import sqlite_errors, versions
 from orchestrator.registry.records import Lease
 from orchestrator.states import Trust
-from trainer.contract.config_sections.scheduler_kinds import traits
+from trainer.protocol.config_sections.scheduler_kinds import traits
 
 _UNUSABLE = (Trust.WRITING, Trust.CORRUPT, Trust.DELETED)
 """Trust of checkpoints that a run would not resume from."""
 
 _BAD, _FINISHED = "('SUSPECT', 'CORRUPT')", "('RESTORED', 'SUSPECT', 'CORRUPT')"
-"""Values of trainer.contract.restore_test.Outcome, whose import takes 10 ms. Its other two are not verdicts."""
+"""Values of trainer.protocol.restore_test.Outcome, whose import takes 10 ms. Its other two are not verdicts."""
 
 _SAVED_AT = "SELECT coalesce(max(committed_at), 0) FROM checkpoints WHERE run = {0}.run AND name = {0}.checkpoint"
 _TESTED_AT = f"({_SAVED_AT}), {{0}}.step, {{0}}.ended_at"

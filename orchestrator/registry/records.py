@@ -75,7 +75,7 @@ class Attempt:
     last_step: int | None = None
     saved_step: int | None = None  # newest checkpoint this attempt committed
     generations: int = 0
-    failure: dict[str, Any] | None = None  # trainer.contract.failures.outcome.Failure as JSON
+    failure: dict[str, Any] | None = None  # trainer.protocol.failures.outcome.Failure as JSON
     decision: dict[str, Any] | None = None  # {action, reason}
     scheduler: str = ""  # the run's at the start of this attempt
     config_digest: str = ""  # likewise; for a smaller attempt the config derived from it
@@ -145,7 +145,7 @@ class RestoreTest:
     step: int
     begun_at: float
     ended_at: float | None = None  # time of the verdict
-    verdict: str = ""  # trainer.contract.restore_test.Outcome; empty while it is running
+    verdict: str = ""  # trainer.protocol.restore_test.Outcome; empty while it is running
     reason: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
     forced: bool = False  # requested by a person: no schedule, no budget
@@ -184,7 +184,7 @@ class Notice:
     attempt: int
     source: str  # with `seq` the event's identity within the attempt
     seq: int
-    kind: str  # trainer.contract.events.EventKind
+    kind: str  # trainer.protocol.events.EventKind
     generation: int
     time: float
     node: str = ""  # node concerned

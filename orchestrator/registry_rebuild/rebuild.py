@@ -26,10 +26,10 @@ from orchestrator.registry.sqlite_errors import ForeignDatabase
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
 from orchestrator.states import LIVE_RUNS, RunState, Trust
-from trainer.contract.config import build, hash_config
-from trainer.contract.config_sections.moved_keys import in_present_keys
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import build, hash_config
+from trainer.protocol.config_sections.moved_keys import in_present_keys
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.run_dir import RunDir
 
 log = logging.getLogger("orch.registry")
 HOLDER = "orch db rebuild"

@@ -8,10 +8,10 @@ from checkpointing.storage.durable import read_json
 from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.states import AttemptState, RunState
-from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.events import Event, EventKind, read_events
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 FRESH = 120.0
 """Seconds for which a heartbeat proves that the job is alive."""

@@ -18,7 +18,7 @@ from orchestrator.restore_tests.create import RestoreTestRequest, check_test, cr
 from orchestrator.restore_tests.due import Due, RunFacts, next_test, trained_seconds
 from orchestrator.restore_tests.record_verdicts import HOUR, VerdictRecorder
 from orchestrator.states import LIVE_RUNS, RunState, Trust
-from trainer.contract.config import build
+from trainer.protocol.config import build
 
 log = logging.getLogger("orch.controller")
 

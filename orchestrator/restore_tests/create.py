@@ -40,11 +40,11 @@ from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
-from trainer.contract import restore_test
-from trainer.contract.config import build
-from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, UNDECIDED, Outcome
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.protocol import restore_test
+from trainer.protocol.config import build
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, UNDECIDED, Outcome
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.user_code.code_record import CodeRecord
 
 _NOTE = "restore test"
 

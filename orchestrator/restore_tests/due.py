@@ -10,7 +10,7 @@ from orchestrator.config.restore_tests_config import NIGHTLY, OFF, RestoreTestsC
 from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Checkpoint, RestoreTest, Run
 from orchestrator.states import LIVE_RUNS, RunState, Trust
-from trainer.contract.restore_test import FOUND_BAD, UNDECIDED, Outcome
+from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome
 
 NIGHT = "0 3 * * *"
 ASSUMED_SECONDS = 180.0

@@ -15,10 +15,10 @@ from orchestrator.restore_tests.create import release, write_verdict
 from orchestrator.restore_tests.due import trained_seconds
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_RUNS, RunState, Trust, may_move
-from trainer.contract.config import build
-from trainer.contract.events import EventKind
-from trainer.contract.restore_test import FOUND_BAD, UNDECIDED, Outcome
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import build
+from trainer.protocol.events import EventKind
+from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome
+from trainer.protocol.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
 

@@ -1,6 +1,6 @@
 """Schedulers available on this machine: a row for each kind.
 
-Their traits are in trainer/contract/config_sections/scheduler_kinds.py. Functions import what they need when called, so
+Their traits are in trainer/protocol/config_sections/scheduler_kinds.py. Functions import what they need when called, so
 only the scheduler in use is loaded.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from orchestrator.errors import ConfigError, Precondition, SubmitRejected
 from orchestrator.scheduler.interface import JobSpec, Scheduler
 from orchestrator.scheduler.scheduler_instance import Instance, LocalInstance, SlurmInstance, unknown_instance
-from trainer.contract.config_sections.scheduler_kinds import AUTO, LOCAL, SLURM, choice_words
+from trainer.protocol.config_sections.scheduler_kinds import AUTO, LOCAL, SLURM, choice_words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.slurm.command_output import run_command
-from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.cut_text import cut
+from trainer.protocol.config_sections.scheduler_kinds import LOCAL
+from trainer.protocol.cut_text import cut
 
 ANSWER_WITHIN = 10.0
 KEEP_FOR = 10.0

@@ -12,8 +12,8 @@ from pathlib import Path
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.yaml_text import format_list_items, near_file
 from orchestrator.errors import ConfigError
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.user_command.command_progress import FOLDER_VARIABLE
+from trainer.protocol.command_progress import FOLDER_VARIABLE
+from trainer.protocol.config_sections.scheduler_kinds import traits
 
 SHELL = re.compile(r"(?:.*/)?(?:bash|sh|dash|zsh|ksh)")
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")

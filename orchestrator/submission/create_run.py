@@ -33,10 +33,10 @@ from orchestrator.states import AttemptState, RunState
 from orchestrator.submission import secret_values, user_code
 from orchestrator.submission.run_identity import identify
 from orchestrator.submission.user_code import BoundedChild, ChildAnswer, job_environment
-from trainer.contract.config import WorkloadConfig
-from trainer.contract.run_dir import RunDir
-from trainer.contract.token_shards import INDEX_NAME, TokenIndex, TokensError, prepare_under
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.protocol.config import WorkloadConfig
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.token_shards import INDEX_NAME, TokenIndex, TokensError, prepare_under
+from trainer.protocol.user_code.code_record import CodeRecord
 
 
 def refuse_shared(root: Path) -> None:

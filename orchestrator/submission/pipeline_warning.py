@@ -1,7 +1,7 @@
 """Warning about a pipeline with too few micro-batches, whose ranks wait for each other."""
 
 from orchestrator.config.run_config import RunConfig
-from trainer.contract.pipeline.micro_batches import too_few
+from trainer.costs.micro_batches import too_few
 
 
 def few_micro_batches(config: RunConfig) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.config.compose import diff
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.near_words import did_you_mean, nearest
-from trainer.contract.user_code.code_record import (
+from trainer.protocol.user_code.code_record import (
     CodeDecision,
     CodeRecord,
     Occasion,
@@ -20,7 +20,7 @@ from trainer.contract.user_code.code_record import (
     judge_code,
     shorten,
 )
-from trainer.contract.user_code.installed_packages import COMPUTING, normalize_names
+from trainer.protocol.user_code.installed_packages import COMPUTING, normalize_names
 
 
 class Rule(StrEnum):

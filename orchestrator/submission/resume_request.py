@@ -45,12 +45,12 @@ from orchestrator.submission.resume_contract import (
 )
 from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
-from trainer.contract.config import build
-from trainer.contract.failures.outcome import select_kinds
-from trainer.contract.run_dir import RunDir
-from trainer.contract.token_shards import INDEX_NAME
-from trainer.contract.user_code.code_record import CodeRecord
-from trainer.contract.user_code.record_code import read_again, read_packages_again
+from trainer.protocol.config import build
+from trainer.protocol.failures.outcome import select_kinds
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.token_shards import INDEX_NAME
+from trainer.protocol.user_code.code_record import CodeRecord
+from trainer.protocol.user_code.record_code import read_again, read_packages_again
 
 _FIXED_BY_CODE = select_kinds(lambda traits: traits.fixed_by_code)
 

@@ -16,10 +16,10 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.job_environment import SECRET, Submitter
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
-from trainer.contract.config_sections.scheduler_kinds import SLURM
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord, printable
-from trainer.contract.user_code.installed_packages import find_site_folders, read_versions
-from trainer.contract.user_code.record_code import record_named
+from trainer.protocol.config_sections.scheduler_kinds import SLURM
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord, printable
+from trainer.protocol.user_code.installed_packages import find_site_folders, read_versions
+from trainer.protocol.user_code.record_code import record_named
 
 DIFF_LIMIT = 256 * 1024
 """Bytes of an uncommitted diff that are kept; its digest covers all of it."""

@@ -11,9 +11,9 @@ from orchestrator.config.compose import Composed, flat, without_secrets
 from orchestrator.config.redaction import redacted_url
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, Precondition
-from trainer.contract.run_dir import RunDir
-from trainer.contract.secrets.run_secrets import RunSecrets, SecretsRefused, export_command, read_list
-from trainer.contract.secrets.secret_redaction import Redactor
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.secrets.run_secrets import RunSecrets, SecretsRefused, export_command, read_list
+from trainer.protocol.secrets.secret_redaction import Redactor
 
 
 @dataclass(frozen=True, kw_only=True)

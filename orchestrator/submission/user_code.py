@@ -23,12 +23,12 @@ from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.submission.command_script import check_command
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.secrets import run_secrets
-from trainer.contract.secrets.secret_redaction import in_use
-from trainer.contract.user_code.code_record import CodeRecord
-from trainer.contract.user_code.import_search import ImportSearch, shadowing_file
-from trainer.contract.user_code.record_code import named_tops
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.secrets import run_secrets
+from trainer.protocol.secrets.secret_redaction import in_use
+from trainer.protocol.user_code.code_record import CodeRecord
+from trainer.protocol.user_code.import_search import ImportSearch, shadowing_file
+from trainer.protocol.user_code.record_code import named_tops
 
 NOTED_AFTER = 2.0
 """Seconds of waiting after which the user sees a note about the check."""

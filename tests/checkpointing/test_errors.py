@@ -2,7 +2,7 @@
 
 import pytest
 
-from checkpointing.engine.ranks.peer_codec import decode, encode
+from checkpointing.engine.collectives.peer_codec import decode, encode
 from checkpointing.errors import CheckpointRefused, NothingFits, NothingIntact, NothingVerifies, nothing_verifies
 
 DAMAGED = CheckpointRefused("step-2", "digest differs")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.end_to_end.printing_program import line
 from tests.end_to_end.user import User, assert_gone
-from trainer.contract.logs.log_rotation import log_files
+from trainer.protocol.logs.log_rotation import log_files
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 PROGRAM = Path(__file__).with_name("printing_program.py")

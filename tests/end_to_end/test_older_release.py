@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.user import User
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 PACKED = Path(__file__).parent / "older_release" / "run.tar.xz"
 INSTALL = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ import psutil
 
 from tests.trainer.agent.warm_agents import WarmAgents
 from tests.warm_programs import run_orch
-from trainer.contract.logs.line_file import work_lines
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.logs.line_file import work_lines
+from trainer.protocol.run_dir import RunDir
 
 SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=1", "parallel.tp=1", "recovery.backoff=0.2", "train.steps=30",

@@ -5,12 +5,12 @@ import json
 from checkpointing.format.commit import checkpoint_name
 from orchestrator.scheduler.interface import JobSpec
 from tests.fakes.model_clock import FakeClock
-from trainer.contract.config import load
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, ExitCode, Failure
-from trainer.contract.launch_token import LaunchToken, holds
-from trainer.contract.requests import RequestKind, pending
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import load
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, ExitCode, Failure
+from trainer.protocol.launch_token import LaunchToken, holds
+from trainer.protocol.requests import RequestKind, pending
+from trainer.protocol.run_dir import RunDir
 
 GO_TIMEOUT = 120.0
 STEP_SECONDS = 1.0

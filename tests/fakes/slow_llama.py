@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.contract.config import JobConfig
+from trainer.models.built_in import LlamaWorkload
+from trainer.parallel.apply.mesh import Layout
+from trainer.protocol.config import JobConfig
 from trainer.worker.data import TokenData
-from trainer.worker.llama import LlamaWorkload
-from trainer.worker.parallel.mesh import Layout
 
 
 class SlowLlama(LlamaWorkload):

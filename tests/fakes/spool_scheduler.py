@@ -1,7 +1,7 @@
 """A third scheduler, as somebody would add it: jobs of a spool that is this host's own, started by its daemon.
 
 It borrows how local jobs are started; what makes it a scheduler of its own is its name, its instance and its rows in
-trainer/contract/config_sections/scheduler_kinds.py and orchestrator/scheduler/available_schedulers.py.
+trainer/protocol/config_sections/scheduler_kinds.py and orchestrator/scheduler/available_schedulers.py.
 """
 
 import socket

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tests.end_to_end.user import User, assert_exact
-from trainer.contract.events import Event, EventKind, read_events
+from trainer.protocol.events import Event, EventKind, read_events
 
 STEPS, EVERY, AT = 120, 20, 50
 """Steps of a run, steps between two saves, and the step at which something happens."""

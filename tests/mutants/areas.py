@@ -8,8 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 AREAS = {
-    "training": ("trainer/worker/training",),
-    "parallel": ("trainer/worker/parallel", "trainer/worker/pipeline", "trainer/worker/mixture_of_experts.py"),
+    "training": ("trainer/worker/train_loop",),
+    "parallel": ("trainer/parallel/apply", "trainer/parallel/apply", "trainer/models/mixture_of_experts.py"),
     "saved_state": ("trainer/worker/saved_state",),
     "recovery": ("orchestrator/recovery",),
     "commit": (

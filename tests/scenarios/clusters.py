@@ -13,7 +13,7 @@ from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock
 from tests.fakes.model_slurm import ModelSlurm
 from tests.scenarios.world import config
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 A, B = "lab@login1:6817/aaaaaaaa", "lab@login1:6818/bbbbbbbb"
 TTL = 60.0

@@ -15,7 +15,7 @@ from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.registry.newer_record import record_newer_attempt
 from tests.scenarios.world import World, training
-from trainer.contract.launch_token import LaunchToken
+from trainer.protocol.launch_token import LaunchToken
 
 
 def test_a_paused_controller_cannot_act_after_another_took_over(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from orchestrator.states import RunState
 from tests.scenarios import test_traces
 from tests.scenarios.trace import Trace
 from tests.scenarios.world import World, checked_store, config, training
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.launch_token import LaunchToken
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.launch_token import LaunchToken
 
 PATIENCE = 120.0
 

@@ -6,7 +6,7 @@ from orchestrator.registry.records import UNTIL_RELEASED
 from orchestrator.states import RunState
 from tests.fakes.model_slurm import SlurmFaults
 from tests.scenarios.world import World, training
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 
 def exclude(world: World, node: str, until: float, reason: str = "node_lost in other-1/1") -> None:

@@ -9,7 +9,7 @@ from orchestrator.states import RunState
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.fakes.model_agents import ModelAgents
 from tests.scenarios.world import World, config, moves, training
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 MIB = 1 << 20
 FAILING = "saves failing since step 10: disk full (/r/checkpoints)"

@@ -14,7 +14,7 @@ from orchestrator.states import RunState
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_slurm import ModelJob
 from tests.scenarios.world import World, config
-from trainer.contract.failures.outcome import FailureKind
+from trainer.protocol.failures.outcome import FailureKind
 
 FOREVER: dict[str, Any] = config(steps=4000)
 

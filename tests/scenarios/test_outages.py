@@ -10,7 +10,7 @@ from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.outages import PASSING_REFUSALS
 from tests.scenarios.clusters import A, B, Clusters
 from tests.scenarios.world import World, config, training
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 HOUR = 3600.0
 MEMORY = Path("/dev/shm")

@@ -8,7 +8,7 @@ from orchestrator.recovery.classify_failure import LOST_AFTER, RECORD_WITHIN
 from orchestrator.states import AttemptState, RunState
 from tests.fakes.model_slurm import ModelJob, SlurmFaults
 from tests.scenarios.world import World, config, training
-from trainer.contract.failures.outcome import FailureKind
+from trainer.protocol.failures.outcome import FailureKind
 
 
 def requeued(world: World, point: str) -> None:

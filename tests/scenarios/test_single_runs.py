@@ -11,11 +11,11 @@ from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Notice
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, moves, training
-from trainer.contract.config import load
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.requests import RequestKind, pending
+from trainer.protocol.config import load
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.requests import RequestKind, pending
 
 
 def test_a_quiet_run_goes_from_intent_to_succeeded(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.states import RunState
 from tests.fakes.model_slurm import SlurmFaults
 from tests.scenarios.world import World, config, training
-from trainer.contract.config import load
+from trainer.protocol.config import load
 
 
 def test_cancel_saves_first_and_is_answered_when_the_job_is_gone(tmp_path: Path) -> None:

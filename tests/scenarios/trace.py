@@ -13,7 +13,7 @@ from orchestrator.states import ENDED_RUNS, RunState
 from tests.fakes.model_slurm import REWRITES, ModelJob, SlurmFaults
 from tests.fakes.outages import PASSING_REFUSALS
 from tests.scenarios.world import World, config
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 BAD_TURNS = 60
 """Turns of controller and cluster with faults, before the weather clears; outages go on until their own time."""

@@ -20,10 +20,10 @@ from tests.fakes.hung_files import HungFiles
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock
 from tests.fakes.outages import OutageSlurm
-from trainer.contract.config import RecoveryConfig
-from trainer.contract.events import EventLog
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import RecoveryConfig
+from trainer.protocol.events import EventLog
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.run_dir import RunDir
 
 
 class Killed(BaseException):

@@ -15,7 +15,7 @@ import pytest
 from tests.end_to_end.user import SLOW_WORKLOAD, TINY
 from tests.security.people import ROOT, Town, town
 from trainer.agent.control.tcp_transport import hello_seal, new_nonce
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 SMALL = [
     "cluster.kind=local", "cluster.nodes=1", "cluster.ranks_per_node=1", "parallel.dp_shard=0", "parallel.tp=1",

@@ -6,7 +6,7 @@ import pytest
 
 from tests.end_to_end.user import User, assert_no_step_twice_at_once
 from tests.slurm.lab import SlurmLab
-from trainer.contract.events import Event, EventKind, read_events
+from trainer.protocol.events import Event, EventKind, read_events
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multi, pytest.mark.timeout(400)]
 SMALL = [

@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end.user import User
 from tests.slurm.lab import SlurmLab
-from trainer.contract.rank_readings import RankReadings
+from trainer.protocol.rank_readings import RankReadings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.proof, pytest.mark.multi, pytest.mark.timeout(400)]
 INTERLEAVED = "SwitchName=s1 Nodes=n1,n3\nSwitchName=s2 Nodes=n2,n4\nSwitchName=top Switches=s1,s2\n"

@@ -15,7 +15,7 @@ from tests.warm_children import order_program
 from trainer.agent import main as agent
 from trainer.agent.fork_server import server
 from trainer.agent.fork_server.link import ForkServerLink
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.run_dir import AttemptDir
 
 QUIET = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """What ForkServerLink sets: a process with threads must not fork."""

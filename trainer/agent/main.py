@@ -36,19 +36,19 @@ from trainer.agent.processes.background_tasks import (
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.agent.watch.root_cause import signal_name
-from trainer.contract.config import JobConfig, config_digest, load
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import AgentEnd, ExitCode
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.logs.line_file import LineFile
-from trainer.contract.logs.log_rotation import LogsConfig
-from trainer.contract.messages.agents import PROTOCOL, Hello, installed_release
-from trainer.contract.node_identity import NodeIdentity, discover
-from trainer.contract.ranks.progress import STEP_SIGNALS
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secrets import run_secrets
-from trainer.contract.secrets.secret_redaction import in_use
+from trainer.protocol.config import JobConfig, config_digest, load
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import AgentEnd, ExitCode
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.logs.line_file import LineFile
+from trainer.protocol.logs.log_rotation import LogsConfig
+from trainer.protocol.messages.agents import PROTOCOL, Hello, installed_release
+from trainer.protocol.node_identity import NodeIdentity, discover
+from trainer.protocol.rank_progress.progress import STEP_SIGNALS
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.secrets import run_secrets
+from trainer.protocol.secrets.secret_redaction import in_use
 
 _WRITABLE_BY_OTHERS = 0o022
 

@@ -19,20 +19,20 @@ from trainer.agent.processes import background_tasks, process_tree
 from trainer.agent.processes.background_tasks import SupervisedTasks, describe_error
 from trainer.agent.processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.ranks import fault_injection, kill_ranks
-from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
-from trainer.agent.ranks.rank_exit import ExitInfo, ExitReports, decode_shell_exit, exit_report
+from trainer.agent.rank_processes import fault_injection, kill_ranks
+from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
+from trainer.agent.rank_processes.rank_exit import ExitInfo, ExitReports, decode_shell_exit, exit_report
 from trainer.agent.watch.hang_detector import ReportSchedule
 from trainer.agent.watch.root_cause import exit_words, signal_name
 from trainer.agent.watch.sampling import Sampler, no_writer
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import AgentEnd, ExitCode
-from trainer.contract.messages import agents, fork_server
-from trainer.contract.messages.ranks import Saves, Speeds, Store
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import AgentEnd, ExitCode
+from trainer.protocol.messages import agents, fork_server
+from trainer.protocol.messages.ranks import Saves, Speeds, Store
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _LOOK_SECONDS, _MAX_STARTUP_FAILURES = 0.1, 3
 

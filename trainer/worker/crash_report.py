@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.contract.failures.missing_installation import describe_missing
-from trainer.contract.failures.outcome import ExitCode, RankOutcome, legible
-from trainer.contract.messages.ranks import ReportedEnd
-from trainer.contract.ranks.progress import ProgressCell
-from trainer.contract.ranks.rank_messages import RankSpec, append_outcome, send_message
-from trainer.contract.run_dir import RunDir
-from trainer.contract.secrets.secret_redaction import in_use
+from trainer.protocol.failures.missing_installation import describe_missing
+from trainer.protocol.failures.outcome import ExitCode, RankOutcome, legible
+from trainer.protocol.messages.ranks import ReportedEnd
+from trainer.protocol.rank_progress.progress import ProgressCell
+from trainer.protocol.rank_progress.rank_messages import RankSpec, append_outcome, send_message
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.secrets.secret_redaction import in_use
 from trainer.worker import workload
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.secondary_failure import is_secondary_failure
 from trainer.worker.reporting.stderr_best_effort import flush, write_stderr
 from trainer.worker.startup.rendezvous import is_node_fault
-from trainer.worker.training.spikes import BadStep
+from trainer.worker.train_loop.spikes import BadStep
 
 _MAX_MESSAGE, _MAX_TRACEBACK = 8000, 1 << 18
 """Maximum characters kept of an exception's message and traceback: a message may contain a whole data set."""

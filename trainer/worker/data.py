@@ -7,9 +7,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from trainer.contract.config import TrainConfig
-from trainer.contract.layout.problems import batch_problems
-from trainer.contract.token_shards import TokenIndex
+from trainer.parallel.layout_problems import batch_problems
+from trainer.protocol.config import TrainConfig
+from trainer.protocol.token_shards import TokenIndex
 
 _ROUNDS = 6
 _MASK = (1 << 64) - 1

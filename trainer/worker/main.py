@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import setproctitle
 from torch import nn
@@ -19,18 +19,17 @@ from checkpointing.owner import Owner
 from checkpointing.storage.backends import open_storage
 from checkpointing.storage.trusted_path import pin_path
 from checkpointing.tiers.tier import RunTiers, one_folder, resolve_tiers
-from trainer.contract.config import JobConfig, load
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.launch_token import LaunchToken, holds
-from trainer.contract.ranks.progress import Phase, ProgressCell, StopReason
-from trainer.contract.ranks.rank_messages import RankSpec, report_saves
-from trainer.contract.restore_test import read_order
-from trainer.contract.run_dir import RunDir
-from trainer.contract.secrets.secret_redaction import in_use
+from trainer.parallel.apply import mesh
+from trainer.protocol.config import JobConfig, load
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.launch_token import LaunchToken, holds
+from trainer.protocol.rank_progress.progress import Phase, ProgressCell, StopReason
+from trainer.protocol.rank_progress.rank_messages import RankSpec, report_saves
+from trainer.protocol.restore_test import read_order
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.secrets.secret_redaction import in_use
 from trainer.worker import crash_report, workload
 from trainer.worker.data import with_position
-from trainer.worker.llama import Llama, LlamaWorkload
-from trainer.worker.parallel import mesh
 from trainer.worker.reporting import flight_recorder
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.phase_tracker import ProgressTicker
@@ -69,7 +68,6 @@ def seconds_left(
 if TYPE_CHECKING:
     from checkpointing.engine.checkpointer import Checkpointer
     from checkpointing.writer.link import WriterLink
-    from trainer.worker.pipeline.pipelined_llama import PipelinedLlama
 
 
 def rank_main(spec: RankSpec) -> int:
@@ -160,14 +158,7 @@ def _model(
         if not any(module.training for module in own.modules()):  # as `from_pretrained` returns it
             own.train()
         return own, None
-    model: Llama | PipelinedLlama
-    if layout.sizes.pp > 1:
-        from trainer.worker.pipeline.pipelined_llama import pipelined_llama  # torch's pipelining is slow to import
-
-        model = pipelined_llama(config, layout)
-    else:
-        assert isinstance(made, LlamaWorkload)
-        model = made.shard(made.build_model(), layout)
+    model = cast(Any, made).build_sharded(layout)
     return model, partial(model.set_initial_weights, config.train.seed)
 
 
@@ -207,7 +198,7 @@ def _checkpointer(
     """Return the run's checkpointer, fenced by the attempt's GO."""
     spec, config, run_dir = session.spec, session.config, session.run_dir
     from checkpointing.engine.checkpointer import Checkpointer
-    from checkpointing.engine.ranks.group import World
+    from checkpointing.engine.collectives.group import World
     from checkpointing.engine.restore.restorer import RestoreOptions
 
     go = session.attempt.go

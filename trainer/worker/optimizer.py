@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import optimizer as of_torch
 from torch.optim.adamw import adamw as torch_adamw
 
-from trainer.contract.config import OptimizerConfig
-from trainer.contract.config_sections.parallel_config import HOST_COPY_BYTES
-from trainer.worker.mixture_of_experts import Experts
-from trainer.worker.parallel.gradient_buckets import like_own_part, own_part
+from trainer.parallel.apply.expert_parallel import ExpertStacks
+from trainer.parallel.apply.gradient_buckets import like_own_part, own_part
+from trainer.protocol.config import OptimizerConfig
+from trainer.protocol.config_sections.parallel_config import HOST_COPY_BYTES
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -97,7 +97,7 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
     `on_host`: keep its state and run its step in host memory.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    stacks = {id(p) for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
+    stacks = {id(p) for module in model.modules() if isinstance(module, ExpertStacks) for p in module.parameters()}
     groups = [
         {
             "params": [p for p in parameters if p.ndim >= 2 and id(p) not in stacks],

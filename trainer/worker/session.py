@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.contract import skipped_batches
-from trainer.contract.config import JobConfig, config_digest
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.ranks.progress import Phase, ProgressCell
-from trainer.contract.ranks.rank_messages import RankSpec
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.parallel.apply.gradient_buckets import CannotAverage
+from trainer.protocol import skipped_batches
+from trainer.protocol.config import JobConfig, config_digest
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.rank_progress.progress import Phase, ProgressCell
+from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.worker.data import unwrap_data
 from trainer.worker.optimizer import learning_rate, set_learning_rate
-from trainer.worker.parallel.gradient_buckets import CannotAverage
 from trainer.worker.reporting.metrics import Journal, StepFigures
 from trainer.worker.reporting.phase_tracker import ProgressLog, phase_tracker
 from trainer.worker.reporting.rank_comparison import RankComparison
@@ -29,10 +29,10 @@ from trainer.worker.saved_state.loss_scale import LossScale
 from trainer.worker.saved_state.rng_state import seed_by_data
 from trainer.worker.saved_state.train_state import RankCheckpointer, TrainObjects, TrainState
 from trainer.worker.startup.late_code import record_late_code
-from trainer.worker.training.drill import Drill
-from trainer.worker.training.loop import Loop, LoopServices
-from trainer.worker.training.save_schedule import SaveSchedule
-from trainer.worker.training.spikes import SpikeDetector
+from trainer.worker.train_loop.drill import Drill
+from trainer.worker.train_loop.loop import Loop, LoopServices
+from trainer.worker.train_loop.save_schedule import SaveSchedule
+from trainer.worker.train_loop.spikes import SpikeDetector
 from trainer.worker.workload import WorkloadError
 
 OnSoftware = Callable[[int, dict[str, Any], dict[str, int]], None]

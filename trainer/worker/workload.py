@@ -18,15 +18,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from trainer.contract.config import JobConfig, WorkloadConfig
-from trainer.contract.pipeline.micro_batches import micro_batch_size
-from trainer.contract.ranks.progress import Phase
-from trainer.contract.token_shards import TokensError
+from trainer.costs.micro_batches import micro_batch_size
+from trainer.parallel.apply.data_parallel import apply_data_parallel, offloads_optimizer
+from trainer.parallel.apply.fsdp_units import CannotShard, fsdp_units
+from trainer.parallel.apply.mesh import Layout
+from trainer.protocol.config import JobConfig, WorkloadConfig
+from trainer.protocol.rank_progress.progress import Phase
+from trainer.protocol.token_shards import TokensError
 from trainer.worker.data import Data, StatefulData, TokenData
 from trainer.worker.optimizer import HostAdamW, adamw
-from trainer.worker.parallel.data_parallel import apply_data_parallel, offloads_optimizer
-from trainer.worker.parallel.fsdp_units import CannotShard, fsdp_units
-from trainer.worker.parallel.mesh import Layout
 from trainer.worker.reporting.phase_tracker import current_tracker
 
 Number = float | int | torch.Tensor

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.collectives.group import RankGroup
 from checkpointing.engine.restore.read_buffers import ReadBuffers
 from checkpointing.format.read_plan import Shard, Strip
 

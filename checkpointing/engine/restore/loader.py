@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from checkpointing.engine.ranks.group import (
+from checkpointing.engine.collectives.group import (
     Failed,
     RankGroup,
     explain,
@@ -27,7 +27,7 @@ from checkpointing.engine.ranks.group import (
     result_or,
     result_or_failed,
 )
-from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.exchange import Readers, Send, assign, exchange, gather
 from checkpointing.engine.restore.read_buffers import ChunkReader, Lend, ReadBuffers, threads
 from checkpointing.engine.restore.source import (

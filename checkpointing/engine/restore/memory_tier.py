@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.collectives.group import RankGroup
 from checkpointing.engine.restore.loader import Loaded, RankLoad, ReadResult, on_all_ranks
 from checkpointing.engine.restore.read_buffers import ChunkReader, ReadBuffers
 from checkpointing.engine.restore.saved_layout import PlannedFiles, SavedLayout, owners

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from checkpointing.engine.ranks.group import Failed, World, result_or_failed
+from checkpointing.engine.collectives.group import Failed, World, result_or_failed
 from checkpointing.engine.restore.loader import differing_tensors, saved_fingerprints
 from checkpointing.engine.restore.restorer import Restored, Restorer
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from checkpointing.config import MEMORY
-from checkpointing.engine.ranks.group import Failed, RankGroup, result_or, result_or_failed
-from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.collectives.group import Failed, RankGroup, result_or, result_or_failed
+from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.foreign_dcp import build_source, describe, foreign_names, parse_step
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks, to_refusal
 from checkpointing.engine.restore.memory_tier import Memory

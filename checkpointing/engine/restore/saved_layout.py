@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing.engine.ranks.group import RankGroup
-from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.collectives.group import RankGroup
+from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.exchange import Readers
 from checkpointing.engine.restore.source import local_box
 from checkpointing.format.manifest import INDEX, Index, Manifest, Piece, TensorInfo

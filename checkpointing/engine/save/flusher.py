@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.engine.ranks.group import FAILURES, RankGroup, explain, start_background_thread
+from checkpointing.engine.collectives.group import FAILURES, RankGroup, explain, start_background_thread
 from checkpointing.engine.save.transfer import (
     BoundedTier,
     FileCopier,

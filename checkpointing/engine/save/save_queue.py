@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from checkpointing.engine.ranks.group import (
+from checkpointing.engine.collectives.group import (
     FAILURES,
     Failed,
     RankGroup,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from checkpointing.engine.ranks.group import Failed, RankGroup, result_or_failed
+from checkpointing.engine.collectives.group import Failed, RankGroup, result_or_failed
 from checkpointing.engine.state.plausibility import InspectionReport, PlausibilityJudge, StateJudgement
 from checkpointing.engine.state.save_plan import AgreedPlan
 from checkpointing.engine.state.staging import Bucket, Staged

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from checkpointing.engine.ranks.group import RankGroup, explain, result_or
-from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.collectives.group import RankGroup, explain, result_or
+from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import Commit, parse_name, seal
 from checkpointing.format.manifest import FileEntry, Manifest

@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.state.fingerprints import PieceSpec, blocks, combine, weighted_sums, word_type
 from checkpointing.engine.state.layout import Item
 

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from checkpointing.engine.ranks.group import Failed, RankGroup, result_or_failed
-from checkpointing.engine.ranks.peer_codec import peer_message
+from checkpointing.engine.collectives.group import Failed, RankGroup, result_or_failed
+from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.state.layout import FileLayout, FileSpan, Item, Part, Share, lay_out, lay_out_in_buckets
 from checkpointing.format.commit import Places, assign_places
 from checkpointing.format.manifest import Index, Piece, TensorInfo, parse_index

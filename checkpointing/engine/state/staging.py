@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing.engine.ranks.group import FAILURES, Failed, start_background_thread
+from checkpointing.engine.collectives.group import FAILURES, Failed, start_background_thread
 from checkpointing.engine.state.fingerprints import digest_replicas
 from checkpointing.engine.state.layout import Item, Part
 from checkpointing.engine.state.save_plan import AgreedPlan

@@ -13,8 +13,8 @@ from orchestrator.controller.leasing.lease import LeaseState, displayed_state, h
 from orchestrator.controller.run_dirs.run_folder import foreign_reason
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.run_dir import RunDir
 
 ASK_WITHIN = 2.0
 """Seconds to wait for a file system. A hung one must not block a status query."""

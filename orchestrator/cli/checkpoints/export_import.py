@@ -61,8 +61,8 @@ def export(
     _warn_if_doubted(screen, chosen)
     verify.prepare()
     from checkpointing.errors import CheckpointError
-    from trainer.worker.interchange.checkpoint_export import ExportRequest
-    from trainer.worker.interchange.checkpoint_export import export as write
+    from trainer.models.checkpoint_export import ExportRequest
+    from trainer.models.checkpoint_export import export as write
 
     order = ExportRequest(
         to=to, folder=folder.resolve(), dtype=dtype, with_optimizer=with_optimizer, run=chosen.run, config=chosen.config
@@ -227,7 +227,7 @@ def _require_weights(given: str, place: Path) -> None:
 
 
 def _open_weights(place: Path) -> AbstractContextManager[Any]:
-    from trainer.worker.interchange.weights_import import open_source  # torch
+    from trainer.models.weights_import import open_source  # torch
 
     return nullcontext(open_source(place))
 

@@ -26,7 +26,7 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, size
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, AttemptState, Trust
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 if TYPE_CHECKING:
     from orchestrator.registry.records import Attempt, Lease, Run

@@ -42,7 +42,7 @@ def bring(
     """
     verify.prepare()
     from checkpointing.errors import CheckpointError
-    from trainer.worker.interchange import weights_import
+    from trainer.models import weights_import
     from trainer.worker.workload import WorkloadError
 
     try:
@@ -65,7 +65,7 @@ def bring(
 
 
 def _does_not_fit(where: str, complaints: list[tuple[str, str]]) -> ConfigError:
-    from trainer.worker.interchange.weights_import import overrides
+    from trainer.models.weights_import import overrides
 
     lines = [what for what, _ in complaints[:SHOWN]]
     lines += [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []

@@ -24,7 +24,7 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.registry.records import RestoreTest
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 if TYPE_CHECKING:
     from checkpointing.storage.backends import Storage

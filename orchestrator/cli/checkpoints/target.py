@@ -14,7 +14,7 @@ from orchestrator.cli.checkpoints.tiers import Tier, own_and_others, own_checkpo
 from orchestrator.cli.runs.status import restore_test_again
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.states import Trust
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 if TYPE_CHECKING:
     from checkpointing.tiers.catalog import Entry

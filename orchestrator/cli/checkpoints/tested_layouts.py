@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from orchestrator.config.restore_tests_config import SAME
 from orchestrator.registry.records import RestoreTest
 from orchestrator.states import Trust
-from trainer.contract.restore_test import UNDECIDED, Outcome
+from trainer.protocol.restore_test import UNDECIDED, Outcome
 
 BY_A_TEST = "restore test "
 """Prefix of a trust's reason that comes from a restore test, and of the note of a pin that a restore test holds."""

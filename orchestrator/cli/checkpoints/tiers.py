@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
-from trainer.contract import config as job_config
-from trainer.contract.run_dir import RunDir
+from trainer.protocol import config as job_config
+from trainer.protocol.run_dir import RunDir
 
 if TYPE_CHECKING:
     from checkpointing.config import TierConfig

@@ -21,7 +21,7 @@ from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import controller_log, registry_path
 from orchestrator.scheduler.available_schedulers import lease_key
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.config_sections.scheduler_kinds import choices
+from trainer.protocol.config_sections.scheduler_kinds import choices
 
 ALIVE_WITHIN = 30.0
 """Seconds within which a new controller must acquire the lease."""

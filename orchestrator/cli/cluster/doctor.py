@@ -23,7 +23,7 @@ from orchestrator.scheduler.slurm.node_capacity import (
     read_nodes,
     shortfall,
 )
-from trainer.contract.config_sections.scheduler_kinds import SLURM
+from trainer.protocol.config_sections.scheduler_kinds import SLURM
 
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 ANSWER_WITHIN = 10.0

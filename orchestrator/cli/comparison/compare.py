@@ -30,7 +30,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=*#%@"
 """Characters from the lowest to the highest loss; the second set for terminals that cannot show the first."""

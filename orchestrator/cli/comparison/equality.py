@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import number, open_regular
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 def metrics_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -10,7 +10,7 @@ from orchestrator.errors import OrchError
 from orchestrator.home import registry_path
 from orchestrator.registry import fast_queries
 from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
-from trainer.contract.config_sections.scheduler_kinds import choices
+from trainer.protocol.config_sections.scheduler_kinds import choices
 
 VARIABLE = "_ORCH_COMPLETE"
 """Set by the completion scripts to the command line up to the cursor; the program then only prints candidates."""

@@ -20,9 +20,9 @@ from orchestrator.cli.terminal.argument_types import NonEmptyPath, timeout_optio
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, decimal
 from orchestrator.errors import ConfigError, RunFailed
-from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.events import Event, EventKind
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config_sections.scheduler_kinds import LOCAL
+from trainer.protocol.events import Event, EventKind
+from trainer.protocol.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

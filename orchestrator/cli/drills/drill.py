@@ -20,10 +20,10 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
 from orchestrator.near_words import hint_with_choices, nearest
-from trainer.contract.config import JobConfig
-from trainer.contract.config_sections.fault_detection_config import KINDS
-from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.fault_detection_config import KINDS
+from trainer.protocol.config_sections.scheduler_kinds import LOCAL
+from trainer.protocol.run_dir import RunDir
 
 STEP = 25
 """Step of the demo at which a rank is hit."""
@@ -177,7 +177,7 @@ def _in_a_demo(
 def _data_beside(folder: Path) -> tuple[str, ...]:
     """Return settings that keep the demo's data off the small disk, which has no room for its tokens."""
     from orchestrator.config.compose import compose  # omegaconf: see above
-    from trainer.contract.token_shards import prepare_under
+    from trainer.protocol.token_shards import prepare_under
 
     text = compose("demo", (f"cluster.root={folder}",), environ=os.environ).config.data.text
     return "data.text=[]", f"data.path={prepare_under(text, folder / '.data')[0]}"

@@ -17,11 +17,11 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition, RunFailed, WaitTimeout
 from orchestrator.registry.records import Attempt
 from orchestrator.states import RunState
-from trainer.contract.config import JobConfig
-from trainer.contract.config_sections.fault_detection_config import BETWEEN_STAGES
-from trainer.contract.events import Event, EventKind
-from trainer.contract.failures.save_trouble import SAVES_FAILING
-from trainer.contract.requests import RequestKind
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.fault_detection_config import BETWEEN_STAGES
+from trainer.protocol.events import Event, EventKind
+from trainer.protocol.failures.save_trouble import SAVES_FAILING
+from trainer.protocol.requests import RequestKind
 
 _COSTLY = {
     "desync": "the run will be held", "desync-order": "the run will be held",

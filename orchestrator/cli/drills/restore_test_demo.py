@@ -16,8 +16,8 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed
 from orchestrator.home import make_state_home
 from orchestrator.registry.records import Checkpoint, RestoreTest
-from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.restore_test import Outcome
+from trainer.protocol.config_sections.scheduler_kinds import LOCAL
+from trainer.protocol.restore_test import Outcome
 
 
 def demo_root(given: Path | None) -> Path:

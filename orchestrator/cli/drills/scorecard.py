@@ -6,8 +6,8 @@ from typing import Any
 
 from orchestrator.cli.runs.timeline import event_sentence
 from orchestrator.states import RunState
-from trainer.contract.events import Event, EventKind
-from trainer.contract.failures.save_trouble import short_reason
+from trainer.protocol.events import Event, EventKind
+from trainer.protocol.failures.save_trouble import short_reason
 
 
 @dataclass(frozen=True, kw_only=True)

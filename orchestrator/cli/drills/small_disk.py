@@ -17,7 +17,7 @@ from checkpointing.tiers.catalog import Catalog, Entry
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition
 from orchestrator.home import make_state_home
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 _WRITER = "orch-writer"
 _DAMAGE = 64

@@ -20,9 +20,9 @@ from orchestrator.cli.terminal.argument_types import timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition
-from trainer.contract.config import ClusterShape
-from trainer.contract.rank_readings import RankReading
-from trainer.contract.requests import RequestKind
+from trainer.protocol.config import ClusterShape
+from trainer.protocol.rank_readings import RankReading
+from trainer.protocol.requests import RequestKind
 
 _RANK = re.compile(r"rank-(\d+)(\.py-spy)?\.txt")
 _THREAD = re.compile(r"^(Current thread|Thread) (\S+)(.*?)(?: \(most recent call first\))?:?\s*(\".*\")?$")

@@ -8,11 +8,11 @@ from typing import Any
 
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.render import plain
-from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure
-from trainer.contract.logs.log_rotation import read_tail
-from trainer.contract.ranks.rank_messages import all_outcomes, generation_mark
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.events import Event, EventKind, read_events
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure
+from trainer.protocol.logs.log_rotation import read_tail
+from trainer.protocol.rank_progress.rank_messages import all_outcomes, generation_mark
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _QUIET_ENDS = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 _LOOKS_BAD = re.compile(r"Traceback \(most recent|\b\w*(Error|Exception)\b[:(]|\bFATAL\b|CUDA error|Segmentation fault")

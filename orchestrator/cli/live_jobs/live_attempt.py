@@ -9,13 +9,13 @@ from orchestrator.cli.runs.run_reader import newest_heartbeat
 from orchestrator.cli.runs.status import after_end, one_row
 from orchestrator.errors import ConfigError, Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState
-from trainer.contract.config import ClusterShape, JobConfig, load
-from trainer.contract.events import EventKind, read_events
-from trainer.contract.failures.outcome import AttemptOutcome
-from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.rank_readings import RankReadings
-from trainer.contract.requests import REFUSED, Request, RequestKind
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.config import ClusterShape, JobConfig, load
+from trainer.protocol.events import EventKind, read_events
+from trainer.protocol.failures.outcome import AttemptOutcome
+from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.rank_readings import RankReadings
+from trainer.protocol.requests import REFUSED, Request, RequestKind
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | None) -> None:

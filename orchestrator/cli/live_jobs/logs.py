@@ -21,9 +21,9 @@ from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import state_home
 from orchestrator.states import ENDED_RUNS, RunState
-from trainer.contract.config import load
-from trainer.contract.logs.log_rotation import LogReader, log_files, read_files, read_tail
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.config import load
+from trainer.protocol.logs.log_rotation import LogReader, log_files, read_files, read_tail
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 POLL = 0.5
 _BLOCK = 65536

@@ -12,7 +12,7 @@ from orchestrator.cli.terminal.argument_types import timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.interrupts import interrupts_held
-from trainer.contract.requests import RequestKind
+from trainer.protocol.requests import RequestKind
 
 _SAVED = re.compile(r"^saved at step (\d+)")
 

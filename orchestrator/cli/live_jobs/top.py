@@ -22,10 +22,10 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, one_line, progress, span
 from orchestrator.home import registry_path
 from orchestrator.registry.fast_queries import saved_steps
-from trainer.contract.events import EventKind
-from trainer.contract.heartbeat import AttemptStage, Heartbeat
-from trainer.contract.rank_readings import RankReading, RankReadings
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.events import EventKind
+from trainer.protocol.heartbeat import AttemptStage, Heartbeat
+from trainer.protocol.rank_readings import RankReading, RankReadings
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _FEWEST = 5
 """Minimum number of steps for a trend."""

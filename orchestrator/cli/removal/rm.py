@@ -36,7 +36,7 @@ from orchestrator.registry.operations.removal_writes import Removal, require_rem
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

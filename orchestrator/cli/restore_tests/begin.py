@@ -15,7 +15,7 @@ from orchestrator.cli.terminal.render import Screen, span
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.registry.records import Checkpoint, RestoreTest, Run
 from orchestrator.states import Trust
-from trainer.contract.config_sections.scheduler_kinds import LOCAL
+from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 
 LOOK_EVERY = 0.5
 

@@ -12,7 +12,7 @@ from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, s
 from orchestrator.errors import CheckpointInvalid, Precondition
 from orchestrator.home import registry_path
 from orchestrator.registry.records import RestoreTest
-from trainer.contract.restore_test import FOUND_BAD, Outcome
+from trainer.protocol.restore_test import FOUND_BAD, Outcome
 
 
 def restore_test_json(test: RestoreTest) -> dict[str, Any]:

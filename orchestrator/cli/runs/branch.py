@@ -25,10 +25,10 @@ from orchestrator.submission.create_run import check_beginning
 from orchestrator.submission.resume_contract import OWN_FOLDER, Rule, config_changes, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from orchestrator.submission.secret_values import with_webhook
-from trainer.contract import skipped_batches
-from trainer.contract.config import build
-from trainer.contract.user_code.code_record import CodeRecord
-from trainer.contract.user_code.record_code import with_packages
+from trainer.protocol import skipped_batches
+from trainer.protocol.config import build
+from trainer.protocol.user_code.code_record import CodeRecord
+from trainer.protocol.user_code.record_code import with_packages
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def branch_weights(
 @contextmanager
 def _weights(chosen: Target) -> Iterator[Any]:
     from checkpointing.engine.interchange.exporter import SealedCheckpoint  # torch
-    from trainer.worker.interchange.checkpoint_export import weights_source
+    from trainer.models.checkpoint_export import weights_source
 
     with kept_while_read(chosen), SealedCheckpoint(chosen.storage, chosen.name) as sealed:
         yield weights_source(sealed, Path(chosen.path))

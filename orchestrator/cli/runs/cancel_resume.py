@@ -20,7 +20,7 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
 from orchestrator.registry.records import REFUSED, Run
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
-from trainer.contract.config_sections.scheduler_kinds import traits
+from trainer.protocol.config_sections.scheduler_kinds import traits
 
 NO_CONTROLLER = click.option("--no-controller", is_flag=True, help="Start no controller; act once from here.")
 ANSWER_TIMEOUT = 30.0

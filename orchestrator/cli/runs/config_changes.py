@@ -17,9 +17,9 @@ from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import NotFound
 from orchestrator.registry.records import Attempt, Notice, Run
 from orchestrator.states import LIVE_RUNS, RunState
-from trainer.contract.config_sections.moved_keys import in_present_keys
-from trainer.contract.events import EventKind
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config_sections.moved_keys import in_present_keys
+from trainer.protocol.events import EventKind
+from trainer.protocol.run_dir import RunDir
 
 if TYPE_CHECKING:  # `orch status` reads without SQLAlchemy
     from orchestrator.registry.store import Store
@@ -104,7 +104,7 @@ def _find_edited_config(folder: RunDir) -> tuple[Path, Any, str] | None:
     found: list[tuple[Path, Any, str]] = []
 
     def read() -> None:
-        from trainer.contract.config import hash_config  # dataclasses of a whole job: only for commands that name a run
+        from trainer.protocol.config import hash_config  # dataclasses of a whole job: only for commands that name a run
 
         try:
             submitted = str(read_json(folder.run)["config_digest"])

@@ -22,7 +22,7 @@ from orchestrator.cli.terminal.render import Screen, StatusLine, iso, one_line, 
 from orchestrator.errors import ConfigError, Fenced, RunCancelled, RunFailed, WaitTimeout
 from orchestrator.home import registry_path
 from orchestrator.states import ENDED_RUNS, RunState
-from trainer.contract.events import Event
+from trainer.protocol.events import Event
 
 LOOK_EVERY = 0.5
 TICK_EVERY = 2.0

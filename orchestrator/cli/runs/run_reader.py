@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import read_json
-from trainer.contract.events import Event, read_events
-from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.logs.line_file import read_new_lines
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.events import Event, read_events
+from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.logs.line_file import read_new_lines
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 TAIL = 64 * 1024
 """Bytes read at the end of a file for its newest lines."""

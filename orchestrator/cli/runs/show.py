@@ -48,7 +48,7 @@ from orchestrator.registry.records import (
     Transition,
 )
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 SHOW_JSON = """
 as status, with {config_digest, config_changes: [{attempt, key, before, now}], code, env, data, run_dir, created_at,

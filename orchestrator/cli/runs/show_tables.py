@@ -13,8 +13,8 @@ from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, s
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT
 from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, Notice, RestoreTest, Run
 from orchestrator.states import Trust
-from trainer.contract.events import EventKind
-from trainer.contract.restore_test import Outcome
+from trainer.protocol.events import EventKind
+from trainer.protocol.restore_test import Outcome
 
 Row = dict[str, Any]
 Found = dict[str, list[Row]]

@@ -14,9 +14,9 @@ from orchestrator.cli.terminal.render import count, decimal, progress, size
 from orchestrator.errors import ConfigError
 from orchestrator.recovery.retry_policy import drill_words
 from orchestrator.registry.records import REPLACED_VARIABLES, Attempt, Transition, UserRequest
-from trainer.contract.events import Event, EventKind
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.failures.save_trouble import short_reason
+from trainer.protocol.events import Event, EventKind
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.failures.save_trouble import short_reason
 
 
 def progress_line(

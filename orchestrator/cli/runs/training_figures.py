@@ -9,9 +9,9 @@ from typing import Any
 
 from orchestrator.cli.runs.run_reader import RECENT_STEPS, file_size, shares_of_step
 from orchestrator.cli.terminal.render import count, size
-from trainer.contract.config import load
-from trainer.contract.logs.line_file import read_new_lines
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.config import load
+from trainer.protocol.logs.line_file import read_new_lines
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _LINE_BYTES = 4096
 """Upper bound of a line in steps.jsonl. A workload with dozens of metrics has longer ones, so fewer steps are read."""

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from trainer.contract.time_spans import parse_span
+from trainer.protocol.time_spans import parse_span
 
 
 class CompletedText(click.types.StringParamType):
@@ -65,7 +65,7 @@ class ClusterKind(click.Choice[str]):
     """A kind of cluster. For the name of a preset, the error shows how to include that preset."""
 
     def __init__(self) -> None:
-        from trainer.contract.config_sections.scheduler_kinds import choices
+        from trainer.protocol.config_sections.scheduler_kinds import choices
 
         super().__init__(choices())
 

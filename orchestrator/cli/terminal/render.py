@@ -15,7 +15,7 @@ from orchestrator.cli.terminal.tables import Column as Column
 from orchestrator.cli.terminal.tables import as_text as as_text
 from orchestrator.cli.terminal.tables import shorten_text as shorten_text
 from orchestrator.cli.terminal.tables import table_lines, wrap_line
-from trainer.contract import time_spans
+from trainer.protocol import time_spans
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))

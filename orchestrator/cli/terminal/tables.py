@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.contract.cut_text import cut
+from trainer.protocol.cut_text import cut
 
 WORDS = 30
 """Preferred minimum width of a text column in characters."""

@@ -13,7 +13,7 @@ from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.slurm.command_output import epoch
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_ATTEMPTS
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 EARLIER, LATER = 60.0, 120.0
 """Seconds by which a job's submit time may precede or follow the start of its sbatch.

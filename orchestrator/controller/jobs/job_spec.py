@@ -8,7 +8,7 @@ from orchestrator.registry.records import Attempt, Run
 from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.job_tags import job_comment
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 def is_live(job: JobStatus) -> bool:

@@ -10,8 +10,8 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.registry.records import Run, Submission
 from orchestrator.scheduler.slurm.command_output import run_command
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.time_spans import stored_moment
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.time_spans import stored_moment
 
 KEEP = 600.0
 """Seconds for which a partition size stays cached."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.registry.records import Lease
-from trainer.contract.node_identity import is_visible, process_space, process_state, start_time
+from trainer.protocol.node_identity import is_visible, process_space, process_state, start_time
 
 if TYPE_CHECKING:  # `orch status` reads without SQLAlchemy
     from orchestrator.registry.store import Store

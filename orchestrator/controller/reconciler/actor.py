@@ -33,11 +33,11 @@ from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Scheduler
 from orchestrator.scheduler.submitit_payload import find_job_ids
 from orchestrator.states import AttemptState, RunState
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.launch_token import LaunchToken, is_revoked, revoke
-from trainer.contract.requests import Request, RequestKind, pending
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.launch_token import LaunchToken, is_revoked, revoke
+from trainer.protocol.requests import Request, RequestKind, pending
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
     from orchestrator.controller.run_dirs.inheritable_checkpoints import RunCheckpoints

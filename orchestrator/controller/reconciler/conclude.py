@@ -30,8 +30,8 @@ from orchestrator.recovery.retry_policy import (
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.failures.outcome import Failure
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.failures.outcome import Failure
 
 _RUN_AFTER = {
     RunAction.SUCCEED: RunState.SUCCEEDED,

@@ -25,8 +25,8 @@ from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.registry.records import PERSON
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import Resources
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.events import EventKind
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.events import EventKind
 
 PoolSize = Callable[[RunConfig], int | None]
 UsableNodes = Callable[[Resources, frozenset[str]], int | None]

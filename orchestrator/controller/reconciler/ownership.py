@@ -17,7 +17,7 @@ from orchestrator.scheduler.interface import LEAVING_STATES, UNREADABLE, JobStat
 from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.scheduler_instance import Instance, is_known, same_cluster_name
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS
-from trainer.contract.config_sections.scheduler_kinds import traits
+from trainer.protocol.config_sections.scheduler_kinds import traits
 
 
 @dataclass(frozen=True, kw_only=True)

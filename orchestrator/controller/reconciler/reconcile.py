@@ -48,9 +48,9 @@ from orchestrator.scheduler.interface import LEAVING_STATES, RUNNING_STATES, Job
 from orchestrator.scheduler.scheduler_instance import Instance
 from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
-from trainer.contract.config import build
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import build
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

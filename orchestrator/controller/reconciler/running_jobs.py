@@ -19,8 +19,8 @@ from orchestrator.recovery.retry_policy import RetryDecision, RunAction
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES, RUNNING_STATES, JobStatus
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.requests import RequestKind
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.requests import RequestKind
 
 
 def wait_for_room(actor: Actor, view: RunView) -> bool:

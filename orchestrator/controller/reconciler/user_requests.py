@@ -27,9 +27,9 @@ from orchestrator.registry.records import (
 )
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.requests import RequestKind
-from trainer.contract.time_spans import stored_moment
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.requests import RequestKind
+from trainer.protocol.time_spans import stored_moment
 
 log = logging.getLogger("orch.controller")
 

@@ -30,8 +30,8 @@ from orchestrator.recovery.elastic_policy import (
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus
 from orchestrator.scheduler.slurm.refusals import waits_for_nodes
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.time_spans import span
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.time_spans import span
 
 
 def give_up_long_wait(

@@ -22,12 +22,12 @@ from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, RUNNING_STATES, JobStatus
 from orchestrator.scheduler.script import prepare
 from orchestrator.scheduler.slurm.sbatch_values import minutes
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.failures.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
-from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.logs.log_rotation import read_tail
-from trainer.contract.requests import RequestKind, pending
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.failures.outcome import AgentReport, AttemptOutcome, AttemptResult, FailureKind
+from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.logs.log_rotation import read_tail
+from trainer.protocol.requests import RequestKind, pending
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 METRICS_TAIL = 16 * 1024
 """Bytes at the end of the metrics file that certainly hold one whole line."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from checkpointing.storage.durable import NotAFile
 from orchestrator.controller.run_view import RunView
 from orchestrator.registry.store import Store
-from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.events import Event, EventKind, read_events
+from trainer.protocol.run_dir import AttemptDir
 
 
 @dataclass(frozen=True, kw_only=True)

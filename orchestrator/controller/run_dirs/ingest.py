@@ -25,10 +25,10 @@ from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.states import Trust, may_move
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.events import Event, EventKind
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.events import Event, EventKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.user_code.code_record import CodeRecord
 
 UNREADABLE_EVENT = "event.unreadable"
 """Kind of the notice for an event that lacks required fields."""

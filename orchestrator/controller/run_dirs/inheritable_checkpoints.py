@@ -13,7 +13,7 @@ from checkpointing.tiers.catalog import Entry
 from checkpointing.tiers.tier import ResolvedTier, absent_paths, resolve_tiers
 from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Run
 from orchestrator.states import Trust
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
 

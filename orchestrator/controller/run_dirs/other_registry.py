@@ -13,7 +13,7 @@ from orchestrator.registry import fast_queries
 from orchestrator.registry.operations.run_record import RunRecord, is_other_registry
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.states import LIVE_RUNS
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,10 @@ from orchestrator.controller import failpoints
 from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import Attempt, Run
-from trainer.contract import skipped_batches
-from trainer.contract.restore_test import write_order
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol import skipped_batches
+from trainer.protocol.restore_test import write_order
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.skipped_batches import Skip
 
 T = TypeVar("T")
 

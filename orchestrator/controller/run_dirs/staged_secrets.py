@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import Precondition
-from trainer.contract.run_dir import RunDir
-from trainer.contract.secrets.run_secrets import RunSecrets, SecretsRefused, export_command
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.secrets.run_secrets import RunSecrets, SecretsRefused, export_command
 
 _BEGINNING, _END = ".secrets-", ".json"
 _ABANDONED = 86400.0

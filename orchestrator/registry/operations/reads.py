@@ -45,7 +45,7 @@ from orchestrator.registry.records import (
 )
 from orchestrator.registry.rows import find_rows, first_row, generation_rows, record, the_attempt, the_run
 from orchestrator.states import RunState
-from trainer.contract.config_sections.moved_keys import in_present_keys
+from trainer.protocol.config_sections.moved_keys import in_present_keys
 
 
 class Reads(StoreOperations):

@@ -25,8 +25,8 @@ from orchestrator.registry.records import (
     Transition,
 )
 from orchestrator.states import Trust
-from trainer.contract.config import build
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import build
+from trainer.protocol.run_dir import RunDir
 
 SCHEMA = "orch.record/1"
 DELETED_KEPT = 100

@@ -25,7 +25,7 @@ from checkpointing.storage.trusted_path import pin_path
 from orchestrator.scheduler.local import local_records as records
 from orchestrator.scheduler.local.local_records import Intent, JobEnd, JobProcess
 from orchestrator.scheduler.submitit_payload import load_entry, start_command
-from trainer.contract.failures.outcome import ExitCode
+from trainer.protocol.failures.outcome import ExitCode
 
 KILL_WAIT_S = 30.0
 """Seconds between SIGTERM and SIGKILL; Slurm's default KillWait."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import canonical, only_own_files, read_json, reserve, write_durably, write_reserved
-from trainer.contract.node_identity import boot_id, is_visible, local_job_id, process_space, process_state
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.node_identity import boot_id, is_visible, local_job_id, process_space, process_state
+from trainer.protocol.run_dir import AttemptDir
 
 MARK = "ORCH_LOCAL_JOB"
 """Environment variable of every process of a local job; its value is the job's name, which is never reused."""
@@ -58,7 +58,7 @@ class JobProcess:
     """The process that is the job: it starts the tasks, waits for them and records their end."""
 
     pid: int
-    job_id: str  # pid and start time, in the format of trainer.contract.node_identity
+    job_id: str  # pid and start time, in the format of trainer.protocol.node_identity
     boot: str
     started_at: float | None = None  # start time of its tasks
     space: str = ""  # pid namespace; older versions wrote none

@@ -28,9 +28,9 @@ from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.local import local_records as records
 from orchestrator.scheduler.local.local_records import Intent, JobEnd, JobProcess
 from orchestrator.scheduler.slurm.sbatch_values import check_field, minutes
-from trainer.contract.cut_text import cut
-from trainer.contract.failures.outcome import ExitCode, FailureKind
-from trainer.contract.node_identity import boot_id
+from trainer.protocol.cut_text import cut
+from trainer.protocol.failures.outcome import ExitCode, FailureKind
+from trainer.protocol.node_identity import boot_id
 
 _START_TIMEOUT_S = 60.0
 _ORPHAN_GRACE_S = 5.0

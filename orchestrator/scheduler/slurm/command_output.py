@@ -14,7 +14,7 @@ from typing import NamedTuple
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import find_name_and_comment
-from trainer.contract.cut_text import cut
+from trainer.protocol.cut_text import cut
 
 SEPARATOR = "\x1f"
 """End of every field: a character that job names, reasons and comments do not contain by accident."""

@@ -17,7 +17,7 @@ from orchestrator.scheduler.slurm.sbatch_values import (
     minutes,
     time_meant,
 )
-from trainer.contract.cut_text import cut
+from trainer.protocol.cut_text import cut
 
 LONGEST_LEAD = 65535
 """Longest lead in seconds with which Slurm can signal a job before its end."""

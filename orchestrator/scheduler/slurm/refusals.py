@@ -16,7 +16,7 @@ from orchestrator.errors import Retryable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.command_output import no_contact
 from orchestrator.scheduler.slurm.node_capacity import asked_words
-from trainer.contract.cut_text import cut
+from trainer.protocol.cut_text import cut
 
 
 @dataclass(frozen=True)

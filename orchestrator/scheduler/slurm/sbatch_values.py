@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
-from trainer.contract import time_spans
+from trainer.protocol import time_spans
 
 _UNITS = ("K", "M", "G", "T")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])I?B?", re.ASCII | re.IGNORECASE)

@@ -39,7 +39,7 @@ from orchestrator.scheduler.slurm.command_output import (
     unreachable,
 )
 from orchestrator.scheduler.slurm.sbatch_values import check_nodes
-from trainer.contract.cut_text import cut
+from trainer.protocol.cut_text import cut
 
 ASK_AGAIN, ASK_AGAIN_AT_MOST = 30.0, 600.0
 """First and longest pause in seconds before unresponsive accounting is queried again; doubled each time."""

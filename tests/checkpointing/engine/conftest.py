@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     import torch.distributed.tensor
 
     from checkpointing.engine.checkpointer import Checkpointer
-    from checkpointing.engine.ranks.group import World
+    from checkpointing.engine.collectives.group import World
     from checkpointing.engine.restore.restorer import RestoreOptions
     from checkpointing.owner import Owner
     from checkpointing.tiers.tier import RunTiers

@@ -24,7 +24,7 @@ import torch.distributed as dist  # noqa: E402
 
 from checkpointing.config import CheckpointConfig, TierConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
-from checkpointing.engine.ranks.group import World  # noqa: E402
+from checkpointing.engine.collectives.group import World  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.tiers.catalog import Catalog  # noqa: E402
 from checkpointing.tiers.tier import RunTiers, resolve_tiers  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.engine.ranks.group import FAILURES
+from checkpointing.engine.collectives.group import FAILURES
 from checkpointing.errors import NothingVerifies
 from checkpointing.format.manifest import FINGERPRINTS, INDEX
 from checkpointing.verification.verify import verify

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from checkpointing.engine.ranks.group import FAILURES
+from checkpointing.engine.collectives.group import FAILURES
 from checkpointing.engine.restore.restorer import RestoreOptions
 from checkpointing.errors import CheckpointError
 from checkpointing.format.commit import Commit

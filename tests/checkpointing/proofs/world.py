@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from torch import Tensor
 
     from checkpointing.engine.checkpointer import Checkpointer
-    from checkpointing.engine.ranks import group
+    from checkpointing.engine.collectives import group
     from checkpointing.owner import Owner
     from checkpointing.tiers.tier import RunTiers
     from checkpointing.writer.link import InProcessWriter

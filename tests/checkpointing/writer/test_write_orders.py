@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.engine.ranks.group import Failed
+from checkpointing.engine.collectives.group import Failed
 from checkpointing.engine.save.saver import _failures
 from checkpointing.errors import FencedOff
 from checkpointing.storage.backends import LocalStorage

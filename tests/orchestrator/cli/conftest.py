@@ -13,8 +13,8 @@ from orchestrator.cli import main
 from orchestrator.registry.records import Checkpoint, Generation, NewRun, RestoreTest
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState, Trust
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.run_dir import RunDir
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
-from trainer.contract.token_shards import TokenIndex
+from trainer.protocol.token_shards import TokenIndex
 
 
 def test_config_show_tells_where_each_value_came_from(orch: Type) -> None:

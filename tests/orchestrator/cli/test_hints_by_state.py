@@ -20,9 +20,9 @@ from orchestrator.submission import resume_request
 from orchestrator.submission.run_identity import code, environment
 from tests.orchestrator.cli.conftest import Type, Typed
 from tests.orchestrator.cli.printed_commands import commands_in, is_name, why_not_typed
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.run_dir import RunDir
 
 STEP = 20
 KILLED = Failure(kind=FailureKind.RANK_KILLED, reason="rank 1 on n1 was killed by SIGKILL", rank=1, node="n1")

@@ -38,7 +38,7 @@ def test_a_file_of_the_run_is_judged_presets_and_standing_files_are_not(tmp_path
     with pytest.raises(ConfigError, match="train.steps: has no effect") as refused:
         compose(str(mine))
     assert refused.value.where == f"{mine}:3"
-    compose(str(mine), ["~train.steps", "~command", "workload.target=trainer.worker.llama:LlamaWorkload"])
+    compose(str(mine), ["~train.steps", "~command", "workload.target=trainer.models.built_in:LlamaWorkload"])
     mine.write_text("includes: [tiny-gpt]\ncommand: [python, train.py]\n")
     site.write_text("checkpoint: {keep: 5}\ndetection: {spike: {window: 9}}\n")
     assert compose(str(mine), environ={"HOME": str(tmp_path), "ORCH_SITE_CONFIG": str(site)}).config.command

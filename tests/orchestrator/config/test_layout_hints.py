@@ -7,8 +7,8 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
-from tests.trainer.contract.layout.grid import drawn, ways, words
-from trainer.contract.layout.problems import refusal
+from tests.trainer.parallel.grid import drawn, ways, words
+from trainer.parallel.layout_problems import refusal
 
 WRONG = (
     "parallel.tp=3", "parallel.tp=8", "parallel.dp_shard=3", "parallel.dp_shard=0 parallel.tp=3",

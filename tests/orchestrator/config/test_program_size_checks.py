@@ -2,7 +2,7 @@
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.validation import program_size_complaints
-from trainer.contract.program_limits import MAX_STRING_BYTES
+from trainer.protocol.program_limits import MAX_STRING_BYTES
 
 
 def complained(**fields):

@@ -16,8 +16,8 @@ from orchestrator.home import controller_log
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
 from tests.orchestrator.controller.until import until
-from trainer.contract.config_sections.scheduler_kinds import LOCAL
-from trainer.contract.node_identity import start_time
+from trainer.protocol.config_sections.scheduler_kinds import LOCAL
+from trainer.protocol.node_identity import start_time
 
 
 def test_a_daemon_is_started_once_and_found_by_a_second_one_and_stopped(path: Path, tmp_path: Path) -> None:

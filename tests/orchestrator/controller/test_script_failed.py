@@ -9,7 +9,7 @@ from orchestrator.controller.reconciler.conclude import history
 from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 RUN = Run(name="a-1", state=RunState.RUNNING, reason="", cluster="slurm", run_dir="/r", config_digest="", total_steps=0)
 SCRIPT = Failure(kind=FailureKind.LAUNCH_FAILED, reason="", exit_code=127, script=True)

@@ -20,9 +20,9 @@ from orchestrator.errors import RegistryError
 from orchestrator.home import registry_path, state_home
 from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
-from trainer.contract.logs.log_rotation import LogFile
-from trainer.contract.node_identity import start_time
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.logs.log_rotation import LogFile
+from trainer.protocol.node_identity import start_time
+from trainer.protocol.run_dir import RunDir
 
 
 class Shifting:

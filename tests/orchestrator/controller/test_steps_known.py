@@ -12,8 +12,8 @@ from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
+from trainer.protocol.command_progress import CommandCheckpointsConfig
+from trainer.protocol.events import EventKind, EventLog
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.notifications.conftest import Hook
 from tests.orchestrator.notifications.forked_sender import FORKING
-from trainer.contract.run_dir import RunDir
-from trainer.contract.secrets.run_secrets import RunSecrets
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.secrets.run_secrets import RunSecrets
 
 NOW = 1_000_000.0
 

@@ -8,7 +8,7 @@ import pytest
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, AttemptEnd, classify, judge
 from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
 
 
 def job(state: str, **fields: Any) -> JobStatus:

@@ -14,7 +14,7 @@ from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.recovery.retry_policy import EndedAttempt, RetryDecision
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult
+from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult
 
 JOB = JobStatus(job_id="7", name="orch-a-1-1-00000000", state="RUNNING", submit_time="", nodes=("n1", "n2"))
 LOOK = Evidence(attempt=1, answered=True, job=JOB, started=True)

@@ -4,8 +4,8 @@ import pytest
 
 from orchestrator.recovery.retry_policy import attribute_drill, drill_words
 from orchestrator.registry.records import Notice
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 LOST = Failure(kind=FailureKind.NODE_LOST, reason="NODE_FAIL", node="n2")
 

@@ -13,7 +13,7 @@ from orchestrator.recovery.elastic_policy import (
     on_nodes,
     size_words,
 )
-from trainer.contract.failures.outcome import FailureKind
+from trainer.protocol.failures.outcome import FailureKind
 
 SIZES = [WorldSize(nodes=4, spare_nodes=1), WorldSize(nodes=4), WorldSize(nodes=3), WorldSize(nodes=2)]
 HOUR = 3600.0

@@ -12,7 +12,7 @@ from orchestrator.recovery.failure_rate import (
 )
 from orchestrator.registry.records import Attempt, Generation
 from orchestrator.states import AttemptState
-from trainer.contract.failures.outcome import FailureKind
+from trainer.protocol.failures.outcome import FailureKind
 
 NOTHING, DAY = FailureCount(), 86_400.0
 

@@ -7,9 +7,9 @@ import pytest
 
 from orchestrator.cli.live_jobs import first_error
 from orchestrator.cli.terminal import render
-from trainer.agent.ranks import last_output
+from trainer.agent.rank_processes import last_output
 from trainer.agent.watch import command_errors
-from trainer.contract.failures.failure_patterns import TABLE
+from trainer.protocol.failures.failure_patterns import TABLE
 
 MODULES = (first_error, render, last_output, last_output, command_errors, command_errors)
 PATTERNS = {

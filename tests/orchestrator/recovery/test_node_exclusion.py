@@ -24,9 +24,9 @@ from orchestrator.recovery.node_exclusion import (
 )
 from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.registry.records import Notice
-from trainer.contract.config import RecoveryConfig
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Culprit, Failure, FailureKind
+from trainer.protocol.config import RecoveryConfig
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import Culprit, Failure, FailureKind
 
 CONFIG = RecoveryConfig()
 NOW = 1000.0

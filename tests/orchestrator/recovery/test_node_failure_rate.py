@@ -7,7 +7,7 @@ import pytest
 from orchestrator.recovery.node_failure_rate import NodeHistory, histories, is_worse, of_others
 from orchestrator.registry.records import Attempt
 from orchestrator.states import AttemptState
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 HOUR, DAY, NOW = 3600.0, 86400.0, 1e9
 NODE_DAYS = 64.0

@@ -15,8 +15,8 @@ from orchestrator.recovery.retry_policy import (
     backoff_seconds,
     decide,
 )
-from trainer.contract.config import RecoveryConfig
-from trainer.contract.failures.outcome import TRAITS, Budget, Failure, FailureKind
+from trainer.protocol.config import RecoveryConfig
+from trainer.protocol.failures.outcome import TRAITS, Budget, Failure, FailureKind
 
 CONFIG = RecoveryConfig()
 NOW = 1_000_000.0  # Jan 12 13:46:40 UTC

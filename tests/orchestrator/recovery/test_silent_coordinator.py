@@ -8,7 +8,7 @@ from orchestrator.recovery.classify_failure import AttemptEnd, classify, judge
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import ABANDONED, GRACE, OVERSTAY, Escalation, judge_silence
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, Failure, FailureKind
+from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, Failure, FailureKind
 
 LIMIT = 900.0
 JOB = JobStatus(job_id="7", name="orch-a-1-1-00000000", state="RUNNING", submit_time="", nodes=("n1", "n2"))

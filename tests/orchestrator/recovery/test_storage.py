@@ -8,7 +8,7 @@ from orchestrator.recovery.classify_failure import classify
 from orchestrator.recovery.evidence import Evidence, LogTail
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
 from orchestrator.scheduler.interface import JobStatus
-from trainer.contract.failures.outcome import ExitCode, FailureKind
+from trainer.protocol.failures.outcome import ExitCode, FailureKind
 
 DISK = "disk full (/runs/a-1)"
 SAVES = "saves failing since step 30: disk full (/runs/a-1/checkpoints)"

@@ -8,7 +8,7 @@ import pytest
 from orchestrator.recovery.doubted_checkpoints import trust_changes
 from orchestrator.registry.records import Attempt, Checkpoint, Generation, RestoreTest
 from orchestrator.states import AttemptState, Trust
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 SEGFAULT = Failure(kind=FailureKind.RANK_KILLED, reason="rank 1 was killed by SIGSEGV", signal=11, step=103)
 

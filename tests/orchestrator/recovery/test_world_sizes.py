@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.recovery.elastic_policy import WorldSize, fitting_nodes, resize_config, smaller_world, world_sizes
-from trainer.contract.config import build
+from trainer.protocol.config import build
 
 
 def config(*, cluster: dict[str, Any], parallel: dict[str, Any] | None = None, **train: Any) -> RunConfig:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from orchestrator.registry.operations.run_record import load_record
 from orchestrator.registry.store import Store
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 def record_newer_attempt(store: Store, run: str, registry: Path) -> None:

@@ -14,7 +14,7 @@ from orchestrator.registry import fast_queries
 from orchestrator.registry.records import Checkpoint, Generation
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
-from trainer.contract.restore_test import UNDECIDED, Outcome
+from trainer.protocol.restore_test import UNDECIDED, Outcome
 
 Desk = Any
 ROOT = Path(fast_queries.__file__).resolve().parents[2]

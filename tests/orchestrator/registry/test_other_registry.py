@@ -18,7 +18,7 @@ from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.registry.test_rebuild import begin, live_through_two_attempts, lose
 from tests.orchestrator.registry.test_rebuild_while_served import serve
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 Desk = Any
 

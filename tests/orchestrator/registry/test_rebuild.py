@@ -22,10 +22,10 @@ from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState, Trust
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.run_dir import RunDir
 
 Desk = Any
 CONFIG = {"name": "tiny", "train": {"steps": 100}}

@@ -10,7 +10,7 @@ from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.registry.test_rebuild import CONFIG, begin, lose
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 Desk = Any
 LONGER = {**CONFIG, "train": {"steps": 200}}

@@ -11,8 +11,8 @@ from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import RunState
 from tests.orchestrator.registry.test_rebuild import begin, lose
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.run_dir import AttemptDir
 
 Desk = Any
 

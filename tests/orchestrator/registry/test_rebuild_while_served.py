@@ -11,7 +11,7 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import RunState
 from tests.orchestrator.registry.test_rebuild import begin, lose
-from trainer.contract.node_identity import start_time
+from trainer.protocol.node_identity import start_time
 
 Desk = Any
 

@@ -22,12 +22,12 @@ from orchestrator.restore_tests.create import RestoreTestRequest, create_test
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission.run_identity import code
 from tests.orchestrator.tiny_config import tiny_config
-from trainer.contract.config import build
-from trainer.contract.events import EventKind
-from trainer.contract.restore_test import RestoreTestOrder as Order
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_code.code_record import CodeRecord
-from trainer.contract.user_code.installed_packages import find_site_folders
+from trainer.protocol.config import build
+from trainer.protocol.events import EventKind
+from trainer.protocol.restore_test import RestoreTestOrder as Order
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.user_code.code_record import CodeRecord
+from trainer.protocol.user_code.installed_packages import find_site_folders
 
 NOW = 1_000_000.0
 NONCE = "0123abcd"

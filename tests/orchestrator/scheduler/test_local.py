@@ -21,7 +21,7 @@ from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.local import local_records, local_scheduler
 from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.orchestrator.scheduler.contract import PATIENCE_S, World, eventually
-from trainer.contract.node_identity import discover
+from trainer.protocol.node_identity import discover
 
 
 @contextmanager

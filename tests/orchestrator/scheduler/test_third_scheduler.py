@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("orch", "orchestrator", "trainer", "checkpointing")
 TRAITS, FACTORIES = (
-    "trainer/contract/config_sections/scheduler_kinds.py",
+    "trainer/protocol/config_sections/scheduler_kinds.py",
     "orchestrator/scheduler/available_schedulers.py",
 )
 ROWS = {

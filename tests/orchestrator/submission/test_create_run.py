@@ -23,8 +23,8 @@ from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
 from orchestrator.submission import create_run, user_code
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
-from trainer.contract.config import WorkloadConfig, load
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import WorkloadConfig, load
+from trainer.protocol.run_dir import RunDir
 
 DATA = f".data-{os.geteuid()}"
 

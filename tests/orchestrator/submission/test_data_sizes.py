@@ -7,8 +7,8 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
 from orchestrator.submission.create_run import prepare_data
-from tests.trainer.contract.layout.grid import ways
-from trainer.contract import token_shards
+from tests.trainer.parallel.grid import ways
+from trainer.protocol import token_shards
 
 
 def check(tokens: Path, folder: Path, *typed: str) -> None:

@@ -11,9 +11,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.submission import user_code
 from orchestrator.submission.user_code import ChildAnswer, _judge, inspecting, job_environment
 from tests.orchestrator.submission.forked_inspection import FORKING
-from trainer.contract.config import WorkloadConfig
-from trainer.contract.config_sections.parallel_config import FsdpConfig, ParallelConfig
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord
+from trainer.protocol.config import WorkloadConfig
+from trainer.protocol.config_sections.parallel_config import FsdpConfig, ParallelConfig
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 
 FAILED = {"failed": "importing mine:Mine raised ValueError: bad", "is_import": False}
 ABSENT = {"failed": "cannot import mine: No module named 'numpy'", "is_import": True}

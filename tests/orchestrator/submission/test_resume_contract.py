@@ -22,7 +22,7 @@ from orchestrator.submission.resume_contract import (
 )
 from orchestrator.submission.run_identity import identify
 from tests.orchestrator.tiny_config import tiny_config
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 
 KEYS = sorted(CONFIG)
 

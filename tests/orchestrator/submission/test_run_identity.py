@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.submission import run_identity
-from trainer.contract.config import WorkloadConfig
+from trainer.protocol.config import WorkloadConfig
 
 SECRET = "hunter2-canary"
 

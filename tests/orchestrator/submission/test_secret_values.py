@@ -20,8 +20,8 @@ from orchestrator.states import RunState
 from orchestrator.submission import create_run
 from orchestrator.submission.resume_request import resume_request
 from tests.fakes.scheduler import FakeScheduler
-from trainer.contract.run_dir import RunDir
-from trainer.contract.secrets.run_secrets import RunSecrets
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.secrets.run_secrets import RunSecrets
 
 CANARY, OTHER = "canary-shell-12345", "canary-newer-67890"
 HOOK = "https://hooks.example.org/services/canary-hook"

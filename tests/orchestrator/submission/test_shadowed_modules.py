@@ -7,7 +7,7 @@ import pytest
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.submission.user_code import check, shadowed_helpers
-from trainer.contract.config import WorkloadConfig
+from trainer.protocol.config import WorkloadConfig
 
 WORKLOAD = "import orch\n{}\nclass Mine(orch.BaseWorkload):\n    build_model = loss = None\n"
 

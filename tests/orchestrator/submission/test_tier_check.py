@@ -12,7 +12,7 @@ from orchestrator.errors import ConfigError, Precondition
 from orchestrator.submission.create_run import _judge, check_tier_folders, checking_tiers
 from orchestrator.submission.user_code import ChildAnswer
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 def check(*tiers: TierConfig) -> None:

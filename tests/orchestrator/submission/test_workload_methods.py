@@ -8,7 +8,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.submission import user_code
 from orchestrator.submission.user_code import near_methods
-from trainer.contract.config import WorkloadConfig
+from trainer.protocol.config import WorkloadConfig
 
 HEAD = "import orch\nclass X(orch.BaseWorkload):\n"
 MODEL, LOSS = "    def build_model(self): ...\n", "    def loss(self, model, batch): ...\n"

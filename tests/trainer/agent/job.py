@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from checkpointing.storage.durable import dump_line, write_durably
-from trainer.contract.events import Event, EventKind, read_events
-from trainer.contract.failures.outcome import AttemptOutcome
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.node_identity import local_job_id
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import Event, EventKind, read_events
+from trainer.protocol.failures.outcome import AttemptOutcome
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.node_identity import local_job_id
+from trainer.protocol.run_dir import RunDir
 
 
 class AgentStarter(Protocol):

@@ -10,12 +10,12 @@ import torch
 
 from tests.installed_distributions import install
 from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
-from trainer.contract.config import JobConfig, WorkloadConfig
-from trainer.contract.events import EventKind
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord
-from trainer.contract.user_code.installed_packages import find_site_folders, read_versions
-from trainer.contract.user_code.record_code import read_again, record_named
+from trainer.protocol.config import JobConfig, WorkloadConfig
+from trainer.protocol.events import EventKind
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
+from trainer.protocol.user_code.installed_packages import find_site_folders, read_versions
+from trainer.protocol.user_code.record_code import read_again, record_named
 
 
 @pytest.fixture

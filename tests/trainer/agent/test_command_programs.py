@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.agent.fork_server.torchrun_command import free_port
-from trainer.contract.events import EventKind
+from trainer.protocol.events import EventKind
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[3]

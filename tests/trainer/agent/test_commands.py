@@ -12,10 +12,10 @@ import pytest
 from checkpointing.storage.durable import dump_line
 from tests.trainer.agent.job import until
 from trainer.agent.fork_server.torchrun_command import with_interpreter
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.user_code.code_record import CodeRecord
 
 
 def test_a_command_finds_torchruns_variables_and_its_folder(job, tmp_path):
@@ -380,7 +380,7 @@ job._process.wait()
     try:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
-        from trainer.contract.node_identity import local_job_id
+        from trainer.protocol.node_identity import local_job_id
 
         work.go(job_id=local_job_id(pid))
         launcher.communicate(timeout=60)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.agent.job import LocalJob, alive, kill, until
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptResult
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptResult
 
 
 def wait_for_notes(work: LocalJob, count: int, key: str = "started") -> list[dict]:

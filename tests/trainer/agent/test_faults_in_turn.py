@@ -11,10 +11,10 @@ import pytest
 
 from tests.trainer.agent.job import LocalJob, alive, until
 from tests.trainer.agent.test_torch_ranks import data, generations_of, training  # noqa: F401  # fixtures
-from trainer.contract import skipped_batches
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptResult
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol import skipped_batches
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptResult
+from trainer.protocol.skipped_batches import Skip
 
 pytestmark = pytest.mark.multi
 

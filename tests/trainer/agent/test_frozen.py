@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer.agent.job import alive, until
 from trainer.agent.processes.watchdog import LATE_SECONDS, StallTimer
-from trainer.contract.failures.outcome import AgentEnd, AgentReport
+from trainer.protocol.failures.outcome import AgentEnd, AgentReport
 
 
 def test_only_time_that_the_watchdog_could_see_counts() -> None:

@@ -9,8 +9,8 @@ import pytest
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.trainer.agent.job import LocalJob, until
 from tests.trainer.agent.warm_agents import WarmAgents
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import ExitCode, FailureKind
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import ExitCode, FailureKind
 
 WRITES_WHEN_TOLD = """
 import os, sys, time

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tests.trainer.agent.job import until
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptResult
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptResult
 
 
 def test_two_nodes_run_a_command_to_its_end(job):

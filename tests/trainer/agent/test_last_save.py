@@ -3,9 +3,9 @@
 import pytest
 
 from trainer.agent.attempt_state.stopping import Bounds, Stopping
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.ranks.progress import ProgressCell, StopReason
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.messages.agents import ProgressReport
+from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
 
 
 def stopping(kind: str = "slurm", limit: str = "1:00:00", lead: float = 120.0) -> Stopping:

@@ -17,18 +17,18 @@ from trainer.agent.node_agent import NodeAgent
 from trainer.agent.nodes import preflight
 from trainer.agent.processes.background_tasks import report_exceptions
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.ranks import rank_exit
-from trainer.agent.ranks.local_ranks import LocalRanks
-from trainer.contract.config import ClusterShape, JobConfig
-from trainer.contract.events import EventLog
-from trainer.contract.failures.outcome import RankOutcome
-from trainer.contract.messages import agents
-from trainer.contract.messages.agents import PreflightFault
-from trainer.contract.messages.ranks import ReportedEnd, Store
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.ranks.rank_messages import append_outcome, send_message
-from trainer.contract.run_dir import RunDir
+from trainer.agent.rank_processes import rank_exit
+from trainer.agent.rank_processes.local_ranks import LocalRanks
+from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.events import EventLog
+from trainer.protocol.failures.outcome import RankOutcome
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.agents import PreflightFault
+from trainer.protocol.messages.ranks import ReportedEnd, Store
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.rank_progress.rank_messages import append_outcome, send_message
+from trainer.protocol.run_dir import RunDir
 
 M = TypeVar("M")
 

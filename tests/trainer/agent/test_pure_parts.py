@@ -7,11 +7,11 @@ from trainer.agent.attempt_state.stopping import Bounds, Stopping, bound, classi
 from trainer.agent.fork_server import forked_child
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import PreflightFault, examine, find_blamed_node
-from trainer.contract.config import ClusterShape, DataConfig, JobConfig
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.ranks.progress import StopReason
+from trainer.protocol.config import ClusterShape, DataConfig, JobConfig
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.messages.agents import ProgressReport
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_progress.progress import StopReason
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,21 @@ from trainer.agent import main
 from trainer.agent.evidence import bundle
 from trainer.agent.evidence.incidents import write_verdict
 from trainer.agent.fork_server.torchrun_command import torchrun_environment
-from trainer.agent.ranks.last_output import last_output
+from trainer.agent.rank_processes.last_output import last_output
 from trainer.agent.user_command.command_run import CommandMemory, SetAsideCheckpoint
 from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import HangJudgement, HangVerdict
-from trainer.contract import skipped_batches
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, RankOutcome
-from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.ranks.rank_messages import append_outcome
-from trainer.contract.restore_test import Outcome, RestoreVerdict
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secrets import secret_redaction
-from trainer.contract.secrets.secret_redaction import LISTED
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol import skipped_batches
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, RankOutcome
+from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.rank_progress.rank_messages import append_outcome
+from trainer.protocol.restore_test import Outcome, RestoreVerdict
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.secrets import secret_redaction
+from trainer.protocol.secrets.secret_redaction import LISTED
+from trainer.protocol.skipped_batches import Skip
 
 CANARY, SHOWN = 'ca"nary-12345', "***WRITTEN_TOKEN***"
 WORDS = f"HTTP 401 for {CANARY}"

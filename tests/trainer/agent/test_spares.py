@@ -15,10 +15,10 @@ from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import LocalJob, alive, until
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.nodes.preflight import PreflightFault
-from trainer.contract import token_shards
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
-from trainer.contract.messages import agents
+from trainer.protocol import token_shards
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
+from trainer.protocol.messages import agents
 
 TINY = {
     "model": {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64},

@@ -8,9 +8,9 @@ import pytest
 
 from tests.trainer.agent.job import until
 from tests.trainer.agent.warm_agents import FIRST
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptResult
-from trainer.contract.requests import Request, RequestKind
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptResult
+from trainer.protocol.requests import Request, RequestKind
 
 
 def wait_for(work, key: str) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.job import LocalJob, alive, until
-from trainer.contract import token_shards
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptResult
-from trainer.contract.requests import Request, RequestKind
+from trainer.protocol import token_shards
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptResult
+from trainer.protocol.requests import Request, RequestKind
 
 pytestmark = pytest.mark.multi
 
@@ -235,7 +235,7 @@ import signal
 import time
 from pathlib import Path
 from checkpointing.format.manifest import COMMIT
-from trainer.worker.llama import LlamaWorkload
+from trainer.models.built_in import LlamaWorkload
 
 LIVES = Path(__file__).with_name("lives")
 SAVED = Path(__file__).with_name("run-1") / "checkpoints"
@@ -315,7 +315,7 @@ HELPER = multiprocessing.Manager()
 SHARED = HELPER.dict()
 import socket
 socket.setdefaulttimeout(0.05)
-from trainer.worker.llama import LlamaWorkload
+from trainer.models.built_in import LlamaWorkload
 
 
 class Helped(LlamaWorkload):
@@ -345,7 +345,7 @@ def test_a_module_that_starts_a_process_keeps_it_across_restarts(training, tmp_p
 
 LEAVING = """
 import os
-from trainer.worker.llama import LlamaWorkload
+from trainer.models.built_in import LlamaWorkload
 
 
 class Leaving(LlamaWorkload):

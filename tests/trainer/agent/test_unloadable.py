@@ -8,8 +8,8 @@ import torch
 
 from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.server import _import_workload
-from trainer.contract.config import JobConfig, WorkloadConfig
-from trainer.contract.messages.fork_server import FROM_FORK_SERVER, ImportFailed
+from trainer.protocol.config import JobConfig, WorkloadConfig
+from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, ImportFailed
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from typing import IO, Any
 from tests.warm_children import fork_for_order, listen
 from tests.warm_root import HASH_SEED, MOST, as_program, become, start_warm
 from trainer.agent.fork_server.link import ForkServerLink
-from trainer.contract.ranks.progress import block_step_signals
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.rank_progress.progress import block_step_signals
+from trainer.protocol.run_dir import AttemptDir
 
 _START_PROGRAM = ForkServerLink._start
 FIRST = "WARM_AGENT_FIRST"

@@ -13,13 +13,13 @@ import pytest
 
 from checkpointing.storage.durable import canonical
 from tests.warm_root import WarmChild, start_warm
-from trainer.contract import token_shards
-from trainer.contract.events import Event, read_events
-from trainer.contract.failures.outcome import RankOutcome
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.logs.line_file import work_lines
-from trainer.contract.ranks.rank_messages import find_outcome
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol import token_shards
+from trainer.protocol.events import Event, read_events
+from trainer.protocol.failures.outcome import RankOutcome
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.logs.line_file import work_lines
+from trainer.protocol.rank_progress.rank_messages import find_outcome
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 with warnings.catch_warnings():
     # Warns once about NumPy, which neither torch nor orch needs; warnings are errors here.

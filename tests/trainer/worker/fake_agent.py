@@ -20,12 +20,12 @@ from pathlib import Path
 
 from tests.trainer.worker.forked_writers import ForkedWriters
 from tests.warm_root import skip_absent_numpy
-from trainer.contract.config import JobConfig
-from trainer.contract.launch_token import revoke
-from trainer.contract.messages.ranks import FROM_RANK, ReportedEnd, Store
-from trainer.contract.ranks.progress import ProgressCell, StopReason
-from trainer.contract.ranks.rank_messages import RankSpec, receive_message, send_message
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import JobConfig
+from trainer.protocol.launch_token import revoke
+from trainer.protocol.messages.ranks import FROM_RANK, ReportedEnd, Store
+from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
+from trainer.protocol.rank_progress.rank_messages import RankSpec, receive_message, send_message
+from trainer.protocol.run_dir import RunDir
 from trainer.worker.main import rank_main
 from trainer.worker.startup import node_benchmark
 from trainer.worker.startup.preimport import import_lazy_parts, import_workload

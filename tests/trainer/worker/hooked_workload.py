@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.trainer.worker.my_workload import Plane, Uneven
-from trainer.worker.llama import LlamaWorkload
+from trainer.models.built_in import LlamaWorkload
 from trainer.worker.workload import Mean, Rank0, Sum
 
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.worker.my_workload import HalvedPoints, Plane
-from trainer.worker.parallel import gradient_buckets
+from trainer.parallel.apply import gradient_buckets
 
 
 class Replicas(Plane):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.contract.failures.outcome import ExitCode
+from trainer.protocol.failures.outcome import ExitCode
 from trainer.worker import crash_report
 
 pytestmark = pytest.mark.multi

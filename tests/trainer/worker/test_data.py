@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.worker.my_workload import Epochs, Points
-from trainer.contract import token_shards
-from trainer.contract.config import TrainConfig
+from trainer.protocol import token_shards
+from trainer.protocol.config import TrainConfig
 from trainer.worker.data import Permutation, Positions, TokenData, TokenStream
 
 

@@ -5,11 +5,11 @@ import socket
 from pathlib import Path
 
 from checkpointing.storage.durable import dump_line
-from trainer.contract.events import EventKind, read_events
-from trainer.contract.failures.outcome import RankOutcome
-from trainer.contract.logs.line_file import work_lines
-from trainer.contract.ranks.rank_messages import RankSpec, all_outcomes, pack_error_file
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.events import EventKind, read_events
+from trainer.protocol.failures.outcome import RankOutcome
+from trainer.protocol.logs.line_file import work_lines
+from trainer.protocol.rank_progress.rank_messages import RankSpec, all_outcomes, pack_error_file
+from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.worker.crash_report import report_end
 from trainer.worker.reporting.metrics import Journal
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.contract.config import JobConfig, OptimizerConfig
-from trainer.contract.config_sections.parallel_config import FsdpConfig, ParallelConfig
+from trainer.protocol.config import JobConfig, OptimizerConfig
+from trainer.protocol.config_sections.parallel_config import FsdpConfig, ParallelConfig
 from trainer.worker.optimizer import HostAdamW, adamw, prime
 from trainer.worker.workload import BaseWorkload, WorkloadError, build_optimizer
 

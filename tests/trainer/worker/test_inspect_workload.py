@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trainer.contract.config import JobConfig, WorkloadConfig
-from trainer.contract.config_sections.parallel_config import FsdpConfig, ParallelConfig, PipelineConfig
+from trainer.protocol.config import JobConfig, WorkloadConfig
+from trainer.protocol.config_sections.parallel_config import FsdpConfig, ParallelConfig, PipelineConfig
 from trainer.worker.startup import inspect_workload
 
 WORKLOAD = """

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer.worker.conftest import hang, merged
-from trainer.contract.failures.outcome import ExitCode
+from trainer.protocol.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.trainer.worker.conftest import hang
-from trainer.contract import token_shards
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import ExitCode
+from trainer.protocol import token_shards
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 

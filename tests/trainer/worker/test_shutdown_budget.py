@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.contract.ranks.progress import ProgressCell, StopReason
+from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
 from trainer.worker.main import seconds_left
 
 NOW = 1000.0

@@ -5,10 +5,10 @@ import sys
 import pytest
 import torch
 
-from trainer.contract.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig
+from trainer.models.built_in import LlamaWorkload, generator
+from trainer.protocol.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
+from trainer.protocol.config_sections.parallel_config import ParallelConfig
 from trainer.worker import workload
-from trainer.worker.llama import LlamaWorkload, generator
 from trainer.worker.workload import BaseWorkload, WorkloadError
 
 
@@ -36,7 +36,7 @@ def test_a_wrong_target_is_named(target, message):
 
 def test_arguments_that_the_class_does_not_take_are_named():
     with pytest.raises(WorkloadError, match="the built-in model takes none, but got depth"):
-        workload.build(config("trainer.worker.llama:LlamaWorkload", depth=3))
+        workload.build(config("trainer.models.built_in:LlamaWorkload", depth=3))
 
 
 def test_a_class_that_is_no_workload_says_so(tmp_path, monkeypatch):

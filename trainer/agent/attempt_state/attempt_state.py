@@ -19,17 +19,17 @@ from trainer.agent.nodes.roster import Roster
 from trainer.agent.processes.background_tasks import run_detached, start_detached
 from trainer.agent.watch.command_errors import CommandPast, has_advanced
 from trainer.agent.watch.hang_limits import RankSample
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import AttemptOutcome, Failure
-from trainer.contract.failures.suspect_checkpoints import drill_behind
-from trainer.contract.heartbeat import LONGEST_TROUBLE, AttemptStage, Heartbeat
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.messages.agents import AskStop, ExpectStop, ProgressReport
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.rank_readings import RankReading, RankReadings
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import AttemptOutcome, Failure
+from trainer.protocol.failures.suspect_checkpoints import drill_behind
+from trainer.protocol.heartbeat import LONGEST_TROUBLE, AttemptStage, Heartbeat
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.messages.agents import AskStop, ExpectStop, ProgressReport
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.rank_readings import RankReading, RankReadings
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ from typing import Any
 from checkpointing.format.commit import parse_name
 from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.failures.suspect_checkpoints import HARMLESS, FailedGeneration, failed_generation
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.suspect_checkpoints import HARMLESS, FailedGeneration, failed_generation
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.messages.agents import ProgressReport
+from trainer.protocol.skipped_batches import Skip
 
 
 @dataclass(kw_only=True)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from checkpointing.save_interval import last_save_before
-from trainer.contract import time_spans
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.ranks.progress import StopReason
+from trainer.protocol import time_spans
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.messages.agents import ProgressReport
+from trainer.protocol.rank_progress.progress import StopReason
 
 PRESSING = ("SIGTERM", "SIGINT")
 """Signals that SIGKILL follows soon."""

@@ -19,7 +19,7 @@ from trainer.agent.control.tcp_transport import (
     read,
     session_seals,
 )
-from trainer.contract.messages.agents import (
+from trainer.protocol.messages.agents import (
     FROM_AGENT,
     HELLO,
     PROTOCOL,
@@ -30,8 +30,8 @@ from trainer.contract.messages.agents import (
     installed_release,
     why_foreign,
 )
-from trainer.contract.messages.codec import encode
-from trainer.contract.requests import Request
+from trainer.protocol.messages.codec import encode
+from trainer.protocol.requests import Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.messages.agents import (
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.messages.agents import (
     ANSWER,
     CHALLENGE,
     TO_AGENT,
@@ -31,7 +31,7 @@ from trainer.contract.messages.agents import (
     Welcome,
     why_foreign,
 )
-from trainer.contract.messages.codec import Direction, MessageError, encode
+from trainer.protocol.messages.codec import Direction, MessageError, encode
 
 _SIOCGIFADDR = 0x8915
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
-from trainer.contract.messages.codec import Direction, encode
+from trainer.protocol.messages.codec import Direction, encode
 
 _MAX_PACKET = 1 << 16
 """Maximum message size in a packet; the kernel limits packets, so longer messages travel in a memfd."""

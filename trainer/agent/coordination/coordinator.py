@@ -17,10 +17,10 @@ from trainer.agent.ladder import in_job_policy, node_replacement
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.processes.background_tasks import describe_error
 from trainer.agent.user_command.command_run import CommandRun
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptOutcome, Failure, FailureKind
-from trainer.contract.heartbeat import AttemptStage
-from trainer.contract.messages.agents import End, Hello, KillGeneration, StartGeneration
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptOutcome, Failure, FailureKind
+from trainer.protocol.heartbeat import AttemptStage
+from trainer.protocol.messages.agents import End, Hello, KillGeneration, StartGeneration
 
 
 class Teardown:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainer.agent.attempt_state.attempt_state import CoordinatorState
-from trainer.agent.ranks import fault_injection
-from trainer.contract.heartbeat import AttemptStage
-from trainer.contract.messages.agents import InjectFault
-from trainer.contract.requests import REFUSED, Request
+from trainer.agent.rank_processes import fault_injection
+from trainer.protocol.heartbeat import AttemptStage
+from trainer.protocol.messages.agents import InjectFault
+from trainer.protocol.requests import REFUSED, Request
 
 
 class DrillOrders:

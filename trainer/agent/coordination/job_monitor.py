@@ -22,11 +22,11 @@ from trainer.agent.watch.hang_limits import after_hangs
 from trainer.agent.watch.root_cause import RankEnd
 from trainer.agent.watch.stragglers import StageNeighbours, coordinate
 from trainer.agent.watch.work_windows import WorkWindows
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Failure
-from trainer.contract.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
-from trainer.contract.rank_readings import RankReadings
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import Failure
+from trainer.protocol.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
+from trainer.protocol.rank_readings import RankReadings
 
 _SETTLED = 0.5
 """Seconds after the first failed exit within which most others follow and flight records are written."""

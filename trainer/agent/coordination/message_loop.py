@@ -23,17 +23,17 @@ from trainer.agent.coordination.node_failures import NodeFailures
 from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
 from trainer.agent.watch.hang_detector import calm_seconds
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.heartbeat import AttemptStage
-from trainer.contract.launch_token import LaunchToken, was_revoked
-from trainer.contract.messages import agents
-from trainer.contract.messages.agents import AskStop, CollectEvidence, EvidenceCollected, Ping, ProgressReport
-from trainer.contract.messages.codec import wire_name
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.requests import REFUSED, Request, RequestKind, pending
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.heartbeat import AttemptStage
+from trainer.protocol.launch_token import LaunchToken, was_revoked
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.agents import AskStop, CollectEvidence, EvidenceCollected, Ping, ProgressReport
+from trainer.protocol.messages.codec import wire_name
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.requests import REFUSED, Request, RequestKind, pending
 
 READ_SECONDS = 2.0
 """Maximum delay in seconds that reading requests may cause to the coordinator's other files."""

@@ -3,10 +3,10 @@
 from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.control.control_server import AgentRefused
 from trainer.agent.watch.root_cause import LIMITS
-from trainer.contract.events import EventKind
-from trainer.contract.failures.failure_patterns import Meaning, has_meaning
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.messages.agents import Unloadable
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.messages.agents import Unloadable
 
 
 class NodeFailures:

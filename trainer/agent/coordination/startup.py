@@ -8,10 +8,10 @@ from trainer.agent.coordination.message_loop import MessageLoop
 from trainer.agent.ladder import in_job_policy, node_replacement
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.nodes import preflight
-from trainer.contract.config_sections.fault_detection_config import PreflightConfig
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.heartbeat import AttemptStage
+from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.heartbeat import AttemptStage
 
 
 class Startup:

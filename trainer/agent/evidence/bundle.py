@@ -20,12 +20,12 @@ from trainer.agent.flight.flight_record import newest
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.processes import proc
 from trainer.agent.processes.background_tasks import run_detached
-from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
+from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.sampling import Sampler
-from trainer.contract.logs.log_rotation import read_tail
-from trainer.contract.messages.agents import CollectEvidence, EvidenceCollected, FlightRecords, QueryFlights
-from trainer.contract.run_dir import AttemptDir
-from trainer.contract.secrets.secret_redaction import in_use
+from trainer.protocol.logs.log_rotation import read_tail
+from trainer.protocol.messages.agents import CollectEvidence, EvidenceCollected, FlightRecords, QueryFlights
+from trainer.protocol.run_dir import AttemptDir
+from trainer.protocol.secrets.secret_redaction import in_use
 
 _MESSAGES = 500
 """Newest lines kept of the kernel's log."""

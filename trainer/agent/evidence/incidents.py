@@ -12,9 +12,9 @@ from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.hangs import HangJudgement, HangKind, HangVerdict
 from trainer.agent.watch.root_cause import RankEnd, secondary_order
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.run_dir import AttemptDir
-from trainer.contract.secrets.secret_redaction import in_use
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.run_dir import AttemptDir
+from trainer.protocol.secrets.secret_redaction import in_use
 
 
 def is_needed(ends: Sequence[RankEnd]) -> bool:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from trainer.agent.processes import proc
-from trainer.contract.ranks.rank_messages import STACKS
+from trainer.protocol.rank_progress.rank_messages import STACKS
 
 _LOOK = 0.05
 _MOST = 1 << 20

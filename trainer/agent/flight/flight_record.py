@@ -12,7 +12,7 @@ from trainer.agent.flight import group_lifetimes
 from trainer.agent.flight.dump_fields import group_name, number, word
 from trainer.agent.flight.nccl_counters import counters
 from trainer.agent.flight.p2p_messages import P2PMessage, find_unfinished_messages
-from trainer.contract.ranks.rank_messages import decode_runs, encode_runs
+from trainer.protocol.rank_progress.rank_messages import decode_runs, encode_runs
 
 KEPT = 30
 """Newest collectives kept per group."""
@@ -203,8 +203,8 @@ def parse(
 ) -> FlightRecord:
     """Parse a dump of torch's flight recorder (format 2.x), ignoring unknown and missing parts.
     `dump` is its text or parsed content. `groups` is the rank's own report of its groups
-    (`trainer.contract.ranks.rank_messages`), needed because gloo's dumps name none. `suffix` is appended to all group
-    names. Raises ValueError if it is not a dump.
+    (`trainer.protocol.rank_progress.rank_messages`), needed because gloo's dumps name none. `suffix` is appended to
+    all group names. Raises ValueError if it is not a dump.
     """
     dump = json.loads(dump) if isinstance(dump, (str, bytes)) else dump
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):

@@ -17,8 +17,8 @@ from trainer.agent.flight.dump_fields import UNREADABLE
 from trainer.agent.flight.flight_record import FlightRecord, parse, read
 from trainer.agent.flight.safe_unpickle import MOST as LARGEST
 from trainer.agent.flight.safe_unpickle import load
-from trainer.contract.ranks.rank_messages import groups_file
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.rank_progress.rank_messages import groups_file
+from trainer.protocol.run_dir import AttemptDir
 
 HOST, DEVICE = "fr_trace_json", "dump_nccl_trace_json"
 """torch's two recorders: gloo's, always present, and NCCL's, if torch was built with it."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from checkpointing.storage.durable import read_json
 from trainer.agent.fork_server.torchrun_command import with_interpreter, working_directory
 from trainer.agent.processes.background_tasks import start_detached
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.messages.fork_server import ForkServerReady
-from trainer.contract.node_identity import discover
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import (
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.messages.fork_server import ForkServerReady
+from trainer.protocol.node_identity import discover
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.user_code.code_record import (
     CodeDecision,
     CodeRecord,
     Occasion,
@@ -24,9 +24,9 @@ from trainer.contract.user_code.code_record import (
     listed_digests,
     package_words,
 )
-from trainer.contract.user_code.installed_packages import find_site_folders, normalize_names
-from trainer.contract.user_code.late_imports import carry_late
-from trainer.contract.user_code.record_code import read_again, record_imported, record_named, with_packages
+from trainer.protocol.user_code.installed_packages import find_site_folders, normalize_names
+from trainer.protocol.user_code.late_imports import carry_late
+from trainer.protocol.user_code.record_code import read_again, record_imported, record_named, with_packages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,16 +15,16 @@ from trainer.agent.control import tcp_transport
 from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server.torchrun_command import torchrun_environment, with_interpreter, working_directory
 from trainer.agent.processes.process_tree import AGENT_DIED_SIGNAL, set_pdeathsig
-from trainer.contract.config import JobConfig
-from trainer.contract.config_sections.scheduler_kinds import traits
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.messages.agents import StartGeneration
-from trainer.contract.messages.fork_server import StartRank
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.ranks.progress import WARNINGS, outlive_step_signals, unblock_step_signals
-from trainer.contract.ranks.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_command.command_progress import FOLDER_VARIABLE
+from trainer.protocol.command_progress import FOLDER_VARIABLE
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.messages.agents import StartGeneration
+from trainer.protocol.messages.fork_server import StartRank
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_progress.progress import WARNINGS, outlive_step_signals, unblock_step_signals
+from trainer.protocol.rank_progress.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 def cores_of_rank(

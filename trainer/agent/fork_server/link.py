@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trainer.agent.control import unix_transport
 from trainer.agent.processes.proc import read_activity
-from trainer.contract.messages.fork_server import FROM_FORK_SERVER, FromForkServer, SignalRanks, StartRank, ToForkServer
-from trainer.contract.ranks.progress import block_step_signals
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, FromForkServer, SignalRanks, StartRank, ToForkServer
+from trainer.protocol.rank_progress.progress import block_step_signals
+from trainer.protocol.run_dir import AttemptDir
 
 _DEFAULTS = {"PYTHONHASHSEED": "0"}
 """Environment variables of ranks, unless `env` or the job's environment sets them.

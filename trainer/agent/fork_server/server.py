@@ -25,9 +25,9 @@ from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
 from trainer.agent.fork_server.forked_child import RankMain, become_rank
 from trainer.agent.processes import process_tree
-from trainer.contract.config import JobConfig, load
-from trainer.contract.failures.missing_installation import describe_missing
-from trainer.contract.messages.fork_server import (
+from trainer.protocol.config import JobConfig, load
+from trainer.protocol.failures.missing_installation import describe_missing
+from trainer.protocol.messages.fork_server import (
     TO_FORK_SERVER,
     ForkServerReady,
     FromForkServer,
@@ -40,10 +40,10 @@ from trainer.contract.messages.fork_server import (
     StartRank,
     ToForkServer,
 )
-from trainer.contract.node_identity import process_state
-from trainer.contract.ranks.progress import block_step_signals, outlive_step_signals
-from trainer.contract.run_dir import AttemptDir
-from trainer.contract.secrets.secret_redaction import in_use
+from trainer.protocol.node_identity import process_state
+from trainer.protocol.rank_progress.progress import block_step_signals, outlive_step_signals
+from trainer.protocol.run_dir import AttemptDir
+from trainer.protocol.secrets.secret_redaction import in_use
 
 
 class ForkServer:

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.contract.config import JobConfig
-from trainer.contract.ranks.rank_messages import place_variables
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secrets.secret_redaction import LISTED
-from trainer.contract.user_command.command_progress import FOLDER_VARIABLE
+from trainer.protocol.command_progress import FOLDER_VARIABLE
+from trainer.protocol.config import JobConfig
+from trainer.protocol.rank_progress.rank_messages import place_variables
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.secrets.secret_redaction import LISTED
 
 _INTERPRETERS = ("python", "python3")
 

@@ -10,13 +10,13 @@ from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.agent.watch.hang_limits import PATIENCE
 from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
-from trainer.contract import skipped_batches
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind, select_kinds
-from trainer.contract.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.run_dir import AttemptDir
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol import skipped_batches
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind, select_kinds
+from trainer.protocol.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.run_dir import AttemptDir
+from trainer.protocol.skipped_batches import Skip
 
 
 async def record_skip(skip: Skip, attempt: AttemptDir, events: EventLog, *, seconds: float = 10.0) -> None:

@@ -3,8 +3,8 @@
 from trainer.agent.ladder import in_job_policy
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.nodes.roster import Member, Roster
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import Failure, FailureKind
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import Failure, FailureKind
 
 
 def replace(decision: InJobDecision, roster: Roster, events: EventLog, *, drill: str = "") -> InJobDecision | None:

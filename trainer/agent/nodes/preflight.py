@@ -19,12 +19,12 @@ from checkpointing.storage.durable import write_durably
 from checkpointing.storage.storage_errors import FULL
 from trainer.agent.control import tcp_transport
 from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
-from trainer.contract.config import JobConfig
-from trainer.contract.config_sections.fault_detection_config import PreflightConfig
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.messages.agents import PreflightFault, RankSpeeds
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.messages.agents import PreflightFault, RankSpeeds
+from trainer.protocol.run_dir import RunDir
 
 _BRAKES = {
     "hw_slowdown": "the hardware slows it down",

@@ -19,7 +19,7 @@ from trainer.agent.control.control_server import (
     InboxMessage,
 )
 from trainer.agent.control.tcp_transport import AgentPeer, WireError
-from trainer.contract.messages.agents import (
+from trainer.protocol.messages.agents import (
     FromAgent,
     Hello,
     NodeRank,
@@ -29,7 +29,7 @@ from trainer.contract.messages.agents import (
     StartGeneration,
     ToAgent,
 )
-from trainer.contract.node_identity import boot_id
+from trainer.protocol.node_identity import boot_id
 
 
 def identity() -> str:

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from trainer.contract.config_sections.fault_detection_config import PreflightConfig
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.messages.agents import RankSpeeds
+from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.messages.agents import RankSpeeds
 
 _WORDS = {"matmul": "matrix multiplication", "memory": "memory bandwidth"}
 _FEWEST = 3

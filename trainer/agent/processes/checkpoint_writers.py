@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from trainer.agent.control import unix_transport
-from trainer.contract.ranks.progress import block_step_signals
+from trainer.protocol.rank_progress.progress import block_step_signals
 
 _LEAVE_SECONDS = 1.0
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.contract.logs.log_rotation import LogFile, LogsConfig
-from trainer.contract.secrets.secret_redaction import RedactedStream
+from trainer.protocol.logs.log_rotation import LogFile, LogsConfig
+from trainer.protocol.secrets.secret_redaction import RedactedStream
 
 PIPE_BYTES = 1 << 20
 _BLOCK = 1 << 18

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.agent.processes.background_tasks import run_detached
-from trainer.contract.failures.outcome import AgentEnd, AgentReport, ExitCode
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.failures.outcome import AgentEnd, AgentReport, ExitCode
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.run_dir import AttemptDir
 
 _SECONDS = 5.0
 """Time limit of the report; a hung file system may be why the coordinator was lost."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.agent.processes import watchdog
 from trainer.agent.processes.background_tasks import SupervisedTasks
-from trainer.contract.ranks.progress import block_step_signals
+from trainer.protocol.rank_progress.progress import block_step_signals
 
 BEAT_SECONDS = 0.5
 

@@ -15,8 +15,8 @@ from checkpointing.format.safetensors import Malformed, check_length
 from checkpointing.storage.durable import open_regular
 from trainer.agent.user_command.earlier_checkpoints import Stamps, leave_out_earlier, scan_identities
 from trainer.agent.user_command.siblings import group, has_rank, is_alike, same_but_for_rank
-from trainer.contract.failures.outcome import legible
-from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
+from trainer.protocol.command_progress import CommandCheckpointsConfig
+from trainer.protocol.failures.outcome import legible
 
 MOST = 20
 """Maximum number of checkpoints read; of older ones only the names are known."""

@@ -32,12 +32,12 @@ from trainer.agent.user_command.set_aside import (
 from trainer.agent.user_command.step_pattern import StepWatch
 from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint, same_without
 from trainer.agent.watch.root_cause import CommandFailure
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import FailureKind, legible
-from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.secrets.secret_redaction import in_use
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import FailureKind, legible
+from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.secrets.secret_redaction import in_use
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
+from trainer.protocol.command_progress import CommandCheckpointsConfig
 
 Stamps = dict[str, int]
 """Identity -> time of the last change (ns) before the run's first start."""

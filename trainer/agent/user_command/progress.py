@@ -11,8 +11,8 @@ from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.processes.background_tasks import run_detached, start_detached
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, Files, assess_damage, find, find_written_later
 from trainer.agent.user_command.earlier_checkpoints import Stamps
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
+from trainer.protocol.command_progress import CommandCheckpointsConfig
+from trainer.protocol.events import EventKind, EventLog
 
 LOOK_SECONDS = 5.0
 """Interval of checks while the program runs."""

@@ -17,10 +17,10 @@ from pathlib import Path
 if __name__ == "__main__":  # started by its path, so orch's packages are not importable otherwise
     sys.path[:] = [str(Path(__file__).resolve().parents[3]), *sys.path[1:]]
 
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.restore_test import CHECKPOINT_VARIABLE, Outcome
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, Outcome
+from trainer.protocol.run_dir import RunDir
 
 BAD = 7
 """Exit code of a program for a bad checkpoint; orch's own commands use it too."""

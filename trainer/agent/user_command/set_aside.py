@@ -13,8 +13,8 @@ from pathlib import Path
 from checkpointing.storage.durable import fsync_dir, write_durably
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, read_again
 from trainer.agent.user_command.siblings import counterpart, find_digits
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_command.command_progress import SET_ASIDE, CommandCheckpointsConfig
+from trainer.protocol.command_progress import SET_ASIDE, CommandCheckpointsConfig
+from trainer.protocol.run_dir import RunDir
 
 _POINTER_NAMES = re.compile(r"(latest|last|newest)", re.IGNORECASE)
 """Name prefixes of files that name the newest checkpoint."""

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from trainer.contract.user_command.command_progress import SET_ASIDE, CommandCheckpointsConfig, parse_digits
+from trainer.protocol.command_progress import SET_ASIDE, CommandCheckpointsConfig, parse_digits
 
 _NUMBER = re.compile(r"\d+", re.ASCII)
 _RANK = re.compile(r"(?<![a-z])(rank[-_=]?)(\d+)", re.IGNORECASE | re.ASCII)

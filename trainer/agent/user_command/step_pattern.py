@@ -14,9 +14,9 @@ from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.processes.background_tasks import start_detached
 from trainer.agent.user_command import match_step
 from trainer.agent.user_command.progress import run_bounded
-from trainer.contract.logs.log_rotation import read_tail
-from trainer.contract.ranks.rank_messages import generation_mark
-from trainer.contract.user_command.command_progress import CommandProgressConfig
+from trainer.protocol.command_progress import CommandProgressConfig
+from trainer.protocol.logs.log_rotation import read_tail
+from trainer.protocol.rank_progress.rank_messages import generation_mark
 
 LOOK_SECONDS = 2.0
 """Interval of checks of the log or file while the program runs."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from trainer.agent.ranks.last_output import RANK_PREFIX, TRACEBACK
+from trainer.agent.rank_processes.last_output import RANK_PREFIX, TRACEBACK
 from trainer.agent.watch.root_cause import (
     LIMITS,
     Cause,
@@ -24,9 +24,9 @@ from trainer.agent.watch.root_cause import (
     find_root,
     is_outside,
 )
-from trainer.contract.failures.failure_patterns import VARYING, Meaning, has_meaning
-from trainer.contract.failures.outcome import FailureKind, select_kinds
-from trainer.contract.user_command.command_progress import PROGRESS_SECONDS
+from trainer.protocol.command_progress import PROGRESS_SECONDS
+from trainer.protocol.failures.failure_patterns import VARYING, Meaning, has_meaning
+from trainer.protocol.failures.outcome import FailureKind, select_kinds
 
 _FRAME = re.compile(r'^\s+File "')
 _COMPLAINT = re.compile(r"(?i:error|fail|cannot|could not|unable|corrupt|invalid|truncated|unexpected)")

@@ -11,8 +11,8 @@ from trainer.agent.watch.hang_limits import HALTED, Limits, RankSample
 from trainer.agent.watch.hangs import LONGEST, HangJudgement, HangVerdict, ReportGaps, judge
 from trainer.agent.watch.sampling import JobSnapshot
 from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.messages.agents import (
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.messages.agents import (
     CollectEvidence,
     EvidenceCollected,
     FlightRecords,

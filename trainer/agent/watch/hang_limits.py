@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.messages.agents import SampleRow
-from trainer.contract.ranks.stage_activity import (
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.messages.agents import SampleRow
+from trainer.protocol.rank_progress.stage_activity import (
     AWAITED_SENDS,
     RECEIVES,
     Activity,

@@ -11,7 +11,7 @@ from enum import Enum, StrEnum, auto
 
 from trainer.agent.flight.analysis import Finding
 from trainer.agent.watch.hang_limits import HALTED, Allowed, Limits, RankSample, format_seconds
-from trainer.contract.failures.outcome import Culprit
+from trainer.protocol.failures.outcome import Culprit
 
 LONGEST = 2.0
 """Seconds between two reports of an agent that do not yet count as silence."""

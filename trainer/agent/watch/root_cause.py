@@ -14,10 +14,10 @@ from checkpointing.errors import (
     UnreadableNow,
     UnsavableState,
 )
-from trainer.contract.cut_text import cut
-from trainer.contract.failures.failure_patterns import VARYING, Meaning, has_meaning
-from trainer.contract.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode, Failure, FailureKind
-from trainer.contract.messages.agents import RankExit
+from trainer.protocol.cut_text import cut
+from trainer.protocol.failures.failure_patterns import VARYING, Meaning, has_meaning
+from trainer.protocol.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode, Failure, FailureKind
+from trainer.protocol.messages.agents import RankExit
 
 _NOT_STARTED = (126, 127)
 _CHECKPOINTS = frozenset(

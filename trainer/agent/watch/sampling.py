@@ -14,11 +14,11 @@ from trainer.agent.processes.proc import (
     threads_cpu_seconds,
     threads_named,
 )
-from trainer.agent.ranks.local_ranks import LocalRank, LocalRanks
+from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.hang_limits import FAST, HALTED, RankSample
 from trainer.agent.watch.stragglers import should_report_work
-from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.ranks.duration_histogram import quantile, sum_counts
+from trainer.protocol.messages.agents import ProgressReport
+from trainer.protocol.rank_progress.duration_histogram import quantile, sum_counts
 
 
 class JobSnapshot:

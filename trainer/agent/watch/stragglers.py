@@ -14,11 +14,17 @@ from statistics import fmean, median
 from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.flight.p2p_messages import P2PMessage
 from trainer.agent.watch.hang_limits import RankSample
-from trainer.contract.config_sections.fault_detection_config import StragglerConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig, PipelineConfig, mesh_coordinates
-from trainer.contract.pipeline.stage_split import rank_of_stage
-from trainer.contract.ranks.progress import SECTIONS
-from trainer.contract.ranks.stage_activity import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, StageActivity
+from trainer.costs.stage_split import rank_of_stage
+from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
+from trainer.protocol.config_sections.parallel_config import ParallelConfig, PipelineConfig, mesh_coordinates
+from trainer.protocol.rank_progress.progress import SECTIONS
+from trainer.protocol.rank_progress.stage_activity import (
+    AWAITED_SENDS,
+    OF_ACTIVATIONS,
+    RECEIVES,
+    Activity,
+    StageActivity,
+)
 
 _LAST = 1 << 40
 """Position of a wait in its rank's record, after all its calls."""

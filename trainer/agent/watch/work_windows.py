@@ -9,8 +9,8 @@ from statistics import median
 
 from trainer.agent.watch import stragglers
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, Level, StragglerVerdict
-from trainer.contract.config_sections.fault_detection_config import StragglerConfig
-from trainer.contract.ranks.progress import SECTIONS
+from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
+from trainer.protocol.rank_progress.progress import SECTIONS
 
 _TOTAL, _STEPS = len(SECTIONS), len(SECTIONS) + 1
 _MEMORY = 60  # windows for the median noise

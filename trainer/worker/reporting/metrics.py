@@ -15,15 +15,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from checkpointing.storage.durable import dump_line, write_durably
-from trainer.contract.config import JobConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.save_trouble import SaveTrouble
-from trainer.contract.logs.line_file import LineFile, Lines
-from trainer.contract.model_costs.model_flops import peak_flops
-from trainer.contract.ranks.progress import SECTIONS
-from trainer.contract.ranks.rank_messages import RankSpec
-from trainer.contract.run_dir import AttemptDir
+from trainer.costs.model_flops import peak_flops
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.parallel_config import ParallelConfig
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.save_trouble import SaveTrouble
+from trainer.protocol.logs.line_file import LineFile, Lines
+from trainer.protocol.rank_progress.progress import SECTIONS
+from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.run_dir import AttemptDir
 from trainer.worker.reporting.rank_comparison import EVERY, RankComparison
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.traffic import TrafficMeter

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from checkpointing.storage.durable import read_json
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.user_code.code_record import CodeRecord
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.restore_test.recorded_steps import find_difference, has_other_code
 

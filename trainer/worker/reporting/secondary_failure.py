@@ -2,7 +2,7 @@
 
 from torch.distributed import DistError
 
-from trainer.contract.failures.failure_patterns import Meaning, has_meaning
+from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
 from trainer.worker.startup.rendezvous import PeerLost
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.worker.parallel.context_parallel import find_ring
-from trainer.worker.parallel.mesh import Layout
-from trainer.worker.pipeline.pipelined_llama import find_pipeline
+from trainer.parallel.apply.context_parallel import find_ring
+from trainer.parallel.apply.mesh import Layout
+from trainer.parallel.apply.pipeline_runtime import find_pipeline
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _SIZES = {

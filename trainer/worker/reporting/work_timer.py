@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.contract.ranks.progress import SECTIONS, Phase
+from trainer.protocol.rank_progress.progress import SECTIONS, Phase
 
 Mark = TypeVar("Mark")
 

@@ -6,7 +6,7 @@ from checkpointing.format.commit import parse_name, read_commit
 from checkpointing.storage.backends import Storage
 from checkpointing.verification.verdicts import read_manifest_digest
 from checkpointing.verification.verify import Report, read_sealed, verify_checkpoint
-from trainer.contract.restore_test import RestoreTestOrder
+from trainer.protocol.restore_test import RestoreTestOrder
 from trainer.worker.saved_state.checkpoint_contents import expected_entries
 
 

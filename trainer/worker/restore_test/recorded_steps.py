@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import number, read_json
-from trainer.contract.config import config_digest
-from trainer.contract.events import EventKind, read_events
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import CodeRecord, changed_files, changed_packages, package_words
+from trainer.protocol.config import config_digest
+from trainer.protocol.events import EventKind, read_events
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.user_code.code_record import CodeRecord, changed_files, changed_packages, package_words
 
 COMPARED = ("loss", "grad_norm", "lr")
 BOUNDED_STEPS = 5

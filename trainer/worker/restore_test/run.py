@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.engine.audit.audit import AuditShare, merge_reports
-from checkpointing.engine.ranks.group import Failed, World, result_or_failed
+from checkpointing.engine.collectives.group import Failed, World, result_or_failed
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.engine.restore.restorer import Restored
 from checkpointing.engine.restore.source import TensorsFor
@@ -19,14 +19,14 @@ from checkpointing.errors import NothingFits, NothingVerifies
 from checkpointing.storage.backends import open_storage
 from checkpointing.storage.durable import dump_line
 from checkpointing.verification.verify import Fault, Report
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.ranks.progress import Phase
-from trainer.contract.ranks.rank_messages import RankSpec
-from trainer.contract.restore_test import Outcome, RestoreTestOrder, RestoreVerdict
-from trainer.contract.run_dir import AttemptDir, RunDir
-from trainer.contract.user_code.code_record import CodeRecord, shorten
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.rank_progress.progress import Phase
+from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.restore_test import Outcome, RestoreTestOrder, RestoreVerdict
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.user_code.code_record import CodeRecord, shorten
 from trainer.worker.data import TokenData, unwrap_data
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared
@@ -42,7 +42,7 @@ from trainer.worker.restore_test.recorded_steps import (
 from trainer.worker.saved_state.rng_state import pack_rng
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState
 from trainer.worker.session import RankSession, new_train_state, run_training, skipped_positions
-from trainer.worker.training.spikes import BadStep
+from trainer.worker.train_loop.spikes import BadStep
 from trainer.worker.workload import WorkloadError
 
 

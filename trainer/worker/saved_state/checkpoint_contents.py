@@ -19,7 +19,7 @@ from checkpointing.engine.state.fingerprints import digest_replicas
 from checkpointing.format.manifest import Index, Manifest
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import canonical
-from trainer.worker.parallel.mesh import Layout
+from trainer.parallel.apply.mesh import Layout
 from trainer.worker.saved_state.rng_state import generators_fault, origin_fault, rng_name
 
 TensorMetadata = list[Any]

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from trainer.contract.config import ClusterShape
+from trainer.parallel.apply.mesh import Layout
+from trainer.protocol.config import ClusterShape
 from trainer.worker.data import CountedData, Data, unwrap_data
-from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.workload import WorkloadError
 

@@ -12,9 +12,9 @@ from torch import nn
 from checkpointing.errors import SaveFailed
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import dump_line, number
+from trainer.parallel.apply.mesh import Layout
 from trainer.worker import optimizer as optimizers
 from trainer.worker.data import Data, Positions, unwrap_data
-from trainer.worker.parallel.mesh import Layout
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.checkpoint_contents import buffers_name
 from trainer.worker.saved_state.data_state import FACTS, DataState, plain_position

@@ -12,11 +12,11 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from trainer.contract.config import JobConfig, build
-from trainer.contract.secrets.secret_redaction import in_use
-from trainer.contract.user_code.record_code import record_imported
+from trainer.parallel.apply.fsdp_units import CannotShard, chosen_units
+from trainer.protocol.config import JobConfig, build
+from trainer.protocol.secrets.secret_redaction import in_use
+from trainer.protocol.user_code.record_code import record_imported
 from trainer.worker import workload
-from trainer.worker.parallel.fsdp_units import CannotShard, chosen_units
 
 
 def main(arguments: list[str]) -> None:

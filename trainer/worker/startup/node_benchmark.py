@@ -7,9 +7,9 @@ from socket import socket
 import torch
 import torch.distributed as dist
 
-from trainer.contract.config import JobConfig
-from trainer.contract.messages.ranks import Speeds
-from trainer.contract.ranks.rank_messages import RankSpec, send_message
+from trainer.protocol.config import JobConfig
+from trainer.protocol.messages.ranks import Speeds
+from trainer.protocol.rank_progress.rank_messages import RankSpec, send_message
 
 _REPEATS = 3
 _MATRIX_SIDE = {"cpu": 384, "cuda": 4096}

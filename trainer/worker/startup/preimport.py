@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from torch.utils.data._utils import signal_handling
 
-from trainer.contract.config import JobConfig
-from trainer.contract.ranks.progress import outlive_step_signals
+from trainer.protocol.config import JobConfig
+from trainer.protocol.rank_progress.progress import outlive_step_signals
 from trainer.worker import workload
 
 

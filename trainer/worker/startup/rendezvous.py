@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from trainer.contract.config import ClusterShape
-from trainer.contract.failures.failure_patterns import Meaning, has_meaning
-from trainer.contract.messages.ranks import TO_RANK, Store
-from trainer.contract.ranks.rank_messages import RankSpec, place_variables, receive_message, send_message
+from trainer.protocol.config import ClusterShape
+from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
+from trainer.protocol.messages.ranks import TO_RANK, Store
+from trainer.protocol.rank_progress.rank_messages import RankSpec, place_variables, receive_message, send_message
 
 
 class NodeFault(RuntimeError):

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import RankGroup, World
+from checkpointing.engine.collectives.group import RankGroup, World
 from checkpointing.engine.restore.source import local_box, local_part
 from checkpointing.engine.state.fingerprints import combine, fingerprint, tensor_contributions
 from checkpointing.errors import NothingIntact

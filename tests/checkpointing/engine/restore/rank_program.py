@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore import restorer
 from checkpointing.errors import UnreadableNow
 from checkpointing.owner import Owner

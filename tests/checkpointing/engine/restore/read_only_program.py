@@ -13,7 +13,7 @@ from tests.checkpointing.engine.restore import layout_program, rank_program
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.engine.restore.source import local_part
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import RankGroup, World
+from checkpointing.engine.collectives.group import RankGroup, World
 from checkpointing.engine.restore import exchange as exchange_module
 from checkpointing.engine.restore.exchange import Send, exchange
 from checkpointing.engine.restore.read_buffers import ReadBuffers

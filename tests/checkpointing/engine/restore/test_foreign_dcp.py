@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.collectives.group import RankGroup
 from checkpointing.engine.restore.foreign_dcp import build_source, describe, foreign_names, parse_step
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys

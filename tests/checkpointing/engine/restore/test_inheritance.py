@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.collectives.group import RankGroup
 from checkpointing.engine.restore import restorer
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.collectives.group import RankGroup
 from checkpointing.engine.restore.memory_tier import Memory
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys

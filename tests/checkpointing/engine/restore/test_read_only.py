@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore import restorer
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.errors import CheckpointRefused, NothingVerifies

@@ -11,7 +11,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     import torch.distributed as dist
 
-from checkpointing.engine.ranks.group import RankGroup  # noqa: E402
+from checkpointing.engine.collectives.group import RankGroup  # noqa: E402
 from checkpointing.engine.save.flusher import Flusher, TransferTimeouts  # noqa: E402
 from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.storage.backends import LocalStorage  # noqa: E402

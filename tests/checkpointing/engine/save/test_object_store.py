@@ -6,7 +6,7 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.catalog import Catalog

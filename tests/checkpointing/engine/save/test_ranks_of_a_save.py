@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.ranks.group import Failed, result_or
+from checkpointing.engine.collectives.group import Failed, result_or
 from checkpointing.engine.save.save_queue import SaveQueue, SaveReadiness, agree_on_save
 from checkpointing.engine.save.saver import CheckpointSaver, SavedCheckpoint, SaveJob
 from checkpointing.engine.state.plausibility import PlausibilityJudge

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.ranks.group import Failed, RankGroup
+from checkpointing.engine.collectives.group import Failed, RankGroup
 from checkpointing.engine.save import saver as saver_module
 from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveQueue
 from checkpointing.engine.save.saver import CheckpointSaver, _failures

@@ -10,7 +10,7 @@ import pytest
 
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore.restorer import RestoreOptions
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import open_storage

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpointing.config import CheckpointConfig, StagingConfig
-from checkpointing.engine.ranks.group import RankGroup
+from checkpointing.engine.collectives.group import RankGroup
 from checkpointing.engine.state import staging
 from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure

@@ -16,7 +16,7 @@ from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.scheduler.local.local_records import boot_time
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 READ = """
 import sys

@@ -2,7 +2,7 @@
 
 from orchestrator.cli.checkpoints.tested_layouts import Proven, layouts_in_words, newest_proven, reason_beside_tests
 from orchestrator.registry.records import RestoreTest
-from trainer.contract.restore_test import Outcome
+from trainer.protocol.restore_test import Outcome
 
 RESTORED, SUSPECT, CORRUPT = Outcome.RESTORED, Outcome.SUSPECT, Outcome.CORRUPT
 

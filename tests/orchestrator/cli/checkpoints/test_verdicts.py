@@ -12,7 +12,7 @@ from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.forked_orch import on_a_terminal
-from trainer.contract.restore_test import Outcome
+from trainer.protocol.restore_test import Outcome
 
 NONCE = "0123abcd"
 

@@ -20,9 +20,9 @@ from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import Agent, begun
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.requests import Request, RequestKind, pending
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.requests import Request, RequestKind, pending
+from trainer.protocol.run_dir import RunDir
 
 
 class Job:

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.cli.drills.drill_run import why_undetectable
 from orchestrator.cli.drills.scorecard import EXPECTED
-from trainer.contract.config import JobConfig, build
+from trainer.protocol.config import JobConfig, build
 
 HUNG = {
     "stop-rank",

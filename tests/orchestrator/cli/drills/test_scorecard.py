@@ -6,8 +6,8 @@ import pytest
 
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard, score
 from orchestrator.states import RunState
-from trainer.contract.config_sections.fault_detection_config import KINDS
-from trainer.contract.events import Event, EventKind
+from trainer.protocol.config_sections.fault_detection_config import KINDS
+from trainer.protocol.events import Event, EventKind
 
 
 class Tape:

@@ -6,8 +6,8 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.live_jobs.attach import Frame, parse, read_stacks
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import Agent, begun
-from trainer.contract.rank_readings import RankReading, RankReadings
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.rank_readings import RankReading, RankReadings
+from trainer.protocol.run_dir import RunDir
 
 FAULTHANDLER = """Thread 0x00007f0a00000001 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait

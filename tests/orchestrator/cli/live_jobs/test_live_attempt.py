@@ -11,10 +11,10 @@ from orchestrator.cli.live_jobs import live_attempt
 from orchestrator.errors import WaitTimeout
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult
-from trainer.contract.requests import Request, RequestKind, pending
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
+from trainer.protocol.requests import Request, RequestKind, pending
+from trainer.protocol.run_dir import RunDir
 
 
 def begun(seeds: Seeds, run: str, *, silent: float = 0.0, nodes: tuple[str, ...] = ("n1", "n2")) -> RunDir:

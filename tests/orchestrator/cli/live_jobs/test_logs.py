@@ -16,10 +16,10 @@ from orchestrator.cli.runs.timeline import describe_event
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.forked_orch import ForkedOrch
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind, RankOutcome
-from trainer.contract.ranks.rank_messages import append_outcome
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind, RankOutcome
+from trainer.protocol.rank_progress.rank_messages import append_outcome
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 class Clock:

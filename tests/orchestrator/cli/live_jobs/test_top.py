@@ -17,9 +17,9 @@ from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.forked_orch import on_a_terminal
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.rank_readings import RankReading, RankReadings
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.rank_readings import RankReading, RankReadings
+from trainer.protocol.run_dir import AttemptDir
 
 
 def rank(number: int, **more: Any) -> RankReading:

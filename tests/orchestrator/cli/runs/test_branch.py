@@ -18,10 +18,10 @@ from tests.checkpointing.made_checkpoint import make
 from tests.installed_distributions import install
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.tiny_config import tiny_config
-from trainer.contract import skipped_batches
-from trainer.contract.run_dir import RunDir
-from trainer.contract.skipped_batches import Skip
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.protocol import skipped_batches
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.skipped_batches import Skip
+from trainer.protocol.user_code.code_record import CodeRecord
 
 NONCE = "0123abcd"
 

@@ -13,7 +13,7 @@ from orchestrator.config.layers import is_override
 from orchestrator.states import RunState
 from orchestrator.submission import create_run
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 class Submitted:

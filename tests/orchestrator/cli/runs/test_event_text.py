@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.runs.timeline import EventDescriber, describe_event, progress_line
-from trainer.contract.events import Event, EventKind
+from trainer.protocol.events import Event, EventKind
 
 SAID: list[tuple[EventKind, dict[str, Any], str]] = [
     (EventKind.CHECKPOINT_COMMITTED, {"step": 20, "name": "a", "bytes": 1 << 20, "seconds": 0.52},

@@ -12,9 +12,9 @@ from orchestrator.registry.records import REPLACED_VARIABLES
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.forked_orch import on_a_terminal
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.run_dir import RunDir
 
 WHY = "rank 1 on n1 was killed by SIGKILL"
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from orchestrator.registry.records import Generation, Notice
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.events import EventKind
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind
+from trainer.protocol.run_dir import RunDir
 
 
 def notice(seeds: Seeds, run: str, what: EventKind, /, generation: int = 1, **data: Any) -> None:

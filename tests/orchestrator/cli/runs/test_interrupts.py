@@ -19,7 +19,7 @@ from orchestrator.states import RunState
 from orchestrator.submission import create_run
 from tests.orchestrator.cli.conftest import Seeds, Type, Typed
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
-from trainer.contract.requests import Request, pending
+from trainer.protocol.requests import Request, pending
 
 
 def ctrl_c(*_: Any, **__: Any) -> Any:

@@ -18,11 +18,11 @@ from orchestrator.submission.run_identity import code, environment
 from tests.fakes.slurm_commands import refusing, write_commands
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.tiny_config import tiny_config
-from trainer.contract import skipped_batches
-from trainer.contract.config import build
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.run_dir import RunDir
-from trainer.contract.token_shards import TokenIndex, prepare
+from trainer.protocol import skipped_batches
+from trainer.protocol.config import build
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.token_shards import TokenIndex, prepare
 
 
 class Resumable:

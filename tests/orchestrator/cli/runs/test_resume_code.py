@@ -11,9 +11,9 @@ from orchestrator.states import RunState
 from tests.installed_distributions import install
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.runs.test_resume_changes import Resumable
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord
-from trainer.contract.user_code.installed_packages import read_versions
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
+from trainer.protocol.user_code.installed_packages import read_versions
 
 
 class Repository:

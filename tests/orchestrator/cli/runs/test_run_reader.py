@@ -13,9 +13,9 @@ from orchestrator.cli.runs.run_reader import TAIL, EventFeed, StepLines
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.drills.test_drill import Job
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.logs import line_file
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.logs import line_file
+from trainer.protocol.run_dir import RunDir
 
 
 class Reads:

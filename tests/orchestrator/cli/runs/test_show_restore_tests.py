@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.restore_test import Outcome
+from trainer.protocol.restore_test import Outcome
 
 
 def test_show_lists_the_newest_five_tests_and_what_is_proven(orch: Type, seeds: Seeds) -> None:

@@ -13,8 +13,8 @@ from orchestrator.cli.terminal.tables import layout
 from orchestrator.registry.records import Attempt, Generation
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.run_dir import RunDir
-from trainer.contract.time_spans import show_moments, stored_moment
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.time_spans import show_moments, stored_moment
 
 START, END = 1790000000.0, 1790000100.0
 

@@ -16,8 +16,8 @@ from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.forked_orch import on_a_terminal
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.restore_test import Outcome
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.restore_test import Outcome
 
 STATUS_KEYS = [
     "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",

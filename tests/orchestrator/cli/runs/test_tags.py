@@ -8,7 +8,7 @@ import pytest
 from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 def test_signs_say_what_happens_to_a_tag(orch: Type, seeds: Seeds) -> None:

@@ -8,7 +8,7 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.runs.training_figures import figures_of_run, figures_words, training_figures
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 GIB = 1 << 30
 

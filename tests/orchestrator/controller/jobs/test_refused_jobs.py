@@ -11,7 +11,7 @@ from orchestrator.controller.jobs.submission_limits import rejection_failure
 from orchestrator.errors import ConfigError, Retryable, SubmitRejected
 from orchestrator.registry.records import Run
 from orchestrator.states import RunState
-from trainer.contract.failures.outcome import FailureKind
+from trainer.protocol.failures.outcome import FailureKind
 
 RUN = Run(name="a-1", state=RunState.CREATED, reason="", cluster="slurm", run_dir="/r", config_digest="", total_steps=0)
 

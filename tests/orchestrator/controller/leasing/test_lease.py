@@ -24,7 +24,7 @@ from orchestrator.errors import Fenced
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from tests.fakes.model_clock import FakeClock
-from trainer.contract.node_identity import UNKNOWN, process_space, process_state, start_time
+from trainer.protocol.node_identity import UNKNOWN, process_space, process_state, start_time
 
 
 def held(holder: str, renewed: float = 5.0) -> Lease:
@@ -77,7 +77,7 @@ def test_a_process_in_another_container_is_neither_alive_nor_dead_until_its_leas
 
 def test_a_pid_namespace_is_a_space_of_its_own() -> None:
     """Without a /proc of its own the space is not even known."""
-    program = "from trainer.contract.node_identity import *; print(process_space(), is_visible(''))"
+    program = "from trainer.protocol.node_identity import *; print(process_space(), is_visible(''))"
     words = [sys.executable, "-c", program]
     spaces = []
     for within in ([], ["--mount-proc"], None):

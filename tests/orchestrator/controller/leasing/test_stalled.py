@@ -20,7 +20,7 @@ from orchestrator.controller.leasing.lease import Holder, host_name
 from orchestrator.home import controller_log
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
-from trainer.contract.node_identity import process_state, start_time
+from trainer.protocol.node_identity import process_state, start_time
 
 
 def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:

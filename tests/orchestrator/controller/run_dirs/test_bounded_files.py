@@ -16,8 +16,8 @@ from orchestrator.controller.run_dirs.record_writer import RecordWriter
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
 from tests.scenarios.world import World, training
-from trainer.contract.events import read_events
-from trainer.contract.heartbeat import Heartbeat
+from trainer.protocol.events import read_events
+from trainer.protocol.heartbeat import Heartbeat
 
 
 @pytest.fixture(autouse=True)

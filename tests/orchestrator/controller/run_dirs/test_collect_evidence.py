@@ -22,9 +22,9 @@ from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState
 from tests.scenarios.world import World, config
-from trainer.contract.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
-from trainer.contract.logs.log_rotation import LogFile, LogsConfig
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
+from trainer.protocol.logs.log_rotation import LogFile, LogsConfig
+from trainer.protocol.run_dir import RunDir
 
 
 def attempt(*nodes: str) -> Attempt:

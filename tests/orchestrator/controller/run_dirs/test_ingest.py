@@ -17,8 +17,8 @@ from orchestrator.registry.records import Attempt
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.orchestrator.controller.leasing.test_lease import dead_pid
 from tests.scenarios.world import World, config, training
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 
 
 def begun(tmp_path: Path) -> tuple[World, EventLog]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from orchestrator.states import AttemptState, Trust
 from tests.orchestrator.controller.run_dirs.test_ingest import begun, read
-from trainer.contract.events import EventKind, EventLog
+from trainer.protocol.events import EventKind, EventLog
 
 
 def test_checkpoints_of_a_command_count_as_what_its_attempt_saved(tmp_path: Path) -> None:

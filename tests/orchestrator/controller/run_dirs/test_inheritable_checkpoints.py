@@ -18,7 +18,7 @@ from orchestrator.controller.run_dirs.inheritable_checkpoints import (
 )
 from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Run
 from orchestrator.states import AttemptState, RunState, Trust
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir
 
 
 def entry(step: int, attempt: int = 1) -> Entry:

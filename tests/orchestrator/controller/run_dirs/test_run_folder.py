@@ -21,9 +21,9 @@ from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
-from trainer.contract import skipped_batches
-from trainer.contract.run_dir import RunDir
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol import skipped_batches
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.skipped_batches import Skip
 
 NAME = "step-00000050.001-0123abcd"
 

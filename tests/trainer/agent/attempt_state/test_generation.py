@@ -8,8 +8,8 @@ from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.messages import agents
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.messages import agents
 
 HANG = Failure(kind=FailureKind.HANG, reason="rank 1 stopped first")
 KILLED = RankEnd(rank=0, node="n0", at=5.0, signal=9, reported=False)

@@ -5,8 +5,8 @@ import json
 from trainer.agent.attempt_state.attempt_state import MOST, rank_readings
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.sampling import JobSnapshot
-from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.rank_readings import RankReadings
+from trainer.protocol.messages.agents import ProgressReport
+from trainer.protocol.rank_readings import RankReadings
 
 
 def reading(seen: list[RankSample], **ratios: float) -> RankReadings:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tests.trainer.agent.job import LocalJob, until
-from trainer.contract.events import EventKind
-from trainer.contract.logs.line_file import work_lines
+from trainer.protocol.events import EventKind
+from trainer.protocol.logs.line_file import work_lines
 
 WORLD = 4
 PER_NODE = 2

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.worker.llama import LlamaWorkload
+from trainer.models.built_in import LlamaWorkload
 
 
 class StuckInExperts(LlamaWorkload):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.worker.llama import LlamaWorkload
+from trainer.models.built_in import LlamaWorkload
 
 
 class StuckInRing(LlamaWorkload):

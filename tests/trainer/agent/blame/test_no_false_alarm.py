@@ -13,9 +13,9 @@ import pytest
 from tests.end_to_end.user import SLOW_WORKLOAD
 from tests.trainer.agent.job import LocalJob, until
 from tests.trainer.agent.test_torch_ranks import TINY, UNMEASURED, data  # noqa: F401  # a fixture
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptResult
-from trainer.contract.requests import Request, RequestKind
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptResult
+from trainer.protocol.requests import Request, RequestKind
 
 pytestmark = pytest.mark.multi
 

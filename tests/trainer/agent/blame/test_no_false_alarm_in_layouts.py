@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.agent.blame.test_no_false_alarm import EVERY, SLOW, assert_nothing_happened, busy, started, stop
 from tests.trainer.agent.job import LocalJob
 from tests.trainer.agent.test_torch_ranks import TINY, data  # noqa: F401  # a fixture
-from trainer.contract.events import EventKind
+from trainer.protocol.events import EventKind
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(1200)]
 

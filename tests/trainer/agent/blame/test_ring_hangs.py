@@ -10,7 +10,7 @@ from tests.trainer.agent.blame.incidents import BETWEEN_STAGES, HANGS, PATIENCE,
 from tests.trainer.agent.blame.test_blame_in_jobs import make  # noqa: F401  # a fixture
 from tests.trainer.agent.job import LocalJob, until
 from tests.trainer.agent.test_torch_ranks import data  # noqa: F401  # a fixture
-from trainer.contract.events import EventKind
+from trainer.protocol.events import EventKind
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(600)]
 

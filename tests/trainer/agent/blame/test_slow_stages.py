@@ -10,8 +10,8 @@ import pytest
 from tests.trainer.agent.blame.test_blame_in_jobs import make  # noqa: F401  # a fixture
 from tests.trainer.agent.job import LocalJob, until
 from tests.trainer.agent.test_torch_ranks import data  # noqa: F401  # a fixture
-from trainer.contract.events import EventKind
-from trainer.contract.requests import Request, RequestKind
+from trainer.protocol.events import EventKind
+from trainer.protocol.requests import Request, RequestKind
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(600)]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from trainer.agent.control.control_server import ControlServer
 from trainer.agent.control.tcp_transport import AgentPeer, CoordinatorPeer, WireError, connect
-from trainer.contract.messages.agents import PROTOCOL, End, Hello, SignalReceived
+from trainer.protocol.messages.agents import PROTOCOL, End, Hello, SignalReceived
 
 
 class OpenServer:

@@ -6,9 +6,9 @@ import socket
 from typing import Any
 
 from trainer.agent.control.tcp_transport import Seal, hello_seal, new_nonce, session_seals
-from trainer.contract.messages import agents
-from trainer.contract.messages.agents import PROTOCOL
-from trainer.contract.messages.codec import encode
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.agents import PROTOCOL
+from trainer.protocol.messages.codec import encode
 
 
 async def challenged(connection: socket.socket) -> str:

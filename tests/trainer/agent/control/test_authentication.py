@@ -12,7 +12,7 @@ from tests.trainer.agent.control.open_server import OpenServer, answered, closin
 from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
 from trainer.agent.control import tcp_transport
 from trainer.agent.control.tcp_transport import NotGreeted, WireError, challenge_line, connect
-from trainer.contract.messages.agents import PROTOCOL, Hello, SignalReceived
+from trainer.protocol.messages.agents import PROTOCOL, Hello, SignalReceived
 
 FIRST, SECOND = SignalReceived(name="first"), SignalReceived(name="second")
 

@@ -12,7 +12,7 @@ from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
 from trainer.agent.control import control_server, tcp_transport
 from trainer.agent.control.control_server import LONGEST_HELLO, MAX_UNAUTHENTICATED
 from trainer.agent.control.tcp_transport import LONGEST_LINE
-from trainer.contract.messages.agents import SignalReceived, StartGeneration
+from trainer.protocol.messages.agents import SignalReceived, StartGeneration
 
 # -- strangers ---------------------------------------------------------------------------------------------------------
 

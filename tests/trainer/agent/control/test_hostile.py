@@ -10,9 +10,9 @@ import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import CoordinatorPeer
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AttemptOutcome, FailureKind
-from trainer.contract.messages import agents
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AttemptOutcome, FailureKind
+from trainer.protocol.messages import agents
 
 ROW = [1, 5, "forward", False, 9, 0.25, 0.25, "R", 0.0, False]
 REPORT = {"say": "progress_report", "generation": 1, "step": 5, "phase": "forward", "loss": 1.5, "saved": 0, "total": 9}

@@ -15,13 +15,13 @@ from trainer.agent import main
 from trainer.agent.control.tcp_transport import ForeignProtocol, challenge_line, connect, session_seals
 from trainer.agent.coordination.message_loop import LaunchRefused
 from trainer.agent.main import Agent
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, FailureKind
-from trainer.contract.messages import agents
-from trainer.contract.messages.agents import PROTOCOL, Hello, Welcome, installed_release
-from trainer.contract.messages.codec import encode
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, FailureKind
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.agents import PROTOCOL, Hello, Welcome, installed_release
+from trainer.protocol.messages.codec import encode
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.run_dir import RunDir
 
 OURS = f"{PROTOCOL} (orch {installed_release()})"
 OTHERS: list[tuple[dict[str, Any], str]] = [

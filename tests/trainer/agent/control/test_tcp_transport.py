@@ -10,8 +10,8 @@ from tests.trainer.agent.job import until
 from trainer.agent.control import unix_transport
 from trainer.agent.control.control_server import ControlServer
 from trainer.agent.control.tcp_transport import LONGEST_LINE, AgentPeer, connect
-from trainer.contract.messages.agents import PROTOCOL, End, Hello, SignalReceived
-from trainer.contract.messages.fork_server import FROM_FORK_SERVER, ImportFailed
+from trainer.protocol.messages.agents import PROTOCOL, End, Hello, SignalReceived
+from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, ImportFailed
 
 GARBAGE = [
     b"\n",

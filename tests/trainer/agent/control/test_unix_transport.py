@@ -5,7 +5,7 @@ import os
 import pytest
 
 from trainer.agent.control import unix_transport
-from trainer.contract.messages.fork_server import FROM_FORK_SERVER, TO_FORK_SERVER, ImportFailed, StartRank
+from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, TO_FORK_SERVER, ImportFailed, StartRank
 
 
 @pytest.fixture

@@ -16,19 +16,19 @@ from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.ladder.in_job_policy import record_skip
 from trainer.agent.main import NonBlockingEventLog
-from trainer.contract import skipped_batches
-from trainer.contract.config import ClusterShape, JobConfig
-from trainer.contract.events import Event, EventKind, EventLog, read_events
-from trainer.contract.failures.outcome import AttemptOutcome, Failure, FailureKind
-from trainer.contract.heartbeat import Heartbeat
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.logs.line_file import LineFile
-from trainer.contract.messages import agents
-from trainer.contract.messages.agents import PROTOCOL, Hello
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.requests import Request, RequestKind
-from trainer.contract.run_dir import RunDir
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol import skipped_batches
+from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.events import Event, EventKind, EventLog, read_events
+from trainer.protocol.failures.outcome import AttemptOutcome, Failure, FailureKind
+from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.logs.line_file import LineFile
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.agents import PROTOCOL, Hello
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.requests import Request, RequestKind
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.skipped_batches import Skip
 
 M = TypeVar("M")
 

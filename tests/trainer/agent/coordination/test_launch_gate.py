@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.trainer.agent.job import until
-from trainer.contract.config import config_digest
-from trainer.contract.events import EventKind
-from trainer.contract.launch_token import revoke
+from trainer.protocol.config import config_digest
+from trainer.protocol.events import EventKind
+from trainer.protocol.launch_token import revoke
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ import pytest
 from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.coordination.message_loop import RequestHandlers
-from trainer.contract.config import ClusterShape, JobConfig
-from trainer.contract.events import EventKind, EventLog, read_events
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.heartbeat import AttemptStage
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.messages import agents
-from trainer.contract.messages.agents import Hello
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.requests import Request, RequestKind
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.events import EventKind, EventLog, read_events
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.heartbeat import AttemptStage
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.agents import Hello
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.requests import Request, RequestKind
+from trainer.protocol.run_dir import RunDir
 
 
 class FakePeer:

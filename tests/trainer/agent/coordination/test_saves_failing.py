@@ -7,9 +7,9 @@ from checkpointing.storage.durable import read_json
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import CoordinatorPeer
-from trainer.contract.failures.outcome import AttemptOutcome, ExitCode, FailureKind
-from trainer.contract.messages import agents
-from trainer.contract.messages.ranks import Saves
+from trainer.protocol.failures.outcome import AttemptOutcome, ExitCode, FailureKind
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.ranks import Saves
 
 HANGS, FULL = "saves failing since step 7: it hangs", "saves failing since step 5: disk full (/r)"
 

@@ -8,10 +8,10 @@ import pytest
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.coordination.message_loop import newest_begun_save, newest_own_save
-from trainer.contract.events import EventKind
-from trainer.contract.messages import agents
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.requests import Request, RequestKind
+from trainer.protocol.events import EventKind
+from trainer.protocol.messages import agents
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.requests import Request, RequestKind
 
 SAVE = StopReason.SAVE_AND_GO_ON
 

@@ -19,7 +19,7 @@ import pytest
 from trainer.agent.evidence import stacks
 from trainer.agent.evidence.bundle import FILE, Subject, collect
 from trainer.agent.processes import proc
-from trainer.contract.ranks.rank_messages import STACKS
+from trainer.protocol.rank_progress.rank_messages import STACKS
 
 PROGRAM = """
 import faulthandler, sys, threading

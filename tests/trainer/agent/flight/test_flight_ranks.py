@@ -15,7 +15,7 @@ import pytest
 from tests.warm_root import WarmChild, start_warm
 from trainer.agent.flight import recorder
 from trainer.agent.flight.analysis import Finding, FlightRecord, analyse
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 pytestmark = pytest.mark.multi
 

@@ -17,7 +17,7 @@ from tests.warm_programs import WarmPrograms
 from trainer.agent.flight.flight_record import WIRE, FlightRecord, parse
 from trainer.agent.flight.recorder import records_of_dead_ranks
 from trainer.agent.flight.safe_unpickle import load
-from trainer.contract.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20),

@@ -9,7 +9,7 @@ PROGRAM = """
 import os, resource, sys
 from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.server import ForkServer
-from trainer.contract.messages.fork_server import FROM_FORK_SERVER, RankEnded, RankGone, RankSpawned, StartRank
+from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, RankEnded, RankGone, RankSpawned, StartRank
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, max(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -39,7 +39,7 @@ def test_it_works_when_the_workload_has_opened_a_thousand_files() -> None:
 IGNORED = """
 import os, signal
 from trainer.agent.fork_server.forked_child import _run_command
-from trainer.contract.ranks.progress import outlive_step_signals
+from trainer.protocol.rank_progress.progress import outlive_step_signals
 
 outlive_step_signals()
 if os.fork() == 0:

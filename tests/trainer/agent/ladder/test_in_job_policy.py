@@ -17,8 +17,8 @@ from trainer.agent.ladder.in_job_policy import (
 )
 from trainer.agent.watch.command_errors import CommandPast, NewestCheckpoint
 from trainer.agent.watch.root_cause import RankEnd, find_cause
-from trainer.contract.failures.outcome import AttemptResult, Culprit, ExitCode, Failure, FailureKind
-from trainer.contract.ranks.progress import StopReason
+from trainer.protocol.failures.outcome import AttemptResult, Culprit, ExitCode, Failure, FailureKind
+from trainer.protocol.rank_progress.progress import StopReason
 
 
 def end(rank: int, **fields: Any) -> RankEnd:

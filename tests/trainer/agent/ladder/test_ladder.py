@@ -9,11 +9,11 @@ from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, k
 from trainer.agent.attempt_state.generation import AttemptHistory, GenerationState
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, decide, exit_code
 from trainer.agent.watch.root_cause import find_cause
-from trainer.contract.failures.outcome import ExitCode, Failure, FailureKind
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.messages.agents import ProgressReport
-from trainer.contract.ranks.progress import StopReason
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol.failures.outcome import ExitCode, Failure, FailureKind
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.messages.agents import ProgressReport
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.skipped_batches import Skip
 
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost: reset", node="n1")
 UNFIT = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1 multiplies at 40 % of its peers", node="n1")

@@ -9,8 +9,8 @@ import pytest
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.ladder.node_replacement import can_replace, left_behind, replace, replace_unkillable_nodes
 from trainer.agent.nodes.roster import Member, Roster
-from trainer.contract.events import EventKind, EventLog, read_events
-from trainer.contract.failures.outcome import Culprit, Failure, FailureKind
+from trainer.protocol.events import EventKind, EventLog, read_events
+from trainer.protocol.failures.outcome import Culprit, Failure, FailureKind
 
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost", node="n1")
 UNFIT = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1 is slow", node="n1", step=7)

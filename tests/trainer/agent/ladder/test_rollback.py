@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from trainer.agent.ladder.in_job_policy import record_skip
-from trainer.contract import skipped_batches
-from trainer.contract.events import EventKind, EventLog, read_events
-from trainer.contract.run_dir import RunDir
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol import skipped_batches
+from trainer.protocol.events import EventKind, EventLog, read_events
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.skipped_batches import Skip
 
 SKIP = Skip(step=7, position=56, reason="loss nan")
 

@@ -5,9 +5,9 @@ import pytest
 from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised, situation
 from trainer.agent.attempt_state.generation import AttemptHistory
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, Situation, decide
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.failures.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
-from trainer.contract.messages.agents import ProgressReport
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
+from trainer.protocol.messages.agents import ProgressReport
 
 RAISED = "NonFinite"
 

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import complaints, lost_links
-from trainer.contract.config import ClusterShape, JobConfig
+from trainer.protocol.config import ClusterShape, JobConfig
 
 HEALTHY = """
     <gpu id="00000000:{bus}:00.0">

@@ -13,8 +13,8 @@ from tests.trainer.agent.control.raw_agent import RawAgent, challenged
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import WireError
 from trainer.agent.nodes.roster import Member
-from trainer.contract.events import EventKind
-from trainer.contract.messages import agents
+from trainer.protocol.events import EventKind
+from trainer.protocol.messages import agents
 
 
 def led(folder: Path, script: Callable[[Scene], Any], **timeouts: float) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from trainer.agent.nodes.preflight import NodeBenchmark, usual_speeds
-from trainer.contract.config_sections.fault_detection_config import PreflightConfig
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.messages.agents import RankSpeeds
-from trainer.contract.messages.ranks import Speeds
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.messages.agents import RankSpeeds
+from trainer.protocol.messages.ranks import Speeds
+from trainer.protocol.run_dir import RunDir
 
 NODES = ["n0", "n1", "n2", "n3"]
 MACHINES = {node: f"boot-{node}" for node in NODES}

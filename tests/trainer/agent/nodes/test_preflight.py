@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.agent.nodes import preflight
-from trainer.contract.config import ClusterShape, JobConfig
-from trainer.contract.config_sections.fault_detection_config import PreflightConfig
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.messages.agents import PreflightFault
+from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.messages.agents import PreflightFault
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
 from trainer.agent.nodes.roster import LATE_SECONDS, Member, Replacement, Roster, assign_node_ranks_to, replacements
-from trainer.contract.messages.agents import Hello, NodeRank, PreflightFault, ProgressReport, StartGeneration, ToAgent
+from trainer.protocol.messages.agents import Hello, NodeRank, PreflightFault, ProgressReport, StartGeneration, ToAgent
 
 FAULT = PreflightFault(check="open files", reason="few", shared=False)
 

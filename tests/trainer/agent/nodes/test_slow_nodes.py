@@ -3,10 +3,10 @@
 import pytest
 
 from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
-from trainer.contract.config_sections.fault_detection_config import PreflightConfig
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.messages.agents import RankSpeeds
-from trainer.contract.messages.ranks import Speeds
+from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.messages.agents import RankSpeeds
+from trainer.protocol.messages.ranks import Speeds
 from trainer.worker.startup.node_benchmark import partners
 
 CONFIG = PreflightConfig()

@@ -15,7 +15,7 @@ from checkpointing.writer.write_orders import WriteOrder
 from tests.trainer.agent.job import LocalJob, alive, until
 from tests.trainer.agent.test_node_agent import Alone
 from trainer.agent.processes.checkpoint_writers import CheckpointWriter, CheckpointWriters
-from trainer.contract.messages.agents import StartGeneration
+from trainer.protocol.messages.agents import StartGeneration
 
 SIZE = 1 << 20
 

@@ -14,8 +14,8 @@ from trainer.agent.coordination.message_loop import RequestInbox
 from trainer.agent.main import Agent
 from trainer.agent.processes import background_tasks
 from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
-from trainer.contract.node_identity import NodeIdentity
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.run_dir import RunDir
 
 ROOT = Path(__file__).parents[4]
 IDENTITY = NodeIdentity(kind="slurm", job_id="7", node=1, nodes=2, name="n1")

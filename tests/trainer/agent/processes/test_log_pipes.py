@@ -10,8 +10,8 @@ import pytest
 
 from trainer.agent.processes import log_pipes
 from trainer.agent.processes.log_pipes import LogPipes, _unread
-from trainer.contract.logs.log_rotation import LogFile, LogsConfig, log_files, read_tail
-from trainer.contract.secrets.secret_redaction import LISTED
+from trainer.protocol.logs.log_rotation import LogFile, LogsConfig, log_files, read_tail
+from trainer.protocol.secrets.secret_redaction import LISTED
 
 LIMITS = LogsConfig(max_mib=1.0, keep=2)
 

@@ -19,9 +19,9 @@ from trainer.agent.processes import background_tasks
 from trainer.agent.processes.background_tasks import WriteBehind, settle
 from trainer.agent.watch.hang_detector import HangDetector, Incident
 from trainer.agent.watch.hangs import HangJudgement, HangVerdict
-from trainer.contract.events import EventKind, read_events
-from trainer.contract.logs.line_file import LineFile
-from trainer.contract.messages import agents
+from trainer.protocol.events import EventKind, read_events
+from trainer.protocol.logs.line_file import LineFile
+from trainer.protocol.messages import agents
 
 
 class Gate:
@@ -244,7 +244,7 @@ _SLOW = """
 import threading
 from trainer.agent import main
 from trainer.agent.processes import background_tasks
-from trainer.contract.logs.line_file import LineFile
+from trainer.protocol.logs.line_file import LineFile
 append = LineFile.append
 def slow(file, line):
     threading.Event().wait({seconds})

@@ -10,10 +10,10 @@ from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, Situation, decide
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind, EventLog, read_events
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_command.command_progress import CommandCheckpointsConfig, CommandProgressConfig
+from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind, EventLog, read_events
+from trainer.protocol.run_dir import RunDir
 
 TORN = RankEnd(
     rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="EOFError", message="Ran out of input",

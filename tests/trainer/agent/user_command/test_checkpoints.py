@@ -11,7 +11,7 @@ import zipfile
 import pytest
 
 from trainer.agent.user_command.checkpoints import assess_damage, damage, find, find_other_rank, find_written_later
-from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
+from trainer.protocol.command_progress import CommandCheckpointsConfig
 
 CONFIG = CommandCheckpointsConfig(path="out")
 

@@ -18,11 +18,11 @@ from trainer.agent.ladder.in_job_policy import InJobAction
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.agent.user_command.progress import LOOK_SECONDS
 from trainer.agent.watch.command_errors import has_advanced
-from trainer.contract.config import JobConfig
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.ranks.rank_messages import generation_mark
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import JobConfig
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.rank_progress.rank_messages import generation_mark
+from trainer.protocol.run_dir import RunDir
 
 
 def test_a_checkpoint_in_between_begins_the_row_anew(tmp_path: Path, out: Path) -> None:

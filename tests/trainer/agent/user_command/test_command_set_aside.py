@@ -13,8 +13,8 @@ from tests.trainer.agent.user_command.command_attempt import BUG, TORN, Attempt,
 from trainer.agent.ladder.in_job_policy import InJobAction
 from trainer.agent.user_command.command_run import CommandMemory
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import FailureKind
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import FailureKind
 
 
 def test_nothing_is_set_aside_while_something_of_the_generation_may_live(tmp_path: Path, out: Path) -> None:

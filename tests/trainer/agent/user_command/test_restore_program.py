@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from trainer.agent.user_command import restore_program
-from trainer.contract.events import read_events
-from trainer.contract.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.events import read_events
+from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM
+from trainer.protocol.run_dir import RunDir
 
 
 @pytest.fixture

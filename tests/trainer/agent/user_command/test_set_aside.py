@@ -8,8 +8,8 @@ import pytest
 from tests.trainer.agent.user_command.test_checkpoints import CONFIG, WHOLE, write
 from trainer.agent.user_command.checkpoints import CommandCheckpoint, find
 from trainer.agent.user_command.set_aside import find_target, pointers_to, put_back, retarget, set_aside
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_command.command_progress import CommandCheckpointsConfig
+from trainer.protocol.command_progress import CommandCheckpointsConfig
+from trainer.protocol.run_dir import RunDir
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.user_command import step_pattern
 from trainer.agent.user_command.step_pattern import CommandStep, StepWatch, newest_step
-from trainer.contract.ranks.rank_messages import generation_mark
-from trainer.contract.user_command.command_progress import CommandProgressConfig
+from trainer.protocol.command_progress import CommandProgressConfig
+from trainer.protocol.rank_progress.rank_messages import generation_mark
 
 STEP = r"step (?P<step>\d+)(/(?P<total>\d+))?( loss (?P<loss>\S+))?"
 TEXTS = {

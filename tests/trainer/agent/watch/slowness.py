@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from trainer.agent.watch.stragglers import StragglerVerdict, should_report_work
 from trainer.agent.watch.work_windows import WorkWindows
-from trainer.contract.config_sections.fault_detection_config import StragglerConfig
-from trainer.contract.ranks.progress import SECTIONS
+from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
+from trainer.protocol.rank_progress.progress import SECTIONS
 
 SHARES = {"data": 0.04, "forward": 0.30, "backward": 0.56, "optimizer": 0.10}
 assert list(SHARES) == [section.name.lower() for section in SECTIONS]

@@ -9,8 +9,8 @@ from trainer.agent.flight.analysis import Finding, analyse
 from trainer.agent.flight.flight_record import DONE, SCHEDULED, CollectiveEntry, FlightRecord, Group
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
-from trainer.contract.config_sections.parallel_config import PipelineConfig
-from trainer.contract.ranks.stage_activity import Activity, SentMessages, StageActivity
+from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.rank_progress.stage_activity import Activity, SentMessages, StageActivity
 
 MICRO_BATCHES = 6
 _KEPT = 8

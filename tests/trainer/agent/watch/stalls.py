@@ -9,8 +9,8 @@ from tests.trainer.agent.watch.made_up_job import FOR_EVER, Actor, Job, Slow, St
 from trainer.agent.flight.analysis import Finding
 from trainer.agent.watch.hang_limits import Limits, RankSample
 from trainer.agent.watch.hangs import HangJudgement, HangKind, HangVerdict, ReportGaps, judge
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.ranks.duration_histogram import BUCKETS, bucket, quantile
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.rank_progress.duration_histogram import BUCKETS, bucket, quantile
 
 LATE = 6.0
 """Seconds that a report, a second look and the answers to it may add to a limit."""

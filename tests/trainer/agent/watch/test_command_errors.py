@@ -15,7 +15,7 @@ from trainer.agent.watch.command_errors import (
     command_cause,
 )
 from trainer.agent.watch.root_cause import RankEnd
-from trainer.contract.failures.outcome import FailureKind
+from trainer.protocol.failures.outcome import FailureKind
 
 
 def end(rank: int = 0, **fields: Any) -> RankEnd:

@@ -10,8 +10,8 @@ from trainer.agent.nodes.roster import Member, Roster
 from trainer.agent.watch.hang_detector import HangDetector
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.hangs import HangKind
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.messages import agents
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.messages import agents
 
 M = TypeVar("M")
 

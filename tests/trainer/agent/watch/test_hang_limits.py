@@ -6,9 +6,9 @@ import pytest
 
 from trainer.agent.attempt_state.generation import AttemptHistory
 from trainer.agent.watch.hang_limits import FAST, Limits, RankSample, after_hangs, format_seconds
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.failures.outcome import Failure, FailureKind
-from trainer.contract.ranks.progress import SECTIONS, Phase
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.rank_progress.progress import SECTIONS, Phase
 
 P99 = {"data": 0.05, "forward": 0.31, "backward": 0.9, "checkpoint": 11.0}
 

@@ -12,8 +12,8 @@ from tests.trainer.agent.watch.stalls import STAGED, legal_hour, stage
 from trainer.agent.flight.wait_graph import BlockingRank, Finding
 from trainer.agent.watch.hang_limits import HALTED, Limits, RankSample
 from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, HangJudgement, HangKind, HangVerdict, judge
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.ranks.progress import Phase
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.rank_progress.progress import Phase
 
 P99 = {"data": 0.05, "forward": 0.3, "backward": 0.3, "optimizer": 0.1}
 LIMITS = Limits(HangConfig(), P99)

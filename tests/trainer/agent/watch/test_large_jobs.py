@@ -11,8 +11,8 @@ from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.nodes.roster import Member, Roster
 from trainer.agent.watch.hang_detector import HangDetector, Incident, ReportSchedule
 from trainer.agent.watch.hang_limits import RankSample
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.messages import agents
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.messages import agents
 
 BEGIN = 1000.0
 CULPRIT = 3

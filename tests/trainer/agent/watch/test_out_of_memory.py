@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from trainer.agent.watch.root_cause import RankEnd, exit_words, find_cause
-from trainer.contract.failures.outcome import FailureKind
-from trainer.contract.messages.agents import RankExit
+from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.messages.agents import RankExit
 
 KILLED = {"signal": signal.SIGKILL, "out_of_memory": "the kernel killed it, its cgroup may have 4.0 GiB"}
 GPU = {"exit_code": 1, "exception": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 20.00 GiB"}

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from trainer.agent.processes.proc import ProcessActivity, read_activity
-from trainer.agent.ranks.local_ranks import LocalRanks
+from trainer.agent.rank_processes.local_ranks import LocalRanks
 from trainer.agent.watch.hang_limits import Limits, RankSample
 from trainer.agent.watch.sampling import AnswerTimes, JobSnapshot, Sampler
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.messages.agents import FROM_AGENT, ProgressReport
-from trainer.contract.messages.codec import MessageError, encode
-from trainer.contract.ranks.progress import Phase
-from trainer.contract.ranks.stage_activity import Activity, SentMessages, StageActivity
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.messages.agents import FROM_AGENT, ProgressReport
+from trainer.protocol.messages.codec import MessageError, encode
+from trainer.protocol.rank_progress.progress import Phase
+from trainer.protocol.rank_progress.stage_activity import Activity, SentMessages, StageActivity
 
 NOTHING = ProgressReport(generation=1)
 

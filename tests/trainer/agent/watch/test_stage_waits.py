@@ -10,9 +10,9 @@ from trainer.agent.flight.flight_record import DONE, SCHEDULED, CollectiveEntry,
 from trainer.agent.watch.hang_limits import Limits, RankSample
 from trainer.agent.watch.hangs import HangKind, HangVerdict, judge
 from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
-from trainer.contract.config_sections.fault_detection_config import HangConfig
-from trainer.contract.config_sections.parallel_config import PipelineConfig
-from trainer.contract.ranks.stage_activity import Activity, SentMessages, StageActivity
+from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.rank_progress.stage_activity import Activity, SentMessages, StageActivity
 
 A = Activity
 FOUR = StageNeighbours(PipelineConfig(stages=4), 4)

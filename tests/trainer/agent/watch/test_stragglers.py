@@ -11,8 +11,8 @@ from tests.trainer.agent.watch.slowness import SHARES, Slow, World, live
 from trainer.agent.watch import stragglers
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, StragglerVerdict
 from trainer.agent.watch.work_windows import WorkWindows
-from trainer.contract.config_sections.fault_detection_config import StragglerConfig
-from trainer.contract.config_sections.parallel_config import ParallelConfig, PipelineConfig
+from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
+from trainer.protocol.config_sections.parallel_config import ParallelConfig, PipelineConfig
 
 CONFIG = StragglerConfig()
 SECOND = 10**9

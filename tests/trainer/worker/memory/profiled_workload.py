@@ -8,10 +8,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.trainer.worker.memory.allocated_bytes import peaks
-from trainer.contract.config import JobConfig
+from trainer.models.built_in import LlamaWorkload
+from trainer.models.llama import Llama
+from trainer.parallel.apply.mesh import Layout
+from trainer.protocol.config import JobConfig
 from trainer.worker.data import TokenData
-from trainer.worker.llama import Llama, LlamaWorkload
-from trainer.worker.parallel.mesh import Layout
 
 STEPS = 5
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.contract.config import ModelConfig, RecomputeConfig, TrainConfig
-from trainer.worker.llama import Llama
+from trainer.models.llama import Llama
+from trainer.protocol.config import ModelConfig, RecomputeConfig, TrainConfig
 
 LAYERS = 4
 

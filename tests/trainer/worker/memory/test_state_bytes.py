@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.parallel.apply.layout_table import DENSE
 from tests.trainer.worker.conftest import TINY, Run, merged
-from tests.trainer.worker.parallel.layout_table import DENSE
-from trainer.contract.config import JobConfig, build
-from trainer.contract.events import EventKind
-from trainer.contract.model_costs.model_flops import parameters
-from trainer.contract.model_costs.peak_bytes import peak_bytes, state_bytes
-from trainer.contract.pipeline.stage_split import parameters_of_rank
+from trainer.costs.model_flops import parameters
+from trainer.costs.peak_bytes import peak_bytes, state_bytes
+from trainer.costs.stage_split import parameters_of_rank
+from trainer.protocol.config import JobConfig, build
+from trainer.protocol.events import EventKind
 
 pytestmark = pytest.mark.multi
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.logs.line_file import LineFile
+from trainer.protocol.logs.line_file import LineFile
 from trainer.worker.reporting import metrics
 from trainer.worker.reporting.metrics import LinesBehind
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.events import EventKind
-from trainer.contract.ranks.rank_messages import RankSpec
-from trainer.contract.run_dir import AttemptDir
+from trainer.protocol.events import EventKind
+from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.run_dir import AttemptDir
 from trainer.worker.reporting.metrics import Journal
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 from trainer.worker.reporting import retrained_steps
 from trainer.worker.reporting.retrained_steps import RetrainedSteps, has_new_code, read_retrained
 

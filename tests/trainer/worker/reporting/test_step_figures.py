@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.contract.config import JobConfig, TrainConfig
+from trainer.protocol.config import JobConfig, TrainConfig
 from trainer.worker.reporting.metrics import StepFigures, section_seconds
 from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.traffic import TrafficMeter

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from trainer.contract.ranks.progress import ProgressCell
+from trainer.protocol.rank_progress.progress import ProgressCell
 from trainer.worker.reporting.phase_tracker import ProgressTicker
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.worker.conftest import Run
-from trainer.contract.config import ModelConfig
-from trainer.contract.model_costs.model_flops import parameters
+from trainer.costs.model_flops import parameters
+from trainer.protocol.config import ModelConfig
 from trainer.worker.reporting.traffic import TrafficMeter
 
 

@@ -14,10 +14,10 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical
 from checkpointing.verification.verdicts import read_manifest_digest
 from tests.trainer.worker.conftest import Ranks, Run, merged, ranks_of_node
-from trainer.contract.config import hash_config
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.restore_test import RestoreTestOrder, RestoreVerdict, write_order
-from trainer.contract.run_dir import RunDir
+from trainer.protocol.config import hash_config
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.restore_test import RestoreTestOrder, RestoreVerdict, write_order
+from trainer.protocol.run_dir import RunDir
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "same": (2, {"dp_shard": 2}),

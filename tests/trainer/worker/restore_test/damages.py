@@ -16,7 +16,7 @@ from torch import Tensor
 from checkpointing.config import CheckpointConfig
 from checkpointing.engine.audit.values import Values
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore.metadata_reader import read_index
 from checkpointing.format.commit import Commit, parse_name, read_commit
 from checkpointing.format.manifest import COMMIT, MANIFEST, parse

@@ -10,8 +10,8 @@ from tests.trainer.worker.restore_test import unusual_workload
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.saved_state.test_optimizers import SAVED, STEPS, setting
 from tests.trainer.worker.test_hooks import hooked
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.restore_test import Outcome, RestoreVerdict
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.restore_test import Outcome, RestoreVerdict
 
 pytestmark = pytest.mark.multi
 

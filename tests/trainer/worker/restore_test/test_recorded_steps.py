@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import canonical, dump_line
-from trainer.contract.config import config_digest
-from trainer.contract.events import EventKind, EventLog
-from trainer.contract.run_dir import RunDir
-from trainer.contract.user_code.code_record import CodeFile, CodeRecord
+from trainer.protocol.config import config_digest
+from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 from trainer.worker.restore_test.recorded_steps import BOUNDS, compare, other_packages, recorded_steps
 
 TIGHT = BOUNDS["float32"]

@@ -17,9 +17,9 @@ from tests.trainer.worker.restore_test.damages import (
     nan_weights,
     remade_manifest,
 )
-from trainer.contract.failures.outcome import ExitCode
-from trainer.contract.restore_test import Outcome, RestoreVerdict
-from trainer.contract.user_code.code_record import CodeRecord
+from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.restore_test import Outcome, RestoreVerdict
+from trainer.protocol.user_code.code_record import CodeRecord
 
 pytestmark = pytest.mark.multi
 

@@ -13,7 +13,7 @@ from checkpointing.verification.verdicts import read_manifest_digest
 from tests.trainer.worker.restore_test.byte_damages import BYTE_DAMAGES
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.restore_test.unusual_runs import EVERY, KINDS, TESTED, Kind
-from trainer.contract.restore_test import FOUND_BAD, Outcome
+from trainer.protocol.restore_test import FOUND_BAD, Outcome
 
 pytestmark = pytest.mark.multi
 

@@ -11,11 +11,11 @@ from tests.trainer.worker.conftest import Run, merged, ranks_of_node
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.restore_test.damages import read_all, save_anew
 from tests.trainer.worker.restore_test.unusual_workload import ODD_MODELS, OPTIMIZERS
-from trainer.contract import skipped_batches
-from trainer.contract.config import hash_config
-from trainer.contract.launch_token import LaunchToken
-from trainer.contract.restore_test import Outcome, RestoreVerdict
-from trainer.contract.skipped_batches import Skip
+from trainer.protocol import skipped_batches
+from trainer.protocol.config import hash_config
+from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.restore_test import Outcome, RestoreVerdict
+from trainer.protocol.skipped_batches import Skip
 
 PROGRAM = "tests.trainer.worker.restore_test.unusual_workload"
 STEPS, EVERY, TESTED = 10, 3, 6

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.trainer.worker.my_workload import Plane, Points
-from trainer.worker.llama import LlamaWorkload
+from trainer.models.built_in import LlamaWorkload
 
 WIDTH = 6
 INFINITY = float("inf")

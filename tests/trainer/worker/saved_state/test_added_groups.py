@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.trainer.worker.conftest import hang
-from trainer.contract.failures.outcome import ExitCode
+from trainer.protocol.failures.outcome import ExitCode
 from trainer.worker.saved_state.group_values import GroupValues
 from trainer.worker.workload import WorkloadError
 

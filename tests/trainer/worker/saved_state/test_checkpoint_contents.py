@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.checkpointing.engine.thread_ranks import ThreadGroup, together
-from trainer.contract.config import OptimizerConfig
+from trainer.protocol.config import OptimizerConfig
 from trainer.worker import optimizer as optimizers
 from trainer.worker.saved_state import checkpoint_contents
 from trainer.worker.saved_state.checkpoint_contents import differing_tensors

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.worker.conftest import hang
-from trainer.contract.events import EventKind
-from trainer.contract.failures.outcome import ExitCode
+from trainer.protocol.events import EventKind
+from trainer.protocol.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi
 

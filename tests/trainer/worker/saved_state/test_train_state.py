@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.contract.config_sections.parallel_config import ParallelConfig
-from trainer.worker.parallel import mesh
+from trainer.parallel.apply import mesh
+from trainer.protocol.config_sections.parallel_config import ParallelConfig
 from trainer.worker.saved_state import checkpoint_contents, object_state
 from trainer.worker.saved_state.loss_scale import FIRST, LossScale
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.ranks.group import World
+from checkpointing.engine.collectives.group import World
 from checkpointing.errors import NothingFits
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
@@ -21,11 +21,11 @@ from tests.trainer.worker.unusual_state import targets
 from tests.trainer.worker.unusual_state.cases import KEPT, REFUSED, Usual
 from tests.trainer.worker.unusual_state.objects import FORGOTTEN
 from tests.trainer.worker.unusual_state.optimizers import LATE_TENSORS
-from trainer.contract.config_sections.parallel_config import ParallelConfig
-from trainer.contract.failures.outcome import ExitCode
+from trainer.parallel.apply import mesh
+from trainer.protocol.config_sections.parallel_config import ParallelConfig
+from trainer.protocol.failures.outcome import ExitCode
 from trainer.worker import workload as workloads
 from trainer.worker.data import with_position
-from trainer.worker.parallel import mesh
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState
 from trainer.worker.workload import WorkloadError
 

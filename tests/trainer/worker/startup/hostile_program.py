@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.engine.ranks.group import RankGroup
-from trainer.contract.ranks.rank_messages import RankSpec
+from checkpointing.engine.collectives.group import RankGroup
+from trainer.protocol.rank_progress.rank_messages import RankSpec
 from trainer.worker.startup import rendezvous
 
 PATIENCE = timedelta(seconds=300)

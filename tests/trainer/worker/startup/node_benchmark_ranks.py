@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.contract.config import JobConfig
-from trainer.contract.messages.ranks import FROM_RANK
-from trainer.contract.ranks.rank_messages import RankSpec
+from trainer.protocol.config import JobConfig
+from trainer.protocol.messages.ranks import FROM_RANK
+from trainer.protocol.rank_progress.rank_messages import RankSpec
 from trainer.worker.startup import node_benchmark
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainer.contract.config import ClusterShape, JobConfig
+from trainer.protocol.config import ClusterShape, JobConfig
 from trainer.worker import workload
 from trainer.worker.startup import rendezvous as devices
 from trainer.worker.workload import BaseWorkload

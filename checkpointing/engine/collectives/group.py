@@ -1,0 +1,329 @@
+"""Collectives of the ranks that save and restore together, and their failures as values.
+
+gloo treats any process that connects as a peer. Every message therefore carries an HMAC with the generation's key over
+the group, the number of the exchange, sender, receiver and contents. A message that no rank of this generation sent in
+this exchange is refused before it is parsed.
+"""
+
+import hmac
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pickle import PickleError
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpointing.engine.collectives.peer_codec import decode, encode, peer_message
+from checkpointing.errors import (
+    CheckpointError,
+    CheckpointRefused,
+    FencedOff,
+    ManifestError,
+    SaveFailed,
+    UnsavableState,
+    Unsound,
+)
+from checkpointing.storage.storage_errors import FULL
+
+
+def start_background_thread(act: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread whose torch operations do not spread over the cores that training uses."""
+    mine, settled = torch.get_num_threads(), threading.Event()
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        settled.set()
+        act()
+
+    # A daemon thread: a rank that must die does not wait for peers that are already gone.
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    settled.wait()
+    # The thread count is per thread, but new threads start with the count that was set last.
+    torch.set_num_threads(mine)
+    return thread
+
+
+T = TypeVar("T")
+F = TypeVar("F")
+
+# Everything that reading, writing, torch and our own code may raise: a rank that fails in a collective operation must
+# report it to its peers, which otherwise wait for it. CheckpointException is a BaseException and must be listed.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    CheckpointError,
+    CheckpointException,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    PickleError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+_PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors of disks, memory and devices that a later save may not repeat."""
+
+
+def explain(error: BaseException) -> str:
+    """Return the error as one line; a full disk is named as such, whatever torch raised."""
+    if isinstance(error, (CheckpointRefused, SaveFailed)):
+        return error.reason
+    if isinstance(error, OSError):
+        return f"disk full ({error})" if error.errno in FULL else str(error) or type(error).__name__
+    # torch's zip writer notices that fewer bytes arrived than it wrote, and reports only the position.
+    if "unexpected pos" in str(error):
+        return f"disk full (torch says: {_first_line(error)})"
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return whether a load failed because of the checkpoint's bytes, not because of the program or the machine."""
+    return error.damaged if isinstance(error, CheckpointRefused) else isinstance(error, ManifestError)
+
+
+def is_misfit(error: BaseException) -> bool:
+    """Return whether a load failed because the checkpoint belongs to another model."""
+    return isinstance(error, CheckpointRefused) and not error.fits
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Return whether a load failed because existing bytes could not be read, which may work later."""
+    if isinstance(error, CheckpointRefused):
+        return error.unreadable
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+@peer_message
+@dataclass(frozen=True)
+class Failed:
+    """Failure that a rank sends instead of its result; `final` if a retry cannot help.
+
+    `lasting` if no later save can help either, because the user's program or orch would fail in the same way.
+    """
+
+    reason: str
+    fenced: bool = False
+    final: bool = False
+    lasting: bool = False
+
+    @classmethod
+    def from_error(cls, error: BaseException) -> "Failed":
+        lasting = isinstance(error, UnsavableState) or not isinstance(error, (*_PASSING, CheckpointError))
+        return cls(
+            explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound) or lasting,
+            lasting=lasting,
+        )  # fmt: skip
+
+    def error(self, step: int) -> SaveFailed:
+        """Return the exception that this failure becomes on every rank."""
+        if self.fenced:
+            return FencedOff(step, self.reason)
+        if self.lasting:
+            return UnsavableState(step, self.reason)
+        return Unsound(step, self.reason) if self.final else SaveFailed(step, self.reason)
+
+
+def result_or(act: Callable[[], T], failed: Callable[[BaseException], F]) -> T | F:
+    """Return the result of `act`, or `failed(error)`, so that peers are not left waiting."""
+    try:
+        return act()
+    except FAILURES as error:
+        return failed(error)
+
+
+def result_or_failed(act: Callable[[], T]) -> T | Failed:
+    """Return the result of `act`, or its error as a Failed."""
+    return result_or(act, Failed.from_error)
+
+
+_TAG = 32
+_ALL = -1
+
+
+class UnauthenticatedPeer(RuntimeError):
+    """A message that no rank of this generation sent; its contents were not parsed."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"a message in the place of rank {rank} is not authenticated by this generation's key: another program has "
+            f"connected to the ports of this job's ranks. docs/security.md says how to keep others off that network"
+        )
+
+
+class RankGroup:
+    """Collectives of a group; all members call the same method in the same order, and rank 0 coordinates.
+
+    torch's own object collectives are not used, because they unpickle what peers send.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        patience: timedelta | None = None,
+        *,
+        key: bytes = b"",
+        leads_node: bool = True,
+    ) -> None:
+        """Create the group; collective over the whole default group, so call it on the caller's main thread.
+
+        `patience` is how long a member may keep the others waiting (default: as in the default group). `key` is known
+        only to the ranks of this generation; an empty key authenticates no messages. `leads_node`: this rank manages
+        its node's disks.
+        """
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.size, self._leads_node = 0, 1, leads_node
+        self._key, self._name, self._exchanges = key, "", 0
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return  # a rank alone has nobody to talk to
+        members = None if process_group is None else dist.get_process_group_ranks(process_group)
+        self._group = dist.new_group(members, backend="gloo", timeout=patience)
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._name = self._group.group_name
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def looks_after(self, *, shared: bool) -> bool:
+        """Return whether this rank seals and deletes in a tier: rank 0 in a shared one, else one rank of each node."""
+        return self.leads if shared else self._leads_node
+
+    def gather(self, value: T) -> list[T] | None:
+        """Return every rank's value, in rank order, on rank 0; None elsewhere."""
+        if self.size == 1:
+            return [value]
+        data = self._next_message(value, to=0)
+        sizes = self._sizes(len(data))
+        mine, _ = _padded_buffer(data, max(sizes))
+        received = [_room(max(sizes)) for _ in sizes] if self.leads else None
+        dist.gather(mine, [tensor for tensor, _ in received] if received else None, group=self._group, group_dst=0)
+        return self._verify_all(received, sizes, to=0) if received else None
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        data = self._next_message(value, to=_ALL)
+        sizes = self._sizes(len(data))
+        mine, _ = _padded_buffer(data, max(sizes))
+        received = [_room(max(sizes)) for _ in sizes]
+        dist.all_gather([tensor for tensor, _ in received], mine, group=self._group)
+        return self._verify_all(received, sizes, to=_ALL)
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return this rank's value from rank 0, which passes one per rank; the others pass None."""
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        self._exchanges += 1
+        data = [self._sign(value, to) for to, value in enumerate(values)] if values is not None else []
+        sizes = self._broadcast_numbers([len(piece) for piece in data] or [0] * self.size)
+        pieces = [_padded_buffer(piece, max(sizes))[0] for piece in data] if self.leads else None
+        tensor, room = _room(max(sizes))
+        dist.scatter(tensor, pieces, group=self._group, group_src=0)
+        mine: T = self._verify(room[: sizes[self.rank]], sender=0, to=self.rank)
+        return mine
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank, with the type that rank 0 sent."""
+        if self.size == 1:
+            assert value is not None
+            return value
+        data = self._next_message(value, to=_ALL) if self.leads else self._nothing()
+        (size,) = self._broadcast_numbers([len(data)])
+        tensor, room = _padded_buffer(data, size)
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return self._verify(room, sender=0, to=_ALL)
+
+    def minimum(self, numbers: Sequence[int]) -> list[int]:
+        """Return the element-wise minimum over all ranks, on every rank: 8 bytes each, not authenticated."""
+        if self.size == 1:
+            return list(numbers)
+        tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
+        return [int(number) for number in tensor.tolist()]
+
+    # ---- messages
+
+    def _next_message(self, value: Any, to: int) -> bytes:
+        """Begin the next exchange and return this rank's message in it."""
+        self._exchanges += 1
+        return self._sign(value, to)
+
+    def _nothing(self) -> bytes:
+        self._exchanges += 1
+        return b""
+
+    def _sign(self, value: Any, to: int) -> bytes:
+        data = encode(value)
+        return self._tag(data, self.rank, to) + data
+
+    def _verify(self, message: bytearray, sender: int, to: int) -> Any:
+        tag, data = bytes(message[:_TAG]), bytes(message[_TAG:])
+        if not hmac.compare_digest(tag, self._tag(data, sender, to)):
+            raise UnauthenticatedPeer(sender)
+        return decode(data)
+
+    def _verify_all(self, received: Sequence[tuple[Tensor, bytearray]], sizes: Sequence[int], to: int) -> list[Any]:
+        messages = zip(received, sizes, strict=True)
+        return [self._verify(room[:size], sender, to) for sender, ((_, room), size) in enumerate(messages)]
+
+    def _tag(self, data: bytes, sender: int, to: int) -> bytes:
+        place = f"{self._name}\n{self._exchanges}\n{sender}\n{to}\n".encode()
+        return hmac.digest(self._key, place + data, "sha256")
+
+    def _sizes(self, mine: int) -> list[int]:
+        found = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        dist.all_gather(found, torch.tensor([mine], device="cpu"), group=self._group)
+        return [int(size) for size in found]
+
+    def _broadcast_numbers(self, numbers: list[int]) -> list[int]:
+        tensor = torch.tensor(numbers, device="cpu")
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return [int(number) for number in tensor]
+
+    def close(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks of one generation; `facts` about them (sizes of the mesh) are recorded in every manifest.
+
+    `key` authenticates the ranks to each other; `leads_node`: this rank manages its node's disks.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    process_group: dist.ProcessGroup | None = None
+    key: bytes = b""
+    leads_node: bool = True
+
+    def group(self, patience: timedelta | None = None) -> RankGroup:
+        """Create a new group of all ranks; collective, see `RankGroup`."""
+        return RankGroup(self.process_group, patience, key=self.key, leads_node=self.leads_node)
+
+
+def _room(size: int) -> tuple[Tensor, bytearray]:
+    return _padded_buffer(b"", size)
+
+
+def _padded_buffer(data: bytes, size: int) -> tuple[Tensor, bytearray]:
+    """Return a tensor over `size` bytes that begin with `data`, and the same memory as a bytearray."""
+    room = bytearray(data.ljust(size, b"\0"))
+    return torch.frombuffer(room, dtype=torch.uint8), room

@@ -1,0 +1,63 @@
+"""What ranks tell each other comes back as it was, and nothing else is made of what comes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.engine.collectives.group import Failed
+from checkpointing.engine.collectives.peer_codec import InvalidMessage, decode, encode
+from checkpointing.engine.restore.restorer import Candidate
+from checkpointing.engine.save.transfer import Route
+from checkpointing.engine.state.layout import Item, Share
+from checkpointing.engine.state.plausibility import Findings, InspectionReport
+from checkpointing.errors import CheckpointRefused
+from checkpointing.format.manifest import FileEntry, Manifest, Piece
+from checkpointing.format.read_plan import Strip
+
+MANIFEST = Manifest(
+    name="step-00000001.001-ab", step=1, attempt=1, nonce="ab", created_at=0.1, torch=torch.__version__,
+    world={"ranks": 2}, files=(FileEntry(name="a", size=1, chunks=("0" * 32,)),), extra={"loss": 0.1 + 0.2},
+)  # fmt: skip
+PIECE = Piece("w", "a", (0,), (2,), 0, 8, 0, 8)
+VALUES: list[Any] = [
+    None, True, 0, -(1 << 70), 0.1 + 0.2, -0.0, 5e-324, math.inf, -math.inf, "", "ä\udc80\n", b"\x00\xff", [], [1, [2]],
+    (), (1, (None, "x")), {}, {"tuple": [1]}, {("file", 3): 4, 5: {6: 7}}, frozenset({"a"}), torch.bfloat16,
+    Failed("disk full", fenced=True), InspectionReport(b"\x01", Findings(broken=(("w", 2),)), b"\x02"),
+    [("a", [Strip(0, 1, 2, 3)])], Candidate(3, "step", -1), {Candidate(3, "step", -1)}, Route(0, 1, MANIFEST),
+    Item(Share("w", torch.float16, (2,), (0,), (4,), (0,)), 4096, PIECE), (MANIFEST, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    found = decode(encode(value))
+    assert found == value
+    assert isinstance(value, set) or repr(found) == repr(value)  # of sets, only frozen ones are made
+
+
+def test_nan_and_a_refusal_come_back() -> None:
+    assert math.isnan(decode(encode(float("nan"))))
+    found = decode(encode(CheckpointRefused("step-1", "torn", damaged=False)))
+    assert (type(found), found.name, found.reason, found.damaged) == (CheckpointRefused, "step-1", "torn", False)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"", b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04N.", b"NaN", b"[1", b"[" * 100_000, b"\xff", b"{}",
+        b'{"tuple":[1],"dict":[]}', b'{"os.system":["true"]}', b'{"object":[]}', b'{"Failed":["x"]}',
+        b'{"Failed":[1,false,false]}', b'{"Failed":{"reason":"x"}}', b'{"dtype":"load"}', b'{"dtype":"float99"}',
+        b'{"float":"1"}', b'{"bytes":"%%"}', b'{"dict":[[[],1]]}', b'{"FileEntry":["../../x",1,{"tuple":[]},4]}',
+        b'{"Candidate":["1","x",0,false]}',
+    ],
+)  # fmt: skip
+def test_what_no_rank_says_is_refused(message: bytes) -> None:
+    with pytest.raises(InvalidMessage):
+        decode(message)
+
+
+def test_what_is_not_registered_is_not_sent() -> None:
+    with pytest.raises(InvalidMessage, match="a function is nothing that ranks tell each other"):
+        encode([print.__class__, lambda: None][1:])

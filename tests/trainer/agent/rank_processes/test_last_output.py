@@ -1,0 +1,77 @@
+"""What a user's program said last: the end of its log as it would stand on a terminal, and what it raised."""
+
+import json
+
+import pytest
+
+from trainer.agent.rank_processes.last_output import LINES, WIDTH, LastOutput, last_output
+from trainer.protocol.rank_progress.rank_messages import generation_mark
+
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    run()\n'
+
+
+@pytest.fixture
+def said(tmp_path):
+    def read(text: str, generation: int = 2) -> LastOutput:
+        log = tmp_path / "rank.log"
+        before = f"{generation_mark(1)}\n{TRACE}KeyError: 'of the generation before'\n"
+        log.write_text(f"{before}{generation_mark(2)}\n{text}")
+        return last_output(log, generation, tmp_path / "error.json")
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("text", "exception", "message"),
+    [
+        (f"{TRACE}ValueError: bad: worse\n", "ValueError", "bad: worse"),
+        (f"{TRACE}safetensors_rust.SafetensorError: header\nmore of it\n", "SafetensorError", "header"),
+        (f"{TRACE}KeyboardInterrupt\n", "KeyboardInterrupt", None),
+        (f"{TRACE}KeyError: 1\n\nDuring handling of the above exception, another exception occurred:\n\n"
+         f"{TRACE}TypeError: 2\nlast words\n", "TypeError", "2"),
+        ("".join(f"[rank3]: {line}\n" for line in f"{TRACE}OSError: no".splitlines()), "OSError", "no"),
+        ("  File \"train.py\", line 3\n    x =\n       ^\nSyntaxError: invalid syntax\n", "SyntaxError",
+         "invalid syntax"),
+        (f"{TRACE}cut", "cut", None),
+        (TRACE, None, None),
+        ("all well\n", None, None),
+        ("", None, None),
+    ],
+)  # fmt: skip
+def test_what_was_raised_is_the_end_of_the_last_traceback(said, text, exception, message):
+    found = said(text)
+    assert (found.exception, found.message) == (exception, message)
+    assert found.written == len(text)
+
+
+def test_lines_are_those_of_a_terminal_without_its_escapes(said):
+    text = (
+        "\x1b[31mred\x1b[0m\n\n 1%|#   |\r50%|##  |\r99%|### |\r\nbell\x07 tab\there\x1b]0;title\x07\n\x9b2J\n"
+        + "x" * 999
+    )
+    assert said(text).lines == ("red", "99%|### |", "bell tab here", "2J", "x" * WIDTH)
+
+
+def test_only_the_last_lines_are_kept(said):
+    assert said("\n".join(map(str, range(100)))).lines == tuple(str(number) for number in range(100 - LINES, 100))
+
+
+def test_an_error_file_of_record_says_more_than_the_log(said, tmp_path):
+    told = {"message": {"message": "torch.OutOfMemoryError: of memory\nmore", "extraInfo": {"timestamp": "1"}}}
+    (tmp_path / "error.json").write_text(json.dumps(told))
+    found = said(f"{TRACE}ValueError: printed by the way\n")
+    assert (found.exception, found.message) == ("OutOfMemoryError", "of memory")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"message": 7}', '{"message": {}}'])
+def test_an_error_file_that_says_nothing_is_passed_over(said, tmp_path, content):
+    (tmp_path / "error.json").write_text(content)
+    assert said(f"{TRACE}ValueError: x\n").exception == "ValueError"
+
+
+def test_a_log_that_is_not_there_says_nothing(tmp_path):
+    assert last_output(tmp_path / "none", 1, tmp_path / "none.json") == LastOutput()
+
+
+def test_of_a_crash_in_cpp_the_exception_is_told(said):
+    assert said("terminate called after throwing\n  what():  bad alloc\n").uncaught == "bad alloc"

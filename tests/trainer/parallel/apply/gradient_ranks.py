@@ -1,0 +1,164 @@
+"""Forked ranks that share the experts of a small model: its gradients beside those of one rank with the whole batch."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.trainer.worker.forked_ranks import report
+from trainer.models import parallelize
+from trainer.models.llama import Llama
+from trainer.models.pipelined_llama import build_expert_balance, pipelined_llama
+from trainer.parallel.apply import mesh
+from trainer.parallel.apply.data_parallel import GradientSync
+from trainer.protocol.config import JobConfig, build
+
+BATCH, LENGTH, EXPERTS = 8, 13, 8
+
+
+class Found(NamedTuple):
+    """Of one step."""
+
+    gradients: dict[str, torch.Tensor]
+    """Whole ones, of this rank's parameters."""
+    load: torch.Tensor
+    """Of every expert, of all ranks."""
+    moves: dict[str, list[int]]
+    """Of this rank's layers, after it."""
+
+
+def config(
+    parallel: dict[str, Any], world: int, train: dict[str, Any], layers: int = 2, *, tied: bool = False
+) -> JobConfig:
+    made = build(
+        JobConfig,
+        {
+            "cluster": {"ranks_per_node": world},
+            "parallel": parallel,
+            "model": {
+                "vocab_size": 60, "dim": 32, "layers": layers, "heads": 4, "kv_heads": 4, "tie_embeddings": tied,
+                "experts": {"count": EXPERTS, "per_token": 2, "ffn_dim": 24},
+            },
+            "train": {"batch_size": BATCH, "seq_len": LENGTH, "dtype": "float32", **train},
+        },
+    )  # fmt: skip
+    assert isinstance(made, JobConfig)
+    return made
+
+
+def trained(case: dict[str, Any]) -> Found:
+    """A step with this batch on all ranks."""
+    world = dist.get_world_size()
+    tied = case.get("tied", False)
+    made = config(case["parallel"], world, case.get("train", {}), case.get("layers", 2), tied=tied)
+    layout = mesh.build(made.parallel, torch.device("cpu"), dist.get_rank(), world)
+    own = batch(made.train.seq_len).chunk(layout.dp_size)[layout.dp_rank]
+    model = (
+        _in_stages(made, layout, own) if layout.sizes.pp > 1 else _whole(made, layout, own.chunk(case.get("micro", 1)))
+    )
+    return _ended(model)
+
+
+def _whole(made: JobConfig, layout: mesh.Layout, parts: Sequence[torch.Tensor]) -> nn.Module:
+    """After the backward passes of these micro-batches."""
+    with torch.device("meta"):
+        model = Llama(made.model, made.train)
+    parallelize.shard(model, layout, made)
+    model.materialize(layout.device, seed=1)
+    skew(model)
+    sync = GradientSync(model, layout, made.parallel.reduce, lambda: None)
+    for number, part in enumerate(parts):
+        sync.backward(model(part[:, :-1], part[:, 1:]) / len(parts), is_last=number == len(parts) - 1)
+    return model
+
+
+def _in_stages(made: JobConfig, layout: mesh.Layout, own: torch.Tensor) -> nn.Module:
+    """Validated first, which counts no token."""
+    model = pipelined_llama(made, layout)
+    model.set_initial_weights(1)
+    skew(model)
+    sync = GradientSync(model, layout, made.parallel.reduce)
+    parts = own.chunk(model.pipeline.micro_batches)
+    model.pipeline.evaluate(parts)
+    model.pipeline.step(parts)
+    sync.reduce_now()
+    return model
+
+
+def _ended(model: nn.Module) -> Found:
+    """What the end of the step makes of loads."""
+    balance = build_expert_balance(model)
+    load = balance.loads()
+    assert load is not None
+    if dist.is_initialized() and not isinstance(model, Alone):
+        dist.all_reduce(load)
+    balance.step_ended(load, moves=True)
+    assert balance.layers == len(load) // EXPERTS
+    moves = {name: buffer.tolist() for name, buffer in model.named_buffers() if name.endswith("moves")}
+    return Found(gradients(model), load, moves)
+
+
+def batch(length: int) -> torch.Tensor:
+    return torch.randint(60, (BATCH, length + 1), generator=torch.Generator().manual_seed(3))
+
+
+def skew(model: nn.Module) -> None:
+    """Make some experts of the first layer popular, and one never chosen."""
+    for name, moves in model.named_buffers():
+        if name == "layers.0.feed_forward.router.moves":
+            moves += torch.tensor([400, 0, 0, 0, 0, 0, 0, -4000])
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return found
+
+
+class Alone(Llama):
+    """A model that one rank has all of, with the whole batch."""
+
+
+@functools.cache
+def of_one_rank(layers: int, length: int, *, tied: bool) -> Found:
+    made = config({}, 1, {"seq_len": length}, layers, tied=tied)
+    model = Alone(made.model, made.train)
+    model.materialize(torch.device("cpu"), seed=1)
+    skew(model)
+    tokens = batch(length)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    return _ended(model)
+
+
+def differences(case: dict[str, Any]) -> dict[str, Any]:
+    """How far gradients are from those of one rank, relative to the largest of each tensor; their bits; the loads, and
+    how the biases of this rank have moved.
+    """
+    length = case.get("train", {}).get("seq_len", LENGTH)
+    due = of_one_rank(case.get("layers", 2), length, tied=case.get("tied", False))
+    found = trained(case)
+    assert set(found.gradients) <= set(due.gradients)
+    rest = torch.cat([found.gradients[name].flatten() for name in sorted(found.gradients)]).contiguous()
+    wanted = {name: due.gradients[name] for name in found.gradients}
+    return {
+        "differences": {
+            name: float((found.gradients[name] - want).abs().max() / want.abs().max()) for name, want in wanted.items()
+        },
+        "names": len(due.gradients),
+        "bits": hashlib.sha256(bytes(rest.view(torch.uint8).tolist())).hexdigest(),
+        "load": found.load.tolist(),
+        "load of one rank": due.load.tolist(),
+        "moves": found.moves,
+        "moves of one rank": {name: due.moves[name] for name in found.moves},
+    }
+
+
+def main() -> None:
+    report(differences)

@@ -1,0 +1,15 @@
+"""The built-in model with attention that looks at few places, so that it matters much where they are."""
+
+import torch
+
+from trainer.models.built_in import LlamaWorkload
+
+
+class SharpLlama(LlamaWorkload):
+    def parallelize(self, model, layout):
+        model = super().parallelize(model, layout)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "attention.w" in name:
+                    parameter.mul_(30.0)
+        return model

@@ -1,0 +1,181 @@
+"""Outcomes, launch tokens, requests and rank messages: what is written reads back, and damage is noticed."""
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind, RankOutcome
+from trainer.protocol.launch_token import LaunchToken, holds, revoke
+from trainer.protocol.messages.ranks import FROM_RANK, TO_RANK, ReportedEnd, Store
+from trainer.protocol.rank_progress.rank_messages import (
+    RankSpec,
+    all_outcomes,
+    append_outcome,
+    find_outcome,
+    receive_message,
+    send_message,
+)
+from trainer.protocol.requests import Request, RequestKind, pending
+from trainer.protocol.run_dir import AttemptDir, RunDir
+
+TOKEN = LaunchToken(
+    attempt=2, epoch=5, job_id="77", nonce="0123abcd", checkpoints=("step-00000003.001-aa",),
+    perhaps=("step-00000004.001-aa",), over=("001-aa",),
+)  # fmt: skip
+
+
+def test_a_ranks_outcome(tmp_path):
+    outcome = RankOutcome(
+        rank=3, generation=2, node="n1", step=7, exit_code=ExitCode.ERROR, time=1.5,
+        exception="ValueError", message="wrong", traceback="Traceback ...", secondary=True,
+    )  # fmt: skip
+    attempt = AttemptDir(tmp_path)
+    append_outcome(attempt, outcome)
+    assert find_outcome(attempt, "n1", 3, 2) == outcome
+    assert all_outcomes(attempt) == [(outcome, attempt.rank_outcomes("n1"))]
+    assert find_outcome(attempt, "n1", 3, 1) is None
+    assert find_outcome(attempt, "n2", 3, 2) is None
+
+
+def test_an_outcome_with_words_that_are_no_unicode(tmp_path):
+    outcome = RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0, message="caf\udce9")
+    append_outcome(AttemptDir(tmp_path), outcome)
+    ((found, _),) = all_outcomes(AttemptDir(tmp_path))
+    assert found.message == "caf\\udce9"
+
+
+def test_a_ranks_outcome_and_the_name_of_its_file_are_durable(tmp_path, monkeypatch):
+    attempt, synced = AttemptDir(tmp_path), []
+    attempt.outcomes.mkdir()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    append_outcome(attempt, RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0))
+    assert synced == [attempt.rank_outcomes("n"), attempt.outcomes]
+
+
+def test_torn_outcomes_are_skipped_and_those_of_older_versions_are_read(tmp_path):
+    attempt = AttemptDir(tmp_path)
+    outcome = RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0)
+    attempt.outcomes.mkdir()
+    attempt.rank_outcomes("n").write_text('{"rank":1,"generation":1,"no')
+    append_outcome(attempt, outcome)
+    older = replace(outcome, rank=2, secondary=True).to_line().replace("secondary", "echo")
+    (attempt.outcomes / "rank-00002.g001.json").write_text(older)
+    (attempt.outcomes / "rank-00005.g001.json").write_text("[1, 2]")
+    (attempt.outcomes / "rank-00003.g001.json").write_text('{"rank":3,"gen')
+    (attempt.outcomes / "rank-00004.g001.json").write_text(outcome.to_line().replace('"rank":0', '"rank":null'))
+    assert sorted((found.rank, found.secondary) for found, _ in all_outcomes(attempt)) == [(0, False), (2, True)]
+    assert find_outcome(attempt, "n", 0, 1) == outcome
+
+
+def test_an_attempts_outcome_names_files_that_are_no_unicode(tmp_path):
+    failure = Failure(kind=FailureKind.STORAGE, reason="lacks caf\udce9", lines=("caf\udce9",))
+    outcome = AttemptOutcome(
+        attempt=1, job_id="77", result=AttemptResult.FAILED, reason="lacks caf\udce9", exit_code=75, step=9,
+        generations=2, started_at=1.0, ended_at=2.0, failure=failure,
+    )  # fmt: skip
+    outcome.write(tmp_path / "outcome.json")
+    read = AttemptOutcome.read(tmp_path / "outcome.json")
+    assert read.failure is not None
+    assert (read.reason, read.failure.lines) == ("lacks caf\\udce9", ("caf\\udce9",))
+
+
+def test_a_word_that_is_no_unicode_over_the_control_socket():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        end = ReportedEnd(exit_code=1, step=3, message="caf\udce9")
+        send_message(ours, end)
+        assert receive_message(theirs, FROM_RANK) == end
+
+
+@pytest.mark.parametrize("failure", [None, Failure(kind=FailureKind.RANK_KILLED, reason="rank 1: SIGKILL", signal=9)])
+def test_an_attempts_outcome(tmp_path, failure):
+    outcome = AttemptOutcome(
+        attempt=1, job_id="77", result=AttemptResult.FAILED, reason="r", exit_code=75, step=9, generations=2,
+        started_at=1.0, ended_at=2.0, failure=failure,
+    )  # fmt: skip
+    outcome.write(tmp_path / "outcome.json")
+    assert AttemptOutcome.read(tmp_path / "outcome.json") == outcome
+
+
+def test_a_failure_from_a_newer_version_loses_only_what_is_unknown():
+    fields = {**Failure(kind=FailureKind.STORAGE, reason="full").to_json(), "added_later": 1}
+    assert Failure.from_json(fields) == Failure(kind=FailureKind.STORAGE, reason="full")
+
+
+def test_exit_codes_that_scripts_depend_on():
+    assert {code.name: int(code) for code in ExitCode} == {
+        "FINISHED": 0, "ERROR": 1, "STORAGE": 74, "RETRY": 75, "STOPPED_AFTER_SAVE": 76, "NODE_SUSPECT": 77,
+        "NEVER_RETRY": 78,
+    }  # fmt: skip
+
+
+def test_a_token_holds_until_it_is_revoked_or_replaced(tmp_path):
+    path = tmp_path / "GO"
+    assert not holds(path, TOKEN)
+    TOKEN.write(path)
+    assert LaunchToken.read(path) == TOKEN
+    assert holds(path, TOKEN)
+    LaunchToken(attempt=2, epoch=6, job_id="78", nonce="0123abcd").write(path)
+    assert not holds(path, TOKEN)
+    revoke(path)
+    revoke(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema":"orch.go/2"}', '{"schema":"orch.go/1","surprise":1}'])
+def test_a_damaged_token_counts_as_revoked(tmp_path, text):
+    (tmp_path / "GO").write_text(text)
+    assert not holds(tmp_path / "GO", TOKEN)
+
+
+def test_requests_are_pending_until_answered(tmp_path):
+    stop = Request(kind=RequestKind.STOP, attempt=1, reason="by hand")
+    name = stop.write(tmp_path)
+    Request(kind=RequestKind.DEADLINE, attempt=2, reason="Slurm says", value=12.5).write(tmp_path)
+    (tmp_path / "note.txt").write_text("no request")
+    (tmp_path / "broken.json").write_text("{")
+    (found,) = pending(tmp_path, 1, set())
+    assert (found.kind, found.reason, found.name) == (RequestKind.STOP, "by hand", name)
+    assert pending(tmp_path, 1, {name}) == []
+    assert [request.value for request in pending(tmp_path, 2, set())] == [12.5]
+    assert pending(tmp_path / "none", 1, set()) == []
+
+
+def test_a_rank_spec_travels_as_text():
+    spec = RankSpec(
+        run_dir="/r", attempt=1, generation=2, rank=3, local_rank=1, world_size=4, local_world_size=2, node=1,
+        node_name="n1", cell_fd=5, control_fd=6, host="10.0.0.2", env={"A": "b"},
+    )  # fmt: skip
+    assert RankSpec.from_json(spec.to_json()) == spec
+
+
+def test_words_over_the_control_socket():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    store = Store(host="n0", port=29500, key="00")
+    send_message(ours, store)
+    assert receive_message(theirs, TO_RANK) == store
+    ours.close()
+    assert receive_message(theirs, TO_RANK) is None
+    theirs.close()
+
+
+def test_a_run_folder_is_private_and_never_taken_over(tmp_path):
+    run = RunDir(tmp_path / "demo-1")
+    run.make()
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(FileExistsError):
+        run.make()
+    for number in (10, 9):
+        run.attempt(number).make()
+    assert [attempt.number for attempt in run.all_attempts()] == [9, 10]
+
+
+def test_a_request_s_details_read_back_and_older_files_have_none(tmp_path):
+    Request(kind=RequestKind.DRILL, attempt=1, reason="?", value=3, detail="stop-rank").write(tmp_path)
+    (tmp_path / "stacks.001.0.json").write_text('{"kind":"stacks","attempt":1,"reason":"","value":null}')
+    drill, stacks = pending(tmp_path, 1, set())
+    assert (drill.kind, drill.value, drill.detail) == (RequestKind.DRILL, 3, "stop-rank")
+    assert (stacks.kind, stacks.value, stacks.detail) == (RequestKind.STACKS, None, "")

@@ -1,0 +1,148 @@
+"""The progress cell: consistent readings from another process, and a stop flag the other way."""
+
+import os
+import select
+import struct
+
+import pytest
+
+from trainer.protocol.rank_progress.progress import SIZE, Phase, ProgressCell, StopReason
+from trainer.protocol.rank_progress.stage_activity import Activity, SentMessages, StageActivity, decode_activity
+
+
+@pytest.fixture
+def cell():
+    cell = ProgressCell.create()
+    yield cell
+    cell.close()
+
+
+def other_side(cell: ProgressCell) -> ProgressCell:
+    """The same page as another process sees it."""
+    return ProgressCell(os.dup(cell.descriptor))
+
+
+def test_a_fresh_cell_reads_as_nothing_done(cell):
+    reading = cell.read()
+    assert reading is not None
+    assert (reading.step, reading.phase, reading.loss) == (0, Phase.INIT, 0.0)
+    assert cell.read_stop_request() == (StopReason.NONE, 0.0)
+
+
+def test_the_other_side_reads_what_was_written(cell):
+    reader = other_side(cell)
+    cell.update(step=7, phase=Phase.BACKWARD, loss=0.1 + 0.2, saved_step=5, total_steps=9, generation=2)
+    reading = reader.read()
+    assert reading is not None
+    assert (reading.step, reading.phase, reading.loss) == (7, Phase.BACKWARD, 0.1 + 0.2)
+    assert (reading.saved_step, reading.total_steps, reading.generation) == (5, 9, 2)
+    reader.close()
+
+
+def test_a_rank_of_a_pipeline_says_what_it_does_with_which_micro_batch(cell):
+    cell.enter(Phase.FORWARD, 4, StageActivity(Activity.FORWARD, 1, 3))
+    before = cell.read()
+    assert (before.moment, str(before.moment)) == (StageActivity(Activity.FORWARD, 1, 3), "micro-batch 3, stage 1")
+    cell.begin_moment(StageActivity(Activity.WAIT_FOR_GRADIENT, 1, 0))
+    waits = cell.read()
+    assert (waits.phase, waits.phase_at, waits.collective) == (Phase.FORWARD, before.phase_at, 4)
+    assert waits.moved_at > before.moved_at
+    assert str(waits.moment) == "waits for the gradient of micro-batch 0, stage 1"
+    cell.begin_moment(StageActivity(Activity.REDUCE, 1, -1))
+    assert str(cell.read().moment) == "reduces gradients, stage 1"
+    cell.enter(Phase.OPTIMIZER)
+    assert cell.read().moment is None
+
+
+def test_a_rank_counts_what_its_stages_have_sent_from_the_begin_of_its_passes_on(cell):
+    assert cell.sent() is None
+    for step in (6, 7):
+        cell.update(step=step)
+        cell.begin_passes(2)
+        assert cell.sent() == SentMessages(after_step=step, activations=(0, 0), gradients=(0, 0))
+        cell.record_sent(0, False, 3)
+        cell.record_sent(1, True, 0)
+        told = cell.sent()
+        assert told == SentMessages(after_step=step, activations=(4, 0), gradients=(0, 1))
+        assert SentMessages.from_row(told.to_row()) == told
+    assert SentMessages.from_row(()) is None
+    assert SentMessages.from_row((1, 2)) is None
+
+
+@pytest.mark.parametrize("activity", Activity)
+def test_every_activity_has_a_number_that_older_readers_pass_over(activity):
+    moment = StageActivity(activity, 2, 5)
+    assert decode_activity(moment.code, 2, 5) == moment
+    assert decode_activity(0, 2, 5) is None
+    assert decode_activity(len(Activity) + 1, 2, 5) is None
+
+
+def test_only_what_changed_stamps_its_time(cell):
+    cell.update(step=1, phase=Phase.DATA)
+    before = cell.read()
+    cell.update(phase=Phase.FORWARD)
+    after = cell.read()
+    assert after.step_at == before.step_at
+    assert after.phase_at > before.phase_at
+    assert after.step == 1
+
+
+def test_a_writer_that_died_in_the_middle_gives_no_reading(cell):
+    page = os.fdopen(os.dup(cell.descriptor), "r+b", buffering=0)
+    page.write(struct.pack("<Q", 3))
+    page.close()
+    assert cell.read(tries=3) is None
+
+
+def test_the_stop_flag_does_not_disturb_the_reading(cell):
+    reader = other_side(cell)
+    cell.update(step=3)
+    reader.ask_stop(StopReason.TIME_LIMIT, deadline=12.5)
+    assert cell.read_stop_request() == (StopReason.TIME_LIMIT, 12.5)
+    assert reader.read().step == 3
+    reader.close()
+
+
+def test_readings_are_consistent_while_another_process_writes(cell):
+    stop_reading, stop_writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(stop_writing)
+        step = 0
+        while not select.select([stop_reading], [], [], 0)[0]:
+            step += 1
+            cell.update(step=step, saved_step=step, total_steps=step)
+        os._exit(0)
+    seen = {}
+    while len(seen) <= 1000:
+        if (reading := cell.read()) is not None:
+            seen[reading.step] = {reading.saved_step, reading.total_steps}
+    os.close(stop_writing)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert seen == {step: {step} for step in seen}
+    os.close(stop_reading)
+
+
+def test_the_page_is_as_small_as_promised(cell):
+    assert os.fstat(cell.descriptor).st_size == SIZE
+
+
+def test_a_drill_is_ordered_without_disturbing_anything_else(cell):
+    assert cell.read_drill_order()[0] == 0
+    agent = other_side(cell)
+    cell.tick()
+    cell.record_work(3, [1, 2, 3, 4])
+    ticked = agent.last_tick_ns()
+    agent.order_drill(11, serial=1, value=0.25)
+    assert cell.read_drill_order() == (1, 11, 0.25)
+    agent.order_drill(2, serial=2)
+    assert cell.read_drill_order() == (2, 2, 0.0)
+    assert (agent.work().steps, agent.work().sections, agent.last_tick_ns()) == (3, (1, 2, 3, 4), ticked)
+    agent.close()
+
+
+def test_bytes_are_added_up_and_told_with_the_next_change(cell):
+    cell.add_input_bytes(100)
+    cell.add_input_bytes(23)
+    cell.enter(Phase.FORWARD)
+    assert cell.read().io_bytes == 123

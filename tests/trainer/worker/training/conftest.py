@@ -1,5 +1,0 @@
-"""Runs of one rank in the process of the test."""
-
-from tests.trainer.worker.training.one_rank import one_rank, world
-
-__all__ = ["one_rank", "world"]

@@ -1,1 +1,0 @@
-"""PURE: pipeline parallelism: layers of stages, order of computation, and idle time of ranks."""

@@ -1,1 +1,0 @@
-"""Contract between a user's own program and its agent."""

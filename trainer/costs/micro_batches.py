@@ -1,0 +1,113 @@
+"""PURE: number of micro-batches per step, and whether the schedule supports it."""
+
+from trainer.costs.simulation import formula
+from trainer.protocol.config import TrainConfig
+from trainer.protocol.config_sections.parallel_config import LARGE_ROUNDS, PipelineConfig, Schedule
+
+SHOWN = 3
+"""Maximum number of counts that a message suggests."""
+ENOUGH = 4
+"""Micro-batches per pipeline rank from which on ranks wait for less than a fifth of a step."""
+
+
+class MicroBatchError(ValueError):
+    """The requested number of micro-batches is impossible; the text suggests possible ones."""
+
+
+def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
+    """Return the micro-batches per step on each of `dp_size` data-parallel ranks.
+
+    Raises MicroBatchError with counts that work. `train.batch_size` is a multiple of `dp_size`.
+    """
+    share = train.batch_size // dp_size
+    fitting = _fitting(pipeline, share)
+    key, count = _requested_count(pipeline, train, share, fitting)
+    if count in fitting:
+        return count
+    if not fitting:  # only for 1f1b: the others accept one micro-batch
+        raise MicroBatchError(
+            f"train.batch_size={train.batch_size}: each data-parallel rank has {share} sequences of a step, but "
+            f"schedule {pipeline.schedule} needs one micro-batch or more for each of {pipeline.stages} stages: "
+            f"type train.batch_size={pipeline.stages * dp_size}"
+        )
+    why = _why_not(pipeline, share, count)
+    offered = " or ".join(
+        f"parallel.pipeline.micro_batches={one}" for one in sorted(nearest(fitting, count or 1, SHOWN))
+    )
+    more = " train.micro_batch_size=0" if train.micro_batch_size else ""
+    raise MicroBatchError(f"{key}: {why}: type{more} {offered}")
+
+
+def micro_batch_size(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
+    """Return the sequences of a forward pass; raises MicroBatchError."""
+    share = train.batch_size // dp_size
+    if pipeline.stages == 1:
+        return train.micro_batch_size or share
+    return share // micro_batch_count(pipeline, train, dp_size)
+
+
+def _fitting(pipeline: PipelineConfig, share: int) -> list[int]:
+    """Return the counts that divide `share` and suit the schedule, in ascending order."""
+    return [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
+
+
+def _requested_count(pipeline: PipelineConfig, train: TrainConfig, share: int, fitting: list[int]) -> tuple[str, int]:
+    """Return the deciding key with its value, and the requested count; 0 for a size that does not divide the share."""
+    count, size = pipeline.micro_batches, train.micro_batch_size
+    if count:
+        if size and size * count != share:
+            raise MicroBatchError(
+                f"parallel.pipeline.micro_batches={count} x train.micro_batch_size={size} = {size * count}, but each "
+                f"data-parallel rank has {share} sequences of a step: type train.micro_batch_size=0"
+            )
+        return f"parallel.pipeline.micro_batches={count}", count
+    if size:
+        return f"train.micro_batch_size={size}", share // size if share % size == 0 else 0
+    enough = [one for one in fitting if one >= ENOUGH * pipeline.ranks]
+    chosen = min(enough) if enough else max(fitting, default=0)
+    return f"train.batch_size={train.batch_size}", chosen
+
+
+def _why_not(pipeline: PipelineConfig, share: int, count: int) -> str:
+    if count == 0 or share % count:
+        return (
+            f"each data-parallel rank has {share} sequences of a step, which must be divided into equal micro-batches"
+        )
+    if pipeline.schedule == Schedule.ONE_F_ONE_B:
+        return f"{count} micro-batches, but schedule 1f1b needs one or more for each of {pipeline.stages} stages"
+    rounds = max(1, count // pipeline.ranks)
+    return f"{count} micro-batches, but schedule {pipeline.schedule} takes them in {rounds} rounds of the same size"
+
+
+def takes(pipeline: PipelineConfig, count: int) -> bool:
+    """Return whether torch's implementation of the schedule can run `count` micro-batches."""
+    if pipeline.schedule == Schedule.ONE_F_ONE_B:
+        return count >= pipeline.stages
+    if pipeline.schedule in LARGE_ROUNDS:
+        return count % max(1, count // pipeline.ranks) == 0
+    return count >= 1
+
+
+def nearest(counts: list[int], wanted: int, shown: int) -> list[int]:
+    return sorted(counts, key=lambda count: (abs(count - wanted), count))[:shown]
+
+
+def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str | None:
+    """Return a warning with a fix if ranks wait for a fifth of each step or more, else None.
+
+    With `gpipe` and `1f1b` each rank is a stage. The zero-bubble schedules need as many micro-batches to fill idle
+    time. Raises MicroBatchError like `micro_batch_count`.
+    """
+    count, enough = micro_batch_count(pipeline, train, dp_size), ENOUGH * pipeline.ranks
+    if pipeline.ranks == 1 or count >= enough:
+        return None
+    share = formula(pipeline.ranks, count, pipeline.per_rank)
+    known = "" if pipeline.splits_backward else f": ranks wait for {share:.0%} of each step"
+    better = [one for one in _fitting(pipeline, train.batch_size // dp_size) if one >= enough]
+    keys = [f"parallel.pipeline.micro_batches={min(better, default=enough)}"]
+    keys += [] if better else [f"train.batch_size={enough * dp_size}"]
+    keys += ["train.micro_batch_size=0"] if train.micro_batch_size else []
+    return (
+        f"{count} micro-batches for a pipeline of {pipeline.ranks} ranks{known}; it is worth it from {enough} on: "
+        f"type {' '.join(keys)}"
+    )

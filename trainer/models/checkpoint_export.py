@@ -1,0 +1,209 @@
+"""Export of a checkpoint's model: tensors, names and provenance."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.engine.interchange.exporter import (
+    LARGEST_FILE,
+    Exported,
+    ExportedTensor,
+    SealedCheckpoint,
+    new_folder,
+    write_json,
+    write_safetensors,
+    write_torch,
+)
+from checkpointing.errors import CheckpointRefused
+from checkpointing.format.manifest import TensorInfo
+from checkpointing.storage.backends import Storage
+from checkpointing.storage.digests import digest
+from trainer.models import hugging_face
+from trainer.models.weights_import import PROVENANCE, PROVENANCE_SCHEMA, TORCH_FILE, ImportSource
+from trainer.protocol.config import JobConfig
+from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, buffers_name
+from trainer.worker.saved_state.optimizer_state import PREFIXES
+
+MODEL, _BUFFERS = "model/", buffers_name(0)
+
+
+def model_keys(source: SealedCheckpoint) -> dict[str, str]:
+    """Return the model's own names -> keys; buffers that differ between ranks come from rank 0. Raises Refused."""
+    found = {}
+    for prefix in (MODEL, _BUFFERS):
+        keys = sorted(key for key in source.index.tensors if key.startswith(prefix))
+        found.update({key.removeprefix(prefix): key for key in keys})
+    if not found:
+        raise CheckpointRefused(source.manifest.name, f"has no tensors of a model (keys that begin with {MODEL})")
+    return found
+
+
+def further_names(source: SealedCheckpoint, known: Mapping[str, str]) -> dict[str, str]:
+    """Return further names of shared tensors (tied embeddings) -> keys, if the checkpoint recorded them."""
+    noted = source.manifest.extra.get(SHARED_NAMES)
+    names = noted if isinstance(noted, dict) else {}
+    return {str(name): known[first] for name, first in names.items() if name not in known and first in known}
+
+
+class CheckpointTensors:
+    """The model's tensors under its own names; every byte is verified as it is read."""
+
+    def __init__(self, source: SealedCheckpoint, keys: Mapping[str, str]) -> None:
+        self._source, self._keys = source, dict(keys)
+        self.tensors: dict[str, TensorInfo] = {name: source.index.tensors[key] for name, key in keys.items()}
+
+    def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        return self._source.blocks(self._keys[name])
+
+
+def weights_source(source: SealedCheckpoint, place: Path) -> ImportSource:
+    """Return only the weights: no optimizer, step or data position."""
+    keys = model_keys(source)
+    fingerprints = {name: source.fingerprints[key] for name, key in keys.items() if key in source.fingerprints}
+    return ImportSource(place=place, model=CheckpointTensors(source, keys), fingerprints=fingerprints)
+
+
+_OPTIMIZER = "optimizer/"
+_OTHER_PREFIXES = tuple(prefix for prefix in PREFIXES if prefix != _OPTIMIZER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """Request for an export."""
+
+    to: str
+    """`safetensors` or `torch`."""
+    folder: Path
+    dtype: str | None = None
+    """Conversion of floating-point tensors; None leaves them as they are."""
+    with_optimizer: bool = False
+    largest: int = LARGEST_FILE
+    """Maximum bytes of values in one safetensors file."""
+    run: str | None = None
+    config: JobConfig | None = None
+    """The run's configuration; without it only names are known."""
+
+    @property
+    def has_built_in_model(self) -> bool:
+        return self.config is not None and self.config.trains_built_in_workload
+
+
+def export(
+    storage: Storage, name: str, request: ExportRequest, progress: Callable[[int, int], None] | None = None
+) -> tuple[Exported, dict[str, Any]]:
+    """Write `request.folder` atomically; returns the exported files and the provenance stored beside them.
+
+    Raises Refused if a byte differs from the original, FileExistsError if the folder is not empty, OSError.
+    """
+    with SealedCheckpoint(storage, name) as source, new_folder(request.folder) as draft:
+        if request.to == "torch":
+            wanted = _torch_names(source, request)
+            nest = _make_nest(source, request)
+            done = write_torch(source, wanted, draft, name=TORCH_FILE, nest=nest, progress=progress)
+        else:
+            wanted = _safetensors_names(source, request)
+            done = write_safetensors(source, wanted, draft, largest=request.largest, progress=progress)
+            if request.has_built_in_model:
+                assert request.config is not None
+                kind = str(wanted[0].dtype).removeprefix("torch.")
+                seq_len = request.config.train.seq_len
+                described = hugging_face.config_json(request.config.model, seq_len=seq_len, dtype=kind)
+                write_json(draft / "config.json", described)
+        provenance = _provenance(source, request, wanted, done)
+        write_json(draft / PROVENANCE, provenance)
+    return done, provenance
+
+
+def _dtype(source: SealedCheckpoint, key: str, request: ExportRequest) -> torch.dtype:
+    found = source.dtype(key)
+    return getattr(torch, request.dtype) if request.dtype and found.is_floating_point else found
+
+
+def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
+    """Return Hugging Face names for the built-in model, the model's own names for any other."""
+    model = model_keys(source)
+    if request.has_built_in_model:
+        assert request.config is not None
+        if request.config.model.experts.count:
+            raise CheckpointRefused(
+                source.manifest.name, "has experts, for which Llama's files have no names: type --to torch"
+            )
+        theirs = hugging_face.names(request.config.model)
+        if theirs.keys() != model.keys():
+            odd = sorted(theirs.keys() ^ model.keys())[0]
+            raise CheckpointRefused(
+                source.manifest.name, f"does not hold the built-in model of its configuration: {odd}"
+            )
+        model = {theirs[name]: model[name] for name in theirs}
+    else:
+        model |= further_names(source, model)  # strict loading requires every name
+    return [ExportedTensor(key=key, name=name, dtype=_dtype(source, key, request)) for name, key in model.items()]
+
+
+def _torch_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
+    model = model_keys(source)
+    wanted = [
+        ExportedTensor(key=key, name=f"{MODEL}{name}", dtype=_dtype(source, key, request))
+        for name, key in model.items()
+    ]
+    if request.with_optimizer:
+        keys = sorted(key for key in source.index.tensors if key.startswith(PREFIXES))
+        # The moments keep their precision: a rounded second moment changes the optimizer.
+        wanted += [ExportedTensor(key=key, name=key, dtype=source.dtype(key)) for key in keys]
+    return wanted
+
+
+def _make_nest(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
+    def nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        model = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+        keys = model_keys(source)
+        names = {key: name for name, key in keys.items()}
+        # Strict loading requires every name of a shared tensor.
+        model |= {name: model[names[key]] for name, key in further_names(source, keys).items()}
+        if request.has_built_in_model and "output.weight" not in model and "embedding.weight" in model:
+            model["output.weight"] = model["embedding.weight"]  # older checkpoints record no further names
+        state: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(_OPTIMIZER):
+                parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
+                state.setdefault(parameter, {})[key] = tensor
+        manifest = source.manifest
+        made = {"run": request.run, "checkpoint": manifest.name, "schema": PROVENANCE_SCHEMA}
+        # Besides the parameters' state: tensors of the groups; other values are in `extra`.
+        more = {name: tensor for name, tensor in tensors.items() if name.startswith(_OTHER_PREFIXES)}
+        optimizer = (
+            {"optimizer": {"state": state, **({"more": more} if more else {})}} if request.with_optimizer else {}
+        )
+        return {"model": model, **optimizer, "step": manifest.step, "extra": manifest.extra, "orch": made}
+
+    return nest
+
+
+def _provenance(
+    source: SealedCheckpoint, request: ExportRequest, wanted: list[ExportedTensor], done: Exported
+) -> dict[str, Any]:
+    """Return the provenance, which can later prove without the checkpoint that nothing was lost."""
+    manifest = source.manifest
+    own = MODEL if request.to == "torch" else ""
+    return {
+        "schema": PROVENANCE_SCHEMA,
+        "run": request.run,
+        "checkpoint": manifest.name,
+        "step": manifest.step,
+        "config_digest": manifest.extra.get("config_digest"),
+        "manifest": digest(manifest.encode()),
+        "torch": torch.__version__,
+        "tensors": {
+            w.name.removeprefix(own): {
+                "key": w.key,
+                "dtype": str(w.dtype).removeprefix("torch."),
+                "fingerprint": done.fingerprints[w.name],
+                "converted": w.dtype != source.dtype(w.key),
+            }
+            for w in wanted
+        },
+    }

@@ -1,0 +1,456 @@
+"""Context parallelism: sequence parts, Ulysses and ring attention.
+
+Queries are [batch, heads, queries, width]; keys and values are [batch, heads, keys, width] with equally many heads.
+
+Ulysses: before attention every rank has some tokens of all heads; an all-to-all gives it all tokens of some heads, and
+another one returns the results.
+
+Ring: the log-sum-exp of a query's scores determines the weight of a block relative to others (Milakov and Gimelshein
+2018; Dao et al. 2022). The backward pass of a block takes the log-sum-exp and the output over all keys, and returns
+this block's part. Each rank has one chunk from the head and one from the tail of every sequence, so that with a causal
+mask all ranks have equal work in every turn; fully masked chunks are skipped. Sums are taken in the same order in every
+step.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from trainer.parallel.apply.mesh import Layout
+from trainer.parallel.context import chunks_per_rank, cp_method, padded_length
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.parallel_config import CpMethod, ParallelConfig
+from trainer.worker.reporting.phase_tracker import current_tracker
+
+_aten = torch.ops.aten
+_FLASH_WIDTH = 8
+"""Required divisor of the head width for a direct call of CUDA's flash attention."""
+
+
+class BlockResult(NamedTuple):
+    """Result of one or more blocks: [batch, heads, queries, width], and [batch, heads, queries] in float32."""
+
+    out: torch.Tensor
+    log_sum_exp: torch.Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shapes of their tensors."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class Kernel(Protocol):
+    """Attention kernel for a block; `is_causal`: query n sees keys up to n, else all keys."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
+        """Compute attention to this block."""
+
+    def backward(
+        self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
+        *, is_causal: bool,
+    ) -> Gradients:  # fmt: skip
+        """Return this block's part of the gradients; `given`: gradient of the output over all keys (`whole`)."""
+
+
+def choose_kernel(query: torch.Tensor) -> Kernel:
+    """Return a memory-efficient kernel if this device, precision and width have one, else `Plain`."""
+    if query.is_cpu:
+        return CpuFlash()
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return CudaFlash() if is_half and query.shape[-1] % _FLASH_WIDTH == 0 else Plain()
+
+
+class CpuFlash:
+    """torch's flash attention on CPUs."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
+        return BlockResult(*_aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal))
+
+    def backward(
+        self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
+        *, is_causal: bool,
+    ) -> Gradients:  # fmt: skip
+        return Gradients(
+            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                given, query, key, value, whole.out, whole.log_sum_exp, 0.0, is_causal
+            )
+        )
+
+
+class CudaFlash:
+    """torch's flash attention on GPUs; not yet exercised on a GPU."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
+        out, log_sum_exp, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)
+        return BlockResult(out, log_sum_exp)
+
+    def backward(
+        self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
+        *, is_causal: bool,
+    ) -> Gradients:  # fmt: skip
+        unused = torch.zeros(2, dtype=torch.int64, device=query.device)  # generators, unused without dropout
+        return Gradients(
+            *_aten._scaled_dot_product_flash_attention_backward(
+                given, query, key, value, whole.out, whole.log_sum_exp.contiguous(), None, None,
+                query.shape[2], key.shape[2], 0.0, is_causal, unused, unused,
+            )
+        )  # fmt: skip
+
+
+class Plain:
+    """Matrix products and an exponential in float32; holds all scores of a block in memory."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
+        scores = _scores(query, key, is_causal=is_causal)
+        log_sum_exp = scores.logsumexp(dim=-1)
+        return BlockResult((scores - log_sum_exp[..., None]).exp().to(value.dtype) @ value, log_sum_exp)
+
+    def backward(
+        self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
+        *, is_causal: bool,
+    ) -> Gradients:  # fmt: skip
+        weights = (_scores(query, key, is_causal=is_causal) - whole.log_sum_exp[..., None]).exp()
+        upstream = given.float()
+        of_weights = upstream @ value.float().mT - (upstream * whole.out.float()).sum(dim=-1, keepdim=True)
+        of_scores = weights * of_weights * query.shape[-1] ** -0.5
+        return Gradients(of_scores @ key.float(), of_scores.mT @ query.float(), weights.mT @ upstream)
+
+
+def merge_blocks(one: BlockResult, other: BlockResult) -> BlockResult:
+    """Combine attention to the keys of two blocks, in float32."""
+    total = torch.logaddexp(one.log_sum_exp, other.log_sum_exp)
+    first, second = (part.out.float() * (part.log_sum_exp - total).exp()[..., None] for part in (one, other))
+    return BlockResult(first + second, total)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    scores: torch.Tensor = query.float() @ key.float().mT * query.shape[-1] ** -0.5
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores
+
+
+@contextmanager
+def waiting(device: torch.device) -> Iterator[None]:
+    """Mark a collective or a wait for a message: a stream waits for it as for a kernel.
+
+    On the CPU a waiting thread does not run, so there is nothing to exclude from the measurement.
+    """
+    tracker = current_tracker()
+    if tracker is None or device.type == "cpu":
+        yield
+        return
+    tracker.pause()
+    try:
+        yield
+    finally:
+        tracker.resume()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequencePart:
+    """Chunks of a sequence on a rank, in order; the last ones contain padding if the length does not divide."""
+
+    length: int
+    """Tokens of the whole sequence, without padding."""
+
+    ranks: int
+    """Number of ranks that share it."""
+
+    chunk: int
+    """Tokens per chunk."""
+
+    chunks: tuple[int, ...]
+    """Numbers of this rank's chunks."""
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Return the positions of this rank's tokens in the sequence, int64; padding has positions past its end."""
+        return torch.cat(
+            [torch.arange(number * self.chunk, (number + 1) * self.chunk, device="cpu") for number in self.chunks]
+        )
+
+    @property
+    def real(self) -> int:
+        """Return the number of this rank's tokens that are not padding; these come first."""
+        return int((self.positions < self.length).sum())
+
+    def select_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of whole rows [batch, length]; padding is 0."""
+        missing = max(0, (max(self.chunks) + 1) * self.chunk - self.length)
+        padded = functional.pad(tokens, (0, missing))
+        return torch.cat([padded[:, number * self.chunk : (number + 1) * self.chunk] for number in self.chunks], dim=1)
+
+    def select_rows(self, table: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a table [.., length, ..] with a row per position; padding gets any row."""
+        places = self.positions.clamp(max=self.length - 1).to(table.device)
+        return table.index_select(1, places)
+
+
+def sequence_part(length: int, parallel: ParallelConfig, method: CpMethod, rank: int) -> SequencePart:
+    """Return the part of rank `rank` among `parallel.cp` ranks.
+
+    In a ring each rank has one chunk from each end of a sequence: with a causal mask later tokens need more work, so
+    this gives all ranks equal work.
+    """
+    ranks, each = parallel.cp, chunks_per_rank(method)
+    chunk = padded_length(length, parallel, method) // (ranks * each)
+    chunks = (rank, 2 * ranks - 1 - rank) if method is CpMethod.RING else (rank,)
+    return SequencePart(length=length, ranks=ranks, chunk=chunk, chunks=chunks)
+
+
+class UlyssesAttention:
+    """Causal attention over sequences divided into consecutive parts among the ranks of `group`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend with `query` [batch, heads, tokens, width] of this rank; `key` and `value` may have fewer heads."""
+        ranks = self._group.size()
+        repeats = math.lcm(key.shape[1], ranks) // key.shape[1]
+        parts = [
+            _split_by_rank(part, ranks) for part in (query, repeat_heads(key, repeats), repeat_heads(value, repeats))
+        ]
+        sizes = [part.shape[2] for part in parts]
+        received = self._exchange(torch.cat(parts, dim=2).movedim(1, 0))  # [rank with these tokens, batch, heads, ...]
+        whole = received.movedim(0, 2).flatten(2, 3)
+        own_query, own_key, own_value = whole.split(sizes, dim=1)
+        mixed = functional.scaled_dot_product_attention(own_query, own_key, own_value, is_causal=True, enable_gqa=True)
+        returned = self._exchange(mixed.unflatten(2, (ranks, -1)).movedim(2, 0))  # [rank with these heads, batch, ...]
+        return returned.movedim(0, 1).flatten(1, 2)
+
+    def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        received: torch.Tensor = _AllToAll.apply(parts, self._group)  # type: ignore[no-untyped-call]
+        return received
+
+
+def repeat_heads(heads: torch.Tensor, times: int) -> torch.Tensor:
+    """Repeat each head of [batch, heads, tokens, width] `times` times in a row; gradients of copies are added."""
+    if times == 1:
+        return heads
+    batch, count, tokens, width = heads.shape
+    return heads[:, :, None].expand(batch, count, times, tokens, width).reshape(batch, count * times, tokens, width)
+
+
+def _split_by_rank(heads: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Reshape [batch, heads, tokens, width] to [batch, ranks, heads of a rank, tokens, width]."""
+    parts: torch.Tensor = heads.unflatten(1, (ranks, -1))
+    return parts
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends row r of the first dimension to rank r and receives one from it; gradients take the reverse path."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_to_all(gradient, ctx.group), None
+
+
+def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    with waiting(sent.device):
+        dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+class Visible(NamedTuple):
+    """The queries of a rank, and the keys of another rank that they see."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+def visible_slices(rank: int, source: int, tokens: int) -> Visible:
+    """Return which queries of `rank` see which keys of `source`; each has `tokens`, half of them from the tail."""
+    if source == rank:
+        return Visible(slice(0, tokens), slice(0, tokens), is_causal=True)
+    if source < rank:  # its head comes before both chunks, its tail after both
+        return Visible(slice(0, tokens), slice(0, tokens // 2), is_causal=False)
+    return Visible(slice(tokens // 2, tokens), slice(0, tokens), is_causal=False)
+
+
+class Ring:
+    """The ranks of a group in a circle: each sends to the next rank and receives from the previous one."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks, self.rank = group.size(), dist.get_rank(group)
+        self.sent_bytes = 0
+        """Bytes sent since the start."""
+        self._group = group
+        members = dist.get_process_group_ranks(group)
+        self._next = members[(self.rank + 1) % self.ranks]
+        self._previous = members[(self.rank - 1) % self.ranks]
+
+    def start_transfer(self, tensor: torch.Tensor) -> "RingTransfer":
+        """Start to send `tensor` and to receive a tensor of the same shape, while this rank computes."""
+        received = torch.empty_like(tensor)
+        self.sent_bytes += tensor.nbytes
+        if (tracker := current_tracker()) is not None:
+            tracker.count_message()
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, self._next, self._group),
+                dist.P2POp(dist.irecv, received, self._previous, self._group),
+            ]
+        )
+        return RingTransfer(tensor, received, works, self._previous)
+
+    def sources(self) -> Iterator[int]:
+        """Return the source rank of the keys and values in each turn: this rank, then the preceding ranks."""
+        return ((self.rank - turn) % self.ranks for turn in range(self.ranks))
+
+
+class RingTransfer(NamedTuple):
+    """A message in flight; `sent` must stay alive until it completes."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    works: list[dist.Work]
+    source: int  # global rank of the sender
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the message and return the received tensor."""
+        tracker = current_tracker()
+        told = nullcontext() if tracker is None else tracker.show_ring_wait(self.source)
+        with told, waiting(self.sent.device):
+            for work in self.works:
+                work.wait()
+        return self.received
+
+
+class RingAttention:
+    """Causal attention over sequences of which each rank of `group` has a chunk from the head and one from the tail."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ring = Ring(group)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend with `query` [batch, heads, tokens, width] of this rank; `key` and `value` may have fewer heads."""
+        mixed: torch.Tensor = _RingAttention.apply(query, key, value, self.ring)  # type: ignore[no-untyped-call]
+        return mixed
+
+
+def find_ring(model: nn.Module) -> Ring | None:
+    """Return the ring in which keys and values of `model` circulate, or None."""
+    found = (getattr(module, "attend", None) for module in model.modules())
+    return next((attend.ring for attend in found if isinstance(attend, RingAttention)), None)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: Ring) -> torch.Tensor:
+        query, pair = query.contiguous(), torch.stack([key, value])
+        whole = _forward(query, pair, ring)
+        out = whole.out.to(query.dtype)
+        ctx.save_for_backward(query, pair, out, whole.log_sum_exp)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, pair, out, log_sum_exp = ctx.saved_tensors
+        of_query, of_pair = _backward(given.contiguous(), query, pair, BlockResult(out, log_sum_exp), ctx.ring)
+        of_key, of_value = of_pair.to(pair.dtype).unbind()
+        return of_query.to(query.dtype), of_key, of_value, None
+
+
+def _forward(query: torch.Tensor, pair: torch.Tensor, ring: Ring) -> BlockResult:
+    """Attend to the keys and values of all ranks in float32; `pair` [2, batch, heads, tokens, width] is this rank's."""
+    kernel, tokens, whole = choose_kernel(query), query.shape[2], None
+    for turn, source in enumerate(ring.sources()):
+        transfer = ring.start_transfer(pair) if turn < ring.ranks - 1 else None
+        seen = visible_slices(ring.rank, source, tokens)
+        key, value = _select_keys_values(pair, seen.keys, query.shape[1])
+        block = kernel.forward(query[:, :, seen.queries], key, value, is_causal=seen.is_causal)
+        if whole is None:  # copies, because tensors kept by activation checkpointing must not change
+            whole = BlockResult(block.out.to(torch.float32, copy=True), block.log_sum_exp.clone())
+        else:
+            _join(whole, seen.queries, block)
+        if transfer is not None:
+            pair = transfer.wait()
+    assert whole is not None
+    return whole
+
+
+def _join(whole: BlockResult, rows: slice, block: BlockResult) -> None:
+    """Add attention of some queries to more keys, in place."""
+    result = merge_blocks(BlockResult(whole.out[:, :, rows], whole.log_sum_exp[:, :, rows]), block)
+    whole.out[:, :, rows], whole.log_sum_exp[:, :, rows] = result
+
+
+def _backward(
+    given: torch.Tensor, query: torch.Tensor, pair: torch.Tensor, whole: BlockResult, ring: Ring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gradients of the query and of the pair [2, ...]; these follow the pair around the ring to its origin."""
+    kernel, tokens = choose_kernel(query), query.shape[2]
+    of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    travelling: RingTransfer | None = None
+    sums = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
+    for turn, source in enumerate(ring.sources()):
+        transfer = ring.start_transfer(pair) if turn < ring.ranks - 1 else None
+        seen = visible_slices(ring.rank, source, tokens)
+        key, value = _select_keys_values(pair, seen.keys, query.shape[1])
+        part = BlockResult(whole.out[:, :, seen.queries], whole.log_sum_exp[:, :, seen.queries])
+        given_here, query_here = given[:, :, seen.queries], query[:, :, seen.queries]
+        found = kernel.backward(given_here, query_here, key, value, part, is_causal=seen.is_causal)
+        of_query[:, :, seen.queries] += found.query
+        if travelling is not None:
+            sums = travelling.wait()
+        for total, own in zip(sums, (found.key, found.value), strict=True):
+            total[:, :, seen.keys] += _sum_heads(own, total.shape[1])
+        travelling = ring.start_transfer(sums)
+        if transfer is not None:
+            pair = transfer.wait()
+    assert travelling is not None
+    return of_query, travelling.wait()
+
+
+def _select_keys_values(pair: torch.Tensor, columns: slice, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of these tokens, repeated for the query's heads."""
+    key, value = (repeat_heads(part[:, :, columns], heads // part.shape[1]) for part in pair)
+    return key, value
+
+
+def _sum_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return the sum, in float32, over the heads that share keys and values."""
+    by_head: torch.Tensor = gradient.float().unflatten(1, (heads, -1))
+    return by_head.sum(dim=2)
+
+
+def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
+    """Divide the sequences of `model` (a Llama) among the ranks of `layout.cp`."""
+    method, group = cp_method(config.model.heads, config.parallel), layout.cp.get_group()
+    model.part = sequence_part(config.train.seq_len, config.parallel, method, layout.place.cp)
+    attend = RingAttention(group) if method is CpMethod.RING else UlyssesAttention(group)
+    for layer in model.layers:
+        layer.attention.attend = attend
+        if config.model.experts.count:  # padding must not count as tokens of an expert
+            layer.feed_forward.real = _count_real_tokens(model.part, layout)
+
+
+def _count_real_tokens(part: SequencePart, layout: Layout) -> int:
+    """Return this rank's tokens without padding for its experts; tensor-parallel ranks share the part."""
+    each = len(part.positions) // layout.sizes.tp
+    return min(max(part.real - layout.place.tp * each, 0), each)

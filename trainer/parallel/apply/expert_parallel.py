@@ -1,0 +1,253 @@
+"""Expert parallelism: divides the experts of each layer among ranks, and carries tokens to them and back."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from trainer.parallel.apply.context_parallel import waiting
+from trainer.parallel.apply.data_parallel import fsdp_options
+from trainer.parallel.apply.mesh import Layout
+from trainer.parallel.apply.pipeline_runtime import PipelinedModel
+from trainer.protocol.config import JobConfig
+from trainer.worker.reporting.phase_tracker import current_tracker
+
+
+def permute_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return `rows[order]`, where `order` contains each row once."""
+    moved: torch.Tensor = _Permuted.apply(rows, order, inverse(order))  # type: ignore[no-untyped-call]
+    return moved
+
+
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """Return the inverse permutation of `order`."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return back
+
+
+class _Permuted(torch.autograd.Function):
+    """Gathers in both directions: torch's backward would add gradients, in nondeterministic order on GPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradient[back], None, None
+
+
+def own_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part for its own tokens; the gradient of a replicated weight is a sum over ranks."""
+    if not isinstance(weight, DTensor):
+        return weight
+    placements = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
+    return weight.to_local(grad_placements=placements)
+
+
+class ExpertStacks(nn.Module):
+    """Base of modules with the weights of several experts, all of shape [experts, inner width, width].
+
+    Such weights may have a mesh of their own. `module(rows, counts)` computes `rows` [rows, width], sorted by this
+    rank's experts, with `counts` rows for each.
+    """
+
+
+class BalancedRouter(nn.Module):
+    """Base of routers that move an expert's bias after each step in which its number of tokens was not the mean."""
+
+    same_on_all_ranks = ("moves",)
+    """Buffers stored once per checkpoint: a pipeline stage restores them from any rank that saved."""
+    moves: torch.Tensor
+    """Net moves of each expert's bias, in units of the rate. An integer: its sums are exact in any order."""
+    load: torch.Tensor
+    """Tokens of each expert since the last optimizer step, counted in this rank's backward passes."""
+
+    def reset(self, device: torch.device) -> None:
+        """Reset to the state of step 0."""
+        self.moves = torch.zeros_like(self.moves, device=device)
+        self.load = torch.zeros_like(self.load, device=device)
+
+    @torch.no_grad()
+    def balance(self, load: torch.Tensor) -> None:
+        """Update the bias after a step in which the experts had `load` tokens [experts] over all ranks."""
+        self.moves += (load.sum() - load * len(load)).sign().to(self.moves.dtype)
+
+
+class ExpertBalance:
+    """The routers of this rank's layers; a dense model has none.
+
+    Loads have a row for each layer of the whole model. A pipeline rank fills in the rows of its own layers, so that the
+    sum over all ranks is complete.
+    """
+
+    def __init__(self, model: nn.Module, rows: Iterable[int] | None = None, layers: int | None = None) -> None:
+        """`rows`: indices of this rank's layers in the order of `model`, among all `layers`; None: all of them."""
+        found = [module for module in model.modules() if isinstance(module, BalancedRouter)]
+        numbers = range(len(found)) if rows is None or not found else rows
+        self._routers = dict(zip(numbers, found, strict=True))
+        self.layers = 0 if not found else len(found) if layers is None else layers
+        """Number of layers with experts in the whole model."""
+
+    def loads(self) -> torch.Tensor | None:
+        """Return this rank's tokens per expert since the last step, row by row, float64; to be summed over ranks."""
+        if not self._routers:
+            return None
+        of_others = torch.zeros_like(next(iter(self._routers.values())).load)
+        rows = [self._routers[row].load if row in self._routers else of_others for row in range(self.layers)]
+        return torch.cat(rows).double()
+
+    def step_ended(self, loads: torch.Tensor | None, *, moves: bool) -> None:
+        """Reset the counts; `loads`: sums over all ranks. `moves`: whether the optimizer has stepped."""
+        if loads is None:
+            return
+        rows = loads.view(self.layers, -1)
+        for row, router in self._routers.items():
+            router.load.zero_()
+            if moves:
+                router.balance(rows[row])
+
+
+class TokenExchange:
+    """Exchanges tokens with the ranks of `group`, which have equally many experts, in rank order.
+
+    A rank with popular experts computes more than its peers. That work belongs to all of them and is excluded from the
+    rank's timing, so that only other slowness makes a rank a straggler.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, rows: torch.Tensor, load: torch.Tensor, experts: ExpertStacks) -> torch.Tensor:
+        """Compute `rows` [rows, width] of this rank's tokens, sorted by expert; `load` [experts]: rows per expert."""
+        sent = load.view(self._group.size(), -1)
+        received = self._exchange_counts(sent)
+        to, of = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
+        order = _expert_order(received)
+        # Reordered copies of the rows have no name, so that each is freed as soon as the next one exists.
+        computed = permute_rows(
+            experts(permute_rows(self._exchange(rows, to, of, is_way_there=True), order), received.sum(dim=0).tolist()),
+            inverse(order),
+        )
+        return self._exchange(computed, of, to, is_way_there=False)
+
+    def _exchange(
+        self, rows: torch.Tensor, to: Sequence[int], of: Sequence[int], *, is_way_there: bool
+    ) -> torch.Tensor:
+        received: torch.Tensor = _RowExchange.apply(rows, to, of, self._group, is_way_there)  # type: ignore[no-untyped-call]
+        return received
+
+    def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return the rows from each rank for each of this rank's experts [ranks, experts of a rank]."""
+        received = torch.empty_like(sent)
+        with waiting(sent.device):
+            dist.all_to_all_single(received, sent.contiguous(), group=self._group)
+        return received
+
+
+def _expert_order(received: torch.Tensor) -> torch.Tensor:
+    """Return the order that sorts rows by expert, then rank; they arrive sorted by rank, then expert."""
+    ranks, experts = received.shape
+    numbers = torch.arange(experts, device=received.device).repeat(ranks)
+    return numbers.repeat_interleave(received.flatten()).argsort(stable=True)
+
+
+class _RowExchange(torch.autograd.Function):
+    """Sends rows to each rank and receives rows from it; gradients take the reverse path.
+
+    The time between the exchange and its return is not measured, in the forward and in the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup, is_way_there: bool
+    ) -> torch.Tensor:
+        ctx.to, ctx.of, ctx.group, ctx.is_way_there = to, of, group, is_way_there
+        return _exchange_rows(rows, to, of, group, opens=is_way_there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchange_rows(gradient, ctx.of, ctx.to, ctx.group, opens=not ctx.is_way_there), None, None, None, None
+
+
+def _exchange_rows(
+    rows: torch.Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup, *, opens: bool
+) -> torch.Tensor:
+    """Exchange rows; `opens`: the experts compute afterwards, else they have computed."""
+    tracker = current_tracker()
+    if tracker is not None and not opens:
+        tracker.resume()
+    received = rows.new_empty((sum(of), *rows.shape[1:]))
+    with waiting(rows.device):
+        dist.all_to_all_single(received, rows.contiguous(), list(of), list(to), group=group)
+    if tracker is not None and opens:
+        tracker.pause()
+    return received
+
+
+def expert_parallel(model: Any, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> None:
+    """Divide the experts of `model` (a Llama on the meta device) among the ranks of `layout.ep`."""
+    exchange = TokenExchange(layout.ep.get_group())
+    for layer in model.layers:
+        mixture = layer.feed_forward
+        mixture.dispatch = exchange
+        _split(mixture.experts, layout.ep)
+        _shard(mixture.experts, layout, config, policy)
+
+
+def share_tokens(model: Any, layout: Layout) -> None:
+    """Give tensor-parallel ranks parts of each sequence in the mixtures of `model`, and replicated weights.
+
+    Gradients of these weights are sums over the ranks, like those of norms. For shared experts (`layout.ep`) `tp` ranks
+    count like any others, and each has its own experts.
+    """
+    for layer in model.layers:
+        mixture = layer.feed_forward
+        _replicate(mixture.router, layout.tp)
+        if layout.expert_mesh is None:
+            _replicate(mixture.experts, layout.tp)
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate weights on the meta device, without communication."""
+    for name, weight in list(module.named_parameters()):
+        whole = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
+        module.register_parameter(name, nn.Parameter(whole))
+
+
+def _split(experts: ExpertStacks, mesh: DeviceMesh) -> None:
+    """Replace stacks by this rank's part, on the meta device, without communication."""
+    for name, weight in list(experts.named_parameters()):
+        part = weight.new_empty((weight.shape[0] // mesh.size(), *weight.shape[1:]))
+        experts.register_parameter(name, nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False)))
+
+
+def _shard(experts: ExpertStacks, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> None:
+    """Apply FSDP along the inner width, so that no dimension is split twice.
+
+    A rank holds the gradient that its experts computed for all ranks of `ep`, each of which has its own mean loss, or
+    with tensor parallelism a part of one. The mean over all means is the sum over the ranks with the same experts,
+    divided by the number of means.
+    """
+    mesh = layout.fsdp_of_experts
+    fully_shard(experts, mesh=mesh, shard_placement_fn=lambda _: Shard(1), **fsdp_options(layout, config, policy))
+    assert isinstance(experts, FSDPModule)
+    experts.set_gradient_divide_factor(mesh.size() * layout.ep.size() / layout.sizes.tp)
+    # gloo cannot divide while summing; for a single shard torch 2.13 would then divide twice.
+    shards = mesh.size(mesh.ndim - 1)
+    experts.set_force_sum_reduction_for_comms(layout.device.type == "cpu" and shards > 1)
+
+
+def build_expert_balance(model: nn.Module) -> ExpertBalance:
+    """Return the balance of a whole model's experts, or of those in this rank's stages."""
+    if not isinstance(model, PipelinedModel):
+        return ExpertBalance(model)
+    return ExpertBalance(model, model.layer_numbers, model.depth)

@@ -1,0 +1,169 @@
+"""The device mesh: pp x dp_replicate x dp_shard x cp x tp, with tp innermost so that it stays within a node.
+
+Parameters have a mesh of their own, on which the ranks that share a sequence (cp) count among the shards, or with `ddp`
+among the replicas: they differ only in their tokens.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.protocol.config_sections.parallel_config import (
+    ExpertSizes,
+    MeshSizes,
+    ParallelConfig,
+    ParameterSizes,
+    mesh_coordinates,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Layout of the ranks of this generation from the point of view of one rank."""
+
+    mesh: DeviceMesh
+    """Mesh of parameters: dp_replicate, dp_shard, tp; preceded by pp if the model has several stages."""
+
+    sequence_mesh: DeviceMesh | None
+    """Mesh dp, cp, tp if ranks share sequences; else None."""
+
+    sizes: MeshSizes
+    device: torch.device
+    rank: int
+    world_size: int
+
+    expert_mesh: DeviceMesh | None = None
+    """Mesh dp_replicate, dp_shard, ep (with pp as in `mesh`) if ranks share experts; else None."""
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """Return the mesh for `fully_shard`: one dimension, or two (replicate, shard) for HSDP."""
+        if self.mesh["dp_replicate"].size() > 1:
+            return self.mesh["dp_replicate", "dp_shard"]
+        return self.mesh["dp_shard"]
+
+    @property
+    def fsdp_of_experts(self) -> DeviceMesh:
+        """Return the mesh for `fully_shard` of shared experts."""
+        assert self.expert_mesh is not None
+        if self.expert_mesh["dp_replicate"].size() > 1:
+            return self.expert_mesh["dp_replicate", "dp_shard"]
+        return self.expert_mesh["dp_shard"]
+
+    @property
+    def ep(self) -> DeviceMesh:
+        """Return the ranks that share this rank's experts; only if there are several."""
+        assert self.expert_mesh is not None
+        return self.expert_mesh["ep"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        return self.mesh["tp"]
+
+    @property
+    def cp(self) -> DeviceMesh:
+        """Return the ranks that share this rank's sequences; only if there are several."""
+        assert self.sequence_mesh is not None
+        return self.sequence_mesh["cp"]
+
+    @property
+    def pp(self) -> DeviceMesh:
+        """Return the ranks with the other stages of the model for this rank's tokens; only if there are several."""
+        return self.mesh["pp"]
+
+    @property
+    def place(self) -> MeshSizes:
+        """Return this rank's index in each dimension."""
+        return MeshSizes(*mesh_coordinates(self.sizes, self.rank))
+
+    @property
+    def dp_size(self) -> int:
+        """Return the number of ranks that read different data."""
+        return self.sizes.dp_replicate * self.sizes.dp_shard
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Return the number of ranks that read the same data."""
+        return self.world_size // self.dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Return the share of every batch that this rank reads; equal on ranks that share its layers or sequences."""
+        return self.place.dp_replicate * self.sizes.dp_shard + self.place.dp_shard
+
+    @property
+    def token_rank(self) -> int:
+        """Return the tokens of a batch that this rank computes, as an index; equal within a tensor-parallel group."""
+        return self.dp_rank * self.sizes.cp + self.place.cp
+
+    @property
+    def generator_rank(self) -> int:
+        """Return the random stream of this rank, as an index; equal within a tensor-parallel group."""
+        return self.place.pp * self.dp_size * self.sizes.cp + self.token_rank
+
+
+def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
+    """Build the meshes over the initialized world; raises ValueError unless the product of the sizes is its size."""
+    sizes, of_parameters = parallel.mesh_sizes(world_size), parallel.parameter_sizes(world_size)
+    meshes = _Meshes(device, rank, world_size)
+    return Layout(
+        mesh=meshes.build_mesh(_dimensions(of_parameters)),
+        sequence_mesh=meshes.build_mesh(_sequence_dimensions(sizes), own_group="cp") if sizes.cp > 1 else None,
+        sizes=sizes, device=device, rank=rank, world_size=world_size,
+        expert_mesh=(
+            meshes.build_mesh(_dimensions(parallel.expert_sizes(world_size)), own_group="ep")
+            if parallel.ep > 1 else None
+        ),
+    )  # fmt: skip
+
+
+def _dimensions(sizes: ParameterSizes | ExpertSizes) -> dict[str, int]:
+    """Return the mesh dimensions, with pp only for several stages; ranks that share experts are neighbours."""
+    return {name: size for name, size in sizes._asdict().items() if name != "pp" or size > 1}
+
+
+def _sequence_dimensions(sizes: MeshSizes) -> dict[str, int]:
+    return {"dp": sizes.pp * sizes.dp_replicate * sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
+
+
+class _Meshes:
+    """Meshes whose one-rank dimensions share a single group: torch makes one per dimension and rank.
+
+    On gloo each group has a thread that wakes a hundred times per second: five more cost a rank on one core 2 %.
+    """
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        self._device, self._rank, self._world_size = device, rank, world_size
+        self._alone: dist.ProcessGroup | None = None
+
+    def build_mesh(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
+        """Return the world in these dimensions, last one innermost; raises ValueError if their product is not its size.
+
+        `own_group`: this dimension gets its own group, even if another has the same members, to separate their traffic.
+        """
+        if math.prod(dimensions.values()) != self._world_size:
+            raise ValueError(f"a mesh of {dict(dimensions)} is not one of {self._world_size} ranks")
+        several = {name: size for name, size in dimensions.items() if size > 1} or dimensions
+        made = init_device_mesh(
+            self._device.type, tuple(several.values()), mesh_dim_names=tuple(several),
+            backend_override={own_group: _backend(self._device)} if own_group else None,
+        )  # fmt: skip
+        if len(several) == len(dimensions):
+            return made
+        groups = [made.get_group(name) if name in several else self._group_of_one() for name in dimensions]
+        ranks = torch.arange(self._world_size, device="cpu").view(*dimensions.values())
+        return DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=tuple(dimensions))
+
+    def _group_of_one(self) -> dist.ProcessGroup:
+        if self._alone is None:
+            self._alone = dist.new_group([self._rank], use_local_synchronization=True, group_desc="mesh_one_rank")
+        assert self._alone is not None
+        return self._alone
+
+
+def _backend(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else "nccl"

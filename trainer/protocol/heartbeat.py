@@ -1,0 +1,76 @@
+"""heartbeat.json: shows once a second that the coordinator is alive, to processes that can only read files."""
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import dump_line, finite, number, read_json, replace_or_overwrite, whole
+from trainer.protocol.secrets.secret_redaction import in_use
+
+MOST_BYTES = 1 << 20
+"""Maximum number of bytes read from a heartbeat file."""
+LONGEST_TROUBLE = 500
+"""Maximum characters of the ranks' save trouble: the heartbeat must stay within its file's reserved space."""
+
+
+class AttemptStage(StrEnum):
+    """Activity of the coordinator."""
+
+    JOINING = "joining"  # waiting for agents and their preflight
+    WARMING = "warming"  # waiting for fork servers
+    RUNNING = "running"  # ranks are running
+    CLEARING = "clearing"  # killing what is left of a generation
+    ENDED = "ended"  # outcome written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """A heartbeat; `time` is seconds since the epoch on the coordinator's node."""
+
+    seq: int  # grows with every write
+    time: float = 0.0
+    attempt: int = 0
+    job_id: str = ""
+    generation: int = 0
+    step: int | None = None
+    total_steps: int = 0
+    loss: float | None = None
+    phase: str = ""
+    saved_step: int = 0  # newest checkpoint known to the ranks, including the restored one
+    nodes: list[str] = field(default_factory=list)
+    state: str = ""  # a Stage
+    saves_failing: str = ""  # since when and why; empty while saves work
+
+    def write(self, path: Path) -> None:
+        """Replace the previous heartbeat; raises OSError."""
+        line = in_use().record(dump_line({"schema": "orch.heartbeat/1", **asdict(self)}))
+        replace_or_overwrite(path, f"{line}\n".encode(errors="backslashreplace"))
+
+    @classmethod
+    def read(cls, path: Path) -> "Heartbeat":
+        """Return the newest heartbeat; fields of the wrong type count as missing.
+
+        Raises OSError, ValueError, TypeError, KeyError or AttributeError for a missing or invalid one.
+        """
+        fields = read_json(path, MOST_BYTES)
+        loss = fields.get("loss")
+
+        if (seq := whole(fields["seq"])) is None:
+            raise ValueError(f"{path}: seq={fields['seq']!r} is no whole number")
+        numbers = {name: value for name in _WHOLE if (value := whole(fields.get(name))) is not None}
+        words = {name: fields[name] for name in _WORDS if isinstance(fields.get(name), str)}
+        known: dict[str, Any] = {**numbers, **words}
+        nodes = fields.get("nodes")
+        return cls(
+            seq=seq,
+            time=finite(fields.get("time")) or 0.0,
+            loss=number(loss) if isinstance(loss, str) else finite(loss),
+            nodes=[str(name) for name in nodes] if isinstance(nodes, list) else [],
+            saves_failing=str(fields.get("saves_failing") or "")[:LONGEST_TROUBLE],
+            **known,
+        )
+
+
+_WHOLE = ("attempt", "generation", "step", "total_steps", "saved_step")
+_WORDS = ("job_id", "phase", "state")

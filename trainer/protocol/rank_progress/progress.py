@@ -1,0 +1,346 @@
+"""The progress cell that a rank writes and its agent reads, and the signals that ranks ignore.
+
+Only agents act on these signals. An ignored or blocked signal would stay so in every program that a rank starts, so
+ranks install handlers that do nothing: `exec` resets those, and hooks reset them in forks.
+"""
+
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import cache
+from types import FrameType
+
+from trainer.protocol.rank_progress.duration_histogram import BUCKETS, bucket
+from trainer.protocol.rank_progress.stage_activity import CODES, SentMessages, StageActivity, decode_activity
+
+STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+"""Warnings before a time limit (orch requests USR2, other tools USR1), the end of a step, and `scancel -s INT`."""
+
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@contextmanager
+def block_step_signals() -> Iterator[None]:
+    """Block the signals while a child is started, which inherits the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def unblock_step_signals() -> None:
+    """Undo `block_step_signals` in the child."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STEP_SIGNALS)
+
+
+def outlive_step_signals() -> None:
+    """Ignore these signals from now on, in this process only; its children have the defaults."""
+    _reset_in_children()
+    for number in STEP_SIGNALS:
+        signal.signal(number, _do_nothing)
+        signal.siginterrupt(number, False)  # for libraries that do not handle EINTR
+    unblock_step_signals()
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle the signal by doing nothing."""
+
+
+@cache
+def _reset_in_children() -> None:
+    """Make every fork start with the default handlers; signals are blocked meanwhile."""
+    own = threading.local()
+
+    def hold() -> None:
+        own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, own.mask)
+
+    def reset() -> None:
+        for number in STEP_SIGNALS:
+            if signal.getsignal(number) is _do_nothing:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=reset)
+
+
+SIZE = 4096
+_SENT_AT = 160
+_STOP_AT = 256
+_DUE_AT = 320
+_TICK_AT = 336
+_DRILL_AT = 352
+_WORK_AT = 384
+_TIMES_AT = 512
+_BODY = struct.Struct("<qIIqqqqqddqqqddIii")
+_STOP = struct.Struct("<IId")
+_DRILL = struct.Struct("<Id")
+_COUNT = struct.Struct("<I")
+_SENT = struct.Struct("<qI")  # 1 + the previous step, stages of this rank; then two counts per stage
+_SENT_COUNT = struct.Struct("<H")
+_MOST_STAGES = 16
+"""Maximum stages of a rank whose messages are counted."""
+_DRILL_FIELDS = 8  # after the serial number
+
+
+class Phase(IntEnum):
+    """Current phase of a rank."""
+
+    INIT = 0
+    COMPILE = 1
+    RESTORE = 2
+    DATA = 3
+    FORWARD = 4
+    BACKWARD = 5
+    OPTIMIZER = 6
+    CHECKPOINT = 7
+    EVAL = 8
+    DONE = 9
+
+
+SECTIONS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+"""The phases of a step whose own work is measured, in the order of `Work.sections`."""
+_SECTION = {phase: index for index, phase in enumerate(SECTIONS)}
+_WORK = struct.Struct(f"<q{len(SECTIONS)}q")
+_ROW = struct.Struct(f"<{BUCKETS}I")
+
+
+class StopReason(IntEnum):
+    """Why the agent asks its rank to stop; if ranks have different reasons, the highest applies."""
+
+    NONE = 0
+    SAVE_AND_GO_ON = 1
+    CANCEL = 2
+    PREEMPTION = 3
+    TIME_LIMIT = 4
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """A consistent reading of a cell; times are nanoseconds of CLOCK_MONOTONIC on the node."""
+
+    step: int = 0
+    phase: Phase = Phase.INIT
+    generation: int = 0
+    collective: int = 0  # collectives and ring messages begun by this rank in all its groups, as of `moved_at`
+    io_bytes: int = 0  # training data read by this rank
+    step_at: int = 0
+    phase_at: int = 0
+    moved_at: int = 0  # newest write of any kind: the rank's own sign of life
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    saved_step: int = 0
+    total_steps: int = 0
+    restored_step: int = 0  # restored step of this generation: 0 from scratch
+    save_seconds: float = 0.0  # 99th percentile of save durations, known to rank 0
+    step_seconds: float = 0.0  # of the newest step
+    activity: int = 0  # in a pipeline: read by `decode_activity`; 0: no activity
+    stage: int = 0
+    micro_batch: int = 0
+
+    @property
+    def moment(self) -> StageActivity | None:
+        """Return the activity and micro-batch of this pipeline rank; None outside the passes of a step."""
+        return decode_activity(self.activity, self.stage, self.micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A rank's own work in its generation: nanoseconds in each of `SECTIONS` up to the run's step `steps`."""
+
+    steps: int = 0
+    sections: tuple[int, ...] = (0,) * len(SECTIONS)
+
+
+_NAMES = tuple(item.name for item in fields(Progress))
+
+
+class ProgressCell:
+    """A seqlock over shared memory: one writer (the rank), any number of readers, no locks.
+
+    The agent makes the memfd and the rank inherits its descriptor, so nothing is left in /dev/shm, and the last reading
+    survives a held interpreter lock, a stopped process and a kill.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, SIZE)
+        # `struct` writes zeros, then byte by byte, so numbers that are read concurrently are stored by memoryview.
+        self._words, self._floats = memoryview(self._map).cast("Q"), memoryview(self._map).cast("d")
+        self._now = Progress()
+        self._sequence = 0
+        self._warm = False
+
+    @classmethod
+    def create(cls, name: str = "orch-progress") -> "ProgressCell":
+        descriptor = os.memfd_create(name)
+        os.ftruncate(descriptor, SIZE)
+        return cls(descriptor)
+
+    # -- the rank's side
+
+    def update(self, **changes: float) -> None:
+        """Change some fields of the reading; `step` and `phase` set their timestamps."""
+        now, at = self._now, time.monotonic_ns()
+        for name, value in changes.items():
+            setattr(now, name, value)
+        if "step" in changes:
+            now.step_at = at
+        if "phase" in changes:
+            now.phase_at = at
+        self._publish(at)
+
+    def enter(self, phase: Phase, collective: int = 0, moment: StageActivity | None = None) -> None:
+        """Enter another phase and record the duration of the previous one.
+
+        `moment`: pipeline activity in that phase. Nothing is recorded before `start_timing`, because a first step
+        compiles and allocates and does not represent the others.
+        """
+        now, at = self._now, time.monotonic_ns()
+        if self._warm and now.phase != phase:
+            place = _TIMES_AT + _ROW.size * now.phase + _COUNT.size * bucket((at - now.phase_at) * 1e-9)
+            _COUNT.pack_into(self._map, place, _COUNT.unpack_from(self._map, place)[0] + 1)
+        now.phase, now.phase_at = phase, at
+        if collective:
+            now.collective = collective
+        if moment is not None:
+            now.activity, now.stage, now.micro_batch = CODES[moment.activity], moment.stage, moment.micro_batch
+        else:
+            now.activity = 0
+        self._publish(at)
+
+    def begin_moment(self, moment: StageActivity | None) -> None:
+        """Record another activity within the phase, such as waiting for another stage."""
+        now = self._now
+        if moment is not None:
+            now.activity, now.stage, now.micro_batch = CODES[moment.activity], moment.stage, moment.micro_batch
+        else:
+            now.activity = 0
+        self._publish(time.monotonic_ns())
+
+    def begin_passes(self, stages: int) -> None:
+        """Reset the message counts at the start of a step's passes; `stages`: pipeline stages on this rank."""
+        size = _SENT_COUNT.size * 2 * min(stages, _MOST_STAGES)
+        self._map[_SENT_AT + _SENT.size : _SENT_AT + _SENT.size + size] = bytes(size)
+        _SENT.pack_into(self._map, _SENT_AT, self._now.step + 1, min(stages, _MOST_STAGES))
+
+    def record_sent(self, place: int, is_gradient: bool, micro_batch: int) -> None:
+        """Record that a stage has sent a micro-batch; `place` is its index among this rank's stages."""
+        if place < _MOST_STAGES:
+            at = _SENT_AT + _SENT.size + _SENT_COUNT.size * (2 * place + is_gradient)
+            _SENT_COUNT.pack_into(self._map, at, min(micro_batch + 1, 65535))
+
+    def add_input_bytes(self, size: int) -> None:
+        """Count bytes of training data read; they become visible with the next update."""
+        self._now.io_bytes += size
+
+    def start_timing(self) -> None:
+        """Start recording durations, after the first step of this generation."""
+        self._warm = True
+
+    def record_work(self, steps: int, sections: list[int]) -> None:
+        """Record this rank's own work so far (`Work`)."""
+        _WORK.pack_into(self._map, _WORK_AT, steps, *sections)
+
+    def tick(self) -> None:
+        """Record a tick, called regularly by a dedicated thread, which only runs while Python's lock is available."""
+        self._words[_TICK_AT // 8] = time.monotonic_ns()
+
+    def _publish(self, at: int) -> None:
+        now = self._now
+        now.moved_at = at
+        sequence = self._sequence
+        self._words[0] = sequence + 1
+        _BODY.pack_into(
+            self._map, 8, now.step, now.phase, now.generation, now.collective, now.io_bytes, now.step_at,
+            now.phase_at, now.moved_at, now.loss, now.grad_norm, now.saved_step, now.total_steps, now.restored_step,
+            now.save_seconds, now.step_seconds, now.activity, now.stage, now.micro_batch,
+        )  # fmt: skip
+        self._words[0] = sequence + 2
+        self._sequence = sequence + 2
+
+    def read_stop_request(self) -> tuple[StopReason, float]:
+        """Return the agent's stop request, read at a step boundary."""
+        reason, _, deadline = _STOP.unpack_from(self._map, _STOP_AT)
+        return StopReason(reason), deadline
+
+    def read_expected_stop(self) -> float:
+        """Return when a stop is expected, in seconds of CLOCK_MONOTONIC; 0: unknown."""
+        return self._floats[_DUE_AT // 8]
+
+    def read_drill_order(self) -> tuple[int, int, float]:
+        """Return the newest drill: serial number (0: none so far), index in `KINDS`, value."""
+        (serial,) = _COUNT.unpack_from(self._map, _DRILL_AT)
+        kind, value = _DRILL.unpack_from(self._map, _DRILL_AT + _DRILL_FIELDS)
+        return serial, kind, value
+
+    # -- the agent's side
+
+    def read(self, tries: int = 1000) -> Progress | None:
+        """Return a consistent reading, or None if the writer died in the middle of an update."""
+        for _ in range(tries):
+            before = self._words[0]
+            body = _BODY.unpack_from(self._map, 8)
+            if before == self._words[0] and before % 2 == 0:
+                reading = Progress(**dict(zip(_NAMES, body, strict=True)))
+                reading.phase = Phase(reading.phase)
+                return reading
+        return None
+
+    def work(self) -> Work:
+        """Return the rank's own work; sections of a single step may be inconsistent, sums over steps are not."""
+        steps, *sections = _WORK.unpack_from(self._map, _WORK_AT)
+        return Work(steps=steps, sections=tuple(sections))
+
+    def sent(self) -> SentMessages | None:
+        """Return the rank's sent messages in its newest passes; None before the first passes."""
+        step, stages = _SENT.unpack_from(self._map, _SENT_AT)
+        if not step or not 0 < stages <= _MOST_STAGES:
+            return None
+        counts = struct.unpack_from(f"<{2 * stages}H", self._map, _SENT_AT + _SENT.size)
+        return SentMessages(after_step=step - 1, activations=counts[::2], gradients=counts[1::2])
+
+    def last_tick_ns(self) -> int:
+        """Return the time of the last `tick` in nanoseconds of CLOCK_MONOTONIC; 0: never."""
+        return self._words[_TICK_AT // 8]
+
+    def times(self) -> dict[Phase, tuple[int, ...]]:
+        """Return the durations of each phase as counts in the buckets of `contract.ranks.duration_histogram`."""
+        rows = {phase: _ROW.unpack_from(self._map, _TIMES_AT + _ROW.size * phase) for phase in Phase}
+        return {phase: row for phase, row in rows.items() if any(row)}
+
+    def ask_stop(self, reason: StopReason, deadline: float = 0.0) -> None:
+        """Ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0: no deadline.
+
+        There is one slot. A stop in it is never withdrawn: a request of lower rank is dropped.
+        """
+        standing, _ = self.read_stop_request()
+        if standing > StopReason.SAVE_AND_GO_ON and reason < standing:
+            return
+        _STOP.pack_into(self._map, _STOP_AT, int(reason), 0, deadline)
+
+    def expect_stop(self, at: float) -> None:
+        """Announce a stop at this time, in seconds of CLOCK_MONOTONIC; 0: no stop is planned."""
+        self._floats[_DUE_AT // 8] = at
+
+    def order_drill(self, kind: int, serial: int, value: float = 0.0) -> None:
+        """Order the rank to inject a fault into itself at its next step boundary; `serial` counts up from 1."""
+        _DRILL.pack_into(self._map, _DRILL_AT + _DRILL_FIELDS, kind, value)
+        # Last, so that a reader of the new number finds its data.
+        _COUNT.pack_into(self._map, _DRILL_AT, serial)
+
+    def close(self) -> None:
+        self._words.release()
+        self._floats.release()
+        self._map.close()
+        os.close(self.descriptor)

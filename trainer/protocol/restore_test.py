@@ -1,0 +1,98 @@
+"""Restore test: the order given to its job, and its verdict."""
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.protocol.config import build
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.secrets.secret_redaction import in_use
+
+ORDER_SCHEMA = "orch.restore-test/1"
+VERDICT_SCHEMA = "orch.restore-verdict/1"
+RESTORE_PROGRAM = Path(__file__).parent.parent / "agent" / "user_command" / "restore_program.py"
+"""Program that runs the user's program against a checkpoint; it is started by its path."""
+CHECKPOINT_VARIABLE = "ORCH_CHECKPOINT"
+"""Environment variable that gives that program, and the user's, the file or folder of the checkpoint."""
+
+
+class Outcome(StrEnum):
+    """Outcome of a restore test."""
+
+    RESTORED = "RESTORED"  # restored, and trains as expected
+    SUSPECT = "SUSPECT"  # loads, but trains differently than its run did, although everything else is equal
+    CORRUPT = "CORRUPT"  # bytes, structure or values differ from those saved
+    NOT_COMPARABLE = "NOT_COMPARABLE"  # something other than the checkpoint has changed: code, data, software
+    NOT_FINISHED = "NOT_FINISHED"  # no result about the checkpoint
+
+
+FOUND_BAD = frozenset({Outcome.SUSPECT, Outcome.CORRUPT})
+UNDECIDED = frozenset({Outcome.NOT_COMPARABLE, Outcome.NOT_FINISHED})
+"""Outcomes without a verdict on the checkpoint: they do not change its trust."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreTestOrder:
+    """The checkpoint that a run restores instead of training, and the number of steps to train after it.
+
+    `manifest` is the digest that the registry kept at commit, `config_digest` that of the config it was saved with;
+    either is empty if unknown. `steps_digest` is that of the config with which the run trained the following steps.
+    `agreed`: an earlier test of the run that was restored with equal steps on this layout, if there is one.
+    """
+
+    run: str
+    run_dir: str
+    place: str  # folder or URL of the checkpoint
+    checkpoint: str
+    step: int
+    layout: str
+    same_layout: bool = False  # same layout as the attempt that saved it
+    level: int = 4
+    steps: int = 3
+    manifest: str = ""
+    config_digest: str = ""
+    steps_digest: str = ""
+    agreed: str = ""
+    differs: tuple[str, ...] = ()  # identity fields (code.user, env.torch) that differ from the run's
+
+    def last_step(self, train_steps: int) -> int:
+        """Return the last step that the test trains: within the run's steps, or one more if the run was at its end."""
+        return self.step + 1 if self.step >= train_steps else min(self.step + self.steps, train_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreVerdict:
+    """Verdict of a restore test: one reason for users, `evidence` as plain JSON."""
+
+    outcome: Outcome
+    reason: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, attempt: AttemptDir) -> None:
+        shown = in_use().record(dump_line({"schema": VERDICT_SCHEMA, **asdict(self)}))
+        write_durably(attempt.restore_verdict, shown.encode())
+
+    @classmethod
+    def read(cls, attempt: AttemptDir) -> "RestoreVerdict":
+        """Parse the verdict; raises OSError if it is missing, ValueError, TypeError or KeyError if it is damaged."""
+        verdict = build(cls, read_json(attempt.restore_verdict))
+        assert isinstance(verdict, cls)
+        return verdict
+
+
+def write_order(run: RunDir, order: dict[str, Any]) -> None:
+    """Write the order into the folder of the run that executes it; raises OSError."""
+    write_durably(run.restore_test, dump_line({"schema": ORDER_SCHEMA, **order}).encode())
+
+
+def read_order(run: RunDir) -> RestoreTestOrder | None:
+    """Return the restore order of this run; None for a run that trains. Raises OSError or ValueError."""
+    try:
+        fields = read_json(run.restore_test)
+    except FileNotFoundError:
+        return None
+    order = build(RestoreTestOrder, fields)
+    assert isinstance(order, RestoreTestOrder)
+    return order

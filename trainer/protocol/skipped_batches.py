@@ -1,0 +1,48 @@
+"""Skipped batches: found bad by a rollback, and skipped by every later generation and attempt.
+
+The coordinator writes `attempts/NNN/skipped.json` before it starts the generation that must skip them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.secrets.secret_redaction import in_use
+
+_SCHEMA = "orch.skipped/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip:
+    """A skipped batch."""
+
+    step: int  # step that failed with it
+    position: int  # data position of its start: consumed by all ranks before it
+    reason: str
+
+
+def read(attempt: AttemptDir) -> tuple[Skip, ...]:
+    """Return the batches first skipped by this attempt; raises OSError, or ValueError if the file is damaged."""
+    try:
+        return tuple(Skip(**fields) for fields in read_json(attempt.skipped_batches)["skipped"])
+    except FileNotFoundError:
+        return ()
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{attempt.skipped_batches} is no list of skipped batches: {error!r}") from error
+
+
+def read_all(run: RunDir) -> tuple[Skip, ...]:
+    """Return the batches skipped by all attempts, each once, oldest first; raises OSError or ValueError."""
+    found: dict[int, Skip] = {}
+    for attempt in run.all_attempts():
+        for skip in read(attempt):
+            found.setdefault(skip.position, skip)
+    return tuple(found.values())
+
+
+def add(attempt: AttemptDir, skips: Iterable[Skip]) -> None:
+    """Add batches to skip from now on, durable on return; raises OSError."""
+    found = {skip.position: skip for skip in (*read(attempt), *skips)}
+    fields = {"schema": _SCHEMA, "skipped": [asdict(skip) for skip in found.values()]}
+    write_durably(attempt.skipped_batches, in_use().record(dump_line(fields)).encode(errors="backslashreplace"))

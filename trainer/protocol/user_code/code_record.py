@@ -1,0 +1,232 @@
+"""The user's code as one attempt imports it, by the digest of every file, and the packages that it trains with.
+PURE: the decision about changed code before it trains."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.protocol.user_code.installed_packages import changed_versions, provided_names
+
+SCHEMA = "orch.code/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeFile:
+    """Path and digest of a file at the time of reading."""
+
+    path: str
+    sha256: str
+
+    @classmethod
+    def read(cls, path: Path) -> "CodeFile":
+        """Read the file now; if it is unreadable, the reason replaces the digest."""
+        try:
+            with path.open("rb") as stream:
+                return cls(path=str(path), sha256=hashlib.file_digest(stream, "sha256").hexdigest())
+        except OSError as error:
+            return cls(path=str(path), sha256=f"unreadable: {error.strerror}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeRecord:
+    """Record of the training code, with the scope that it covers."""
+
+    files: Mapping[str, CodeFile] = field(default_factory=dict)
+    """Files by module name, or by the path of a script as the command gives it."""
+    absent: tuple[str, ...] = ()
+    """Modules that the code imports, or tries to, but that are not found: top-level ones, and parts of its packages."""
+    covers: str = ""
+    """Description of the scope: the files in the record."""
+    packages: Mapping[str, str] | None = None
+    """Versions of all installed distributions by normalized name; None: unknown."""
+    imported: tuple[str, ...] = ()
+    """Third-party top-level modules that the code imports, or that its process had imported."""
+    site_folders: tuple[str, ...] = ()
+    """Folders in which the distributions are installed, in the order of the import path."""
+    late: tuple[str, ...] = ()
+    """Names of files that were recorded because a rank had imported them by its first step."""
+    folders: tuple[str, ...] = ()
+    """Folders whose Python files are all in the record, because code there imports modules by other means."""
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of all names and digests of files, empty without files; folders do not matter."""
+        if not self.files:
+            return ""
+        total = hashlib.sha256()
+        for name in sorted(self.files):
+            total.update(f"{name}\0{self.files[name].sha256}\0".encode(errors="surrogateescape"))
+        return total.hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "digest": self.digest, **asdict(self), "files": _plain(self.files)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> "CodeRecord | None":
+        """Parse a record; None for anything else, such as data from an older version."""
+        try:
+            if value["schema"] != SCHEMA:
+                return None
+            files = {
+                str(name): CodeFile(path=one["path"], sha256=one["sha256"]) for name, one in value["files"].items()
+            }
+            packages = value.get("packages")
+            return cls(
+                files=files, absent=tuple(map(str, value["absent"])), covers=str(value["covers"]),
+                packages=None if packages is None else {str(name): str(version) for name, version in packages.items()},
+                imported=tuple(map(str, value.get("imported", ()))),
+                site_folders=tuple(map(str, value.get("site_folders", ()))),
+                late=tuple(map(str, value.get("late", ()))), folders=tuple(map(str, value.get("folders", ()))),
+            )  # fmt: skip
+        except (KeyError, TypeError, AttributeError):
+            return None
+
+    @classmethod
+    def from_identity(cls, identity: Mapping[str, Any]) -> "CodeRecord | None":
+        """Return the record in a run's identity, or None."""
+        return cls.from_json((identity.get("code") or {}).get("files"))
+
+    def write(self, path: Path) -> None:
+        write_durably(path, dump_line(self.to_json()).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> "CodeRecord | None":
+        """Read the record in this file; None if the file is missing or invalid. Raises OSError."""
+        try:
+            return cls.from_json(read_json(path))
+        except (FileNotFoundError, ValueError):
+            return None
+
+
+def _plain(files: Mapping[str, CodeFile]) -> dict[str, dict[str, str]]:
+    return {printable(name): {"path": printable(one.path), "sha256": one.sha256} for name, one in files.items()}
+
+
+def printable(name: str) -> str:
+    """Return a file's name as valid UTF-8; other bytes are replaced."""
+    return name.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
+    """PURE: describe the changes in the code that both records cover.
+
+    A module in only one record does not count as a change: either the module that imports it has changed, or it was
+    imported for another reason. A file beside others that were read because of their folder is a change.
+    """
+    changed = [f"{name} changed" for name in changed_digests(before, now) if name in before.files]
+    gone = [f"{name} is gone" for name in before.files if name in now.absent]
+    new = [f"{name} is new" for name in before.absent if name in now.files]
+    return [*changed, *gone, *new, *(f"{name} is new" for name in _new_beside(before, now))]
+
+
+def _new_beside(before: CodeRecord, now: CodeRecord) -> list[str]:
+    """Return new files beside known ones in folders that were recorded whole; a whole new folder may be output."""
+    if not before.folders:
+        return []
+    known = {os.path.dirname(one.path) for one in before.files.values()}
+    paths = {one.path for one in before.files.values()}
+    beside = {folder for folder in known if any(Path(folder).is_relative_to(whole) for whole in before.folders)}
+    return [
+        name
+        for name, one in now.files.items()
+        if name not in before.files and name not in before.absent and name not in now.late
+        if one.path not in paths and os.path.dirname(one.path) in beside
+    ]
+
+
+def changed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
+    """PURE: return the present digests of files that have changed, or that were missing before."""
+    return {
+        name: one.sha256
+        for name, one in now.files.items()
+        if name in before.absent or (name in before.files and before.files[name].sha256 != one.sha256)
+    }
+
+
+MOST_LISTED = 20
+"""Maximum number of changed files whose digests an event lists."""
+
+
+def listed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
+    """PURE: return the present digests of the first changed files, for an event."""
+    changed = [(printable(name), digest) for name, digest in changed_digests(before, now).items()]
+    return dict(changed[:MOST_LISTED])
+
+
+def changed_packages(before: CodeRecord, now: CodeRecord) -> dict[str, tuple[str, str]]:
+    """Return the versions, before and now, of changed distributions that take part in training ("none": absent).
+
+    Empty if the packages of either are not known. Only the metadata of distributions that differ is read. User packages
+    whose files are in both records are compared by their files.
+    """
+    if before.packages is None or now.packages is None:
+        return {}
+    old, new = before.packages, now.packages
+    by_files = {name.partition(".")[0] for name in before.files} & {name.partition(".")[0] for name in now.files}
+    imported = {*before.imported, *now.imported} - by_files
+    folders = dict.fromkeys((*now.site_folders, *before.site_folders))
+    changed = changed_versions(old, new, imported, lambda name: provided_names(name, folders))
+    return {name: (old.get(name, "none"), new.get(name, "none")) for name in changed}
+
+
+def package_words(changed: Mapping[str, tuple[str, str]]) -> list[str]:
+    """PURE: describe changed packages."""
+    return [f"package {name} {old} -> {new}" for name, (old, new) in changed.items()]
+
+
+SHOWN = 5
+"""Maximum number of files that a reason names."""
+
+
+class CodeDecision(StrEnum):
+    """Action on the code of an attempt. The code of every attempt is recorded in any case."""
+
+    RECORD = "record"  # the code is as expected, as far as known
+    WARN = "warn"  # training continues, with an event and a line in `show` and `status`
+    REFUSE = "refuse"  # the user must accept the code first
+
+
+class Occasion(StrEnum):
+    """Time of a comparison."""
+
+    START = "start"  # the first attempt of a submission starts
+    NEXT = "next"  # orch starts the next attempt or generation unattended
+    RESUME = "resume"  # the user continues the run
+
+
+def judge_code(
+    before: CodeRecord | None,
+    now: CodeRecord | None,
+    occasion: Occasion,
+    since: str,
+    *,
+    accepted: bool = False,
+    packages: Sequence[str] = (),
+) -> tuple[CodeDecision, str]:
+    """Decide about the code, with the reason. `since`: description of `before` ("attempt 1").
+
+    `packages`: descriptions of changed packages, which are treated like changed code. An unattended run continues and
+    its change is recorded: a stopped run wastes time until its user notices. A user who types `resume` can answer, so
+    the change is refused until it is accepted.
+    """
+    if before is None or now is None:
+        return CodeDecision.RECORD, "nothing to compare with"
+    changed = [*changed_files(before, now), *packages]
+    if not changed:
+        return CodeDecision.RECORD, f"the code is that of {since}"
+    reason = f"{shorten(changed)} since {since}"
+    # Only a user who is present can decide to continue with other code.
+    if occasion is Occasion.RESUME and not accepted:
+        return CodeDecision.REFUSE, reason
+    return CodeDecision.WARN, reason
+
+
+def shorten(words: list[str]) -> str:
+    """Return the first words, and the number of the others."""
+    more = f", and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more

@@ -1,0 +1,188 @@
+"""Forward and backward passes of a step, in micro-batches and stages."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from trainer.parallel.apply.data_parallel import GradientSync
+from trainer.parallel.apply.fsdp_units import CannotShard, explain_uncalled_units
+from trainer.parallel.apply.pipeline_runtime import Pipeline, bubble_meter, find_pipeline
+from trainer.parallel.apply.pipeline_stage import Activity, Call, StageActivity
+from trainer.protocol.config_sections.parallel_config import Reduce
+from trainer.protocol.rank_progress.progress import Phase
+from trainer.worker.data import unwrap_data
+from trainer.worker.reporting.phase_tracker import PhaseTracker
+from trainer.worker.saved_state.train_state import TrainObjects
+from trainer.worker.train_loop.drill import Drill
+from trainer.worker.train_loop.reduction import scalar_loss
+from trainer.worker.workload import WorkloadError
+
+_PHASES = {
+    Activity.FORWARD: Phase.FORWARD,
+    Activity.BACKWARD: Phase.BACKWARD,
+    Activity.INPUT_GRADIENT: Phase.BACKWARD,
+    Activity.WEIGHT_GRADIENT: Phase.BACKWARD,
+}
+_SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
+
+
+class StagePhases:
+    """Watcher of a pipeline that reports to the tracker; waits for other stages do not count as work of this one."""
+
+    def __init__(self, phases: PhaseTracker, stages: Sequence[int]) -> None:
+        """Create a watcher; `stages` are those of this rank, in model order."""
+        self._phases, self._places = phases, {stage: place for place, stage in enumerate(stages)}
+
+    def begin_callback(self, moment: StageActivity) -> Call:
+        """Return the call for the start of a pass, message or wait."""
+        phase = _PHASES.get(moment.activity)
+        return self._phases.wait_callback(moment) if phase is None else self._phases.pass_callback(phase, moment)
+
+    def end_callback(self, moment: StageActivity) -> Call | None:
+        """Return the call for the end of a moment, or None for a pass, whose successor has its own start."""
+        if moment.activity in _PHASES:
+            return None
+        ends = self._phases.wait_end_callback()
+        if moment.activity not in _SENDS:
+            return ends
+        sent = self._phases.sent_callback(
+            self._places[moment.stage], moment.activity is Activity.SEND_GRADIENT, moment.micro_batch
+        )
+        if ends is None:
+            return sent
+
+        def end() -> None:
+            sent()
+            ends()
+
+        return end
+
+
+class Passes(Protocol):
+    """Computation of a step's gradients."""
+
+    gradients: GradientSync
+    exposed: Mapping[str, float]
+    """Seconds of exposed pipeline communication in the previous step: `receives`, `sends`, `reductions`."""
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """Compute all micro-batches' gradients, times `scale`; return this rank's mean loss. Raises WorkloadError."""
+
+
+def build_passes(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
+    """Return the passes of a whole model or of one in stages."""
+    gradients = GradientSync(objects.model, objects.layout, reduce, phases.begin_wait)
+    pipeline = find_pipeline(objects.model)
+    if pipeline is None:
+        return WholePasses(objects, phases, drill, gradients)
+    return StagedPasses(objects, phases, drill, gradients, pipeline)
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors, and other values with a `to(device)` method, on `device`.
+
+    It descends into lists, tuples and dictionaries. On a CPU the batch is returned unchanged.
+    """
+    if device.type == "cpu":
+        return batch
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if _moves(leaf) else leaf
+
+    return tree_map(move, batch, is_leaf=_moves)
+
+
+def _moves(value: Any) -> bool:
+    return callable(getattr(value, "to", None))
+
+
+class WholePasses:
+    """Passes in which this rank's model computes every micro-batch."""
+
+    exposed: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync) -> None:
+        self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """Run a step as in `Passes.run`."""
+        objects, drill = self._objects, self._drill
+        require_batches(objects, step, batches)
+        total = torch.zeros((), device=objects.layout.device)
+        factor = drill.loss_factor(step)
+        for number, batch in enumerate(batches):
+            self._phases.enter(Phase.FORWARD)
+            if not number:
+                drill.in_forward(step)
+            loss = self._loss(on_device(batch, objects.layout.device)) / len(batches)
+            if factor != 1.0:
+                loss = loss * factor
+            self._phases.enter(Phase.BACKWARD)
+            scaled = loss if scale == 1.0 else loss.float() * scale
+            self.gradients.backward(scaled, is_last=number == len(batches) - 1)
+            total += loss.detach()
+        return total
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        objects = self._objects
+        try:
+            with explain_uncalled_units(objects.model):
+                return scalar_loss(objects.workload, objects.workload.loss(objects.model, batch))
+        except CannotShard as error:
+            raise WorkloadError(str(error)) from error
+
+
+class StagedPasses:
+    """Passes in which the micro-batches go through the stages of all ranks of a pipeline."""
+
+    exposed: Mapping[str, float] = MappingProxyType({"receives": 0.0, "sends": 0.0, "reductions": 0.0})
+
+    def __init__(
+        self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync, pipeline: Pipeline
+    ) -> None:
+        self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
+        self._pipeline, self._meter = pipeline, bubble_meter(objects.layout.device)
+        self._begun, self._step = False, 0
+        pipeline.ask_before_sends(lambda: drill.in_send(self._step))
+        pipeline.watch(StagePhases(phases, [stage.stage_index for stage in pipeline.stages]))
+        pipeline.watch(self._meter)
+
+    def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
+        """Run a step as in `Passes.run`; only the last stage knows the loss, which represents all stages."""
+        require_batches(self._objects, step, batches)
+        # Of the previous step, whose end a GPU has reached by now.
+        if self._begun:
+            before = self._meter.take()
+            waited = sum(before.waited.values())
+            self.exposed = {"receives": waited, "sends": before.sends, "reductions": before.reductions}
+        self._begun = True
+        self._meter.start()
+        self._step = step
+        self._phases.begin_passes(len(self._pipeline.stages))
+        self._phases.enter(Phase.FORWARD)
+        self._drill.in_forward(step)
+        factor = self._drill.loss_factor(step)
+        loss = self._pipeline.step(batches, factor=factor, scale=scale)
+        if factor != 1.0 and not self._pipeline.has_last:
+            loss = loss + factor  # this rank has no loss that a drill could spoil
+        self._step = 0  # an evaluation does not belong to the step
+        self._phases.enter(Phase.BACKWARD)
+        self.gradients.reduce_now()
+        return loss * self._objects.layout.sizes.pp
+
+
+def require_batches(objects: TrainObjects, step: int, batches: Sequence[Any]) -> None:
+    """Raise WorkloadError if `batches` is empty or not a list."""
+    data = type(unwrap_data(objects.data)).__name__
+    if not hasattr(batches, "__len__"):
+        kind = type(batches).__name__
+        raise WorkloadError(f"{data}.take() returned a {kind}: it has to return a list, the micro-batches of a step")
+    if not len(batches):
+        raise WorkloadError(
+            f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
+        )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.run_view import stored_config
+from orchestrator.controller.controlled_run import stored_config
 from orchestrator.errors import ConfigError, SlurmUnreachable
 from orchestrator.registry.records import ORCH, Node, Run
 from orchestrator.registry.store import Store

@@ -12,11 +12,11 @@ from typing import Any
 from checkpointing.storage.durable import fsync_dir, only_own_files, read_json
 from checkpointing.storage.trusted_path import check_private
 from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.leasing.lease import displayed_state, holder_host
 from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.inheritable_checkpoints import look, of_run, shared_places
 from orchestrator.controller.run_dirs.other_registry import find_serving_registry, read_leases
-from orchestrator.controller.run_view import RunView
 from orchestrator.errors import RegistryError
 from orchestrator.recovery.elastic_policy import choose_smaller_world
 from orchestrator.registry import fast_queries
@@ -274,7 +274,7 @@ def _catch_up(store: Store, item: ImportableRun, epoch: int, now: float) -> None
     """Import the jobs' output since the record, then compare the checkpoints with the disk."""
     attempts = item.record.attempts
     for count in range(1, len(attempts) + 1):
-        view = RunView(run=item.record.run, attempts=attempts[:count], config=item.config)
+        view = ControlledRun(run=item.record.run, attempts=attempts[:count], config=item.config)
         try:
             ingest(store, view, epoch=epoch, now=now)
         except _UNUSABLE as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
+from orchestrator.controller.controlled_run import ControlledRun, stored_config
 from orchestrator.controller.jobs.job_identity import JobRecord, changes, identify
 from orchestrator.controller.jobs.job_spec import is_live, job_spec, oldest
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
@@ -25,7 +26,6 @@ from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.run_dirs import staged_secrets
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
-from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected, TierUnread
 from orchestrator.recovery import failure_rate
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
@@ -116,7 +116,7 @@ class Actor:
 
     # -- from an intent to exactly one job
 
-    def launch(self, view: RunView, snapshot: SchedulerSnapshot) -> Failure | None:
+    def launch(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> Failure | None:
         """Advance an INTENT towards SUBMITTED; return a Failure if that is impossible."""
         attempt = view.last
         live = snapshot.live(attempt)
@@ -153,7 +153,7 @@ class Actor:
             return True
         return self.observed.age(key, attempt.submitted_at) >= self.ambiguous_for
 
-    def _wait_for_look_ups(self, view: RunView, snapshot: SchedulerSnapshot) -> None:
+    def _wait_for_look_ups(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> None:
         if not snapshot.swept:
             said = f": {snapshot.error}" if snapshot.error else ""
             self.note(view.run, f"waits until {view.run.cluster} has told which jobs there are{said}")
@@ -164,7 +164,7 @@ class Actor:
         reason = f"waits for its job to be found: {told}, and Slurm does not list it yet"
         self.note(view.run, f"{reason}; submitted again after {self.ambiguous_for:.0f} s of that")
 
-    def _take_ids_from_folder(self, view: RunView) -> None:
+    def _take_ids_from_folder(self, view: ControlledRun) -> None:
         """Recover job ids from submitit's file names after a controller died between sbatch and its record."""
         recorded = self._submissions(view)
         open_ones = [one for one in unresolved_submissions(recorded) if one.job_id is None]
@@ -176,10 +176,10 @@ class Actor:
         for one, job_id in zip(open_ones, left, strict=False):
             self.store.note_submission(one.run, one.attempt, one.number, epoch=self.epoch, job_id=job_id)
 
-    def _submissions(self, view: RunView) -> list[Submission]:
+    def _submissions(self, view: ControlledRun) -> list[Submission]:
         return [one for one in self.store.submissions(view.run.name) if one.attempt == view.last.number]
 
-    def _handle_rejection(self, view: RunView, error: SubmitRejected | ConfigError) -> Failure:
+    def _handle_rejection(self, view: ControlledRun, error: SubmitRejected | ConfigError) -> Failure:
         """Return the failure of a rejected submission; end the exclusion of nodes that Slurm no longer knows."""
         stamp, domain = self.stamp(), view.run.domain
         for node in error.unknown_nodes if isinstance(error, SubmitRejected) else ():
@@ -188,7 +188,7 @@ class Actor:
         also = f"{avoided} {EXCLUDED_HINT}" if avoided and not getattr(error, "unknown_nodes", ()) else ""
         return rejection_failure(view.run, error, also, accepted=any(attempt.job_id for attempt in view.attempts))
 
-    def _submit_and_look(self, view: RunView) -> Failure | None:
+    def _submit_and_look(self, view: ControlledRun) -> Failure | None:
         attempt, scheduler = view.last, self.schedulers[view.run.cluster]
         job_id, answered = None, False
         try:
@@ -209,13 +209,13 @@ class Actor:
             self.note(view.run, f"waits for its job to be found: {told}, and Slurm does not list it yet")
         return None
 
-    def make_attempt_dir(self, view: RunView, attempt: Attempt) -> None:
+    def make_attempt_dir(self, view: ControlledRun, attempt: Attempt) -> None:
         """Make an attempt's folder with its config."""
         config = stored_config(self.store, attempt.config_digest or view.run.config_digest)
         base = stored_config(self.store, attempt.base_digest) if attempt.smaller_world else None
         self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt, config, base))
 
-    def _submit(self, view: RunView, scheduler: Scheduler) -> str | None:
+    def _submit(self, view: ControlledRun, scheduler: Scheduler) -> str | None:
         """Submit the job: record the intent first and the id right after; return the id if sbatch gave one."""
         attempt, run = view.last, view.run.name
         failpoints.reach("before_mark")
@@ -245,7 +245,7 @@ class Actor:
         self.record_action(f"submitted {attempt.job_name}")
         return job_id
 
-    def _adopt(self, view: RunView, live: list[JobStatus]) -> None:
+    def _adopt(self, view: ControlledRun, live: list[JobStatus]) -> None:
         failpoints.reach("after_find")
         attempt, job = view.last, oldest(live)
         for other in live:
@@ -273,7 +273,7 @@ class Actor:
         )
         self.release(view.run, self.store.attempt(view.run.name, attempt.number), view.folder, view.config)
 
-    def _resolve(self, view: RunView, job: JobStatus, live: list[JobStatus]) -> None:
+    def _resolve(self, view: ControlledRun, job: JobStatus, live: list[JobStatus]) -> None:
         """Record the outcome of the attempt's submissions; one without an id is taken to be the adopted job's."""
         open_ones = unresolved_submissions(self._submissions(view))
         adopted = [one for one in open_ones if one.job_id == job.job_id]

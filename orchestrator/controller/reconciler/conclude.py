@@ -6,12 +6,12 @@ from pathlib import Path
 from random import Random
 
 from orchestrator.controller import failpoints
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, load_pool
 from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.controller.run_dirs.collect_evidence import forget
 from orchestrator.controller.run_dirs.run_folder import check_run_folder
-from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import AttemptEnd, AttemptVerdict
 from orchestrator.recovery.doubted_checkpoints import trust_changes
@@ -44,7 +44,12 @@ _RUN_AFTER = {
 
 
 def conclude(
-    actor: Actor, view: RunView, verdict: AttemptVerdict, rng: Random, pool_size: PoolSize, gone: Sequence[str] = ()
+    actor: Actor,
+    view: ControlledRun,
+    verdict: AttemptVerdict,
+    rng: Random,
+    pool_size: PoolSize,
+    gone: Sequence[str] = (),
 ) -> RetryDecision:
     """End the newest attempt of a run and decide the next action; `gone`: nodes that the scheduler removed from it."""
     run, attempt = view.run, view.last
@@ -86,7 +91,7 @@ def conclude(
     return decision
 
 
-def _note_trust(actor: Actor, view: RunView, failure: Failure | None) -> None:
+def _note_trust(actor: Actor, view: ControlledRun, failure: Failure | None) -> None:
     """Record which checkpoints are suspect after this failure, and which are so no longer."""
     store, run = actor.store, view.run.name
     rows = store.generations(run), store.checkpoints(run)
@@ -123,7 +128,12 @@ def apply(actor: Actor, run: Run, decision: RetryDecision, now: float) -> None:
 
 
 def _decision(
-    actor: Actor, view: RunView, verdict: AttemptVerdict, now: float, rng: Random, blamed: Sequence[ExclusionDecision]
+    actor: Actor,
+    view: ControlledRun,
+    verdict: AttemptVerdict,
+    now: float,
+    rng: Random,
+    blamed: Sequence[ExclusionDecision],
 ) -> RetryDecision:
     if verdict.end is AttemptEnd.FINISHED:
         return RetryDecision(action=RunAction.SUCCEED, reason=verdict.reason)
@@ -146,13 +156,13 @@ def _decision(
     )
 
 
-def cancel_decision(actor: Actor, view: RunView) -> RetryDecision:
+def cancel_decision(actor: Actor, view: ControlledRun) -> RetryDecision:
     """Return the decision for a cancelled run; it mentions no checkpoint that is gone from its folder."""
     step = max((attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None), default=None)
     return after_cancel(step, "" if step is None else _missing(actor, view, step))
 
 
-def _missing(actor: Actor, view: RunView, step: int) -> str:
+def _missing(actor: Actor, view: ControlledRun, step: int) -> str:
     """Return why the checkpoint of a step is missing; "" if it is present or outside the run's folder."""
     name, own = view.run.name, str(view.folder.checkpoints)
     rows = [row for row in actor.store.checkpoints(name) if row.step == step and row.trust is not Trust.DELETED]
@@ -176,12 +186,12 @@ def is_restore_test(run: Run) -> bool:
     return "restore_test" in run.identity
 
 
-def _steps_known(view: RunView) -> bool:
+def _steps_known(view: ControlledRun) -> bool:
     """Return whether steps are known. For a command only its checkpoints show them, and their path may be wrong."""
     return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 
-def _saved_after(store: Store, view: RunView) -> dict[int, float]:
+def _saved_after(store: Store, view: ControlledRun) -> dict[int, float]:
     """Return by attempt the maximum seconds from a generation's start to a checkpoint; empty unless it is a command.
 
     Steps of other runs always grow. A checkpoint that the next attempt found at its start does not count, because its
@@ -201,7 +211,7 @@ def _saved_after(store: Store, view: RunView) -> dict[int, float]:
 
 
 def history(
-    view: RunView, failure: Failure, now: float, saved_after: Mapping[int, float] | None = None
+    view: ControlledRun, failure: Failure, now: float, saved_after: Mapping[int, float] | None = None
 ) -> list[EndedAttempt]:
     """Return the attempts whose ends count, including the newest with its new failure."""
     counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import Actor
-from orchestrator.controller.run_view import RunView
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.elastic_policy import world_sizes
 from orchestrator.recovery.node_exclusion import (
@@ -38,7 +38,7 @@ None if the scheduler cannot report it. Raises SlurmUnreachable if it does not a
 _NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
 
 
-def load_pool(store: Store, view: RunView, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
+def load_pool(store: Store, view: ControlledRun, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
     """Return the nodes this run may use with their records; simulated nodes are never excluded.
 
     `gone`: nodes that the scheduler removed from the newest attempt's job while it continued.
@@ -78,7 +78,7 @@ def load_pool(store: Store, view: RunView, now: float, pool_size: PoolSize, gone
 
 
 def to_avoid(
-    actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes, needed: int | None = None
+    actor: Actor, view: ControlledRun, pool_size: PoolSize, usable_nodes: UsableNodes, needed: int | None = None
 ) -> tuple[str, ...]:
     """Return the nodes that this run's next job must avoid, if it requests `needed` nodes (default: as configured).
 
@@ -97,7 +97,7 @@ def to_avoid(
     return avoided_nodes(pool, view.config.recovery, now)
 
 
-def _in_service(view: RunView, pool: Pool, now: float, usable_nodes: UsableNodes) -> int | None:
+def _in_service(view: ControlledRun, pool: Pool, now: float, usable_nodes: UsableNodes) -> int | None:
     """Return the nodes that people permit, if too few for the smallest size remain after all exclusions."""
     resources = job_spec(view.run, view.last, view.config).resources
     left = usable_nodes(resources, frozenset(excluded_nodes(pool.known, now)) | pool.by_persons)

@@ -12,6 +12,7 @@ from typing import Any
 from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import failpoints
+from orchestrator.controller.controlled_run import ControlledRun, stored_config
 from orchestrator.controller.jobs.job_identity import changes
 from orchestrator.controller.jobs.job_spec import is_live, job_spec
 from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, take_snapshot
@@ -37,7 +38,6 @@ from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
 from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
 from orchestrator.controller.run_dirs.run_folder import check_run_folder, ensure_run_dir, has_outcome
-from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, AttemptEnd, AttemptVerdict, judge
 from orchestrator.recovery.evidence import Evidence
@@ -222,12 +222,12 @@ class Controller:
             with suppress(RunDirHangs, SlurmUnreachable):
                 user_requests.advance_cancel(self.actor, view, snapshot)
 
-    def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> RunView:
+    def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> ControlledRun:
         """Return a run with its effective config: a live attempt's own, possibly of a smaller world."""
         last = attempts[-1]
         digest = (last.config_digest if last.state in LIVE_ATTEMPTS else "") or run.config_digest
         cancel = user_requests.pending_cancel(self.store, run)
-        return RunView(run=run, attempts=attempts, config=self._config(digest), cancel=cancel)
+        return ControlledRun(run=run, attempts=attempts, config=self._config(digest), cancel=cancel)
 
     def _config(self, digest: str) -> RunConfig:
         if digest not in self._configs:
@@ -236,11 +236,11 @@ class Controller:
             self._configs[digest] = config
         return self._configs[digest]
 
-    def _reload_view(self, view: RunView) -> RunView:
+    def _reload_view(self, view: ControlledRun) -> ControlledRun:
         """Return a view of the run from its current rows."""
         return self._view(self.store.run(view.run.name), tuple(self.store.attempts(view.run.name)))
 
-    def _advance(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+    def _advance(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         if view.last.state in LIVE_ATTEMPTS:
             snapshot = snapshot.for_attempt(view.last)
         if not snapshot.answered:
@@ -251,7 +251,7 @@ class Controller:
             return self._follow(view, snapshot)
         return self._next(view, snapshot)
 
-    def _intent(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+    def _intent(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         # First, because a run whose folder cannot be made must be cancellable.
         if view.cancel is not None:
             if user_requests.cancel_intent(self.actor, view, snapshot):
@@ -273,7 +273,7 @@ class Controller:
             conclude(self.actor, view, verdict, self.rng, self.pool_size)
         return False
 
-    def _is_hidden(self, view: RunView) -> bool:
+    def _is_hidden(self, view: ControlledRun) -> bool:
         """Return whether a submitted run's folder is invisible; its state is then unknown, and it is never recreated.
 
         Durations measured from its files start anew once it is back.
@@ -286,16 +286,16 @@ class Controller:
         self.actor.note(view.run, f"{why}; nothing is assumed until it is")
         return True
 
-    def _refuse_other_registry(self, view: RunView) -> None:
+    def _refuse_other_registry(self, view: ControlledRun) -> None:
         self.files.call(view.folder.path, lambda: refuse_other_registry(view.run, view.attempts, self.store.path))
 
-    def _end_cancelled(self, view: RunView) -> None:
+    def _end_cancelled(self, view: ControlledRun) -> None:
         last, stamp, why = view.last, self.actor.stamp(), "cancelled before it was submitted"
         self.store.move_attempt(last.run, last.number, AttemptState.ENDED, why, **stamp, ended_at=stamp["now"])
         self.actor.fence(view.attempt_dir)
         user_requests.mark_cancelled(self.actor, view)
 
-    def _follow(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+    def _follow(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         if self._is_hidden(view):
             return view.cancel is not None and user_requests.cancel_without_folder(self.actor, view, snapshot)
         # A controller that was paused in the middle of a launch may have rewritten an old GO.
@@ -328,7 +328,7 @@ class Controller:
         conclude(self.actor, self._reload_view(view), verdict, self.rng, self.pool_size, evidence.gone)
         return True
 
-    def _note_job(self, view: RunView, job: JobStatus, evidence: Evidence) -> None:
+    def _note_job(self, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
         """Record the job's state in Slurm and the resulting states of attempt and run."""
         run, attempt = view.run, view.last
         runs = job.state in RUNNING_STATES and not job.held
@@ -360,7 +360,7 @@ class Controller:
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
 
-    def _next(self, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+    def _next(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         """Start the next attempt of a run without a live attempt, once nothing delays it."""
         run = view.run
         blockers = [job for job in snapshot.of_run(run) if not self._is_stuck(job)]

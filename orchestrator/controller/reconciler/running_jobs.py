@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from checkpointing.config import RUN
 from checkpointing.storage.storage_errors import is_disk_error
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.reconciler.conclude import apply
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.run_dirs.run_folder import missing_room
-from orchestrator.controller.run_view import RunView
 from orchestrator.errors import SlurmUnreachable, SubmitRejected, TierUnread
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.retry_policy import RetryDecision, RunAction
@@ -23,7 +23,7 @@ from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.requests import RequestKind
 
 
-def wait_for_room(actor: Actor, view: RunView) -> bool:
+def wait_for_room(actor: Actor, view: ControlledRun) -> bool:
     """Return whether the next job must wait for disk space in its run's folder; its training would be lost.
 
     A run that has waited for `recovery.no_progress_hours` is held.
@@ -37,7 +37,7 @@ def wait_for_room(actor: Actor, view: RunView) -> bool:
     return True
 
 
-def _hold_after_hours(actor: Actor, view: RunView, reason: str) -> bool:
+def _hold_after_hours(actor: Actor, view: ControlledRun, reason: str) -> bool:
     """Hold a run that has kept its state for `recovery.no_progress_hours`; return whether it was held."""
     now, hours = actor.clock.wall(), view.config.recovery.no_progress_hours
     moves = [move.time for move in actor.store.transitions(view.run.name) if move.kind == "run"]
@@ -48,7 +48,7 @@ def _hold_after_hours(actor: Actor, view: RunView, reason: str) -> bool:
     return True
 
 
-def wait_for_tiers(actor: Actor, view: RunView) -> tuple[bool, str]:
+def wait_for_tiers(actor: Actor, view: ControlledRun) -> tuple[bool, str]:
     """Return whether the next job must wait for an unreadable tier, without which steps would be trained twice.
 
     The second value names the tiers it does without. A run that has waited for `recovery.no_progress_hours` is held.
@@ -66,7 +66,7 @@ def wait_for_tiers(actor: Actor, view: RunView) -> tuple[bool, str]:
     )
 
 
-def with_exclusions(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes) -> RunView:
+def with_exclusions(actor: Actor, view: ControlledRun, pool_size: PoolSize, usable_nodes: UsableNodes) -> ControlledRun:
     """Return the run with its next job's current exclusions, because its intent may be old."""
     avoid = to_avoid(actor, view, pool_size, usable_nodes)
     if avoid == view.last.excluded:
@@ -76,7 +76,7 @@ def with_exclusions(actor: Actor, view: RunView, pool_size: PoolSize, usable_nod
 
 
 def update_exclusions(
-    actor: Actor, view: RunView, job: JobStatus, pool_size: PoolSize, usable_nodes: UsableNodes
+    actor: Actor, view: ControlledRun, job: JobStatus, pool_size: PoolSize, usable_nodes: UsableNodes
 ) -> None:
     """Apply the current exclusions, additions and removals, to a queued job."""
     if job.held or job.state not in QUEUED_STATES or view.cancel is not None:
@@ -103,11 +103,11 @@ def update_exclusions(
     actor.record_action(f"job {job.job_id} of {view.run.name} avoids {', '.join(attempt.excluded) or 'no node'}")
 
 
-def _avoiding(view: RunView, avoid: tuple[str, ...]) -> RunView:
+def _avoiding(view: ControlledRun, avoid: tuple[str, ...]) -> ControlledRun:
     return replace(view, attempts=(*view.attempts[:-1], replace(view.last, excluded=avoid)))
 
 
-def _checkpoint_size(actor: Actor, view: RunView) -> int:
+def _checkpoint_size(actor: Actor, view: ControlledRun) -> int:
     """Return the bytes of a checkpoint in the run's folder if the last attempt could not save there; else 0."""
     failures = [attempt.failure for attempt in view.attempts if attempt.state not in LIVE_ATTEMPTS]
     failure = failures[-1] if failures else None
@@ -118,19 +118,19 @@ def _checkpoint_size(actor: Actor, view: RunView) -> int:
     return int(failure.get("room") or newest)
 
 
-def _saves_there(view: RunView) -> bool:
+def _saves_there(view: ControlledRun) -> bool:
     """Return whether checkpoints go to the run's own folder first, the only place this host can check."""
     tiers = view.config.checkpoint.tiers
     return not view.config.command and (not tiers or tiers[0].path == RUN)
 
 
-def end_job(actor: Actor, view: RunView, job_id: str, reason: str, detail: str = SILENCED) -> None:
+def end_job(actor: Actor, view: ControlledRun, job_id: str, reason: str, detail: str = SILENCED) -> None:
     """Cancel a job of the newest attempt. The request is the intent; without it, the end looks like scancel."""
     actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, detail)
     actor.cancel(view.run, job_id, reason)
 
 
-def end_judged_job(actor: Actor, view: RunView, job_id: str, reason: str) -> None:
+def end_judged_job(actor: Actor, view: ControlledRun, job_id: str, reason: str) -> None:
     """Cancel a job whose end is already judged; a disk too full for the intent makes no difference."""
     with ignored_disk_errors():
         actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, SILENCED)
@@ -151,7 +151,7 @@ SAVED_WITHIN = 30.0
 """Seconds after which slurmctld has saved a job's release; it saves every 5 s, and a crash loses no more."""
 
 
-def is_held_by_person(actor: Actor, view: RunView, job: JobStatus) -> bool:
+def is_held_by_person(actor: Actor, view: ControlledRun, job: JobStatus) -> bool:
     """Return whether a person holds a released job. A release that Slurm lost looks the same, but is younger."""
     key = f"unheld:{view.run.name}/{view.last.number}"
     if not job.held:
@@ -160,7 +160,7 @@ def is_held_by_person(actor: Actor, view: RunView, job: JobStatus) -> bool:
     return actor.observed.value(key) == job.job_id and actor.observed.age(key, job.job_id) >= SAVED_WITHIN
 
 
-def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
+def maintain_job(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
     """Release a live job, send it its true deadline, or end it if Slurm has restarted it."""
     # A slurmctld that lost its newest state queues a running job again and counts no restart.
     forgotten = view.last.state is AttemptState.RUNNING and job.state in QUEUED_STATES
@@ -175,7 +175,7 @@ def maintain_job(actor: Actor, view: RunView, job: JobStatus) -> None:
             actor.request_once(view.folder, RequestKind.DEADLINE, view.last.number, why, job.end_time, lasts)
 
 
-def _release(actor: Actor, view: RunView, job: JobStatus) -> None:
+def _release(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
     """Release the job. If it has waited for a tier for `recovery.no_progress_hours`, end it so that the run is held."""
     try:
         actor.release(view.run, view.last, view.folder, view.config)
@@ -186,7 +186,7 @@ def _release(actor: Actor, view: RunView, job: JobStatus) -> None:
         end_job(actor, view, job.job_id, f"{error.what}; {error.where}")
 
 
-def end_silent_job(actor: Actor, view: RunView, job: JobStatus, evidence: Evidence) -> None:
+def end_silent_job(actor: Actor, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
     """Stop, then cancel, a job whose coordinator is silent for long; it would idle to its time limit."""
     silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
     if silence.step is Escalation.REQUEST_STOP:

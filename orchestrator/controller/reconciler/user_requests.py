@@ -5,13 +5,13 @@ from typing import Any
 
 from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator.controller import failpoints
+from orchestrator.controller.controlled_run import ControlledRun, stored_config
 from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.conclude import cancel_decision
 from orchestrator.controller.reconciler.ownership import is_addressed_to, is_ours, never_submitted
 from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
-from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
 from orchestrator.recovery.retry_policy import after_cancel
 from orchestrator.registry.operations.reads import Reads
@@ -218,7 +218,7 @@ def _answer(actor: Actor, request: UserRequest, text: str) -> None:
     actor.record_action(f"answered {request.verb} of {request.run}: {text}")
 
 
-def advance_cancel(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> None:
+def advance_cancel(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot) -> None:
     """Advance the end of a cancelled run's job; the run becomes CANCELLED once the job is gone."""
     assert view.cancel is not None
     attempt, job = view.last, snapshot.adopted_job(view.last)
@@ -245,7 +245,7 @@ def advance_cancel(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> 
         failpoints.reach("after_stop_request")
 
 
-def cancel_intent(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+def cancel_intent(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
     """Cancel a run whose job is not known yet; return whether it certainly has no job."""
     live = snapshot.live(view.last)
     for job in live:
@@ -292,7 +292,7 @@ def cancel_unsubmitted(actor: Actor, run: Run) -> bool:
     return True
 
 
-def cancel_without_folder(actor: Actor, view: RunView, snapshot: SchedulerSnapshot) -> bool:
+def cancel_without_folder(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
     """Cancel a run whose folder is invisible by ending its jobs, without a save; return whether the run is over."""
     own = snapshot.adopted_job(view.last)
     live = [job for job in (*snapshot.of_run(view.run), *([own] if own else [])) if is_live(job)]
@@ -313,7 +313,7 @@ def cancel_without_folder(actor: Actor, view: RunView, snapshot: SchedulerSnapsh
     return True
 
 
-def mark_cancelled(actor: Actor, view: RunView) -> None:
+def mark_cancelled(actor: Actor, view: ControlledRun) -> None:
     """Mark a run without a job as cancelled and answer the request."""
     assert view.cancel is not None
     cancel, reason = view.cancel, cancel_decision(actor, view).reason

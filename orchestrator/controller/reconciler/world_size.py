@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.controlled_run import ControlledRun, stored_config
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.reconciler.running_jobs import end_job
 from orchestrator.controller.run_dirs.collect_evidence import GAVE_UP
-from orchestrator.controller.run_view import RunView, stored_config
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.recovery.elastic_policy import (
     LastAttempt,
@@ -35,7 +35,7 @@ from trainer.protocol.time_spans import span
 
 
 def give_up_long_wait(
-    actor: Actor, view: RunView, full: RunConfig, job: JobStatus, evidence: Evidence, pool_size: PoolSize,
+    actor: Actor, view: ControlledRun, full: RunConfig, job: JobStatus, evidence: Evidence, pool_size: PoolSize,
     usable_nodes: UsableNodes,
 ) -> None:  # fmt: skip
     """End a job that has waited for nodes longer than `recovery.patience` if a smaller one could start.
@@ -63,7 +63,7 @@ def give_up_long_wait(
         end_job(actor, view, job.job_id, why, GAVE_UP)
 
 
-def size_note(view: RunView, full: RunConfig, job: JobStatus) -> str:
+def size_note(view: ControlledRun, full: RunConfig, job: JobStatus) -> str:
     """Return a note on the newest attempt's size and on the end of a wait for nodes."""
     world = view.last.smaller_world
     words = [on_nodes(world)] if world else []
@@ -73,7 +73,7 @@ def size_note(view: RunView, full: RunConfig, job: JobStatus) -> str:
     return "; ".join(words)
 
 
-def next_world(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: UsableNodes) -> dict[str, Any]:
+def next_world(actor: Actor, view: ControlledRun, pool_size: PoolSize, usable_nodes: UsableNodes) -> dict[str, Any]:
     """Return the next attempt's differences from the run as changes for `add_attempt`, with the reason.
 
     Stores the attempt's config. Raises SlurmUnreachable.
@@ -96,7 +96,7 @@ def next_world(actor: Actor, view: RunView, pool_size: PoolSize, usable_nodes: U
     }
 
 
-def _last(view: RunView, full: int, now: float) -> LastAttempt:
+def _last(view: ControlledRun, full: int, now: float) -> LastAttempt:
     """Return the newest attempt; nothing of it counts after a resume, which may have changed the config."""
     last, failure = view.last, view.last.failure
     if last.number < view.run.fresh_from:
@@ -111,7 +111,7 @@ def _last(view: RunView, full: int, now: float) -> LastAttempt:
     )  # fmt: skip
 
 
-def _refused_since(view: RunView, now: float) -> float:
+def _refused_since(view: ControlledRun, now: float) -> float:
     """Return the start of the newest unbroken series of rejected full-size attempts; `now` if the last was accepted."""
     since = now
     for attempt in reversed(view.attempts):
@@ -122,7 +122,9 @@ def _refused_since(view: RunView, now: float) -> float:
     return since
 
 
-def _usable(actor: Actor, view: RunView, full: RunConfig, pool_size: PoolSize, usable_nodes: UsableNodes) -> int | None:
+def _usable(
+    actor: Actor, view: ControlledRun, full: RunConfig, pool_size: PoolSize, usable_nodes: UsableNodes
+) -> int | None:
     """Return the nodes in service that the smallest job would not avoid; a larger job avoids no others."""
     smallest = world_sizes(full)[-1].all_nodes
     avoid = to_avoid(actor, replace(view, config=full), pool_size, usable_nodes, smallest)

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from checkpointing.storage.durable import NotAFile, number, open_regular
 from checkpointing.storage.storage_errors import write_probe
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
-from orchestrator.controller.run_view import RunView
 from orchestrator.errors import ConfigError
 from orchestrator.recovery.classify_failure import LOST_AFTER
 from orchestrator.recovery.evidence import Evidence, LogTail
@@ -150,7 +150,7 @@ def odd_file(path: Path, error: Exception) -> str:
 
 
 def collect_evidence(
-    view: RunView, snapshot: SchedulerSnapshot, observed: ObservedSince, files: Files | None = None
+    view: ControlledRun, snapshot: SchedulerSnapshot, observed: ObservedSince, files: Files | None = None
 ) -> Evidence:
     """Collect the evidence about the newest attempt of a run. Raises RunDirHangs."""
     attempt, place, files = view.last, view.attempt_dir, files or DirectFiles()
@@ -198,7 +198,7 @@ def collect_evidence(
     )
 
 
-def lost_interpreter(view: RunView) -> str:
+def lost_interpreter(view: ControlledRun) -> str:
     """Return the interpreter recorded at submit if it is gone: its virtual environment was moved or rebuilt.
 
     An interpreter from the configuration or a template is not checked, as it may exist on the nodes only.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.storage.durable import NotAFile
-from orchestrator.controller.run_view import RunView
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.registry.store import Store
 from trainer.protocol.events import Event, EventKind, read_events
 from trainer.protocol.run_dir import AttemptDir
@@ -39,7 +39,7 @@ def event_files(place: AttemptDir) -> list[Path]:
     return sorted(place.events.glob("*.jsonl")) if place.events.is_dir() else []
 
 
-def read_new_events(view: RunView, path: Path, cursors: Mapping[Path, int]) -> NewEvents | None:
+def read_new_events(view: ControlledRun, path: Path, cursors: Mapping[Path, int]) -> NewEvents | None:
     """Return the new events of one file; foreign entries are skipped here and reported by `collect_evidence`."""
     offset = cursors[path]
     try:
@@ -55,7 +55,7 @@ def read_new_events(view: RunView, path: Path, cursors: Mapping[Path, int]) -> N
     return None if end == offset else NewEvents(name=str(path.relative_to(view.folder.path)), events=events, end=end)
 
 
-def tiers_mentioned(store: Store, view: RunView, fresh: Sequence[NewEvents]) -> set[str]:
+def tiers_mentioned(store: Store, view: ControlledRun, fresh: Sequence[NewEvents]) -> set[str]:
     """Return every tier that these events or the run's rows may mention."""
     told = {str(event.data.get("tier") or "") for one in fresh for event in one.events}
     known = {item.tier for item in store.checkpoints(view.run.name)} | {
@@ -64,7 +64,7 @@ def tiers_mentioned(store: Store, view: RunView, fresh: Sequence[NewEvents]) -> 
     return (told | known | {str(view.folder.checkpoints)}) - {""}
 
 
-def resolve_paths(view: RunView, node: str, tiers: Iterable[str]) -> TierPaths:
+def resolve_paths(view: ControlledRun, node: str, tiers: Iterable[str]) -> TierPaths:
     """Resolve the real paths of the tiers."""
     return TierPaths(first_tier=_first_tier(view, node), real={tier: _real_path(tier) for tier in tiers})
 
@@ -77,7 +77,7 @@ def first_node(fresh: Sequence[NewEvents]) -> str:
     return str(next((names[0] for names in nodes if isinstance(names, list) and names), "unknown"))
 
 
-def _first_tier(view: RunView, node: str) -> str:
+def _first_tier(view: ControlledRun, node: str) -> str:
     """Return the tier in which checkpoints are committed; empty for the run's own folder."""
     config, folder = view.config.checkpoint, view.folder
     if not config.tiers:

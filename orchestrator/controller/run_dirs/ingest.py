@@ -8,6 +8,7 @@ from typing import Any
 
 from checkpointing.config import MEMORY
 from checkpointing.storage.backends import LocalStorage
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.controller.run_dirs.collect_evidence import KnownProgress, progress
 from orchestrator.controller.run_dirs.event_files import (
@@ -20,7 +21,6 @@ from orchestrator.controller.run_dirs.event_files import (
     tiers_mentioned,
 )
 from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
-from orchestrator.controller.run_view import RunView
 from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
 from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Notice
 from orchestrator.registry.store import Store
@@ -36,7 +36,7 @@ UNREADABLE_EVENT = "event.unreadable"
 log = logging.getLogger(__name__)
 
 
-def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files | None = None) -> bool:
+def ingest(store: Store, view: ControlledRun, *, epoch: int, now: float, files: Files | None = None) -> bool:
     """Store the newest attempt's new events and progress; return whether there were any.
 
     Raises RunDirHangs.
@@ -61,7 +61,7 @@ def ingest(store: Store, view: RunView, *, epoch: int, now: float, files: Files 
     return _ingest_progress(store, view, epoch, now, known) or bool(fresh)
 
 
-def _apply(store: Store, view: RunView, fresh: NewEvents, paths: TierPaths, epoch: int, now: float) -> None:
+def _apply(store: Store, view: ControlledRun, fresh: NewEvents, paths: TierPaths, epoch: int, now: float) -> None:
     def take() -> None:
         # Rows and cursor share a transaction, so that an event counts once even if the controller dies.
         for event in fresh.events:
@@ -88,7 +88,7 @@ class _EventWriter:
     """Writer of one event into the registry."""
 
     def __init__(
-        self, store: Store, view: RunView, event: Event, epoch: int, now: float, paths: TierPaths
+        self, store: Store, view: ControlledRun, event: Event, epoch: int, now: float, paths: TierPaths
     ) -> None:  # fmt: skip
         self.store, self.view, self.event, self.epoch, self.now, self.paths = store, view, event, epoch, now, paths
         self.run, self.attempt = view.run.name, view.last.number
@@ -398,7 +398,7 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
 }
 
 
-def _ingest_progress(store: Store, view: RunView, epoch: int, now: float, known: KnownProgress | None) -> bool:
+def _ingest_progress(store: Store, view: ControlledRun, epoch: int, now: float, known: KnownProgress | None) -> bool:
     if known is None:
         return False
     run, attempt = store.run(view.run.name), store.attempt(view.run.name, view.last.number)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.reconciler.conclude import history
-from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState
 from trainer.protocol.failures.outcome import Failure, FailureKind
@@ -36,5 +36,5 @@ def ended(number: int, failure: Failure | None, **fields: Any) -> Attempt:
     ],
 )
 def test_only_in_a_run_that_never_trained(earlier: Attempt, newest: Failure, expected: list[bool]) -> None:
-    view = RunView(run=RUN, attempts=(earlier, ended(2, None)), config=RunConfig())
+    view = ControlledRun(run=RUN, attempts=(earlier, ended(2, None)), config=RunConfig())
     assert [past.script_failed for past in history(view, newest, 2.0)] == expected

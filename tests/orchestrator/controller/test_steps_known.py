@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.run_config import RunConfig
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.reconciler.conclude import _saved_after, _steps_known
 from orchestrator.controller.run_dirs.ingest import ingest
-from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World
@@ -30,7 +30,7 @@ def test_steps_are_known(config: RunConfig, saved: int | None, known: bool) -> N
         name="a-1", state=RunState.RUNNING, reason="", cluster="slurm", run_dir="/r", config_digest="", total_steps=0
     )
     attempt = Attempt(run="a-1", number=1, state=AttemptState.RUNNING, nonce="a", job_name="j", saved_step=saved)
-    assert _steps_known(RunView(run=run, attempts=(attempt,), config=config)) is known
+    assert _steps_known(ControlledRun(run=run, attempts=(attempt,), config=config)) is known
 
 
 def begun(tmp_path: Path) -> tuple[World, EventLog]:
@@ -38,9 +38,9 @@ def begun(tmp_path: Path) -> tuple[World, EventLog]:
     return world, world.open_events("coordinator")
 
 
-def read(world: World) -> RunView:
+def read(world: World) -> ControlledRun:
     kept = next(iter(world.controller._configs.values()))
-    view = RunView(run=world.run, attempts=tuple(world.attempts), config=kept)
+    view = ControlledRun(run=world.run, attempts=tuple(world.attempts), config=kept)
     ingest(world.store, view, epoch=world.lease.epoch, now=world.clock.now)
     return replace(view, attempts=tuple(world.attempts), config=replace(kept, command=("python", "t.py")))
 

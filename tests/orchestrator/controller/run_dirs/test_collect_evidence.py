@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.leasing.observed_since import ObservedSince
 from orchestrator.controller.run_dirs.collect_evidence import (
@@ -17,7 +18,6 @@ from orchestrator.controller.run_dirs.collect_evidence import (
     read_tails,
     removed_nodes,
 )
-from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt
 from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState
@@ -78,7 +78,9 @@ def test_only_a_job_with_spares_goes_on_without_a_node(tmp_path: Path, spares: i
     data = config()
     world = World(tmp_path, data={**data, "cluster": {**data["cluster"], "spare_nodes": spares}})
     world.tick()
-    view = RunView(run=world.run, attempts=(attempt("n1"),), config=next(iter(world.controller._configs.values())))
+    view = ControlledRun(
+        run=world.run, attempts=(attempt("n1"),), config=next(iter(world.controller._configs.values()))
+    )
     observed = ObservedSince(lambda: 0.0)
     for names in (("n1", "n2"), ("n2",)):
         found = collect_evidence(
@@ -153,5 +155,5 @@ def test_an_interpreter_that_was_moved_since_the_submit_is_named(
     submitter = {"python": python, "package_root": "", "variables": {}}
     world.store.note_run(world.name, epoch=world.lease.epoch, now=world.clock.now, identity={"job": submitter})
     kept = next(iter(world.controller._configs.values()))
-    view = RunView(run=world.run, attempts=tuple(world.attempts), config=kept)
+    view = ControlledRun(run=world.run, attempts=tuple(world.attempts), config=kept)
     assert lost_interpreter(view) == (python if gone else "")

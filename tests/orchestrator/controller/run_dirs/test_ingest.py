@@ -9,10 +9,10 @@ import pytest
 from checkpointing.retention.garbage import pin, read_all_pins
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
+from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.leasing.lease import this_process
 from orchestrator.controller.reconciler.conclude import _run_seconds
 from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT, ingest
-from orchestrator.controller.run_view import RunView
 from orchestrator.registry.records import Attempt
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.orchestrator.controller.leasing.test_lease import dead_pid
@@ -28,7 +28,7 @@ def begun(tmp_path: Path) -> tuple[World, EventLog]:
 
 def read(world: World) -> bool:
     kept = next(iter(world.controller._configs.values()))
-    view = RunView(run=world.run, attempts=tuple(world.attempts), config=kept)
+    view = ControlledRun(run=world.run, attempts=tuple(world.attempts), config=kept)
     return ingest(world.store, view, epoch=world.lease.epoch, now=world.clock.now)
 
 

@@ -1,4 +1,4 @@
-"""View of one run within a pass."""
+"""One run as a pass of the controller uses it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ def stored_config(store: Store, digest: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunView:
+class ControlledRun:
     """Rows of one run, its config, and a pending cancel request."""
 
     run: Run

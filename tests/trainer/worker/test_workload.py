@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from trainer.models.built_in import LlamaWorkload, generator
+from trainer.models.built_in import LlamaWorkload
+from trainer.models.llama import generator
 from trainer.protocol.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
 from trainer.protocol.config_sections.parallel_config import ParallelConfig
 from trainer.worker import workload

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from tests.trainer.worker.forked_ranks import report
 from trainer.models import parallelize
 from trainer.models.llama import Llama
-from trainer.models.pipelined_llama import build_expert_balance, pipelined_llama
+from trainer.models.pipelined_llama import pipelined_llama
 from trainer.parallel.apply import mesh
 from trainer.parallel.apply.data_parallel import GradientSync
+from trainer.parallel.apply.expert_parallel import build_expert_balance
 from trainer.protocol.config import JobConfig, build
 
 BATCH, LENGTH, EXPERTS = 8, 13, 8

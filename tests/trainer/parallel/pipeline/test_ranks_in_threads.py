@@ -14,8 +14,9 @@ import torch.distributed as dist
 from trainer.costs.simulation import COMPUTES, Kind
 from trainer.costs.stage_split import split_model, stages_of_rank
 from trainer.models.llama import Llama
-from trainer.models.pipelined_llama import LlamaStage, PipelinedLlama, build_expert_balance, find_pipeline, stage
-from trainer.parallel.apply.pipeline_runtime import Pipeline
+from trainer.models.pipelined_llama import LlamaStage, PipelinedLlama, stage
+from trainer.parallel.apply.expert_parallel import build_expert_balance
+from trainer.parallel.apply.pipeline_runtime import Pipeline, find_pipeline
 from trainer.parallel.apply.pipeline_stage import Activity, Call, StageActivity, with_communication
 from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig
 from trainer.protocol.config_sections.parallel_config import PipelineConfig

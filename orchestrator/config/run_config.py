@@ -1,47 +1,11 @@
-"""The whole configuration of a run, with its notifications; the job reads `trainer.protocol.config`."""
+"""The whole configuration of a run; the job reads `trainer.protocol.config`."""
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.restore_tests_config import RestoreTestsConfig
-from orchestrator.states import RunState
+from orchestrator.notifications.channels import NotifyConfig
 from trainer.protocol.config import ClusterShape, JobConfig
-
-_ADDRESS = re.compile(r"[^\s<>,;:\"'\\]+")
-_STATES = tuple(str(state) for state in RunState)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotifyConfig:
-    """Notifications about this run, sent by the controller once for each change of state."""
-
-    webhook: str = ""
-    """URL that receives a POST with JSON; its `text` is a sentence, in the format of Slack and Mattermost."""
-
-    mail: str = ""
-    """Mail addresses, separated by commas; sent with `sendmail`, or by SMTP on localhost if it is missing."""
-
-    command: tuple[str, ...] = ()
-    """A program with arguments, or one line for `sh`; it gets `ORCH_*` variables, and the JSON on stdin."""
-
-    on: tuple[str, ...] = ("HELD", "FAILED", "SUCCEEDED")
-    """Run states that trigger a notification."""
-
-    def __post_init__(self) -> None:
-        if self.webhook and not re.fullmatch(r"https?://[^\s/?#@]+([/?#]\S*)?", self.webhook, re.ASCII):
-            raise ValueError("notify.webhook: must be a http:// or https:// URL without spaces, user and password")
-        for address in self.addresses:
-            if not _ADDRESS.fullmatch(address) or address.startswith("-"):
-                raise ValueError(f"notify.mail={self.mail}: must be addresses, separated by commas")
-        object.__setattr__(self, "on", tuple(state.upper() for state in self.on))
-        for state in self.on:
-            if state not in _STATES:
-                raise ValueError(f"notify.on: {state}: must be one of {', '.join(_STATES)}")
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return tuple(address.strip() for address in self.mail.split(",")) if self.mail else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from typing import Self
 
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.controller.repaired_nodes import RepairedNodes
-from orchestrator.notifications.channels import WITHIN
 from orchestrator.notifications.controller_pass import Notifications
+from orchestrator.notifications.delivery import WITHIN
 from orchestrator.restore_tests.controller_pass import RestoreTests
 
 LAST_WORD_WITHIN = 5.0

@@ -8,22 +8,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from orchestrator.config.run_config import NotifyConfig
 from orchestrator.errors import NotFound, RegistryError
-from orchestrator.notifications.channels import (
-    COMMAND,
-    MAIL,
-    WEBHOOK,
-    DeliveryRecord,
-    NotificationState,
-    Order,
-    Sender,
-    message,
-)
+from orchestrator.notifications.channels import NotifyConfig, Order
+from orchestrator.notifications.delivery import DeliveryRecord, Message, NotificationState, Sender
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.job_environment import Submitter
@@ -84,8 +74,6 @@ class Notifications:
             done += [words for run in list(self._sending) if (words := self._collect_result(run, epoch, self.wall()))]
         return done
 
-    # -- one run
-
     def _look(self, name: str, epoch: int, now: float) -> None:
         """Send the oldest unsent change, or a message due for another try; without either, stop watching the run."""
         try:
@@ -101,10 +89,11 @@ class Notifications:
         attempts = self.store.attempts(name)
         news = range(notified.settled, len(changes))
         fresh = next((index for index in news if self._needs_message(run, attempts, changes[index], now)), None)
-        due = next((told for told in notified.waiting if _is_due(told, now)), None)
-        told = DeliveryRecord(index=fresh, state=changes[fresh].after) if fresh is not None else due
-        if told is not None:
-            self._send(run, changes[told.index], self._config(run, attempts, changes[told.index]), told, epoch, now)
+        due = next((each for each in notified.waiting if _is_due(each, now)), None)
+        record = DeliveryRecord(index=fresh, state=changes[fresh].after) if fresh is not None else due
+        if record is not None:
+            change = changes[record.index]
+            self._send(run, change, self._config(run, attempts, change), record, epoch, now)
         elif not notified.waiting:
             self._watched.discard(name)
 
@@ -113,7 +102,7 @@ class Notifications:
         if now - change.time > STALE:
             return False
         config = self._config(run, attempts, change)
-        return change.after in config.on and bool(_targets(config))
+        return change.after in config.on and bool(config.targets)
 
     def _config(self, run: Run, attempts: list[Attempt], change: Transition) -> NotifyConfig:
         """Return the config at the time of the change; `orch resume` may have replaced it since."""
@@ -130,15 +119,16 @@ class Notifications:
         return self._configs[digest]
 
     def _send(
-        self, run: Run, change: Transition, config: NotifyConfig, told: DeliveryRecord, epoch: int, now: float
+        self, run: Run, change: Transition, config: NotifyConfig, record: DeliveryRecord, epoch: int, now: float
     ) -> None:  # fmt: skip
-        targets = {way: where for way, where in _targets(config).items() if way not in told.delivered}
-        said = message(run, change)
-        folder = str(run.identity.get("submit_dir", "/"))
-        environ = {**Submitter.from_identity(run.identity).environ(os.environ), **said.variables()}
-        secrets = str(RunDir(Path(run.run_dir)).secrets)
-        order = Order(targets=targets, payload=said.to_json(), environ=environ, folder=folder, secrets=secrets)
-        trying = replace(told, tries=told.tries + 1, at=now)
+        targets = {name: value for name, value in config.targets.items() if name not in record.delivered}
+        message = Message.for_change(run, change)
+        order = Order(
+            targets=targets, payload=message.to_json(),
+            environ={**Submitter.from_identity(run.identity).environ(os.environ), **message.variables()},
+            folder=str(run.identity.get("submit_dir", "/")), secrets=str(RunDir(Path(run.run_dir)).secrets),
+        )  # fmt: skip
+        trying = replace(record, tries=record.tries + 1, at=now)
         try:
             self._sending[run.name] = Sender.begin(order), trying
         except OSError as error:
@@ -157,25 +147,20 @@ class Notifications:
         failed = {way: why for way, why in result.items() if why}
         reached = sorted(set(result) - set(failed))
         again = AGAIN[trying.tries - 1] if failed and trying.tries <= len(AGAIN) else None
-        told = replace(
+        record = replace(
             trying, failed=failed, delivered=tuple(sorted({*trying.delivered, *reached})),
             next_at=0.0 if again is None else trying.at + again,
         )  # fmt: skip
         try:
-            notified = NotificationState.from_json(self.store.run(run).notified).after(told)
+            notified = NotificationState.from_json(self.store.run(run).notified).after(record)
         except NotFound:
             return ""  # removed by `orch rm` in the meantime
-        self.store.note_notified(run, notified.to_json(), epoch=epoch)
-        if told.trouble:
-            log.warning("%s: %s", run, told.trouble)
-        return f"{run}: told that it is {told.state} by {', '.join(reached)}" if reached else ""
+        self.store.note_notified(run, asdict(notified), epoch=epoch)
+        if record.trouble:
+            log.warning("%s: %s", run, record.trouble)
+        return f"{run}: told that it is {record.state} by {', '.join(reached)}" if reached else ""
 
 
-def _is_due(told: DeliveryRecord, now: float) -> bool:
+def _is_due(record: DeliveryRecord, now: float) -> bool:
     """Return whether a try is due. Pauses never exceed the longest; a longer remainder means that the clock was set."""
-    return not 0.0 < told.next_at - now <= AGAIN[-1]
-
-
-def _targets(config: NotifyConfig) -> dict[str, Any]:
-    found = {WEBHOOK: config.webhook, MAIL: list(config.addresses), COMMAND: list(config.command)}
-    return {way: where for way, where in found.items() if where}
+    return not 0.0 < record.next_at - now <= AGAIN[-1]

@@ -27,7 +27,7 @@ class Run:
     identity: dict[str, Any] = field(default_factory=dict)  # code, environment, data
     scheduler: str = ""  # instance of its jobs (scheduler/scheduler_instance.py); empty: unknown
     tags: tuple[str, ...] = ()  # user-defined, sorted
-    notified: dict[str, Any] = field(default_factory=dict)  # orchestrator.notifications.channels.Notified as JSON
+    notified: dict[str, Any] = field(default_factory=dict)  # notifications.delivery.NotificationState
     removal: str = ""  # progress of `orch rm` (orchestrator/registry/operations/removal_writes.py)
 
     @property

@@ -4,13 +4,14 @@ One rule for every config key and identity field.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
 from orchestrator.config.compose import diff
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.near_words import did_you_mean, nearest
+from orchestrator.notifications.channels import NotifyConfig
 from trainer.protocol.user_code.code_record import (
     CodeDecision,
     CodeRecord,
@@ -195,10 +196,7 @@ CONFIG: Mapping[str, Term] = {
     "restore_tests.max_parallel": HARMLESS,
     "restore_tests.cluster": HARMLESS,
     "restore_tests.command": HARMLESS,
-    "notify.webhook": HARMLESS,
-    "notify.mail": HARMLESS,
-    "notify.command": HARMLESS,
-    "notify.on": HARMLESS,
+    **{f"notify.{field.name}": HARMLESS for field in fields(NotifyConfig)},
     "logs.max_mib": HARMLESS,
     "logs.keep": HARMLESS,
     "logs.every": HARMLESS,

@@ -22,7 +22,7 @@ def warn_of_untold(screen: Screen, rows: list[dict[str, Any]]) -> None:
 def _trouble(row: dict[str, Any]) -> str:
     if not row["notified"].get("newest"):
         return ""
-    from orchestrator.notifications.channels import NotificationState  # only if a message was sent
+    from orchestrator.notifications.delivery import NotificationState  # only if a message was sent
 
     return NotificationState.from_json(row["notified"]).trouble
 

@@ -1,4 +1,4 @@
-"""A web server that keeps what is posted to it, and answers as a test wants."""
+"""A web server that keeps the posted JSON and answers as a test wants."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ class Hook:
     def __init__(self) -> None:
         self.posted: list[dict[str, Any]] = []
         self.status = 200
-        self.said = b"ok"
+        self.answer = b"ok"
         self.hangs = threading.Event()
         self._over = threading.Event()
         hook = self
@@ -28,7 +28,7 @@ class Hook:
                 self.send_response(hook.status)
                 self.send_header("Location", "/elsewhere")
                 self.end_headers()
-                self.wfile.write(hook.said)
+                self.wfile.write(hook.answer)
 
             def do_GET(self) -> None:
                 self.send_response(200)

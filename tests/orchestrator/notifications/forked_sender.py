@@ -1,4 +1,4 @@
-"""The sender of notifications as a fork of this process: its own imports take longer than what it sends."""
+"""The sender of notifications as a fork of this process, because its imports take longer than its work."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ COMMAND = [sys.executable, "-P", "-m", "orchestrator.notifications.channels"]
 
 
 class ForkedSender:
-    """As much as the controller uses of its `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that the controller uses."""
 
     def __init__(
         self, command: list[str], *, stdin: BinaryIO, stdout: int, stderr: int, env: Mapping[str, str], cwd: str,
@@ -51,9 +51,8 @@ def _send(given: int, written: int, environ: Mapping[str, str]) -> None:
     for number, stream in enumerate((given, written, os.open(os.devnull, os.O_WRONLY))):
         os.dup2(stream, number)
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
-    channels.subprocess = subprocess  # type: ignore[misc]
     channels.main()
 
 
 FORKING = SimpleNamespace(Popen=ForkedSender, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
-"""In the place of `channels.subprocess`."""
+"""Replacement for `delivery.subprocess`."""

@@ -1,4 +1,4 @@
-"""Webhook, mail and command: what arrives, and why something does not."""
+"""Webhook, mail and command: the content that arrives, and the reason of a failure."""
 
 import os
 import pwd
@@ -7,6 +7,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,62 @@ import psutil
 import pytest
 
 from orchestrator.notifications import channels
+from orchestrator.notifications.channels import Command, Mail, NotifyConfig, Order, Webhook, channel
 from tests.orchestrator.notifications.conftest import Hook
+from trainer.protocol.config import build
 
 PAYLOAD = {"run": "tiny-1", "state": "FAILED", "text": "tiny-1 is FAILED: a bug — ä", "loss": float("nan")}
+ORDER = Order(targets={}, payload=PAYLOAD, environ={**os.environ, "ORCH_STATE": "FAILED"}, folder="/not/there")
+
+
+def test_a_channel_is_one_class_and_one_field_of_the_settings() -> None:
+    class Pager:
+        def check(self, number: str) -> None:
+            if not number.isdigit():
+                raise ValueError(f"notify.pager={number}: must be digits")
+
+        def send(self, number: str, order: Order) -> str:
+            return f"{number} is busy: {order.payload['run']}"
+
+    @dataclass(frozen=True, kw_only=True)
+    class WithPager(NotifyConfig):
+        pager: str = channel(Pager(), "")
+
+    settings = build(WithPager, {"pager": "110", "on": ["held"]})
+    assert (settings.targets, settings.on) == ({"pager": "110"}, ("HELD",))
+    assert WithPager.channels()["pager"].send("110", ORDER) == "110 is busy: tiny-1"
+    with pytest.raises(ValueError, match="notify.pager=me: must be digits"):
+        build(WithPager, {"pager": "me"})
 
 
 def test_a_webhook_gets_the_payload_as_json(hook: Hook) -> None:
-    assert channels.post(hook.url, PAYLOAD) == ""
+    assert Webhook().send(hook.url, ORDER) == ""
     (posted,) = hook.posted
     assert posted["text"] == "tiny-1 is FAILED: a bug — ä"
 
 
 @pytest.mark.parametrize(("status", "why"), [(500, "HTTP 500"), (302, "HTTP 302"), (404, "HTTP 404")])
-def test_another_answer_is_no_delivery_and_names_no_secret(hook: Hook, status: int, why: str) -> None:
-    hook.status, hook.said = status, f"no service at {hook.url}".encode()
-    said = channels.post(hook.url, PAYLOAD)
-    assert said.startswith(why)
-    assert "SECRET" not in said
+def test_another_answer_is_a_failure_and_leaks_no_secret(hook: Hook, status: int, why: str) -> None:
+    hook.status, hook.answer = status, f"no service at {hook.url}".encode()
+    reason = Webhook().send(hook.url, ORDER)
+    assert reason.startswith(why)
+    assert "SECRET" not in reason
 
 
-def test_a_server_that_hangs_or_is_not_there_costs_a_bounded_time(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_or_missing_server_costs_a_bounded_time(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "WEBHOOK_WITHIN", 0.2)
     hook.hangs.set()
-    assert "timed out" in channels.post(hook.url, PAYLOAD)
+    assert "timed out" in Webhook().send(hook.url, ORDER)
+    reason = Webhook().send("http://{}:{}/SECRET".format(*free_address()), ORDER)
+    assert "refused" in reason
+    assert "SECRET" not in reason
+
+
+def free_address() -> tuple[str, int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/SECRET"
-    said = channels.post(url, PAYLOAD)
-    assert "refused" in said
-    assert "SECRET" not in said
+        address: tuple[str, int] = free.getsockname()
+    return address
 
 
 # -- mail
@@ -69,6 +97,7 @@ def smtp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(channels, "_SENDMAIL_PLACES", str(tmp_path))
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Inbox) as server:
+        monkeypatch.setattr(channels, "SMTP", server.server_address)
         server.letters = []  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -77,20 +106,17 @@ def smtp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         thread.join()
 
 
-def test_without_sendmail_a_mail_goes_by_smtp(smtp: Any) -> None:
-    assert channels.mail(["ann@here", "bob@here"], PAYLOAD, smtp.server_address) == ""
+def test_without_sendmail_a_mail_goes_by_smtp(smtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Mail().send("ann@here, bob@here", ORDER) == ""
     (letter,) = smtp.letters
     assert "To: ann@here, bob@here" in letter
     assert "Subject: tiny-1 is FAILED" in letter
+    assert Mail().send("ann@here,nobody@here", ORDER) == "refused for nobody@here"
+    monkeypatch.setattr(channels, "SMTP", free_address())
+    assert "there is no sendmail, and SMTP" in Mail().send("ann@here", ORDER)
 
 
 def test_a_user_without_an_account_is_named_by_number(smtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_account(monkeypatch)
-    assert channels.mail(["ann@here"], PAYLOAD, smtp.server_address) == ""
-    assert f"From: orch <{os.getuid()}@" in str(smtp.letters)
-
-
-def without_account(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -98,14 +124,8 @@ def without_account(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-
-
-def test_a_mail_that_is_refused_says_so(smtp: Any) -> None:
-    assert channels.mail(["ann@here", "nobody@here"], PAYLOAD, smtp.server_address) == "refused for nobody@here"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        closed = free.getsockname()
-    assert "there is no sendmail, and SMTP" in channels.mail(["ann@here"], PAYLOAD, closed)
+    assert Mail().send("ann@here", ORDER) == ""
+    assert f"From: orch <{os.getuid()}@" in str(smtp.letters)
 
 
 def test_sendmail_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +133,7 @@ def test_sendmail_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/args\ncat > {tmp_path}/letter\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert channels.mail(["ann@here"], PAYLOAD) == ""
+    assert Mail().send("ann@here", ORDER) == ""
     assert (tmp_path / "args").read_text() == "-i ann@here\n"
     assert "Auto-Submitted: auto-generated" in (tmp_path / "letter").read_text()
 
@@ -122,10 +142,9 @@ def test_sendmail_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_command_gets_variables_and_json(tmp_path: Path) -> None:
-    environ = {**os.environ, "ORCH_STATE": "FAILED"}
     line = ["sh", "-c", 'echo "$ORCH_STATE $PWD" > got; cat >> got']
-    assert channels.run(line, b'{"a":1}', environ, str(tmp_path)) == ""
-    assert (tmp_path / "got").read_text() == f'FAILED {tmp_path}\n{{"a":1}}'
+    assert Command().send(line, replace(ORDER, payload={"a": 1}, folder=str(tmp_path))) == ""
+    assert (tmp_path / "got").read_text() == f'FAILED {tmp_path}\n{{"a": 1}}'
 
 
 @pytest.mark.parametrize(
@@ -138,16 +157,17 @@ def test_a_command_gets_variables_and_json(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_fails_says_why(command: list[str], why: str) -> None:
-    assert channels.run(command, b"x" * (1 << 20), os.environ, "/not/there") == why
+    assert Command().send(command, replace(ORDER, payload={"text": "x" * (1 << 20)})) == why
 
 
-def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "COMMAND_WITHIN", 1.0)
     line = ["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; wait"]
-    assert channels.run(line, b"", os.environ, "/", 1.0) == "sh took longer than 1 s, and was killed"
+    assert Command().send(line, ORDER) == "sh took longer than 1 s, and was killed"
     child = int((tmp_path / "child").read_text())
-    give_up = time.monotonic() + 30.0  # it was killed, and dies when the machine gets round to it
+    give_up = time.monotonic() + 30.0  # a killed process dies when the machine gets round to it
     while _runs(child):
-        assert time.monotonic() < give_up, "what the command has started runs on"
+        assert time.monotonic() < give_up, "the child of the command still runs"
         time.sleep(0.01)
 
 

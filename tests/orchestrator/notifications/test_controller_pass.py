@@ -11,9 +11,9 @@ import pytest
 
 from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import Fenced
-from orchestrator.notifications import channels
-from orchestrator.notifications.channels import MOST_WAITING, DeliveryRecord, NotificationState, Sender
+from orchestrator.notifications import delivery
 from orchestrator.notifications.controller_pass import AGAIN, STALE, TOGETHER, Notifications
+from orchestrator.notifications.delivery import MOST_WAITING, DeliveryRecord, NotificationState, Sender
 from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
@@ -69,7 +69,7 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    monkeypatch.setattr(channels, "subprocess", FORKING)
+    monkeypatch.setattr(delivery, "subprocess", FORKING)
     made = Desk(tmp_path)
     yield made
     made.store.close()
@@ -77,7 +77,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 def test_a_change_is_told_once_by_every_channel(desk: Desk, hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the sender as the program that it is."""
-    monkeypatch.setattr(channels, "subprocess", subprocess)
+    monkeypatch.setattr(delivery, "subprocess", subprocess)
     run = desk.run(
         {"webhook": hook.url, "command": ["sh", "-c", 'echo "$ORCH_RUN $ORCH_STATE $ORCH_STEP" >> told; cat >> told']}
     )

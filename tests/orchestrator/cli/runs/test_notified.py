@@ -1,5 +1,6 @@
 """Notifications as people see them: what was told, what was not, and never the secret in a webhook."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from orchestrator.cli.main import redact_command_line
 from orchestrator.config.compose import compose
 from orchestrator.config.redaction import redacted_url
 from orchestrator.errors import ConfigError
-from orchestrator.notifications.channels import DeliveryRecord, NotificationState
+from orchestrator.notifications.delivery import DeliveryRecord, NotificationState
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 WEBHOOK = "https://hooks.example.org/services/T0/SECRET"
@@ -29,7 +30,7 @@ def test_what_was_not_told_is_warned_of(orch: Type, seeds: Seeds) -> None:
         index=0, state="HELD", at=1.0, tries=2, next_at=9.0, delivered=("mail",), failed={"webhook": "HTTP 500"}
     )
     failed = NotificationState().after(told)
-    seeds.store.note_notified(run, failed.to_json(), epoch=seeds.epoch)
+    seeds.store.note_notified(run, asdict(failed), epoch=seeds.epoch)
     words = f"{run}: that it is HELD could not be told by webhook: HTTP 500 (it is tried again)"
     assert f"warning: {words}" in orch("status").err
     assert orch("status", "--json").answer["warnings"] == [{"code": "not_notified", "message": words}]
@@ -39,7 +40,7 @@ def test_what_was_not_told_is_warned_of(orch: Type, seeds: Seeds) -> None:
     }  # fmt: skip
     assert "told     that it is HELD, by mail\n" in orch("show", run).out
     assert orch("show", other, "--json").data["notified"] is None
-    seeds.store.note_notified(other, failed.to_json(), epoch=seeds.epoch)
+    seeds.store.note_notified(other, asdict(failed), epoch=seeds.epoch)
     assert f"2 runs could not tell everybody of their state: {other}, {run}" in orch("status").err
 
 

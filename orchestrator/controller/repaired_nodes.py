@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.controlled_run import stored_config
 from orchestrator.errors import ConfigError, SlurmUnreachable
 from orchestrator.registry.records import ORCH, Node, Run
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.controlled_run import stored_config
 from orchestrator.scheduler.interface import Scheduler
 from trainer.protocol.config import build
 

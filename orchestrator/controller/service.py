@@ -14,8 +14,15 @@ from types import FrameType
 from orchestrator.controller.after_pass import LAST_WORD_WITHIN, AfterPass
 from orchestrator.controller.environment_search import SlurmWatch, adopt_at_start
 from orchestrator.controller.jobs.submission_limits import PartitionSizes
-from orchestrator.controller.leasing import lease as leases
-from orchestrator.controller.leasing.lease import (
+from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.record_writer import RecordWriter
+from orchestrator.controller.rotated_log import RotatedLog
+from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
+from orchestrator.home import controller_log, make_state_home
+from orchestrator.observed_since import Clock, ObservedSince
+from orchestrator.registry import fast_queries, versions
+from orchestrator.registry import lease as leases
+from orchestrator.registry.lease import (
     SLACK,
     Holder,
     acquire_once,
@@ -26,16 +33,9 @@ from orchestrator.controller.leasing.lease import (
     single_waiter,
     wait_for_lease,
 )
-from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
-from orchestrator.controller.reconciler.reconcile import Controller, TickReport
-from orchestrator.controller.rotated_log import RotatedLog
-from orchestrator.controller.run_dirs.bounded_files import BoundedFiles
-from orchestrator.controller.run_dirs.record_writer import RecordWriter
-from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
-from orchestrator.home import controller_log, make_state_home
-from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.bounded_files import BoundedFiles
 from orchestrator.scheduler.available_schedulers import lease_key, make_instance, usable
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance

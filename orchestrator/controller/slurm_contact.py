@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.storage.durable import dump_line, read_json, write_atomically
-from orchestrator.controller.leasing.lease import Holder, host_file
+from orchestrator.registry.lease import Holder, host_file
 from orchestrator.registry.records import Lease
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 from trainer.protocol.config_sections.scheduler_kinds import SLURM

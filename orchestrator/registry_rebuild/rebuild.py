@@ -12,19 +12,19 @@ from typing import Any
 from checkpointing.storage.durable import fsync_dir, only_own_files, read_json
 from checkpointing.storage.trusted_path import check_private
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.controlled_run import ControlledRun
-from orchestrator.controller.leasing.lease import displayed_state, holder_host
-from orchestrator.controller.run_dirs.ingest import ingest
-from orchestrator.controller.run_dirs.inheritable_checkpoints import look, of_run, shared_places
-from orchestrator.controller.run_dirs.other_registry import find_serving_registry, read_leases
 from orchestrator.errors import RegistryError
 from orchestrator.recovery.elastic_policy import choose_smaller_world
 from orchestrator.registry import fast_queries
+from orchestrator.registry.lease import displayed_state, holder_host
 from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import Attempt, Checkpoint
 from orchestrator.registry.sqlite_errors import ForeignDatabase
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.salvage import salvage
+from orchestrator.run_dirs.controlled_run import ControlledRun
+from orchestrator.run_dirs.ingest import ingest
+from orchestrator.run_dirs.inheritable_checkpoints import look, of_run, shared_places
+from orchestrator.run_dirs.other_registry import find_serving_registry, read_leases
 from orchestrator.states import LIVE_RUNS, RunState, Trust
 from trainer.protocol.config import build, hash_config
 from trainer.protocol.config_sections.moved_keys import in_present_keys

@@ -10,13 +10,13 @@ from random import Random
 from orchestrator.config.restore_layouts import rank_count
 from orchestrator.config.restore_tests_config import OFF
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.errors import Fenced, NotFound, OrchError, RegistryError
 from orchestrator.registry.records import Checkpoint, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.create import RestoreTestRequest, check_test, create_test, hold, shared_paths
 from orchestrator.restore_tests.due import Due, RunFacts, next_test, trained_seconds
 from orchestrator.restore_tests.record_verdicts import HOUR, VerdictRecorder
+from orchestrator.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.states import LIVE_RUNS, RunState, Trust
 from trainer.protocol.config import build
 

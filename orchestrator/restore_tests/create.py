@@ -31,10 +31,10 @@ from orchestrator.config.compose import Composed, recompose
 from orchestrator.config.restore_layouts import with_layout
 from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.run_dirs.inheritable_checkpoints import shared_places
 from orchestrator.errors import ConfigError, NotFound, Precondition
 from orchestrator.registry.records import Attempt, Checkpoint, NewRun, RestoreTest, Run
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.inheritable_checkpoints import shared_places
 from orchestrator.scheduler.available_schedulers import make_instance, resolve
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm.sbatch_values import minutes

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.registry.records import Attempt, Notice, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.create import release, write_verdict
 from orchestrator.restore_tests.due import trained_seconds
+from orchestrator.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_RUNS, RunState, Trust, may_move
 from trainer.protocol.config import build

@@ -16,17 +16,17 @@ from checkpointing.config import RUN
 from checkpointing.storage.storage_errors import disk_words
 from checkpointing.storage.trusted_path import NotPrivate, check_private, user_name, weakness
 from checkpointing.tiers.tier import HINT, ResolvedTier, one_folder, resolve_tier
+from orchestrator import failpoints
 from orchestrator.config.compose import Composed
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller import failpoints
-from orchestrator.controller.jobs.job_spec import job_spec
-from orchestrator.controller.run_dirs import staged_secrets
-from orchestrator.controller.run_dirs.run_folder import check_readable_code, ensure_run_dir, refuse_within_run
 from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.interrupts import interrupts_held
 from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.records import Attempt, NewRun, Run
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs import staged_secrets
+from orchestrator.run_dirs.job_spec import job_spec
+from orchestrator.run_dirs.run_folder import check_readable_code, ensure_run_dir, refuse_within_run
 from orchestrator.scheduler.available_schedulers import FACTORIES, make_instance
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.states import AttemptState, RunState

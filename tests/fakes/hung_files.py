@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from orchestrator.controller.run_dirs.bounded_files import DirectFiles, RunDirHangs
+from orchestrator.run_dirs.bounded_files import DirectFiles, RunDirHangs
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """A clock that moves only when it is told to."""
 
-from orchestrator.controller.leasing.observed_since import Clock
+from orchestrator.observed_since import Clock
 
 
 class FakeClock:

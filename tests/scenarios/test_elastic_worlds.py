@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller import failpoints
+from orchestrator import failpoints
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.registry.records import BY_PERSON
 from orchestrator.scheduler.interface import JobSpec

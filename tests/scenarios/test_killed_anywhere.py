@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import orchestrator
-from orchestrator.controller import failpoints
+from orchestrator import failpoints
 from orchestrator.registry.records import Run
 from orchestrator.states import RunState
 from tests.scenarios.world import World

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from orchestrator.controller import failpoints
-from orchestrator.controller.leasing.lease import LEASE_TTL
+from orchestrator import failpoints
 from orchestrator.errors import Fenced
 from orchestrator.recovery.silent_coordinator import GRACE
+from orchestrator.registry.lease import LEASE_TTL
 from orchestrator.registry.records import NewRun
 from orchestrator.states import RunState
 from tests.fakes.hung_files import HungFiles

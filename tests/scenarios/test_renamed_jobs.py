@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from orchestrator.controller import failpoints
+from orchestrator import failpoints
 from orchestrator.controller.jobs.submission_limits import MOST_FOR_ATTEMPT, MOST_IN_AN_HOUR
 from orchestrator.errors import SubmitAmbiguous
 from orchestrator.registry.records import NewRun

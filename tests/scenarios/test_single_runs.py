@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.reconciler.nodes_to_avoid import load_pool
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Notice
+from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, moves, training
 from trainer.protocol.config import load

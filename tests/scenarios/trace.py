@@ -5,10 +5,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orchestrator.controller import failpoints
+from orchestrator import failpoints
 from orchestrator.controller.reconciler import reconcile
-from orchestrator.controller.run_dirs import run_folder
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.run_dirs import run_folder
 from orchestrator.states import ENDED_RUNS, RunState
 from tests.fakes.model_slurm import REWRITES, ModelJob, SlurmFaults
 from tests.fakes.outages import PASSING_REFUSALS

@@ -8,12 +8,12 @@ from random import Random
 from typing import Any
 
 from checkpointing.storage.durable import canonical
-from orchestrator.controller import failpoints
-from orchestrator.controller.leasing.lease import LEASE_TTL, observed_state
-from orchestrator.controller.leasing.observed_since import ObservedSince
+from orchestrator import failpoints
 from orchestrator.controller.reconciler.reconcile import Controller, TickReport
 from orchestrator.errors import Fenced, RegistryError
+from orchestrator.observed_since import ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
+from orchestrator.registry.lease import LEASE_TTL, observed_state
 from orchestrator.registry.records import Attempt, Lease, NewRun, Run
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.hung_files import HungFiles

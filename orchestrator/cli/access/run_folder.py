@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.controller.leasing.lease import LeaseState, displayed_state, holder_host
-from orchestrator.controller.run_dirs.run_folder import foreign_reason
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
+from orchestrator.registry.lease import LeaseState, displayed_state, holder_host
+from orchestrator.run_dirs.run_folder import foreign_reason
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.run_dir import RunDir
 

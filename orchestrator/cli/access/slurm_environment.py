@@ -4,10 +4,10 @@ import os
 import time
 
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.controller.leasing.lease import displayed_state, holder_host
 from orchestrator.controller.slurm_contact import SlurmContact, read_contact
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
+from orchestrator.registry.lease import displayed_state, holder_host
 from orchestrator.registry.records import Lease
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 

@@ -97,8 +97,8 @@ def _open_registry(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
         if not locked:
             yield store, None
             return
-        from orchestrator.controller.leasing.lease import acquire
-        from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
+        from orchestrator.observed_since import Clock, ObservedSince
+        from orchestrator.registry.lease import acquire
 
         lease = acquire(store, ObservedSince(Clock().mono), time.time(), once=True)
         if lease is None:
@@ -165,7 +165,7 @@ def _blocking_attempt(store: "Store", run: "Run", tier: Tier, number: int, nonce
 
 def _other_registry(store: "Store", run: "Run", attempts: "Sequence[Attempt]") -> str:
     """Describe the other registry that continues this run with attempts unknown here; empty without one."""
-    from orchestrator.controller.run_dirs.other_registry import find_other_registry
+    from orchestrator.run_dirs.other_registry import find_other_registry
 
     other = find_other_registry(run, attempts, store.path)
     return other.what if other is not None else ""
@@ -174,7 +174,7 @@ def _other_registry(store: "Store", run: "Run", attempts: "Sequence[Attempt]") -
 def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[GcCandidate]:
     from checkpointing.retention.garbage import pinned_names
     from checkpointing.verification.verdicts import known_bad
-    from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
+    from orchestrator.run_dirs.reader_pins import remove_dead_readers
 
     place = RunDir(Path(run.run_dir))
     own = visible_tiers(place)[0].storage

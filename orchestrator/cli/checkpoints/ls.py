@@ -28,7 +28,7 @@ from trainer.protocol.run_dir import RunDir
 
 if TYPE_CHECKING:
     from checkpointing.storage.backends import Storage
-    from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
+    from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
 
 
 @click.command("pin", cls=Verb)
@@ -96,7 +96,7 @@ def _find_pins(words: str) -> "tuple[Storage, list[str]]":
     from checkpointing.format.commit import parse_name
     from checkpointing.retention.garbage import pinned_names
     from checkpointing.storage.backends import LocalStorage
-    from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
+    from orchestrator.run_dirs.reader_pins import remove_dead_readers
 
     if is_location(words):
         target = locate_target(words)
@@ -137,7 +137,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
     from every tier by hand is listed as `gone`, with a warning.
     """
     from checkpointing.retention.garbage import read_pins
-    from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
+    from orchestrator.run_dirs.reader_pins import remove_dead_readers
 
     now = time.time()
     found = known_run(run)

@@ -18,8 +18,8 @@ from trainer.protocol.run_dir import RunDir
 
 if TYPE_CHECKING:
     from checkpointing.tiers.catalog import Entry
-    from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
     from orchestrator.registry.records import Run
+    from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,7 +375,7 @@ def require_there(*targets: Target) -> None:
 def _pin(target: Target) -> str:
     """Pin the checkpoint for this process; return the pin's holder, or "" if no pin was written."""
     from checkpointing.storage.backends import LocalStorage
-    from orchestrator.controller.run_dirs.reader_pins import pin_for_reading
+    from orchestrator.run_dirs.reader_pins import pin_for_reading
 
     if target.run is None or target.run_dir is None:
         return ""

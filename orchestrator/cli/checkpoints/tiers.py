@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from checkpointing.storage.backends import Storage
     from checkpointing.tiers.catalog import Catalog, Entry
     from checkpointing.tiers.tier import ResolvedTier
-    from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
     from orchestrator.registry.records import Run
     from orchestrator.registry.store import Store
+    from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def visible_tiers(place: RunDir) -> list[Tier]:
 
 def own_checkpoints(store: "Store", run: "Run") -> "OwnCheckpoints":
     """Return the set of names of this run's checkpoints, by its attempts in the registry."""
-    from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
+    from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
 
     return OwnCheckpoints.from_rows(run, store.attempts(run.name))
 

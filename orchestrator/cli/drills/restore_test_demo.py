@@ -104,9 +104,9 @@ def _newest_three(run: str, run_dir: str) -> list[Checkpoint]:
 
 def _run_restore_test(screen: Screen, checkpoint: Checkpoint, layout: str, seconds: float) -> RestoreTest:
     """Run one restore test from submission to verdict. Raises WaitTimeout."""
-    from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test
     from orchestrator.restore_tests.create import RestoreTestRequest
+    from orchestrator.run_dirs.bounded_files import DirectFiles
 
     with open_store() as store:
         asked = RestoreTestRequest(checkpoint=checkpoint, layout=layout, forced=True)

@@ -21,20 +21,20 @@ from checkpointing.retention.garbage import delete, pinned_names
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import NotAFile, fsync_dir, read_json
 from checkpointing.storage.storage_errors import error_words
+from orchestrator import failpoints
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.tiers import Tier, visible_tiers
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
-from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.ownership import never_submitted
-from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
-from orchestrator.controller.run_dirs.other_registry import find_other_registry
-from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
-from orchestrator.controller.run_dirs.run_folder import name_in_folder
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
 from orchestrator.registry.operations.removal_writes import Removal, require_removable
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
+from orchestrator.run_dirs.other_registry import find_other_registry
+from orchestrator.run_dirs.reader_pins import remove_dead_readers
+from orchestrator.run_dirs.run_folder import name_in_folder
 from orchestrator.states import Trust
 from trainer.protocol.run_dir import RunDir
 

@@ -58,9 +58,9 @@ def restore_test(
     With --wait the exit code is 0 for RESTORED, 7 for SUSPECT or CORRUPT, 4 for NOT_COMPARABLE or NOT_FINISHED. It
     is also 4 if no job can reach the checkpoint.
     """
-    from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test
     from orchestrator.restore_tests.create import RestoreTestRequest, check_test
+    from orchestrator.run_dirs.bounded_files import DirectFiles
     from orchestrator.scheduler.available_schedulers import resolve
 
     if wait_ and no_controller:

@@ -141,8 +141,8 @@ DUE_JSON = "list of {run, step, checkpoint, layout, why, due_at, in, refused}; i
 @click.pass_obj
 def due(screen: Screen) -> None:
     """List the next test of every run, its time, and what holds it back."""
-    from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import RestoreTests
+    from orchestrator.run_dirs.bounded_files import DirectFiles
 
     now = time.time()
     with open_store(readonly=True) as store:

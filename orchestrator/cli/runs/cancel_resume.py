@@ -244,8 +244,8 @@ def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
     The folder of a live run that was never submitted may not exist yet.
     """
     from orchestrator.controller.reconciler.ownership import never_submitted
-    from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
-    from orchestrator.controller.run_dirs.run_folder import check_run_folder
+    from orchestrator.run_dirs.other_registry import refuse_other_registry
+    from orchestrator.run_dirs.run_folder import check_run_folder
 
     if never_submitted(attempts) and run.state in LIVE_RUNS:
         return

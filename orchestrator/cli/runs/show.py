@@ -196,7 +196,7 @@ def _pins(run: Run) -> dict[str, str]:
     """Return the notes of pinned checkpoints by name; empty while the run's folder is not visible."""
     from checkpointing.retention.garbage import read_pins
     from checkpointing.storage.backends import LocalStorage
-    from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
+    from orchestrator.run_dirs.reader_pins import remove_dead_readers
 
     storage = LocalStorage(RunDir(Path(run.run_dir)).checkpoints)
     remove_dead_readers(storage)

@@ -10,8 +10,8 @@ from typing import Any
 from orchestrator.cli.checkpoints.tested_layouts import Proven, newest_proven
 from orchestrator.cli.restore_tests.group import restore_test_json
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
-from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT
 from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, Notice, RestoreTest, Run
+from orchestrator.run_dirs.ingest import UNREADABLE_EVENT
 from orchestrator.states import Trust
 from trainer.protocol.events import EventKind
 from trainer.protocol.restore_test import Outcome

@@ -33,9 +33,9 @@ from orchestrator.cli.terminal.render import (
     shorten_text,
     span,
 )
-from orchestrator.controller.leasing.lease import displayed_state, holder_host, host_name
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import registry_path
+from orchestrator.registry.lease import displayed_state, holder_host, host_name
 from orchestrator.registry.records import Lease
 from orchestrator.states import LIVE_RUNS, RunState
 

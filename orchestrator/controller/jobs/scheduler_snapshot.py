@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from orchestrator.controller.jobs.job_identity import JobRecord, identify
-from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.errors import OrchError, Precondition, SlurmUnreachable
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.run_dirs.job_spec import is_live
 from orchestrator.scheduler.interface import UNREADABLE, UNRECORDED, JobStatus, Scheduler
 from orchestrator.scheduler.job_tags import PREFIX, tags
 

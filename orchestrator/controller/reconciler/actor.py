@@ -5,11 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from orchestrator import failpoints
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller import failpoints
-from orchestrator.controller.controlled_run import ControlledRun, stored_config
 from orchestrator.controller.jobs.job_identity import JobRecord, changes, identify
-from orchestrator.controller.jobs.job_spec import is_live, job_spec, oldest
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.jobs.submission_limits import (
     ADOPTED,
@@ -21,15 +19,17 @@ from orchestrator.controller.jobs.submission_limits import (
     submit_permission,
     unresolved_submissions,
 )
-from orchestrator.controller.leasing.lease import LEASE_TTL
-from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
-from orchestrator.controller.run_dirs import staged_secrets
-from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
-from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected, TierUnread
+from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.recovery import failure_rate
+from orchestrator.registry.lease import LEASE_TTL
 from orchestrator.registry.records import Attempt, Lease, Run, Submission
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs import staged_secrets
+from orchestrator.run_dirs.bounded_files import DirectFiles, Files
+from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
+from orchestrator.run_dirs.job_spec import is_live, job_spec, oldest
+from orchestrator.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Scheduler
 from orchestrator.scheduler.submitit_payload import find_job_ids
 from orchestrator.states import AttemptState, RunState
@@ -40,7 +40,7 @@ from trainer.protocol.requests import Request, RequestKind, pending
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
-    from orchestrator.controller.run_dirs.inheritable_checkpoints import RunCheckpoints
+    from orchestrator.run_dirs.inheritable_checkpoints import RunCheckpoints
 
 
 def training_notes(store: Store, attempt: Attempt) -> list[str]:
@@ -321,7 +321,7 @@ class Actor:
         self, run: Run, earlier: Sequence[Attempt], number: int, folder: RunDir, config: RunConfig
     ) -> dict[str, tuple[str, ...]]:
         """Return the checkpoint lists of the launch token, from earlier attempts. Raises TierUnread."""
-        from orchestrator.controller.run_dirs.inheritable_checkpoints import inheritable
+        from orchestrator.run_dirs.inheritable_checkpoints import inheritable
 
         found = self.find_checkpoints(run, earlier, folder, config)
         listed = inheritable(found.seen, self.store.checkpoints(run.name), number, found.expected)
@@ -331,7 +331,7 @@ class Actor:
         self, run: Run, earlier: Sequence[Attempt], folder: RunDir, config: RunConfig
     ) -> "RunCheckpoints":
         """Return earlier attempts' checkpoints in shared tiers. Raises TierUnread if the newest may be out of sight."""
-        from orchestrator.controller.run_dirs import inheritable_checkpoints  # brings fsspec, which only a launch needs
+        from orchestrator.run_dirs import inheritable_checkpoints  # brings fsspec, which only a launch needs
 
         rows, copies = self.store.checkpoints(run.name), self.store.copies(run.name)
         found = self.files.call(

@@ -5,13 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from orchestrator.controller import failpoints
-from orchestrator.controller.controlled_run import ControlledRun
+from orchestrator import failpoints
+from orchestrator.controller.collect_evidence import forget
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, load_pool
-from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
-from orchestrator.controller.run_dirs.collect_evidence import forget
-from orchestrator.controller.run_dirs.run_folder import check_run_folder
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.classify_failure import AttemptEnd, AttemptVerdict
 from orchestrator.recovery.doubted_checkpoints import trust_changes
@@ -29,6 +26,9 @@ from orchestrator.recovery.retry_policy import (
 )
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.bounded_files import RunDirHangs
+from orchestrator.run_dirs.controlled_run import ControlledRun
+from orchestrator.run_dirs.run_folder import check_run_folder
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.failures.outcome import Failure

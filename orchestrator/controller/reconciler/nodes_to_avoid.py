@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.controlled_run import ControlledRun
-from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.recovery import node_failure_rate
 from orchestrator.recovery.elastic_policy import world_sizes
@@ -24,6 +22,8 @@ from orchestrator.recovery.node_exclusion import (
 from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.registry.records import PERSON
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.controlled_run import ControlledRun
+from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.scheduler.interface import Resources
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.controller.jobs.job_identity import JobRecord, identify
-from orchestrator.controller.jobs.job_spec import is_live
 from orchestrator.controller.jobs.scheduler_snapshot import Records, SchedulerSnapshot
 from orchestrator.controller.jobs.submission_limits import ORPHANS_FOR, unresolved_submissions
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.errors import NotFound, Precondition, SchedulerChanged, SlurmUnreachable
 from orchestrator.registry.records import Attempt, Run, Submission, UserRequest
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.job_spec import is_live
 from orchestrator.scheduler.interface import LEAVING_STATES, UNREADABLE, JobStatus
 from orchestrator.scheduler.job_tags import tags
 from orchestrator.scheduler.scheduler_instance import Instance, is_known, same_cluster_name

@@ -10,13 +10,11 @@ from secrets import token_hex
 from typing import Any
 
 from checkpointing.storage.storage_errors import explain_disk_error
+from orchestrator import failpoints
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller import failpoints
-from orchestrator.controller.controlled_run import ControlledRun, stored_config
+from orchestrator.controller.collect_evidence import collect_evidence
 from orchestrator.controller.jobs.job_identity import changes
-from orchestrator.controller.jobs.job_spec import is_live, job_spec
 from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, take_snapshot
-from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler import user_requests
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor, training_notes
 from orchestrator.controller.reconciler.conclude import conclude
@@ -33,17 +31,19 @@ from orchestrator.controller.reconciler.running_jobs import (
     with_exclusions,
 )
 from orchestrator.controller.reconciler.world_size import give_up_long_wait, next_world, size_note
-from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
-from orchestrator.controller.run_dirs.collect_evidence import collect_evidence
-from orchestrator.controller.run_dirs.ingest import ingest
-from orchestrator.controller.run_dirs.other_registry import refuse_other_registry
-from orchestrator.controller.run_dirs.run_folder import check_run_folder, ensure_run_dir, has_outcome
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
+from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, AttemptEnd, AttemptVerdict, judge
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.silent_coordinator import judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
+from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
+from orchestrator.run_dirs.ingest import ingest
+from orchestrator.run_dirs.job_spec import is_live, job_spec
+from orchestrator.run_dirs.other_registry import refuse_other_registry
+from orchestrator.run_dirs.run_folder import check_run_folder, ensure_run_dir, has_outcome
 from orchestrator.scheduler.interface import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
 from orchestrator.scheduler.scheduler_instance import Instance
 from orchestrator.scheduler.slurm.refusals import waiting_words

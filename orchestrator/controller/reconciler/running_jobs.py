@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from checkpointing.config import RUN
 from checkpointing.storage.storage_errors import is_disk_error
-from orchestrator.controller.controlled_run import ControlledRun
-from orchestrator.controller.jobs.job_spec import job_spec
+from orchestrator.controller.collect_evidence import REQUEUED, SILENCED
 from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.reconciler.conclude import apply
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
-from orchestrator.controller.run_dirs.collect_evidence import REQUEUED, SILENCED
-from orchestrator.controller.run_dirs.run_folder import missing_room
 from orchestrator.errors import SlurmUnreachable, SubmitRejected, TierUnread
 from orchestrator.recovery.evidence import Evidence
 from orchestrator.recovery.retry_policy import RetryDecision, RunAction
 from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
+from orchestrator.run_dirs.controlled_run import ControlledRun
+from orchestrator.run_dirs.job_spec import job_spec
+from orchestrator.run_dirs.run_folder import missing_room
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES, RUNNING_STATES, JobStatus
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState
 from trainer.protocol.failures.outcome import FailureKind

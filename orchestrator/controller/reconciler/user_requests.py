@@ -4,14 +4,11 @@ import logging
 from typing import Any
 
 from checkpointing.storage.storage_errors import explain_disk_error
-from orchestrator.controller import failpoints
-from orchestrator.controller.controlled_run import ControlledRun, stored_config
-from orchestrator.controller.jobs.job_spec import is_live
+from orchestrator import failpoints
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.conclude import cancel_decision
 from orchestrator.controller.reconciler.ownership import is_addressed_to, is_ours, never_submitted
-from orchestrator.controller.run_dirs.bounded_files import RunDirHangs
 from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
 from orchestrator.recovery.retry_policy import after_cancel
 from orchestrator.registry.operations.reads import Reads
@@ -25,6 +22,9 @@ from orchestrator.registry.records import (
     Run,
     UserRequest,
 )
+from orchestrator.run_dirs.bounded_files import RunDirHangs
+from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
+from orchestrator.run_dirs.job_spec import is_live
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.protocol.failures.outcome import Failure, FailureKind

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.controlled_run import ControlledRun, stored_config
-from orchestrator.controller.jobs.job_spec import job_spec
+from orchestrator.controller.collect_evidence import GAVE_UP
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.reconciler.running_jobs import end_job
-from orchestrator.controller.run_dirs.collect_evidence import GAVE_UP
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.recovery.elastic_policy import (
     LastAttempt,
@@ -28,6 +26,8 @@ from orchestrator.recovery.elastic_policy import (
     world_sizes,
 )
 from orchestrator.recovery.evidence import Evidence
+from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
+from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus
 from orchestrator.scheduler.slurm.refusals import waits_for_nodes
 from trainer.protocol.failures.outcome import FailureKind

@@ -12,9 +12,9 @@ import pytest
 from checkpointing.storage.durable import dump_line
 from orchestrator.config.compose import compose
 from orchestrator.controller import service as real_service
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.registry.records import Checkpoint, NewRun, RestoreTest
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.run_folder import ensure_run_dir
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission import resume_request
 from orchestrator.submission.run_identity import code, environment

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from orchestrator.controller import service
-from orchestrator.controller.leasing.lease import host_name
+from orchestrator.registry.lease import host_name
 from orchestrator.registry.store import Store
 
 

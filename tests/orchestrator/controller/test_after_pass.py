@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from orchestrator.controller import service
-from orchestrator.controller.leasing.lease import this_process
 from orchestrator.home import controller_log
+from orchestrator.registry.lease import this_process
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from orchestrator.controller import service
-from orchestrator.controller.leasing.lease import LEASE_TTL, host_name, is_awaited
 from orchestrator.home import controller_log
+from orchestrator.registry.lease import LEASE_TTL, host_name, is_awaited
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
 from tests.orchestrator.controller.until import until

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.reconciler.conclude import history
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.states import AttemptState, RunState
 from trainer.protocol.failures.outcome import Failure, FailureKind
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from orchestrator.controller import rotated_log, service
-from orchestrator.controller.leasing.lease import Holder, host_name, this_process
-from orchestrator.controller.leasing.observed_since import Clock
 from orchestrator.controller.reconciler.reconcile import Controller
 from orchestrator.errors import RegistryError
 from orchestrator.home import registry_path, state_home
+from orchestrator.observed_since import Clock
+from orchestrator.registry.lease import Holder, host_name, this_process
 from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
 from trainer.protocol.logs.log_rotation import LogFile

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.controlled_run import ControlledRun
 from orchestrator.controller.reconciler.conclude import _saved_after, _steps_known
-from orchestrator.controller.run_dirs.ingest import ingest
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.run_dirs.controlled_run import ControlledRun
+from orchestrator.run_dirs.ingest import ingest
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World
 from trainer.protocol.command_progress import CommandCheckpointsConfig

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.run_dirs.other_registry import OtherRegistry, find_other_registry
 from orchestrator.registry.backup import backup
 from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
+from orchestrator.run_dirs.other_registry import OtherRegistry, find_other_registry
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.registry.test_rebuild import begin, live_through_two_attempts, lose
 from tests.orchestrator.registry.test_rebuild_while_served import serve

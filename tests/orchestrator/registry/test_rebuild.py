@@ -16,11 +16,11 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import RegistryError
 from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, NewRun, Notice
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
+from orchestrator.run_dirs.run_folder import ensure_run_dir
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult

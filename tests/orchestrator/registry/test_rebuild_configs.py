@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.recovery.elastic_policy import choose_smaller_world
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
+from orchestrator.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.states import AttemptState, RunState
 from tests.orchestrator.registry.test_rebuild import CONFIG, begin, lose
 from trainer.protocol.run_dir import RunDir

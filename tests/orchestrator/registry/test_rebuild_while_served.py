@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.leasing.lease import Holder, host_name
 from orchestrator.errors import RegistryError
+from orchestrator.registry.lease import Holder, host_name
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import RunState
 from tests.orchestrator.registry.test_rebuild import begin, lose

@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 import pytest
 
 from checkpointing.storage.durable import read_json
+from orchestrator import failpoints
 from orchestrator.config.compose import Composed, compose
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.reconcile import Controller
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import NewRun
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.run_folder import ensure_run_dir
 from orchestrator.states import AttemptState, RunState
 from orchestrator.submission import create_run, user_code
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from orchestrator import failpoints
 from orchestrator.config.compose import compose
-from orchestrator.controller import failpoints
 from orchestrator.controller.reconciler.reconcile import Controller
-from orchestrator.controller.run_dirs.run_folder import ensure_run_dir
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import REPLACED_VARIABLES, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.create import RestoreTestRequest, create_test
+from orchestrator.run_dirs.run_folder import ensure_run_dir
 from orchestrator.states import RunState
 from orchestrator.submission import create_run
 from orchestrator.submission.resume_request import resume_request

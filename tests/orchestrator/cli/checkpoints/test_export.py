@@ -138,7 +138,7 @@ def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
     orch: Type, run: tuple[str, Path], tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from checkpointing.storage.backends import LocalStorage
-    from orchestrator.controller.run_dirs import reader_pins
+    from orchestrator.run_dirs import reader_pins
 
     opened = LocalStorage.open
 

@@ -11,8 +11,8 @@ import pytest
 from checkpointing.retention.garbage import pin, pinned_names, read_pins
 from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli.checkpoints.target import Target, kept_while_read
-from orchestrator.controller.leasing.lease import Holder, host_name
-from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
+from orchestrator.registry.lease import Holder, host_name
+from orchestrator.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.scheduler.local.local_records import boot_time
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -22,7 +22,7 @@ READ = """
 import sys
 from pathlib import Path
 from checkpointing.storage.backends import LocalStorage
-from orchestrator.controller.run_dirs.reader_pins import pin_for_reading
+from orchestrator.run_dirs.reader_pins import pin_for_reading
 pin_for_reading(LocalStorage(Path(sys.argv[1])), sys.argv[2])
 print("reads", flush=True)
 sys.stdin.read()

@@ -16,12 +16,12 @@ import pytest
 from checkpointing.retention import garbage
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
+from orchestrator import failpoints
 from orchestrator.cli.removal.rm import own_folder
-from orchestrator.controller import failpoints
-from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.user_requests import answer_idle
 from orchestrator.errors import Precondition
+from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.registry.operations.removal_writes import Removal
 from orchestrator.registry.records import Notice
 from orchestrator.states import AttemptState, RunState

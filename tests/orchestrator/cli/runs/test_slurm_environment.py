@@ -8,9 +8,9 @@ import pytest
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.slurm_environment import compare_with_controller
 from orchestrator.cli.runs.submit import _no_job_yet
-from orchestrator.controller.leasing.lease import host_file
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
+from orchestrator.registry.lease import host_file
 from orchestrator.scheduler import available_schedulers
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 from tests.orchestrator.cli.conftest import Seeds, Type

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
-from orchestrator.controller.jobs.job_spec import job_spec
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.script import prepare
 from orchestrator.states import AttemptState, RunState

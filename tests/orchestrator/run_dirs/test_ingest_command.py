@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from orchestrator.states import AttemptState, Trust
-from tests.orchestrator.controller.run_dirs.test_ingest import begun, read
+from tests.orchestrator.run_dirs.test_ingest import begun, read
 from trainer.protocol.events import EventKind, EventLog
 
 

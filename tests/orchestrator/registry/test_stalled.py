@@ -15,9 +15,9 @@ import pytest
 
 from orchestrator.cli import main
 from orchestrator.controller import service
-from orchestrator.controller.leasing import lease as leases
-from orchestrator.controller.leasing.lease import Holder, host_name
 from orchestrator.home import controller_log
+from orchestrator.registry import lease as leases
+from orchestrator.registry.lease import Holder, host_name
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
 from trainer.protocol.node_identity import process_state, start_time

@@ -7,7 +7,8 @@ import pytest
 
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.tiers.catalog import Entry
-from orchestrator.controller.run_dirs.inheritable_checkpoints import (
+from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Run
+from orchestrator.run_dirs.inheritable_checkpoints import (
     RunCheckpoints,
     expected_names,
     find_checkpoints,
@@ -16,7 +17,6 @@ from orchestrator.controller.run_dirs.inheritable_checkpoints import (
     of_run,
     shared_places,
 )
-from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Run
 from orchestrator.states import AttemptState, RunState, Trust
 from trainer.protocol.run_dir import RunDir
 

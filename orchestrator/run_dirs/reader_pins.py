@@ -7,7 +7,7 @@ from secrets import token_hex
 
 from checkpointing.retention.garbage import Pin, pin, read_all_pins, remove_pin
 from checkpointing.storage.backends import Storage
-from orchestrator.controller.leasing.lease import Holder, host_name, this_process
+from orchestrator.registry.lease import Holder, host_name, this_process
 from orchestrator.scheduler.local.local_records import boot_time
 
 

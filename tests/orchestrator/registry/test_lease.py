@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.leasing import lease as leases
-from orchestrator.controller.leasing.lease import (
+from orchestrator.errors import Fenced
+from orchestrator.observed_since import ObservedSince
+from orchestrator.registry import lease as leases
+from orchestrator.registry.lease import (
     Holder,
     acquire,
     displayed_state,
@@ -19,8 +21,6 @@ from orchestrator.controller.leasing.lease import (
     observed_state,
     this_process,
 )
-from orchestrator.controller.leasing.observed_since import ObservedSince
-from orchestrator.errors import Fenced
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from tests.fakes.model_clock import FakeClock
@@ -83,7 +83,7 @@ def test_a_pid_namespace_is_a_space_of_its_own() -> None:
     for within in ([], ["--mount-proc"], None):
         command = words if within is None else ["unshare", "-pf", *within, *words]
         done = subprocess.run(
-            command, cwd=Path(leases.__file__).parents[3], capture_output=True, text=True, check=False
+            command, cwd=Path(leases.__file__).parents[2], capture_output=True, text=True, check=False
         )
         if done.returncode != 0:
             pytest.skip("pid namespaces cannot be made here")

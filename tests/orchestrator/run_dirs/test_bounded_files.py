@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import NotAFile, read_json
-from orchestrator.controller.run_dirs import bounded_files
-from orchestrator.controller.run_dirs.bounded_files import BoundedFiles, RunDirHangs
-from orchestrator.controller.run_dirs.record_writer import RecordWriter
+from orchestrator.controller.record_writer import RecordWriter
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs import bounded_files
+from orchestrator.run_dirs.bounded_files import BoundedFiles, RunDirHangs
 from orchestrator.states import RunState
 from tests.scenarios.world import World, training
 from trainer.protocol.events import read_events
@@ -177,7 +177,7 @@ def test_a_cancel_needs_no_directory(tmp_path: Path, hang: Hang) -> None:
 def test_the_record_of_a_run_whose_directory_hangs_is_written_later(
     tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.controller.run_dirs.record_writer.AGAIN", 0.0)
+    monkeypatch.setattr("orchestrator.controller.record_writer.AGAIN", 0.0)
     with Store.open(tmp_path / "registry.db") as store:
         world = World(tmp_path / "runs", store=store)
         (tmp_path / "runs").mkdir()

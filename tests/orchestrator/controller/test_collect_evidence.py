@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.controlled_run import ControlledRun
-from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
-from orchestrator.controller.leasing.observed_since import ObservedSince
-from orchestrator.controller.run_dirs.collect_evidence import (
+from orchestrator.controller.collect_evidence import (
     collect_evidence,
     is_unexplained,
     leader_gone,
@@ -18,7 +15,10 @@ from orchestrator.controller.run_dirs.collect_evidence import (
     read_tails,
     removed_nodes,
 )
+from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.observed_since import ObservedSince
 from orchestrator.registry.records import Attempt
+from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState
 from tests.scenarios.world import World, config

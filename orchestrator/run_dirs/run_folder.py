@@ -27,10 +27,10 @@ from checkpointing.storage.durable import (
 from checkpointing.storage.storage_errors import disk_words, write_probe
 from checkpointing.storage.trusted_path import NotPrivate, check_private, is_trusted, pin_path_temporarily, user_name
 from checkpointing.verification.verify import verify_checkpoint
-from orchestrator.controller import failpoints
-from orchestrator.controller.run_dirs import staged_secrets
+from orchestrator import failpoints
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.run_dirs import staged_secrets
 from trainer.protocol import skipped_batches
 from trainer.protocol.restore_test import write_order
 from trainer.protocol.run_dir import AttemptDir, RunDir

@@ -14,11 +14,11 @@ import pytest
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import temporary_folder
 from checkpointing.verification.verify import Report
-from orchestrator.controller.run_dirs import run_folder
-from orchestrator.controller.run_dirs.bounded_files import BoundedFiles, DirectFiles, RunDirHangs
-from orchestrator.controller.run_dirs.run_folder import check_run_folder, ensure_run_dir
 from orchestrator.errors import Precondition
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.run_dirs import run_folder
+from orchestrator.run_dirs.bounded_files import BoundedFiles, DirectFiles, RunDirHangs
+from orchestrator.run_dirs.run_folder import check_run_folder, ensure_run_dir
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from trainer.protocol import skipped_batches

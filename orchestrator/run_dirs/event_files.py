@@ -1,16 +1,77 @@
-"""New events in an attempt's event files since the last pass."""
+"""Output of an attempt's jobs: events since the last pass, and the newest progress."""
 
 import errno
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from checkpointing.storage.durable import NotAFile
-from orchestrator.controller.controlled_run import ControlledRun
+from checkpointing.storage.durable import NotAFile, number, open_regular
 from orchestrator.registry.store import Store
+from orchestrator.run_dirs.controlled_run import ControlledRun
 from trainer.protocol.events import Event, EventKind, read_events
+from trainer.protocol.heartbeat import Heartbeat
 from trainer.protocol.run_dir import AttemptDir
+
+METRICS_TAIL = 16 * 1024
+"""Bytes at the end of the metrics file that certainly hold one whole line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownProgress:
+    """Newest trained step, its loss, and the last step reported by a user's own program (0: not reported).
+
+    `saved`: the newest checkpoint according to the heartbeat, because ranks' commit events may be lost (0: unknown).
+    """
+
+    step: int
+    loss: float | None = None
+    total: int = 0
+    saved: int = 0
+
+
+def progress(place: AttemptDir) -> KnownProgress | None:
+    """Return the newest trained step and its loss from the metrics' last line, else from the heartbeat."""
+    line, heartbeat = last_line(place.metrics), _heartbeat(place)
+    # A full disk takes no more lines, but the heartbeat is overwritten.
+    newer = heartbeat.step or 0 if heartbeat is not None and heartbeat.saves_failing else 0
+    saved = heartbeat.saved_step if heartbeat is not None else 0
+    if line is not None and isinstance(line.get("step"), int) and line["step"] >= newer:
+        return KnownProgress(step=line["step"], loss=_loss(line.get("loss")), saved=saved)
+    # Step 0 means that no rank has reported its step yet, not that the run is back at its beginning.
+    if heartbeat is None or not heartbeat.step:
+        return None
+    return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps, saved=saved)
+
+
+def _heartbeat(place: AttemptDir) -> Heartbeat | None:
+    try:
+        return Heartbeat.read(place.heartbeat)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _loss(value: Any) -> float | None:
+    """Return a loss as `dump_line` writes it; None for an invalid value."""
+    try:
+        return None if value is None else number(value)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """Return the last whole line of a JSON lines file; None if it has no whole line."""
+    try:
+        with open_regular(path) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - METRICS_TAIL))
+            block = stream.read(METRICS_TAIL)
+        lines = block[: block.rfind(b"\n") + 1].splitlines()
+        found = json.loads(lines[-1]) if lines else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from orchestrator.controller.leasing.observed_since import ObservedSince
+from orchestrator.observed_since import ObservedSince
 from orchestrator.registry.records import Lease
 from trainer.protocol.node_identity import is_visible, process_space, process_state, start_time
 

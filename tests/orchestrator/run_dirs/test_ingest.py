@@ -9,13 +9,13 @@ import pytest
 from checkpointing.retention.garbage import pin, read_all_pins
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
-from orchestrator.controller.controlled_run import ControlledRun
-from orchestrator.controller.leasing.lease import this_process
 from orchestrator.controller.reconciler.conclude import _run_seconds
-from orchestrator.controller.run_dirs.ingest import UNREADABLE_EVENT, ingest
+from orchestrator.registry.lease import this_process
 from orchestrator.registry.records import Attempt
+from orchestrator.run_dirs.controlled_run import ControlledRun
+from orchestrator.run_dirs.ingest import UNREADABLE_EVENT, ingest
 from orchestrator.states import AttemptState, RunState, Trust
-from tests.orchestrator.controller.leasing.test_lease import dead_pid
+from tests.orchestrator.registry.test_lease import dead_pid
 from tests.scenarios.world import World, config, training
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.user_code.code_record import CodeFile, CodeRecord

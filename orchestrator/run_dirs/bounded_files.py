@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from orchestrator.controller.run_dirs.run_folder import ForeignFolder, in_own_folder
 from orchestrator.errors import OrchError
 from orchestrator.registry.file_systems import match_mount
+from orchestrator.run_dirs.run_folder import ForeignFolder, in_own_folder
 
 T = TypeVar("T")
 

@@ -8,22 +8,23 @@ from typing import Any
 
 from checkpointing.config import MEMORY
 from checkpointing.storage.backends import LocalStorage
-from orchestrator.controller.controlled_run import ControlledRun
-from orchestrator.controller.run_dirs.bounded_files import DirectFiles, Files
-from orchestrator.controller.run_dirs.collect_evidence import KnownProgress, progress
-from orchestrator.controller.run_dirs.event_files import (
+from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
+from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Notice
+from orchestrator.registry.store import Store
+from orchestrator.run_dirs.bounded_files import DirectFiles, Files
+from orchestrator.run_dirs.controlled_run import ControlledRun
+from orchestrator.run_dirs.event_files import (
+    KnownProgress,
     NewEvents,
     TierPaths,
     event_files,
     first_node,
+    progress,
     read_new_events,
     resolve_paths,
     tiers_mentioned,
 )
-from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
-from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
-from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Notice
-from orchestrator.registry.store import Store
+from orchestrator.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.states import Trust, may_move
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import Event, EventKind

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.storage.durable import only_own_files
-from orchestrator.controller.leasing.lease import displayed_state, holder_host
 from orchestrator.errors import Precondition, RegistryError
 from orchestrator.registry import fast_queries
+from orchestrator.registry.lease import displayed_state, holder_host
 from orchestrator.registry.operations.run_record import RunRecord, is_other_registry
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.states import LIVE_RUNS

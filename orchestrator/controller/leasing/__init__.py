@@ -1,1 +1,0 @@
-"""Lease of one scheduler's runs: holder, takeover rule, and waiting."""

@@ -1,6 +1,7 @@
-"""Writes two pages: `python docs/reference.py`.
+"""Write the reference pages: `python docs/reference.py`.
 
-docs/configuration.md is made from the docstrings under the config fields, docs/cli.md from the help of the commands.
+docs/configuration.md comes from the docstrings under the config fields, docs/cli.md from the help of the commands, and
+docs/failure-kinds.md from the docstrings under the failure kinds and their traits.
 """
 
 import ast
@@ -20,31 +21,34 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """# Configuration
 
-Every key, its default and what it does. `orch config show PRESET` prints the resolved values and where each came from.
-This page is written by `python docs/reference.py` from the docstrings in the code.
+Every key. `python docs/reference.py` writes this page from the docstrings in the code.
 
-Values come from these places, the weakest first: the defaults below; presets (`tiny-gpt`, `cluster/slurm-cpu`); the
-site's file (`$ORCH_SITE_CONFIG`, or `/etc/orch/site.yaml`); yours (`$ORCH_USER_CONFIG`, or
-`~/.config/orch/config.yaml`); a file of your own that you submit, and the files of yours that it includes; what you
-type. So `cluster: {mem: 2G}` in your file beats a preset's `mem`. In `orch demo` and `orch drill --demo`, presets beat
+```
+orch config show my.yaml          # every value, and where it came from
+orch submit my.yaml train.steps=500 '~cluster.mem' +env.NCCL_DEBUG=INFO    # set, restore the default, add to a map
+```
+A later place beats an earlier one: the defaults below; presets (`tiny-gpt`, `cluster/slurm-cpu`); the site's file
+(`$ORCH_SITE_CONFIG`, or `/etc/orch/site.yaml`); yours (`$ORCH_USER_CONFIG`, or `~/.config/orch/config.yaml`); files that
+you submit, with your files that they include; the command line. `orch demo` and `orch drill --demo` put presets above
 the site's file and yours.
 
-A relative folder or file in a file (`workload.path: [.]`, `data.path`, `data.text`, `cluster.root`,
-`cluster.templates`, `secrets_file`) is meant from the folder of that file; one that you type, from the folder where you
-type it.
+A relative path in a file is relative to that file's folder; on the command line, to the working directory.
+
+The column *resume* shows what `orch resume RUN KEY=VALUE` may change:
+[yes, accept or no](#what-orch-resume-run-keyvalue-may-change).
 """
 
 
 def explanations(kind: type[Any]) -> dict[str, str]:
-    """Field name -> the docstring under it, inherited fields included."""
+    """Return the docstring under each field or member, inherited ones included."""
     found: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
+    for base in (base for base in reversed(kind.__mro__) if base.__module__ not in ("builtins", "enum")):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for item, following in zip(body.body, body.body[1:], strict=False):
-            named = isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                found[item.target.id] = " ".join(str(following.value.value).split())
+            targets = [item.target] if isinstance(item, ast.AnnAssign) else getattr(item, "targets", [])
+            if targets and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                found[targets[0].id] = inspect.cleandoc(str(following.value.value))
     return found
 
 
@@ -60,6 +64,8 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 
 def rows(kind: type[Any], prefix: str) -> Iterator[str]:
+    from orchestrator.submission.resume_contract import find_rule
+
     hints, texts = typing.get_type_hints(kind), explanations(kind)
     nested = []
     for field in dataclasses.fields(kind):
@@ -68,70 +74,97 @@ def rows(kind: type[Any], prefix: str) -> Iterator[str]:
         if dataclasses.is_dataclass(hint):
             nested.append((f"{prefix}{field.name}", hint))
             continue
-        yield f"| `{prefix}{field.name}` | `{default(field)}` | {texts[field.name]} |"
+        key = f"{prefix}{field.name}"
+        text = linked(" ".join(texts[field.name].split()))
+        yield f"| `{key}` | `{default(field)}` | {RESUME[find_rule(key.replace('[]', ''))]} | {text} |"
         if dataclasses.is_dataclass(item):
             yield from rows(item, f"{prefix}{field.name}[].")
     for name, hint in nested:
-        yield f"\n## {name}\n{(hint.__doc__ or '').strip()}\n\n| key | default | |\n|---|---|---|"
-        yield from rows(hint, f"{name}.")
+        yield f"\n## {name}\n{(hint.__doc__ or '').strip()}"
+        lines = list(rows(hint, f"{name}."))
+        yield from [f"\n{COLUMNS}", *lines] if lines[0].startswith("|") else lines
 
 
+COLUMNS = "| key | default | resume | |\n|---|---|---|---|"
+RESUME = {"harmless": "yes", "accept": "accept", "refused": "no"}
 CONTRACT = """
 ## What `orch resume RUN KEY=VALUE` may change
-A run that goes on is compared with what it was trained with: its configuration, the code, the environment and the
-data. A harmless key changes no result. One that is *accepted* changes how training goes on: typing it accepts it, and
-`--accept KEY` accepts what differs without being typed (your code, another torch). A refused one would not fit the
-checkpoint, or would give it another meaning. Every key has one of the three rules.
-Code differs if a file that was there changed or is gone, or if new code (`.py`, `.so`, ...) lies beside it; other new
-files do not count. Packages differ if a distribution that the newest attempt's code imports, directly or through another
-one, has another version, is new or is gone; so do `torch`, `nvidia-*`, `triton`, `cuda*`, `numpy`, `transformers`,
-`flash*`, `apex`, `xformers` and `deepspeed`, imported or not. They are read again in the folders in which that attempt
-found them (`attempts/NNN/code.json`), also with `cluster.python`, or in a shell with another Python. If a folder cannot be
-read here, `orch resume` prints that packages could not be compared, and goes on. A run that has trained no step yet needs
-no `--accept` for code and environment. After some failures changed code needs none, either
-([which failures](writing-a-workload.md#which-code-trains)).
-Token data is compared by the fingerprint in its `index.json` and the sizes of its shards. `orch submit` and
-`orch resume` also read shards that were written after the index, up to 2 GiB of them, and refuse changed ones. Restore
-tests read all shards.
+orch compares configuration, code, environment and data with those that the run was trained with.
 
-| | rule | |
-|---|---|---|
+| resume | a change of the key |
+|---|---|
+| yes | changes no result |
+| accept | changes how training continues. Typing the key accepts it; `--accept KEY` accepts a difference that you did not type |
+| no | does not fit the checkpoint: submit a new run |
+
+Differences that are not in the configuration:
+
+{identity}
+
+- Before the run's first checkpoint, all but its name, root, kind of cluster and `workload.snapshot` may change. Before
+  its first step, code and environment need no `--accept`.
+- After some failures, [changed code needs no `--accept`](writing-a-workload.md#which-code-trains).
+- Code differs if a file has changed or is gone, or if new code (`.py`, `.so`, ...) lies beside it.
+- Packages differ if a distribution that the newest attempt's code imports, directly or not, was added, removed or
+  updated; so do `torch`, `nvidia-*`, `triton`, `cuda*`, `numpy`, `transformers`, `flash*`, `apex`, `xformers` and
+  `deepspeed`, imported or not. orch reads them in the folders that `attempts/NNN/code.json` records. If a folder cannot
+  be read, `orch resume` reports that packages were not compared, and continues.
+- Token data is compared by the fingerprint in `index.json` and the sizes of its shards. `orch submit` and
+  `orch resume` also read shards written after the index, up to 2 GiB. Restore tests read all shards.
 """
 
 
 def contract() -> str:
-    """The keys of every rule, with the reason where there is one."""
-    from orchestrator.submission.resume_contract import CONFIG, IDENTITY, Rule
+    """Return the rules of `orch resume`; those of the keys are in their tables."""
+    from orchestrator.submission.resume_contract import IDENTITY, Rule
 
-    lines = []
-    for name, terms in (("configuration", CONFIG), ("code, environment, data", IDENTITY)):
-        for rule in Rule:
-            reasons: dict[str, list[str]] = {}
-            for key, term in terms.items():
-                if term.rule is rule:
-                    reasons.setdefault(term.why, []).append(f"`{key}`")
-            said = "; ".join(", ".join(keys) + (f" ({why})" if why else "") for why, keys in reasons.items())
-            lines.append(f"| {name} | {rule} | {said} |")
-    return CONTRACT + "\n".join(lines) + "\n"
+    names = {rule: ", ".join(f"`{key}`" for key, term in IDENTITY.items() if term.rule is rule) for rule in Rule}
+    identity = "\n".join(f"- {RESUME[rule]}: {keys}" for rule, keys in names.items() if rule is not Rule.HARMLESS)
+    return CONTRACT.replace("{identity}", identity)
 
 
 def configuration_page() -> str:
     from orchestrator.config.run_config import RunConfig
 
     table = "\n".join(rows(RunConfig, ""))
-    return f"{HEAD}\n## Top level\n\n| key | default | |\n|---|---|---|\n{table}\n{contract()}"
+    return f"{HEAD}\n## Top level\n\n{COLUMNS}\n{table}\n{contract()}"
+
+
+FAILURES_HEAD = """# Failure kinds
+
+`orch show RUN` prints the kind of every failure. `python docs/reference.py` writes this page from the code.
+[How failures are counted](failures.md#how-failures-are-counted) explains the last column.
+
+| kind | signs | response | counted |
+|---|---|---|---|
+"""
+COUNTED = {"person": "-", "tries": "in tries", "time": "in time", "nothing": "not at all"}
+
+
+def failures_page() -> str:
+    """Return a row for every failure kind: the two paragraphs of its docstring, and its budget."""
+    from trainer.protocol.failures.outcome import TRAITS, FailureKind
+
+    lines = []
+    for name, text in explanations(FailureKind).items():
+        signs, response = (linked(" ".join(part.split())) for part in text.split("\n\n"))
+        traits = TRAITS[FailureKind[name]]
+        counted = COUNTED[traits.budget]
+        counted += ", once the job is given up" if traits.restarts_in_place else ""
+        counted += ", while there is no new checkpoint" if traits.free else ""
+        lines.append(f"| `{FailureKind[name]}` | {signs.rstrip('.')} | {response.rstrip('.')} | {counted} |")
+    return FAILURES_HEAD + "\n".join(lines) + "\n"
 
 
 CLI_HEAD = """# Command line
 
-The help of every command, as `orch VERB -h` prints it. `python docs/reference.py` writes this page from the code.
+Every command. `orch VERB -h` prints the same text. `python docs/reference.py` writes this page from the code.
 
 | I want to | command |
 |---|---|
 | start a run and watch it | `orch submit CONFIG --follow` |
-| see what runs and what needs me | `orch` |
-| get a message when a run stops | `notify: {webhook, mail, command}` ([notifications.md](notifications.md)) |
-| know what happened to a run, and why | `orch show RUN`, `orch events RUN`, `orch logs RUN --rank first-error` |
+| see my runs, and what needs me | `orch` |
+| know what happened, and why | `orch show RUN`, `orch events RUN`, `orch logs RUN --rank first-error` |
 | look into a live job | `orch top RUN`, `orch attach RUN --stack` |
 | save, stop, continue | `orch save RUN`, `orch cancel RUN`, `orch resume RUN` |
 | continue with other settings | `orch resume RUN optimizer.lr=1e-4` |
@@ -144,23 +177,21 @@ The help of every command, as `orch VERB -h` prints it. `python docs/reference.p
 | try a failure | `orch demo`, `orch drill --demo KIND` |
 
 ## What holds for every verb
-RUN is a name (`tiny-gpt-3`), a unique prefix of one, or `@last`; `cancel`, `resume` and `rm` need the whole name.
-CONFIG is a preset (`tiny-gpt`) or a YAML file. SECONDS may have a unit: `90s`, `10m`, `2h`, `1d`.
+RUN is a name (`tiny-gpt-3`), a unique prefix, or `@last`; `cancel`, `resume` and `rm` need the whole name. CONFIG is a
+preset (`tiny-gpt`) or a YAML file. SECONDS may have a unit: `90s`, `10m`, `2h`, `1d`.
 
-Answers go to stdout, everything else to stderr. On a terminal, tables drop columns to fit its width. In a pipe, lists
-are complete, tab-separated and unformatted.
+Answers go to stdout, everything else to stderr. In a pipe, lists are complete, tab-separated and unformatted.
 
 These options stand before or after the verb:
 
 {options}
 
 ### JSON
-An answer is `{"schema": "orch.status/1", "time": ..., "data": ..., "warnings": [{"code", "message"}]}`; each verb's
-section below has its data. An error is `{"schema": "orch.error/1", "error": {"code", "message", "where", "hint"}}`,
-also on stdout. Times are UTC, durations are seconds, sizes are bytes. NaN and infinities are the words `nan`, `inf`,
-`-inf`. A schema may get new keys; existing keys never change under the same schema name. Verbs with a verdict (`wait`,
-`submit --wait`, `ckpt verify`, `ckpt restore-test --wait`, `doctor`, `demo`, `drill`) print data and return the verdict
-as the exit code.
+With `--json` stdout has one object. An answer is
+`{"schema": "orch.status/1", "time": ..., "data": ..., "warnings": [{"code", "message"}]}`, an error
+`{"schema": "orch.error/1", "error": {"code", "message", "where", "hint"}}`. Times are UTC, durations seconds, sizes
+bytes. NaN and infinities are the words `nan`, `inf`, `-inf`. Keys of a schema may be added, but do not change. Verbs
+with a verdict (`wait`, `ckpt verify`, `doctor`, `demo`, ...) print data and return the verdict as the exit code.
 
 ### Exit codes
 | exit code | meaning |
@@ -171,7 +202,7 @@ as the exit code.
 | 3 | no such run, checkpoint or file; or a prefix matches several runs |
 | 4 | something outside must be fixed first: no Slurm, a folder that is not writable, a full disk |
 | 5 | Slurm did not answer; orch assumed nothing |
-| 6 | the registry is locked, damaged, or of a newer version; for commands that only read, of an older one |
+| 6 | the registry is locked, damaged or of another version |
 | 7 | a checkpoint is not valid |
 | 8 | the run failed or is held |
 | 10 | the run was cancelled |
@@ -183,11 +214,9 @@ Ranks and agents exit with 0 finished, 74 storage failed, 75 retry, 76 stopped a
 never retry. A script of yours may use the same codes.
 
 ### Moved folders and PYTHONPATH
-If a run's folder was moved, verbs that need it end with 4. Move it back, put a link there, or register the new place
-(`orch db rebuild`).
-
-A module in `PYTHONPATH` that is named `orchestrator`, or as one of Python's own, ends `orch` with an error from Python:
-`unset PYTHONPATH`, or rename the file. Jobs do not get this shell's `PYTHONPATH`.
+If a run's folder was moved, its verbs exit with 4: move it back, put a link there, or register the new place
+(`orch db rebuild`). If a module in `PYTHONPATH` hides orch's or Python's own, `unset PYTHONPATH` or rename the file.
+Jobs do not get this shell's `PYTHONPATH`.
 """
 VERBS_BY_SECTION = {
     "Every day": "submit status show compare wait events logs top attach save cancel resume tag rm drill demo doctor",
@@ -211,9 +240,14 @@ def paragraphs(text: str) -> str:
     return "\n\n".join(shown)
 
 
+def linked(text: str) -> str:
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
+
+
 def wrapped(text: str, indent: str = "") -> str:
-    linked = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", " ".join(text.split()))
-    return textwrap.fill(linked, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        linked(" ".join(text.split())), 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def option_list(options: "Iterable[click.Parameter]", context: "click.Context") -> str:
@@ -286,7 +320,11 @@ def cli_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {ROOT / "docs" / "configuration.md": configuration_page, ROOT / "docs" / "cli.md": cli_page}
+PAGES = {
+    ROOT / "docs" / "cli.md": cli_page,
+    ROOT / "docs" / "configuration.md": configuration_page,
+    ROOT / "docs" / "failure-kinds.md": failures_page,
+}
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))

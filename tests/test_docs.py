@@ -151,7 +151,7 @@ def load_reference() -> ModuleType:
     return reference
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "cli.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "cli.md", "failure-kinds.md"])
 def test_generated_pages_are_current(name: str) -> None:
     assert load_reference().PAGES[DOCS / name]() == (DOCS / name).read_text(), "run: python docs/reference.py"
 
@@ -204,7 +204,7 @@ def test_a_dead_key_is_found() -> None:
 
 
 def test_every_failure_kind_is_documented() -> None:
-    text = (DOCS / "failures.md").read_text()
+    text = (DOCS / "failure-kinds.md").read_text()
     missing = [kind for kind in FailureKind if f"`{kind}`" not in text]
     assert not missing
 

@@ -28,30 +28,116 @@ class ExitCode(IntEnum):
 
 
 class FailureKind(StrEnum):
-    """Cause of the end of an attempt or a generation, kept unchanged up to `recovery.retry_policy.decide`."""
+    """Cause of the end of an attempt or a generation, kept unchanged up to `recovery.retry_policy.decide`.
 
-    RANK_KILLED = "rank_killed"  # a rank died of a signal
-    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed a rank for lack of memory, or an allocation failed
-    USER_ERROR = "user_error"  # a recurring failure of the training code: repeated, or declared by its exit code
-    EXCEPTION = "exception"  # an exception or exit code of the training code that is not known to recur
-    NODE_LOST = "node_lost"  # the node or its Slurm daemon died
-    AGENT_LOST = "agent_lost"  # an agent process died or fell silent; its node is not known to be bad
-    NODE_SUSPECT = "node_suspect"  # preflight or a rank blames its own node
+    The docstring of a kind has its signs, and in a second paragraph the response: a row of docs/failure-kinds.md.
+    """
+
+    RANK_KILLED = "rank_killed"
+    """A signal killed a rank.
+
+    All ranks restart in place. A new job follows once `recovery.restarts_in_place` is used up."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """SIGKILL with an entry in `/dev/kmsg` or in the cgroup's `oom_kill`; `torch.OutOfMemoryError` or `MemoryError`;
+    Slurm's OUT_OF_MEMORY.
+
+    As `rank_killed`. HELD before the first step, twice at one step within a minute of the restart, or after an attempt
+    that saved nothing new: `orch resume RUN cluster.mem=64G`, or a smaller `train.micro_batch_size`."""
+    USER_ERROR = "user_error"
+    """An exception before the run's first step; the same exception twice at one step, within a minute of the restart;
+    exit code 78; a state that cannot be saved (docs/saving.md); a workload that no node can import; repeated failures
+    of a `command:` (docs/torchrun-scripts.md).
+
+    FAILED with the traceback."""
+    EXCEPTION = "exception"
+    """Any other exception or exit code of the training code.
+
+    As `rank_killed`."""
+    NODE_LOST = "node_lost"
+    """Slurm's NODE_FAIL; `scontrol requeue`; a signal, with `DUE TO NODE FAILURE` in the job's log or a node down.
+
+    A new job without that node."""
+    AGENT_LOST = "agent_lost"
+    """An agent disconnected or stood still; a job went silent or left no outcome.
+
+    A spare takes over, else a new job."""
+    NODE_SUSPECT = "node_suspect"
+    """A failed preflight; exit code 77; a rank that survives SIGKILL for a minute; a GPU driver that does not answer
+    for 20 s; a workload that only this node cannot import.
+
+    A spare takes over, else a new job without that node."""
     PREEMPTED = "preempted"
+    """Slurm's PREEMPTED; a signal that stopped the job with time left and no other cause.
+
+    A save if there is time, then a new job."""
     TIME_LIMIT = "time_limit"
-    CANCELLED = "cancelled"  # cancelled from outside orch
-    JOB_LOST = "job_lost"  # Slurm no longer knows the job
-    NODES_MISSING = "nodes_missing"  # orch gave up waiting for all nodes; the next job requests fewer
-    LAUNCH_FAILED = "launch_failed"  # the job ended before its agents agreed to start
-    SUBMIT_REJECTED = "submit_rejected"  # Slurm rejected the job permanently
-    SUBMIT_DEFERRED = "submit_deferred"  # Slurm rejected the job for now
-    SUBMISSION_LOST = "submission_lost"  # Slurm acknowledged the job each time, but never listed it
-    HANG = "hang"  # a rank stopped moving, and its peers wait for it
-    DESYNC = "desync"  # ranks called different collectives: a bug of the program
-    NUMERIC = "numeric"  # NaN, infinity or a loss spike that a rollback did not fix
-    STORAGE = "storage"  # disk full, quota, read-only or I/O error
-    INSTALLATION = "installation"  # nodes have different versions of orch
+    """The deadline, Slurm's signal or TIMEOUT; a signal near the job's present limit. A node's wrong clock costs at most
+    5 % of the limit.
+
+    A save on all ranks before the end, then a new job."""
+    CANCELLED = "cancelled"
+    """Slurm's CANCELLED, not requested by orch, of a job that had started or waited for nodes.
+
+    HELD."""
+    JOB_LOST = "job_lost"
+    """The job is not in the queue, accounting has no end of it, and its heartbeat is silent; or three submissions led to
+    no job, and sbatch printed an id for at most half of them.
+
+    The job is cancelled by its id, and a new one submitted."""
+    NODES_MISSING = "nodes_missing"
+    """A job waited for its nodes longer than `recovery.patience`, and a smaller one could start.
+
+    The job is cancelled; the next one requests fewer nodes at once."""
+    LAUNCH_FAILED = "launch_failed"
+    """The job ended before its agents agreed to start, or a node could not launch it (a failing prolog, a full disk of
+    `slurmd`). Slurm may report CANCELLED.
+
+    A new job. Counts in tries if the batch script ended by itself and no attempt of the run has trained."""
+    SUBMIT_REJECTED = "submit_rejected"
+    """sbatch refused the job for a reason that no outage explains (an unknown partition); secrets are missing or
+    readable by others (docs/security.md).
+
+    HELD with the message and the command to type."""
+    SUBMIT_DEFERRED = "submit_deferred"
+    """sbatch refused the job for a reason that may pass: a limit on your jobs, maintenance, load, an unknown message;
+    account, QOS or size, if Slurm has accepted a job of this run before.
+
+    The job is submitted again later."""
+    SUBMISSION_LOST = "submission_lost"
+    """Three submissions led to no job, and sbatch printed an id for most of them.
+
+    HELD, with the ids."""
+    HANG = "hang"
+    """No rank moved for longer than the run's history explains (docs/watching.md).
+
+    Evidence is kept, and all ranks restart in place. Twice on one node: a spare, else a new job. In two attempts: a new
+    job without that node."""
+    DESYNC = "desync"
+    """Ranks called different collectives.
+
+    HELD with the two calls: a bug of the program."""
+    NUMERIC = "numeric"
+    """NaN, infinity or a loss spike (docs/watching.md).
+
+    The last good state in memory, without that batch. HELD if the same batch, or NaN at the same step, returns, or
+    `detection.spike.roll_backs` is used up."""
+    STORAGE = "storage"
+    """Disk full, quota, read-only, I/O error, `ulimit -f`; exit code 74; a final save that fails, or a time limit while
+    saves fail; no usable checkpoint; more than `checkpoint.max_unsaved_steps` unsaved steps; a run folder that does not
+    answer for a minute or is not writable; missing files of torch or orch in a run that has trained.
+
+    A new job, once there is room (docs/failures.md). HELD if two jobs in a row find every checkpoint damaged."""
+    INSTALLATION = "installation"
+    """Nodes with different versions of orch; a hard limit below 1,024 open files on every node; an environment variable
+    that torch, gloo or NCCL cannot use.
+
+    HELD with the versions, the limit or the variable."""
     UNKNOWN = "unknown"
+    """No known cause; a rank that only saw a peer disconnect; in a run that has trained, name resolution, a
+    connection, HTTP 429, 500 or 502 to 504; `ulimit -u` or pids.max; an exit of a `command:` that may not be its fault.
+
+    All ranks restart in place, then a new job. After an outage, or without room for a thread or process, the job waits
+    first."""
 
 
 MORE_MEMORY = "give the job more (cluster.mem), or use less (train.micro_batch_size, train.activation_checkpointing)"
@@ -304,7 +390,7 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     FailureKind.INSTALLATION: FailureTraits(budget=Budget.PERSON, comes_back=True, seen_inside=True),
     FailureKind.UNKNOWN: FailureTraits(budget=Budget.TRIES, losses=Losses.CLUSTER),
 }  # fmt: skip
-"""Traits of every kind; docs/failures.md describes them, and a test compares the two."""
+"""Traits of every kind; docs/failure-kinds.md has the budgets."""
 
 
 def select_kinds(holds: Callable[[FailureTraits], bool]) -> frozenset[FailureKind]:

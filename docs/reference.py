@@ -28,8 +28,8 @@ orch config show my.yaml          # every value, and where it came from
 orch submit my.yaml train.steps=500 '~cluster.mem' +env.NCCL_DEBUG=INFO    # set, restore the default, add to a map
 ```
 A later place beats an earlier one: the defaults below; presets (`tiny-gpt`, `cluster/slurm-cpu`); the site's file
-(`$ORCH_SITE_CONFIG`, or `/etc/orch/site.yaml`); yours (`$ORCH_USER_CONFIG`, or `~/.config/orch/config.yaml`); files that
-you submit, with your files that they include; the command line. `orch demo` and `orch drill --demo` put presets above
+(`$ORCH_SITE_CONFIG`, or `/etc/orch/site.yaml`); yours (`$ORCH_USER_CONFIG`, or `~/.config/orch/config.yaml`); files
+that you submit, with your files that they include; the command line. `orch demo` and `orch drill --demo` put presets above
 the site's file and yours.
 
 A relative path in a file is relative to that file's folder; on the command line, to the working directory.
@@ -94,7 +94,7 @@ orch compares configuration, code, environment and data with those that the run 
 | resume | a change of the key |
 |---|---|
 | yes | changes no result |
-| accept | changes how training continues. Typing the key accepts it; `--accept KEY` accepts a difference that you did not type |
+| accept | changes how training continues. Typing the key accepts it, `--accept KEY` one that you did not type |
 | no | does not fit the checkpoint: submit a new run |
 
 Differences that are not in the configuration:

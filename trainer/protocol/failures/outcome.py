@@ -71,8 +71,8 @@ class FailureKind(StrEnum):
 
     A save if there is time, then a new job."""
     TIME_LIMIT = "time_limit"
-    """The deadline, Slurm's signal or TIMEOUT; a signal near the job's present limit. A node's wrong clock costs at most
-    5 % of the limit.
+    """The deadline, Slurm's signal or TIMEOUT; a signal near the job's present limit. A node's wrong clock costs at
+    most 5 % of the limit.
 
     A save on all ranks before the end, then a new job."""
     CANCELLED = "cancelled"
@@ -80,8 +80,8 @@ class FailureKind(StrEnum):
 
     HELD."""
     JOB_LOST = "job_lost"
-    """The job is not in the queue, accounting has no end of it, and its heartbeat is silent; or three submissions led to
-    no job, and sbatch printed an id for at most half of them.
+    """The job is not in the queue, accounting has no end of it, and its heartbeat is silent; or three submissions led
+    to no job, and sbatch printed an id for at most half of them.
 
     The job is cancelled by its id, and a new one submitted."""
     NODES_MISSING = "nodes_missing"

@@ -29,8 +29,8 @@ orch submit my.yaml train.steps=500 '~cluster.mem' +env.NCCL_DEBUG=INFO    # set
 ```
 A later place beats an earlier one: the defaults below; presets (`tiny-gpt`, `cluster/slurm-cpu`); the site's file
 (`$ORCH_SITE_CONFIG`, or `/etc/orch/site.yaml`); yours (`$ORCH_USER_CONFIG`, or `~/.config/orch/config.yaml`); files
-that you submit, with your files that they include; the command line. `orch demo` and `orch drill --demo` put presets above
-the site's file and yours.
+that you submit, with your files that they include; the command line. `orch demo` and `orch drill --demo` put presets
+above the site's file and yours.
 
 A relative path in a file is relative to that file's folder; on the command line, to the working directory.
 

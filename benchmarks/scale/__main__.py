@@ -30,7 +30,8 @@ from typing import Any
 from benchmarks.scale.table import MUST, STRETCH, report
 from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import Event, EventKind, EventLog, read_events
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.node_identity import NodeIdentity

@@ -5,7 +5,8 @@ from typing import Any
 
 from orchestrator.config.restore_tests_config import RestoreTestsConfig
 from orchestrator.notifications.channels import NotifyConfig
-from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """PURE: number of micro-batches per step, and whether the schedule supports it."""
 
 from trainer.costs.simulation import formula
-from trainer.protocol.config import TrainConfig
 from trainer.protocol.config_sections.parallel_config import LARGE_ROUNDS, PipelineConfig, Schedule
+from trainer.protocol.config_sections.recipe_config import TrainConfig
 
 SHOWN = 3
 """Maximum number of counts that a message suggests."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from trainer.protocol.config import ModelConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

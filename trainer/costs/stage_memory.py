@@ -18,8 +18,9 @@ from trainer.costs.model_flops import Parameter
 from trainer.costs.peak_bytes import local_shape, pack_buckets, state_bytes
 from trainer.costs.simulation import Kind, PipelineAction, Table
 from trainer.costs.stage_split import StagePart, has, parameters_of_rank, parts_of_rank
-from trainer.protocol.config import JobConfig, ModelConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import mesh_coordinates
+from trainer.protocol.config_sections.recipe_config import ModelConfig
 
 _FLOAT32 = 4
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from trainer.costs.model_flops import Parameter, feed_forward_weights, parameters
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import PipelineConfig, Schedule, mesh_coordinates
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 
 def rank_of_stage(config: PipelineConfig, stage: int) -> int:

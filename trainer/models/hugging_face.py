@@ -6,7 +6,7 @@ Both rotate the halves of a head against each other, so weights need no permutat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.protocol.config import ModelConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig
 
 _OUTSIDE_LAYERS = {
     "embedding.weight": "model.embed_tokens.weight",

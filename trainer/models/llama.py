@@ -17,7 +17,7 @@ from trainer.models.mixture_of_experts import MixtureOfExperts, Router
 from trainer.parallel.apply.context_parallel import SequencePart
 from trainer.parallel.apply.gradient_buckets import own_part
 from trainer.parallel.apply.layer_wrappers import Recompute, choose_recompute
-from trainer.protocol.config import ModelConfig, TrainConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 from trainer.worker.workload import WorkloadError
 
 

@@ -19,8 +19,7 @@ from trainer.parallel.apply.expert_parallel import (
     own_weight,
     permute_rows,
 )
-from trainer.protocol.config import ModelConfig
-from trainer.protocol.config_sections.parallel_config import ExpertsConfig
+from trainer.protocol.config_sections.recipe_config import ExpertsConfig, ModelConfig
 
 
 class Experts(ExpertStacks):

@@ -18,7 +18,8 @@ from trainer.parallel.apply.gradient_buckets import mark_replica
 from trainer.parallel.apply.mesh import Layout
 from trainer.parallel.apply.pipeline_runtime import Pipeline, PipelinedModel
 from trainer.parallel.apply.pipeline_stage import LocalStage
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 
 class NumberedLayers(nn.ModuleList):

@@ -22,7 +22,8 @@ from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import TensorInfo
 from checkpointing.storage.durable import read_json
 from trainer.models import hugging_face
-from trainer.protocol.config import JobConfig, ModelConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig
 from trainer.worker import workload
 from trainer.worker.saved_state.checkpoint_contents import OWN_BUFFERS, buffers_name, model_tensors, shared_tensors
 

@@ -11,7 +11,7 @@ from trainer.costs.micro_batches import MicroBatchError, micro_batch_count, take
 from trainer.costs.stage_split import measured_costs, problems
 from trainer.parallel.context import can_exchange_heads
 from trainer.parallel.expert import has_experts, nearest_ep
-from trainer.protocol.config import VOCABULARY_MULTIPLE, JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import (
     ONE_GROUP,
     CpMethod,
@@ -19,6 +19,7 @@ from trainer.protocol.config_sections.parallel_config import (
     PipelineConfig,
     Strategy,
 )
+from trainer.protocol.config_sections.recipe_config import VOCABULARY_MULTIPLE, ModelConfig, TrainConfig
 
 Fix = dict[str, Any]
 """Config keys and values to set together."""

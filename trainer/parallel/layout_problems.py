@@ -10,8 +10,9 @@ from trainer.costs.stage_split import problems as pipeline_problems
 from trainer.parallel.context import can_exchange_heads
 from trainer.parallel.expert import ep_problems, expert_problems
 from trainer.parallel.layout_fixes import Fix, MayChange, fixes, format_fix, workable_tp
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import ONE_GROUP, CpMethod, ParallelConfig, Strategy
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 
 class Problem(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from trainer.parallel.layout_problems import batch_problems
-from trainer.protocol.config import TrainConfig
+from trainer.protocol.config_sections.recipe_config import TrainConfig
 from trainer.protocol.token_shards import TokenIndex
 
 _ROUNDS = 6

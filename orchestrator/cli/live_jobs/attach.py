@@ -20,7 +20,7 @@ from orchestrator.cli.terminal.argument_types import timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition
-from trainer.protocol.config import ClusterShape
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.rank_readings import RankReading
 from trainer.protocol.requests import RequestKind
 

@@ -9,7 +9,8 @@ from orchestrator.cli.runs.run_reader import newest_heartbeat
 from orchestrator.cli.runs.status import after_end, one_row
 from orchestrator.errors import ConfigError, Precondition, WaitTimeout
 from orchestrator.states import ENDED_RUNS, RunState
-from trainer.protocol.config import ClusterShape, JobConfig, load
+from trainer.protocol.config import JobConfig, load
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import EventKind, read_events
 from trainer.protocol.failures.outcome import AttemptOutcome
 from trainer.protocol.heartbeat import Heartbeat

@@ -19,7 +19,8 @@ from trainer.agent.processes.background_tasks import report_exceptions
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.rank_processes import rank_exit
 from trainer.agent.rank_processes.local_ranks import LocalRanks
-from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import EventLog
 from trainer.protocol.failures.outcome import RankOutcome
 from trainer.protocol.messages import agents

@@ -7,7 +7,8 @@ from trainer.agent.attempt_state.stopping import Bounds, Stopping, bound, classi
 from trainer.agent.fork_server import forked_child
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import PreflightFault, examine, find_blamed_node
-from trainer.protocol.config import ClusterShape, DataConfig, JobConfig
+from trainer.protocol.config import DataConfig, JobConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.messages.agents import ProgressReport
 from trainer.protocol.node_identity import NodeIdentity

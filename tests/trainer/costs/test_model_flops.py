@@ -6,8 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.costs.model_flops import flops_per_token, peak_flops
 from trainer.models.llama import Llama
-from trainer.protocol.config import ModelConfig, TrainConfig
-from trainer.protocol.config_sections.parallel_config import ExpertsConfig
+from trainer.protocol.config_sections.recipe_config import ExpertsConfig, ModelConfig, TrainConfig
 
 
 @pytest.mark.parametrize(("experts", "kv_heads"), [(0, 4), (0, 1), (8, 2)])

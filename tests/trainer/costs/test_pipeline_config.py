@@ -3,8 +3,9 @@
 import pytest
 
 from trainer.costs.stage_split import problems, rank_of_stage, split_model, stages_of_rank
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
+from trainer.protocol.config import JobConfig, WorkloadConfig
 from trainer.protocol.config_sections.parallel_config import ParallelConfig, PipelineConfig, Schedule
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 
 from trainer.costs.model_flops import flops_per_token
 from trainer.costs.stage_split import LayerCosts, modelled_costs, split
-from trainer.protocol.config import ModelConfig, RecomputeConfig, TrainConfig
-from trainer.protocol.config_sections.parallel_config import ExpertsConfig
+from trainer.protocol.config_sections.recipe_config import ExpertsConfig, ModelConfig, RecomputeConfig, TrainConfig
 
 
 def layers_of(costs: LayerCosts, stages: int) -> list[int]:

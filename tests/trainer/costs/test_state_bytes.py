@@ -4,8 +4,8 @@ import pytest
 
 from trainer.costs.model_flops import Parameter, parameters
 from trainer.costs.peak_bytes import local_shape, state_bytes
-from trainer.protocol.config import ModelConfig
-from trainer.protocol.config_sections.parallel_config import ExpertsConfig, FsdpConfig, ParallelConfig, ParameterSizes
+from trainer.protocol.config_sections.parallel_config import FsdpConfig, ParallelConfig, ParameterSizes
+from trainer.protocol.config_sections.recipe_config import ExpertsConfig, ModelConfig
 
 SEVEN_BILLION = ModelConfig(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
 

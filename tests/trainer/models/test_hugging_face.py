@@ -26,7 +26,8 @@ from trainer.models import hugging_face, weights_import
 from trainer.models.built_in import LlamaWorkload
 from trainer.models.checkpoint_export import ExportRequest, export
 from trainer.models.llama import Llama
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig, WorkloadConfig
+from trainer.protocol.config import JobConfig, WorkloadConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 from trainer.worker.saved_state.checkpoint_contents import model_tensors
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -6,16 +6,16 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from trainer.protocol.config import ClusterShape, JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import (
     CpMethod,
-    ExpertsConfig,
     FsdpConfig,
     ParallelConfig,
     PipelineConfig,
     Schedule,
     Strategy,
 )
+from trainer.protocol.config_sections.recipe_config import ClusterShape, ExpertsConfig, ModelConfig, TrainConfig
 
 MOST_RANKS = 64
 USUAL: dict[str, tuple[Any, ...]] = {

@@ -9,8 +9,9 @@ import pytest
 
 from tests.trainer.parallel.grid import drawn, job, staged, typed, ways
 from trainer.parallel.layout_problems import refusal
-from trainer.protocol.config import ClusterShape, JobConfig, ModelConfig, TrainConfig, WorkloadConfig
-from trainer.protocol.config_sections.parallel_config import ExpertsConfig, ParallelConfig, PipelineConfig
+from trainer.protocol.config import JobConfig, WorkloadConfig
+from trainer.protocol.config_sections.parallel_config import ParallelConfig, PipelineConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape, ExpertsConfig, ModelConfig, TrainConfig
 
 CONFIGS = 10_000
 

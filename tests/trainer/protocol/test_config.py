@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from trainer.protocol import config as configs
-from trainer.protocol.config import ClusterShape, JobConfig, ModelConfig, OptimizerConfig, TrainConfig
+from trainer.protocol.config import JobConfig, OptimizerConfig
 from trainer.protocol.config_sections.fault_detection_config import DrillEvent
 from trainer.protocol.config_sections.parallel_config import (
     FsdpConfig,
@@ -17,6 +17,7 @@ from trainer.protocol.config_sections.parallel_config import (
     mesh_coordinates,
     place_words,
 )
+from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
 from trainer.protocol.run_dir import RunDir
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.worker.my_workload import Epochs, Points
 from trainer.protocol import token_shards
-from trainer.protocol.config import TrainConfig
+from trainer.protocol.config_sections.recipe_config import TrainConfig
 from trainer.worker.data import Permutation, Positions, TokenData, TokenStream
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trainer.protocol.config import TrainConfig
+from trainer.protocol.config_sections.recipe_config import TrainConfig
 
 
 def copy_views(unit: nn.Module) -> None:

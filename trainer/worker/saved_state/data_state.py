@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.parallel.apply.mesh import Layout
-from trainer.protocol.config import ClusterShape
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.worker.data import CountedData, Data, unwrap_data
 from trainer.worker.saved_state.object_state import ObjectState
 from trainer.worker.workload import WorkloadError

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from tests.checkpointing.engine.built_checkpoint import build
     from trainer.models.hugging_face import names
     from trainer.models.llama import Llama
-    from trainer.protocol.config import ModelConfig, TrainConfig
+    from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
     from trainer.worker.saved_state.checkpoint_contents import model_tensors
 
 SIZES = {"vocab_size": 257, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 48}

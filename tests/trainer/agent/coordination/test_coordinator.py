@@ -17,7 +17,8 @@ from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.ladder.in_job_policy import record_skip
 from trainer.agent.main import NonBlockingEventLog
 from trainer.protocol import skipped_batches
-from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import Event, EventKind, EventLog, read_events
 from trainer.protocol.failures.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.protocol.heartbeat import Heartbeat

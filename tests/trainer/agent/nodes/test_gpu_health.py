@@ -4,7 +4,8 @@ import pytest
 
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import complaints, lost_links
-from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 
 HEALTHY = """
     <gpu id="00000000:{bus}:00.0">

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.agent.nodes import preflight
-from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.messages.agents import PreflightFault
 

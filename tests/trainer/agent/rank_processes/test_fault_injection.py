@@ -4,8 +4,8 @@ import pytest
 
 from trainer.agent.rank_processes import fault_injection
 from trainer.agent.rank_processes.local_ranks import LocalRanks
-from trainer.protocol.config import ClusterShape
 from trainer.protocol.config_sections.fault_detection_config import KINDS
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.messages.agents import InjectFault
 from trainer.protocol.requests import REFUSED, Request, RequestKind
 

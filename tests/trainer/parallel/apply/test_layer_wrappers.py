@@ -9,7 +9,8 @@ from torch import nn
 
 from trainer.parallel.apply import layer_wrappers
 from trainer.parallel.apply.layer_wrappers import choose_recompute, compile_forward, copy_views, is_compiled
-from trainer.protocol.config import TrainConfig, build
+from trainer.protocol.config import build
+from trainer.protocol.config_sections.recipe_config import TrainConfig
 
 
 class Flat(nn.Module):

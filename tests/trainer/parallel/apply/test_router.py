@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.models.mixture_of_experts import Router
 from trainer.parallel.apply.expert_parallel import ExpertBalance, inverse, permute_rows
-from trainer.protocol.config_sections.parallel_config import ExpertsConfig
+from trainer.protocol.config_sections.recipe_config import ExpertsConfig
 
 DIM, TOKENS = 16, 512
 

@@ -10,8 +10,8 @@ import torch
 from trainer.models.llama import Llama
 from trainer.parallel.apply import context_parallel as of_sequences
 from trainer.parallel.apply.context_parallel import UlyssesAttention, context_parallel, sequence_part, waiting
-from trainer.protocol.config import ModelConfig, TrainConfig
 from trainer.protocol.config_sections.parallel_config import CpMethod, ParallelConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 from trainer.worker.workload import WorkloadError
 
 

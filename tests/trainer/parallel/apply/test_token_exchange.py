@@ -9,7 +9,7 @@ import torch
 from trainer.models.mixture_of_experts import Experts
 from trainer.parallel.apply import expert_parallel
 from trainer.parallel.apply.expert_parallel import TokenExchange, _expert_order
-from trainer.protocol.config_sections.parallel_config import ExpertsConfig
+from trainer.protocol.config_sections.recipe_config import ExpertsConfig
 
 
 class OneRank:

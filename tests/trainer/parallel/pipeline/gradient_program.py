@@ -30,8 +30,9 @@ from trainer.models.pipelined_llama import LlamaStage, StagesOfRank, stage, stag
 from trainer.parallel.apply.mesh import Layout
 from trainer.parallel.apply.pipeline_runtime import Pipeline
 from trainer.parallel.apply.pipeline_stage import Call, StageActivity
-from trainer.protocol.config import JobConfig, ModelConfig, RecomputeConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import FsdpConfig, MeshSizes, ParallelConfig, PipelineConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, RecomputeConfig, TrainConfig
 
 CPU = torch.device("cpu")
 SEQUENCES = 2

@@ -7,8 +7,9 @@ from trainer.costs.stage_split import split_model
 from trainer.models.llama import Llama
 from trainer.models.pipelined_llama import LlamaStage, StagesOfRank
 from trainer.parallel.apply.fsdp_units import chosen_units
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 CPU = torch.device("cpu")
 JOB = JobConfig(

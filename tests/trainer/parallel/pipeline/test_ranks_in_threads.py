@@ -18,8 +18,9 @@ from trainer.models.pipelined_llama import LlamaStage, PipelinedLlama, stage
 from trainer.parallel.apply.expert_parallel import build_expert_balance
 from trainer.parallel.apply.pipeline_runtime import Pipeline, find_pipeline
 from trainer.parallel.apply.pipeline_stage import Activity, Call, StageActivity, with_communication
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 CPU = torch.device("cpu")
 RANKS, MICRO_BATCHES, SEQUENCES = 2, 4, 2

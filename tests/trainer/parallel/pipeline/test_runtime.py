@@ -11,8 +11,9 @@ from trainer.models.llama import Llama
 from trainer.models.pipelined_llama import LlamaStage, stage
 from trainer.parallel.apply.pipeline_runtime import Pipeline
 from trainer.parallel.apply.pipeline_stage import Activity, Call, LocalStage, StageActivity
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 CPU = torch.device("cpu")
 JOB = JobConfig(

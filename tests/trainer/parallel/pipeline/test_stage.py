@@ -13,8 +13,9 @@ from trainer.costs.stage_split import split_model
 from trainer.models.pipelined_llama import LlamaStage, stage_module
 from trainer.parallel.apply import mesh
 from trainer.parallel.apply.pipeline_stage import LocalStage
-from trainer.protocol.config import JobConfig, ModelConfig, TrainConfig
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 CPU = torch.device("cpu")
 STAGES, SEQUENCES, LENGTH, MICRO_BATCHES = 3, 2, 4, 6

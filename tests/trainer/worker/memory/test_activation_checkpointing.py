@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.models.llama import Llama
-from trainer.protocol.config import ModelConfig, RecomputeConfig, TrainConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig, RecomputeConfig, TrainConfig
 
 LAYERS = 4
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from trainer.protocol.config import JobConfig, TrainConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import TrainConfig
 from trainer.worker.reporting.metrics import StepFigures, section_seconds
 from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.traffic import TrafficMeter

@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.worker.conftest import Run
 from trainer.costs.model_flops import parameters
-from trainer.protocol.config import ModelConfig
+from trainer.protocol.config_sections.recipe_config import ModelConfig
 from trainer.worker.reporting.traffic import TrafficMeter
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.trainer.worker.hooked_workload import Reshardable, Shuffled
 from tests.trainer.worker.my_workload import Points
-from trainer.protocol.config import ClusterShape
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.worker.data import with_position
 from trainer.worker.saved_state.data_state import FACTS, DataState, NotReshardable, plain_position, require_resharding
 from trainer.worker.workload import WorkloadError

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainer.protocol.config import ClusterShape, JobConfig
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.worker import workload
 from trainer.worker.startup import rendezvous as devices
 from trainer.worker.workload import BaseWorkload

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from trainer.protocol.config import TrainConfig
+from trainer.protocol.config_sections.recipe_config import TrainConfig
 from trainer.worker.data import TokenData
 from trainer.worker.train_loop.validation import held_out_validation
 from trainer.worker.workload import Mean, WorkloadError

@@ -1,0 +1,207 @@
+"""Configuration of cluster, model and training: the sizes that a layout divides among ranks."""
+
+from dataclasses import dataclass, field
+
+from trainer.protocol.config_sections.scheduler_kinds import choice_words, choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterShape:
+    """Location and size of the run: the part of `cluster` that the job itself needs."""
+
+    kind: str = "auto"
+    """`slurm`, `local` (simulated nodes on this machine), or `auto`: slurm if sbatch is found, else local."""
+
+    root: str = "~/orch-runs"
+    """Folder of all runs; on a cluster it must be on the shared file system."""
+
+    nodes: int = 1
+    """Number of nodes; on `local`, number of simulated nodes."""
+
+    spare_nodes: int = 0
+    """Extra nodes in the job, idle until another node dies; they then take over its ranks in the same job."""
+
+    min_nodes: int = 0
+    """Fewest nodes to train on, with the same batch, while nodes are missing for longer than `recovery.patience`; 0:
+    always `nodes`."""
+
+    ranks_per_node: int = 1
+    """Ranks per node; on GPU nodes one per GPU."""
+
+    gpus_per_node: int = 0
+    """GPUs per node; 0 trains on CPUs with gloo."""
+
+    cpus_per_task: int = 1
+    """CPU cores per node, shared by its ranks (Slurm runs one task per node)."""
+
+    mem: str = ""
+    """Memory per node in Slurm's notation (`64G`); `0`: all of it; empty: the partition's default."""
+
+    time: str = "1:00:00"
+    """Time limit of one attempt in Slurm's notation (`2-00:00:00`; a bare number is minutes, at most 1440); a longer
+    run continues in a new attempt."""
+
+    interface: str = ""
+    """Network interface for rendezvous and collectives (`ib0`); empty: the interface that the host name resolves to."""
+
+    signal_lead: int = 120
+    """Seconds before the time limit at which the job starts to save and stop (also sbatch's `--signal`)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in choices():
+            raise ValueError(f"cluster.kind={self.kind}: must be {choice_words()}")
+        for name in ("nodes", "ranks_per_node", "cpus_per_task"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"cluster.{name}={getattr(self, name)}: must be at least 1")
+        if self.spare_nodes < 0:
+            raise ValueError(f"cluster.spare_nodes={self.spare_nodes}: must be 0 or more")
+        if self.gpus_per_node not in (0, self.ranks_per_node):
+            raise ValueError(
+                f"cluster.gpus_per_node={self.gpus_per_node}: must be 0 or equal cluster.ranks_per_node"
+                f"={self.ranks_per_node}, one GPU for each rank: type cluster.gpus_per_node={self.ranks_per_node}"
+                + (f", or cluster.ranks_per_node={self.gpus_per_node}" if self.gpus_per_node > 0 else "")
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def all_nodes(self) -> int:
+        """Return the number of nodes requested from the scheduler: training nodes and spares."""
+        return self.nodes + self.spare_nodes
+
+
+VOCABULARY_MULTIPLE = 64
+"""The number of embedding rows is a multiple of this in every layout, so that ranks can share them evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Mixture of experts: instead of one feed-forward, every layer has `count` smaller ones, chosen per token."""
+
+    count: int = 0
+    """Experts of each layer; 0: every layer has one feed-forward for all tokens (`model.ffn_dim`)."""
+    per_token: int = 2
+    """Experts that compute each token; their outputs are added with weights that sum to 1."""
+    ffn_dim: int = 128
+    """Inner width of each expert (SwiGLU)."""
+    balance_rate: float = 1e-3
+    """Change of an expert's bias after each step in which it had more, or fewer, tokens than the mean; the bias
+    affects only the choice of experts, not their weights. 0: no change."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 0), ("per_token", 1), ("ffn_dim", 1)):
+            if (size := getattr(self, name)) < least:
+                raise ValueError(f"model.experts.{name}={size}: must be at least {least}")
+        if 0 < self.count < self.per_token:
+            raise ValueError(
+                f"model.experts.per_token={self.per_token}: must be at most model.experts.count={self.count}: "
+                f"type model.experts.per_token={self.count}"
+            )
+        if not 0 <= self.balance_rate < float("inf"):
+            raise ValueError(f"model.experts.balance_rate={self.balance_rate}: must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The built-in Llama-style decoder."""
+
+    vocab_size: int = 257
+    """Number of tokens; byte-level data has 256 bytes and a document separator."""
+    dim: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of decoder layers."""
+    heads: int = 4
+    """Query heads; must divide `dim`."""
+    kv_heads: int = 2
+    """Key and value heads (grouped-query attention); must divide `heads`."""
+    ffn_dim: int = 384
+    """Inner width of the SwiGLU feed-forward."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding's frequencies."""
+    norm_eps: float = 1e-5
+    """Epsilon of RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the token embedding as the output matrix as well."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"model.{name}={getattr(self, name)}: must be above 0")
+
+    @property
+    def embedding_rows(self) -> int:
+        """Return the vocabulary size including padding rows, which are trained too."""
+        return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+KEEP = ("nothing", "products")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Settings of activation recomputation (`train.activation_checkpointing`); results do not depend on them."""
+
+    every: int = 1
+    """Recompute every n-th layer; the others keep their activations."""
+    keep: str = "nothing"
+    """Activations kept in a recomputed layer: `nothing`, or the results of its matrix `products` and of attention,
+    which take most of the time."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"train.recompute.every={self.every}: must be at least 1")
+        if self.keep not in KEEP:
+            raise ValueError(f"train.recompute.keep={self.keep}: must be {KEEP[0]} or {KEEP[1]}")
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length, batch size and precision of training."""
+
+    steps: int = 200
+    """Optimizer steps of the whole run."""
+    seed: int = 1
+    """Seed of weights, data order and every rank's generators."""
+    batch_size: int = 16
+    """Sequences per optimizer step over all ranks."""
+    micro_batch_size: int = 0
+    """Sequences per forward pass and data-parallel rank; smaller values accumulate gradients.
+
+    0: the whole share at once.
+    """
+    seq_len: int = 128
+    """Tokens per sequence."""
+    dtype: str = "bfloat16"
+    """Precision of forward and backward: `bfloat16`, `float16` (with dynamic loss scaling) or `float32`; gradients are
+    reduced in float32."""
+    activation_checkpointing: bool = False
+    """Recompute layers in the backward pass instead of keeping their activations (built-in model)."""
+    compile: bool = False
+    """Compile each layer with torch.compile (built-in model); needs a C++ compiler on the nodes, see `orch doctor`."""
+    peak_tflops: float = 0.0
+    """Peak TFLOP/s of one device, the denominator of MFU; 0: look it up in a table of GPUs."""
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    loss_chunks: int = 1
+    """Chunks of each sequence whose logits are computed one after the other (built-in model): less memory, computed
+    twice."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len", "loss_chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
+        if not 0 <= self.peak_tflops < float("inf"):
+            raise ValueError(f"train.peak_tflops={self.peak_tflops}: must be 0 or more")
+        if self.micro_batch_size < 0:
+            raise ValueError(f"train.micro_batch_size={self.micro_batch_size}: must be 0 or more")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"train.dtype={self.dtype}: must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.recovery.node_failure_rate import DAY, HALF_LIFE, NodeHistory, is_worse
+from orchestrator.recovery.failure_rate import DAY, HALF_LIFE, NodeHistory, is_worse
 
 NODE_DAYS = 64.0
 NO_FAULTS = ("Change", "Test")

@@ -12,8 +12,7 @@ from checkpointing.storage.storage_errors import write_probe
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.errors import ConfigError
 from orchestrator.observed_since import ObservedSince
-from orchestrator.recovery.classify_failure import LOST_AFTER
-from orchestrator.recovery.evidence import Evidence, LogTail
+from orchestrator.recovery.classify_failure import LOST_AFTER, Evidence
 from orchestrator.registry.records import Attempt
 from orchestrator.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.run_dirs.controlled_run import ControlledRun
@@ -132,7 +131,7 @@ def collect_evidence(
         outcome=outcome,
         saved_step=attempt.saved_step,
         cancel_asked=view.cancel is not None,
-        tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and is_unexplained(outcome) else (),
+        tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and is_unexplained(outcome) else {},
         near_limit=near_limit(job, outcome, view.config.cluster.signal_lead, traits(view.run.cluster).signal_early),
         odd=seen.odd,
     )
@@ -248,11 +247,11 @@ def _has_events(place: AttemptDir) -> bool:
     return place.events.is_dir() and any(place.events.glob("*.jsonl"))
 
 
-def read_tails(place: AttemptDir) -> tuple[LogTail, ...]:
+def read_tails(place: AttemptDir) -> dict[str, str]:
     """Return the ends of the agents' logs and of Slurm's output files."""
     paths = sorted(place.logs.glob("agent-*.log"))
     paths += sorted(path for kind in ("*.out", "*.err") for path in place.submission.glob(kind))
-    return tuple(LogTail(source=path.name, text=text) for path in paths if (text := _tail(path)))
+    return {path.name: text for path in paths if (text := _tail(path))}
 
 
 def _tail(path: Path) -> str:

@@ -1,14 +1,19 @@
 """End and cause of an attempt, judged from evidence only. Pure."""
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
-from orchestrator.recovery.evidence import Evidence, Role, before_cancel, earliest, scan
-from orchestrator.scheduler.interface import JobStatus
+from orchestrator.scheduler.interface import ENDED_STATES, LEAVING_STATES, JobStatus
+from orchestrator.states import AttemptState
+from trainer.protocol.cut_text import cut
+from trainer.protocol.failures.failure_patterns import Meaning, log_line_meaning
 from trainer.protocol.failures.outcome import (
     MORE_MEMORY,
     AgentEnd,
+    AgentReport,
     AttemptOutcome,
     AttemptResult,
     ExitCode,
@@ -30,84 +35,166 @@ GONE_AFTER = 5.0
 LEAVING_LIMIT = 600.0
 """Seconds in COMPLETING after which the attempt is fenced and the next one starts without waiting for it."""
 
-
-class AttemptEnd(StrEnum):
-    """Kinds of ends of an attempt."""
-
-    OPEN = "open"  # alive, or nothing certain is known
-    FINISHED = "finished"
-    FAILED = "failed"  # ended before its work was done, for any reason
-    LOST = "lost"  # Slurm no longer knows the job
+Verdict = tuple[AttemptState, str, Failure | None]
+"""State of an attempt (RUNNING while nothing certain is known), the reason, and the failure unless it finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptVerdict:
-    """End of an attempt with its reason; `failure` is set for FAILED and LOST."""
+class Evidence:
+    """State of an attempt at one moment; durations are seconds by the controller's monotonic clock."""
 
-    end: AttemptEnd
-    reason: str
-    failure: Failure | None = None
+    attempt: int
+    answered: bool  # the scheduler answered; without an answer there is no verdict
+    job: JobStatus | None  # adopted job as the scheduler knows it; None if the answered look-ups do not include it
+    unrecorded: bool = False  # the job has left the queue while accounting, which knows its end, does not answer
+    absent_for: float = 0.0  # of answered look-ups without the job
+    ended_for: float = 0.0  # since the job was first seen ended, or gone with an outcome left behind
+    leaving_for: float = 0.0  # since the job was first seen leaving (COMPLETING)
+    started: bool = False  # agents have left a heartbeat or an event
+    silent_for: float = 0.0  # for which the heartbeat was seen unchanged or missing
+    gone: tuple[str, ...] = ()  # nodes that the scheduler has removed from a running job with spare nodes
+    leader_gone: str = ""  # leading node, if the scheduler has removed it from the job and the others keep running
+    outcome: AttemptOutcome | None = None
+    cancel_asked: bool = False
+    saved_step: int | None = None  # newest step that this attempt saved, according to its own events
+    tails: Mapping[str, str] = field(default_factory=dict)  # ends of the agents' logs by file name, if needed
+    near_limit: bool = False  # it stopped when Slurm's signal was due, by the job's final time limit
+    leader: str = ""  # node of the attempt's coordinator; empty if unknown
+    reports: tuple[AgentReport, ...] = ()  # of agents that ended without the coordinator; read only without an outcome
+    still_for: float = 0.0  # for which the silent job was watched without growth of any file; 0 unless it must run
+    overstayed: float = 0.0  # for which the job was watched to keep running after its attempt left its outcome
+    saves_failing: str = ""  # since when and why saves fail, from the newest heartbeat; empty while they succeed
+    disk: str = ""  # why the run's folder is not writable; probed only if the job is silent
+    lost_interpreter: str = ""  # interpreter in the job's script, if it is gone; checked only if no agent has started
+    # Reasons of orch's own requests to end the job; empty without such a request:
+    silenced: str = ""  # its heartbeat was silent
+    requeued: str = ""  # Slurm had restarted it
+    gave_up: str = ""  # it had waited for nodes for too long, and a smaller job follows
+    odd: str = ""  # paths of the run directory with a foreign or damaged entry, and the remedy
+
+    @property
+    def job_ended(self) -> bool:
+        return self.job is not None and self.job.state in ENDED_STATES
+
+    @property
+    def job_leaving(self) -> bool:
+        return self.job is not None and self.job.state in LEAVING_STATES
 
 
-def judge(evidence: Evidence) -> AttemptVerdict:
+class Role(StrEnum):
+    """Contribution of a log message to the cause."""
+
+    ROOT = "root"  # a cause in its own right
+    CASCADE = "cascade"  # the visible effect of another process's end: names no cause and never replaces a root
+    TEARDOWN = "teardown"  # printed during shutdown: ignored
+
+
+STANDS_FOR: dict[Meaning, tuple[FailureKind, Role]] = {
+    Meaning.NO_SECRETS: (FailureKind.SUBMIT_REJECTED, Role.ROOT),
+    Meaning.TIME_LIMIT: (FailureKind.TIME_LIMIT, Role.ROOT),
+    Meaning.PREEMPTED: (FailureKind.PREEMPTED, Role.ROOT),
+    Meaning.NODE_LOST: (FailureKind.NODE_LOST, Role.ROOT),
+    Meaning.STORAGE: (FailureKind.STORAGE, Role.ROOT),
+    Meaning.NOT_LAUNCHED: (FailureKind.LAUNCH_FAILED, Role.ROOT),
+    Meaning.MEMORY: (FailureKind.OUT_OF_MEMORY, Role.ROOT),
+    Meaning.TASK_KILLED: (FailureKind.AGENT_LOST, Role.ROOT),
+    Meaning.PEER_GONE: (FailureKind.AGENT_LOST, Role.CASCADE),
+    Meaning.NO_RENDEZVOUS: (FailureKind.LAUNCH_FAILED, Role.CASCADE),
+    Meaning.REQUEUED: (FailureKind.NODE_LOST, Role.CASCADE),
+    Meaning.CANCELLED: (FailureKind.CANCELLED, Role.TEARDOWN),
+    Meaning.TEARDOWN: (FailureKind.UNKNOWN, Role.TEARDOWN),
+}
+"""Failure kind and role of every meaning of a job's log line."""
+
+
+class Match(NamedTuple):
+    """Log line that matches the table of failure patterns."""
+
+    kind: FailureKind
+    role: Role
+    line: str
+    source: str
+
+
+def scan(tails: Mapping[str, str]) -> list[Match]:
+    """Return every known line, in the order of the logs."""
+    lines = ((source, line) for source, text in tails.items() for line in text.splitlines())
+    known = ((source, line, log_line_meaning(line)) for source, line in lines)
+    return [Match(*STANDS_FOR[meaning], cut(line.strip(), 300), source) for source, line, meaning in known if meaning]
+
+
+def before_cancel(matches: list[Match]) -> list[Match]:
+    """Return the matches that precede Slurm's cancel message in each log."""
+    cancelled: set[str] = set()
+    found = []
+    for match in matches:
+        if match.kind is FailureKind.CANCELLED:
+            cancelled.add(match.source)
+        elif match.source not in cancelled:
+            found.append(match)
+    return found
+
+
+def earliest(matches: list[Match]) -> Match | None:
+    """Return the first root cause, else the first cascade."""
+    found = [match for role in (Role.ROOT, Role.CASCADE) for match in matches if match.role is role]
+    return found[0] if found else None
+
+
+def judge(evidence: Evidence) -> Verdict:
     """Return the verdict on an attempt. Missing reports do not end an attempt."""
     # Without an answer from the scheduler the state is unknown, whatever the files show.
     if not evidence.answered:
-        return AttemptVerdict(end=AttemptEnd.OPEN, reason="the scheduler does not answer: nothing is assumed")
-    if evidence.job is None:
+        return _open("the scheduler does not answer: nothing is assumed")
+    job = evidence.job
+    if job is None:
         return _judge_absent(evidence)
     # A job in COMPLETING still has processes; a stuck one is fenced instead of waited for.
     if evidence.job_leaving:
-        if evidence.leaving_for < LEAVING_LIMIT:
-            return AttemptVerdict(end=AttemptEnd.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
-        return _judge_ended(evidence)
+        stuck = evidence.leaving_for >= LEAVING_LIMIT
+        return _judge_ended(evidence) if stuck else _open(f"job {job.job_id} is {job.state}")
     # Slurm reports that the leading node has left the job, and the heartbeat is silent.
     if evidence.leader_gone and evidence.silent_for >= LOST_AFTER:
-        return _without_leader(evidence, evidence.job)
+        return _judge_ended(evidence) if evidence.outcome is not None else _without_leader(evidence.leader_gone, job)
     if not evidence.job_ended:
-        return AttemptVerdict(end=AttemptEnd.OPEN, reason=f"job {evidence.job.job_id} is {evidence.job.state}")
+        return _open(f"job {job.job_id} is {job.state}")
     # The program ended on its own, so its outcome may become visible a little later.
-    by_itself = evidence.job.state in _BY_ITSELF
+    by_itself = job.state in _BY_ITSELF
     if evidence.outcome is None and evidence.started and by_itself and evidence.ended_for < OUTCOME_GRACE:
-        return AttemptVerdict(
-            end=AttemptEnd.OPEN, reason=f"job {evidence.job.job_id} has ended: waiting for its outcome file"
-        )
+        return _open(f"job {job.job_id} has ended: waiting for its outcome file")
     # Accounting may show a little later who cancelled it: a person, or a node that could not launch it.
-    unrecorded = evidence.job.cancelled_by is None and evidence.ended_for < RECORD_GRACE
-    if unrecorded and _launch_failed(evidence, evidence.job):
-        reason = f"job {evidence.job.job_id} was cancelled: waiting for accounting to show by whom"
-        return AttemptVerdict(end=AttemptEnd.OPEN, reason=reason)
+    if job.cancelled_by is None and evidence.ended_for < RECORD_GRACE and _launch_failed(evidence, job):
+        return _open(f"job {job.job_id} was cancelled: waiting for accounting to show by whom")
     return _judge_ended(evidence)
 
 
-def _without_leader(evidence: Evidence, job: JobStatus) -> AttemptVerdict:
+def _open(reason: str) -> Verdict:
+    return AttemptState.RUNNING, reason, None
+
+
+def _without_leader(leader: str, job: JobStatus) -> Verdict:
     """Return the verdict on a job without its leader, which with --no-kill would idle until its time limit."""
-    if evidence.outcome is not None:
-        return _judge_ended(evidence)
-    reason = f"{evidence.leader_gone}, which led job {job.job_id}, is out of the job and its heartbeat is silent"
-    failure = Failure(kind=FailureKind.NODE_LOST, reason=reason, node=evidence.leader_gone)
-    return AttemptVerdict(end=AttemptEnd.FAILED, reason=reason, failure=failure)
+    reason = f"{leader}, which led job {job.job_id}, is out of the job and its heartbeat is silent"
+    return AttemptState.ENDED, reason, Failure(kind=FailureKind.NODE_LOST, reason=reason, node=leader)
 
 
-def _judge_absent(evidence: Evidence) -> AttemptVerdict:
+def _judge_absent(evidence: Evidence) -> Verdict:
     if evidence.outcome is not None and evidence.absent_for >= GONE_AFTER:
         return _judge_ended(evidence)
     if evidence.absent_for < (RECORD_WITHIN if evidence.unrecorded else LOST_AFTER):
-        return AttemptVerdict(end=AttemptEnd.OPEN, reason="the scheduler does not know the job: looking again")
+        return _open("the scheduler does not know the job: looking again")
     if evidence.silent_for < LOST_AFTER:
-        return AttemptVerdict(
-            end=AttemptEnd.OPEN, reason="the scheduler does not know the job, but its heartbeat goes on"
-        )
+        return _open("the scheduler does not know the job, but its heartbeat goes on")
     failure = classify(evidence)
-    return AttemptVerdict(end=AttemptEnd.LOST, reason=failure.reason, failure=failure)
+    return AttemptState.LOST, failure.reason, failure
 
 
-def _judge_ended(evidence: Evidence) -> AttemptVerdict:
+def _judge_ended(evidence: Evidence) -> Verdict:
     outcome = evidence.outcome
     if outcome is not None and outcome.result is AttemptResult.FINISHED:
-        return AttemptVerdict(end=AttemptEnd.FINISHED, reason=outcome.reason or "all steps are trained")
+        return AttemptState.ENDED, outcome.reason or "all steps are trained", None
     failure = classify(evidence)
-    return AttemptVerdict(end=AttemptEnd.FAILED, reason=failure.reason, failure=failure)
+    return AttemptState.ENDED, failure.reason, failure
 
 
 _SLURM_KINDS = {
@@ -160,9 +247,10 @@ def classify(evidence: Evidence) -> Failure:
     # A coordinator that stalled cannot report its own end.
     if outcome is None and (stood := _stood_still(evidence, job)) is not None:
         return stood
-    # The job was cancelled from outside. It is not restarted, saved or not.
+    # The job was cancelled from outside. It is not restarted, whether or not its ranks saved and exited in time.
     by_others = job is not None and job.state in _TAKEN_AWAY and not evidence.silenced
-    if by_others and job and outcome and (outcome.result is AttemptResult.STOPPED or _stop_failed(outcome)):
+    stop_failed = outcome is not None and outcome.failure is not None and outcome.failure.kind in _STOPS
+    if by_others and job and outcome and (outcome.result is AttemptResult.STOPPED or stop_failed):
         saved = _saved_step_suffix(evidence) if outcome.failure is None else f"; {outcome.failure.reason}"
         said = f"job {job.job_id} was cancelled, not by orch{saved}"
         return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
@@ -269,11 +357,6 @@ def _failure_from_signal(evidence: Evidence, stopped: Failure) -> Failure:
     return stopped
 
 
-def _stop_failed(outcome: AttemptOutcome) -> bool:
-    """Return whether ranks that were asked to stop failed to save and exit in time."""
-    return outcome.failure is not None and outcome.failure.kind in _STOPS
-
-
 def _saved_step_suffix(evidence: Evidence) -> str:
     """Describe the newest saved step of the attempt, which may be older than the step it had reached."""
     return f", with step {evidence.saved_step} saved" if evidence.saved_step is not None else ""
@@ -336,3 +419,46 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     if job.state == "FAILED":
         return FailureKind.AGENT_LOST, f"{ended}, after its agents had started"
     return FailureKind.UNKNOWN, ended
+
+
+GRACE = 60.0
+"""Seconds that a silent job has to react to the stop request before it is cancelled."""
+ABANDONED = 120.0
+"""Seconds of silence that suffice if agents have left because they lost the coordinator."""
+OVERSTAY = 180.0
+"""Seconds that a job may outlive its attempt's outcome; agents exit within seconds, and Slurm's KillWait is 30."""
+
+
+class Escalation(StrEnum):
+    """Degree of intervention."""
+
+    NOTHING = "nothing"
+    REPORT = "tell"
+    REQUEST_STOP = "ask"
+    CANCEL = "cancel"
+
+
+def judge_silence(evidence: Evidence, limit: float) -> tuple[Escalation, str]:
+    """Decide on a running job after `limit` seconds (0: never) without a heartbeat or growth of any file."""
+    # A job that is suspended, held, leaving or unknown is not expected to report.
+    if not evidence.answered or evidence.job is None or evidence.job.state != "RUNNING" or evidence.job.held:
+        return Escalation.NOTHING, ""
+    # The attempt's outcome is recorded, but a stalled process keeps the allocation.
+    if evidence.outcome is not None:
+        if evidence.overstayed < OVERSTAY:
+            return Escalation.NOTHING, ""
+        return Escalation.CANCEL, f"its attempt has ended, and the job runs on for {evidence.overstayed:.0f} s"
+    if not evidence.started or evidence.silent_for < LOST_AFTER:
+        return Escalation.NOTHING, ""
+    # It may be alive but unable to write its heartbeat.
+    if evidence.disk:
+        return Escalation.REPORT, f"its heartbeat cannot be written: {evidence.disk}"
+    left = [report for report in evidence.reports if report.end is AgentEnd.SILENT]
+    bound = min(limit, ABANDONED) if left and limit else limit
+    also = f", and {len(left)} agent(s) have left because of it" if left else ""
+    # Files that grow, or could not be watched, may mean that a process is alive.
+    if not bound or evidence.still_for < bound:
+        return Escalation.REPORT, f"heartbeat silent for {evidence.silent_for // 60:.0f} min{also}"
+    written = f"nothing was written for {evidence.still_for:.0f} s"
+    step = Escalation.REQUEST_STOP if evidence.still_for < bound + GRACE else Escalation.CANCEL
+    return step, f"heartbeat silent for {evidence.silent_for:.0f} s, {written}{also}"

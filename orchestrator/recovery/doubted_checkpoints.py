@@ -96,11 +96,8 @@ def _ends(
         for generation in mine:
             failure = Failure.from_json(generation.failure) if generation.failure else None
             if failure is None and generation is mine[-1]:
-                failure = newest if attempt is attempts[-1] else _failure(attempt)
+                earlier = Failure.from_json(attempt.failure) if attempt.failure else None
+                failure = newest if attempt is attempts[-1] else earlier
             if failure is not None:
                 found.append((generation, failure))
     return found
-
-
-def _failure(attempt: Attempt) -> Failure | None:
-    return Failure.from_json(attempt.failure) if attempt.failure else None

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.config.run_config import RunConfig
 from trainer.costs.micro_batches import micro_batch_size, takes
 from trainer.parallel.expert import can_share
+from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.parallel_config import ParallelConfig, Strategy
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.time_spans import span
@@ -27,12 +27,12 @@ class WorldSize:
         return self.nodes + self.spare_nodes
 
 
-def full_size(config: RunConfig) -> WorldSize:
+def full_size(config: JobConfig) -> WorldSize:
     """Return the size that the run itself requests."""
     return WorldSize(nodes=config.cluster.nodes, spare_nodes=config.cluster.spare_nodes)
 
 
-def world_sizes(config: RunConfig) -> tuple[WorldSize, ...]:
+def world_sizes(config: JobConfig) -> tuple[WorldSize, ...]:
     """Return the possible sizes of an attempt, largest first: full, with fewer spare nodes, with fewer nodes.
 
     Only the full size is possible if `cluster.min_nodes` is 0.
@@ -48,7 +48,7 @@ def world_sizes(config: RunConfig) -> tuple[WorldSize, ...]:
     return (full_size(config), *fewer_spares, *(size for size in smaller if size is not None))
 
 
-def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
+def smaller_world(config: JobConfig, nodes: int) -> WorldSize | None:
     """Return the run on this smaller number of nodes with the same batch; None if the batch does not divide.
 
     A rank has no more sequences in a forward pass than in the full world; tensor, context, expert and pipeline
@@ -58,17 +58,14 @@ def smaller_world(config: RunConfig, nodes: int) -> WorldSize | None:
     if idle or config.train.batch_size % ranks:
         return None
     parallel = _smaller_mesh(config, ranks)
-    if parallel is None:
-        return None
-    share = config.train.batch_size // ranks
-    size = _micro(config, share)
-    if size is None:
+    size = _micro(config, config.train.batch_size // ranks)
+    if parallel is None or size is None:
         return None
     overrides = {"cluster.nodes": nodes, "cluster.spare_nodes": 0, "train.micro_batch_size": size}
     return WorldSize(nodes=nodes, overrides=overrides | {f"parallel.{key}": value for key, value in parallel.items()})
 
 
-def _micro(config: RunConfig, share: int) -> int | None:
+def _micro(config: JobConfig, share: int) -> int | None:
     """Return the largest divisor of a rank's share that is at most the full world's micro-batch size.
 
     Returns None if the pipeline does not accept that number of micro-batches.
@@ -83,7 +80,7 @@ def _micro(config: RunConfig, share: int) -> int | None:
     return None
 
 
-def _smaller_mesh(config: RunConfig, ranks: int) -> dict[str, Any] | None:
+def _smaller_mesh(config: JobConfig, ranks: int) -> dict[str, Any] | None:
     """Return the changes in `parallel` for this number of data-parallel ranks: no size grows, replicas shrink first."""
     parallel = config.parallel
     full = parallel.mesh_sizes(config.cluster.world_size)
@@ -117,7 +114,7 @@ def resize_config(data: dict[str, Any], size: WorldSize) -> dict[str, Any]:
     return changed
 
 
-def fitting_nodes(config: RunConfig) -> Iterator[int]:
+def fitting_nodes(config: JobConfig) -> Iterator[int]:
     """Yield every node count below `cluster.nodes` at which the run could train with the same batch, largest first."""
     return (nodes for nodes in range(config.cluster.nodes - 1, 0, -1) if smaller_world(config, nodes) is not None)
 
@@ -149,7 +146,7 @@ def asked_nodes(world: Mapping[str, Any]) -> int:
 def on_nodes(world: Mapping[str, Any]) -> str:
     """Return e.g. `on 3 of 4 nodes: 1 node was missing for 1h01m (recovery.patience=3600)`."""
     if world[NODES] < world[FULL_NODES]:
-        return f"on {world[NODES]} of {_count(world[FULL_NODES], 'node')}: {world['reason']}"
+        return f"on {world[NODES]} of {_count(world[FULL_NODES])}: {world['reason']}"
     return f"with {world[SPARES]} of {_count(world[FULL_SPARES], 'spare node')}: {world['reason']}"
 
 
@@ -158,16 +155,8 @@ def size_words(number: int, world: Mapping[str, Any] | None) -> str:
     return f"attempt {number} runs {on_nodes(world)}" if world else ""
 
 
-def _count(count: int, noun: str) -> str:
+def _count(count: int, noun: str = "node") -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeChoice:
-    """Size of an attempt and its reason; the reason is empty at the full size of a run that was never smaller."""
-
-    size: WorldSize
-    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,20 +177,20 @@ def give_up_waiting(
     `sizes`: largest first; `waited`, `patience`: seconds; `usable`: nodes in service and not excluded, busy nodes
     included, None if the scheduler cannot report them.
     """
-    if waited < patience:
-        return ""
-    smaller = [size for size in sizes if size.all_nodes < asked]
-    # A smaller job would wait just as long.
-    if not _fits(smaller, usable):
-        return ""
-    return f"{_missing(asked, usable)} for {span(waited)} (recovery.patience={patience:g})"
+    # A smaller job would wait just as long unless it fits.
+    fits = _fits([size for size in sizes if size.all_nodes < asked], usable)
+    return (
+        ""
+        if waited < patience or not fits
+        else f"{_missing(asked, usable)} for {span(waited)} (recovery.patience={patience:g})"
+    )
 
 
 def _missing(asked: int, usable: int | None) -> str:
     """Return a description of the nodes that the job has waited for."""
     if usable is None or usable >= asked:
-        return f"{_nodes(asked)} {'was' if asked == 1 else 'were'} not free"
-    return f"{_nodes(asked - usable)} {'was' if asked - usable == 1 else 'were'} missing"
+        return f"{_count(asked)} {'was' if asked == 1 else 'were'} not free"
+    return f"{_count(asked - usable)} {'was' if asked - usable == 1 else 'were'} missing"
 
 
 def needs_choice(sizes: Sequence[WorldSize], last: LastAttempt) -> bool:
@@ -210,8 +199,10 @@ def needs_choice(sizes: Sequence[WorldSize], last: LastAttempt) -> bool:
     return len(sizes) > 1 and (shrinks or last.asked < sizes[0].all_nodes)
 
 
-def next_size(sizes: Sequence[WorldSize], last: LastAttempt, usable: int | None, patience: float) -> SizeChoice:
-    """Return the size of the attempt after `last`.
+def next_size(
+    sizes: Sequence[WorldSize], last: LastAttempt, usable: int | None, patience: float
+) -> tuple[WorldSize, str]:
+    """Return the size of the attempt after `last`, and the reason unless the run was never smaller.
 
     `sizes`, `usable` and `patience` as for `give_up_waiting`.
     """
@@ -219,21 +210,21 @@ def next_size(sizes: Sequence[WorldSize], last: LastAttempt, usable: int | None,
     # It was ended for lack of nodes: the next attempt requests fewer, whatever is free by now.
     if last.kind is FailureKind.NODES_MISSING:
         smaller = [size for size in sizes if size.all_nodes < last.asked] or [sizes[-1]]
-        return SizeChoice(size=_largest(smaller, usable), reason=last.reason)
+        return _largest(smaller, usable), last.reason
     # If nodes have left the partition, a job of this size is not even queued.
     short = last.kind is FailureKind.SUBMIT_DEFERRED and usable is not None and usable < last.asked
     if short and last.refused_for >= patience and _fits(sizes, usable):
         lasts = f"{_missing(last.asked, usable)} for {span(last.refused_for)}, and such a job is refused"
-        return SizeChoice(size=_largest(sizes, usable), reason=f"{lasts} (recovery.patience={patience:g})")
+        return _largest(sizes, usable), f"{lasts} (recovery.patience={patience:g})"
     # Recently lost nodes may return within `recovery.patience`.
     if last.asked >= full.all_nodes or len(sizes) == 1:
-        return SizeChoice(size=full)
+        return full, ""
     size = full if usable is None else _largest(sizes, usable)
     if size is full:
-        said = "" if usable is None else f": Slurm has {_nodes(usable)} in service"
-        return SizeChoice(size=full, reason=f"all {_nodes(full.all_nodes)} again{said}")
+        said = "" if usable is None else f": Slurm has {_count(usable)} in service"
+        return full, f"all {_count(full.all_nodes)} again{said}"
     missing = full.all_nodes - (usable or 0)
-    return SizeChoice(size=size, reason=f"{_nodes(missing)} {'is' if missing == 1 else 'are'} still missing")
+    return size, f"{_count(missing)} {'is' if missing == 1 else 'are'} still missing"
 
 
 def _fits(sizes: Sequence[WorldSize], usable: int | None) -> bool:
@@ -244,7 +235,3 @@ def _fits(sizes: Sequence[WorldSize], usable: int | None) -> bool:
 def _largest(sizes: Sequence[WorldSize], usable: int | None) -> WorldSize:
     """Return the largest size that fits, else the smallest, which can start first."""
     return next((size for size in sizes if usable is None or size.all_nodes <= usable), sizes[-1])
-
-
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator.recovery.node_failure_rate import NODE_LOCAL, WEAK, NodeHistory, is_worse
+from orchestrator.recovery.failure_rate import NODE_LOCAL, WEAK, NodeHistory, is_worse
 from orchestrator.registry.records import Notice
 from trainer.protocol.config import RecoveryConfig
 from trainer.protocol.events import EventKind
@@ -73,26 +73,19 @@ class ExclusionDecision:
     until: float = 0.0
 
 
-def blame(failure: Failure, pool: Pool, recovery: RecoveryConfig, now: float) -> ExclusionDecision:
-    """Judge the first node that `failure` names."""
-    if not failure.nodes:
-        return ExclusionDecision(node=None, reason="the failure names no node")
-    return _blame(failure, failure.nodes[0], pool, recovery, now)
-
-
-def _blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now: float) -> ExclusionDecision:
-    until = now + recovery.exclude_hours * 3600
+def blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now: float) -> ExclusionDecision:
+    """Judge a node that `failure` names."""
     if failure.kind in NODE_LOCAL:
-        return _exclude_within_limit(node, until, f"{failure.kind} on {node}", pool, recovery, now)
+        return _exclude_within_limit(node, f"{failure.kind} on {node}", pool, recovery, now)
     if failure.kind not in WEAK:
         return ExclusionDecision(node=None, reason=f"{failure.kind} is no evidence about {node}")
     record = next((known for known in pool.known if known.name == node), NodeRecord(name=node))
-    history = record.history.add_failure()
+    history = replace(record.history, failed=(0.0, *record.history.failed))
     if len(history.failed) == 1:
         return ExclusionDecision(node=None, reason=f"{failure.kind} once on {node} is no evidence against it")
     # A second, independent failure soon after is a pattern.
     if is_worse(history, record.others, pool.node_days):
-        return _exclude_within_limit(node, until, _often(node, history), pool, recovery, now)
+        return _exclude_within_limit(node, _often(node, history), pool, recovery, now)
     return ExclusionDecision(node=None, reason=f"{_often(node, history)}: that may be chance")
 
 
@@ -102,14 +95,12 @@ def nodes_to_exclude(
     """Judge the nodes that the failure names, then nodes with a bad record; each with its reason."""
     found: list[ExclusionDecision] = []
     if failure is not None:
-        found.append(blame(failure, pool, recovery, now))
-        for node in failure.nodes[1:]:
-            found.append(_blame(failure, node, _without(pool, found, now), recovery, now))
+        for node in failure.nodes:
+            found.append(blame(failure, node, _without(pool, found, now), recovery, now))
     for record in pool.known:
         reason = _reason_against(record, recovery, pool.node_days)
         if reason and record.name not in {one.node for one in found} and record.excluded_until <= now:
-            until = now + recovery.exclude_hours * 3600
-            found.append(_exclude_within_limit(record.name, until, reason, _without(pool, found, now), recovery, now))
+            found.append(_exclude_within_limit(record.name, reason, _without(pool, found, now), recovery, now))
     return found
 
 
@@ -146,14 +137,13 @@ def hangs(notices: Sequence[Notice]) -> dict[str, int]:
     A program that hangs does so again after a restart in place; only another attempt is independent evidence.
     """
     drilled = drilled_generations(notices)
-    found: set[tuple[str, str, int]] = set()
-    for notice in notices:
-        told = notice.data
-        if notice.kind != EventKind.INCIDENT or told.get("withdrawn") or told.get("kind") in _NOT_THE_NODE:
-            continue
-        if _place(notice) not in drilled:
-            found.add((notice.node, notice.run, notice.attempt))
-    return _by_node(found)
+    incidents = (
+        one for one in notices
+        if one.kind == EventKind.INCIDENT and not one.data.get("withdrawn") and _place(one) not in drilled
+    )  # fmt: skip
+    return _by_node(
+        {(one.node, one.run, one.attempt) for one in incidents if one.data.get("kind") not in _NOT_THE_NODE}
+    )
 
 
 def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
@@ -189,16 +179,16 @@ def faulty(
     """
     found: dict[str, str] = {}
     for notice in notices:
-        told, reason = notice.data, str(notice.data.get("reason", ""))
-        if told.get("drill"):
+        data, reason = notice.data, str(notice.data.get("reason", ""))
+        if data.get("drill"):
             continue
         # If no rank trained, all nodes may share the fault; otherwise the attempt's failure names one.
         if notice.kind == EventKind.PREFLIGHT and generations.get((notice.run, notice.attempt), 0) > 0:
             found[notice.node] = f"it failed its checks: {reason}"
         elif notice.kind == EventKind.SPARE_USED and (notice.run, notice.attempt, notice.node) in gone:
             found[notice.node] = f"{FailureKind.NODE_LOST}: {reason}"
-        elif notice.kind == EventKind.SPARE_USED and told.get(TAKEN_FOR) in NODE_LOCAL:
-            found[notice.node] = f"{told[TAKEN_FOR]}: {reason}"
+        elif notice.kind == EventKind.SPARE_USED and data.get(TAKEN_FOR) in NODE_LOCAL:
+            found[notice.node] = f"{data[TAKEN_FOR]}: {reason}"
     found.pop("", None)
     return found
 
@@ -206,12 +196,8 @@ def faulty(
 def count_replacements(notices: Sequence[Notice]) -> dict[str, int]:
     """Return by node the number of attempts in which a spare replaced it."""
     drilled = drilled_generations(notices)
-    spares = [
-        one
-        for one in notices
-        if one.kind == EventKind.SPARE_USED and _place(one) not in drilled and not one.data.get("drill")
-    ]
-    return _by_node({(one.node, one.run, one.attempt) for one in spares})
+    spares = (one for one in notices if one.kind == EventKind.SPARE_USED and not one.data.get("drill"))
+    return _by_node({(one.node, one.run, one.attempt) for one in spares if _place(one) not in drilled})
 
 
 def _often(node: str, history: NodeHistory) -> str:
@@ -228,14 +214,14 @@ def _by_node(found: Collection[tuple[str, str, int]]) -> dict[str, int]:
 
 
 def _exclude_within_limit(
-    node: str, until: float, reason: str, pool: Pool, recovery: RecoveryConfig, now: float
+    node: str, reason: str, pool: Pool, recovery: RecoveryConfig, now: float
 ) -> ExclusionDecision:
     if node in pool.by_persons:
         return ExclusionDecision(node=None, reason=f"{reason}; a person has excluded it already")
     listed = [name for name in excluded_nodes(pool.known, now) if name != node and name not in pool.by_persons]
     if len(listed) + 1 > exclusion_limit(pool, recovery):
         return ExclusionDecision(node=None, reason=f"{reason}, but no more nodes of the partition may be excluded")
-    return ExclusionDecision(node=node, until=until, reason=reason)
+    return ExclusionDecision(node=node, until=now + recovery.exclude_hours * 3600, reason=reason)
 
 
 def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from orchestrator.registry.records import Notice
+from orchestrator.registry.records import Attempt, Notice
 from trainer.protocol.command_progress import PROGRESS_SECONDS
 from trainer.protocol.config import RecoveryConfig
 from trainer.protocol.events import EventKind
@@ -36,13 +36,11 @@ def attribute_drill(
 
 def drill_words(failure: Mapping[str, object]) -> str:
     """Return the suffix for a drilled failure (as JSON), ` (drill kill-rank)`; empty for other failures."""
-    drill = failure.get("drill")
-    return f" (drill {drill})" if drill else ""
+    return f" (drill {failure['drill']})" if failure.get("drill") else ""
 
 
 class RunAction(StrEnum):
     RETRY = "RETRY"
-    WAIT = "WAIT"
     SUCCEED = "SUCCEED"
     FAIL = "FAIL"
     HOLD = "HOLD"
@@ -51,36 +49,49 @@ class RunAction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class EndedAttempt:
-    """Ended attempt as seen by the policy, oldest first in a history; times are seconds since the epoch."""
+    """Ended attempt with its failure as the policy judges it, oldest first in a history."""
 
-    number: int
-    kind: FailureKind | None  # None: finished, or never judged
-    started: bool  # its agents left a heartbeat or an event
-    saved_step: int | None  # newest checkpoint it committed
+    row: Attempt
+    failure: Failure | None  # None: finished, or never judged
     saved_after: float = 0.0  # longest seconds from a generation's start to a command's checkpoint; 0 if it has none
-    step: int | None = None  # newest step it trained
-    ended_at: float = 0.0
-    trained: float = 0.0  # seconds from its start to its end
-    script_failed: bool = False  # its batch script failed, in a run that never trained
-    drilled: bool = False  # a requested drill ended it
-    none_intact: bool = False  # it found every checkpoint damaged
+    first_training: bool = False  # the run has never trained
+    drills_recur: bool = False  # the run's configuration orders faults, which may recur in every attempt
+
+    @property
+    def kind(self) -> FailureKind | None:
+        return self.failure.kind if self.failure else None
+
+    @property
+    def ended_at(self) -> float:
+        return self.row.ended_at or 0.0
+
+    @property
+    def trained(self) -> float:
+        """Seconds from start to end; from the submission if the node's clock was behind."""
+        start = self.row.started_at
+        return 0.0 if start is None else self.ended_at - max(start, self.row.submitted_at or start)
+
+    @property
+    def script_failed(self) -> bool:
+        """Whether its batch script failed, in a run that never trained: the script is more likely wrong than Slurm."""
+        return self.first_training and self.failure is not None and self.failure.script
+
+    @property
+    def drilled(self) -> bool:
+        """Whether a drill that does not recur ended it."""
+        return not self.drills_recur and self.failure is not None and bool(self.failure.drill)
 
     @property
     def budget(self) -> Budget | None:
-        """Budget that its end consumes; a script that has never worked is more likely wrong than the cluster."""
-        if self.kind is None:
+        """Budget that its end consumes."""
+        if self.failure is None:
             return None
-        return Budget.TRIES if self.script_failed else TRAITS[self.kind].budget
-
-    @property
-    def counts(self) -> bool:
-        """Whether its end counts as a failure."""
-        return self.budget not in (None, Budget.NOTHING) and not self.drilled
+        return Budget.TRIES if self.script_failed else TRAITS[self.failure.kind].budget
 
     @property
     def is_free(self) -> bool:
         """Whether its end costs nothing while the run makes progress."""
-        return self.kind is not None and TRAITS[self.kind].free
+        return self.failure is not None and TRAITS[self.failure.kind].free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,118 +122,99 @@ FREE_PROGRESS = 300.0
 
 
 def decide(
-    history: Sequence[EndedAttempt],
-    failure: Failure | None,
-    recovery: RecoveryConfig,
-    now: float,
-    jitter: float,
-    *,
-    steps_known: bool = True,
-    exclude: tuple[str, ...] = (),
-    run: str,
-) -> RetryDecision:
-    """Decide after the newest attempt of `history`; `failure` must be None if it finished.
+    history: Sequence[EndedAttempt], recovery: RecoveryConfig, now: float, jitter: float, *, run: str,
+    steps_known: bool = True, exclude: tuple[str, ...] = (),
+) -> RetryDecision:  # fmt: skip
+    """Decide after the newest attempt of `history`.
 
     `history` holds the attempts that count (since the last `orch resume`), `jitter` is a draw from [0, 1).
     `steps_known` is False for foreign scripts, whose checkpoints orch cannot see. `run` names the run in commands.
     """
     assert history, "a decision needs the attempt that ended"
+    last, failure = history[-1], history[-1].failure
     # All steps are trained and the last checkpoint is committed.
     if failure is None:
         return RetryDecision(action=RunAction.SUCCEED, reason="all steps are trained")
-    # A failure that no retry can fix ends here, with Slurm's or the program's own message.
-    if TRAITS[failure.kind].budget is Budget.PERSON:
-        return _hold_after_bad_loss(failure, run) if _never_saved(failure, history) else _final(failure, run)
-    # An end that orch or a person caused on purpose proves nothing about the cluster.
-    if reason := _deliberate_end_reason(history[-1], failure):
-        return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=now, exclude=exclude)
-    # Without progress the next job cannot be expected to need less memory.
     has_progress = _has_progress(history, len(history) - 1, steps_known=steps_known)
-    if failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress:
-        return _final(failure, run)
-    # One node may have misread; a second job with the same result is evidence about the bytes.
-    if [past.none_intact for past in history[-2:]] == [True, True]:
-        return _none_intact(failure, run)
-    # After an end that costs nothing, the queue is pause enough.
-    if TRAITS[failure.kind].free and has_progress:
-        reason = f"goes on after {failure.kind}"
+    # No retry can fix it, and without progress the next job cannot be expected to need less memory.
+    out_of_memory = failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress and not last.drilled
+    if TRAITS[failure.kind].budget is Budget.PERSON or out_of_memory:
+        return _final(failure, history, run)
+    # An end that orch or a person caused on purpose proves nothing; after a free one, the queue is pause enough.
+    if reason := _immediate_retry_reason(last, failure, has_progress):
         return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=now, exclude=exclude)
+    # One node may have misread; a second job with the same result is evidence about the bytes.
+    if [past.failure.exception for past in history[-2:] if past.failure] == [NONE_INTACT, NONE_INTACT]:
+        return RetryDecision(action=RunAction.HOLD, reason=_NONE_INTACT.format(reason=failure.reason, run=run))
     row = _without_progress(history, steps_known=steps_known)
-    budget = Budget.TRIES if history[-1].script_failed else TRAITS[failure.kind].budget
     anew = any(past.saved_after for past in row[1:]) and steps_known
-    hint = SCRIPT_HINT if history[-1].script_failed else ANEW_HINT if anew else ""
-    last = f"the last one: {failure.reason}{hint}"
+    hint = SCRIPT_HINT if last.script_failed else ANEW_HINT if anew else ""
+    newest = f"the last one: {failure.reason}{hint}"
     # A program that fails repeatedly wastes the cluster.
     tries = [past for past in row if past.budget is Budget.TRIES]
-    if len(tries) >= recovery.max_failures and budget is Budget.TRIES:
+    if len(tries) >= recovery.max_failures and last.budget is Budget.TRIES:
         spent = f"{_summarize_failures(tries)} without a new checkpoint: recovery.max_failures is spent"
-        return RetryDecision(action=RunAction.FAIL, reason=f"{spent}; {last}")
+        return RetryDecision(action=RunAction.FAIL, reason=f"{spent}; {newest}")
     # An outage is measured by the clock; a few failures with long queues between them do not form one.
     outage = [past for past in row if past.budget is Budget.TIME]
     if len(outage) >= recovery.max_failures and now >= _gives_up(outage, recovery):
         spent = f"{_describe_outage(outage, now)} without a new checkpoint: recovery.no_progress_hours is spent"
-        return RetryDecision(action=RunAction.HOLD, reason=f"{spent}; {last}")
+        return RetryDecision(action=RunAction.HOLD, reason=f"{spent}; {newest}")
     start = now + backoff_seconds(len(row), recovery, jitter)
-    if budget is Budget.TRIES:
+    if last.budget is Budget.TRIES:
         reason = f"{_summarize_failures(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
     else:
         end = stored_moment(_gives_up(outage, recovery))
         reason = f"{_describe_outage(outage, now)}; holds after {end} unless a checkpoint is saved"
-    reason += f"; next try at {stored_moment(start)}; {last}"
+    reason += f"; next try at {stored_moment(start)}; {newest}"
     return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=start, exclude=exclude)
 
 
-def _deliberate_end_reason(last: EndedAttempt, failure: Failure) -> str:
+def _immediate_retry_reason(last: EndedAttempt, failure: Failure, has_progress: bool) -> str:
     """Return why the run continues at once after an end that is not a failure; empty for any other end."""
     if TRAITS[failure.kind].budget is Budget.NOTHING:
         return f"goes on with fewer nodes: {failure.reason}"
-    return f"goes on after a drill, which uses up nothing: {failure.reason}" if last.drilled else ""
+    if last.drilled:
+        return f"goes on after a drill, which uses up nothing: {failure.reason}"
+    return f"goes on after {failure.kind}" if TRAITS[failure.kind].free and has_progress else ""
 
 
 _FINAL = {
-    FailureKind.USER_ERROR: (RunAction.FAIL, "the training code failed: ", ""),
-    FailureKind.SUBMIT_REJECTED: (RunAction.HOLD, "the job was refused: ", ""),
+    FailureKind.USER_ERROR: (RunAction.FAIL, "the training code failed: {reason}"),
+    FailureKind.SUBMIT_REJECTED: (RunAction.HOLD, "the job was refused: {reason}"),
     # Both would recur at the same step, on any nodes.
     FailureKind.DESYNC: (
         RunAction.HOLD,
-        "ranks called different collectives: ",
-        "; that is a bug of the program, or of orch where the model is the built-in one: see that every rank takes the "
-        "same way through it",
+        "ranks called different collectives: {reason}; that is a bug of the program, or of orch where the model is the "
+        "built-in one: see that every rank takes the same way through it",
     ),
     FailureKind.NUMERIC: (
         RunAction.HOLD,
-        "the loss went bad: ",
-        "; mend the data or the code, or go on with other settings (optimizer.lr, optimizer.clip_norm, "
-        "detection.spike): from the last good checkpoint that `orch ckpt ls {run}` lists with "
+        "the loss went bad: {reason}; mend the data or the code, or go on with other settings (optimizer.lr, "
+        "optimizer.clip_norm, detection.spike): from the last good checkpoint that `orch ckpt ls {run}` lists with "
         "`orch submit --from {run}@STEP KEY=VALUE`, where it has none with `orch resume {run} KEY=VALUE`",
     ),
 }
-"""Action and message around the reason for kinds that a person must resolve; HOLD if a kind is missing here."""
+"""Action and message for kinds that a person must resolve; HOLD and the reason if a kind is missing here."""
+_NEVER_SAVED = (
+    "the loss went bad: {reason}; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with "
+    "other settings (optimizer.lr, optimizer.clip_norm): `orch resume {run} KEY=VALUE`"
+)
+"""Message of a loss that diverged in a run without a checkpoint to restart from."""
+NONE_INTACT = "NothingIntact"
+"""Exception of a rank that found every checkpoint damaged (`checkpointing.errors`)."""
+_NONE_INTACT = (
+    "no checkpoint is intact: {reason}; `orch ckpt ls {run}` lists them: put an intact copy in place of one, or begin "
+    "anew from another run's: `orch submit --from OTHER@STEP`"
+)
 
 
-def _final(failure: Failure, run: str) -> RetryDecision:
-    action, before, after = _FINAL.get(failure.kind, (RunAction.HOLD, "", ""))
-    return RetryDecision(action=action, reason=f"{before}{failure.reason}{after.format(run=run)}")
-
-
-def _never_saved(failure: Failure, history: Sequence[EndedAttempt]) -> bool:
-    """Return whether the loss diverged in a run without a checkpoint to restart from."""
-    saved = any(past.saved_step is not None for past in history)
-    return failure.kind is FailureKind.NUMERIC and not saved and history[0].number == 1
-
-
-def _none_intact(failure: Failure, run: str) -> RetryDecision:
-    cure = (
-        f"`orch ckpt ls {run}` lists them: put an intact copy in place of one, or begin anew from another run's: "
-        "`orch submit --from OTHER@STEP`"
-    )
-    return RetryDecision(action=RunAction.HOLD, reason=f"no checkpoint is intact: {failure.reason}; {cure}")
-
-
-def _hold_after_bad_loss(failure: Failure, run: str) -> RetryDecision:
-    what = f"the loss went bad: {failure.reason}; the run has saved no checkpoint"
-    cure = "mend the data or the code, or begin at step 0 with other settings (optimizer.lr, optimizer.clip_norm)"
-    return RetryDecision(action=RunAction.HOLD, reason=f"{what}: {cure}: `orch resume {run} KEY=VALUE`")
+def _final(failure: Failure, history: Sequence[EndedAttempt], run: str) -> RetryDecision:
+    action, words = _FINAL.get(failure.kind, (RunAction.HOLD, "{reason}"))
+    saved = any(past.row.saved_step is not None for past in history)
+    if failure.kind is FailureKind.NUMERIC and not saved and history[0].row.number == 1:
+        words = _NEVER_SAVED
+    return RetryDecision(action=action, reason=words.format(reason=failure.reason, run=run))
 
 
 def after_cancel(step: int | None, missing: str = "") -> RetryDecision:
@@ -239,15 +231,12 @@ def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
 
 
 def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float:
-    return outage[-1].ended_at + recovery.no_progress_hours * 3600 - _outage_seconds(outage)
-
-
-def _outage_seconds(outage: Sequence[EndedAttempt]) -> float:
-    """Return the seconds that an outage has lasted, without long queues between failures and clock changes."""
+    """Return when an outage has lasted too long, without long queues between failures and clock changes."""
     gaps = [later.ended_at - earlier.ended_at for earlier, later in pairwise(outage)]
     counted = sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
     whole = outage[-1].ended_at - outage[0].ended_at  # less if the clock was set back and forward again in between
-    return min(counted, whole) if whole > 0 else counted
+    lasted = min(counted, whole) if whole > 0 else counted
+    return outage[-1].ended_at + recovery.no_progress_hours * 3600 - lasted
 
 
 def _summarize_failures(row: Sequence[EndedAttempt]) -> str:
@@ -259,30 +248,22 @@ def _summarize_failures(row: Sequence[EndedAttempt]) -> str:
 def _describe_outage(outage: Sequence[EndedAttempt], now: float) -> str:
     """Return the failures with the duration, once per decision: `launch failed 4 times in 12 min`."""
     lasted = now - min(past.ended_at for past in outage)
-    return _summarize_failures(outage) if len(outage) == 1 else f"{_summarize_failures(outage)} in {_span(lasted)}"
-
-
-def _span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    minutes = f"{lasted / 60:.0f} min" if lasted < 7200 else f"{lasted / 3600:.1f} h"
+    span = f" in {lasted:.0f} s" if lasted < 120 else f" in {minutes}"
+    return _summarize_failures(outage) + ("" if len(outage) == 1 else span)
 
 
 def _has_progress(history: Sequence[EndedAttempt], index: int, *, steps_known: bool) -> bool:
     """Return whether this attempt made progress: its checkpoint is the newest so far, or counts by time or step."""
-    attempt, earlier = history[index], history[:index]
+    attempt, row, earlier = history[index], history[index].row, [past.row for past in history[:index]]
     enough = FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS
     if not steps_known:
-        return attempt.started and attempt.trained >= enough
-    if attempt.saved_step is not None and attempt.saved_step > _highest(past.saved_step for past in earlier):
+        return attempt.trained >= enough and (row.started_at is not None or row.generations > 0)
+    if row.saved_step is not None and row.saved_step > max((past.saved_step or 0 for past in earlier), default=0):
         return True
     # Names that restart or rotate show no step: the program's own step counts, else time as above.
-    trained_on = attempt.step is not None and attempt.step > _highest(past.step for past in earlier)
+    trained_on = row.last_step is not None and row.last_step > max((past.last_step or 0 for past in earlier), default=0)
     return attempt.saved_after >= enough or (attempt.saved_after > 0 and trained_on)
-
-
-def _highest(steps: Iterable[int | None]) -> int:
-    return max((step for step in steps if step is not None), default=0)
 
 
 def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> list[EndedAttempt]:
@@ -290,7 +271,8 @@ def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> 
     row: list[EndedAttempt] = []
     for index in reversed(range(len(history))):
         past, advanced = history[index], _has_progress(history, index, steps_known=steps_known)
-        if past.counts and not (advanced and past.is_free):
+        counts = past.budget not in (None, Budget.NOTHING) and not past.drilled
+        if counts and not (advanced and past.is_free):
             row.append(past)
         if advanced:
             break

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator import failpoints
 from orchestrator.errors import Fenced
-from orchestrator.recovery.silent_coordinator import GRACE
+from orchestrator.recovery.classify_failure import GRACE
 from orchestrator.registry.lease import LEASE_TTL
 from orchestrator.registry.records import NewRun
 from orchestrator.states import RunState

@@ -352,9 +352,7 @@ class Actor:
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
         now = self.clock.wall()
         attempts, failed_generations = self.store.history(run.domain, now - failure_rate.WINDOW)
-        cluster, own = failure_rate.count_failures(
-            failure_rate.attempt_spans(attempts, failed_generations, now), run.name
-        )
+        cluster, own = failure_rate.count_failures(attempts, failed_generations, now, run.name)
         days = config.checkpoint.auto.node_days
         return failure_rate.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
 

@@ -9,13 +9,10 @@ from orchestrator import failpoints
 from orchestrator.controller.collect_evidence import forget
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, load_pool
-from orchestrator.recovery import node_failure_rate
-from orchestrator.recovery.classify_failure import AttemptEnd, AttemptVerdict
+from orchestrator.recovery import failure_rate
+from orchestrator.recovery.classify_failure import Verdict
 from orchestrator.recovery.doubted_checkpoints import trust_changes
-from orchestrator.recovery.node_exclusion import (
-    ExclusionDecision,
-    nodes_to_exclude,
-)
+from orchestrator.recovery.node_exclusion import ExclusionDecision, nodes_to_exclude
 from orchestrator.recovery.retry_policy import (
     EndedAttempt,
     RetryDecision,
@@ -29,7 +26,7 @@ from orchestrator.registry.store import Store
 from orchestrator.run_dirs.bounded_files import RunDirHangs
 from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.run_dirs.run_folder import check_run_folder
-from orchestrator.states import AttemptState, RunState, Trust
+from orchestrator.states import RunState, Trust
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.failures.outcome import Failure
 
@@ -39,44 +36,36 @@ _RUN_AFTER = {
     RunAction.HOLD: RunState.HELD,
     RunAction.CANCEL: RunState.CANCELLED,
     RunAction.RETRY: RunState.RECOVERING,
-    RunAction.WAIT: RunState.RECOVERING,
 }
 
 
 def conclude(
     actor: Actor,
     view: ControlledRun,
-    verdict: AttemptVerdict,
+    verdict: Verdict,
     rng: Random,
     pool_size: PoolSize,
     gone: Sequence[str] = (),
 ) -> RetryDecision:
     """End the newest attempt of a run and decide the next action; `gone`: nodes that the scheduler removed from it."""
     run, attempt = view.run, view.last
-    failure = attribute_drill(verdict.failure, actor.store.notices(run.name), attempt.number, attempt.generations)
-    verdict = replace(verdict, failure=failure)
+    state, why, failure = verdict
+    failure = attribute_drill(failure, actor.store.notices(run.name), attempt.number, attempt.generations)
     actor.fence(view.attempt_dir)
     now = actor.clock.wall()
     pool = load_pool(actor.store, view, now, pool_size, gone)
     held = None if failure is None or failure.drill else failure  # a drill counts against no node
     blamed = [one for one in nodes_to_exclude(held, pool, view.config.recovery, now) if one.node is not None]
-    decision = _decision(actor, view, verdict, now, rng, blamed)
+    decision = _decision(actor, view, (state, why, failure), now, rng, blamed)
 
     def write() -> None:
         stamp = actor.stamp()
         _note_nodes(actor, run, attempt, held, blamed)
         _note_trust(actor, view, failure)
-        to = AttemptState.LOST if verdict.end is AttemptEnd.LOST else AttemptState.ENDED
         actor.store.move_attempt(
-            run.name,
-            attempt.number,
-            to,
-            verdict.reason,
-            **stamp,
-            ended_at=now,
-            failure=failure.to_json() if failure else None,
-            decision=decision.to_json(),
-        )
+            run.name, attempt.number, state, why, **stamp, ended_at=now,
+            failure=failure.to_json() if failure else None, decision=decision.to_json(),
+        )  # fmt: skip
         apply(actor, run, decision, now)
         if view.cancel is not None:
             actor.store.answer(view.cancel.id, f"{run.name} is {_RUN_AFTER[decision.action]}", **stamp)
@@ -87,7 +76,7 @@ def conclude(
     else:
         failpoints.reach("after_ask")
     forget(actor.observed, run.name, attempt.number)
-    actor.record_action(f"{run.name}/{attempt.number} ended ({verdict.reason}): {decision.action}, {decision.reason}")
+    actor.record_action(f"{run.name}/{attempt.number} ended ({why}): {decision.action}, {decision.reason}")
     return decision
 
 
@@ -108,7 +97,7 @@ def _note_nodes(
     stamp = actor.stamp()
     why = "" if failure is None else f"{failure.kind} in {run.name}/{attempt.number}"
     failed = () if failure is None else failure.nodes
-    for node in failed if failure is not None and node_failure_rate.counts(failure) else ():
+    for node in failed if failure is not None and failure_rate.counts(failure) else ():
         actor.store.saw_node(node, run.domain, **stamp, failure=why)
     for one in blamed:
         if one.node is not None:
@@ -128,32 +117,20 @@ def apply(actor: Actor, run: Run, decision: RetryDecision, now: float) -> None:
 
 
 def _decision(
-    actor: Actor,
-    view: ControlledRun,
-    verdict: AttemptVerdict,
-    now: float,
-    rng: Random,
-    blamed: Sequence[ExclusionDecision],
+    actor: Actor, view: ControlledRun, verdict: Verdict, now: float, rng: Random, blamed: Sequence[ExclusionDecision]
 ) -> RetryDecision:
-    if verdict.end is AttemptEnd.FINISHED:
-        return RetryDecision(action=RunAction.SUCCEED, reason=verdict.reason)
-    assert verdict.failure is not None
+    _, why, failure = verdict
+    if failure is None:
+        return RetryDecision(action=RunAction.SUCCEED, reason=why)
     if view.cancel is not None:
         return cancel_decision(actor, view)
     if is_restore_test(run := view.run):
-        return RetryDecision(
-            action=RunAction.FAIL, reason=f"not finished, and not tried again as {run.name}: {verdict.reason}"
-        )
+        return RetryDecision(action=RunAction.FAIL, reason=f"not finished, and not tried again as {run.name}: {why}")
+    past = history(view, failure, now, _saved_after(actor.store, view))
     return decide(
-        history(view, verdict.failure, now, _saved_after(actor.store, view)),
-        verdict.failure,
-        view.config.recovery,
-        now,
-        rng.random(),
-        steps_known=_steps_known(view),
+        past, view.config.recovery, now, rng.random(), run=run.name, steps_known=_steps_known(view),
         exclude=tuple(one.node for one in blamed if one.node is not None),
-        run=view.run.name,
-    )
+    )  # fmt: skip
 
 
 def cancel_decision(actor: Actor, view: ControlledRun) -> RetryDecision:
@@ -214,45 +191,17 @@ def history(
     view: ControlledRun, failure: Failure, now: float, saved_after: Mapping[int, float] | None = None
 ) -> list[EndedAttempt]:
     """Return the attempts whose ends count, including the newest with its new failure."""
-    counted = [attempt for attempt in view.attempts if attempt.number >= view.run.fresh_from]
-    trained = any(attempt.generations for attempt in view.attempts)
-    # A fault that the configuration orders may recur in every attempt; restarting forever would not help.
-    once = not view.config.drill.events
-    after = saved_after or {}
-    return [
-        replace(
-            _past(attempt, failure if attempt is view.last else None, now, trained, once),
-            saved_after=after.get(attempt.number, 0.0),
+    first_training = not any(attempt.generations for attempt in view.attempts)
+    found = []
+    for attempt in view.attempts:
+        earlier = Failure.from_json(attempt.failure) if attempt.failure else None
+        found.append(
+            EndedAttempt(
+                row=attempt if attempt.ended_at is not None else replace(attempt, ended_at=now),
+                failure=failure if attempt is view.last else earlier,
+                saved_after=(saved_after or {}).get(attempt.number, 0.0),
+                first_training=first_training,
+                drills_recur=bool(view.config.drill.events),
+            )
         )
-        for attempt in counted
-    ]
-
-
-def _past(attempt: Attempt, failure: Failure | None, now: float, trained: bool, once: bool) -> EndedAttempt:
-    """Return an ended attempt's record; `trained`: the run has trained before; `once`: its drills do not recur."""
-    failure = failure or (Failure.from_json(attempt.failure) if attempt.failure else None)
-    kind = failure.kind if failure else None
-    ended = now if attempt.ended_at is None else attempt.ended_at
-    return EndedAttempt(
-        number=attempt.number,
-        kind=kind,
-        started=attempt.started_at is not None or attempt.generations > 0,
-        saved_step=attempt.saved_step,
-        step=attempt.last_step,
-        ended_at=ended,
-        trained=_run_seconds(attempt, ended),
-        script_failed=not trained and failure is not None and failure.script,
-        drilled=once and failure is not None and bool(failure.drill),
-        none_intact=failure is not None and failure.exception == NONE_INTACT,
-    )
-
-
-def _run_seconds(attempt: Attempt, ended: float) -> float:
-    """Return the seconds from start to end; from the submission if the node's clock was behind."""
-    if attempt.started_at is None:
-        return 0.0
-    return ended - max(attempt.started_at, attempt.submitted_at or attempt.started_at)
-
-
-NONE_INTACT = "NothingIntact"
-"""Exception of a rank that found every checkpoint damaged (`checkpointing.errors`)."""
+    return [past for past in found if past.row.number >= view.run.fresh_from]

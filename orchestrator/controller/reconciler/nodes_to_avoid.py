@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.reconciler.actor import Actor
-from orchestrator.recovery import node_failure_rate
+from orchestrator.recovery import failure_rate
 from orchestrator.recovery.elastic_policy import world_sizes
+from orchestrator.recovery.failure_rate import NodeHistory
 from orchestrator.recovery.node_exclusion import (
     REMEMBERED,
     NodeRecord,
@@ -19,7 +20,6 @@ from orchestrator.recovery.node_exclusion import (
     of_every_node,
     slowness,
 )
-from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.registry.records import PERSON
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.controlled_run import ControlledRun
@@ -58,13 +58,16 @@ def load_pool(store: Store, view: ControlledRun, now: float, pool_size: PoolSize
     hung, slow, lost = hangs(noticed), slowness(noticed, generations), count_replacements(noticed)
     sick = faulty(noticed, generations, {(view.run.name, view.last.number, node) for node in gone})
     spared = [(one.node, one.time) for one in noticed if one.kind == EventKind.SPARE_USED and not one.data.get("drill")]
-    attempts, _ = store.history(view.run.domain, now - node_failure_rate.WINDOW)
-    past = node_failure_rate.histories(attempts, spared, now)
+    attempts, _ = store.history(view.run.domain, now - failure_rate.NODE_WINDOW)
+    past = failure_rate.histories(attempts, spared, now)
     # Releasing a node clears its count: earlier failures are dropped.
-    own = {node.name: past.get(node.name, NodeHistory()).newest(node.failures) for node in nodes}
+    own = {}
+    for node in nodes:
+        history = past.get(node.name, NodeHistory())
+        own[node.name] = replace(history, failed=history.failed[: node.failures])
     known = [
         NodeRecord(
-            name=node.name, history=own[node.name], others=node_failure_rate.of_others(own, node.name),
+            name=node.name, history=own[node.name], others=failure_rate.of_others(own, node.name),
             excluded_until=node.excluded_until,
             hangs=hung.get(node.name, 0), slow=slow.get(node.name, 0), replaced=lost.get(node.name, 0),
             faulty=sick.get(node.name, ""), by_person=node.exclusion_source(now) == PERSON,

@@ -33,9 +33,7 @@ from orchestrator.controller.reconciler.running_jobs import (
 from orchestrator.controller.reconciler.world_size import give_up_long_wait, next_world, size_note
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.observed_since import Clock, ObservedSince
-from orchestrator.recovery.classify_failure import LEAVING_LIMIT, AttemptEnd, AttemptVerdict, judge
-from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.silent_coordinator import judge_silence
+from orchestrator.recovery.classify_failure import LEAVING_LIMIT, Evidence, judge, judge_silence
 from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
@@ -269,8 +267,7 @@ class Controller:
             view = with_exclusions(self.actor, view, self.pool_size, self.usable_nodes)
         failure = self.actor.launch(view, snapshot)
         if failure is not None:
-            verdict = AttemptVerdict(end=AttemptEnd.FAILED, reason=failure.reason, failure=failure)
-            conclude(self.actor, view, verdict, self.rng, self.pool_size)
+            conclude(self.actor, view, (AttemptState.ENDED, failure.reason, failure), self.rng, self.pool_size)
         return False
 
     def _is_hidden(self, view: ControlledRun) -> bool:
@@ -314,15 +311,15 @@ class Controller:
         if view.cancel is not None:
             user_requests.advance_cancel(self.actor, view, snapshot)
         verdict = judge(evidence)
-        if verdict.end is AttemptEnd.OPEN:
+        if verdict[0] is AttemptState.RUNNING:
             return fresh
         lost = view.last.job_id
-        if verdict.end is AttemptEnd.LOST and lost is not None and lost not in snapshot.polled:
+        if verdict[0] is AttemptState.LOST and lost is not None and lost not in snapshot.polled:
             # Job lists omit it, but a list can be wrong, and it must not start beside its successor.
             end_judged_job(self.actor, view, lost, "Slurm does not list it any more")
         if job is not None and is_live(job) and not evidence.job_leaving:
             # There may be no later check: the run may end with this attempt.
-            end_judged_job(self.actor, view, job.job_id, verdict.reason)
+            end_judged_job(self.actor, view, job.job_id, verdict[1])
         # Include the job's last writes in its history.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
         conclude(self.actor, self._reload_view(view), verdict, self.rng, self.pool_size, evidence.gone)
@@ -348,7 +345,7 @@ class Controller:
             self.actor.record_action(f"{run.name}/{attempt.number}: {reason}")
         elif job.state != attempt.job_state:
             self.store.note_attempt(run.name, attempt.number, epoch=self.actor.epoch, job_state=job.state)
-        silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
+        _, silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
         spec = job_spec(run, attempt, view.config)
         reason_for = self.actor.observed.age(f"reason:{run.name}/{attempt.number}", job.reason)
         waits = waiting_words(job.reason, spec.resources, run.name, reason_for) if not runs else ""
@@ -356,7 +353,7 @@ class Controller:
         held = f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
         size = size_note(view, self._config(run.config_digest), job)
         notes = training_notes(self.store, attempt) if runs else []
-        said = "".join(f"; {words}" for words in (size, held, silence.reason, evidence.odd, changed, *notes) if words)
+        said = "".join(f"; {words}" for words in (size, held, silence, evidence.odd, changed, *notes) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
         self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
 

@@ -11,9 +11,8 @@ from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.reconciler.conclude import apply
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.errors import SlurmUnreachable, SubmitRejected, TierUnread
-from orchestrator.recovery.evidence import Evidence
+from orchestrator.recovery.classify_failure import Escalation, Evidence, judge_silence
 from orchestrator.recovery.retry_policy import RetryDecision, RunAction
-from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
 from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.run_dirs.run_folder import missing_room
@@ -188,9 +187,9 @@ def _release(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
 
 def end_silent_job(actor: Actor, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
     """Stop, then cancel, a job whose coordinator is silent for long; it would idle to its time limit."""
-    silence = judge_silence(evidence, view.config.detection.hang.heartbeat)
-    if silence.step is Escalation.REQUEST_STOP:
+    step, reason = judge_silence(evidence, view.config.detection.hang.heartbeat)
+    if step is Escalation.REQUEST_STOP:
         # The request also proves that the directory is writable from here.
-        actor.request_once(view.folder, RequestKind.STOP, view.last.number, silence.reason, None, SILENCED)
-    elif silence.step is Escalation.CANCEL:
-        end_job(actor, view, job.job_id, silence.reason)
+        actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, SILENCED)
+    elif step is Escalation.CANCEL:
+        end_job(actor, view, job.job_id, reason)

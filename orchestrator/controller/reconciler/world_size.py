@@ -13,6 +13,7 @@ from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
 from orchestrator.controller.reconciler.running_jobs import end_job
 from orchestrator.errors import SlurmUnreachable
+from orchestrator.recovery.classify_failure import Evidence
 from orchestrator.recovery.elastic_policy import (
     LastAttempt,
     asked_nodes,
@@ -25,7 +26,6 @@ from orchestrator.recovery.elastic_policy import (
     resize_config,
     world_sizes,
 )
-from orchestrator.recovery.evidence import Evidence
 from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.scheduler.interface import LEAVING_STATES, JobStatus
@@ -83,12 +83,12 @@ def next_world(actor: Actor, view: ControlledRun, pool_size: PoolSize, usable_no
     if not needs_choice(sizes, last):
         return {}
     usable = _usable(actor, view, view.config, pool_size, usable_nodes)
-    choice = next_size(sizes, last, usable, view.config.recovery.patience)
-    if choice.size.all_nodes == full.all_nodes:
-        return {"reason": f"next attempt on {choice.reason}"} if choice.reason else {}
+    size, reason = next_size(sizes, last, usable, view.config.recovery.patience)
+    if size.all_nodes == full.all_nodes:
+        return {"reason": f"next attempt on {reason}"} if reason else {}
     base = stored_config(actor.store, view.run.config_digest)
-    data = resize_config(base, choice.size)
-    world = choose_smaller_world(data["cluster"], base["cluster"], view.run.config_digest, choice.reason)
+    data = resize_config(base, size)
+    world = choose_smaller_world(data["cluster"], base["cluster"], view.run.config_digest, reason)
     return {
         "config_digest": actor.store.put_config(data),
         "smaller_world": world,

@@ -133,8 +133,8 @@ def test_the_end_of_a_log_that_was_just_rotated_is_in_two_files(tmp_path: Path):
     log = LogFile(place.agent_log(0), LogsConfig(max_mib=0.001, keep=2))
     log.write(b"slurmstepd: error: Detected 1 oom_kill event\n" + b"x" * 2000 + b"\n")
     log.close()
-    (tail,) = read_tails(place)
-    assert (tail.source, tail.text.endswith("x" * 2000 + "\n")) == ("agent-0000.log", True)
+    ((source, text),) = read_tails(place).items()
+    assert (source, text.endswith("x" * 2000 + "\n")) == ("agent-0000.log", True)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
-"""What ended an attempt, by table: evidence in, verdict with its reason out."""
+"""Verdicts on attempts and their reasons, from tables of evidence."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from orchestrator.recovery.classify_failure import LEAVING_LIMIT, AttemptEnd, classify, judge
-from orchestrator.recovery.evidence import Evidence, LogTail
+from orchestrator.recovery.classify_failure import LEAVING_LIMIT, Evidence, classify, judge
 from orchestrator.scheduler.interface import JobStatus
-from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
+from orchestrator.states import AttemptState
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Failure
+from trainer.protocol.failures.outcome import FailureKind as Kind
 
 
 def job(state: str, **fields: Any) -> JobStatus:
@@ -23,25 +24,18 @@ def outcome(result: AttemptResult, reason: str = "", failure: Failure | None = N
 
 
 def evidence(state: str | None = None, **fields: Any) -> Evidence:
-    known = {
-        "attempt": 1,
-        "answered": True,
-        "saved_step": 30,
-        "job": job(state) if state else None,
-        "started": True,
-        "ended_for": 99.0,
-    }
-    return Evidence(**{**known, **fields})
+    known = {"saved_step": 30, "job": job(state) if state else None, "started": True, "ended_for": 99.0}
+    return Evidence(**{"attempt": 1, "answered": True, **known, **fields})
 
 
-def agents(text: str) -> tuple[LogTail, ...]:
-    return (LogTail(source="agent-0000.log", text=text),)
+def agents(text: str) -> dict[str, str]:
+    return {"agent-0000.log": text}
 
 
 FINISHED = outcome(AttemptResult.FINISHED, "all ranks finished")
-KILLED = Failure(kind=FailureKind.RANK_KILLED, reason="rank 1 died of SIGKILL", rank=1, node="n2")
-SHORT_OF_MEMORY = replace(KILLED, kind=FailureKind.OUT_OF_MEMORY)
-BUG = Failure(kind=FailureKind.USER_ERROR, reason="ValueError: no", rank=0)
+KILLED = Failure(kind=Kind.RANK_KILLED, reason="rank 1 died of SIGKILL", rank=1, node="n2")
+SHORT_OF_MEMORY = replace(KILLED, kind=Kind.OUT_OF_MEMORY)
+BUG = Failure(kind=Kind.USER_ERROR, reason="ValueError: no", rank=0)
 
 OPEN = {
     "no answer": (evidence(None, answered=False, absent_for=999.0, silent_for=999.0), "does not answer"),
@@ -49,7 +43,7 @@ OPEN = {
     "pending": (evidence("PENDING"), "job 7 is PENDING"),
     "running, done": (evidence("RUNNING", outcome=FINISHED), "job 7 is RUNNING"),
     "completing": (evidence("COMPLETING", outcome=FINISHED, leaving_for=30.0), "job 7 is COMPLETING"),
-    "a word nobody knows": (evidence("PURGATORY"), "job 7 is PURGATORY"),
+    "an unknown state": (evidence("PURGATORY"), "job 7 is PURGATORY"),
     "just gone": (evidence(None, absent_for=59.0, silent_for=999.0), "looking again"),
     "gone, accounting silent": (evidence(None, absent_for=299.0, silent_for=999.0, unrecorded=True), "looking again"),
     "gone but beating": (evidence(None, absent_for=999.0, silent_for=3.0), "heartbeat goes on"),
@@ -61,216 +55,177 @@ OPEN = {
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_nothing_certain_is_no_end(name: str) -> None:
+def test_attempt_stays_open_without_certainty(name: str) -> None:
     given, words = OPEN[name]
-    verdict = judge(given)
-    assert verdict.end is AttemptEnd.OPEN
-    assert words in verdict.reason
+    state, reason, failure = judge(given)
+    assert (state, failure) == (AttemptState.RUNNING, None)
+    assert words in reason
 
 
 SIGNALLED = outcome(AttemptResult.STOPPED, "an agent got SIGTERM")
-LATE = Failure(kind=FailureKind.PREEMPTED, reason="ranks were asked to save and stop, did not do so, and were killed")
-LOST = Failure(kind=FailureKind.AGENT_LOST, reason="its connection ended", node="n2")
+LATE = Failure(kind=Kind.PREEMPTED, reason="ranks were asked to save and stop, did not do so, and were killed")
+LOST = Failure(kind=Kind.AGENT_LOST, reason="its connection ended", node="n2")
+STEP_CANCELLED = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-22T17:14:47"
 ENDS = {
-    "finished": (evidence("COMPLETED", outcome=FINISHED), AttemptEnd.FINISHED, None, "all ranks finished"),
-    "finished, then preempted": (evidence("PREEMPTED", outcome=FINISHED), AttemptEnd.FINISHED, None, "all ranks"),
-    "finished, queue forgot": (evidence(None, absent_for=6.0, outcome=FINISHED), AttemptEnd.FINISHED, None,
-    "all ranks"),
-    "completed without a word": (evidence("COMPLETED"), AttemptEnd.FAILED, FailureKind.UNKNOWN, "without an outcome"),
+    "finished": (evidence("COMPLETED", outcome=FINISHED), None, "all ranks finished"),
+    "finished, then preempted": (evidence("PREEMPTED", outcome=FINISHED), None, "all ranks"),
+    "finished, queue forgot": (evidence(None, absent_for=6.0, outcome=FINISHED), None, "all ranks"),
+    "completed without an outcome": (evidence("COMPLETED"), Kind.UNKNOWN, "without an outcome"),
     "leader out, silent": (
-        evidence("RUNNING", leader_gone="n1", silent_for=60.0), AttemptEnd.FAILED, FailureKind.NODE_LOST,
+        evidence("RUNNING", leader_gone="n1", silent_for=60.0), Kind.NODE_LOST,
         "n1, which led job 7, is out of the job and its heartbeat is silent",
     ),
-    "leader out, done": (
-        evidence("RUNNING", leader_gone="n1", silent_for=60.0, outcome=FINISHED), AttemptEnd.FINISHED, None,
-        "all ranks",
-    ),
-    "never started": (
-        evidence("FAILED", started=False), AttemptEnd.FAILED, FailureKind.LAUNCH_FAILED, "before its agents started",
-    ),
+    "leader out, done": (evidence("RUNNING", leader_gone="n1", silent_for=60.0, outcome=FINISHED), None, "all ranks"),
+    "never started": (evidence("FAILED", started=False), Kind.LAUNCH_FAILED, "before its agents started"),
     "environment moved": (
-        evidence("FAILED", started=False, lost_interpreter="/venv/bin/python"), AttemptEnd.FAILED,
-        FailureKind.LAUNCH_FAILED,
+        evidence("FAILED", started=False, lost_interpreter="/venv/bin/python"), Kind.LAUNCH_FAILED,
         "its interpreter /venv/bin/python is gone; put its environment back",
     ),
-    "first agent died": (evidence("FAILED"), AttemptEnd.FAILED, FailureKind.AGENT_LOST, "after its agents had started"),
+    "first agent died": (evidence("FAILED"), Kind.AGENT_LOST, "after its agents had started"),
     "secrets that others can read": (
-        evidence(
-            "FAILED", tails=agents("orch-agent: refuses to train: cannot read the run's secrets: /f can be read by all")
-        ),
-        AttemptEnd.FAILED, FailureKind.SUBMIT_REJECTED, "/f can be read by all",
+        evidence("FAILED", tails=agents("x: refuses to train: cannot read the run's secrets: /f can be read by all")),
+        Kind.SUBMIT_REJECTED, "/f can be read by all",
     ),
-    "preempted": (evidence("PREEMPTED"), AttemptEnd.FAILED, FailureKind.PREEMPTED, "Slurm ended job 7: PREEMPTED"),
-    "preempted, saved": (
-        evidence("PREEMPTED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
-        AttemptEnd.FAILED, FailureKind.PREEMPTED, "PREEMPTED",
-    ),
-    "timeout": (evidence("TIMEOUT"), AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT"),
-    "deadline": (evidence("DEADLINE"), AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "DEADLINE"),
+    "preempted": (evidence("PREEMPTED"), Kind.PREEMPTED, "Slurm ended job 7: PREEMPTED"),
+    "preempted, saved": (evidence("PREEMPTED", outcome=SIGNALLED), Kind.PREEMPTED, "PREEMPTED"),
+    "timeout": (evidence("TIMEOUT"), Kind.TIME_LIMIT, "TIMEOUT"),
+    "deadline": (evidence("DEADLINE"), Kind.TIME_LIMIT, "DEADLINE"),
     "node fail": (
-        evidence("NODE_FAIL", job=job("NODE_FAIL", reason="NodeDown")), AttemptEnd.FAILED, FailureKind.NODE_LOST,
-        "NODE_FAIL (NodeDown)",
+        evidence("NODE_FAIL", job=job("NODE_FAIL", reason="NodeDown")), Kind.NODE_LOST, "NODE_FAIL (NodeDown)",
     ),
     "node fail seen inside": (
-        evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", replace(KILLED, kind=FailureKind.AGENT_LOST))),
-        AttemptEnd.FAILED, FailureKind.NODE_LOST, "the job saw: rank 1",
+        evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", replace(KILLED, kind=Kind.AGENT_LOST))),
+        Kind.NODE_LOST, "the job saw: rank 1",
     ),
     "node down, the job ended first": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
-        AttemptEnd.FAILED, FailureKind.NODE_LOST, "Slurm has node n2 down; the job saw: its connection ended",
+        Kind.NODE_LOST, "Slurm has node n2 down; the job saw: its connection ended",
     ),
     "another node down": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n1",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
-        AttemptEnd.FAILED, FailureKind.AGENT_LOST, "its connection ended",
+        Kind.AGENT_LOST, "its connection ended",
     ),
-    "out of memory": (
-        evidence("OUT_OF_MEMORY"), AttemptEnd.FAILED, FailureKind.OUT_OF_MEMORY, "OUT_OF_MEMORY; give the job more",
-    ),
+    "out of memory": (evidence("OUT_OF_MEMORY"), Kind.OUT_OF_MEMORY, "OUT_OF_MEMORY; give the job more"),
     "out of memory, seen from inside": (
-        evidence("OUT_OF_MEMORY", outcome=outcome(AttemptResult.FAILED, "", SHORT_OF_MEMORY)),
-        AttemptEnd.FAILED, FailureKind.OUT_OF_MEMORY, "rank 1 died of SIGKILL",
+        evidence("OUT_OF_MEMORY", outcome=outcome(AttemptResult.FAILED, "", SHORT_OF_MEMORY)), Kind.OUT_OF_MEMORY,
+        "rank 1 died of SIGKILL",
     ),
     "a wait that orch has given up": (
-        evidence("CANCELLED", started=False, gave_up="1 node was missing for 1h01m"), AttemptEnd.FAILED,
-        FailureKind.NODES_MISSING, "1 node was missing for 1h01m",
+        evidence("CANCELLED", started=False, gave_up="1 node was missing for 1h01m"), Kind.NODES_MISSING,
+        "1 node was missing for 1h01m",
     ),
     "a wait that orch has given up just as it ended": (
         evidence("COMPLETED", gave_up="1 node was missing", outcome=outcome(AttemptResult.STOPPED, "1 node was")),
-        AttemptEnd.FAILED, FailureKind.NODES_MISSING, "1 node was missing",
+        Kind.NODES_MISSING, "1 node was missing",
     ),
     "a wait that orch has given up, of a job that Slurm forgot": (
-        evidence(None, absent_for=60.0, silent_for=999.0, started=False, gave_up="1 node was missing"), AttemptEnd.LOST,
-        FailureKind.NODES_MISSING, "1 node was missing",
+        evidence(None, absent_for=60.0, silent_for=999.0, started=False, gave_up="1 node was missing"),
+        Kind.NODES_MISSING, "1 node was missing",
     ),
-    "boot": (evidence("BOOT_FAIL", started=False), AttemptEnd.FAILED, FailureKind.LAUNCH_FAILED, "BOOT_FAIL"),
+    "boot": (evidence("BOOT_FAIL", started=False), Kind.LAUNCH_FAILED, "BOOT_FAIL"),
     "outcome beats FAILED": (
-        evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), AttemptEnd.FAILED,
-        FailureKind.RANK_KILLED,
+        evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), Kind.RANK_KILLED,
         "rank 1 died of SIGKILL",
     ),
     "outcome beats COMPLETED": (
-        evidence("COMPLETED", outcome=outcome(AttemptResult.FAILED, "", BUG)), AttemptEnd.FAILED,
-        FailureKind.USER_ERROR,
-        "ValueError",
+        evidence("COMPLETED", outcome=outcome(AttemptResult.FAILED, "", BUG)), Kind.USER_ERROR, "ValueError",
     ),
     "a bug before the time limit": (
-        evidence("TIMEOUT", outcome=outcome(AttemptResult.FAILED, "", BUG)), AttemptEnd.FAILED, FailureKind.USER_ERROR,
-        "ValueError",
+        evidence("TIMEOUT", outcome=outcome(AttemptResult.FAILED, "", BUG)), Kind.USER_ERROR, "ValueError",
     ),
     "stopped at the limit": (
-        evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "the time limit is near")),
-        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "stopped, with step 30 saved",
+        evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "the time limit is near")), Kind.TIME_LIMIT,
+        "stopped, with step 30 saved",
     ),
     "stopped, and nothing is known to be saved": (
         evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "the time limit is near"), saved_step=None),
-        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "stopped: the time limit is near",
+        Kind.TIME_LIMIT, "stopped: the time limit is near",
     ),
     "scancelled, and nothing is known to be saved": (
-        evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM"), saved_step=None),
-        AttemptEnd.FAILED, FailureKind.CANCELLED, "job 7 was cancelled, not by orch",
+        evidence("CANCELLED", outcome=SIGNALLED, saved_step=None),
+        Kind.CANCELLED, "job 7 was cancelled, not by orch",
     ),
     "stopped by a signal": (
-        evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGUSR2")),
-        AttemptEnd.FAILED, FailureKind.PREEMPTED, "SIGUSR2",
+        evidence("FAILED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGUSR2")), Kind.PREEMPTED, "SIGUSR2",
     ),
     "stopped by a signal, on a node that is down": (
-        evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=SIGNALLED),
-        AttemptEnd.FAILED, FailureKind.NODE_LOST, "stopped, with step 30 saved: an agent got SIGTERM; node n2 is down",
+        evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=SIGNALLED), Kind.NODE_LOST,
+        "stopped, with step 30 saved: an agent got SIGTERM; node n2 is down",
     ),
     "stopped by a signal, the limit was shortened": (
-        evidence("FAILED", outcome=SIGNALLED, near_limit=True),
-        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "an agent got SIGTERM; the job was near its time limit",
+        evidence("FAILED", outcome=SIGNALLED, near_limit=True), Kind.TIME_LIMIT,
+        "an agent got SIGTERM; the job was near its time limit",
     ),
-    "stopped by a signal, Slurm tells of a lost node": (
+    "stopped by a signal, Slurm reports a lost node": (
         evidence("FAILED", outcome=SIGNALLED, tails=agents(
-            "slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-22T17:14:47 DUE TO NODE FAILURE, SEE "
-            "SLURMCTLD LOG FOR DETAILS ***"
+            f"{STEP_CANCELLED} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
         )),
-        AttemptEnd.FAILED, FailureKind.NODE_LOST, "Slurm says: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT",
+        Kind.NODE_LOST, "Slurm says: slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT",
     ),
-    "stopped by a signal, Slurm tells of the limit": (
-        evidence("FAILED", outcome=SIGNALLED, tails=agents(
-            "slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-22T17:14:47 DUE TO TIME LIMIT ***"
-        )),
-        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "DUE TO TIME LIMIT",
+    "stopped by a signal, Slurm reports the limit": (
+        evidence("FAILED", outcome=SIGNALLED, tails=agents(f"{STEP_CANCELLED} DUE TO TIME LIMIT ***")), Kind.TIME_LIMIT,
+        "DUE TO TIME LIMIT",
     ),
     "stopped by a signal, within a preemption's grace time": (
-        evidence("FAILED", outcome=SIGNALLED, tails=agents(
-            "slurmstepd-n1: error: *** STEP 14.0 ON n1 CANCELLED AT 2026-11-22T17:24:06 ***\norch-agent: got SIGTERM"
-        )),
-        AttemptEnd.FAILED, FailureKind.PREEMPTED, "stopped, with step 30 saved: an agent got SIGTERM",
+        evidence("FAILED", outcome=SIGNALLED, tails=agents(f"{STEP_CANCELLED} ***\norch-agent: got SIGTERM")),
+        Kind.PREEMPTED, "stopped, with step 30 saved: an agent got SIGTERM",
     ),
     "could not stop in time, on a node that is down": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LATE)),
-        AttemptEnd.FAILED, FailureKind.NODE_LOST, "and were killed; node n2 is down",
+        Kind.NODE_LOST, "and were killed; node n2 is down",
     ),
     "could not stop in time, shortened limit": (
-        evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", LATE), near_limit=True),
-        AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "near its time limit",
+        evidence("FAILED", outcome=outcome(AttemptResult.FAILED, "", LATE), near_limit=True), Kind.TIME_LIMIT,
+        "near its time limit",
     ),
     "scancelled, could not save in time": (
-        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", LATE)),
-        AttemptEnd.FAILED, FailureKind.CANCELLED, "job 7 was cancelled, not by orch; ranks were asked to save",
+        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", LATE)), Kind.CANCELLED,
+        "job 7 was cancelled, not by orch; ranks were asked to save",
     ),
-    "scancelled": (evidence("CANCELLED"), AttemptEnd.FAILED, FailureKind.CANCELLED, "cancelled, not by orch"),
+    "scancelled": (evidence("CANCELLED"), Kind.CANCELLED, "cancelled, not by orch"),
     "scancelled, saved": (
-        evidence("CANCELLED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
-        AttemptEnd.FAILED, FailureKind.CANCELLED, "cancelled, not by orch, with step 30 saved",
+        evidence("CANCELLED", outcome=SIGNALLED), Kind.CANCELLED,
+        "cancelled, not by orch, with step 30 saved",
     ),
-    "revoked, saved": (
-        evidence("REVOKED", outcome=outcome(AttemptResult.STOPPED, "an agent got SIGTERM")),
-        AttemptEnd.FAILED, FailureKind.CANCELLED, "cancelled, not by orch",
-    ),
+    "revoked, saved": (evidence("REVOKED", outcome=SIGNALLED), Kind.CANCELLED, "cancelled, not by orch"),
     "killed before the scancel": (
-        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), AttemptEnd.FAILED,
-        FailureKind.RANK_KILLED, "rank 1 died of SIGKILL",
+        evidence("CANCELLED", outcome=outcome(AttemptResult.FAILED, "", KILLED)), Kind.RANK_KILLED,
+        "rank 1 died of SIGKILL",
     ),
-    "cancelled by us": (
-        evidence("CANCELLED", cancel_asked=True), AttemptEnd.FAILED, FailureKind.CANCELLED,
-        "cancelled by `orch cancel`",
-    ),
-    "requeued": (
-        evidence("CANCELLED", job=job("CANCELLED", restarts=1)), AttemptEnd.FAILED, FailureKind.NODE_LOST,
-        "requeued job 7",
-    ),
-    "requeued, and accounting does not tell": (
-        evidence("CANCELLED", requeued="requeued by Slurm"), AttemptEnd.FAILED, FailureKind.NODE_LOST,
-        "Slurm requeued job 7; orch ended it",
+    "cancelled by us": (evidence("CANCELLED", cancel_asked=True), Kind.CANCELLED, "cancelled by `orch cancel`"),
+    "requeued": (evidence("CANCELLED", job=job("CANCELLED", restarts=1)), Kind.NODE_LOST, "requeued job 7"),
+    "requeued, unknown to accounting": (
+        evidence("CANCELLED", requeued="requeued by Slurm"), Kind.NODE_LOST, "Slurm requeued job 7; orch ended it",
     ),
     "requeued, but it ended before that": (
-        evidence("TIMEOUT", requeued="requeued by Slurm"), AttemptEnd.FAILED, FailureKind.TIME_LIMIT, "TIMEOUT",
+        evidence("TIMEOUT", requeued="requeued by Slurm"), Kind.TIME_LIMIT, "TIMEOUT",
     ),
     "requeued, never trained": (
-        evidence("CANCELLED", job=job("CANCELLED", restarts=1), started=False), AttemptEnd.FAILED,
-        FailureKind.LAUNCH_FAILED,
-        "requeued job 7",
+        evidence("CANCELLED", job=job("CANCELLED", restarts=1), started=False), Kind.LAUNCH_FAILED, "requeued job 7",
     ),
-    "lost": (
-        evidence(None, absent_for=61.0, silent_for=61.0), AttemptEnd.LOST, FailureKind.JOB_LOST, "heartbeat is silent",
-    ),
+    "lost": (evidence(None, absent_for=61.0, silent_for=61.0), Kind.JOB_LOST, "heartbeat is silent"),
     "lost, accounting silent": (
-        evidence(None, absent_for=301.0, silent_for=61.0, unrecorded=True), AttemptEnd.LOST, FailureKind.JOB_LOST,
-        "accounting does not answer",
+        evidence(None, absent_for=301.0, silent_for=61.0, unrecorded=True), Kind.JOB_LOST, "accounting does not answer",
     ),
-    "stuck": (evidence("COMPLETING", leaving_for=LEAVING_LIMIT), AttemptEnd.FAILED, FailureKind.UNKNOWN, "COMPLETING"),
+    "stuck": (evidence("COMPLETING", leaving_for=LEAVING_LIMIT), Kind.UNKNOWN, "COMPLETING"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_ends_keep_their_cause(name: str) -> None:
-    given, end, kind, words = ENDS[name]
-    verdict = judge(given)
-    assert verdict.end is end
-    assert (verdict.failure.kind if verdict.failure else None) == kind
-    assert words in verdict.reason
+    given, kind, words = ENDS[name]
+    state, reason, failure = judge(given)
+    assert state is (AttemptState.LOST if given.job is None and given.outcome is None else AttemptState.ENDED)
+    assert (failure.kind if failure else None) == kind
+    assert words in reason
 
 
-def test_the_node_of_the_job_s_own_word_is_kept_under_slurm_s() -> None:
+def test_node_reported_by_the_job_is_kept_when_slurm_names_the_cause() -> None:
     given = evidence("NODE_FAIL", outcome=outcome(AttemptResult.FAILED, "", KILLED))
     assert classify(given).node == "n2"
 
 
-def test_a_node_that_slurm_has_lost_is_named_where_the_job_saw_only_its_own_stop() -> None:
+def test_down_node_is_named_if_the_job_saw_only_its_own_stop() -> None:
     down = job("NODE_FAIL", nodes_down=("n2",))
     assert classify(evidence("NODE_FAIL", job=down, outcome=outcome(AttemptResult.FAILED, "", LATE))).node == "n2"
 
@@ -286,11 +241,11 @@ def test_a_node_that_slurm_has_lost_is_named_where_the_job_saw_only_its_own_stop
         ("LAUNCH_FAILED", {}, False, None),
     ],
 )
-def test_a_batch_script_that_ended_before_any_agent_lived_is_known_without_its_exit_code(
+def test_failed_batch_script_is_recognized_without_its_exit_code(
     state: str, ending: dict[str, int], script: bool, code: int | None
 ) -> None:
     failure = classify(evidence(state, started=False, job=job(state, **ending)))
-    assert (failure.kind, failure.script, failure.exit_code) == (FailureKind.LAUNCH_FAILED, script, code)
+    assert (failure.kind, failure.script, failure.exit_code) == (Kind.LAUNCH_FAILED, script, code)
 
 
 LOGS = {
@@ -305,28 +260,25 @@ LOGS = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_logs_speak_only_where_no_outcome_does(name: str) -> None:
+def test_logs_are_used_only_without_an_outcome(name: str) -> None:
     text, kind = LOGS[name]
     assert classify(evidence("FAILED", tails=agents(text))).kind == kind
-    told = evidence("FAILED", tails=agents(text), outcome=outcome(AttemptResult.FAILED, "", KILLED))
-    assert classify(told) == KILLED
-
-
-CANCELLED_AT = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-22T17:14:47 ***"
+    with_outcome = evidence("FAILED", tails=agents(text), outcome=outcome(AttemptResult.FAILED, "", KILLED))
+    assert classify(with_outcome) == KILLED
 
 
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        (f"{CANCELLED_AT}\norch-agent: got SIGTERM\nsrun: error: n1: task 0: Killed", "cancelled"),
-        (f"{CANCELLED_AT}\n[Errno 5] Input/output error", "cancelled"),
-        (f"[Errno 28] No space left on device\n{CANCELLED_AT}\nsrun: error: n1: task 0: Killed", "storage"),
-        ("srun: error: n1: task 0: Killed", "agent_lost"),  # before anybody cancelled it
-        (CANCELLED_AT.removesuffix("***") + "DUE TO TIME LIMIT ***", "time_limit"),
+        (f"{STEP_CANCELLED} ***\norch-agent: got SIGTERM\nsrun: error: n1: task 0: Killed", "cancelled"),
+        (f"{STEP_CANCELLED} ***\n[Errno 5] Input/output error", "cancelled"),
+        (f"[Errno 28] No space left on device\n{STEP_CANCELLED} ***\nsrun: error: n1: task 0: Killed", "storage"),
+        ("srun: error: n1: task 0: Killed", "agent_lost"),  # before the scancel
+        (f"{STEP_CANCELLED} DUE TO TIME LIMIT ***", "time_limit"),
     ],
 )
-def test_a_scancel_is_not_explained_by_what_it_killed(text: str, kind: str) -> None:
-    """Ranks that do not end within KillWait are killed, and leave no outcome."""
+def test_processes_killed_by_scancel_do_not_explain_it(text: str, kind: str) -> None:
+    """Ranks that exceed KillWait are killed and leave no outcome."""
     assert classify(evidence("CANCELLED", tails=agents(text))).kind == kind
 
 
@@ -380,51 +332,51 @@ NOT_LAUNCHED = {
 
 
 @pytest.mark.parametrize("name", NOT_LAUNCHED)
-def test_a_node_that_cannot_launch_a_job_is_told_from_a_persons_scancel(name: str) -> None:
+def test_failed_launch_on_a_node_differs_from_a_persons_scancel(name: str) -> None:
     """Jobs and logs as Slurm 22.05 recorded them in the lab."""
     ended, text, kind, node, words = NOT_LAUNCHED[name]
-    failure = judge(evidence(job=ended, started=False, tails=agents(text))).failure
+    failure = judge(evidence(job=ended, started=False, tails=agents(text)))[2]
     assert failure is not None
     assert (failure.kind, failure.node, failure.script) == (kind, node, kind == "launch_failed" and node is None)
     assert words in failure.reason
 
 
-def test_a_job_that_never_ran_waits_for_the_record_of_who_cancelled_it() -> None:
+def test_verdict_on_a_job_that_never_ran_waits_for_accounting() -> None:
     ended = job("CANCELLED", nodes=("n1",), unlaunched=True)
-    assert judge(evidence(job=ended, started=False, ended_for=1.0)).end is AttemptEnd.OPEN
-    assert judge(evidence(job=replace(ended, cancelled_by=0), started=False, ended_for=1.0)).end is AttemptEnd.FAILED
-    assert judge(evidence(job=ended, started=False, ended_for=1.0, cancel_asked=True)).end is AttemptEnd.FAILED
+    assert judge(evidence(job=ended, started=False, ended_for=1.0))[0] is AttemptState.RUNNING
+    assert judge(evidence(job=replace(ended, cancelled_by=0), started=False, ended_for=1.0))[0] is AttemptState.ENDED
+    assert judge(evidence(job=ended, started=False, ended_for=1.0, cancel_asked=True))[0] is AttemptState.ENDED
 
 
 def test_a_log_line_never_blames_a_node() -> None:
     assert classify(evidence("FAILED", tails=agents("srun: error: Node failure on n17"))).node is None
 
 
-def test_where_a_command_stood_is_not_called_saved() -> None:
-    """Its step is that of the last line with its progress: it may have saved nothing."""
-    stopped = replace(outcome(AttemptResult.STOPPED, "an agent got SIGTERM"), step=119)
+def test_step_of_a_command_does_not_count_as_saved() -> None:
+    """Its step comes from the last progress line; it may have saved nothing."""
+    stopped = replace(SIGNALLED, step=119)
     for state, words in (
         ("FAILED", "stopped: an agent got SIGTERM"),
         ("CANCELLED", "job 7 was cancelled, not by orch"),
     ):
-        failure = judge(evidence(state, outcome=stopped, saved_step=None)).failure
+        failure = judge(evidence(state, outcome=stopped, saved_step=None))[2]
         assert failure is not None
         assert (failure.step, failure.reason) == (119, words)
 
 
-def test_an_srun_that_was_signalled_itself_is_named_and_blames_no_agent() -> None:
+def test_signalled_srun_is_named_and_no_agent_is_blamed() -> None:
     text = "srun: forcing job termination\nsrun: error: n1: task 0: Killed\n"
     failure = classify(evidence("FAILED", started=True, tails=agents(text)))
-    assert failure.kind is FailureKind.PREEMPTED
+    assert failure.kind is Kind.PREEMPTED
     assert "srun got SIGTERM, as by `scancel --full`, and killed its step; `scancel -s TERM " in failure.reason
     full = classify(evidence("FAILED", started=True, tails=agents(f"OSError: [Errno 28]\n{text}")))
-    assert full.kind is FailureKind.STORAGE, "what was said before it"
+    assert full.kind is Kind.STORAGE, "printed before the kill"
     killed = classify(evidence("FAILED", started=True, tails=agents("srun: error: n1: task 0: Killed")))
-    assert killed.kind is FailureKind.AGENT_LOST
+    assert killed.kind is Kind.AGENT_LOST
 
 
-def test_an_end_that_the_job_itself_cannot_explain_is_unknown_with_its_words() -> None:
-    told = replace(outcome(AttemptResult.FAILED, "the coordinator ended"), exit_code=7)
-    found = judge(evidence("FAILED", outcome=told))
-    assert found.end is AttemptEnd.FAILED
-    assert found.failure == Failure(kind=FailureKind.UNKNOWN, reason="the coordinator ended", step=30, exit_code=7)
+def test_end_without_explanation_is_unknown_with_the_outcomes_reason() -> None:
+    failed = replace(outcome(AttemptResult.FAILED, "the coordinator ended"), exit_code=7)
+    state, _, failure = judge(evidence("FAILED", outcome=failed))
+    assert state is AttemptState.ENDED
+    assert failure == Failure(kind=Kind.UNKNOWN, reason="the coordinator ended", step=30, exit_code=7)

@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.recovery.classify_failure import AttemptEnd, judge
+from orchestrator.recovery.classify_failure import Escalation, Evidence, judge, judge_silence
 from orchestrator.recovery.elastic_policy import LastAttempt, WorldSize
-from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.failure_rate import FailureCount
+from orchestrator.recovery.failure_rate import FailureCount, NodeHistory
 from orchestrator.recovery.node_exclusion import ExclusionDecision, NodeRecord
-from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.recovery.retry_policy import EndedAttempt, RetryDecision
-from orchestrator.recovery.silent_coordinator import Escalation, judge_silence
 from orchestrator.scheduler.interface import JobStatus
+from orchestrator.states import AttemptState
 from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult
 
+RUNNING, ENDED, LOST = AttemptState.RUNNING, AttemptState.ENDED, AttemptState.LOST
 JOB = JobStatus(job_id="7", name="orch-a-1-1-00000000", state="RUNNING", submit_time="", nodes=("n1", "n2"))
 LOOK = Evidence(attempt=1, answered=True, job=JOB, started=True)
 DONE = AttemptOutcome(
@@ -32,25 +31,25 @@ def with_job(state: str) -> JobStatus:
 @pytest.mark.parametrize(
     ("changes", "field", "seconds", "before", "after"),
     [
-        ({"job": None, "silent_for": 60.0}, "absent_for", 60.0, AttemptEnd.OPEN, AttemptEnd.LOST),
-        ({"job": None, "absent_for": 60.0}, "silent_for", 60.0, AttemptEnd.OPEN, AttemptEnd.LOST),
-        ({"job": None, "silent_for": 300.0, "unrecorded": True}, "absent_for", 300.0, AttemptEnd.OPEN, AttemptEnd.LOST),
-        ({"job": None, "outcome": DONE}, "absent_for", 5.0, AttemptEnd.OPEN, AttemptEnd.FINISHED),
-        ({"job": with_job("COMPLETED")}, "ended_for", 5.0, AttemptEnd.OPEN, AttemptEnd.FAILED),
-        ({"job": with_job("COMPLETING")}, "leaving_for", 600.0, AttemptEnd.OPEN, AttemptEnd.FAILED),
-        ({"leader_gone": "n1"}, "silent_for", 60.0, AttemptEnd.OPEN, AttemptEnd.FAILED),
+        ({"job": None, "silent_for": 60.0}, "absent_for", 60.0, RUNNING, LOST),
+        ({"job": None, "absent_for": 60.0}, "silent_for", 60.0, RUNNING, LOST),
+        ({"job": None, "silent_for": 300.0, "unrecorded": True}, "absent_for", 300.0, RUNNING, LOST),
+        ({"job": None, "outcome": DONE}, "absent_for", 5.0, RUNNING, ENDED),
+        ({"job": with_job("COMPLETED")}, "ended_for", 5.0, RUNNING, ENDED),
+        ({"job": with_job("COMPLETING")}, "leaving_for", 600.0, RUNNING, ENDED),
+        ({"leader_gone": "n1"}, "silent_for", 60.0, RUNNING, ENDED),
     ],
 )  # fmt: skip
 def test_an_end_is_concluded_after_so_many_seconds(
-    changes: dict[str, Any], field: str, seconds: float, before: AttemptEnd, after: AttemptEnd
+    changes: dict[str, Any], field: str, seconds: float, before: AttemptState, after: AttemptState
 ) -> None:
     for value, end in ((seconds - 0.5, before), (seconds, after)):
-        assert judge(replace(LOOK, **changes, **{field: value})).end is end
+        assert judge(replace(LOOK, **changes, **{field: value}))[0] is end
 
 
 def test_a_job_without_any_of_its_signs_is_judged_at_once() -> None:
-    assert judge(replace(LOOK, job=with_job("FAILED"), started=False)).end is AttemptEnd.FAILED
-    assert judge(replace(LOOK, job=with_job("NODE_FAIL"))).end is AttemptEnd.FAILED
+    assert judge(replace(LOOK, job=with_job("FAILED"), started=False))[0] is ENDED
+    assert judge(replace(LOOK, job=with_job("NODE_FAIL")))[0] is ENDED
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_silence_is_held_against_a_job_after_so_many_seconds(
     changes: dict[str, Any], field: str, seconds: float, before: Escalation, after: Escalation
 ) -> None:
     for value, step in ((seconds - 0.5, before), (seconds, after)):
-        assert judge_silence(replace(LOOK, **changes, **{field: value}), 900.0).step is step
+        assert judge_silence(replace(LOOK, **changes, **{field: value}), 900.0)[0] is step
 
 
 @pytest.mark.parametrize(

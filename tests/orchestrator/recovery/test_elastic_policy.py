@@ -45,15 +45,15 @@ def test_a_job_waits_for_its_nodes_until_patience_is_over(
     [(3, 3), (2, 2), (4, 4), (9, 4), (None, 4), (1, 2)],  # of 9 that are busy, one less than before is asked for
 )
 def test_after_a_wait_that_was_given_up_the_next_attempt_asks_for_less(usable: int | None, nodes: int) -> None:
-    choice = next_size(SIZES, GIVEN_UP, usable, HOUR)
-    assert (choice.size.nodes, choice.size.spare_nodes) == (nodes, 0)
-    assert choice.reason == "2 nodes were missing for 1h01m"
+    size, why = next_size(SIZES, GIVEN_UP, usable, HOUR)
+    assert (size.nodes, size.spare_nodes) == (nodes, 0)
+    assert why == "2 nodes were missing for 1h01m"
 
 
 def test_a_full_attempt_that_ended_is_followed_by_a_full_one_whatever_is_in_service() -> None:
     lost = LastAttempt(asked=5, kind=FailureKind.NODE_LOST, reason="n2 is down")
-    assert next_size(SIZES, lost, 3, HOUR).size is SIZES[0], "the node may be back before patience is over"
-    assert next_size(SIZES, lost, 3, HOUR).reason == ""
+    assert next_size(SIZES, lost, 3, HOUR)[0] is SIZES[0], "the node may be back before patience is over"
+    assert next_size(SIZES, lost, 3, HOUR)[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def test_a_full_attempt_that_ended_is_followed_by_a_full_one_whatever_is_in_serv
 def test_a_smaller_attempt_that_ended_is_followed_by_what_fits_now(
     usable: int | None, all_nodes: int, reason: str
 ) -> None:  # fmt: skip
-    choice = next_size(
+    size, why = next_size(
         SIZES, LastAttempt(asked=3, kind=FailureKind.TIME_LIMIT, reason="its time was over"), usable, HOUR
     )
-    assert (choice.size.all_nodes, choice.reason) == (all_nodes, reason)
+    assert (size.all_nodes, why) == (all_nodes, reason)
 
 
 def test_a_run_that_is_never_smaller_asks_for_its_own_size() -> None:
     for kind in (FailureKind.NODE_LOST, FailureKind.NODES_MISSING, FailureKind.SUBMIT_DEFERRED):
         last = LastAttempt(asked=5, kind=kind, reason="lost", refused_for=2 * HOUR)
         assert not needs_choice(SIZES[:1], last)
-        assert next_size(SIZES[:1], last, 1, HOUR).size is SIZES[0]
+        assert next_size(SIZES[:1], last, 1, HOUR)[0] is SIZES[0]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_a_size_that_slurm_refuses_for_longer_than_patience_is_given_up_too(
         asked=5, kind=FailureKind.SUBMIT_DEFERRED, reason="Requested node configuration is not available",
         refused_for=refused_for,
     )  # fmt: skip
-    choice = next_size(SIZES, last, usable, HOUR)
+    size, why = next_size(SIZES, last, usable, HOUR)
     assert needs_choice(SIZES, last)
-    assert (choice.size.all_nodes, choice.reason) == (all_nodes, reason)
+    assert (size.all_nodes, why) == (all_nodes, reason)
 
 
 def test_cluster_sections_without_sizes_mean_one_node_and_no_spare() -> None:

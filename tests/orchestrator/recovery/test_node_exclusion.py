@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing.config import AutoConfig
+from orchestrator.recovery.failure_rate import NodeHistory
 from orchestrator.recovery.node_exclusion import (
     DRILLED,
     TAKEN_FOR,
@@ -22,7 +23,6 @@ from orchestrator.recovery.node_exclusion import (
     of_every_node,
     slowness,
 )
-from orchestrator.recovery.node_failure_rate import NodeHistory
 from orchestrator.registry.records import Notice
 from trainer.protocol.config import RecoveryConfig
 from trainer.protocol.events import EventKind
@@ -45,7 +45,7 @@ def failure(kind: FailureKind, node: str | None = "n2") -> Failure:
 
 
 def test_evidence_of_the_node_itself_excludes_it_for_a_while() -> None:
-    found = blame(failure(FailureKind.NODE_SUSPECT), FOUR, CONFIG, NOW)
+    found = blame(failure(FailureKind.NODE_SUSPECT), "n2", FOUR, CONFIG, NOW)
     assert (found.node, found.until, found.reason) == ("n2", NOW + 24 * 3600, "node_suspect on n2")
     assert excluded_nodes([NodeRecord(name="n2", excluded_until=found.until)], found.until - 1) == ("n2",)
     assert excluded_nodes([NodeRecord(name="n2", excluded_until=found.until)], found.until) == ()
@@ -56,28 +56,28 @@ def test_a_pool_begins_with_the_failure_rate_of_the_configuration() -> None:
 
 
 def test_one_death_is_no_evidence_and_two_are() -> None:
-    once = blame(failure(FailureKind.RANK_KILLED), FOUR, CONFIG, NOW)
+    once = blame(failure(FailureKind.RANK_KILLED), "n2", FOUR, CONFIG, NOW)
     assert (once.node, once.until, once.reason) == (None, 0.0, "rank_killed once on n2 is no evidence against it")
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(3 * HOUR)),))
-    twice = blame(failure(FailureKind.RANK_KILLED), pool, CONFIG, NOW)
+    twice = blame(failure(FailureKind.RANK_KILLED), "n2", pool, CONFIG, NOW)
     assert (twice.node, twice.reason) == ("n2", "2 attempts failed on n2 within 3h00m")
 
 
 def test_two_deaths_within_a_month_are_no_pattern() -> None:
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(30 * DAY)),))
-    found = blame(failure(FailureKind.RANK_KILLED), pool, CONFIG, NOW)
+    found = blame(failure(FailureKind.RANK_KILLED), "n2", pool, CONFIG, NOW)
     assert (found.node, found.reason) == (None, "2 attempts failed on n2 within 30d00h: that may be chance")
 
 
 def test_what_is_no_node_s_fault_never_blames_one() -> None:
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(*[HOUR] * 9)),))
     for kind in (FailureKind.USER_ERROR, FailureKind.PREEMPTED, FailureKind.STORAGE, FailureKind.UNKNOWN):
-        assert blame(failure(kind), pool, CONFIG, NOW).node is None
-    assert blame(failure(FailureKind.NODE_LOST, None), pool, CONFIG, NOW).reason == "the failure names no node"
+        assert blame(failure(kind), "n2", pool, CONFIG, NOW).node is None
+    assert nodes_to_exclude(failure(FailureKind.NODE_LOST, None), pool, CONFIG, NOW) == []
 
 
 def test_a_partition_without_a_spare_node_is_left_alone() -> None:
-    found = blame(failure(FailureKind.NODE_LOST), Pool(size=2, needed=2), CONFIG, NOW)
+    found = blame(failure(FailureKind.NODE_LOST), "n2", Pool(size=2, needed=2), CONFIG, NOW)
     assert found.node is None
     assert "no more nodes of the partition may be excluded" in found.reason
 
@@ -96,7 +96,7 @@ def test_for_a_job_that_waits_for_nodes_those_in_service_count() -> None:
 def test_never_more_than_the_share_and_never_an_impossible_job(size: int, needed: int, listed: int) -> None:
     known = tuple(NodeRecord(name=f"x{index}", excluded_until=NOW + 1) for index in range(listed))
     pool = Pool(size=size, needed=needed, known=known)
-    if blame(failure(FailureKind.NODE_LOST), pool, CONFIG, NOW).node is not None:
+    if blame(failure(FailureKind.NODE_LOST), "n2", pool, CONFIG, NOW).node is not None:
         assert listed + 1 <= max(1, size * CONFIG.exclude_share)
         assert size - (listed + 1) >= needed
 
@@ -111,10 +111,10 @@ def noticed(
 
 
 def test_a_hang_blames_its_node_when_it_is_the_second_one() -> None:
-    once = blame(failure(FailureKind.HANG), FOUR, CONFIG, NOW)
+    once = blame(failure(FailureKind.HANG), "n2", FOUR, CONFIG, NOW)
     assert (once.node, once.reason) == (None, "hang once on n2 is no evidence against it")
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(HOUR)),))
-    assert blame(failure(FailureKind.HANG), pool, CONFIG, NOW).node == "n2"
+    assert blame(failure(FailureKind.HANG), "n2", pool, CONFIG, NOW).node == "n2"
 
 
 def test_hangs_mended_in_place_add_up_to_evidence() -> None:
@@ -260,7 +260,7 @@ def test_people_are_obeyed_and_orch_stays_within_what_they_leave(size: int, need
 
 def test_a_node_that_a_person_excluded_is_not_blamed_once_more() -> None:
     pool = Pool(size=9, needed=2, known=(NodeRecord(name="n2", excluded_until=NOW + 9, by_person=True),))
-    found = blame(failure(FailureKind.NODE_LOST), pool, CONFIG, NOW)
+    found = blame(failure(FailureKind.NODE_LOST), "n2", pool, CONFIG, NOW)
     assert (found.node, found.reason) == (None, "node_lost on n2; a person has excluded it already")
 
 

@@ -1,21 +1,28 @@
-"""Decisions between attempts: tables with their reasons, and what holds for every history."""
+"""Decisions between attempts: tables with their reasons, properties of every history, and drills."""
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.recovery.retry_policy import (
+    NONE_INTACT,
     EndedAttempt,
     RetryDecision,
     RunAction,
     after_cancel,
+    attribute_drill,
     backoff_seconds,
     decide,
+    drill_words,
 )
+from orchestrator.registry.records import Attempt, Notice
+from orchestrator.states import AttemptState
 from trainer.protocol.config import RecoveryConfig
+from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import TRAITS, Budget, Failure, FailureKind
 
 CONFIG = RecoveryConfig()
@@ -23,24 +30,33 @@ NOW = 1_000_000.0  # Jan 12 13:46:40 UTC
 
 
 def past(
-    number: int, kind: FailureKind, saved: int | None, *, started: bool = True, ago: float = 0.0, trained: float = 0.0
-) -> EndedAttempt:
-    return EndedAttempt(
-        number=number, kind=kind, started=started, saved_step=saved, ended_at=NOW - ago * 3600, trained=trained
-    )
+    number: int, kind: FailureKind, saved: int | None, *, started: bool = True, ago: float = 0.0, trained: float = 0.0,
+    step: int | None = None, saved_after: float = 0.0, first: bool = False, **failure: Any,
+) -> EndedAttempt:  # fmt: skip
+    """An attempt that ended some hours ago; `failure`: further fields of its failure."""
+    ended = NOW - ago * 3600
+    row = Attempt(
+        run="tiny-1", number=number, state=AttemptState.ENDED, nonce="n", job_name="j", saved_step=saved,
+        last_step=step, started_at=ended - trained if started else None, ended_at=ended,
+    )  # fmt: skip
+    found = Failure(kind=kind, reason="its reason", **failure)
+    return EndedAttempt(row=row, failure=found, saved_after=saved_after, first_training=first)
 
 
 def outage(kind: FailureKind, hours: float, times: int) -> list[EndedAttempt]:
-    """So many failures in a row, evenly spread over some hours up to now."""
+    """Return failures in a row, evenly spread over some hours up to now."""
     return [past(n, kind, None, started=False, ago=hours * (times - 1 - n) / max(1, times - 1)) for n in range(times)]
 
 
 def after(
     *history: EndedAttempt, config: RecoveryConfig = CONFIG, steps_known: bool = True, jitter: float = 1.0
 ) -> RetryDecision:
-    kind = history[-1].kind
-    failure = Failure(kind=kind, reason="its reason") if kind else None
-    return decide(history, failure, config, NOW, jitter, steps_known=steps_known, run="tiny-1")
+    return decide(history, config, NOW, jitter, steps_known=steps_known, run="tiny-1")
+
+
+def earlier(one: EndedAttempt, seconds: float) -> EndedAttempt:
+    assert one.row.started_at is None
+    return replace(one, row=replace(one.row, ended_at=one.ended_at - seconds))
 
 
 K = FailureKind
@@ -80,22 +96,22 @@ TABLE = {
     ),
     "few failures with long queues between": (outage(K.NODE_LOST, 200, 9), RunAction.RETRY, "node lost 9 times in 200"),
     "20 hours, and a clock that was set right by a day in the middle": (
-        [*(replace(one, ended_at=one.ended_at - 86400) for one in outage(K.JOB_LOST, 20, 80)[:40]),
+        [*(earlier(one, 86400) for one in outage(K.JOB_LOST, 20, 80)[:40]),
          *outage(K.JOB_LOST, 20, 80)[40:]],
         RunAction.RETRY, "job lost 80 times in",
     ),
     "20 hours, and a clock that was wrong for some of them": (
         [*outage(K.JOB_LOST, 20, 80)[:20],
-         *(replace(one, ended_at=one.ended_at - 86400) for one in outage(K.JOB_LOST, 20, 80)[20:40]),
+         *(earlier(one, 86400) for one in outage(K.JOB_LOST, 20, 80)[20:40]),
          *outage(K.JOB_LOST, 20, 80)[40:]],
         RunAction.RETRY, "job lost 80 times in",
     ),
     "a refusal that passes": (outage(K.SUBMIT_DEFERRED, 10, 50), RunAction.RETRY, "submit deferred 50 times in 10.0 h"),
     "every checkpoint damaged, as one node read them": (
-        [replace(past(1, K.STORAGE, None), none_intact=True)], RunAction.RETRY, "storage once",
+        [past(1, K.STORAGE, None, exception=NONE_INTACT)], RunAction.RETRY, "storage once",
     ),
     "every checkpoint damaged, as two jobs read them": (
-        [replace(past(n, K.STORAGE, None), none_intact=True) for n in (1, 2)], RunAction.HOLD,
+        [past(n, K.STORAGE, None, exception=NONE_INTACT) for n in (1, 2)], RunAction.HOLD,
         "no checkpoint is intact: its reason; `orch ckpt ls tiny-1` lists them",
     ),
     "storage": (outage(K.STORAGE, 2, 5), RunAction.RETRY, "storage 5 times in 2.0 h; holds after"),
@@ -174,7 +190,7 @@ TABLE = {
         [past(n, K.TIME_LIMIT, None, ago=10 - n) for n in range(10)], RunAction.FAIL,
         "time limit 10 times without a new",
     ),
-    "what made progress is no failure of the row": (
+    "an attempt with progress does not count as a failure": (
         [past(1, K.TIME_LIMIT, 5), past(2, K.NODE_LOST, 5)], RunAction.RETRY, "node lost once; holds after",
     ),
 }  # fmt: skip
@@ -189,7 +205,7 @@ def test_table(name: str) -> None:
 
 
 def test_a_finished_attempt_is_success() -> None:
-    assert decide([past(1, FailureKind.UNKNOWN, 1)], None, CONFIG, NOW, 0.0, run="tiny-1").action is RunAction.SUCCEED
+    assert after(replace(past(1, K.UNKNOWN, 1), failure=None)).action is RunAction.SUCCEED
 
 
 def test_pauses_double_up_to_the_limit_and_begin_anew_after_progress() -> None:
@@ -245,18 +261,19 @@ def test_progress_is_a_checkpoint_newer_than_all_before_it(
     history = [past(n, K.RANK_KILLED, step) for n, step in enumerate(saved)]
     assert f"rank killed {counted} without a new checkpoint" in after(*history).reason
     # Out of memory is tried again after progress only.
-    assert after(*history[:-1], replace(history[-1], kind=K.OUT_OF_MEMORY)).action is action
+    out_of_memory = Failure(kind=K.OUT_OF_MEMORY, reason="its reason")
+    assert after(*history[:-1], replace(history[-1], failure=out_of_memory)).action is action
 
 
 def test_a_script_that_never_worked_is_counted_in_tries() -> None:
-    wrong = [replace(past(n, K.LAUNCH_FAILED, None, started=False), script_failed=True) for n in range(1, 11)]
+    wrong = [past(n, K.LAUNCH_FAILED, None, started=False, first=True, script=True) for n in range(1, 11)]
     decision = after(*wrong[:9])
     assert decision.action is RunAction.RETRY
     assert "launch failed 9 times without a new checkpoint (try 9 of 10)" in decision.reason
     decision = after(*wrong)
     assert decision.action is RunAction.FAIL
     assert "recovery.max_failures is spent; the last one: its reason; the job's log" in decision.reason
-    # What Slurm itself could not launch is waited for, however often the script failed before.
+    # A job that Slurm itself could not launch is an outage, whatever the script did before.
     assert "launch failed once; holds" in after(*wrong, past(11, K.LAUNCH_FAILED, None, started=False)).reason
 
 
@@ -271,16 +288,13 @@ def test_an_outage_is_counted_by_gaps_of_two_hours_at_most() -> None:
     assert hours(13, 3.0) is RunAction.HOLD
 
 
-def test_what_is_saved_is_known_unless_it_is_said_otherwise() -> None:
+def test_steps_are_known_by_default() -> None:
     history = [past(1, K.PREEMPTED, None, trained=86400.0)]
-    decision = decide(history, Failure(kind=K.PREEMPTED, reason="x"), CONFIG, NOW, 1.0, run="tiny-1")
-    assert "preempted once; holds after" in decision.reason
-    assert decide(
-        history, Failure(kind=K.PREEMPTED, reason="x"), CONFIG, NOW, 1.0, run="r", steps_known=False
-    ).reason == ("goes on after preempted")
+    assert "preempted once; holds after" in decide(history, CONFIG, NOW, 1.0, run="tiny-1").reason
+    assert after(*history, steps_known=False).reason == "goes on after preempted"
 
 
-def test_a_cancel_says_what_was_saved() -> None:
+def test_reason_of_a_cancel_names_the_newest_checkpoint() -> None:
     assert after_cancel(None).reason == "cancelled by `orch cancel`; no checkpoint of it is known"
     assert after_cancel(40).reason == "cancelled by `orch cancel`; the newest checkpoint is of step 40"
     lost = "cancelled by `orch cancel`; the newest checkpoint was of step 40, and its folder is gone"
@@ -289,11 +303,7 @@ def test_a_cancel_says_what_was_saved() -> None:
 
 
 attempts = st.builds(
-    EndedAttempt,
-    number=st.just(1),
-    kind=st.sampled_from(list(FailureKind)),
-    started=st.booleans(),
-    saved_step=st.none() | st.integers(0, 50),
+    past, st.just(1), st.sampled_from(list(FailureKind)), st.none() | st.integers(0, 50), started=st.booleans()
 )
 histories = st.lists(attempts, min_size=1, max_size=30)
 
@@ -319,13 +329,13 @@ COUNTED = [kind for kind in FailureKind if TRAITS[kind].budget not in (Budget.PE
 
 
 @given(histories, st.sampled_from(COUNTED))
-def test_attempts_that_get_nowhere_come_to_a_stop(history: list[EndedAttempt], kind: FailureKind) -> None:
+def test_attempts_without_progress_end_the_run(history: list[EndedAttempt], kind: FailureKind) -> None:
     stuck = [past(n, kind, None, ago=25.0 - n) for n in range(25)]
     assert after(*history, *stuck).action in (RunAction.HOLD, RunAction.FAIL)
 
 
 @given(histories, st.sampled_from([kind for kind in FailureKind if TRAITS[kind].budget is not Budget.PERSON]))
-def test_progress_gives_everything_back(history: list[EndedAttempt], kind: FailureKind) -> None:
+def test_progress_restores_every_budget(history: list[EndedAttempt], kind: FailureKind) -> None:
     assert after(*history, past(99, kind, 1000)).action is RunAction.RETRY
 
 
@@ -341,7 +351,7 @@ def test_pauses_are_jittered_by_half_at_most(row: int, jitter: float) -> None:
 
 def test_a_requested_drill_uses_up_nothing() -> None:
     real = [past(n, K.RANK_KILLED, None) for n in range(CONFIG.max_failures - 1)]
-    drill = replace(past(50, K.NODE_LOST, None), drilled=True)
+    drill = past(50, K.NODE_LOST, None, drill="kill-node")
     decision = after(*real, drill)
     assert (decision.action, decision.not_before) == (RunAction.RETRY, NOW)
     assert decision.reason == "goes on after a drill, which uses up nothing: its reason"
@@ -349,8 +359,8 @@ def test_a_requested_drill_uses_up_nothing() -> None:
     assert "node lost once" in again.reason
 
 
-def test_a_drill_that_needs_a_person_gets_one() -> None:
-    assert after(replace(past(1, K.DESYNC, 10), drilled=True)).action is RunAction.HOLD
+def test_drill_of_a_final_failure_holds_the_run() -> None:
+    assert after(past(1, K.DESYNC, 10, drill="stop-rank")).action is RunAction.HOLD
 
 
 def test_between_two_failures_two_hours_count_at_most():
@@ -391,11 +401,41 @@ def test_a_checkpoint_whose_step_is_not_higher_counts_by_time_or_by_the_programs
     kind: FailureKind, seconds: float, step: int, counts: bool
 ) -> None:
     """A program that begins at step 0 at every start writes the same names."""
-    first = replace(past(1, kind, 1, ago=50), step=30)
-    history = [first, *(replace(past(n, kind, 1, ago=2), saved_after=seconds, step=step + n) for n in range(2, 12))]
+    later = [past(n, kind, 1, ago=2, saved_after=seconds, step=step + n) for n in range(2, 12)]
+    history = [past(1, kind, 1, ago=50, step=30), *later]
     decision = after(*history)
     assert (decision.action is RunAction.RETRY) is (counts or kind is K.PREEMPTED), decision.reason
     free = counts and kind is K.PREEMPTED
     assert decision.reason.startswith("goes on after preempted" if free else f"{str(kind).replace('_', ' ')} ")
     hint = "written under steps that are not higher, which counts half an hour after a start"
     assert (hint in decision.reason) is (seconds > 0 and not counts)
+
+
+LOST = Failure(kind=FailureKind.NODE_LOST, reason="NODE_FAIL", node="n2")
+
+
+def drilled(kind: str, attempt: int = 1, generation: int = 2) -> Notice:
+    return Notice(
+        run="r", attempt=attempt, source="agent-0001", seq=1, kind=EventKind.DRILL, generation=generation, time=1.0,
+        node="n2", data={"kind": kind, "rank": None},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("notices", "drill"), [
+    ([drilled("kill-node")], "kill-node"),
+    ([drilled("slow-rank")], ""),
+    ([drilled("kill-node", generation=1)], ""),
+    ([drilled("kill-node", attempt=2)], ""),
+    ([], ""),
+])  # fmt: skip
+def test_failure_of_a_drilled_generation_names_the_drill(notices: list[Notice], drill: str) -> None:
+    found = attribute_drill(LOST, notices, 1, 2)
+    assert found is not None
+    assert found.drill == drill
+    assert drill_words(found.to_json()) == (f" (drill {drill})" if drill else "")
+
+
+def test_failure_that_no_drill_causes_is_unchanged() -> None:
+    limit = Failure(kind=FailureKind.TIME_LIMIT, reason="the time limit")
+    assert attribute_drill(limit, [drilled("kill-node")], 1, 2) is limit
+    assert attribute_drill(None, [drilled("kill-node")], 1, 2) is None

@@ -4,9 +4,16 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from orchestrator.recovery.classify_failure import AttemptEnd, classify, judge
-from orchestrator.recovery.evidence import Evidence
-from orchestrator.recovery.silent_coordinator import ABANDONED, GRACE, OVERSTAY, Escalation, judge_silence
+from orchestrator.recovery.classify_failure import (
+    ABANDONED,
+    GRACE,
+    OVERSTAY,
+    Escalation,
+    Evidence,
+    classify,
+    judge,
+    judge_silence,
+)
 from orchestrator.scheduler.interface import JobStatus
 from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, Failure, FailureKind
 
@@ -49,29 +56,28 @@ def test_evidence_begins_with_nothing_observed() -> None:
     ],
 )  # fmt: skip
 def test_how_far_silence_is_held_against_a_job(changes: dict[str, object], step: Escalation, reason: str) -> None:
-    decision = judge_silence(replace(QUIET, **changes), LIMIT)
-    assert (decision.step, decision.reason) == (step, reason)
+    assert judge_silence(replace(QUIET, **changes), LIMIT) == (step, reason)
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "STOPPED", "COMPLETING", "PENDING", "SIGNALING"])
 def test_a_suspended_job_is_not_silent(state: str) -> None:
     suspended = replace(QUIET, job=replace(JOB, state=state), still_for=1e6, overstayed=1e6)
-    assert judge_silence(suspended, LIMIT).step is Escalation.NOTHING
+    assert judge_silence(suspended, LIMIT)[0] is Escalation.NOTHING
 
 
 def test_without_a_limit_it_is_only_told() -> None:
-    assert judge_silence(replace(QUIET, still_for=1e6), 0.0).step is Escalation.REPORT
+    assert judge_silence(replace(QUIET, still_for=1e6), 0.0)[0] is Escalation.REPORT
     left = replace(QUIET, still_for=1e6, reports=(report(AgentEnd.SILENT),))
-    assert judge_silence(left, 0.0).step is Escalation.REPORT
+    assert judge_silence(left, 0.0)[0] is Escalation.REPORT
 
 
 def test_peers_that_have_left_shorten_the_wait() -> None:
     left = replace(QUIET, reports=(report(AgentEnd.SILENT),), silent_for=130.0, still_for=ABANDONED)
-    assert judge_silence(left, LIMIT).step is Escalation.REQUEST_STOP
-    assert judge_silence(replace(left, still_for=119.0), LIMIT).step is Escalation.REPORT
-    assert judge_silence(replace(left, still_for=120.0), LIMIT).step is Escalation.REQUEST_STOP
-    assert "1 agent(s) have left because of it" in judge_silence(left, LIMIT).reason
-    assert judge_silence(replace(left, reports=(report(AgentEnd.GONE),)), LIMIT).step is Escalation.REPORT
+    assert judge_silence(left, LIMIT)[0] is Escalation.REQUEST_STOP
+    assert judge_silence(replace(left, still_for=119.0), LIMIT)[0] is Escalation.REPORT
+    assert judge_silence(replace(left, still_for=120.0), LIMIT)[0] is Escalation.REQUEST_STOP
+    assert "1 agent(s) have left because of it" in judge_silence(left, LIMIT)[1]
+    assert judge_silence(replace(left, reports=(report(AgentEnd.GONE),)), LIMIT)[0] is Escalation.REPORT
 
 
 CANCELLED = replace(JOB, state="CANCELLED")
@@ -108,7 +114,7 @@ def test_an_outcome_is_believed_although_orch_had_to_cancel_its_job() -> None:
     assert classify(ours).kind is FailureKind.PREEMPTED
     assert classify(replace(ours, silenced="")).kind is FailureKind.CANCELLED
     done = replace(ours, outcome=replace(ENDED, result=AttemptResult.FINISHED))
-    assert judge(done).end is AttemptEnd.FINISHED
+    assert judge(done)[2] is None
 
 
 def test_an_agent_that_refuses_an_older_coordinator_is_the_cause_of_its_loss():

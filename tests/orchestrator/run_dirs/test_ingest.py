@@ -9,12 +9,10 @@ import pytest
 from checkpointing.retention.garbage import pin, read_all_pins
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
-from orchestrator.controller.reconciler.conclude import _run_seconds
 from orchestrator.registry.lease import this_process
-from orchestrator.registry.records import Attempt
 from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.run_dirs.ingest import UNREADABLE_EVENT, ingest
-from orchestrator.states import AttemptState, RunState, Trust
+from orchestrator.states import RunState, Trust
 from tests.orchestrator.registry.test_lease import dead_pid
 from tests.scenarios.world import World, config, training
 from trainer.protocol.events import EventKind, EventLog
@@ -76,21 +74,6 @@ def test_an_attempt_on_a_node_whose_clock_is_ahead_began_when_it_was_seen_at_the
     log.write(EventKind.ATTEMPT_STARTED, job_id="1", nodes=["n1"], world=2, began=world.clock.now + 7200)
     read(world)
     assert world.store.attempts(world.name)[-1].started_at == world.clock.now
-
-
-def test_an_attempt_on_a_node_whose_clock_is_behind_has_not_run_since_before_it_was_submitted() -> None:
-    attempt = Attempt(
-        run="a",
-        number=1,
-        state=AttemptState.ENDED,
-        nonce="0" * 8,
-        job_name="a",
-        submitted_at=1000.0,
-        started_at=-6000.0,
-    )
-    assert _run_seconds(attempt, 1030.0) == 30.0
-    assert _run_seconds(replace(attempt, started_at=1010.0), 1030.0) == 20.0
-    assert _run_seconds(replace(attempt, started_at=None), 1030.0) == 0.0
 
 
 def test_events_of_many_ranks_in_one_file_count_once_each(tmp_path: Path) -> None:

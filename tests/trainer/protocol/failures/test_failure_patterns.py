@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.recovery.evidence import STANDS_FOR
+from orchestrator.recovery.classify_failure import STANDS_FOR
 from trainer.protocol.failures.failure_patterns import TABLE, Meaning, TextSource, has_meaning, log_line_meaning
 
 

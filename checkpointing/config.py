@@ -85,10 +85,8 @@ class StagingConfig:
     """`block`: training waits for the copy. `lazy`: the copy is made during the next forward and backward pass."""
 
     host_memory: float = 0.0
-    """Largest GiB of host memory for one rank's copies; 0: enough for two copies.
-
-    If it is too small for one copy, the state passes through buckets: training waits for the disk, even for a hung one,
-    a failed save is not retried, and no copy stays in memory.
+    """Largest GiB of host memory for one rank's copies; 0: enough for two. If it is too small for one, training waits
+    for the disk, failed saves are not retried, and no copy stays in memory.
     """
 
     files: int = 1

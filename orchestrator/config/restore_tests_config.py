@@ -49,8 +49,7 @@ class RestoreTestsConfig:
     """Keys of `cluster` that differ in tests (`partition`, `qos`, `time`, `mem`); `layouts` sets the size."""
 
     command: tuple[str, ...] = ()
-    """For a run of a `command`: the program that restores $ORCH_CHECKPOINT. Exit code 0 is a pass, 7 a bad checkpoint,
-    any other gives no verdict."""
+    """For a `command`: the program that restores $ORCH_CHECKPOINT (docs/restore-tests.md)."""
 
     def __post_init__(self) -> None:
         if self.sample not in SAMPLES:

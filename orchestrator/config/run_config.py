@@ -14,7 +14,7 @@ class ClusterConfig(ClusterShape):
     """Resources to request from Slurm, or to simulate on this machine."""
 
     shared_root: bool = False
-    """Allow a `root` that others can write to; [security.md](security.md) describes the protection of its runs."""
+    """Allow a `root` that others can write to (docs/security.md)."""
     partition: str = ""
     """Slurm partition; empty: the site's default."""
     account: str = ""

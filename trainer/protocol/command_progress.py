@@ -23,8 +23,7 @@ class CommandCheckpointsConfig:
     path: str = ""
     """Folder of the checkpoints of all ranks of the command, absolute or relative to where it runs; empty: unknown."""
     pattern: str = "checkpoint-*"
-    """Names of the files or folders there; the last `*` is the step (a whole number), other `*` match anything.
-    Other entries with the same step belong to the same checkpoint."""
+    """Names of the files or folders there; the last `*` is the step (a whole number), other `*` match anything."""
 
     def __post_init__(self) -> None:
         if "*" not in self.pattern or "/" in self.pattern:

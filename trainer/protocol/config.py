@@ -66,7 +66,7 @@ class WorkloadConfig:
     path: tuple[str, ...] = ()
     """Folders added to the import path, after orch's own packages."""
     snapshot: bool = False
-    """Copy those folders into the run directory at submit (without pipes and sockets) and train from the copy."""
+    """Copy those folders into the run directory at submit and train from the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

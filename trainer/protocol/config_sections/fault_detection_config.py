@@ -80,13 +80,11 @@ class PreflightConfig:
     seconds: float = 60.0
     """Seconds after which network tests end and missing results are given up."""
     slowest: float = 0.6
-    """A node is suspect if its speed is below this share of its peers' median; in a Slurm job also if it is below this
-    share of the median of the run's earlier attempts, if at least two of those agree."""
+    """A node is suspect if its speed is below this share of its peers' median, or in a Slurm job of the median of the
+    run's earlier attempts."""
     skew: float = 30.0
-    """Largest difference between nodes' clocks in seconds.
-
-    A node further off is suspect: the one far from the median, or, of two nodes, the one that disagrees with the clock
-    of the run folder's file server.
+    """Largest difference between nodes' clocks in seconds. The node far from the median is suspect; of two, the one
+    that disagrees with the file server.
     """
 
     def __post_init__(self) -> None:

@@ -41,8 +41,8 @@ class PipelineConfig:
     ranks of the pipeline if a rank's share divides accordingly."""
 
     layer_seconds: tuple[float, ...] = ()
-    """Measured seconds of the embedding, of each layer, and of the output with its loss, used to split the layers;
-    empty: split by modelled FLOPs. Another split changes last bits."""
+    """Measured seconds of the embedding, of each layer, and of the output with its loss, to split the layers by; empty:
+    modelled FLOPs."""
 
     def __post_init__(self) -> None:
         if self.schedule not in set(Schedule):
@@ -214,20 +214,19 @@ class FsdpConfig:
     """FSDP settings; `reduce` and `wrap` change last bits, the others do not change results."""
 
     reshard_after_forward: str = "auto"
-    """`always` frees a layer's gathered parameters after its forward pass, `never` keeps them for the backward pass
-    (more memory, one all-gather less); `auto`: `never` with `ddp`, `zero1` and `zero2`, else all but the root."""
+    """`always` frees a layer's parameters after its forward pass, `never` keeps them for the backward pass; `auto`:
+    `never` with `ddp`, `zero1` and `zero2`, else all but the root."""
 
     prefetch: int = 0
     """Layers gathered ahead of the one that computes; 0: torch's default, one."""
 
     reduce: str = Reduce.AUTO
-    """Gradients are reduced after `each` micro-batch, which keeps only shards of them, or after the `last` one of a
-    step: less traffic, whole gradients in memory. `auto`: `last` with `ddp` and `zero1`, else `each`; `ddp` in
-    float32 always uses `last`."""
+    """Reduce gradients after `each` micro-batch, or after the `last` one of a step: less traffic, whole gradients in
+    memory. `auto`: `last` with `ddp` and `zero1`, else `each`."""
 
     offload: str = Offload.NONE
-    """`optimizer` keeps the optimizer's state in host memory, and the optimizer runs there; `all` also keeps shards of
-    parameters and gradients there, and copies a layer's parameters to the GPU only while it computes."""
+    """Kept in host memory: `none`; `optimizer`: the optimizer's state, and the optimizer runs there; `all`: shards of
+    parameters and gradients too."""
 
     wrap: str = "auto"
     """Modules gathered and freed together: class names (`Block,FeedForward`), a number (modules with at least so many
@@ -289,12 +288,12 @@ class ParallelConfig:
     """Ranks that share each sequence (context parallelism, built-in model); they read the same batch."""
 
     cp_method: str = CpMethod.AUTO
-    """How `cp` ranks compute attention: `ulysses` exchanges tokens for heads, `ring` sends keys and values from rank
-    to rank; `auto`: `ulysses` if `cp` divides the heads of a rank, else `ring`."""
+    """Attention of `cp` ranks: `ulysses`, `ring`, or `auto` (`ulysses` if `cp` divides the heads of a rank, else
+    `ring`)."""
 
     ep: int = 1
     """Ranks that share the experts of each layer (expert parallelism, built-in model), a subset of the `dp_shard` x
-    `cp` x `tp` ranks: each computes its own experts for the tokens of all of them."""
+    `cp` x `tp` ranks."""
 
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

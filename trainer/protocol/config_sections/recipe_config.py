@@ -19,7 +19,7 @@ class ClusterShape:
     """Number of nodes; on `local`, number of simulated nodes."""
 
     spare_nodes: int = 0
-    """Extra nodes in the job, idle until another node dies; they then take over its ranks in the same job."""
+    """Idle nodes in the job that take over the ranks of a dead one."""
 
     min_nodes: int = 0
     """Fewest nodes to train on, with the same batch, while nodes are missing for longer than `recovery.patience`; 0:
@@ -87,8 +87,7 @@ class ExpertsConfig:
     ffn_dim: int = 128
     """Inner width of each expert (SwiGLU)."""
     balance_rate: float = 1e-3
-    """Change of an expert's bias after each step in which it had more, or fewer, tokens than the mean; the bias
-    affects only the choice of experts, not their weights. 0: no change."""
+    """Change of an expert's bias after each step in which it had more, or fewer, tokens than the mean; 0: no change."""
 
     def __post_init__(self) -> None:
         for name, least in (("count", 0), ("per_token", 1), ("ffn_dim", 1)):
@@ -151,8 +150,7 @@ class RecomputeConfig:
     every: int = 1
     """Recompute every n-th layer; the others keep their activations."""
     keep: str = "nothing"
-    """Activations kept in a recomputed layer: `nothing`, or the results of its matrix `products` and of attention,
-    which take most of the time."""
+    """Activations kept in a recomputed layer: `nothing`, or the results of its matrix `products` and of attention."""
 
     def __post_init__(self) -> None:
         if self.every < 1:

@@ -40,13 +40,13 @@ VERBS = {
     "cancel": ("orchestrator.cli.runs.cancel_resume:cancel", "Save a checkpoint, then stop the runs."),
     "resume": ("orchestrator.cli.runs.cancel_resume:resume", "Continue a run that is held, failed or cancelled."),
     "tag": ("orchestrator.cli.runs.tags:tag", "Add tags to a run, or remove them."),
-    "rm": ("orchestrator.cli.removal.rm:rm", "Remove runs that are over: folder, checkpoints, registry rows."),
+    "rm": ("orchestrator.cli.rm:rm", "Remove runs that are over: folder, checkpoints, registry rows."),
     "ckpt": (
         "orchestrator.cli.checkpoints.group:ckpt",
         "List, verify, compare, export, import, pin and clean up checkpoints.",
     ),
     "restore-tests": (
-        "orchestrator.cli.restore_tests.group:restore_tests",
+        "orchestrator.cli.restore_tests:restore_tests",
         "List restore tests of checkpoints, and which are due.",
     ),
     "nodes": ("orchestrator.cli.cluster.nodes:nodes", "List the nodes that runs have used; release excluded ones."),

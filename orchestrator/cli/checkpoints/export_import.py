@@ -3,24 +3,38 @@
 import json
 import os
 import shlex
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import click
 
+from checkpointing.errors import CheckpointError
+from checkpointing.format.commit import Name, parse_name
+from checkpointing.storage.backends import LocalStorage
+from checkpointing.storage.durable import temporary_folder
+from checkpointing.storage.trusted_path import check_private
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints import verify
-from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
-from orchestrator.cli.checkpoints.target import Target, find_one, find_registered, kept_while_read, warn_if_doubted
+from orchestrator.cli.checkpoints.target import find_one, find_registered, is_export, kept_while_read, warn_if_doubted
 from orchestrator.cli.config import OVERRIDES
 from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
+from orchestrator.config.run_config import ClusterConfig
 from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, OrchError, Precondition
 
 _PROVENANCE = "orch.json"
 """Provenance file of an export."""
+_WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
+_FILES = _WEIGHTS | {".tar", ".zip", ".gguf"}
+"""Suffixes that an export's folder cannot have, because its name would look like a file's."""
+STAGING = ".imports"
+"""Name, before the user's id, of the folder below `cluster.root` for a checkpoint whose run has no folder yet."""
+SHOWN = 12
+"""Maximum number of mismatches listed one by one."""
 
 
 EXPORT_JSON = "{checkpoint, step, run, path, files: [{name, bytes}], bytes, tensors, compared, converted}"
@@ -58,9 +72,9 @@ def export(
         f"interrupted: {folder} is {'complete' if (folder / _PROVENANCE).exists() and not before else 'not written'}"
     )
     chosen = find_one(target, screen.warn)
-    _warn_if_doubted(screen, chosen)
+    with suppress(OrchError), open_store(readonly=True) as store:  # a folder is exported without a registry, too
+        warn_if_doubted(screen.warn, find_registered(store, chosen)[1])
     verify.prepare()
-    from checkpointing.errors import CheckpointError
     from trainer.models.checkpoint_export import ExportRequest
     from trainer.models.checkpoint_export import export as write
 
@@ -78,13 +92,7 @@ def export(
         raise Precondition(
             "the folder is not empty", where=str(folder), hint="name a new folder, or empty this one first"
         ) from error
-    _tell_export(screen, chosen, folder, done, provenance, built_in=order.has_built_in_model)
-
-
-def _warn_if_doubted(screen: Screen, chosen: Target) -> None:
-    """Warn of a checkpoint that its run would not resume from, if the registry has it."""
-    with suppress(OrchError), open_store(readonly=True) as store:  # a folder is exported without a registry, too
-        warn_if_doubted(screen.warn, find_registered(store, chosen)[1])
+    _show_export(screen, chosen, folder, done, provenance, built_in=order.has_built_in_model)
 
 
 def _require_folder(folder: Path, to: str) -> None:
@@ -93,19 +101,12 @@ def _require_folder(folder: Path, to: str) -> None:
         raise Precondition(f"{folder} is a file, and must be a folder", hint="name a new folder")
     if folder.suffix in _FILES and not folder.is_dir():
         meant = folder.with_suffix("")
-        written = (
-            f"{meant}/checkpoint.pt"
-            if to == "torch"
-            else f"{meant}/model.safetensors, or checkpoint.pt with --to torch"
-        )
-        hint = f"name the folder: {shlex.quote(str(meant))}   (it then has {written})"
+        file = "checkpoint.pt" if to == "torch" else "model.safetensors, or checkpoint.pt with --to torch"
+        hint = f"name the folder: {shlex.quote(str(meant))}   (it then has {meant}/{file})"
         raise ConfigError(f"{folder} is the name of a file, and an export is a folder", where="DIR", hint=hint)
 
 
-_FILES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".zip", ".gguf"})
-
-
-def _tell_export(
+def _show_export(
     screen: Screen, chosen: Any, folder: Path, done: Any, provenance: dict[str, Any], *, built_in: bool
 ) -> None:
     converted = sum(entry["converted"] for entry in provenance["tensors"].values())
@@ -123,8 +124,8 @@ def _tell_export(
     files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
     screen.say(f"{chosen.name} -> {folder}: {size(done.size)} in {files}")
     proof = f"{count(tensors)} tensors read back with the values that were verified in the checkpoint"
-    told = f"; {count(done.compared)} have the fingerprints that it was saved with" if done.compared else ""
-    screen.say(f"  {proof}{told}")
+    saved = f"; {count(done.compared)} have the fingerprints that it was saved with" if done.compared else ""
+    screen.say(f"  {proof}{saved}")
     if converted:
         screen.say(f"  {count(converted)} of them converted, which is not lossless where it rounds")
 
@@ -158,6 +159,7 @@ def import_(
     Names, shapes and dtypes that do not fit are reported one by one, with the override that fixes them (exit code
     2). The exit code is 7 if the files are damaged.
     """
+    from orchestrator.cli.runs.submit import launch
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
     from orchestrator.submission.create_run import check_beginning
 
@@ -169,17 +171,16 @@ def import_(
     composed = compose(preset, (*overrides, *words), environ=os.environ)
     check_beginning(composed.config, preset)
     _require_weights(given, source)
+    launched = None
     with nullcontext() if dry_run else staging_folder(composed.config.cluster) as staging:
         brought = bring(
             screen, composed.config, staging, source=lambda: _open_weights(source.absolute()),
-            where=str(source.absolute()),
-            weights_only=weights_only,
+            where=str(source.absolute()), weights_only=weights_only,
         )  # fmt: skip
-        if staging is None:
-            _tell_import(screen, brought, None)
-            return
-        launched = _launch(screen, composed, cluster, brought, no_controller=no_controller)
-    _tell_import(screen, brought, launched)
+        if staging is not None:
+            begin = {key: brought[key] for key in ("checkpoint", "source", "step", "optimizer")}
+            launched = launch(screen, composed, cluster, no_controller=no_controller, imported=begin)
+    _show_import(screen, brought, launched)
 
 
 def _refuse_swapped(screen: Screen, given: str, preset: str) -> None:
@@ -196,9 +197,6 @@ def _refuse_swapped(screen: Screen, given: str, preset: str) -> None:
         )
 
 
-_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-
-
 def _resolve_weights(given: str) -> Path:
     """Return the given file or folder. Raises NotFound, or ConfigError for a URL."""
     if "://" in given:
@@ -212,14 +210,12 @@ def _resolve_weights(given: str) -> Path:
 
 def _require_weights(given: str, place: Path) -> None:
     """Raise NotFound for a folder without weights, ConfigError for a checkpoint of orch, before torch is loaded."""
-    from checkpointing.format.commit import parse_name
-
     if place.is_dir() and parse_name(place.absolute().name) is not None:
         raise ConfigError(
             f"{given} is a checkpoint of orch, which is not imported", where=str(place.absolute()),
             hint=f"orch submit --from {shlex.quote(str(place.absolute()))}   (--weights-only: a fresh optimizer)",
         )  # fmt: skip
-    if place.is_dir() and not (any(place.glob("*.safetensors")) or (place / "checkpoint.pt").exists()):
+    if place.is_dir() and not is_export(place):
         raise NotFound(
             f"{given} has no weights: no *.safetensors file, and no checkpoint.pt", where=str(place.absolute()),
             hint="name the folder or the file that has them",
@@ -232,16 +228,7 @@ def _open_weights(place: Path) -> AbstractContextManager[Any]:
     return nullcontext(open_source(place))
 
 
-def _launch(
-    screen: Screen, composed: Any, cluster: str | None, brought: dict[str, Any], *, no_controller: bool
-) -> dict[str, Any]:
-    from orchestrator.cli.runs.submit import launch
-
-    kept = {key: brought[key] for key in ("checkpoint", "source", "step", "optimizer")}
-    return launch(screen, composed, cluster, no_controller=no_controller, imported=kept)
-
-
-def _tell_import(screen: Screen, brought: dict[str, Any], launched: dict[str, Any] | None) -> None:
+def _show_import(screen: Screen, brought: dict[str, Any], launched: dict[str, Any] | None) -> None:
     name = Path(brought["checkpoint"]).name if brought["checkpoint"] else None
     if screen.json:
         screen.data("ckpt.import", {**brought, "checkpoint": name, **(launched or {"run": None})})
@@ -263,3 +250,67 @@ def _tell_import(screen: Screen, brought: dict[str, Any], launched: dict[str, An
     screen.say(f"{launched['run']} submitted ({launched['cluster']}, {job}); it begins at {begins}")
     screen.say(f"  {name}: {count(brought['tensors'])} tensors of {brought['source']}{proof}")
     screen.note(f"  status   orch status {launched['run']}\n  wait     orch wait {launched['run']} --follow")
+
+
+@contextmanager
+def staging_folder(cluster: ClusterConfig) -> Iterator[Path]:
+    """Yield the folder in which the checkpoint is made, until its run's folder takes it over."""
+    from orchestrator.submission.create_run import writable_root
+
+    place = writable_root(cluster.root, shared=cluster.shared_root) / f"{STAGING}-{os.geteuid()}"
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(place)
+    with temporary_folder(place, "import", mode=0o700) as folder:
+        yield folder
+
+
+def bring(
+    screen: Screen, config: Any, staging: Path | None, *,
+    source: Callable[[], AbstractContextManager[Any]], where: str, weights_only: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Check that the weights of `source` fit the workload of `config`, and write the checkpoint to `staging`, if given.
+
+    Returns a summary. Raises ConfigError if they do not fit or the user's code fails, CheckpointInvalid if unreadable.
+    """
+    verify.prepare()
+    from trainer.models import weights_import
+    from trainer.worker.workload import WorkloadError
+
+    try:
+        with source() as opened:
+            found = weights_import.plan_import(opened, config, weights_only=weights_only)
+            if found.complaints:
+                raise _does_not_fit(where, found.complaints)
+            step, extra = weights_import.facts(opened, found)
+            made = None if staging is None else _write_imported(screen, staging, step, found.tensors, extra)
+    except CheckpointError as error:
+        hint = "name safetensors files, or a file made with torch.save(model.state_dict(), FILE)"
+        raise CheckpointInvalid(f"nothing was imported: {error}", where=where, hint=hint) from error
+    except WorkloadError as error:
+        raise ConfigError(str(error), where=config.workload.target) from error
+    proved = sum(item.expected_fingerprint is not None for item in found.tensors.values())
+    return {
+        "source": where, "step": step, "optimizer": found.optimizer, "tensors": len(found.tensors),
+        "compared": proved, "notes": found.notes, "checkpoint": made,
+    }  # fmt: skip
+
+
+def _does_not_fit(where: str, complaints: list[tuple[str, str]]) -> ConfigError:
+    from trainer.models.weights_import import overrides
+
+    lines = [what for what, _ in complaints[:SHOWN]]
+    lines += [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []
+    mends = " ".join(overrides(complaints))
+    hint = f"add {mends}" if mends else "choose a configuration whose model is the one that is given"
+    return ConfigError("it does not fit: " + "; ".join(lines), where=where, hint=hint)
+
+
+def _write_imported(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:
+    from checkpointing.engine.interchange.importer import write_checkpoint
+
+    # Attempt 0: before any attempt that trains, so the first one inherits it.
+    name = Name(step=step, attempt=0, nonce=token_hex(4))
+    world = {"ranks": 1, "imported": True}
+    with screen.bar("importing") as meter:
+        write_checkpoint(LocalStorage(staging), name, tensors, extra=extra, world=world, progress=meter)
+    return str(staging / str(name))

@@ -18,12 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from checkpointing.format.commit import parse_name
+from checkpointing.retention.garbage import decide_debris, delete, find_debris, pinned_names
 from checkpointing.storage.storage_errors import error_words
+from checkpointing.verification.verdicts import known_bad
+from checkpointing.verification.verify import verify_checkpoint
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import START, warn_of_missing
-from orchestrator.cli.checkpoints.tiers import Tier, missing_files, own_and_others, own_checkpoints, visible_tiers
+from orchestrator.cli.checkpoints.tiers import Tier, missing_files, own_checkpoints, visible_tiers
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, size
+from orchestrator.controller.run_dirs.other_registry import find_other_registry
+from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, AttemptState, Trust
 from trainer.protocol.run_dir import RunDir
@@ -32,20 +38,24 @@ if TYPE_CHECKING:
     from orchestrator.registry.records import Attempt, Lease, Run
     from orchestrator.registry.store import Store
 
-REFUSED = "refused"
+DEBRIS, REFUSED = "debris", "refused"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GcCandidate:
-    """A folder that is not a valid checkpoint: its kind, whether it may be deleted, and the reason."""
+    """A folder that is not a valid checkpoint: its kind, the reason for it, and the reason to keep it, if any."""
 
     run: str
     tier: Tier
     name: str
     bytes: int
     what: str
-    deletable: bool
     reason: str
+    keep: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.tier.catalog.place}/{self.name}"
 
 
 GC_JSON = "list of {run, tier, path, name, bytes, what, done, reason}; done is `deleted`, `would be deleted` or `left`"
@@ -69,13 +79,10 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
     evidence, unless --refused is given. A run's next attempt also deletes what its jobs have left. The exit code is
     4 if something could not be deleted.
     """
-    if runs and everything:
-        only = f"`orch ckpt gc {shlex.join(runs)}`, or `orch ckpt gc --all`"
-        raise ConfigError("RUN and --all exclude each other", where="command line: orch ckpt gc", hint=only)
-    if not runs and not everything:
-        raise ConfigError(
-            "say which runs", where="command line: orch ckpt gc", hint="`orch ckpt gc RUN`, or `orch ckpt gc --all`"
-        )
+    if bool(runs) == everything:
+        what = "RUN and --all exclude each other" if runs else "no run is given"
+        hint = f"`orch ckpt gc {shlex.join(runs) or 'RUN'}`, or `orch ckpt gc --all`"
+        raise ConfigError(what, where="command line: orch ckpt gc", hint=hint)
     screen.if_interrupted = lambda: "interrupted: what is deleted stays deleted; the same command deletes the rest"
     if runs:
         with open_store(readonly=True) as store:  # check the names before anything else, controller or not
@@ -83,23 +90,25 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
     with _open_registry(locked=refused and not dry_run) as (store, lease):
         chosen = store.runs() if everything else [store.run(name) for name in runs]
         found = [item for run in chosen for item in gc_candidates(store, run, screen, refused=refused)]
-        failed = (
-            [] if dry_run else [item for item in found if item.deletable and not _delete(screen, store, lease, item)]
-        )
+        deletable = [item for item in found if not item.keep]
+        failed = [] if dry_run else [item for item in deletable if not _delete(screen, store, lease, item)]
+    freed = sum(item.bytes for item in deletable if item not in failed)
     _show(screen, found, failed, dry_run)
+    if not screen.json:
+        screen.note(f"{size(freed)} {'would be freed' if dry_run else 'freed'}" if found else "nothing is left over")
     return Precondition.exit_code if failed else 0
 
 
 @contextmanager
 def _open_registry(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
     """Open the registry, with the lease if `locked` (to delete committed checkpoints)."""
+    from orchestrator.controller.leasing.lease import acquire
+    from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
+
     with open_store(readonly=not locked) as store:
         if not locked:
             yield store, None
             return
-        from orchestrator.observed_since import Clock, ObservedSince
-        from orchestrator.registry.lease import acquire
-
         lease = acquire(store, ObservedSince(Clock().mono), time.time(), once=True)
         if lease is None:
             raise Precondition(
@@ -121,8 +130,12 @@ def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool =
         try:
             found += find_tier_candidates(store, run, tier, refused=refused)
         except OSError as error:
-            screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error_words(error)}")
+            _warn_unreadable(screen, run, tier, error)
     return found
+
+
+def _warn_unreadable(screen: Screen, run: "Run", tier: Tier, error: OSError) -> None:
+    screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error_words(error)}")
 
 
 def find_tier_candidates(store: "Store", run: "Run", tier: Tier, *, refused: bool = False) -> list[GcCandidate]:
@@ -131,18 +144,16 @@ def find_tier_candidates(store: "Store", run: "Run", tier: Tier, *, refused: boo
 
 
 def _half_written(store: "Store", run: "Run", tier: Tier) -> Iterator[GcCandidate]:
-    from checkpointing.retention.garbage import decide_debris, find_debris
-
     # Folders first, then live attempts: an attempt that began in between is seen.
     folders = find_debris(tier.catalog)
     attempts = store.attempts(run.name)
     ended = {(attempt.number, attempt.nonce) for attempt in attempts if attempt.state not in LIVE_ATTEMPTS}
     for verdict in decide_debris(folders, ended=ended):
         folder = verdict.folder
-        busy = _blocking_attempt(store, run, tier, folder.attempt_id[0], folder.attempt_id[1])
+        busy = _blocking_attempt(store, run, tier, *folder.attempt_id)
         yield GcCandidate(
             run=run.name, tier=tier, name=folder.name, bytes=folder.bytes, what=folder.state.value,
-            deletable=verdict.collect and not busy, reason=busy or verdict.reason,
+            reason=verdict.reason, keep=busy or ("" if verdict.collect else verdict.reason),
         )  # fmt: skip
 
 
@@ -165,17 +176,11 @@ def _blocking_attempt(store: "Store", run: "Run", tier: Tier, number: int, nonce
 
 def _other_registry(store: "Store", run: "Run", attempts: "Sequence[Attempt]") -> str:
     """Describe the other registry that continues this run with attempts unknown here; empty without one."""
-    from orchestrator.run_dirs.other_registry import find_other_registry
-
     other = find_other_registry(run, attempts, store.path)
     return other.what if other is not None else ""
 
 
 def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[GcCandidate]:
-    from checkpointing.retention.garbage import pinned_names
-    from checkpointing.verification.verdicts import known_bad
-    from orchestrator.run_dirs.reader_pins import remove_dead_readers
-
     place = RunDir(Path(run.run_dir))
     own = visible_tiers(place)[0].storage
     bad = known_bad(own, tier.catalog.place, tier.storage)
@@ -186,18 +191,14 @@ def _corrupt(store: "Store", run: "Run", tier: Tier, refused: bool) -> Iterator[
     busy = "an attempt of the run has not ended" if _may_live(run, attempts) else _other_registry(store, run, attempts)
     remove_dead_readers(own)
     pinned = pinned_names(own)
-    for entry in own_and_others(tier, place, own_checkpoints(store, run))[0]:
+    for entry in tier.own_and_others(place, own_checkpoints(store, run))[0]:
         if entry.name not in bad:
             continue
-        if entry.name in pinned:
-            stays = "it is pinned"
-        elif busy:
-            stays = busy
-        else:
-            stays = _still_good(tier, entry.name) if refused else f"evidence, until --refused: {bad[entry.name]}"
+        keep = "it is pinned" if entry.name in pinned else busy
+        if not keep:
+            keep = _still_good(tier, entry.name) if refused else f"evidence, until --refused: {bad[entry.name]}"
         yield GcCandidate(
-            run=run.name, tier=tier, name=entry.name, bytes=entry.bytes, what=REFUSED, deletable=not stays,
-            reason=stays or bad[entry.name],
+            run=run.name, tier=tier, name=entry.name, bytes=entry.bytes, what=REFUSED, reason=bad[entry.name], keep=keep
         )  # fmt: skip
 
 
@@ -213,8 +214,6 @@ def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
 
 def _still_good(tier: Tier, name: str) -> str:
     """Return why a refused copy is kept: its bytes verify now, so another copy was bad or a read failed temporarily."""
-    from checkpointing.verification.verify import verify_checkpoint
-
     bad = {fault.file for fault in verify_checkpoint(tier.storage, name, 2).faults}
     if not bad:
         return "its bytes are as they were written"
@@ -224,45 +223,36 @@ def _still_good(tier: Tier, name: str) -> str:
 
 def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandidate) -> bool:
     """Delete one folder, then record the deletion. Returns False if it could not be deleted."""
-    from checkpointing.retention.garbage import delete
-
+    run = store.run(item.run)
     try:
-        gone = delete(item.tier.storage, item.name, _fence(store, lease, item))
+        gone = delete(item.tier.storage, item.name, _fence(store, run, lease, item))
     except OSError as error:
-        screen.warn("NotDeleted", f"{item.tier.catalog.place}/{item.name}: {error_words(error)}")
+        screen.warn("NotDeleted", f"{item.path}: {error_words(error)}")
         return False
     if gone and item.what == REFUSED and lease is not None:
-        places = visible_tiers(RunDir(Path(store.run(item.run).run_dir)))
         known = any(row.name == item.name for row in store.checkpoints(item.run))
-        if known and not any(tier.catalog.is_committed(item.name) for tier in places):
+        tiers = visible_tiers(RunDir(Path(run.run_dir)))
+        if known and not any(tier.catalog.is_committed(item.name) for tier in tiers):
             reason = "deleted by `orch ckpt gc --refused`"
             store.trust(item.run, item.name, Trust.DELETED, reason, epoch=lease.epoch, now=time.time())
     return gone
 
 
-def _fence(store: "Store", lease: "Lease | None", item: GcCandidate) -> Callable[[], bool]:
+def _fence(store: "Store", run: "Run", lease: "Lease | None", item: GcCandidate) -> Callable[[], bool]:
     """Return the check before each deletion step: debris must be unused, a committed checkpoint needs our lease."""
-    from checkpointing.format.commit import parse_name
 
-    if item.what != REFUSED:
+    def is_unused() -> bool:
         parts = parse_name(item.name)
-        assert parts is not None
-        run = store.run(item.run)
-        return lambda: not _blocking_attempt(store, run, item.tier, parts.attempt, parts.nonce)
+        return parts is not None and not _blocking_attempt(store, run, item.tier, parts.attempt, parts.nonce)
 
     def holds_lease() -> bool:
-        assert lease is not None
-        now = store.lease()
-        return now is not None and (now.epoch, now.holder) == (lease.epoch, lease.holder)
+        held = store.lease()
+        return held is not None and lease is not None and (held.epoch, held.holder) == (lease.epoch, lease.holder)
 
-    return holds_lease
+    return holds_lease if item.what == REFUSED else is_unused
 
 
 def _show(screen: Screen, found: list[GcCandidate], failed: list[GcCandidate], dry_run: bool) -> None:
-    rows = [_row(item, item in failed, dry_run) for item in found]
-    if screen.json:
-        screen.data("ckpt.gc", rows)
-        return
     columns = [
         Column("RUN", "run"),
         Column("TIER", "tier"),
@@ -272,24 +262,16 @@ def _show(screen: Screen, found: list[GcCandidate], failed: list[GcCandidate], d
         Column("DONE", "done"),
         Column("WHY", "reason"),
     ]
-    screen.table(columns, rows)
-    freed = sum(item.bytes for item in found if item.deletable and item not in failed)
-    screen.note(f"{size(freed)} {'would be freed' if dry_run else 'freed'}" if found else "nothing is left over")
-
-
-def _row(item: GcCandidate, failed: bool, dry_run: bool) -> dict[str, Any]:
-    done = "left" if not item.deletable or failed else "would be deleted" if dry_run else "deleted"
-    return {
-        "run": item.run, "tier": item.tier.label, "path": f"{item.tier.catalog.place}/{item.name}", "name": item.name,
-        "bytes": item.bytes, "what": item.what, "done": done, "reason": item.reason,
-    }  # fmt: skip
-
-
-if TYPE_CHECKING:
-    from orchestrator.registry.records import Run
-    from orchestrator.registry.store import Store
-
-DEBRIS = "debris"
+    done = "would be deleted" if dry_run else "deleted"
+    rows: list[dict[str, Any]] = [
+        {
+            "run": item.run, "tier": item.tier.label, "path": item.path, "name": item.name, "bytes": item.bytes,
+            "what": item.what, "done": "left" if item.keep or item in failed else done,
+            "reason": item.keep or item.reason,
+        }
+        for item in found
+    ]  # fmt: skip
+    screen.listing("ckpt.gc", columns, rows)
 
 
 @click.command("du", cls=Verb, json_data="list of {run, tier, trust, count, bytes, collectable}")
@@ -302,11 +284,7 @@ def du(screen: Screen, runs: tuple[str, ...]) -> None:
     """
     with open_store(readonly=True) as store:
         chosen = [store.run(name) for name in runs] if runs else store.runs()
-        rows = [row for run in chosen for row in _rows(screen, store, run)]
-    total, frees = sum(row["bytes"] for row in rows), sum(row["collectable"] for row in rows)
-    if screen.json:
-        screen.data("ckpt.du", rows)
-        return
+        rows = [row for run in chosen for row in _usage(screen, store, run)]
     columns = [
         Column("RUN", "run"),
         Column("TIER", "tier"),
@@ -315,11 +293,13 @@ def du(screen: Screen, runs: tuple[str, ...]) -> None:
         Column("SIZE", "bytes", size, right=True),
         Column("GC FREES", "collectable", size, right=True),
     ]
-    screen.table(columns, sorted(rows, key=lambda row: -row["bytes"]))
-    screen.note(f"{size(total)} in all" + (f"; `orch ckpt gc --all` frees {size(frees)}" if frees else ""))
+    screen.listing("ckpt.du", columns, rows if screen.json else sorted(rows, key=lambda row: -row["bytes"]))
+    total, frees = sum(row["bytes"] for row in rows), sum(row["collectable"] for row in rows)
+    if not screen.json:
+        screen.note(f"{size(total)} in all" + (f"; `orch ckpt gc --all` frees {size(frees)}" if frees else ""))
 
 
-def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]]:
+def _usage(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]]:
     """Yield one row per tier and trust, and one for folders that are not checkpoints."""
     warn_of_missing(screen, run.name, run.run_dir)
     trust = {row.name: str(row.trust) for row in store.checkpoints(run.name)}
@@ -337,8 +317,8 @@ def _rows(screen: Screen, store: "Store", run: "Run") -> Iterator[dict[str, Any]
                 row["count"] += 1
                 row["bytes"] += sum(length or 0 for length in tier.storage.list(name).values())
             if DEBRIS in sums:
-                deletable = [item.bytes for item in find_tier_candidates(store, run, tier) if item.deletable]
-                sums[DEBRIS]["collectable"] = sum(deletable)
+                items = find_tier_candidates(store, run, tier)
+                sums[DEBRIS]["collectable"] = sum(item.bytes for item in items if not item.keep)
         except OSError as error:
-            screen.warn("TierUnreadable", f"{run.name}: tier {tier.label} cannot be read: {error_words(error)}")
+            _warn_unreadable(screen, run, tier, error)
         yield from sums.values()

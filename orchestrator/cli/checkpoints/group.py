@@ -11,10 +11,10 @@ VERBS = {
         "Compare a checkpoint's bytes with its digests.",
     ),
     "restore-test": (
-        "orchestrator.cli.restore_tests.begin:restore_test",
+        "orchestrator.cli.restore_tests:restore_test",
         "Restore a checkpoint in a job of its own, and compare.",
     ),
-    "diff": ("orchestrator.cli.checkpoints.diff:diff", "Compare two checkpoints, tensor by tensor."),
+    "diff": ("orchestrator.cli.checkpoints.verify:diff", "Compare two checkpoints, tensor by tensor."),
     "export": (
         "orchestrator.cli.checkpoints.export_import:export",
         "Write the model as safetensors or a torch file.",

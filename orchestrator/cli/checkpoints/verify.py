@@ -1,37 +1,39 @@
-"""`orch ckpt verify`, at four levels."""
+"""`orch ckpt verify`, at four levels, and `orch ckpt diff`, by tensor and by configuration."""
 
 import os
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from checkpointing.errors import CheckpointRefused, ManifestError
+from checkpointing.format.commit import read_commit
+from checkpointing.storage.durable import dump_line, read_json
 from checkpointing.storage.storage_errors import error_words
-from orchestrator.cli.checkpoints.target import Target, find, kept_while_read, require_there
+from checkpointing.tiers.catalog import Catalog
+from checkpointing.verification import verdicts
+from checkpointing.verification.verdicts import TensorDiff
+from checkpointing.verification.verify import Fault, Report, verify_checkpoint
+from orchestrator.cli.checkpoints.target import Target, find, find_one, kept_while_read, require_there
 from orchestrator.cli.checkpoints.tiers import missing_files
 from orchestrator.cli.terminal.command_classes import Verb
-from orchestrator.cli.terminal.render import Screen, size
+from orchestrator.cli.terminal.render import Column, Screen, count, size
 from orchestrator.errors import CheckpointInvalid, NotFound, Precondition
+
+LEAST_KEPT = 2
+"""Lowest level whose result is recorded; lower levels leave most bytes unread."""
+SHOWN_FAULTS, SHOWN_TENSORS = 20, 40
+"""Maximum numbers of faults of one checkpoint in text output, and of tensors on a terminal without --all."""
 
 
 def prepare() -> None:
     """Use one thread, since many are slower on few cores and a login node is shared; silence NumPy's warning."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
-
-
-if TYPE_CHECKING:
-    from checkpointing.verification.verify import Fault, Report
-
-LEAST_KEPT = 2
-"""Lowest level whose result is recorded; lower levels leave most bytes unread."""
-
-SHOWN = 20
-"""Maximum number of faults of one checkpoint in text output; JSON has all."""
 
 
 VERIFY_JSON = """
@@ -68,9 +70,15 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     screen.if_interrupted = lambda: "interrupted: only results that were printed are recorded"
     found = find(target, screen.warn)
     chosen = found if copies else list({item.name: item for item in reversed(found)}.values())[::-1]
-    answers = [
-        answer for item in chosen if (answer := _verify_pinned(screen, item, level, alone=len(chosen) == 1)) is not None
-    ]
+    answers = []
+    for item in chosen:
+        try:
+            with kept_while_read(item):
+                answers.append(_verify_one(screen, item, level))
+        except NotFound as error:
+            if len(chosen) == 1:
+                raise
+            screen.note(f"{error.what}: left out")  # its run has deleted it meanwhile
     if screen.json:
         screen.data("ckpt.verify", answers)
     if not all(answer["ok"] or answer["unreadable"] for answer in answers):
@@ -78,128 +86,217 @@ def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     return Precondition.exit_code if any(answer["unreadable"] for answer in answers) else 0
 
 
-def _verify_pinned(screen: Screen, target: Target, level: int, *, alone: bool) -> dict[str, Any] | None:
-    """Verify one checkpoint, pinned meanwhile. Returns None if it is one of several and its run has deleted it."""
-    try:
-        with kept_while_read(target):
-            return _answer(screen, target, level)
-    except NotFound as error:
-        if alone:
-            raise
-        screen.note(f"{error.what}: left out")
-        return None
-
-
-def _answer(screen: Screen, target: Target, level: int) -> dict[str, Any]:
+def _verify_one(screen: Screen, target: Target, level: int) -> dict[str, Any]:
+    """Verify one checkpoint, print and record the result, and return it as plain JSON data."""
     with screen.bar(target.name if target.step is None else f"step {target.step}") as meter:
         report = _report(target, level, meter)
     if not report.ok and target.run is not None:
         require_there(target)  # a checkpoint that its run deleted meanwhile is not faulty
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
-    _show(screen, target, report, rate)
+    # Files that cannot be read now say nothing about the checkpoint.
+    unreadable = not report.ok and all(fault.is_unreadable for fault in report.faults)
+    word = "UNREADABLE" if unreadable else "VALID" if report.ok else "INVALID"
+    read = f"{size(report.bytes)} in {report.seconds:.2f} s, {rate:.2f} GiB/s" if report.level else "sizes only"
+    place = f" on {target.tier}" if target.tier not in ("", "run") else ""
+    screen.say(f"{target.name}{place}: {word}  (level {report.level}; {read})")
+    for note in report.notes:
+        screen.note(f"  {note}")
+    for fault in report.faults[:SHOWN_FAULTS]:
+        screen.say(f"  {_line(fault)}")
+    if len(report.faults) > SHOWN_FAULTS:
+        screen.say(f"  and {len(report.faults) - SHOWN_FAULTS} more; --json lists all")
     _record_verdict(screen, target, report)
+    keys = ("file", "chunk", "tensor", "tensors", "reason")
     return {
-        "name": target.name, "step": target.step, "path": target.path, "ok": report.ok,
-        "unreadable": _is_unreadable(report), "level": report.level, "bytes": report.bytes,
-        "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3), "tier": target.tier,
-        "faults": [_fault(fault) for fault in report.faults], "notes": list(report.notes),
+        "name": target.name, "step": target.step, "path": target.path, "ok": report.ok, "unreadable": unreadable,
+        "level": report.level, "bytes": report.bytes, "seconds": round(report.seconds, 4), "gib_per_s": round(rate, 3),
+        "tier": target.tier, "faults": [{key: getattr(fault, key) for key in keys} for fault in report.faults],
+        "notes": list(report.notes),
     }  # fmt: skip
 
 
-def _is_unreadable(report: "Report") -> bool:
-    """Return whether every fault is a file that cannot be read now, which says nothing about the checkpoint."""
-    return not report.ok and all(fault.is_unreadable for fault in report.faults)
-
-
-def _report(target: Target, level: int, meter: Any) -> "Report":
-    _check_readable(target)
-    if not target.shared:
-        absent, count = missing_files(target.storage, target.name)
-        if absent:
-            return _part(target, level, meter, absent, count)
-    return _whole(target, level, meter)
-
-
-def _check_readable(target: Target) -> None:
-    """Raise the OSError of a place that does not answer. That is not a fault of the checkpoint."""
-    from checkpointing.errors import ManifestError
-    from checkpointing.format.commit import read_commit
-
+def _report(target: Target, level: int, meter: Any) -> Report:
+    """Verify a checkpoint, or the part of it that this node has. Raises OSError if its place does not answer."""
     # Other faults of COMMIT are reported by the verification.
     with suppress(ManifestError, FileNotFoundError, NotADirectoryError, IsADirectoryError):
         read_commit(target.storage, target.name)
-
-
-def _part(target: Target, level: int, meter: Any, absent: Collection[str], count: int) -> "Report":
-    """Verify the files of a checkpoint that this node has. Structure and values need all files."""
-    from checkpointing.verification.verify import verify_checkpoint
-
-    report = verify_checkpoint(target.storage, target.name, min(level, 2), meter)
-    faults = tuple(fault for fault in report.faults if fault.file not in absent)
-    notes = [f"{len(absent)} of {count} files, which other nodes have: that part was not looked at"]
-    notes += ["structure and values (levels 3 and 4), which need every file: not looked at"] if level > 2 else []
-    return replace(report, ok=not faults, faults=faults, notes=tuple(notes))
-
-
-def _whole(target: Target, level: int, meter: Any) -> "Report":
+    absent, total = (frozenset(), 0) if target.shared else missing_files(target.storage, target.name)
+    if absent:
+        # Structure and values need all files.
+        report = verify_checkpoint(target.storage, target.name, min(level, 2), meter)
+        faults = tuple(fault for fault in report.faults if fault.file not in absent)
+        notes = [f"{len(absent)} of {total} files, which other nodes have: that part was not looked at"]
+        notes += ["structure and values (levels 3 and 4), which need every file: not looked at"] if level > 2 else []
+        return replace(report, ok=not faults, faults=faults, notes=tuple(notes))
     if level < 3:
-        from checkpointing.verification.verify import verify_checkpoint
-
         return verify_checkpoint(target.storage, target.name, level, meter)
     prepare()
     # Only these levels need torch, which takes seconds to import.
     from checkpointing.engine.audit.audit import audit_checkpoint
     from trainer.worker.saved_state.checkpoint_contents import expected_entries
 
-    report: Report = audit_checkpoint(target.storage, target.name, level, meter, expected_entries)
-    return report
+    whole: Report = audit_checkpoint(target.storage, target.name, level, meter, expected_entries)
+    return whole
 
 
-def _record_verdict(screen: Screen, target: Target, report: "Report") -> None:
+def _record_verdict(screen: Screen, target: Target, report: Report) -> None:
     """Record the result for a run's checkpoint, so that retention does not rely on a bad copy."""
-    if target.run_dir is None or report.level < LEAST_KEPT:
+    if target.pins is None or report.level < LEAST_KEPT:
         return
     if report.faults and not any(fault.is_damage for fault in report.faults):
         return  # a file that is unreadable now may be readable later
-    from checkpointing.storage.backends import LocalStorage
-    from checkpointing.tiers.catalog import Catalog
-    from checkpointing.verification import verdicts
-
-    own = LocalStorage(target.run_dir.checkpoints)
-    place = target.path.rpartition("/")[0]
     try:
         found = verdicts.CopyVerdict(
-            name=target.name, place=place, manifest=verdicts.read_manifest_digest(target.storage, target.name),
-            ok=report.ok,
-            level=report.level, at=time.time(), reason=_line(report.faults[0]) if report.faults else "",
+            name=target.name, place=target.place, ok=report.ok, level=report.level, at=time.time(),
+            manifest=verdicts.read_manifest_digest(target.storage, target.name),
+            reason=_line(report.faults[0]) if report.faults else "",
         )  # fmt: skip
-        verdicts.record(own, found)
-        verdicts.forget(own, place, Catalog(place, target.storage).names())
+        verdicts.record(target.pins, found)
+        verdicts.forget(target.pins, target.place, Catalog(target.place, target.storage).names())
     except OSError as error:
-        screen.warn("NotKept", f"what was found of {target.name} could not be written down: {error_words(error)}")
+        screen.warn("NotKept", f"could not record the verification result for {target.name}: {error_words(error)}")
 
 
-def _show(screen: Screen, target: Target, report: "Report", rate: float) -> None:
-    word = "UNREADABLE" if _is_unreadable(report) else "VALID" if report.ok else "INVALID"
-    read = f"{size(report.bytes)} in {report.seconds:.2f} s, {rate:.2f} GiB/s" if report.level else "sizes only"
-    place = f" on {target.tier}" if target.tier not in ("", "run") else ""
-    screen.say(f"{target.name}{place}: {word}  (level {report.level}; {read})")
-    for note in report.notes:
-        screen.note(f"  {note}")
-    for fault in report.faults[:SHOWN]:
-        screen.say(f"  {_line(fault)}")
-    if len(report.faults) > SHOWN:
-        screen.say(f"  and {len(report.faults) - SHOWN} more; --json tells all")
-
-
-def _line(fault: "Fault") -> str:
+def _line(fault: Fault) -> str:
     chunk = "" if fault.chunk is None else f", chunk {fault.chunk}"
     tensor = f", {fault.tensor}" if fault.tensor else ""
     return f"{fault.file}{chunk}{tensor}: {fault.reason}"
 
 
-def _fault(fault: "Fault") -> dict[str, Any]:
+DIFF_JSON = """
+{first, second, equal, parts: [{part, tensors, equal, apart}], tensors: [{tensor, part, equal, what, largest,
+relative, changed, dtype, shape}], config: [{key, first, second}]}
+"""
+
+
+@click.command("diff", cls=Verb, json_data=DIFF_JSON)
+@click.argument("first", metavar="FIRST")
+@click.argument("second", metavar="SECOND")
+@click.option("-a", "--all", "everything", is_flag=True, help="List all tensors, equal ones too.")
+@click.pass_obj
+def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
+    """Compare two checkpoints: RUN@STEP each, or folders.
+
+    Tensors with equal fingerprints are not read (`equal by fingerprint`; an even number of changed signs in 4- or
+    8-byte floats is not seen). The others are verified as they are read (exit code 7). For them it prints the
+    largest difference of a value, the norm of the difference relative to the larger norm, and the share of values
+    that changed, largest relative difference first.
+
+    It also prints how many tensors of each part (`model`, `optimizer`) are equal, and the keys in which the
+    configurations of two runs differ. The exit code is 0 whether or not they differ.
+    """
+    left, right = find_one(first, screen.warn), find_one(second, screen.warn)
+    with kept_while_read(left, right):
+        found = _compare_targets(screen, left, right)
+    changed = [item for item in found if not item.equal]
+    parts, settings = _parts(found), _changed_settings(left, right)
+    # Lists are cut on a terminal only.
+    shown = found if everything else changed[:SHOWN_TENSORS] if screen.terminal else changed
+    rows = [_diff_row(item) for item in shown]
+    if screen.json:
+        answer = {"first": left.path, "second": right.path, "equal": not changed, "parts": parts}
+        screen.data("ckpt.diff", {**answer, "tensors": rows, "config": settings})
+        return
+    screen.table(_DIFF_COLUMNS, rows)
+    if not changed:
+        screen.say("every tensor is equal")
+    elif len(shown) < len(changed):
+        screen.note(f"{count(len(changed) - len(shown))} more differ; --all lists them")
+    for part in parts:
+        apart = f", {part['apart']} not comparable" if part["apart"] else ""
+        screen.say(f"{part['part']}: {part['equal']} of {part['tensors']} tensors equal{apart}")
+    if settings:
+        screen.say("configuration:")
+    for item in settings:
+        screen.say(f"  {item['key']}  {dump_line(item['first'])} -> {dump_line(item['second'])}")
+
+
+def _compare_targets(screen: Screen, left: Target, right: Target) -> Sequence[TensorDiff]:
+    prepare()
+    from checkpointing.engine.audit.diff import compare, open_side  # torch: seconds to import
+
+    side = left  # the side to name in a refusal; two copies of one checkpoint have the same name
+    try:
+        first = open_side(left.storage, left.name)
+        side = right
+        second = open_side(right.storage, right.name)
+        with screen.bar("compare") as meter:
+            found: list[TensorDiff] = compare(first, second, meter)
+    except FileNotFoundError:
+        require_there(left, right)
+        raise
+    except CheckpointRefused as refusal:
+        require_there(left, right)
+        side = side if refusal.name == side.name else left
+        what = f"{refusal.name} cannot be compared: {refusal.reason}"
+        raise CheckpointInvalid(what, hint=f"orch ckpt verify {side.path}") from refusal
+    return found
+
+
+def _part(key: str) -> str:
+    """Return the first part of a key: `model/`, `optimizer/` or `rng/`; keys of foreign files may use dots."""
+    return key.replace(".", "/").partition("/")[0]
+
+
+def _parts(found: Sequence[TensorDiff]) -> list[dict[str, Any]]:
+    """Count tensors by part of the state, the model first."""
+    parts: dict[str, dict[str, Any]] = {}
+    for item in found:
+        part = parts.setdefault(_part(item.key), {"part": _part(item.key), "tensors": 0, "equal": 0, "apart": 0})
+        part["tensors"] += 1
+        part["equal"] += item.equal
+        part["apart"] += not item.comparable
+    return sorted(parts.values(), key=lambda part: (part["part"] != "model", part["part"]))
+
+
+def _diff_row(item: TensorDiff) -> dict[str, Any]:
+    here, there = item.first, item.second
     return {
-        "file": fault.file, "chunk": fault.chunk, "tensor": fault.tensor, "tensors": list(fault.tensors),
-        "reason": fault.reason,
+        "tensor": item.key, "part": _part(item.key), "equal": item.equal, "what": _what(item),
+        "largest": item.largest, "relative": item.relative, "changed": item.changed,
+        "dtype": [here.dtype if here else None, there.dtype if there else None],
+        "shape": [list(here.shape) if here else None, list(there.shape) if there else None],
     }  # fmt: skip
+
+
+def _what(item: TensorDiff) -> str:
+    """Describe the change of the tensor in a few words."""
+    here, there = item.first, item.second
+    if here is None or there is None:
+        return "only in the second" if here is None else "only in the first"
+    if here.shape != there.shape:
+        return f"shape {list(here.shape)} -> {list(there.shape)}"
+    if here.dtype != there.dtype:
+        return f"dtype {here.dtype} -> {there.dtype}"
+    if item.by_fingerprint:
+        return "equal by fingerprint"
+    return "equal" if item.equal else "changed"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+_DIFF_COLUMNS = [
+    Column("RELATIVE", "relative", _number, right=True),
+    Column("LARGEST", "largest", _number, right=True),
+    Column("CHANGED", "changed", lambda value: "-" if value is None else f"{100 * value:.3g}%", right=True),
+    Column("PART", "part"),
+    Column("TENSOR", "tensor"),
+    Column("WHAT", "what"),
+]
+
+
+def _changed_settings(left: Target, right: Target) -> list[dict[str, Any]]:
+    """Return the keys in which the configurations of the two runs differ; empty if one is unknown."""
+    from orchestrator.config import compose  # omegaconf: as torch above
+    from orchestrator.config.redaction import redacted_value
+
+    try:
+        first, second = (read_json(file) for target in (left, right) if (file := target.config_file) is not None)
+    except (OSError, ValueError):
+        return []
+    return [
+        {"key": key, "first": redacted_value(key, old), "second": redacted_value(key, new)}
+        for key, (old, new) in compose.diff(first, second).items()
+    ]

@@ -3,23 +3,26 @@
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, is_dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from orchestrator.cli.access.run_folder import START, TAKE_OVER, controller_state
 from orchestrator.cli.access.slurm_environment import silence_reason
+from orchestrator.cli.cluster import crontab
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.controller import service
+from orchestrator.controller.leasing.lease import LEASE_TTL
+from orchestrator.controller.reconciler.reconcile import TickReport
 from orchestrator.controller.service import Health
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import controller_log, registry_path
-from orchestrator.registry.lease import LEASE_TTL
-from orchestrator.scheduler.available_schedulers import lease_key
+from orchestrator.registry import fast_queries
+from orchestrator.scheduler.available_schedulers import kinds, lease_key, resolve
 from orchestrator.states import LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import choices
 
@@ -28,16 +31,11 @@ ALIVE_WITHIN = 30.0
 LOOK_EVERY = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """Health of a live controller, and whether this command started it."""
+def start_controller(screen: Screen, kind: str) -> tuple[bool, Health]:
+    """Start a controller for this kind of scheduler unless one is alive. Raises Precondition if it does not come up.
 
-    started: bool
-    health: Health
-
-
-def start_controller(screen: Screen, kind: str) -> Started:
-    """Start a controller for this kind of scheduler unless one is alive. Raises Precondition if it does not come up."""
+    Returns whether this command started it, and its health.
+    """
     started = service.ensure_running(registry_path(), kind)
     screen.if_interrupted = lambda: "interrupted: `orch controller status` says whether the controller has come up"
     key = lease_key(kind)
@@ -53,11 +51,7 @@ def start_controller(screen: Screen, kind: str) -> Started:
                 hint="that file says why; `orch controller run` runs one in the foreground",
             )  # fmt: skip
         time.sleep(LOOK_EVERY)
-    return Started(started=started, health=service.status(registry_path(), key))
-
-
-if TYPE_CHECKING:
-    from orchestrator.controller.reconciler.reconcile import TickReport
+    return started, service.status(registry_path(), key)
 
 
 @click.group(cls=Noun)
@@ -82,9 +76,6 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
     It serves the Slurm that this host reaches, or without one (or with `--cluster local`) the local jobs of this
     host.
     """
-    from orchestrator.controller import service
-    from orchestrator.scheduler.available_schedulers import resolve
-
     # The daemon reports its actions by logging; in the foreground the log goes to the terminal.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     kind = resolve(cluster)
@@ -108,23 +99,17 @@ def start(screen: Screen, cluster: str) -> None:
     It returns when the controller has taken over; a stalled one is replaced within a minute. The exit code is 4 if
     the controller did not start; its log has the reason.
     """
-    from orchestrator.cli.cluster.controller import start_controller
-
     found = [start_controller(screen, kind) for kind in _kinds_to_start(cluster)]
     if screen.json:
-        screen.data("controller.start", [{"started": one.started, **_plain(one.health)} for one in found])
+        screen.data("controller.start", [{"started": started, **_plain(health)} for started, health in found])
         return
-    for one in found:
-        said = "started" if one.started else "alive already"
-        of = f" for {one.health.scheduler}" if one.health.scheduler else ""
-        screen.say(f"{said}{of}: pid {one.health.pid} on {one.health.host}")
-    screen.note(f"log {found[0].health.log}")
+    for started, health in found:
+        served = f" for {health.scheduler}" if health.scheduler else ""
+        screen.say(f"{'started' if started else 'alive already'}{served}: pid {health.pid} on {health.host}")
+    screen.note(f"log {found[0][1].log}")
 
 
 def _kinds_to_start(cluster: str) -> list[str]:
-    from orchestrator.registry import fast_queries
-    from orchestrator.scheduler.available_schedulers import kinds, resolve
-
     if cluster == "auto":
         live = {row["cluster"] for row in fast_queries.newest(registry_path(), None, LIVE_RUNS, tests=True)}
         if served := sorted(live & set(kinds())):
@@ -164,14 +149,11 @@ def tick(screen: Screen) -> int:
     return Precondition.exit_code if stalled else 0
 
 
-def _pass() -> "tuple[TickReport | None, str]":
+def _pass() -> tuple[TickReport | None, str]:
     """Run a pass for each kind of scheduler here and merge the reports; None if controllers are alive for all of them.
 
     Also returns why no controller acts for one of them; empty if all are served.
     """
-    from orchestrator.controller import service
-    from orchestrator.scheduler.available_schedulers import kinds, lease_key
-
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]
     states = [controller_state(time.time(), lease_key(kind)) for kind, report in reports.items() if report is None]
@@ -192,9 +174,6 @@ def status(screen: Screen) -> None:
     A controller is stalled if it was stopped by a signal or has not renewed its lease for a minute. If its Slurm
     does not answer, the reason is printed.
     """
-    from orchestrator.controller import service
-    from orchestrator.registry import fast_queries
-
     health, every = service.status(registry_path()), service.statuses(registry_path())
     unanswered = {held.scheduler: silence_reason(held) for held in fast_queries.leases(registry_path())}
     if screen.json:
@@ -222,8 +201,6 @@ def stop(screen: Screen) -> None:
 
     The exit code is 4 if the controller runs on another host.
     """
-    from orchestrator.controller import service
-
     stopped = service.stop(registry_path())
     if screen.json:
         screen.data("controller.stop", {"stopped": _plain(stopped)})
@@ -243,21 +220,17 @@ def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool
     It prints its lines and writes them into your table; the next call replaces them. These passes also begin
     restore tests that are due. The exit code is 4 if this host has no such table.
     """
-    from orchestrator.cli.cluster import crontab
-
     lines = crontab.lines(via, every)
     before = [] if only_print else crontab.read(via)
     after = crontab.without(before) + ([] if remove else lines)
     changed = not only_print and after != before
+    if changed:
+        crontab.write(via, after)
     if screen.json:
-        if changed:
-            crontab.write(via, after)
         screen.data("controller.install", {"via": via, "lines": lines, "changed": changed})
         return
     for line in lines:
         screen.raw(line)
-    if changed:
-        crontab.write(via, after)
     if only_print:
         screen.note(f"to install it:  orch controller install --via {via}")
     else:
@@ -266,8 +239,6 @@ def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool
 
 def _plain(value: Any) -> Any:
     """Return a report as plain JSON data, with times as ISO 8601."""
-    from dataclasses import asdict, is_dataclass
-
     fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     if isinstance(fields, dict):
         return {key: iso(item) if key.endswith("_at") and item else _plain(item) for key, item in fields.items()}

@@ -34,51 +34,32 @@ def ls(screen: Screen) -> None:
     now = time.time()
     with open_store(readonly=True) as store:
         rows = [_row(node, now) for node in store.nodes()]
-    if screen.json:
-        screen.data("nodes.ls", [{key: row[key] for key in row if not key.startswith("_")} for row in rows])
-        return
     people = screen.terminal
     columns = [
         Column("NODE", "node"),
         Column("CLUSTER", "cluster"),
         Column("ATTEMPTS", "attempts", count, right=True),
         Column("FAILURES", "failures", count, right=True),
-        Column("LAST SEEN", "_ago", _ago) if people else Column("LAST_SEEN", "last_seen"),
-        Column("EXCLUDED FOR", "_left", _format_remaining) if people else Column("EXCLUDED_UNTIL", "excluded_until"),
+        Column("LAST SEEN", "_ago") if people else Column("LAST_SEEN", "last_seen"),
+        Column("EXCLUDED FOR", "_left") if people else Column("EXCLUDED_UNTIL", "excluded_until"),
         *([Column("BY", "excluded_by")] if people else []),
         Column("WHY", "reason"),
         *([] if people else [Column("EXCLUDED_BY", "excluded_by")]),
     ]
-    screen.table(columns, rows)
-    if not rows:
-        screen.note("no attempt has run on any node yet")
+    screen.listing("nodes.ls", columns, rows, empty="no attempt has run on any node yet")
 
 
 def _row(node: Any, now: float) -> dict[str, Any]:
     by = node.exclusion_source(now)
     used = node.attempts or node.failures  # otherwise it was only excluded
+    left = node.excluded_until - now if by else None
     return {
-        "node": node.name,
-        "cluster": node.cluster,
-        "attempts": node.attempts,
-        "failures": node.failures,
-        "first_seen": iso(node.first_seen) if used else None,
-        "last_seen": iso(node.last_seen) if used else None,
-        "excluded_until": iso(node.excluded_until) if by else None,
-        "reason": node.reason,
-        "excluded_by": by or None,
-        "_ago": now - node.last_seen if used else None,
-        "_left": node.excluded_until - now if by else None,
-    }
-
-
-def _ago(age: float | None) -> str:
-    return "never" if age is None else f"{span(age)} ago"
-
-
-def _format_remaining(left: float | None) -> str:
-    """Format the remaining time of an exclusion."""
-    return "until released" if left is not None and left > UNTIL_RELEASED / 2 else span(left)
+        "node": node.name, "cluster": node.cluster, "attempts": node.attempts, "failures": node.failures,
+        "first_seen": iso(node.first_seen) if used else None, "last_seen": iso(node.last_seen) if used else None,
+        "excluded_until": iso(node.excluded_until) if by else None, "reason": node.reason, "excluded_by": by or None,
+        "_ago": f"{span(now - node.last_seen)} ago" if used else "never",
+        "_left": "until released" if left is not None and left > UNTIL_RELEASED / 2 else span(left),
+    }  # fmt: skip
 
 
 @nodes.command("exclude", json_data="list of {node, answer}")
@@ -100,19 +81,15 @@ def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str
     even if too few nodes are left for a job; Slurm then gives the reason. The exit code is 3 for a node that
     neither a run nor Slurm has, 4 if nothing was submitted to its cluster yet or the node is simulated.
     """
-    until = UNTIL_RELEASED if period is None else time.time() + _seconds(period)
+    from orchestrator.config.restore_tests_config import interval_seconds  # only here
+
+    seconds = None if period is None else interval_seconds(period)
+    if period is not None and not seconds:
+        raise ConfigError(f"--for {period}: not a time", where="command line", hint="--for 30m, --for 2h or --for 1d")
+    until = time.time() + seconds if seconds else UNTIL_RELEASED
     by = f"{own_name()}@{socket.gethostname()}"
     args = {"until": until, "why": f"{by}: {' '.join(why.split())[:_LONGEST_WHY]}" if why.split() else by}
     return _request_each(screen, EXCLUDE, _expand_names(names), args, no_controller)
-
-
-def _seconds(period: str) -> float:
-    from orchestrator.config.restore_tests_config import interval_seconds  # only here
-
-    seconds = interval_seconds(period)
-    if not seconds:
-        raise ConfigError(f"--for {period}: not a time", where="command line", hint="--for 30m, --for 2h or --for 1d")
-    return seconds
 
 
 def _expand_names(names: tuple[str, ...]) -> list[str]:
@@ -166,11 +143,9 @@ def _clusters(store: Any, verb: str, name: str) -> list[str]:
             f"{name} is a simulated node: all of them are this machine", where=found[0],
             hint="nodes of a Slurm cluster can be excluded",
         )  # fmt: skip
-    if not found and verb == EXCLUDE:
-        found = [_find_cluster(name)]
-    if not found:
+    if not found and verb == RELEASE:
         raise NotFound(f"no run has used a node {name}", hint="`orch nodes ls` lists the nodes that are known")
-    return found
+    return found or [_find_cluster(name)]
 
 
 def _find_cluster(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpointing.format.manifest import INDEX, parse_index
 from orchestrator.cli.access.registry import open_store, wake_controller
-from orchestrator.cli.restore_tests.group import restore_test_json, show_tests
+from orchestrator.cli.restore_tests import restore_test_json, show_tests
 from orchestrator.cli.runs.events import end_error, following, wait_until_end
 from orchestrator.cli.runs.submit import launch
 from orchestrator.cli.terminal.render import Screen

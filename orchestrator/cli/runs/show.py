@@ -10,7 +10,7 @@ from checkpointing.config import MEMORY
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import has_moved, warn_of_missing
-from orchestrator.cli.checkpoints.tested_layouts import reason_beside_tests
+from orchestrator.cli.restore_tests import reason_beside_tests
 from orchestrator.cli.runs.config_changes import code_words, config_changes, short_digests
 from orchestrator.cli.runs.notified import notified_json, notified_words, warn_of_untold
 from orchestrator.cli.runs.show_tables import (

@@ -7,8 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.checkpoints.tested_layouts import Proven, newest_proven
-from orchestrator.cli.restore_tests.group import restore_test_json
+from orchestrator.cli.restore_tests import Proven, newest_proven, restore_test_json
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
 from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, Notice, RestoreTest, Run
 from orchestrator.run_dirs.ingest import UNREADABLE_EVENT

@@ -175,6 +175,20 @@ class Screen:
         """Print a line of foreign text (a log, a script), without escape sequences and control characters."""
         self._print(plain(text), sys.stdout)
 
+    def listing(
+        self, verb: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, empty: str = ""
+    ) -> None:  # fmt: skip
+        """Print rows as the JSON answer, or as a table with `empty` as a note if there are no rows.
+
+        Keys that begin with `_` are for the table only.
+        """
+        if self.json:
+            self.data(verb, [{key: row[key] for key in row if not key.startswith("_")} for row in rows])
+            return
+        self.table(columns, rows)
+        if empty and not rows:
+            self.note(empty)
+
     def table(self, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, aligned: bool = False) -> None:
         """Print an aligned table on a terminal; tab-separated values, complete and unformatted, anywhere else.
 

@@ -135,7 +135,7 @@ def test_no_slurm(orch: Type, home: Path, tmp_path: Path, monkeypatch: pytest.Mo
         (("events", "demo-1", "--tail", "5"), "No such option '--tail'\n"),
         (("drill", "nan"), "orch drill RUN nan"),
         (("ckpt", "gc", "demo-1", "--all"), "RUN and --all exclude each other"),
-        (("ckpt", "gc"), "say which runs"),
+        (("ckpt", "gc"), "no run is given"),
         (("ckpt", "restore-test", "x", "--layout", ","), "--layout names no layout"),
         (("ckpt", "restore-test", "x", "--layout", ""), "--layout names no layout"),
     ],

@@ -56,7 +56,7 @@ def test_a_run_does_not_begin_with_an_export_but_imports_it(orch: Type) -> None:
         "--wait",
     )
     assert said.code == 2
-    assert "weights has exported weights, and is no checkpoint of a run" in said.err
+    assert "weights has exported weights, not a run's checkpoint" in said.err
     assert said.err.endswith("  orch ckpt import weights mine.yaml optimizer.lr=1 --name 'x y' --weights-only\n")
 
 
@@ -68,7 +68,7 @@ def test_a_run_s_folder_is_no_checkpoint_and_its_name_is_one(orch: Type, seeds: 
     (folder / "config.json").write_text("{}")
     said = orch("submit", "--from", folder, *more)
     assert said.code == 2
-    assert f"{folder} is a run's folder, and no checkpoint's" in said.err
+    assert f"{folder} is a run's folder, not a checkpoint's" in said.err
     assert f"write {run}, or {run}@latest" in said.err
 
 

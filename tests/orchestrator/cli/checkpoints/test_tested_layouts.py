@@ -1,6 +1,6 @@
 """What restore tests say of checkpoints: layouts, what is under way, what is proven."""
 
-from orchestrator.cli.checkpoints.tested_layouts import Proven, layouts_in_words, newest_proven, reason_beside_tests
+from orchestrator.cli.restore_tests import Proven, layouts_in_words, newest_proven, reason_beside_tests
 from orchestrator.registry.records import RestoreTest
 from trainer.protocol.restore_test import Outcome
 

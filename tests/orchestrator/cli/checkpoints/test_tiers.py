@@ -204,7 +204,7 @@ def test_gc_stops_when_an_attempt_begins_meanwhile(
         next_attempt(seeds, run)
         return delete(storage, name, fence)
 
-    monkeypatch.setattr(garbage, "delete", begun)
+    monkeypatch.setattr("orchestrator.cli.checkpoints.gc.delete", begun)
     done = orch("ckpt", "gc", run, "--json")
     assert (done.code, [row["done"] for row in done.data]) == (4, ["left"])
     assert (copied / "__0_0.distcp").exists()

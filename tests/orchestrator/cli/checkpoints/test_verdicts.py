@@ -83,7 +83,7 @@ def test_a_run_s_folder_that_cannot_be_written_to_is_no_reason_to_fail(
 
     monkeypatch.setattr(LocalStorage, "publish", read_only)
     done = orch("ckpt", "verify", "tiny-1@100")
-    assert (done.code, "could not be written down" in done.err) == (0, True)
+    assert (done.code, "could not record the verification result" in done.err) == (0, True)
 
 
 def test_gc_takes_a_copy_that_was_found_bad_when_asked(orch: Type, seeds: Seeds, root: Path) -> None:

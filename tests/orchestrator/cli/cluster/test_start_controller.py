@@ -89,35 +89,34 @@ def test_without_a_cluster_live_runs_decide(
     orch: Type, alone: Seeds, monkeypatch: pytest.MonkeyPatch, live: list[str], here: list[str], expected: list[str]
 ) -> None:
     from orchestrator.registry import fast_queries
-    from orchestrator.scheduler import available_schedulers
 
-    knocks: list[str] = []
+    started_kinds: list[str] = []
     health = service.Health(alive=True, host="login1", pid=7, epoch=1, renewed_at=None, ticked_at=None, log="x")
     rows = [{"cluster": kind} for kind in live]
     monkeypatch.setattr(fast_queries, "newest", lambda *_, **__: rows)
-    monkeypatch.setattr(available_schedulers, "kinds", lambda: here)
-    monkeypatch.setattr(available_schedulers, "resolve", lambda kind: "slurm" if "slurm" in here else "local")
+    monkeypatch.setattr(controller, "kinds", lambda: here)
+    monkeypatch.setattr(controller, "resolve", lambda kind: "slurm" if "slurm" in here else "local")
     monkeypatch.setattr(
         controller, "start_controller",
-        lambda screen, kind: knocks.append(kind) or controller.Started(started=True, health=health),
+        lambda screen, kind: started_kinds.append(kind) or (True, health),
     )  # fmt: skip
     assert orch("controller", "start").code == 0
-    assert knocks == expected
+    assert started_kinds == expected
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_resuming_a_live_run_starts_a_controller_where_none_runs(
     orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
-    knocks: list[str] = []
-    monkeypatch.setattr(service, "ensure_running", lambda path, kind: knocks.append(kind) or True)
+    started_kinds: list[str] = []
+    monkeypatch.setattr(service, "ensure_running", lambda path, kind: started_kinds.append(kind) or True)
     run = seeds.run(state=RunState.RUNNING)
     if not lives:
         leave(seeds)
     done = orch("resume", run)
     assert done.code == 0
     assert f"{run}: is going on already" in done.out
-    assert knocks == ([] if lives else ["local"])
+    assert started_kinds == ([] if lives else ["local"])
     assert ("no controller was alive: started one" in done.err) is not lives
 
 

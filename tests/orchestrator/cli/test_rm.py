@@ -1,4 +1,4 @@
-"""`orch rm`: what goes with a run, what it refuses, and that a kill at any point costs nothing else."""
+"""`orch rm`: deleted items, refusals, and completion after a kill at any point."""
 
 import json
 import os
@@ -7,23 +7,26 @@ import signal
 import sqlite3
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpointing.retention import garbage
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
-from orchestrator import failpoints
-from orchestrator.cli.removal.rm import own_folder
+from orchestrator.cli import rm
+from orchestrator.controller import failpoints
+from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.user_requests import answer_idle
 from orchestrator.errors import Precondition
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.registry.operations.removal_writes import Removal
-from orchestrator.registry.records import Notice
+from orchestrator.registry.records import Notice, Run
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
@@ -35,8 +38,8 @@ NONCE = "0123abcd"
 NAME = f"step-00000050.001-{NONCE}"
 
 
-def begun(seeds: Seeds, state: RunState = RunState.SUCCEEDED, run: str = "") -> str:
-    """A run that is over, with its folder and a committed checkpoint of step 50."""
+def ended_run(seeds: Seeds, state: RunState = RunState.SUCCEEDED, run: str = "") -> str:
+    """Return an ended run with its folder and a committed checkpoint of step 50."""
     name = run or seeds.run(state=state, reason="all ranks finished")
     seeds.store.move_attempt(name, 1, AttemptState.ENDED, "over", epoch=seeds.epoch, now=time.time())
     folder = seeds.root / name
@@ -51,11 +54,11 @@ def begun(seeds: Seeds, state: RunState = RunState.SUCCEEDED, run: str = "") -> 
 
 @pytest.fixture
 def run(seeds: Seeds) -> str:
-    return begun(seeds)
+    return ended_run(seeds)
 
 
 def rows_of(seeds: Seeds, run: str) -> dict[str, int]:
-    """How many rows of each table speak of the run."""
+    """Return the number of rows of the run by table."""
     found = {}
     with closing(sqlite3.connect(seeds.store.database.path)) as raw:
         for (table,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
@@ -67,15 +70,15 @@ def rows_of(seeds: Seeds, run: str) -> dict[str, int]:
     return found
 
 
-def test_a_run_goes_with_its_folder_its_rows_and_its_tests_and_another_stays(orch: Type, seeds: Seeds) -> None:
-    run, other = begun(seeds), begun(seeds)
+def test_rm_deletes_folder_rows_and_restore_tests_of_that_run_only(orch: Type, seeds: Seeds) -> None:
+    run, other = ended_run(seeds), ended_run(seeds)
     seeds.killed_rank(run)
     seeds.store.set_cursor(run, "attempts/001/events/a.jsonl", 9, epoch=seeds.epoch)
     seeds.store.add_submission(run, 1, epoch=seeds.epoch, now=1.0)
     seeds.store.add_user_request(run, "release", {"node": "n1"}, 1.0)
     notice = Notice(run=run, attempt=1, source="a", seq=1, kind="incident", generation=1, time=1.0)
     seeds.store.put_notice(notice, epoch=seeds.epoch)
-    test = begun(seeds, run=seeds.restore_test(run, 50, "RESTORED"))
+    test = ended_run(seeds, run=seeds.restore_test(run, 50, "RESTORED"))
     kept = rows_of(seeds, other)
     size = sum(path.stat().st_size for path in (seeds.root / run).rglob("*") if path.is_file())
     size += sum(path.stat().st_size for path in (seeds.root / test).rglob("*") if path.is_file())
@@ -101,7 +104,7 @@ def test_a_dry_run_removes_nothing(orch: Type, seeds: Seeds, run: str) -> None:
 
 
 @pytest.mark.parametrize("state", [RunState.RUNNING, RunState.CREATED, RunState.HELD])
-def test_a_run_that_lives_or_may_live_is_refused(orch: Type, seeds: Seeds, state: RunState) -> None:
+def test_a_run_that_may_be_live_is_refused(orch: Type, seeds: Seeds, state: RunState) -> None:
     run = seeds.run(state=state)
     refused = orch("rm", run, "-y")
     assert refused.code == 4
@@ -109,14 +112,14 @@ def test_a_run_that_lives_or_may_live_is_refused(orch: Type, seeds: Seeds, state
     assert seeds.store.run(run).removal == ""
 
 
-def test_a_run_of_which_a_restore_test_is_under_way_is_refused(orch: Type, seeds: Seeds, run: str) -> None:
+def test_a_run_with_a_restore_test_under_way_is_refused(orch: Type, seeds: Seeds, run: str) -> None:
     test = seeds.restore_test(run, 50)
     refused = orch("rm", run, "-y")
     assert (refused.code, f"a restore test of {run} is under way: {test}" in refused.err) == (4, True)
     assert (seeds.root / run / "run.json").exists()
 
 
-def test_a_run_with_which_another_registry_goes_on_keeps_its_folder(orch: Type, seeds: Seeds, run: str) -> None:
+def test_a_run_that_another_registry_continues_keeps_its_folder(orch: Type, seeds: Seeds, run: str) -> None:
     other = seeds.root.parent / "other" / "registry.db"
     record_newer_attempt(seeds.store, run, other)
     refused = orch("rm", run, "-y")
@@ -129,7 +132,7 @@ def test_a_run_with_which_another_registry_goes_on_keeps_its_folder(orch: Type, 
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_a_run_whose_record_is_missing_or_damaged_can_go(
+def test_a_run_with_a_missing_or_damaged_record_is_removed(
     orch: Type, seeds: Seeds, run: str, content: str | None
 ) -> None:
     record = seeds.root / run / "record.json"
@@ -152,7 +155,7 @@ def test_a_pinned_checkpoint_keeps_its_run_until_it_is_unpinned(orch: Type, seed
     assert orch("rm", run, "-y").code == 0
 
 
-def test_a_name_must_be_whole_and_what_can_go_goes(orch: Type, seeds: Seeds, run: str) -> None:
+def test_names_must_be_whole_and_the_other_runs_are_removed(orch: Type, seeds: Seeds, run: str) -> None:
     live = seeds.run()
     assert orch("rm", run[:-1], "-y").code == 3
     assert orch("rm", "@last", "-y").code == 3
@@ -185,9 +188,7 @@ def foreign(seeds: Seeds, run: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["nonce", "no run.json", "link", "aside is a link", "file", "not there"])
-def test_a_folder_that_is_not_known_to_be_the_runs_own_is_left_alone(
-    orch: Type, seeds: Seeds, run: str, how: str
-) -> None:
+def test_a_folder_that_may_not_be_the_runs_own_is_left_alone(orch: Type, seeds: Seeds, run: str, how: str) -> None:
     foreign(seeds, run, how)
     before = sorted(path for path in seeds.root.rglob("*"))
     refused = orch("rm", run, "-y")
@@ -207,21 +208,21 @@ def test_a_folder_of_another_user_is_left_alone(
     assert (refused.code, "belongs to another user" in refused.err) == (4, True)
 
 
-def test_a_folder_that_may_not_be_read_is_not_said_to_be_anothers(seeds: Seeds) -> None:
+def test_an_unreadable_folder_is_not_reported_as_foreign(seeds: Seeds) -> None:
     run, first = seeds.store.create_run(seeds.new("tiny"), now=1.0, nonce=NONCE)
     with folder_of_an_ordinary_user() as above:
         mine = replace(run, run_dir=str(above / run.name))
         (above / run.name).mkdir(mode=0o000)
         with pytest.raises(Precondition, match=f"the folder of {run.name} cannot be read: Permission denied") as caught:
-            own_folder(mine, first, submitted=True)
+            rm.own_folder(mine, first, submitted=True)
         assert caught.value.hint == f"chmod u+rwx {above / run.name}, then type the same command again"
         above.chmod(0o000)
         with pytest.raises(Precondition, match="Permission denied") as caught:
-            own_folder(mine, first, submitted=True)
+            rm.own_folder(mine, first, submitted=True)
         assert caught.value.hint.startswith("see that you may enter the folders above it")
 
 
-def test_a_link_in_the_folder_goes_and_what_it_leads_to_stays(orch: Type, seeds: Seeds, run: str) -> None:
+def test_links_are_deleted_without_their_targets(orch: Type, seeds: Seeds, run: str) -> None:
     outside = seeds.root / "outside"
     (outside / "deep").mkdir(parents=True)
     (outside / "deep" / "file").write_text("mine")
@@ -231,7 +232,7 @@ def test_a_link_in_the_folder_goes_and_what_it_leads_to_stays(orch: Type, seeds:
     assert (outside / "deep" / "file").read_text() == "mine"
 
 
-def test_a_run_whose_folder_was_never_made_goes_too(orch: Type, seeds: Seeds) -> None:
+def test_a_run_without_a_folder_is_removed(orch: Type, seeds: Seeds) -> None:
     run, _ = seeds.store.create_run(seeds.new("tiny"), now=1.0, nonce=NONCE)
     stamp = {"epoch": seeds.epoch, "now": 2.0}
     seeds.store.move_attempt(run.name, 1, AttemptState.ENDED, "cancelled", **stamp)
@@ -253,7 +254,7 @@ def tier(seeds: Seeds, run: str, tmp_path: Path) -> Path:
     return folder
 
 
-def test_copies_go_along(orch: Type, seeds: Seeds, run: str, tier: Path) -> None:
+def test_copies_are_deleted_too(orch: Type, seeds: Seeds, run: str, tier: Path) -> None:
     (done,) = orch("rm", run, "-y", "--json").data
     (copies,) = done["copies"]
     assert (copies["tier"], copies["checkpoints"]) == (str(tier), [NAME])
@@ -262,7 +263,7 @@ def test_copies_go_along(orch: Type, seeds: Seeds, run: str, tier: Path) -> None
     assert tier.parent.exists()
 
 
-def test_copies_of_another_run_of_this_name_stay_and_are_named(
+def test_copies_of_another_run_of_this_name_stay_and_are_listed(
     orch: Type, seeds: Seeds, run: str, tier: Path, tmp_path: Path
 ) -> None:
     make(LocalStorage(tier), 60, nonce="eeeeeeee", now=time.time())
@@ -275,14 +276,14 @@ def test_copies_of_another_run_of_this_name_stay_and_are_named(
     assert (tmp_path / "victim" / "file").read_text() == "mine"
 
 
-def test_copies_may_be_kept(orch: Type, seeds: Seeds, run: str, tier: Path) -> None:
+def test_copies_can_be_kept(orch: Type, seeds: Seeds, run: str, tier: Path) -> None:
     done = orch("rm", run, "-y", "--keep-copies", "--json")
     assert done.data[0]["left"] == [f"{tier}: 1 checkpoints (--keep-copies)"]
     assert os.listdir(tier) == [NAME]
     assert not (seeds.root / run).exists()
 
 
-def test_a_tier_that_cannot_be_reached_is_named(orch: Type, seeds: Seeds, run: str) -> None:
+def test_an_unreachable_tier_is_named(orch: Type, seeds: Seeds, run: str) -> None:
     tiers = [{"path": "run"}, {"path": "nowhere://bucket/ckpt"}]
     (seeds.root / run / "config.json").write_text(dump_line({"checkpoint": {"tiers": tiers}}))
     done = orch("rm", run, "-y")
@@ -293,7 +294,7 @@ def test_a_tier_that_cannot_be_reached_is_named(orch: Type, seeds: Seeds, run: s
 
 
 def typed_at_a_terminal(seeds: Seeds, answer: str, *words: str) -> tuple[int, str]:
-    """`orch WORDS` with a terminal as stdin, at which somebody types the answer."""
+    """`orch WORDS` with a terminal as stdin, at which the answer is typed."""
     person, machine = pty.openpty()
     process = ForkedOrch(seeds.store, words, stdin=machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     os.write(person, answer.encode())
@@ -303,7 +304,7 @@ def typed_at_a_terminal(seeds: Seeds, answer: str, *words: str) -> tuple[int, st
     return process.returncode, said
 
 
-def test_a_person_is_asked(seeds: Seeds, run: str) -> None:
+def test_rm_asks_for_confirmation_at_a_terminal(seeds: Seeds, run: str) -> None:
     code, said = typed_at_a_terminal(seeds, "n\n", "rm", run)
     assert (code, "Remove for good? [y/N]" in said, "nothing was removed" in said) == (0, True, True)
     assert f"folder  {seeds.root / run}" in said
@@ -313,23 +314,21 @@ def test_a_person_is_asked(seeds: Seeds, run: str) -> None:
     assert rows_of(seeds, run) == {}
 
 
-def test_nobody_is_asked_where_nobody_answers(orch: Type, seeds: Seeds, run: str) -> None:
+def test_without_a_terminal_rm_needs_yes(orch: Type, seeds: Seeds, run: str) -> None:
     refused = orch("rm", run)
     assert refused.code == 2
     assert refused.err.splitlines() == [
-        "error: nobody is there to confirm the removal", "  stdin is no terminal", f"  orch rm {run} -y",
+        "error: the removal cannot be confirmed", "  stdin is not a terminal", f"  orch rm {run} -y",
     ]  # fmt: skip
     assert f"orch rm {run} --keep-copies --forget -y" in orch("rm", run, "--forget", "--keep-copies").err
     assert (seeds.root / run / "run.json").exists()
 
 
-# -- kills, and others who are at it
+# -- kills and concurrent commands
 
 
 @pytest.mark.parametrize("point", failpoints.REMOVAL_POINTS)
-def test_what_a_kill_has_left_is_finished_by_the_same_command(
-    orch: Type, seeds: Seeds, run: str, tier: Path, point: str
-) -> None:
+def test_the_same_command_finishes_after_a_kill(orch: Type, seeds: Seeds, run: str, tier: Path, point: str) -> None:
     killed = ForkedOrch(seeds.store, ["rm", run, "-y"], more={failpoints.VARIABLE: point})
     assert killed.wait(60) == -signal.SIGKILL
     assert "is being removed" in orch("status", run).out
@@ -340,7 +339,7 @@ def test_what_a_kill_has_left_is_finished_by_the_same_command(
     assert (os.listdir(seeds.root), rows_of(seeds, run), tier.exists()) == ([], {}, False)
 
 
-def test_a_folder_that_cannot_be_deleted_is_told_and_the_rest_is_finished_later(
+def test_a_folder_that_cannot_be_deleted_is_reported_and_finished_later(
     orch: Type, seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(path: Path) -> None:
@@ -357,7 +356,7 @@ def test_a_folder_that_cannot_be_deleted_is_told_and_the_rest_is_finished_later(
     assert (os.listdir(seeds.root), rows_of(seeds, run)) == ([], {})
 
 
-def test_what_is_being_removed_is_neither_resumed_nor_tested(seeds: Seeds, run: str) -> None:
+def test_a_run_being_removed_is_neither_resumed_nor_tested(seeds: Seeds, run: str) -> None:
     seeds.store.begin_removal(run)
     request = seeds.store.add_user_request(run, "resume", {}, 1.0)
     clock = Clock()
@@ -373,15 +372,15 @@ def test_what_is_being_removed_is_neither_resumed_nor_tested(seeds: Seeds, run: 
         seeds.restore_test(run, 50)
 
 
-def test_a_held_run_that_is_being_removed_is_not_offered_to_be_resumed(orch: Type, seeds: Seeds) -> None:
-    run = begun(seeds, RunState.HELD)
+def test_no_resume_is_offered_for_a_held_run_being_removed(orch: Type, seeds: Seeds) -> None:
+    run = ended_run(seeds, RunState.HELD)
     seeds.store.begin_removal(run)
     shown = orch().out
     assert f"orch rm {run}" in shown
     assert "orch resume" not in shown
 
 
-def test_a_run_that_was_resumed_meanwhile_is_not_removed(seeds: Seeds, run: str) -> None:
+def test_a_run_resumed_meanwhile_is_not_removed(seeds: Seeds, run: str) -> None:
     seeds.store.move_run(run, RunState.RECOVERING, "resumed", epoch=seeds.epoch, now=time.time())
     with pytest.raises(Precondition, match="is RECOVERING"):
         seeds.store.begin_removal(run)
@@ -389,8 +388,8 @@ def test_a_run_that_was_resumed_meanwhile_is_not_removed(seeds: Seeds, run: str)
 
 
 @pytest.mark.parametrize("is_registered", [True, False])
-def test_a_run_that_holds_another_s_folder_is_kept(orch: Type, seeds: Seeds, run: str, is_registered: bool) -> None:
-    inner = begun(seeds)
+def test_a_run_with_another_runs_folder_inside_is_kept(orch: Type, seeds: Seeds, run: str, is_registered: bool) -> None:
+    inner = ended_run(seeds)
     place = seeds.root / run / "finetune" / inner
     place.parent.mkdir()
     (seeds.root / inner).rename(place)
@@ -411,3 +410,63 @@ def test_a_copy_of_a_run_in_the_code_is_deleted_with_it(orch: Type, seeds: Seeds
     (copied / "run.json").write_text(dump_line({"name": "old-1", "nonce": NONCE}))
     assert orch("rm", run, "-y").code == 0
     assert not (seeds.root / run).exists()
+
+
+def after_another(do: Callable[..., Any]) -> Callable[..., Any]:
+    """Call twice, as if another command had been first."""
+
+    def twice(*given: Any) -> Any:
+        do(*given)
+        return do(*given)
+
+    return twice
+
+
+def test_rows_that_another_command_deleted(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ended_run(seeds)
+    monkeypatch.setattr(rm, "remove", after_another(rm.remove))
+    said = orch("rm", run, "-y")
+    assert (said.code, f"{run}: another command removed it just now, too" in said.err) == (0, True)
+
+
+def test_files_that_another_command_deletes_meanwhile(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended_run(seeds)
+
+    def deleted(folder: Path) -> None:
+        delete(folder)
+        seeds.store.delete_run(run)
+        raise FileNotFoundError(2, "No such file or directory", str(folder))
+
+    delete = rm.delete_tree
+    monkeypatch.setattr(rm, "delete_tree", deleted)
+    said = orch("rm", run, "-y")
+    assert (said.code, f"{run}: another command removed it just now, too" in said.err) == (0, True)
+
+
+def test_files_that_disappear_while_they_are_counted(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ended_run(seeds)
+
+    def counted(_: Run, folder: Path) -> int:
+        seeds.store.begin_removal(run)
+        seeds.store.delete_run(run)
+        raise FileNotFoundError(2, "No such file or directory", str(folder))
+
+    monkeypatch.setattr(rm, "bytes_below", counted)
+    said = orch("rm", run, "-y")
+    assert (said.code, f"{run} has just been removed by another command" in said.err) == (3, True)
+
+
+def test_a_removal_that_no_command_finishes_is_reported(
+    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended_run(seeds)
+    monkeypatch.setattr(rm, "OTHER_WITHIN", 0.2)
+
+    def lost(folder: Path) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(folder))
+
+    monkeypatch.setattr(rm, "delete_tree", lost)
+    said = orch("rm", run, "-y")
+    assert (said.code, "the same command finishes what was begun" in said.err) == (4, True)

@@ -1,1 +1,0 @@
-"""`orch restore-tests` and `orch ckpt restore-test`."""

@@ -63,9 +63,9 @@ def restore_test(
     With --wait the exit code is 0 for RESTORED, 7 for SUSPECT or CORRUPT, 4 for NOT_COMPARABLE or NOT_FINISHED. It
     is also 4 if no job can reach the checkpoint.
     """
-    from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import begin_test
     from orchestrator.restore_tests.create import RestoreTestRequest, check_test
+    from orchestrator.run_dirs.bounded_files import DirectFiles
     from orchestrator.scheduler.available_schedulers import resolve
 
     if wait_ and no_controller:
@@ -287,8 +287,8 @@ DUE_JSON = "list of {run, step, checkpoint, layout, why, due_at, in, refused}; i
 @click.pass_obj
 def due(screen: Screen) -> None:
     """List the next test of every run, its time, and what holds it back."""
-    from orchestrator.controller.run_dirs.bounded_files import DirectFiles
     from orchestrator.restore_tests.controller_pass import RestoreTests
+    from orchestrator.run_dirs.bounded_files import DirectFiles
 
     now = time.time()
     with open_store(readonly=True) as store:

@@ -28,9 +28,9 @@ from orchestrator.cli.access.run_folder import START, warn_of_missing
 from orchestrator.cli.checkpoints.tiers import Tier, missing_files, own_checkpoints, visible_tiers
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, size
-from orchestrator.controller.run_dirs.other_registry import find_other_registry
-from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.errors import ConfigError, Precondition
+from orchestrator.run_dirs.other_registry import find_other_registry
+from orchestrator.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, AttemptState, Trust
 from trainer.protocol.run_dir import RunDir
 
@@ -102,8 +102,8 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
 @contextmanager
 def _open_registry(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
     """Open the registry, with the lease if `locked` (to delete committed checkpoints)."""
-    from orchestrator.controller.leasing.lease import acquire
-    from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
+    from orchestrator.observed_since import Clock, ObservedSince
+    from orchestrator.registry.lease import acquire
 
     with open_store(readonly=not locked) as store:
         if not locked:

@@ -19,10 +19,10 @@ from orchestrator.cli.checkpoints.tiers import Tier, best_checkpoints, own_check
 from orchestrator.cli.restore_tests import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
-from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
-from orchestrator.controller.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.registry.records import RestoreTest
+from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
+from orchestrator.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.states import Trust
 from trainer.protocol.run_dir import RunDir
 

@@ -17,8 +17,8 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.checkpoints.tiers import best_checkpoints, own_checkpoints, read_config, visible_tiers
 from orchestrator.cli.runs.status import restore_test_again
-from orchestrator.controller.run_dirs.reader_pins import pin_for_reading
 from orchestrator.errors import ConfigError, NotFound
+from orchestrator.run_dirs.reader_pins import pin_for_reading
 from orchestrator.states import Trust
 from trainer.protocol.run_dir import RunDir
 

@@ -15,7 +15,7 @@ from checkpointing.tiers.catalog import Catalog, Entry
 from checkpointing.tiers.tier import resolve_tier
 from checkpointing.verification.verdicts import known_bad
 from checkpointing.verification.verify import read_sealed
-from orchestrator.controller.run_dirs.inheritable_checkpoints import OwnCheckpoints
+from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
 from trainer.protocol import config as job_config
 from trainer.protocol.run_dir import RunDir
 

@@ -16,12 +16,12 @@ from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.controller import service
-from orchestrator.controller.leasing.lease import LEASE_TTL
 from orchestrator.controller.reconciler.reconcile import TickReport
 from orchestrator.controller.service import Health
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import controller_log, registry_path
 from orchestrator.registry import fast_queries
+from orchestrator.registry.lease import LEASE_TTL
 from orchestrator.scheduler.available_schedulers import kinds, lease_key, resolve
 from orchestrator.states import LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import choices

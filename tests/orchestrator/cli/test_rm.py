@@ -18,9 +18,8 @@ import pytest
 from checkpointing.retention import garbage
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
+from orchestrator import failpoints
 from orchestrator.cli import rm
-from orchestrator.controller import failpoints
-from orchestrator.controller.leasing.observed_since import Clock, ObservedSince
 from orchestrator.controller.reconciler.actor import Actor
 from orchestrator.controller.reconciler.user_requests import answer_idle
 from orchestrator.errors import Precondition

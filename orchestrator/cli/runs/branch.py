@@ -12,7 +12,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import read_json
 from checkpointing.verification.verdicts import known_bad
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.checkpoints.export_import import bring, staging_folder
+from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
 from orchestrator.cli.checkpoints.target import Target, find_one, find_registered, kept_while_read, warn_if_doubted
 from orchestrator.cli.terminal.render import Screen, count
 from orchestrator.config.compose import Composed, compose, recompose

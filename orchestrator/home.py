@@ -1,4 +1,4 @@
-"""Location of orch's own state: the registry, the controller's log, saved tracebacks."""
+"""Locations of orch's own state (the registry, the controller's log, saved tracebacks) and of its shipped files."""
 
 import errno
 import os
@@ -16,6 +16,13 @@ def expand_home(text: str) -> str:
     if text == "~" or text.startswith("~/"):
         Path.home()
     return os.path.expanduser(text)
+
+
+def shipped_folder(name: str) -> Path:
+    """Return the path of `configs` or `sbatch_templates`, beside the packages or, in a wheel, inside `orchestrator`."""
+    here = Path(__file__).resolve().parent
+    packed = here / "data" / name
+    return packed if packed.is_dir() else here.parent / name
 
 
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:

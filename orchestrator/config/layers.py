@@ -16,6 +16,7 @@ from orchestrator.config import keys, redaction, yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.yaml_text import find_configs, near_file
 from orchestrator.errors import ConfigError, NotFound
+from orchestrator.home import shipped_folder
 from trainer.protocol.config import WorkloadConfig
 from trainer.protocol.config_sections.scheduler_kinds import choices
 
@@ -88,7 +89,7 @@ def locate(source: str, beside: Path, where: str) -> Path:
             )
             raise missing(f"config {source or '(empty)'}: {_no_file(path)}", where=where or str(path), hint=hint)
         return path
-    preset = yaml_text.folder("configs") / f"{source}.yaml"
+    preset = shipped_folder("configs") / f"{source}.yaml"
     if source in yaml_text.names():
         return preset
     if (beside / as_path).is_file():
@@ -197,7 +198,7 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
     pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
     _refuse_other_includes(pairs, path)
     rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
-    shipped = path.is_relative_to(yaml_text.folder("configs").resolve())
+    shipped = path.is_relative_to(shipped_folder("configs").resolve())
     own = _assignments(rest, RunConfig, (), str(path))
     return found + [replace(item, shipped=shipped, folder=str(path.parent)) for item in own]
 

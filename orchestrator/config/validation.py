@@ -17,7 +17,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.recovery.elastic_policy import fitting_nodes
 from orchestrator.scheduler.job_environment import is_always_passed
-from orchestrator.scheduler.slurm import node_capacity
+from orchestrator.scheduler.slurm import sbatch_values
 from trainer.parallel.layout_fixes import MayChange
 from trainer.parallel.layout_problems import refusal
 from trainer.protocol.config import WorkloadConfig, build
@@ -354,7 +354,7 @@ def _cluster(config: RunConfig) -> Iterator[Complaint]:
         hint = "cluster.root=FOLDER names another; a folder that is not there is made"
         yield f"cluster.root={config.cluster.root}: {what}", hint
     for section, values in (("cluster", vars(config.cluster)), ("restore_tests.cluster", config.restore_tests.cluster)):
-        for fault in node_capacity.faults(section, values):
+        for fault in sbatch_values.faults(section, values):
             yield fault.what, fault.hint
 
 

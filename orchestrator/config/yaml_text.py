@@ -13,6 +13,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from orchestrator.errors import ConfigError
+from orchestrator.home import shipped_folder
 from orchestrator.near_words import nearest
 
 MOST = 5000
@@ -57,16 +58,9 @@ def near_module(folder: Path, name: str) -> str:
     return nearest(name, packages, 0.7)
 
 
-def folder(name: str) -> Path:
-    """Return the path of `configs` or `sbatch_templates`, beside the packages or, in a wheel, inside `orchestrator`."""
-    here = Path(__file__).resolve().parent.parent
-    packed = here / "data" / name
-    return packed if packed.is_dir() else here.parent / name
-
-
 def names() -> list[str]:
     """Return the names of all presets as users write them: `tiny-gpt`, `model/tiny`."""
-    root = folder("configs")
+    root = shipped_folder("configs")
     return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
 
 

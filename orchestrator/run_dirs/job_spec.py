@@ -5,9 +5,8 @@ from pathlib import Path
 
 from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Run
-from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources
+from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources, job_comment
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.job_tags import job_comment
 from trainer.protocol.run_dir import RunDir
 
 

@@ -8,7 +8,7 @@ from secrets import token_hex
 from checkpointing.retention.garbage import Pin, pin, read_all_pins, remove_pin
 from checkpointing.storage.backends import Storage
 from orchestrator.registry.lease import Holder, host_name, this_process
-from orchestrator.scheduler.local.local_records import boot_time
+from trainer.protocol.node_identity import boot_time
 
 
 def pin_for_reading(storage: Storage, name: str) -> str:

@@ -1,7 +1,6 @@
 """Schedulers available on this machine: a row for each kind.
 
-Their traits are in trainer/protocol/config_sections/scheduler_kinds.py. Functions import what they need when called, so
-only the scheduler in use is loaded.
+Their traits are in trainer/protocol/config_sections/scheduler_kinds.py.
 """
 
 import shutil
@@ -10,7 +9,9 @@ from dataclasses import dataclass
 
 from orchestrator.errors import ConfigError, Precondition, SubmitRejected
 from orchestrator.scheduler.interface import JobSpec, Scheduler
+from orchestrator.scheduler.local.local_scheduler import LocalScheduler, check
 from orchestrator.scheduler.scheduler_instance import Instance, LocalInstance, SlurmInstance, unknown_instance
+from orchestrator.scheduler.slurm import slurm_scheduler
 from trainer.protocol.config_sections.scheduler_kinds import AUTO, LOCAL, SLURM, choice_words
 
 
@@ -33,43 +34,6 @@ class SchedulerFactory:
     """Whether shell variables select the instance; they are then recorded with each run."""
 
 
-def _slurm_has_node(name: str) -> bool:
-    from orchestrator.scheduler.slurm.command_output import run_command
-
-    done = run_command(["sinfo", "-h", "-a", "-N", "-n", name, "-o", "%N"])
-    return done.returncode == 0 and name in done.stdout.split()
-
-
-def _slurm() -> Scheduler:
-    from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
-
-    return SlurmScheduler()
-
-
-def _sbatch_script(spec: JobSpec) -> str:
-    from orchestrator.scheduler.slurm import slurm_scheduler
-
-    return slurm_scheduler.render(spec)
-
-
-def _slurm_refusal(spec: JobSpec) -> SubmitRejected | None:
-    from orchestrator.scheduler.slurm import sbatch
-
-    return sbatch.refusal(spec)
-
-
-def _local() -> Scheduler:
-    from orchestrator.scheduler.local.local_scheduler import LocalScheduler
-
-    return LocalScheduler()
-
-
-def _check_local(spec: JobSpec) -> None:
-    from orchestrator.scheduler.local import local_scheduler
-
-    local_scheduler.check(spec)
-
-
 class _Factories(dict[str, SchedulerFactory]):
     """Factories by kind; an unknown kind, as of a run submitted by a newer orch, raises Precondition."""
 
@@ -85,15 +49,15 @@ FACTORIES = _Factories(
     {
         SLURM: SchedulerFactory(
             is_here=lambda: shutil.which("sbatch") is not None,
-            make=_slurm,
+            make=slurm_scheduler.SlurmScheduler,
             instance=SlurmInstance,
-            check=_sbatch_script,
-            script=_sbatch_script,
-            refusal=_slurm_refusal,
-            has_node=_slurm_has_node,
+            check=slurm_scheduler.render,
+            script=slurm_scheduler.render,
+            refusal=slurm_scheduler.refusal,
+            has_node=slurm_scheduler.has_node,
             named_by_environment=True,
         ),
-        LOCAL: SchedulerFactory(is_here=lambda: True, make=_local, instance=LocalInstance, check=_check_local),
+        LOCAL: SchedulerFactory(is_here=lambda: True, make=LocalScheduler, instance=LocalInstance, check=check),
     }
 )
 """By kind, in the order in which `auto` prefers them."""

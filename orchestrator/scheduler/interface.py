@@ -1,9 +1,11 @@
-"""The scheduler interface: five methods, Slurm's job states, and pauses between retries."""
+"""The scheduler interface, Slurm's job states, pauses between retries, and marks that tie a job to its attempt."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from orchestrator.scheduler.job_environment import Submitter
 
@@ -150,3 +152,71 @@ class Scheduler(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """End a job; a repetition, or a job that has ended, is not an error."""
+
+
+PREFIX = "orch-"
+TAG_VARIABLE = "ORCH_JOB"
+"""Variable under which the job's script exports its name. Sites do not change it, and users can read it too."""
+
+_EXPORT = re.compile(rf"^export {TAG_VARIABLE}=(\S+)$", re.MULTILINE)
+
+_NAME = re.compile(r"orch-(\S+)-(\d+)-([0-9a-f]{8})(?!\S)", re.ASCII)
+_COMMENT = re.compile(r"orch:([^\s/]+)/(\d+)(?:/([0-9a-f]{8}))?(?![\w/])", re.ASCII)
+_FOLDER = re.compile(r"(.*/([^/]+)/attempts/(\d+)/submission)/[^/]*", re.DOTALL)
+
+
+class JobTag(NamedTuple):
+    """The attempt named by one mark of a job; a path gives the folder instead of the nonce."""
+
+    run: str
+    attempt: int
+    nonce: str = ""
+    folder: str = ""
+
+    def matches(self, name_prefix: str) -> bool:
+        """Return whether a job of this attempt may have a name with this prefix."""
+        name = f"{PREFIX}{self.run}-{self.attempt}-{self.nonce}"
+        return name.startswith(name_prefix) or (not self.nonce and name_prefix.startswith(name))
+
+
+def job_comment(run: str, attempt: int, nonce: str) -> str:
+    """Return the comment of a submitted job, as unique as its name."""
+    return f"orch:{run}/{attempt}/{nonce}"
+
+
+def tags(job: JobStatus) -> tuple[JobTag, ...]:
+    """Return all orch marks of the job, the most reliable first; its script's mark counts only without others.
+
+    Name and comment must begin with the mark: a user's job named `eval-` plus an orch name is not orch's.
+    """
+    return _parse_tags(job.name, job.comment, tuple(job.files), job.script_tag)
+
+
+@lru_cache(maxsize=4096)  # each pass needs these several times per job
+def _parse_tags(name: str, comment: str, files: tuple[str, ...], script_tag: str | None) -> tuple[JobTag, ...]:
+    marks = (_NAME.match(name), _COMMENT.match(comment))
+    paths = (_FOLDER.fullmatch(path) for path in files)
+    script = _NAME.match(script_tag or "")
+    return (
+        *(JobTag(match[1], int(match[2]), match[3] or "") for match in marks if match),
+        *(JobTag(match[2], int(match[3]), folder=match[1]) for match in paths if match),
+        *((JobTag(script[1], int(script[2]), script[3]),) if script else ()),
+    )
+
+
+def find_script_tag(script: str) -> str:
+    """Return the job name that a batch script exports; "" for a script that is not orch's."""
+    found = _EXPORT.search(script)
+    return found[1] if found else ""
+
+
+def find_name_and_comment(text: str) -> tuple[str, str]:
+    """Return a possible job name and comment within unparsable text; "" if absent."""
+    name, comment = _NAME.search(text), _COMMENT.search(text)
+    return name[0] if name else "", comment[0] if comment else ""
+
+
+def is_marked(job: JobStatus, name_prefix: str, known: Collection[str]) -> bool:
+    """Return whether this may be an orch job submitted under a name with this prefix; ids in `known` always are."""
+    named = job.job_id in known or job.name.startswith(name_prefix)
+    return named or any(tag.matches(name_prefix) for tag in tags(job))

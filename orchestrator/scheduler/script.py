@@ -1,4 +1,4 @@
-"""Fragments of `sbatch_templates/`: setup lines, srun arguments and the interpreter, with their placeholders filled.
+"""A job's script from fragments of `sbatch_templates/`: setup lines, srun arguments, interpreter and payload.
 
 A fragment is shell code with a YAML head between two `#---` lines, each line prefixed with `# `:
 
@@ -13,17 +13,24 @@ A fragment is shell code with a YAML head between two `#---` lines, each line pr
     #---
 
 Placeholders are quoted for the shell. Besides its own arguments a fragment can use `run_dir`, `gpus` and `python`.
+
+The script starts submitit's pickle: the function that a job calls, under the file name that the job looks for.
 """
 
+import os
+import pkgutil
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import ConfigError
-from orchestrator.home import expand_home
+from checkpointing.storage.durable import fsync_dir, write_durably
+from checkpointing.storage.trusted_path import NotPrivate, pin_path_temporarily
+from orchestrator.errors import ConfigError, Precondition
+from orchestrator.home import expand_home, shipped_folder
 from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.interface import JobSpec
 from orchestrator.scheduler.slurm.sbatch_values import check_text
@@ -72,10 +79,8 @@ def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
     chosen = check_text("cluster.python", expand_home(spec.python))
     pythons = [fragment for fragment in fragments if fragment.python]
     if len(pythons) > 1:
-        names = " and ".join(fragment.name for fragment in pythons)
-        raise ConfigError(
-            f"cluster.templates: {names} both say how Python is started", where="cluster.templates", hint="keep one"
-        )
+        what = f"cluster.templates: {' and '.join(one.name for one in pythons)} both define how Python is started"
+        raise ConfigError(what, where="cluster.templates", hint="keep one")
     built_in = {"run_dir": str(spec.run_dir), "gpus": str(spec.resources.gpus_per_node), "python": chosen or "python3"}
     setup: list[str] = []
     srun: list[str] = []
@@ -86,40 +91,25 @@ def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
         srun += [text for item in fragment.srun if (text := _fill(fragment, item, values, quoted=False))]
         if fragment.python:
             python = _fill(fragment, fragment.python, values, quoted=True)
-    return Prepared(
-        setup=tuple(line for line in setup if line.strip()),
-        srun=tuple(srun),
-        python=f"{python} -P",
-        own_interpreter=not chosen and not pythons,
-    )
+    lines = tuple(line for line in setup if line.strip())
+    own = not chosen and not pythons
+    return Prepared(setup=lines, srun=tuple(srun), python=f"{python} -P", own_interpreter=own)
 
 
 def load(name: str, folder: Path | None = None) -> Fragment:
     """Return a fragment by name, or a user's file by its path (one with a '/'); raises ConfigError."""
-    if "/" in name:
-        path = Path(name).expanduser()
-    else:
-        place = folder or _shipped_templates()
-        path = place / f"{name}.sh"
-        if not path.is_file():
-            raise _unknown_template_error(name, sorted(item.stem for item in place.glob("*.sh")))
+    place = folder or shipped_folder("sbatch_templates")
+    path = Path(name).expanduser() if "/" in name else place / f"{name}.sh"
+    if "/" not in name and not path.is_file():
+        known = sorted(item.stem for item in place.glob("*.sh"))
+        hint = did_you_mean(nearest(name, known), f"there are {', '.join(known)}; or give the path of your own")
+        raise ConfigError(f"cluster.templates: no template {name!r}", where="cluster.templates", hint=hint)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         what = f"cluster.templates: {name} cannot be read: {error}"
         raise ConfigError(what, where="cluster.templates", hint="cluster.templates=[FILE] names text files") from error
     return parse(name, text)
-
-
-def _shipped_templates() -> Path:
-    from orchestrator.config.yaml_text import folder  # differs between wheel and source tree
-
-    return folder("sbatch_templates")
-
-
-def _unknown_template_error(name: str, known: list[str]) -> ConfigError:
-    hint = did_you_mean(nearest(name, known), f"there are {', '.join(known)}; or give the path of your own")
-    return ConfigError(f"cluster.templates: no template {name!r}", where="cluster.templates", hint=hint)
 
 
 def parse(name: str, text: str) -> Fragment:
@@ -131,14 +121,11 @@ def parse(name: str, text: str) -> Fragment:
     start, end = fences[:2]
     head = _head(name, "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[start + 1 : end]))
     body = [line for line in lines[:start] if not line.startswith("#!")] + lines[end + 1 :]
+    args = {key: _argument(name, key, value) for key, value in (head.get("args") or {}).items()}
     return Fragment(
-        name=name,
-        body="\n".join(body),
-        about=str(head.get("about", "")),
-        args={key: _argument(name, key, value) for key, value in (head.get("args") or {}).items()},
-        srun=tuple(str(item) for item in head.get("srun") or ()),
-        python=str(head.get("python") or ""),
-    )
+        name=name, body="\n".join(body), about=str(head.get("about", "")), args=args,
+        srun=tuple(str(item) for item in head.get("srun") or ()), python=str(head.get("python") or ""),
+    )  # fmt: skip
 
 
 def _head(name: str, text: str) -> dict[str, Any]:
@@ -169,35 +156,24 @@ def _broken(name: str, why: str) -> ConfigError:
 
 
 def _refuse_unused(fragments: list[Fragment], given: Mapping[str, str]) -> None:
-    known = {name for fragment in fragments for name in fragment.args}
+    known = sorted({name for fragment in fragments for name in fragment.args})
     for name in given:
         if name not in known:
-            hint = did_you_mean(
-                nearest(name, sorted(known)), f"{', '.join(sorted(known)) or 'nothing'} can be set here"
-            )
-            templates = ", ".join(fragment.name for fragment in fragments)
-            raise ConfigError(
-                f"cluster.template_args.{name}: not used by any of cluster.templates ({templates})",
-                where=f"cluster.template_args.{name}",
-                hint=hint,
-            )
+            what = f"not used by any of cluster.templates ({', '.join(fragment.name for fragment in fragments)})"
+            hint = did_you_mean(nearest(name, known), f"{', '.join(known) or 'nothing'} can be set here")
+            key = f"cluster.template_args.{name}"
+            raise ConfigError(f"{key}: {what}", where=key, hint=hint)
 
 
 def _values(fragment: Fragment, given: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, argument in fragment.args.items():
-        value = given.get(name, argument.default)
+        key, value = f"cluster.template_args.{name}", given.get(name, argument.default)
         if value is None:
-            raise ConfigError(
-                f"template {fragment.name} needs cluster.template_args.{name}: {argument.help}",
-                where=f"cluster.template_args.{name}",
-                hint=f"+cluster.template_args.{name}=VALUE",
-            )
+            what = f"template {fragment.name} needs {key}: {argument.help}"
+            raise ConfigError(what, where=key, hint=f"+{key}=VALUE")
         if argument.kind == "words":
-            words = value.split()
-            for word in words:
-                check_text(f"cluster.template_args.{name}", word)
-            values[name] = tuple(words)
+            values[name] = tuple(check_text(key, word) for word in value.split())
         else:
             values[name] = expand_home(value) if argument.kind == "path" else value
     return values
@@ -217,11 +193,74 @@ def _fill(fragment: Fragment, text: str, values: Mapping[str, Any], *, quoted: b
     try:
         filled = engine.from_string(text).render(values)
     except jinja2.UndefinedError as error:
-        raise ConfigError(
-            f"template {fragment.name}: unknown placeholder: {error.message}",
-            where="cluster.templates",
-            hint="declare it under args in the template's head",
-        ) from error
+        what = f"template {fragment.name}: unknown placeholder: {error.message}"
+        hint = "declare it under args in the template's head"
+        raise ConfigError(what, where="cluster.templates", hint=hint) from error
     except jinja2.TemplateError as error:
         raise _broken(fragment.name, f"not a template: {error.message}") from error
     return re.sub(r"\n{2,}", "\n", filled).strip()
+
+
+AGENT = "trainer.agent.main:run_agent"
+_SCRIPT = re.compile(r"(\d+)_submission\.sh", re.ASCII)
+_ORPHAN = re.compile(r"[0-9a-f]{32}\.pkl")
+
+
+def load_entry(entry: str) -> Callable[[str, str], None]:
+    """Return the function `module:name`, which submitit pickles by this reference."""
+    function: Callable[[str, str], None] = pkgutil.resolve_name(entry)
+    return function
+
+
+def arguments(spec: JobSpec) -> tuple[str, str]:
+    """Return the two string arguments of the function."""
+    return str(spec.run_dir), str(spec.attempt)
+
+
+def start_command(run_dir: Path | str, submission: Path | str) -> str:
+    """Return the words after the interpreter in a job's script: they check the folder, then load the payload."""
+    return f"-u -m trainer.agent.main {shlex.quote(str(run_dir))} {shlex.quote(str(submission))}"
+
+
+@contextmanager
+def own_folder(spec: JobSpec) -> Iterator[Path]:
+    """Yield the submission folder under a name pinned to it; raises Precondition if it is not private to this user."""
+    try:
+        spec.submission.mkdir(mode=0o700, exist_ok=True)
+        with pin_path_temporarily(spec.run_dir) as place:
+            yield place / spec.submission.relative_to(spec.run_dir)
+    except NotPrivate as error:
+        hint = f"ask who changed it; `chmod go-w {shlex.quote(str(spec.run_dir))}` closes it if it is yours"
+        what = f"the run directory is not private: {error.strerror}"
+        raise Precondition(what, where=str(spec.run_dir), hint=hint) from error
+
+
+def find_job_ids(submission: Path) -> set[str]:
+    """Return ids of jobs that submitit submitted from this folder; it names its script after sbatch's answer."""
+    try:
+        return {match[1] for name in os.listdir(submission) if (match := _SCRIPT.fullmatch(name))}
+    except OSError:
+        return set()
+
+
+def adopt_payload(submission: Path, job_id: str) -> None:
+    """Give the job its payload under the name that it looks for; harmless if it exists.
+
+    submitit renames `<uuid>.pkl` only after a clean sbatch. All payloads of one submission folder are equal, so any
+    will do. A hard link appears in one step, and keeps the orphan for a duplicate job that may appear later.
+    """
+    wanted = submission / f"{job_id}_submitted.pkl"
+    if wanted.exists():
+        return
+    names = sorted(os.listdir(submission)) if submission.is_dir() else []
+    found = [name for name in names if _ORPHAN.fullmatch(name) or name.endswith("_submitted.pkl")]
+    if not found:
+        hint = f"scancel {job_id}: without it the job would fail after a minute"
+        raise Precondition(f"the payload of job {job_id} is missing: no *.pkl in {submission}", hint=hint)
+    try:
+        os.link(submission / found[0], wanted)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links
+        write_durably(wanted, (submission / found[0]).read_bytes())
+    fsync_dir(submission)

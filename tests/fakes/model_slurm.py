@@ -9,8 +9,16 @@ from random import Random
 from typing import Any
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
-from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, UNRECORDED, JobSpec, JobStatus, Resources
-from orchestrator.scheduler.job_tags import is_marked, tags
+from orchestrator.scheduler.interface import (
+    ENDED_STATES,
+    UNREADABLE,
+    UNRECORDED,
+    JobSpec,
+    JobStatus,
+    Resources,
+    is_marked,
+    tags,
+)
 from orchestrator.scheduler.slurm.command_output import ended_jobs
 from tests.fakes.model_agents import ModelAgents
 from tests.fakes.model_clock import FakeClock

@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous
-from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus
-from orchestrator.scheduler.job_tags import is_marked
+from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, is_marked
 
 
 class FakeScheduler:

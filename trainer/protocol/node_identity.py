@@ -6,6 +6,7 @@ namespace of their own cannot see each other's processes, and neither can two ma
 
 import hashlib
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -39,6 +40,11 @@ def _stat(pid: int) -> list[str]:
 def boot_id() -> str:
     """Return the ID of this boot of this machine; raises OSError."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def boot_time() -> float:
+    """Return the boot time of this machine, in seconds since the epoch."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def process_space() -> str:

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from string import Template
 
-from orchestrator.config.yaml_text import folder
 from orchestrator.errors import Precondition, SlurmUnreachable
-from orchestrator.home import make_state_home, registry_path, state_home
+from orchestrator.home import make_state_home, registry_path, shipped_folder, state_home
 
 MARK = "# orch controller:"
 LOG = "controller-tick.log"
@@ -24,7 +23,7 @@ def lines(via: str, every: int) -> list[str]:
     registry = str(registry_path().absolute())
     places = {"ORCH_HOME": str(state_home().resolve()), "ORCH_REGISTRY": registry, **_search_paths()}
     variables = [f"{name}={shlex.quote(value)}" for name, value in places.items()]
-    filled = Template((folder("sbatch_templates") / TEMPLATE).read_text()).substitute(
+    filled = Template((shipped_folder("sbatch_templates") / TEMPLATE).read_text()).substitute(
         mark=f"{MARK} keeps runs going and begins restore tests; {registry}; written by `orch controller install`",
         minute="*" if every == 1 else f"*/{every}",
         command=" ".join(["umask 077;", *variables, shlex.join(words)]),

@@ -8,8 +8,7 @@ from pathlib import Path
 from orchestrator.controller.jobs.submission_limits import unresolved_submissions
 from orchestrator.errors import ConfigError
 from orchestrator.registry.records import Attempt, Run, Submission
-from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
-from orchestrator.scheduler.job_tags import tags
+from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus, tags
 from orchestrator.scheduler.slurm.command_output import epoch
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_ATTEMPTS

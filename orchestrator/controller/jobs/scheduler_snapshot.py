@@ -8,8 +8,7 @@ from orchestrator.controller.jobs.job_identity import JobRecord, identify
 from orchestrator.errors import OrchError, Precondition, SlurmUnreachable
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.run_dirs.job_spec import is_live
-from orchestrator.scheduler.interface import UNREADABLE, UNRECORDED, JobStatus, Scheduler
-from orchestrator.scheduler.job_tags import PREFIX, tags
+from orchestrator.scheduler.interface import PREFIX, UNREADABLE, UNRECORDED, JobStatus, Scheduler, tags
 
 Records = Mapping[tuple[str, int], JobRecord]
 """Recorded facts about jobs, by run and attempt number."""

@@ -31,7 +31,7 @@ from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import is_live, job_spec, oldest
 from orchestrator.run_dirs.run_folder import ensure_attempt_dir
 from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Scheduler
-from orchestrator.scheduler.submitit_payload import find_job_ids
+from orchestrator.scheduler.script import find_job_ids
 from orchestrator.states import AttemptState, RunState
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import Failure, FailureKind

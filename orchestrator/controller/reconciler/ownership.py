@@ -13,8 +13,7 @@ from orchestrator.errors import NotFound, Precondition, SchedulerChanged, SlurmU
 from orchestrator.registry.records import Attempt, Run, Submission, UserRequest
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.job_spec import is_live
-from orchestrator.scheduler.interface import LEAVING_STATES, UNREADABLE, JobStatus
-from orchestrator.scheduler.job_tags import tags
+from orchestrator.scheduler.interface import LEAVING_STATES, UNREADABLE, JobStatus, tags
 from orchestrator.scheduler.scheduler_instance import Instance, is_known, same_cluster_name
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import traits

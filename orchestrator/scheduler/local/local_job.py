@@ -22,9 +22,9 @@ from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.trusted_path import pin_path
-from orchestrator.scheduler.local import local_records as records
-from orchestrator.scheduler.local.local_records import Intent, JobEnd, JobProcess
-from orchestrator.scheduler.submitit_payload import load_entry, start_command
+from orchestrator.scheduler.local import local_scheduler as records
+from orchestrator.scheduler.local.local_scheduler import Intent, JobEnd, JobProcess
+from orchestrator.scheduler.script import load_entry, start_command
 from trainer.protocol.failures.outcome import ExitCode
 
 KILL_WAIT_S = 30.0
@@ -67,15 +67,11 @@ class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked 
                 "SUBMITIT_LOCAL_JOB_ID": self.pid,
                 "CUDA_VISIBLE_DEVICES": self._intent.devices[node],
             }
-            self.tasks.append(
-                subprocess.Popen(
-                    self.command,
-                    env={**os.environ, **place},
-                    stdin=subprocess.DEVNULL,
-                    stdout=self.stdouts[node],
-                    stderr=self.stderrs[node],
-                )
-            )
+            task = subprocess.Popen(
+                self.command, env={**os.environ, **place}, stdin=subprocess.DEVNULL, stdout=self.stdouts[node],
+                stderr=self.stderrs[node],
+            )  # fmt: skip
+            self.tasks.append(task)
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
         """Wait for all tasks to exit; a failing one does not end its peers.
@@ -158,7 +154,7 @@ class JobRunner:
 
     def _await_release(self) -> bool:
         """Wait for the release; return False if the job was cancelled, or its folder deleted, before."""
-        while not records.released_file(self._intent.folder).exists():
+        while not (self._intent.folder / records.RELEASED).exists():
             if self._cancelled or not self._intent.folder.is_dir():
                 return False
             time.sleep(_POLL_S)
@@ -207,19 +203,24 @@ def main(arguments: list[str]) -> int:
     ExitCode.STORAGE: the disk was full and nothing was started; the reason is on stderr.
     """
     intent = records.read_intent(Path(arguments[0]))
-    hears, ready = os.pipe()
+    report, ready = os.pipe()
     child = os.fork()
     if child:
         os.close(ready)
-        return _startup_exit_code(os.read(hears, _LONGEST))
-    os.close(hears)
+        return _startup_exit_code(os.read(report, _LONGEST))
+    os.close(report)
     os.setsid()
     os.umask(0o077)
     # A cancel before the handler is installed stays blocked until then; unhandled, it would end the job as FAILED.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        intent = _pin_folder(intent)
-        _write_to_log(intent)
+        # A path that another folder cannot replace. Raises NotPrivate.
+        run_dir = Path(intent.run_dir)
+        intent = replace(intent, submission=str(pin_path(run_dir) / intent.folder.relative_to(run_dir)))
+        log = os.open(intent.folder / "local-job.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
         job = _begin(intent)
     except Exception as error:  # noqa: BLE001  # outermost edge: report to the waiting process
         _log_traceback()
@@ -233,19 +234,6 @@ def main(arguments: list[str]) -> int:
     if job is not None:
         _live(job, intent)
     return 0
-
-
-def _pin_folder(intent: Intent) -> Intent:
-    """Return the job with a folder path that cannot be replaced by another; raises NotPrivate."""
-    run_dir = Path(intent.run_dir)
-    return replace(intent, submission=str(pin_path(run_dir) / intent.folder.relative_to(run_dir)))
-
-
-def _write_to_log(intent: Intent) -> None:
-    log = os.open(intent.folder / "local-job.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
 
 
 def _log_traceback() -> None:

@@ -4,6 +4,10 @@ A held job is a process that waits for its release and has started nothing yet, 
 parent of the tasks and records their end in Slurm's terms: COMPLETED (all exit codes 0), FAILED, TIMEOUT, CANCELLED. If
 it was killed, the job is RUNNING while any of its tasks lives, and then FAILED; NODE_FAIL if the machine was rebooted.
 Only the outcome file describes what the run achieved.
+
+`<state home>/local-jobs/<name>.json` is the intent, written before anything is started. The other files are in the
+job's submission folder, written by the process that is the job (`local_job`): `local-job.json` (its process),
+`local-end.json` (its end). The scheduler creates `local-release` there to release the job.
 """
 
 import contextlib
@@ -15,22 +19,229 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from checkpointing.storage.durable import write_durably
+from checkpointing.storage.durable import canonical, only_own_files, read_json, reserve, write_durably, write_reserved
 from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.home import state_home
-from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.scheduler.local import local_records as records
-from orchestrator.scheduler.local.local_records import Intent, JobEnd, JobProcess
+from orchestrator.scheduler.script import AGENT, arguments, own_folder, prepare
 from orchestrator.scheduler.slurm.sbatch_values import check_field, minutes
 from trainer.protocol.cut_text import cut
 from trainer.protocol.failures.outcome import ExitCode, FailureKind
-from trainer.protocol.node_identity import boot_id
+from trainer.protocol.node_identity import boot_id, boot_time, is_visible, local_job_id, process_space, process_state
+from trainer.protocol.run_dir import AttemptDir
+
+T = TypeVar("T")
+
+MARK = "ORCH_LOCAL_JOB"
+"""Environment variable of every process of a local job; its value is the job's name, which is never reused."""
+KEEP_ENDED_S = 7 * 86400.0
+_END_BYTES = 8192
+"""Bytes reserved for a job's end: exit codes of a few hundred simulated nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intent:
+    """A local job as requested; times are seconds since the epoch."""
+
+    name: str
+    comment: str
+    submission: str
+    run_dir: str
+    entry: str
+    arguments: tuple[str, ...]
+    nodes: int
+    limit_s: int
+    signal_lead: int
+    command: tuple[str, ...]  # starts one task; submitit's part is appended to the last word
+    devices: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each simulated node
+    asked_at: float
+    host: str = ""  # of the job; another host that shares the home cannot observe its processes
+    named: str = ""  # submission folder as given to tasks; `submission` may be a name that only the job's process has
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.submission)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobProcess:
+    """The process that is the job: it starts the tasks, waits for them and records their end."""
+
+    pid: int
+    job_id: str  # pid and start time, in the format of trainer.protocol.node_identity
+    boot: str
+    started_at: float | None = None  # start time of its tasks
+    space: str = ""  # pid namespace; older versions wrote none
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """End of a job, in Slurm's terms."""
+
+    state: str
+    reason: str
+    ended_at: float
+    exit_codes: tuple[int | None, ...] = field(default_factory=tuple)
+
+
+def intent_file(index: Path, name: str) -> Path:
+    return index / f"{name}.json"
+
+
+RELEASED, _PROCESS, _END = "local-release", "local-job.json", "local-end.json"
+"""Names of files in the submission folder."""
+
+
+def write_intent(index: Path, intent: Intent) -> Path:
+    """Record the job before it is started."""
+    index.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = intent_file(index, intent.name)
+    write_durably(path, canonical(asdict(intent)))
+    return path
+
+
+def read_intent(path: Path) -> Intent:
+    fields: dict[str, Any] = {}
+    for key, value in read_json(path).items():
+        fields[key] = tuple(value) if isinstance(value, list) else value
+    return Intent(**fields)
+
+
+def intents(index: Path) -> list[Intent]:
+    """Return all recorded jobs of this host, oldest first; invalid files are skipped."""
+    found = []
+    for path in index.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found.append(read_intent(path))
+    here = (intent for intent in found if intent.host in ("", socket.gethostname()))
+    return sorted(here, key=lambda intent: intent.asked_at)
+
+
+def forget_old(index: Path, now: float) -> None:
+    """Delete entries of jobs that ended long ago, or whose run directory was deleted."""
+    for intent in intents(index):
+        with contextlib.suppress(OSError, ValueError):  # unreadable entries are kept
+            ended = read_end(intent.folder)
+            gone = not intent.folder.is_dir() and not marked_processes(intent.name)
+            if gone or (ended is not None and ended.ended_at < now - KEEP_ENDED_S):
+                intent_file(index, intent.name).unlink(missing_ok=True)
+
+
+def claim(submission: Path) -> JobProcess | None:
+    """Make the calling process the job of this folder; return None if it has one already. Raises OSError."""
+    host = JobProcess(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id(), space=process_space())
+    own = submission / f".local-job.{host.job_id}"
+    reserve(submission / _END, _END_BYTES)
+    write_durably(own, canonical(asdict(host)))
+    try:
+        os.link(own, submission / _PROCESS)  # atomic, and only the first succeeds
+    except FileExistsError:
+        return None
+    finally:
+        own.unlink()
+    return host
+
+
+def unclaim(submission: Path) -> None:
+    """Remove the claim of a job that could not be prepared, so that the next submission under its name is a new job."""
+    (submission / _PROCESS).unlink(missing_ok=True)
+
+
+def write_job_process(submission: Path, host: JobProcess) -> None:
+    write_durably(submission / _PROCESS, canonical(asdict(host)))
+
+
+def read_job_process(submission: Path) -> JobProcess | None:
+    """Return the job's process; None until it has recorded itself. Raises OSError or ValueError."""
+    return _read(submission / _PROCESS, lambda fields: JobProcess(**fields))
+
+
+def write_end(submission: Path, end: JobEnd) -> None:
+    write_reserved(submission / _END, canonical(asdict(end)))
+
+
+def read_end(submission: Path) -> JobEnd | None:
+    """Return the job's end; None until it has ended. Raises OSError or ValueError."""
+    return _read(submission / _END, lambda fields: JobEnd(**{**fields, "exit_codes": tuple(fields["exit_codes"])}))
+
+
+def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> T | None:
+    try:
+        with only_own_files():  # its pid will be signalled
+            return make(read_json(path))
+    except FileNotFoundError:
+        return None
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def is_alive(host: JobProcess) -> bool | None:
+    """Return whether this process still runs (same boot, pid and start time; no zombie); None if it is not visible."""
+    if host.boot != boot_id() or not is_visible(host.space):
+        return None
+    return process_state(host.pid) not in ("", "Z", "X") and _is_same_process(host)
+
+
+def _is_same_process(host: JobProcess) -> bool:
+    try:
+        return local_job_id(host.pid) == host.job_id
+    except OSError:
+        return False
+
+
+def marked_processes(name: str) -> list[int]:
+    """Return the job's live processes, found by the mark in their environment, except the calling one."""
+    wanted = f"{MARK}={name}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            marks = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+            if wanted in marks and process_state(int(entry)) not in ("", "Z", "X"):
+                found.append(int(entry))
+    return found
+
+
+def signal_job_process(host: JobProcess, number: int) -> None:
+    """Signal this process; a later one with the same pid is not affected."""
+    try:
+        handle = os.pidfd_open(host.pid)
+    except OSError:
+        return
+    try:
+        if _is_same_process(host):  # the handle stays bound to the process for which it was opened
+            signal.pidfd_send_signal(handle, number)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(handle)
+
+
+def end_marked(name: str, grace: float) -> None:
+    """Send SIGTERM to every process of the job, and SIGKILL to the remaining ones after `grace` seconds."""
+    deadline = time.monotonic() + grace
+    _send(marked_processes(name), signal.SIGTERM)
+    while (left := marked_processes(name)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while left:
+        _send(left, signal.SIGKILL)
+        time.sleep(0.01)
+        left = marked_processes(name)
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
 
 _START_TIMEOUT_S = 60.0
 _ORPHAN_GRACE_S = 5.0
@@ -43,7 +254,7 @@ class LocalScheduler:
 
     kind = "local"
 
-    def __init__(self, *, entry: str = submitit_payload.AGENT, index: Path | None = None) -> None:
+    def __init__(self, *, entry: str = AGENT, index: Path | None = None) -> None:
         self._entry, self._given = entry, index
 
     @property
@@ -54,13 +265,13 @@ class LocalScheduler:
         intent = _intent(spec, self._entry)
         try:
             intent.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            records.forget_old(self._index, intent.asked_at)
-            path = records.write_intent(self._index, intent)
+            forget_old(self._index, intent.asked_at)
+            path = write_intent(self._index, intent)
         except OSError as error:
             if not (disk := explain_disk_error(error, intent.folder)):
                 raise
             raise _no_room(disk, intent) from error
-        with submitit_payload.own_folder(spec):
+        with own_folder(spec):
             _start(intent, path, spec.submitter.environ(os.environ))
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
@@ -75,7 +286,7 @@ class LocalScheduler:
         found = {}
         for intent in self._intents():
             try:
-                host = records.read_job_process(intent.folder)
+                host = read_job_process(intent.folder)
                 if host is None or host.job_id not in wanted:
                     continue
                 if (status := _known(intent, host)) is not None:
@@ -85,7 +296,7 @@ class LocalScheduler:
         return found
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
-        marker = records.released_file(submission)
+        marker = submission / RELEASED
         if submission.is_dir() and not marker.exists():
             write_durably(marker, job_id.encode())
 
@@ -95,21 +306,21 @@ class LocalScheduler:
     def cancel(self, job_id: str) -> None:
         for intent in self._intents():
             try:
-                host = records.read_job_process(intent.folder)
+                host = read_job_process(intent.folder)
             except (OSError, ValueError):
                 continue  # this id cannot have been reported
-            if host is None or host.job_id != job_id or records.read_end(intent.folder) is not None:
+            if host is None or host.job_id != job_id or read_end(intent.folder) is not None:
                 continue
-            if (alive := records.is_alive(host)) is True:
-                records.signal_job_process(host, signal.SIGTERM)
+            if (alive := is_alive(host)) is True:
+                signal_job_process(host, signal.SIGTERM)
             elif alive is False:
-                records.end_marked(intent.name, _ORPHAN_GRACE_S)
+                end_marked(intent.name, _ORPHAN_GRACE_S)
             elif host.boot == boot_id():
-                records.terminate_marked(intent.name)  # in a container whose processes are visible
+                _send(marked_processes(intent.name), signal.SIGTERM)  # in a container whose processes are visible
 
     def _intents(self) -> list[Intent]:
         try:
-            return records.intents(self._index)
+            return intents(self._index)
         except OSError as error:
             raise SlurmUnreachable(f"local jobs cannot be looked up: {error}", where=str(self._index)) from error
 
@@ -117,17 +328,15 @@ class LocalScheduler:
         """Return a job's status, UNREADABLE on errors, so that it does not hide other jobs."""
         try:
             return self._status(intent)
-        except SlurmUnreachable as error:
-            return _unreadable(intent, error.what)
-        except (OSError, ValueError) as error:
-            return _unreadable(intent, str(error))
+        except (SlurmUnreachable, OSError, ValueError) as error:
+            return _unreadable(intent, error.what if isinstance(error, SlurmUnreachable) else str(error))
 
     def _status(self, intent: Intent) -> JobStatus | None:
         """Return the status of a job, after waiting for its start if necessary."""
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while (host := records.read_job_process(intent.folder)) is None:
-            if not records.marked_processes(intent.name):
-                host = records.read_job_process(intent.folder)  # it may have started and ended since
+        while (host := read_job_process(intent.folder)) is None:
+            if not marked_processes(intent.name):
+                host = read_job_process(intent.folder)  # it may have started and ended since
                 return None if host is None else _known(intent, host)
             if time.monotonic() > deadline:
                 raise SlurmUnreachable(f"local job {intent.name} is neither up nor gone", where=intent.submission)
@@ -137,13 +346,11 @@ class LocalScheduler:
 
 def check(spec: JobSpec) -> None:
     """Raise ConfigError or SubmitRejected for a job that this machine cannot start."""
-    _intent(spec, submitit_payload.AGENT)
+    _intent(spec, AGENT)
 
 
 def _intent(spec: JobSpec, entry: str) -> Intent:
     """Return the job as it will be started; raises ConfigError for unsupported settings."""
-    from orchestrator.scheduler.script import prepare  # jinja2 and YAML: only needed to make a job
-
     prepared = prepare(spec)
     if prepared.srun:
         raise ConfigError(
@@ -157,7 +364,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
         lines.append(f"export PYTHONPATH={shlex.quote(root)}" if root else "unset PYTHONPATH")
     return Intent(
         name=check_field("name", "name", spec.name), comment=spec.comment, submission=str(spec.submission.absolute()),
-        run_dir=str(spec.run_dir), entry=entry, arguments=submitit_payload.arguments(spec), nodes=spec.resources.nodes,
+        run_dir=str(spec.run_dir), entry=entry, arguments=arguments(spec), nodes=spec.resources.nodes,
         limit_s=60 * minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
         command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),
         asked_at=time.time(), host=socket.gethostname(), named=str(spec.submission.absolute()),
@@ -185,13 +392,12 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
-    numbers = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return [str(number) for number in range(len(numbers))]
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
     """Start the job's process and wait until it has recorded itself."""
-    environ = {**seen, records.MARK: intent.name, "SPT_NOENV": "1"}
+    environ = {**seen, MARK: intent.name, "SPT_NOENV": "1"}
     root = package_root()
     command = [sys.executable, "-P", "-m", "orchestrator.scheduler.local.local_job", str(path)]
     try:
@@ -229,16 +435,16 @@ def _last_words(said: str, submission: Path) -> str:
 
 def _known(intent: Intent, host: JobProcess) -> JobStatus | None:
     """Return the status of a job with a recorded process; None if it cannot be observed from here."""
-    end = records.read_end(intent.folder)
-    alive = records.is_alive(host) if end is None else False
+    end = read_end(intent.folder)
+    alive = is_alive(host) if end is None else False
     if end is None and alive is None:
         end = _reboot_end(intent, host)
         alive = end is None and _seems_alive(intent, host)
-        if end is None and not alive and (end := records.read_end(intent.folder)) is None:
+        if end is None and not alive and (end := read_end(intent.folder)) is None:
             return None
     elif end is None and not alive:
-        end = records.read_end(intent.folder) or _without_end(intent, host)  # it may have ended since
-    held = end is None and alive is True and not records.released_file(intent.folder).exists()
+        end = read_end(intent.folder) or _without_end(intent, host)  # it may have ended since
+    held = end is None and alive is True and not (intent.folder / RELEASED).exists()
     state = end.state if end else "PENDING" if held else "RUNNING"
     codes = [code for code in end.exit_codes if code is not None] if end else []
     worst = next((code for code in codes if code), 0 if codes else None)
@@ -259,7 +465,7 @@ def _unreadable(intent: Intent, why: str) -> JobStatus:
 
 def _without_end(intent: Intent, host: JobProcess) -> JobEnd | None:
     """Return FAILED for a job whose process vanished without a record, or None while its tasks live."""
-    if records.marked_processes(intent.name):
+    if marked_processes(intent.name):
         return None
     reason = "the process that held the job was killed"
     return JobEnd(state="FAILED", reason=reason, ended_at=host.started_at or intent.asked_at)
@@ -270,15 +476,19 @@ def _seems_alive(intent: Intent, host: JobProcess) -> bool:
 
     Without a sign of life its state is *unknown*, not ended: the controller watches the heartbeat before it decides.
     """
-    return bool(records.marked_processes(intent.name)) or time.time() - _last_sign(intent, host) < _SILENT_S
+    return bool(marked_processes(intent.name)) or time.time() - _last_sign(intent, host) < _SILENT_S
 
 
 def _reboot_end(intent: Intent, host: JobProcess) -> JobEnd | None:
     """Return NODE_FAIL if this machine was rebooted since; None for a job of this boot, or of another machine."""
-    if host.boot == boot_id() or _last_sign(intent, host) >= records.boot_time():
+    if host.boot == boot_id() or _last_sign(intent, host) >= boot_time():
         return None
     return JobEnd(state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at)
 
 
 def _last_sign(intent: Intent, host: JobProcess) -> float:
-    return max(intent.asked_at, host.started_at or 0.0, records.last_beat(intent.folder))
+    """Return the time of the submission, of the start or of the coordinator's last heartbeat."""
+    beat = 0.0
+    with contextlib.suppress(FileNotFoundError):
+        beat = AttemptDir(intent.folder.parent).heartbeat.stat().st_mtime
+    return max(intent.asked_at, host.started_at or 0.0, beat)

@@ -1,37 +1,12 @@
-"""Environment that selects a Slurm cluster, and execution of commands with another one.
-
-Every user of the machine can read command lines (`ps`), but only the owner can read an environment.
+"""Environment that selects a Slurm cluster.
 
 A controller outlives the shell that started it, and a later shell may have newer settings for reaching Slurm.
 """
 
 import os
-import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
-
-_CODE = """
-import os, sys
-with open(sys.argv[1], "rb") as memory:
-    pairs = [pair.partition(b"=") for pair in memory.read().split(b"\\0") if pair]
-os.execvpe(sys.argv[2], sys.argv[2:], {name: value for name, _, value in pairs})
-"""
-
-
-@contextmanager
-def with_environment(environ: Mapping[str, str], command: Sequence[str]) -> Iterator[list[str]]:
-    """Yield words that run `command` with exactly this environment, while inside. Raises OSError."""
-    memory = os.memfd_create("orch-environment", os.MFD_CLOEXEC)
-    try:
-        pairs = (os.fsencode(name) + b"=" + os.fsencode(value) + b"\0" for name, value in environ.items())
-        with os.fdopen(memory, "wb", closefd=False) as stream:
-            stream.writelines(pairs)
-        yield [sys.executable, "-ISc", _CODE, f"/proc/{os.getpid()}/fd/{memory}", *command]
-    finally:
-        os.close(memory)
-
 
 RECORDED = "slurm_client"
 """Key of a run's identity for its submitter's client environment."""
@@ -52,12 +27,13 @@ class ClientEnvironment:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """Return the client environment of this process."""
-        token = environ.get(TOKEN, "")
+        import hashlib  # `orch status` only reads records
+
+        token = environ.get(TOKEN, "").encode(errors="surrogateescape")
         return cls(
-            variables={name: environ[name] for name in NAMES if environ.get(name)},
-            sbatch=_sbatch(environ),
-            token=_digest(token) if token else "",
-        )
+            variables={name: environ[name] for name in NAMES if environ.get(name)}, sbatch=_sbatch(environ),
+            token=hashlib.sha256(token).hexdigest()[:12] if token else "",
+        )  # fmt: skip
 
     @classmethod
     def from_json(cls, fields: Any) -> Self | None:
@@ -90,8 +66,7 @@ class ClientEnvironment:
         """Return `environ` with these variables replacing its own."""
         changed = {name: value for name, value in environ.items() if name not in NAMES} | self.variables
         folder = os.path.dirname(self.sbatch)
-        found = _sbatch(environ)
-        if folder and found != self.sbatch and os.access(self.sbatch, os.X_OK):
+        if folder and _sbatch(environ) != self.sbatch and os.access(self.sbatch, os.X_OK):
             changed["PATH"] = os.pathsep.join([folder, environ.get("PATH", os.defpath)])
         return changed
 
@@ -107,9 +82,3 @@ def _sbatch(environ: Mapping[str, str]) -> str:
     import shutil  # `orch status` only reads records and needs no PATH search
 
     return shutil.which("sbatch", path=environ.get("PATH", os.defpath)) or ""
-
-
-def _digest(token: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()[:12]

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from orchestrator.errors import Precondition, SlurmUnreachable
-from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobStatus
-from orchestrator.scheduler.job_tags import find_name_and_comment
+from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobStatus, find_name_and_comment
 from trainer.protocol.cut_text import cut
 
 SEPARATOR = "\x1f"
@@ -62,13 +61,6 @@ class UnreadableField(ValueError):
 
 class TooManyNodes(UnreadableField):
     """A host list with more names than any cluster has: expanding it would take minutes and all memory."""
-
-
-class Ending(NamedTuple):
-    """End of the batch step: if known to Slurm, either the exit code or the signal is set."""
-
-    exit_code: int | None
-    signal: int | None
 
 
 class Listing(NamedTuple):
@@ -145,14 +137,14 @@ def _pieces(text: str) -> Iterator[tuple[str, str]]:
 
 def _parse_queue_row(row: Row) -> JobStatus:
     word = plain_state(row["State"])
-    ending = read_ending(word, row["exit_code"])
+    code, signal = read_ending(word, row["exit_code"])
     held = row["PriorityLong"] == "0" or row["Reason"].startswith("JobHeld")
     return JobStatus(
         job_id=row["JobID"], name=row["Name"], state=word, submit_time=_known(row["SubmitTime"]),
-        comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=ending.exit_code, signal=ending.signal,
+        comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=code, signal=signal,
         reason=_known(row["Reason"]), restarts=int(row["RestartCnt"]) if row["RestartCnt"].isdigit() else 0,
         start_time=epoch(row["StartTime"]), end_time=epoch(row["EndTime"]), held=word == "PENDING" and held,
-        source="queue", files=_files(row), unlaunched=_unlaunched(word, row, ending),
+        source="queue", files=_files(row), unlaunched=_unlaunched(word, row, code, signal),
         settings={name: row[field] for name, field in _SETTINGS.items() if _known(row[field])},
     )  # fmt: skip
 
@@ -164,19 +156,19 @@ def _parse_accounting_row(row: Row) -> JobStatus | None:
     # A slurmctld that lost its state closes job records as CANCELLED. A user's scancel is "CANCELLED by UID".
     if row["State"] == "CANCELLED":
         return None
-    ending = read_ending(word, row["ExitCode"])
+    code, signal = read_ending(word, row["ExitCode"])
     return JobStatus(
         job_id=row["JobIDRaw"], name=row["JobName"], state=word, submit_time=_known(row["Submit"]),
-        comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=ending.exit_code, signal=ending.signal,
+        comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=code, signal=signal,
         reason=_known(row["Reason"]), end_time=epoch(row["End"]), source="accounting",
-        unlaunched=_unlaunched(word, row, ending),
+        unlaunched=_unlaunched(word, row, code, signal),
         cancelled_by=int(by[1]) if (by := _CANCELLED_BY.fullmatch(row["State"])) else None,
     )  # fmt: skip
 
 
-def _unlaunched(state: str, row: Row, ending: Ending) -> bool:
+def _unlaunched(state: str, row: Row, code: int | None, signal: int | None) -> bool:
     """Return whether the job had nodes and its script got no signal; accounting never records that signal."""
-    return state == "CANCELLED" and bool(_known(row["NodeList"])) and ending.signal is None and not ending.exit_code
+    return state == "CANCELLED" and bool(_known(row["NodeList"])) and signal is None and not code
 
 
 def _files(row: Row) -> tuple[str, ...]:
@@ -253,25 +245,25 @@ def plain_state(text: str) -> str:
     return words[0].rstrip("+*").upper() if words else ""
 
 
-def read_ending(state: str, text: str) -> Ending:
-    """Read the exit code or signal of a job in this state from squeue's `exit_code` or sacct's `ExitCode`.
+def read_ending(state: str, text: str) -> tuple[int | None, int | None]:
+    """Read the exit code, or else the signal, of a job in this state from squeue's `exit_code` or sacct's `ExitCode`.
 
     The text is `code:signal` (`3:0`, `0:9`) or, from squeue before 24.11, a raw wait status (768, 9); other text is
     unknown. After a node failure, Slurm writes its own number. sacct before 25.11 subtracts 128 from codes of 128 and
     more, so FAILED with code 0 is unknown.
     """
     if state not in ENDED_STATES or state in _NOTHING_EXITED:
-        return Ending(None, None)
+        return None, None
     if text.isascii() and text.isdigit():
         status = int(text)
         code, signal = (status >> 8) & 0xFF, status & 0x7F
     elif (match := _EXIT_PAIR.fullmatch(text)) is not None:
         code, signal = int(match[1]), int(match[2])
     else:
-        return Ending(None, None)
+        return None, None
     if signal:
-        return Ending(None, signal)
-    return Ending(None if state == "FAILED" and code == 0 else code, None)
+        return None, signal
+    return None if state == "FAILED" and code == 0 else code, None
 
 
 def epoch(text: str) -> float | None:

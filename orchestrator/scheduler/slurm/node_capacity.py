@@ -1,106 +1,14 @@
 """Comparison of a job's request with the nodes that Slurm reports."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
-from orchestrator.errors import ConfigError, SlurmUnreachable
+from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.command_output import UnreadableField, expand_nodes, run_command
-from orchestrator.scheduler.slurm.sbatch_values import (
-    check_field,
-    check_nodes,
-    check_options,
-    check_text,
-    minutes,
-    time_meant,
-)
 from trainer.protocol.cut_text import cut
-
-LONGEST_LEAD = 65535
-"""Longest lead in seconds with which Slurm can signal a job before its end."""
-_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu", "tmp")
-_TIMES = ("time", "time-min")
-_SIZES = ("mem", "mem-per-cpu", "mem-per-gpu")
-
-
-def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield errors for values that a job script cannot contain; `section` is the prefix of the keys (`cluster`).
-
-    Keys missing from `values` are not checked.
-    """
-    for name, check in _CHECKS.items():
-        try:
-            if values.get(name) not in (None, "") or (name == "time" and name in values):
-                check(f"{section}.{name}", values[name])
-                _check_unit(f"{section}.{name}", name, values[name])
-        except ConfigError as error:
-            yield error
-    try:
-        options = check_options(values.get("sbatch") or {}, section)
-        for name, value in options.items():
-            _check_unit(f"{section}.sbatch.{name}", name, value)
-        if "nodelist" in options:
-            _hosts(f"{section}.sbatch.nodelist", options["nodelist"])
-    except ConfigError as error:
-        yield error
-        return
-    asked = [name for name in _SIZES if name in options or (name == "mem" and values.get("mem"))]
-    if len(asked) > 1:
-        keys = [f"{section}.mem" if name == "mem" else f"{section}.sbatch.{name}" for name in asked]
-        yield ConfigError(
-            f"{' and '.join(keys)}: Slurm takes one of them", where=keys[0], hint=" or ".join(f"~{key}" for key in keys)
-        )
-
-
-_FEWEST_MEGABYTES = 1024
-"""Below it, memory without a unit was probably meant in GB, not Slurm's MB."""
-_MOST_MINUTES = 1440
-"""Above it, a time without a unit was probably meant in seconds, not Slurm's minutes."""
-
-
-def _check_unit(key: str, name: str, value: object) -> None:
-    """Refuse a bare number if Slurm's unit probably differs from the intended one."""
-    text = str(value)
-    if not re.fullmatch(r"\d+", text, re.ASCII):
-        return
-    number = int(text)
-    if name in _MEMORY and 0 < number < _FEWEST_MEGABYTES:
-        what, hint = f"Slurm reads this as {number} MB", f"{key}={number}G, or {key}={number}M for {number} MB"
-    elif name in _TIMES and number > _MOST_MINUTES:
-        what = f"Slurm reads this as {number} minutes, which are {time_meant(f'{number}m')}"
-        hint = f"{key}={time_meant(f'{number}m')}, or {key}={time_meant(f'{number}s')} for {number} seconds"
-    else:
-        return
-    raise ConfigError(f"{key}={text}: {what}", where=key, hint=hint)
-
-
-def _lead(key: str, value: object) -> None:
-    if not isinstance(value, int) or not 0 <= value <= LONGEST_LEAD:
-        hint = f"{key}=120 asks for two minutes"
-        raise ConfigError(f"{key}={value}: must be from 0 to {LONGEST_LEAD} seconds", where=key, hint=hint)
-
-
-def _field(name: str, key: str, value: object) -> None:
-    check_field(key, name, value)
-
-
-def _hosts(key: str, value: object) -> None:
-    check_nodes(key, (check_text(key, value),))
-
-
-_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
-    **{name: partial(_field, name) for name in ("partition", "account", "qos", "constraint", "mem")},
-    "exclude": _hosts,
-    "time": minutes,
-    "signal_lead": _lead,
-    "interface": check_text,
-    "python": check_text,
-}
-"""Check of each key's value."""
-
 
 ANSWER_WITHIN = 10.0
 NODES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G")
@@ -128,8 +36,7 @@ class Shortfall:
     change: str = ""
 
 
-@dataclass(frozen=True)
-class _Need:
+class _Need(NamedTuple):
     """A quantity that every node of the job must have."""
 
     key: str
@@ -169,12 +76,9 @@ def read_nodes(text: str) -> list[NodeCapacity]:
         parts = [part.strip() for part in line.split("|")]
         if len(parts) == 5 and parts[2].rstrip("+").isdigit() and parts[3].rstrip("+").isdigit():
             name, partition, cpus, memory, gres = parts
-            found.append(
-                NodeCapacity(
-                    name=name, partition=partition, cpus=int(cpus.rstrip("+")), memory=float(memory.rstrip("+")),
-                    gpus=sum(map(int, _GPUS.findall(gres))),
-                )
-            )  # fmt: skip
+            gpus, size = sum(map(int, _GPUS.findall(gres))), float(memory.rstrip("+"))
+            node = NodeCapacity(name=name, partition=partition, cpus=int(cpus.rstrip("+")), memory=size, gpus=gpus)
+            found.append(node)
     return found
 
 
@@ -204,15 +108,15 @@ def shortfall(asked: Resources, nodes: Sequence[NodeCapacity]) -> Shortfall | No
 
 def able_nodes(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, list[NodeCapacity]]:
     """Return, by partition, the nodes that meet the job's per-node request and are not excluded."""
-    excluded, needs = _excluded_nodes(asked), [need for need in _needs(asked) if need.amount]
+    excluded, needs = _excluded_nodes(asked), _needs(asked)
     return {
-        partition: [
-            node
-            for node in members
-            if node.name not in excluded and all(getattr(node, need.attribute) >= need.amount for need in needs)
-        ]
+        partition: [node for node in members if node.name not in excluded and _is_able(node, needs)]
         for partition, members in _candidates(asked, nodes).items()
     }
+
+
+def _is_able(node: NodeCapacity, needs: Sequence[_Need]) -> bool:
+    return all(getattr(node, need.attribute) >= need.amount for need in needs)
 
 
 def _candidates(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, list[NodeCapacity]]:
@@ -231,9 +135,8 @@ def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -
     if len(usable) < asked.nodes <= len(nodes):
         words = f"cluster.exclude leaves {_nodes(len(usable))} of {len(nodes)} of partition {partition}"
         return Shortfall(words=words, change="~cluster.exclude")
-    nodes = usable
-    needs = [need for need in _needs(asked) if need.amount]
-    enough = [node for node in nodes if all(getattr(node, need.attribute) >= need.amount for need in needs)]
+    nodes, needs = usable, _needs(asked)
+    enough = [node for node in nodes if _is_able(node, needs)]
     if len(enough) >= asked.nodes:
         return None
     if len(nodes) < asked.nodes:
@@ -251,7 +154,8 @@ def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -
                 f"{need.key}={need.asked} on {_nodes(asked.nodes)}: partition {partition} has "
                 f"{_nodes(sum(amount >= need.amount for amount in have))} with that much"
             )
-            return Shortfall(words=words, change=_less(need, most))
+            ranks = f" cluster.ranks_per_node={most:.0f}" if need.attribute == "gpus" and most else ""
+            return Shortfall(words=words, change=f"{need.key}={most:.0f}{need.unit}{ranks}")
     together = ", ".join(f"{need.key}={need.asked}" for need in needs)
     return Shortfall(words=f"{together}: partition {partition} has {_nodes(len(enough))} with all of that")
 
@@ -264,19 +168,13 @@ def _excluded_nodes(asked: Resources) -> set[str]:
         return set()
 
 
-def _less(need: _Need, most: float) -> str:
-    """Return the override that requests less; ranks per node follow GPUs per node."""
-    change = f"{need.key}={most:.0f}{need.unit}"
-    ranks = f" cluster.ranks_per_node={most:.0f}" if need.attribute == "gpus" and most else ""
-    return change + ranks
-
-
-def _needs(asked: Resources) -> tuple[_Need, ...]:
-    return (
+def _needs(asked: Resources) -> list[_Need]:
+    found = (
         _Need("cluster.mem", asked.mem, megabytes(asked.mem), "memory", "M"),
         _Need("cluster.cpus_per_task", str(asked.cpus_per_task), asked.cpus_per_task, "cpus"),
         _Need("cluster.gpus_per_node", str(asked.gpus_per_node), asked.gpus_per_node, "gpus"),
     )
+    return [need for need in found if need.amount]
 
 
 def _nodes(count: int) -> str:
@@ -298,10 +196,7 @@ def usable_nodes(asked: Resources, without: frozenset[str]) -> int | None:
     `cluster.constraint` is not considered. Returns None for a partition that Slurm does not list; raises
     SlurmUnreachable.
     """
-    done = run_command(list(NODE_STATES), ANSWER_WITHIN)
-    if done.returncode != 0:
-        raise SlurmUnreachable(f"sinfo failed: {cut(done.stderr.strip(), 200)}")
-    return count_usable(asked, without, done.stdout)
+    return count_usable(asked, without, _answer(NODE_STATES))
 
 
 def count_usable(asked: Resources, without: Collection[str], text: str) -> int | None:

@@ -159,7 +159,7 @@ class Lasts(Enum):
     STAYS = auto()  # never, unless the request changes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Wait:
     """Meaning of a pending reason; `change`: keys to change, `look`: command with details."""
 
@@ -170,64 +170,39 @@ class Wait:
     for_nodes: bool = False  # a job with fewer nodes may start sooner
 
 
-_NODES_DOWN = "nodes that it needs are down, drained or reserved"
-_BUDGET = "the budget of the account or QOS is used up"
-
 _WAITS: tuple[tuple[str, Wait], ...] = (
-    ("BadConstraints", Wait(
-        lasts=Lasts.STAYS, words="no nodes have all that it asks for",
-        change="cluster.nodes=NUMBER cluster.cpus_per_task=NUMBER cluster.mem=SIZE", look="`sinfo -Nel`",
-        for_nodes=True,
-    )),
+    ("BadConstraints", Wait(Lasts.STAYS, "no nodes have all that it asks for",
+     "cluster.nodes=NUMBER cluster.cpus_per_task=NUMBER cluster.mem=SIZE", "`sinfo -Nel`", for_nodes=True)),
     ("PartitionTimeLimit|(QOS|Assoc)MaxWall.*|QOSTimeLimit|AssociationTimeLimit", Wait(
-        lasts=Lasts.STAYS, words="cluster.time is longer than is allowed here", change="cluster.time=MINUTES",
-        look="`sinfo -o '%P %l'`",
-    )),
+     Lasts.STAYS, "cluster.time is longer than is allowed here", "cluster.time=MINUTES", "`sinfo -o '%P %l'`")),
     ("(QOS|Assoc)Max.*(PerJob|PerNode).*|(QOS|Assoc)Min.*|MaxMemPerLimit", Wait(
-        lasts=Lasts.STAYS, words="one job may not ask for so much, or so little", change="cluster.nodes=NUMBER",
-        look="`sacctmgr show qos`",
-    )),
+     Lasts.STAYS, "one job may not ask for so much, or so little", "cluster.nodes=NUMBER", "`sacctmgr show qos`")),
     ("InvalidAccount|AccountNotAllowed|.*account not permitted.*", Wait(
-        lasts=Lasts.STAYS, words="the account may not run here", change="cluster.account=NAME",
-        look="`sacctmgr show assoc user=$USER`",
-    )),
+     Lasts.STAYS, "the account may not run here", "cluster.account=NAME", "`sacctmgr show assoc user=$USER`")),
     ("InvalidQOS|QOSNotAllowed|.*qos not permitted.*", Wait(
-        lasts=Lasts.STAYS, words="the QOS may not be used here", change="cluster.qos=NAME", look="`sacctmgr show qos`",
-    )),
+     Lasts.STAYS, "the QOS may not be used here", "cluster.qos=NAME", "`sacctmgr show qos`")),
     ("ReservationDeleted", Wait(
-        lasts=Lasts.STAYS, words="its reservation is gone", change="~cluster.sbatch.reservation",
-        look="`scontrol show reservation`",
-    )),
+     Lasts.STAYS, "its reservation is gone", "~cluster.sbatch.reservation", "`scontrol show reservation`")),
     ("DependencyNeverSatisfied|JobHoldMaxRequeue|BurstBufferStageInFailed|DeadLine", Wait(
-        lasts=Lasts.STAYS, words="Slurm will not start it any more",
-    )),
-    ("JobHeldAdmin", Wait(lasts=Lasts.MAY_STAY, words="an administrator holds it; ask your site")),
-    ("PartitionNodeLimit", Wait(
-        lasts=Lasts.MAY_STAY, words="it asks for more nodes than the partition allows, or has in service",
-        change="cluster.nodes=NUMBER", look="`scontrol show partition`", for_nodes=True,
-    )),
+     Lasts.STAYS, "Slurm will not start it any more")),
+    ("JobHeldAdmin", Wait(Lasts.MAY_STAY, "an administrator holds it; ask your site")),
+    ("PartitionNodeLimit", Wait(Lasts.MAY_STAY, "it asks for more nodes than the partition allows, or has in service",
+     "cluster.nodes=NUMBER", "`scontrol show partition`", for_nodes=True)),
     ("PartitionDown|PartitionInactive", Wait(
-        lasts=Lasts.MAY_STAY, words="the partition takes no jobs now", change="cluster.partition=NAME",
-        look="`sinfo -s`",
-    )),
+     Lasts.MAY_STAY, "the partition takes no jobs now", "cluster.partition=NAME", "`sinfo -s`")),
     ("ReqNodeNotAvail.*maintenance.*", Wait(
-        lasts=Lasts.CLEARS, words="its nodes are reserved for maintenance, and its time limit reaches into that",
-        for_nodes=True,
-    )),
-    ("ReqNodeNotAvail.*|NodeDown|nodes required for job are down.*", Wait(
-        lasts=Lasts.MAY_STAY, words=_NODES_DOWN, change="cluster.nodes=NUMBER", look="`sinfo -R`", for_nodes=True,
-    )),
+     Lasts.CLEARS, "its nodes are reserved for maintenance, and its time limit reaches into that", for_nodes=True)),
+    ("ReqNodeNotAvail.*|NodeDown|nodes required for job are down.*", Wait(Lasts.MAY_STAY,
+     "nodes that it needs are down, drained or reserved", "cluster.nodes=NUMBER", "`sinfo -R`", for_nodes=True)),
     ("(QOS|Assoc)Grp.*Minutes.*|QOSUsageThreshold", Wait(
-        lasts=Lasts.MAY_STAY, words=_BUDGET, change="cluster.account=NAME", look="`sshare`",
-    )),
+     Lasts.MAY_STAY, "the budget of the account or QOS is used up", "cluster.account=NAME", "`sshare`")),
     ("(QOS|Assoc)(Grp|Max).*|QOSJobLimit|QOSResourceLimit|Association(Job|Resource)Limit", Wait(
-        lasts=Lasts.CLEARS, words="a limit on jobs that run at once; it ends when others of them end",
-    )),
-    ("Resources", Wait(lasts=Lasts.CLEARS, words="it waits for nodes to be free", for_nodes=True)),
-    ("Priority", Wait(lasts=Lasts.CLEARS, words="jobs of higher priority are first", for_nodes=True)),
-    ("Licenses", Wait(lasts=Lasts.CLEARS, words="it waits for licenses")),
-    ("Reservation", Wait(lasts=Lasts.CLEARS, words="it waits for its reservation to begin")),
-    ("BeginTime", Wait(lasts=Lasts.CLEARS, words="it may not begin yet")),
+     Lasts.CLEARS, "a limit on jobs that run at once; it ends when others of them end")),
+    ("Resources", Wait(Lasts.CLEARS, "it waits for nodes to be free", for_nodes=True)),
+    ("Priority", Wait(Lasts.CLEARS, "jobs of higher priority are first", for_nodes=True)),
+    ("Licenses", Wait(Lasts.CLEARS, "it waits for licenses")),
+    ("Reservation", Wait(Lasts.CLEARS, "it waits for its reservation to begin")),
+    ("BeginTime", Wait(Lasts.CLEARS, "it may not begin yet")),
 )  # fmt: skip
 """The first pattern that matches the whole reason decides."""
 
@@ -266,9 +241,5 @@ def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str
         return said
     flag = STAYS if wait.lasts is Lasts.STAYS else MAY_STAY
     looks = f"; {wait.look} tells more" if wait.look else ""
-    cure = (
-        f"; `orch cancel {run}`, then `orch resume {run} {wait.change}`"
-        if wait.change
-        else f"; `orch cancel {run}` ends it"
-    )
-    return f"{said}; {flag}{looks}{cure}"
+    cure = f", then `orch resume {run} {wait.change}`" if wait.change else " ends it"
+    return f"{said}; {flag}{looks}; `orch cancel {run}`{cure}"

@@ -6,7 +6,9 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,8 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.near_words import nearest
-from orchestrator.scheduler import submitit_payload
-from orchestrator.scheduler.interface import JobSpec, Resources
-from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.job_tags import TAG_VARIABLE
-from orchestrator.scheduler.script import prepare
-from orchestrator.scheduler.slurm.client_environment import with_environment
+from orchestrator.scheduler.interface import TAG_VARIABLE, JobSpec, Resources
+from orchestrator.scheduler.script import arguments, load_entry, own_folder, prepare, start_command
 from orchestrator.scheduler.slurm.command_output import expand_nodes, fold_nodes, require, run_command
 from orchestrator.scheduler.slurm.node_capacity import known_nodes, known_partitions, shortfall
 from orchestrator.scheduler.slurm.refusals import GRES, SIZE, is_of_sbatch, submit_error
@@ -35,10 +33,30 @@ _NO_FILES = ("--output=/dev/null", "--error=/dev/null")
 TEST_TIMEOUT_S = 10
 
 
-class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
-    """SlurmExecutor that limits sbatch's run time and gives it the environment of the run's submitter."""
+_CODE = """
+import os, sys
+with open(sys.argv[1], "rb") as memory:
+    pairs = [pair.partition(b"=") for pair in memory.read().split(b"\\0") if pair]
+os.execvpe(sys.argv[2], sys.argv[2:], {name: value for name, _, value in pairs})
+"""
 
-    submitter: Submitter
+
+@contextmanager
+def with_environment(environ: Mapping[str, str], command: Sequence[str]) -> Iterator[list[str]]:
+    """Yield words that run `command` with exactly this environment, which only its owner can read. Raises OSError."""
+    memory = os.memfd_create("orch-environment", os.MFD_CLOEXEC)
+    try:
+        pairs = (os.fsencode(name) + b"=" + os.fsencode(value) + b"\0" for name, value in environ.items())
+        with os.fdopen(memory, "wb", closefd=False) as stream:
+            stream.writelines(pairs)
+        yield [sys.executable, "-ISc", _CODE, f"/proc/{os.getpid()}/fd/{memory}", *command]
+    finally:
+        os.close(memory)
+
+
+class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
+    """SlurmExecutor whose submission command is ours: bounded, and in the environment of the run's submitter."""
+
     spec: JobSpec
     words: Sequence[str] = ()
     """Command words before SCRIPT during submission; submitit cannot set an environment."""
@@ -49,14 +67,10 @@ class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"{self.python} {submitit_payload.start_command(self.spec.run_dir, self.spec.submission)}"
+        return f"{self.python} {start_command(self.spec.run_dir, self.spec.submission)}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return [*self.words, str(submission_file_path)]
-
-    def environ(self) -> dict[str, str]:
-        """Return the environment of sbatch, and so of the job; the rest of this process's environment is hidden."""
-        return self.submitter.environ(os.environ)
 
 
 def _bounded_sbatch(seconds: float) -> list[str]:
@@ -76,7 +90,7 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
     _check_path("cluster.root", spec.run_dir)
     prepared = prepare(spec)
     made = HeldExecutor(folder=folder or spec.submission, python=prepared.python)
-    made.submitter, made.spec = spec.submitter, spec
+    made.spec = spec
     by_name = folder in (None, spec.submission)
     setup = ["export SPT_NOENV=1", *prepared.setup]  # processes that rename themselves keep a readable environment
     setup.append(f"export {TAG_VARIABLE}={shlex.quote(spec.name)}")
@@ -133,25 +147,17 @@ def _fixed_options(spec: JobSpec) -> dict[str, Any]:
 
 def _srun_arguments(resources: Resources) -> list[str]:
     """Return srun arguments that keep agents alive to record outcomes when another agent or a node fails."""
-    return [
-        "--open-mode=append",
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        *(["--no-kill"] if resources.spares else []),  # also if a node dies
-        "--mpi=none",
-        f"--cpus-per-task={resources.cpus_per_task}",
-    ]
+    no_kill = ["--no-kill"] if resources.spares else []  # also if a node dies
+    cpus = f"--cpus-per-task={resources.cpus_per_task}"
+    return ["--open-mode=append", "--kill-on-bad-exit=0", "--wait=0", *no_kill, "--mpi=none", cpus]
 
 
 def _check_path(key: str, path: Path) -> None:
     """Refuse relative paths, '%' and backslashes, which Slurm expands, and quotes and control characters."""
     text = check_text(key, str(path))
     if not path.is_absolute() or any(char in text for char in "%\\'\""):
-        raise ConfigError(
-            f"{key}: {text!r} cannot be used in a job script",
-            where=key,
-            hint="use an absolute path without % \\ and quotes",
-        )
+        hint = "use an absolute path without % \\ and quotes"
+        raise ConfigError(f"{key}: {text!r} cannot be used in a job script", where=key, hint=hint)
 
 
 def text(spec: JobSpec) -> str:
@@ -172,7 +178,7 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
     try:
         done = subprocess.run(
             [*_bounded_sbatch(TEST_TIMEOUT_S), "--test-only"], input=script, capture_output=True, text=True,
-            errors="replace", timeout=2 * TEST_TIMEOUT_S, check=False, env=made.environ(),
+            errors="replace", timeout=2 * TEST_TIMEOUT_S, check=False, env=made.spec.submitter.environ(os.environ),
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -187,18 +193,18 @@ def submit(spec: JobSpec, entry: str) -> str:
     """Submit the job held, return its id; raises SubmitRejected, SubmitAmbiguous, or Precondition without sbatch."""
     executor(spec)  # invalid values are refused before anything else is checked
     require("sbatch")
-    function = submitit_payload.load_entry(entry)
+    function = load_entry(entry)
     messages = b""
     try:
         with (
-            submitit_payload.own_folder(spec) as folder,
+            own_folder(spec) as folder,
             with_environment(spec.submitter.environ(os.environ), _bounded_sbatch(SBATCH_TIMEOUT_S)) as words,
             open(os.memfd_create("orch-sbatch"), "r+b") as errors,
         ):
             made = executor(spec, folder)
             made.words = _redirect_errors(errors.fileno(), words)
             try:
-                return str(made.submit(function, *submitit_payload.arguments(spec)).job_id)
+                return str(made.submit(function, *arguments(spec)).job_id)
             finally:
                 messages = os.pread(errors.fileno(), _MAX_MESSAGES, 0)
     except FailedJobError as error:
@@ -220,13 +226,15 @@ def _redirect_errors(descriptor: int, words: Sequence[str]) -> list[str]:
 
 
 def explain_rejection(error: SubmitRejected, resources: Resources) -> SubmitRejected:
-    """Add facts from Slurm to a refusal: its partitions, node capacity, or unknown nodes in `exclude`."""
-    said = error.what.lower()
+    """Add facts from Slurm to a refusal: its partitions, node capacity, or unknown nodes in the request."""
     with contextlib.suppress(SlurmUnreachable):
-        if "invalid node name" in said:
-            return _unknown_named(error, resources)
-        if "partition" in error.change:
-            _offer_partition(error, resources)
+        if "invalid node name" in error.what.lower():
+            return _name_unknown_nodes(error, resources)
+        if "partition" in error.change and (known := known_partitions()):
+            asked = next((name for name in resources.partition.split(",") if name not in known), "")
+            default = next((name for name, is_default in known.items() if is_default), next(iter(known)))
+            error.hint = f"partitions here: {', '.join(known)}"
+            error.change = f"cluster.partition={nearest(asked, known) or default}"
         elif error.hint in (SIZE, GRES) and (short := shortfall(resources, known_nodes())) is not None:
             error.hint, error.change = short.words, short.change or error.change
     for option in resources.sbatch:
@@ -235,52 +243,25 @@ def explain_rejection(error: SubmitRejected, resources: Resources) -> SubmitReje
     return error
 
 
-def _offer_partition(error: SubmitRejected, resources: Resources) -> None:
-    known = known_partitions()
-    if not known:
-        return
-    asked = next((name for name in resources.partition.split(",") if name not in known), "")
-    near = nearest(asked, known) or next((name for name, default in known.items() if default), next(iter(known)))
-    error.hint = f"partitions here: {', '.join(known)}"
-    error.change = f"cluster.partition={near}"
-
-
-_WANTED = "nodelist"
-
-
-def _unknown_named(error: SubmitRejected, resources: Resources) -> SubmitRejected:
-    unknown = _unknown_nodes(resources)
-    wanted = _wanted_nodes(resources)
-    if wanted & unknown or (wanted and not resources.exclude):
-        return _unknown_wanted(error, wanted, unknown)
-    ours = tuple(node for node in resources.avoided if node in unknown)
-    if ours:
+def _name_unknown_nodes(error: SubmitRejected, resources: Resources) -> SubmitRejected:
+    """Add the unknown nodes to a refusal; nodes that orch itself avoided make it retryable."""
+    done = run_command(["sinfo", "-h", "-a", "-N", "-o", "%N"])
+    here = set(done.stdout.split()) if done.returncode == 0 else set()
+    excluded = {name for text in resources.exclude for name in expand_nodes(text)}
+    wanted = set(expand_nodes(str(resources.sbatch.get("nodelist", ""))))
+    unknown = (excluded | wanted) - here if here else set()
+    if wanted & unknown or (wanted and not excluded):
+        return _change_nodes(error, "cluster.sbatch.nodelist", wanted, unknown)
+    if ours := tuple(node for node in resources.avoided if node in unknown):
         what = f"Slurm does not know {', '.join(ours)} any more, which orch avoided; the next try does without that"
         return SubmitRejected(what, retryable=Retryable.YES, unknown_nodes=ours)
-    if unknown:
-        error.what += f"; cluster.exclude names {', '.join(sorted(unknown))}, which Slurm does not know"
-        left = {name for text in resources.exclude for name in expand_nodes(text)} - unknown
-        error.change = f"cluster.exclude={fold_nodes(tuple(left))}" if left else "~cluster.exclude"
-    return error
+    return _change_nodes(error, "cluster.exclude", excluded, unknown) if unknown else error
 
 
-def _unknown_nodes(resources: Resources) -> set[str]:
-    done = run_command(["sinfo", "-h", "-a", "-N", "-o", "%N"])
-    if done.returncode != 0 or not done.stdout.strip():
-        return set()
-    excluded = {name for text in resources.exclude for name in expand_nodes(text)}
-    return (excluded | _wanted_nodes(resources)) - set(done.stdout.split())
-
-
-def _wanted_nodes(resources: Resources) -> set[str]:
-    return set(expand_nodes(str(resources.sbatch.get(_WANTED, ""))))
-
-
-def _unknown_wanted(error: SubmitRejected, wanted: set[str], unknown: set[str]) -> SubmitRejected:
-    """Return the refusal of a node that the job requests by name."""
-    key, left = f"cluster.sbatch.{_WANTED}", wanted - unknown
-    if wanted & unknown:
-        error.what += f"; {key} names {', '.join(sorted(wanted & unknown))}, which Slurm does not know"
-    is_part = wanted & unknown and left
-    error.change = f"{key}={fold_nodes(tuple(left))}" if is_part else f"{key}=NODES, or ~{key}"
+def _change_nodes(error: SubmitRejected, key: str, named: set[str], unknown: set[str]) -> SubmitRejected:
+    left = named - unknown
+    if named & unknown:
+        error.what += f"; {key} names {', '.join(sorted(named & unknown))}, which Slurm does not know"
+    removed = f"~{key}" if key == "cluster.exclude" else f"{key}=NODES, or ~{key}"
+    error.change = f"{key}={fold_nodes(tuple(left))}" if named & unknown and left else removed
     return error

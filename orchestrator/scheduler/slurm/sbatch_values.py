@@ -6,12 +6,20 @@ characters are refused everywhere, and each field accepts only Slurm's grammar f
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
+from orchestrator.scheduler.slurm.command_output import (
+    MOST_NODES,
+    TooManyNodes,
+    UnreadableField,
+    expand_nodes,
+    fold_nodes,
+)
 from trainer.protocol import time_spans
 
 _UNITS = ("K", "M", "G", "T")
@@ -101,78 +109,71 @@ def time_meant(text: str) -> str:
 
 _NAME = r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+:-]*"
 _FIELDS = {
-    "name": (r"[A-Za-z0-9_.][A-Za-z0-9_.+-]{0,199}", "letters, digits, '.', '_', '-'"),
-    "comment": (r"[A-Za-z0-9_./:][A-Za-z0-9_./:@+-]{0,255}", "letters, digits and ./:_-"),
-    "partition": (rf"{_NAME}(,{_NAME})*", "a partition name, or several with commas: gpu,gpu-long"),
-    "account": (_NAME, "an account name"),
-    "qos": (_NAME, "a QOS name"),
-    "constraint": (r"[A-Za-z0-9_.\[(][A-Za-z0-9_.,&|*()\[\]:+-]*", "node features: h100&ib"),
-    "mem": (MEMORY.pattern, MEMORY.example),
-    "nodes": (HOSTS.pattern, HOSTS.example),
+    "name": ValueFormat(r"[A-Za-z0-9_.][A-Za-z0-9_.+-]{0,199}", "letters, digits, '.', '_', '-'"),
+    "comment": ValueFormat(r"[A-Za-z0-9_./:][A-Za-z0-9_./:@+-]{0,255}", "letters, digits and ./:_-"),
+    "partition": ValueFormat(rf"{_NAME}(,{_NAME})*", "a partition name, or several with commas: gpu,gpu-long"),
+    "account": ValueFormat(_NAME, "an account name"),
+    "qos": ValueFormat(_NAME, "a QOS name"),
+    "constraint": ValueFormat(r"[A-Za-z0-9_.\[(][A-Za-z0-9_.,&|*()\[\]:+-]*", "node features: h100&ib"),
+    "mem": MEMORY,
+    "nodes": HOSTS,
 }
 _FREE = re.compile(r"[A-Za-z0-9_./:@+%=\[(][A-Za-z0-9_./:@+%=,;&|*()\[\]!^~ -]*", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z]*(-[a-z]+)*", re.ASCII)
-_BY_KEY = "set it by its own key"
+_BY_KEY = "set it by its own key: cluster."
 OWNED = {
-    **dict.fromkeys(("partition", "account", "qos", "constraint", "exclude", "mem", "time"), f"{_BY_KEY}: cluster."),
-    "nodes": "set cluster.nodes",
-    "cpus-per-task": "set cluster.cpus_per_task",
-    "gpus-per-node": "set cluster.gpus_per_node",
-    "signal": "set cluster.signal_lead: the agents wait for USR2",
-    "job-name": "orch finds its jobs by their name",
-    "comment": "orch marks its jobs by their comment",
-    "hold": "orch submits every job held and releases it itself",
-    "requeue": "orch starts new attempts itself, on other nodes if need be",
-    "no-requeue": "orch sets it itself",
-    "array": "one run is one job",
-    "dependency": "orch decides when an attempt starts; for an order of runs: `orch wait RUN && orch submit ...`",
-    "begin": "a held job is released by orch",
-    "export": "a job's variables come from `env`",
-    "export-file": "a job's variables come from `env`",
-    "get-user-env": "a job's variables come from `env`",
-    "wrap": "the job's script is orch's",
-    "chdir": "jobs start in their run directory",
-    "parsable": "orch reads sbatch's answer",
-    "quiet": "orch reads sbatch's answer",
-    "verbose": "orch reads sbatch's answer",
-    "test-only": "use `orch submit --dry-run`",
-    "wait": "use `orch submit --wait`",
-    "wait-all-nodes": "the agents wait for each other",
-    "kill-on-invalid-dep": "orch uses no dependencies",
-    "output": "logs lie in the run directory",
-    "error": "logs lie in the run directory",
-    "input": "the job's script is orch's",
-    "open-mode": "logs are appended to",
-    "clusters": "look-ups ask one cluster: set SLURM_CONF or SLURM_CLUSTERS",
-    "uid": "jobs are yours",
-    "gid": "jobs are yours",
-    "batch": "the job's script may run on any of its nodes",
-    "help": "see man sbatch",
-    "usage": "see man sbatch",
-    "version": "use `orch doctor`",
-    **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "gpus-per-task",
-         "tres-per-task"),
-        "one agent per node starts all ranks",
-    ),
-}  # fmt: skip
+    option: why
+    for why, options in {
+        _BY_KEY: "partition account qos constraint exclude mem time",
+        "set cluster.nodes": "nodes",
+        "set cluster.cpus_per_task": "cpus-per-task",
+        "set cluster.gpus_per_node": "gpus-per-node",
+        "set cluster.signal_lead: the agents wait for USR2": "signal",
+        "orch finds its jobs by their name": "job-name",
+        "orch marks its jobs by their comment": "comment",
+        "orch submits every job held and releases it itself": "hold",
+        "orch starts new attempts itself, on other nodes if need be": "requeue",
+        "orch sets it itself": "no-requeue",
+        "one run is one job": "array",
+        "orch decides when an attempt starts; for an order of runs: `orch wait RUN && orch submit ...`": "dependency",
+        "a held job is released by orch": "begin",
+        "a job's variables come from `env`": "export export-file get-user-env",
+        "the job's script is orch's": "wrap input",
+        "jobs start in their run directory": "chdir",
+        "orch reads sbatch's answer": "parsable quiet verbose",
+        "use `orch submit --dry-run`": "test-only",
+        "use `orch submit --wait`": "wait",
+        "the agents wait for each other": "wait-all-nodes",
+        "orch uses no dependencies": "kill-on-invalid-dep",
+        "logs lie in the run directory": "output error",
+        "logs are appended to": "open-mode",
+        "look-ups ask one cluster: set SLURM_CONF or SLURM_CLUSTERS": "clusters",
+        "jobs are yours": "uid gid",
+        "the job's script may run on any of its nodes": "batch",
+        "see man sbatch": "help usage",
+        "use `orch doctor`": "version",
+        "one agent per node starts all ranks": (
+            "ntasks ntasks-per-node ntasks-per-core ntasks-per-gpu ntasks-per-socket gpus-per-task tres-per-task"
+        ),
+    }.items()
+    for option in options.split()
+}
 """Options that `cluster.sbatch` cannot set, each with the reason or the alternative."""
 
 
-def _printable(value: str) -> str:
-    return repr(value if len(value) <= 60 else value[:57] + "...")
+def _refusal(key: str, value: object, why: str, hint: str) -> ConfigError:
+    text = value if isinstance(value, str) else str(value)
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    return ConfigError(f"{key}={shown!r}: {why}", where=key, hint=hint)
 
 
 def _plain(key: str, value: object) -> str:
     """Return the value as text on one line; raises ConfigError."""
     if not isinstance(value, str):
         raise ConfigError(f"{key}={value!r}: must be text", where=key, hint=f"put it in quotes: {key}='...'")
-    if any(not char.isprintable() for char in value):
-        raise ConfigError(
-            f"{key}={_printable(value)}: newlines and control characters are refused",
-            where=key,
-            hint=f"write {key} on one line, in plain characters",
-        )
+    if not value.isprintable():
+        hint = f"write {key} on one line, in plain characters"
+        raise _refusal(key, value, "newlines and control characters are refused", hint)
     return value
 
 
@@ -180,21 +181,22 @@ def check_text(key: str, value: object) -> str:
     """Return the value as text; raises ConfigError for control characters, and for a leading dash."""
     text = _plain(key, value)
     if text.startswith("-"):
-        raise ConfigError(
-            f"{key}={_printable(text)}: must not begin with '-'", where=key, hint="it would be read as another option"
+        raise _refusal(key, text, "must not begin with '-'", "it would be read as another option")
+    return text
+
+
+def _check_format(key: str, text: str, form: ValueFormat, meant: str = "") -> str:
+    if not form.accepts(text):
+        meant = memory_meant(text) if form is MEMORY else meant
+        raise _refusal(
+            key, text, "Slurm cannot read this", f"{key}={meant}" if meant else f"{key} takes {form.example}"
         )
     return text
 
 
 def check_field(key: str, field: str, value: object) -> str:
     """Return a valid value of a known field (see `_FIELDS`); raises ConfigError that names `key` and the remedy."""
-    text = _plain(key, value)
-    pattern, example = _FIELDS[field]
-    if not re.fullmatch(pattern, text, re.ASCII):
-        meant = memory_meant(text) if field == "mem" else ""
-        hint = f"{key}={meant}" if meant else f"{key} takes {example}"
-        raise ConfigError(f"{key}={_printable(text)}: Slurm cannot read this", where=key, hint=hint)
-    return text
+    return _check_format(key, _plain(key, value), _FIELDS[field])
 
 
 def minutes(key: str, value: object) -> int:
@@ -206,37 +208,24 @@ def minutes(key: str, value: object) -> int:
     except ValueError as error:
         longest = "7-00:00:00; a longer run continues in a new attempt"
         meant = longest if time_spans.is_no_limit(text) else time_meant(text)
-        what = f"{key}={_printable(text)}: Slurm cannot read this as a time limit"
-        raise ConfigError(what, where=key, hint=f"{key}={meant}" if meant else hint) from error
+        hint = f"{key}={meant}" if meant else hint
+        raise _refusal(key, text, "Slurm cannot read this as a time limit", hint) from error
     if seconds <= 0:
-        raise ConfigError(f"{key}={_printable(text)}: must be longer than nothing", where=key, hint=hint)
+        raise _refusal(key, text, "must be longer than nothing", hint)
     return math.ceil(seconds / 60)
 
 
 def check_nodes(key: str, names: tuple[str, ...]) -> str:
     """Return one host list of all these names and host lists, empty for none; raises ConfigError."""
-    from orchestrator.scheduler.slurm.command_output import (
-        MOST_NODES,
-        TooManyNodes,
-        UnreadableField,
-        expand_nodes,
-        fold_nodes,
-    )
-
     single: list[str] = []
     for name in names:
         try:
             single += expand_nodes(check_field(key, "nodes", name))
             if len(single) > MOST_NODES:
                 raise TooManyNodes
-        except TooManyNodes as error:
-            raise ConfigError(
-                f"{key}={_printable(name)}: more than {MOST_NODES} nodes", where=key, hint=f"{key} takes gpu[003,017]"
-            ) from error
         except UnreadableField as error:
-            raise ConfigError(
-                f"{key}={_printable(name)}: not a host list", where=key, hint=f"{key} takes gpu[003,017]"
-            ) from error
+            why = f"more than {MOST_NODES} nodes" if isinstance(error, TooManyNodes) else "not a host list"
+            raise _refusal(key, name, why, f"{key} takes gpu[003,017]") from error
     return fold_nodes(tuple(single)) if single else ""
 
 
@@ -245,57 +234,42 @@ def check_options(options: Mapping[str, Any], section: str = "cluster") -> dict[
     checked: dict[str, Any] = {}
     for option, value in options.items():
         name = _check_option(option, section)
-        if value is None or value is False:
-            continue
-        key = f"{section}.sbatch.{name}"
-        if value is True:
-            if name in FORMS and name not in WITH_OR_WITHOUT:
-                raise ConfigError(f"{key}=true: needs a value", where=key, hint=f"{key} takes {FORMS[name].example}")
-            checked[name] = True
-            continue
-        if name in FLAGS:
-            raise ConfigError(f"{key}={value}: takes no value", where=key, hint=f"{key}=true sets it")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key}={value}: must be finite", where=key, hint=f"{key} takes {FORMS[name].example}")
-        text = check_text(key, str(value) if isinstance(value, (int, float)) else value)
-        if not _FREE.fullmatch(text):
-            raise ConfigError(
-                f"{key}={_printable(text)}: not allowed here",
-                where=key,
-                hint="letters, digits, spaces and _./:@+%=,;&|*()[]!^~- are",
-            )
-        if name in FORMS and not FORMS[name].accepts(text):
-            meant = memory_meant(text) if FORMS[name] is MEMORY else time_meant(text) if name == "time-min" else ""
-            hint = f"{key}={meant}" if meant else f"{key} takes {FORMS[name].example}"
-            raise ConfigError(f"{key}={_printable(text)}: Slurm cannot read this", where=key, hint=hint)
-        checked[name] = text
+        if value is not None and value is not False:
+            checked[name] = _check_option_value(f"{section}.sbatch.{name}", name, value)
     return checked
+
+
+def _check_option_value(key: str, name: str, value: object) -> object:
+    form = FORMS.get(name)
+    if value is True:
+        if form is not None and name not in WITH_OR_WITHOUT:
+            raise ConfigError(f"{key}=true: needs a value", where=key, hint=f"{key} takes {form.example}")
+        return True
+    if name in FLAGS:
+        raise ConfigError(f"{key}={value}: takes no value", where=key, hint=f"{key}=true sets it")
+    text = check_text(key, str(value) if isinstance(value, (int, float)) else value)
+    if not _FREE.fullmatch(text):
+        raise _refusal(key, text, "not allowed here", "letters, digits, spaces and _./:@+%=,;&|*()[]!^~- are")
+    return text if form is None else _check_format(key, text, form, time_meant(text) if name == "time-min" else "")
 
 
 def _check_option(option: object, section: str) -> str:
     """Return the long option name, with '-' for '_'; refuses options that orch sets itself."""
-    where = f"{section}.sbatch.{_printable(str(option))}"
-    if not isinstance(option, str) or not _OPTION.fullmatch(option.replace("_", "-")) or len(option) < 2:
-        raise ConfigError(
-            f"{where}: not an sbatch option",
-            where=f"{section}.sbatch",
-            hint=f"use the option's long name without dashes in front: {section}.sbatch.reservation=maint",
-        )
-    name = option.replace("_", "-")
+    name = option.replace("_", "-") if isinstance(option, str) else ""
+    key = f"{section}.sbatch.{name}"
+    if not _OPTION.fullmatch(name) or len(name) < 2:
+        hint = f"use the option's long name without dashes in front: {section}.sbatch.reservation=maint"
+        what = f"{section}.sbatch.{str(option)[:60]!r}: not an sbatch option"
+        raise ConfigError(what, where=f"{section}.sbatch", hint=hint)
     for owned, why in OWNED.items():
         # sbatch accepts any unambiguous prefix of an option
         if name == owned or (owned.startswith(name) and name not in KNOWN):
-            own = why.endswith("cluster.")
-            hint = f"{section}.{owned}=VALUE" if own else f"~{section}.sbatch.{name}"
-            what = f"{section}.sbatch.{name}: not yours to set: {why + owned if own else why}"
-            raise ConfigError(what, where=f"{section}.sbatch.{name}", hint=hint)
+            own = why is _BY_KEY
+            hint = f"{section}.{owned}=VALUE" if own else f"~{key}"
+            raise ConfigError(f"{key}: not yours to set: {why + owned if own else why}", where=key, hint=hint)
     near = nearest(name, KNOWN, 0.75)
     if name not in KNOWN and near:
-        raise ConfigError(
-            f"{section}.sbatch.{name}: no such sbatch option",
-            where=f"{section}.sbatch.{name}",
-            hint=f"did you mean {section}.sbatch.{near}?",
-        )
+        raise ConfigError(f"{key}: no such sbatch option", where=key, hint=f"did you mean {section}.sbatch.{near}?")
     return name
 
 
@@ -311,3 +285,81 @@ KNOWN = frozenset(
     }
 )  # fmt: skip
 """sbatch options left to the user; others may come from a site's plugins."""
+
+LONGEST_LEAD = 65535
+"""Longest lead in seconds with which Slurm can signal a job before its end."""
+_SIZES = ("mem", "mem-per-cpu", "mem-per-gpu")
+_MEMORIES, _TIMES = (*_SIZES, "tmp"), ("time", "time-min")
+
+
+def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield errors for values that a job script cannot contain; `section` is the prefix of the keys (`cluster`).
+
+    Keys missing from `values` are not checked.
+    """
+    for name, check in _CHECKS.items():
+        try:
+            if values.get(name) not in (None, "") or (name == "time" and name in values):
+                check(f"{section}.{name}", values[name])
+                _check_unit(f"{section}.{name}", name, values[name])
+        except ConfigError as error:
+            yield error
+    try:
+        options = check_options(values.get("sbatch") or {}, section)
+        for name, value in options.items():
+            _check_unit(f"{section}.sbatch.{name}", name, value)
+        if "nodelist" in options:
+            _hosts(f"{section}.sbatch.nodelist", options["nodelist"])
+    except ConfigError as error:
+        yield error
+        return
+    asked = [name for name in _SIZES if name in options or (name == "mem" and values.get("mem"))]
+    if len(asked) > 1:
+        keys = [f"{section}.mem" if name == "mem" else f"{section}.sbatch.{name}" for name in asked]
+        hint = " or ".join(f"~{key}" for key in keys)
+        yield ConfigError(f"{' and '.join(keys)}: Slurm takes one of them", where=keys[0], hint=hint)
+
+
+_FEWEST_MEGABYTES = 1024
+"""Below it, memory without a unit was probably meant in GB, not Slurm's MB."""
+_MOST_MINUTES = 1440
+"""Above it, a time without a unit was probably meant in seconds, not Slurm's minutes."""
+
+
+def _check_unit(key: str, name: str, value: object) -> None:
+    """Refuse a bare number if Slurm's unit probably differs from the intended one."""
+    text = str(value)
+    number = int(text) if re.fullmatch(r"\d+", text, re.ASCII) else 0
+    if name in _MEMORIES and 0 < number < _FEWEST_MEGABYTES:
+        what, hint = f"Slurm reads this as {number} MB", f"{key}={number}G, or {key}={number}M for {number} MB"
+    elif name in _TIMES and number > _MOST_MINUTES:
+        what = f"Slurm reads this as {number} minutes, which are {time_meant(f'{number}m')}"
+        hint = f"{key}={time_meant(f'{number}m')}, or {key}={time_meant(f'{number}s')} for {number} seconds"
+    else:
+        return
+    raise ConfigError(f"{key}={text}: {what}", where=key, hint=hint)
+
+
+def _lead(key: str, value: object) -> None:
+    if not isinstance(value, int) or not 0 <= value <= LONGEST_LEAD:
+        hint = f"{key}=120 asks for two minutes"
+        raise ConfigError(f"{key}={value}: must be from 0 to {LONGEST_LEAD} seconds", where=key, hint=hint)
+
+
+def _field(name: str, key: str, value: object) -> None:
+    check_field(key, name, value)
+
+
+def _hosts(key: str, value: object) -> None:
+    check_nodes(key, (check_text(key, value),))
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
+    **{name: partial(_field, name) for name in ("partition", "account", "qos", "constraint", "mem")},
+    "exclude": _hosts,
+    "time": minutes,
+    "signal_lead": _lead,
+    "interface": check_text,
+    "python": check_text,
+}
+"""Check of each key's value."""

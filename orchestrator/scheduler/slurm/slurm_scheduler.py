@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import SlurmUnreachable, SubmitRejected
-from orchestrator.scheduler import submitit_payload
 from orchestrator.scheduler.interface import (
     ENDED_STATES,
     LEAVING_STATES,
@@ -17,8 +16,11 @@ from orchestrator.scheduler.interface import (
     Backoff,
     JobSpec,
     JobStatus,
+    find_script_tag,
+    is_marked,
+    tags,
 )
-from orchestrator.scheduler.job_tags import find_script_tag, is_marked, tags
+from orchestrator.scheduler.script import AGENT, adopt_payload
 from orchestrator.scheduler.slurm.command_output import (
     DOWN,
     OUT_OF_SERVICE,
@@ -55,7 +57,7 @@ class SlurmScheduler:
 
     kind = "slurm"
 
-    def __init__(self, *, entry: str = submitit_payload.AGENT, timeout: float = TIMEOUT_S) -> None:
+    def __init__(self, *, entry: str = AGENT, timeout: float = TIMEOUT_S) -> None:
         self._entry, self._timeout = entry, timeout
         self._script_tags: dict[tuple[str, str], str] = {}
         self._pauses = Backoff(time.monotonic, first=ASK_AGAIN, longest=ASK_AGAIN_AT_MOST)
@@ -66,10 +68,7 @@ class SlurmScheduler:
         return sbatch.submit(spec, self._entry)
 
     def find(self, name_prefix: str, known: Collection[str] = ()) -> list[JobStatus]:
-        def mine(job: JobStatus) -> bool:
-            return is_marked(job, name_prefix, known)
-
-        queued, whole = self._queue(mine)
+        queued, whole = self._queue(lambda job: is_marked(job, name_prefix, known))
         if not whole:
             raise unreachable("squeue", "its answer was cut short")
         return queued
@@ -83,7 +82,7 @@ class SlurmScheduler:
         return self._with_down_nodes(self._with_cancellers(found))
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
-        submitit_payload.adopt_payload(submission, job_id)
+        adopt_payload(submission, job_id)
         if exclude is not None:
             self._keep_off(job_id, check_nodes("cluster.exclude", exclude))
         said = run_command(["scontrol", "release", job_id], self._timeout)
@@ -111,39 +110,32 @@ class SlurmScheduler:
 
     def _in_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Find these ids in the queue; an id missing from this user's jobs is queried separately."""
-        found = self._list_queue(ids)
+        jobs, _ = self._queue(lambda job: job.job_id in ids)  # ids missing from a truncated answer are queried by id
+        found = {job.job_id: job for job in jobs}
         missing = set(ids) - set(found)
         if not missing:
             return found
         try:
-            return found | self._listed_by_id(missing)
+            jobs, whole = self._queue(lambda job: job.job_id in missing, ["-j", ",".join(sorted(missing))])
         except SlurmUnreachable as error:
             if not found:
                 raise
-            return found | {job_id: _unreadable(job_id, error.what) for job_id in missing}
-
-    def _list_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        jobs, _ = self._queue(lambda job: job.job_id in ids)  # ids missing from a truncated answer are queried by id
-        return {job.job_id: job for job in jobs}
-
-    def _listed_by_id(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        jobs, whole = self._queue(lambda job: job.job_id in ids, ["-j", ",".join(sorted(ids))])
-        found = {job.job_id: job for job in jobs}
-        lost = () if whole else set(ids) - set(found)
-        return found | {job_id: _unreadable(job_id, "squeue's answer was cut short") for job_id in lost}
+            return found | {job_id: _status(job_id, UNREADABLE, error.what) for job_id in missing}
+        found |= {job.job_id: job for job in jobs}
+        lost = () if whole else missing - set(found)
+        return found | {job_id: _status(job_id, UNREADABLE, "squeue's answer was cut short") for job_id in lost}
 
     def _query_accounting(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Return accounting's record of jobs that have left the queue; UNRECORDED while it does not answer."""
         if not self._pauses.is_due("sacct"):
-            return {
-                job_id: _unrecorded_status(job_id, "sacct has not answered, and is asked again later") for job_id in ids
-            }
+            why = "sacct has not answered, and is asked again later"
+            return {job_id: _status(job_id, UNRECORDED, why) for job_id in ids}
         try:
             recorded = self._accounting(["-j", ",".join(sorted(ids))], lambda job: job.job_id in ids)
         except SlurmUnreachable as error:
             self._pauses.start("sacct")
             log.warning("%s", error.what)
-            return {job_id: _unrecorded_status(job_id, error.what) for job_id in ids}
+            return {job_id: _status(job_id, UNRECORDED, error.what) for job_id in ids}
         self._pauses.forget("sacct")
         return {job.job_id: job for job in ended_jobs(recorded or [])}
 
@@ -197,7 +189,7 @@ class SlurmScheduler:
         except SlurmUnreachable as error:
             if len(over) == len(jobs):
                 raise
-            return jobs | {job_id: _unreadable(job_id, error.what) for job_id in over}
+            return jobs | {job_id: _status(job_id, UNREADABLE, error.what) for job_id in over}
         return jobs | {
             job_id: replace(job, nodes_down=tuple(node for node in job.nodes if node in down))
             for job_id, job in over.items()
@@ -207,9 +199,8 @@ class SlurmScheduler:
         return self._query_nodes_by_state(OUT_OF_SERVICE, nodes)
 
     def _query_nodes_by_state(self, states: frozenset[str], nodes: frozenset[str]) -> frozenset[str]:
-        done = run_command(
-            ["sinfo", "-h", "-a", "-N", "-n", fold_nodes(tuple(sorted(nodes))), "-o", "%N %T"], self._timeout
-        )
+        which = fold_nodes(tuple(sorted(nodes)))
+        done = run_command(["sinfo", "-h", "-a", "-N", "-n", which, "-o", "%N %T"], self._timeout)
         if done.returncode != 0:
             raise unreachable("sinfo", done.stderr)
         try:
@@ -236,16 +227,28 @@ class SlurmScheduler:
         return recorded
 
 
-def _unreadable(job_id: str, reason: str) -> JobStatus:
-    return JobStatus(job_id=job_id, name="", state=UNREADABLE, reason=reason)
+def _status(job_id: str, state: str, reason: str) -> JobStatus:
+    return JobStatus(job_id=job_id, name="", state=state, reason=reason)
 
 
-def _unrecorded_status(job_id: str, reason: str) -> JobStatus:
-    return JobStatus(job_id=job_id, name="", state=UNRECORDED, reason=reason)
+# -- the login node's operations; sbatch brings submitit, which only a job's script and submission need
 
 
 def render(spec: JobSpec) -> str:
     """Return the text of the sbatch script, for `--print-sbatch`; raises ConfigError."""
-    from orchestrator.scheduler.slurm import sbatch  # submitit: only needed to make a script
+    from orchestrator.scheduler.slurm import sbatch
 
     return sbatch.text(spec)
+
+
+def refusal(spec: JobSpec) -> SubmitRejected | None:
+    """Return Slurm's refusal of the job, or None."""
+    from orchestrator.scheduler.slurm import sbatch
+
+    return sbatch.refusal(spec)
+
+
+def has_node(name: str) -> bool:
+    """Return whether Slurm reports a node of this name."""
+    done = run_command(["sinfo", "-h", "-a", "-N", "-n", name, "-o", "%N"])
+    return done.returncode == 0 and name in done.stdout.split()

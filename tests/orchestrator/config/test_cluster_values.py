@@ -4,8 +4,7 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.slurm.node_capacity import LONGEST_LEAD
-from orchestrator.scheduler.slurm.sbatch_values import FLAGS, FORMS, KNOWN, memory_meant, time_meant
+from orchestrator.scheduler.slurm.sbatch_values import FLAGS, FORMS, KNOWN, LONGEST_LEAD, memory_meant, time_meant
 
 ENVIRON = {"HOME": "/nowhere"}
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import home
 from orchestrator.config import yaml_text
 from orchestrator.config.compose import compose
 
@@ -40,13 +41,13 @@ def test_the_demo_kills_a_rank_between_two_checkpoints_in_mid_run() -> None:
 
 def test_every_preset_speaks_to_a_newcomer() -> None:
     for name in yaml_text.names():
-        first = (yaml_text.folder("configs") / f"{name}.yaml").read_text().splitlines()[0]
+        first = (home.shipped_folder("configs") / f"{name}.yaml").read_text().splitlines()[0]
         assert first.startswith("# "), name
 
 
 def test_a_wheel_carries_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = tmp_path / "orchestrator" / "data" / "configs"
     packed.mkdir(parents=True)
-    monkeypatch.setattr(yaml_text, "__file__", str(tmp_path / "orchestrator" / "config" / "presets.py"))
-    assert yaml_text.folder("configs") == packed
-    assert yaml_text.folder("sbatch_templates") == tmp_path / "sbatch_templates"
+    monkeypatch.setattr(home, "__file__", str(tmp_path / "orchestrator" / "home.py"))
+    assert home.shipped_folder("configs") == packed
+    assert home.shipped_folder("sbatch_templates") == tmp_path / "sbatch_templates"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.scheduler.local import local_records
+from orchestrator.scheduler.local import local_scheduler
 from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.fakes.scheduler import FakeScheduler
 from tests.orchestrator.scheduler.contract import SchedulerContract, World
@@ -22,5 +22,5 @@ class TestLocal(SchedulerContract):
     def world(self, tmp_path: Path) -> Iterator[World]:
         index = tmp_path / "index"
         yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=tmp_path)
-        for intent in local_records.intents(index):
-            local_records.end_marked(intent.name, 0.0)
+        for intent in local_scheduler.intents(index):
+            local_scheduler.end_marked(intent.name, 0.0)

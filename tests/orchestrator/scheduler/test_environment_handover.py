@@ -10,7 +10,7 @@ import pytest
 from orchestrator.scheduler.interface import JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.slurm import sbatch
-from orchestrator.scheduler.slurm.client_environment import with_environment
+from orchestrator.scheduler.slurm.sbatch import with_environment
 from tests.fakes.slurm_commands import write_commands
 
 CANARY = "canary-12345"

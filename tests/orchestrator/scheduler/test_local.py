@@ -18,7 +18,7 @@ import pytest
 from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
-from orchestrator.scheduler.local import local_records, local_scheduler
+from orchestrator.scheduler.local import local_scheduler
 from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.orchestrator.scheduler.contract import PATIENCE_S, World, eventually
 from trainer.protocol.node_identity import discover
@@ -28,8 +28,8 @@ from trainer.protocol.node_identity import discover
 def world_in(folder: Path) -> Iterator[World]:
     index = folder / "index"
     yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=folder)
-    for intent in local_records.intents(index):
-        local_records.end_marked(intent.name, 0.0)
+    for intent in local_scheduler.intents(index):
+        local_scheduler.end_marked(intent.name, 0.0)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_submitter_killed_before_the_spawn_leaves_nothing(
     spec = world.spec()
     with pytest.raises(Killed):
         world.scheduler.submit(spec)
-    assert [intent.name for intent in local_records.intents(tmp_path / "index")] == [spec.name]
+    assert [intent.name for intent in local_scheduler.intents(tmp_path / "index")] == [spec.name]
     assert world.scheduler.find(spec.name) == []
 
 
@@ -212,37 +212,37 @@ def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
     spec, job = running(world)
     assert facts(spec, 0)["environ"]["CUDA_VISIBLE_DEVICES"] == ""  # type: ignore[index]
     kill_holder(job)
-    host = local_records.read_job_process(spec.submission)
+    host = local_scheduler.read_job_process(spec.submission)
     assert host is not None
     assert host.space
     for written in (replace(host, space=""), host):
-        local_records.write_job_process(spec.submission, written)
+        local_scheduler.write_job_process(spec.submission, written)
         assert world.state(job) == "RUNNING"
-    local_records.write_job_process(spec.submission, replace(host, space=""))
+    local_scheduler.write_job_process(spec.submission, replace(host, space=""))
     world.scheduler.cancel(job.job_id)
-    assert local_records.marked_processes(spec.name) == []
+    assert local_scheduler.marked_processes(spec.name) == []
     for written in (replace(host, space=""), host):
-        local_records.write_job_process(spec.submission, written)
+        local_scheduler.write_job_process(spec.submission, written)
         assert world.state(job) == "FAILED"
 
 
 def test_after_a_restart_of_the_machine_its_jobs_are_gone(looked_at: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     world, job = looked_at.world, looked_at.job
-    for module in (local_scheduler, local_records):
+    for module in (local_scheduler,):
         monkeypatch.setattr(module, "boot_id", lambda: "another")
-    monkeypatch.setattr(local_records, "boot_time", lambda: time.time() + 1.0)
+    monkeypatch.setattr(local_scheduler, "boot_time", lambda: time.time() + 1.0)
     assert world.state(job) == "NODE_FAIL"
     world.scheduler.cancel(job.job_id)
-    left = local_records.marked_processes(looked_at.spec.name)
+    left = local_scheduler.marked_processes(looked_at.spec.name)
     assert len(left) >= 2, "a process that only has the same pid must not be hit"
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
     """What is asked from now on is asked in another container, or on another machine of this name."""
-    monkeypatch.setattr(local_records, "is_visible", lambda space: False)
-    monkeypatch.setattr(local_records, "marked_processes", lambda name: [])
+    monkeypatch.setattr(local_scheduler, "is_visible", lambda space: False)
+    monkeypatch.setattr(local_scheduler, "marked_processes", lambda name: [])
     if machine:
-        for module in (local_scheduler, local_records):
+        for module in (local_scheduler,):
             monkeypatch.setattr(module, "boot_id", lambda: "another")
 
 
@@ -273,7 +273,7 @@ def test_jobs_of_another_host_with_the_same_home_are_not_judged_and_not_forgotte
         assert world.scheduler.find("orch-") == []
         assert world.scheduler.poll([job.job_id]) == {}
         world.scheduler.cancel(job.job_id)
-        local_records.forget_old(world.folder / "index", 1e12)
+        local_scheduler.forget_old(world.folder / "index", 1e12)
     assert world.scheduler.poll([job.job_id])[job.job_id].state == "RUNNING"
 
 
@@ -281,9 +281,9 @@ def test_the_time_limit_ends_it_after_a_warning(world: World, monkeypatch: pytes
     """The limit counts in minutes, so one is written into the intent that is shorter, yet leaves time to start."""
     world.resources = Resources(nodes=1, time="5")
     spec = world.spec()
-    write = local_records.write_intent
+    write = local_scheduler.write_intent
     monkeypatch.setattr(
-        local_records, "write_intent", lambda index, intent: write(index, replace(intent, limit_s=60, signal_lead=4))
+        local_scheduler, "write_intent", lambda index, intent: write(index, replace(intent, limit_s=60, signal_lead=4))
     )
     world.scheduler = LocalScheduler(entry="tests.slurm.payload:note_warning", index=tmp_path / "index")
     job = world.submit(spec)
@@ -334,9 +334,9 @@ def test_an_end_is_known_elsewhere_and_entries_of_jobs_long_ended_are_dropped(
         with monkeypatch.context() as patch:
             elsewhere(patch, machine)
             assert world.state(job) == "CANCELLED"
-    end = local_records.read_end(spec.submission)
+    end = local_scheduler.read_end(spec.submission)
     assert end is not None
-    local_records.forget_old(tmp_path / "index", end.ended_at + 86400)
+    local_scheduler.forget_old(tmp_path / "index", end.ended_at + 86400)
     assert len(world.scheduler.find("orch-")) == 1
-    local_records.forget_old(tmp_path / "index", end.ended_at + 8 * 86400)
+    local_scheduler.forget_old(tmp_path / "index", end.ended_at + 8 * 86400)
     assert world.scheduler.find("orch-") == []

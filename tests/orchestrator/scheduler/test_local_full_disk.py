@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.errors import Precondition
 from orchestrator.scheduler.interface import Resources
-from orchestrator.scheduler.local import local_records
+from orchestrator.scheduler.local import local_scheduler
 from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.orchestrator.scheduler.contract import World
@@ -18,8 +18,8 @@ def world(tmp_path: Path) -> Iterator[World]:
     index = tmp_path / "index"
     with small_tmpfs(tmp_path / "disk", "1m") as folder:
         yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=folder)
-        for intent in local_records.intents(index):
-            local_records.end_marked(intent.name, 0.0)
+        for intent in local_scheduler.intents(index):
+            local_scheduler.end_marked(intent.name, 0.0)
 
 
 def test_a_job_is_refused_with_the_disk_as_the_reason_and_starts_once_there_is_room_and_its_end_finds_room(
@@ -40,4 +40,4 @@ def test_a_job_is_refused_with_the_disk_as_the_reason_and_starts_once_there_is_r
     fill(world.folder)
     world.scheduler.cancel(job.job_id)
     assert world.until_ended(job) == "CANCELLED"
-    assert local_records.read_end(spec.submission) is not None
+    assert local_scheduler.read_end(spec.submission) is not None

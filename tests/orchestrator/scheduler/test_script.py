@@ -89,7 +89,7 @@ def test_every_shipped_fragment_is_shell_and_says_what_it_is_for(name: str) -> N
 
 
 def test_two_interpreters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="conda and apptainer both say"):
+    with pytest.raises(ConfigError, match="conda and apptainer both define"):
         prepare(spec("conda", "apptainer", env="e", base="b", image="i"), SHIPPED)
 
 

@@ -15,8 +15,8 @@ from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, Sub
 from orchestrator.scheduler.available_schedulers import resolve, usable
 from orchestrator.scheduler.interface import UNREADABLE, UNRECORDED, JobSpec, Resources
 from orchestrator.scheduler.job_environment import Submitter
+from orchestrator.scheduler.script import adopt_payload, find_job_ids
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
-from orchestrator.scheduler.submitit_payload import adopt_payload, find_job_ids
 from tests.orchestrator.scheduler.conftest import Program, printing
 from tests.orchestrator.scheduler.test_slurm_text import accounting, queue
 

@@ -4,13 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduler.interface import UNREADABLE
-from orchestrator.scheduler.job_tags import is_marked
+from orchestrator.scheduler.interface import UNREADABLE, is_marked
 from orchestrator.scheduler.slurm.command_output import (
     SACCT_FIELDS,
     SEPARATOR,
     SQUEUE_FIELDS,
-    Ending,
     TooManyNodes,
     UnreadableField,
     epoch,
@@ -254,7 +252,7 @@ def test_states_are_slurms_words_alone(text: str, word: str) -> None:
     ],
 )
 def test_exit_codes_and_signals(state: str, text: str, ending: tuple[int | None, int | None]) -> None:
-    assert read_ending(state, text) == Ending(*ending)
+    assert read_ending(state, text) == ending
 
 
 def test_times_are_utc_and_unknown_ones_are_none() -> None:

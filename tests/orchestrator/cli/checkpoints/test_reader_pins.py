@@ -13,9 +13,9 @@ from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli.checkpoints.target import Target, kept_while_read
 from orchestrator.registry.lease import Holder, host_name
 from orchestrator.run_dirs.reader_pins import remove_dead_readers
-from orchestrator.scheduler.local.local_records import boot_time
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type
+from trainer.protocol.node_identity import boot_time
 from trainer.protocol.run_dir import RunDir
 
 READ = """

@@ -10,8 +10,7 @@ from orchestrator.controller.jobs.job_identity import JobRecord, changes, identi
 from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.registry.records import Attempt, Run, Submission
 from orchestrator.run_dirs.job_spec import job_spec
-from orchestrator.scheduler.interface import UNREADABLE, JobStatus
-from orchestrator.scheduler.job_tags import tags
+from orchestrator.scheduler.interface import UNREADABLE, JobStatus, tags
 from orchestrator.scheduler.slurm.command_output import epoch
 from orchestrator.states import AttemptState, RunState
 

@@ -17,8 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as Xml
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "proof.md"
-PASSED = "ORCH_PROOF_PASSED"
-"""Environment variable with the path of a file that lists the deselected tests, one per line."""
-REPORT = ROOT / "build" / "proof.xml"
+REPORT = ROOT / "build" / "proof-cases.json"
+PASSED, CASES = "ORCH_PROOF_PASSED", "ORCH_PROOF_CASES"
+"""Environment variables with the paths of the list of deselected tests, and of the cases that pytest writes."""
 HEAD = """# Proof
 
 Results of the long tests (`make proof`), one row per group. [proof.json](proof.json) has the figures of every test.
@@ -44,6 +43,8 @@ Results of the long tests (`make proof`), one row per group. [proof.json](proof.
 
 Result = dict[str, Any]
 """Result of a test: numbers of cases and of passed ones, seconds, date, and its figures by name."""
+Case = dict[str, Any]
+"""A run of a test with its parameters: id, passed, seconds, figures (name, text)."""
 
 
 def _total(values: list[str]) -> str:
@@ -67,7 +68,7 @@ def _fractions(values: list[str]) -> list[float]:
     return [float(number) for value in values for number in re.findall(r"\d+\.\d+(?:e-?\d+)?", value)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Group:
     """A row of the page."""
 
@@ -80,94 +81,82 @@ class Group:
     summary: Callable[[list[str]], str] = _total
 
 
-_WATCH = "tests/trainer/agent/watch/"
-_BLAME = "tests/trainer/agent/blame/"
 GROUPS = (
     Group(
-        title="damaged checkpoints are refused, intact ones load",
-        tests=("tests/checkpointing/engine/restore/test_corruption", "tests/checkpointing/proofs/test_corruption"),
-        label="faults refused with the model untouched",
-        figures="faults refused",
+        "damaged checkpoints are refused, intact ones load",
+        ("tests/checkpointing/engine/restore/test_corruption", "tests/checkpointing/proofs/test_corruption"),
+        "faults refused with the model untouched",
+        "faults refused",
     ),
     Group(
-        title="crashes and disk errors during a save lose no committed checkpoint",
-        tests=("tests/checkpointing/",),
-        label="kills of ranks, writers and jobs",
-        figures="times the ",
+        "crashes and disk errors during a save lose no committed checkpoint",
+        ("tests/checkpointing/",),
+        "kills of ranks, writers and jobs",
+        "times the ",
     ),
     Group(
-        title="malicious files run no code",
-        tests=("tests/checkpointing/proofs/test_no_code",),
-        label="malicious files read",
-        figures="malicious files read",
+        "malicious files run no code",
+        ("tests/checkpointing/proofs/test_no_code",),
+        "malicious files read",
+        "malicious files read",
     ),
     Group(
-        title="any layout restores any checkpoint, also with plain torch",
-        tests=("tests/checkpointing/engine/restore/test_layouts", "tests/checkpointing/proofs/test_interop"),
+        "any layout restores any checkpoint, also with plain torch",
+        ("tests/checkpointing/engine/restore/test_layouts", "tests/checkpointing/proofs/test_interop"),
     ),
     Group(
-        title="restore tests find damage and pass intact checkpoints",
-        tests=(
-            "tests/trainer/worker/restore_test/",
-            "tests/slurm/test_restore_tests",
-            "tests/end_to_end/test_restore_tests",
-        ),
-        label="damaged checkpoints found",
-        figures="damaged checkpoints",
+        "restore tests find damage and pass intact checkpoints",
+        ("tests/trainer/worker/restore_test/", "tests/slurm/test_restore_tests", "tests/end_to_end/test_restore_tests"),
+        "damaged checkpoints found",
+        "damaged checkpoints",
+    ),
+    Group("killed and rolled-back runs end with equal bits", ("tests/trainer/worker/",)),
+    Group(
+        "all layouts train like one rank",
+        ("tests/trainer/parallel/apply/", "tests/trainer/parallel/pipeline/"),
+        "largest relative difference of 20 losses",
+        "largest relative difference of 20 losses",
+        _largest,
     ),
     Group(
-        title="killed and rolled-back runs end with equal bits",
-        tests=("tests/trainer/worker/",),
-    ),
-    Group(
-        title="all layouts train like one rank",
-        tests=("tests/trainer/parallel/apply/", "tests/trainer/parallel/pipeline/"),
-        label="largest relative difference of 20 losses",
-        figures="largest relative difference of 20 losses",
-        summary=_largest,
-    ),
-    Group(
-        title="memory is as the formula predicts",
-        tests=(
+        "memory is as the formula predicts",
+        (
             "tests/trainer/worker/memory/",
             "tests/trainer/parallel/pipeline/test_stage_memory",
             "tests/trainer/parallel/apply/test_expert_runs.py::test_peaks",
         ),
-        label="peak of a step, measured / formula",
-        figures="peak of a step",
-        summary=_range,
+        "peak of a step, measured / formula",
+        "peak of a step",
+        _range,
     ),
     Group(
-        title="hangs are detected in time, with the right rank and kind",
-        tests=(_WATCH, _BLAME, "tests/trainer/agent/flight/"),
-        label="simulated hangs",
-        figures="simulated hangs",
+        "hangs are detected in time, with the right rank and kind",
+        ("tests/trainer/agent/watch/", "tests/trainer/agent/blame/", "tests/trainer/agent/flight/"),
+        "simulated hangs",
+        "simulated hangs",
     ),
     Group(
-        title="healthy runs raise no false alarm",
-        tests=(
-            f"{_WATCH}test_hangs.py::test_four_hundred",
-            f"{_WATCH}test_staged_jobs.py::test_four_hundred",
-            f"{_BLAME}test_no_false_alarm",
+        "healthy runs raise no false alarm",
+        (
+            "tests/trainer/agent/watch/test_hangs.py::test_four_hundred",
+            "tests/trainer/agent/watch/test_staged_jobs.py::test_four_hundred",
+            "tests/trainer/agent/blame/test_no_false_alarm",
         ),
-        label="simulated hours",
-        figures="simulated hours",
+        "simulated hours",
+        "simulated hours",
     ),
     Group(
-        title="stragglers are named",
-        tests=(f"{_WATCH}test_stragglers", f"{_BLAME}test_slow_stages"),
-        label="healthy runs of 1,000 steps with a rank named",
-        figures="false names",
+        "stragglers are named",
+        ("tests/trainer/agent/watch/test_stragglers", "tests/trainer/agent/blame/test_slow_stages"),
+        "healthy runs of 1,000 steps with a rank named",
+        "false names",
     ),
-    Group(title="faults in simulated clusters", tests=("tests/scenarios/",)),
-    Group(title="faults on a real Slurm of four nodes", tests=("tests/slurm/",)),
+    Group("faults in simulated clusters", ("tests/scenarios/",)),
+    Group("faults on a real Slurm of four nodes", ("tests/slurm/",)),
+    Group("faults on one machine", ("tests/end_to_end/", "tests/orchestrator/", "tests/trainer/agent/")),
     Group(
-        title="faults on one machine",
-        tests=("tests/end_to_end/", "tests/orchestrator/", "tests/trainer/agent/"),
-    ),
-    Group(
-        title="unchanged training scripts as a `command:`",
-        tests=(
+        "unchanged training scripts as a `command:`",
+        (
             "tests/slurm/test_commands",
             "tests/end_to_end/test_commands",
             "tests/end_to_end/test_examples",
@@ -175,15 +164,12 @@ GROUPS = (
         ),
     ),
     Group(
-        title="suggestions for layouts that do not fit are accepted",
-        tests=("tests/trainer/parallel/", "tests/orchestrator/config/"),
+        "suggestions for layouts that do not fit are accepted",
+        ("tests/trainer/parallel/", "tests/orchestrator/config/"),
     ),
-    Group(
-        title="packaging and dependencies",
-        tests=("tests/end_to_end/test_wheel", "tests/test_"),
-    ),
+    Group("packaging and dependencies", ("tests/end_to_end/test_wheel", "tests/test_")),
 )
-_OTHER = Group(title="others", tests=())
+_OTHER = Group("others", ())
 
 
 def machine() -> str:
@@ -191,17 +177,17 @@ def machine() -> str:
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
-def results(cases: Iterable[Xml.Element]) -> dict[str, Result]:
+def results(cases: Iterable[Case]) -> dict[str, Result]:
     """Return the results by test, with the cases of all its parameters counted."""
-    tests: dict[str, list[Xml.Element]] = {}
+    tests: dict[str, list[Case]] = {}
     for case in cases:
-        tests.setdefault(node_id(case).partition("[")[0], []).append(case)
+        tests.setdefault(case["id"].partition("[")[0], []).append(case)
     today = str(datetime.datetime.now(datetime.UTC).date())
     return {
         name: {
             "cases": len(members),
-            "passed": sum(map(good, members)),
-            "seconds": round(sum(float(case.get("time", 0)) for case in members)),
+            "passed": sum(case["passed"] for case in members),
+            "seconds": round(sum(case["seconds"] for case in members)),
             "date": today,
             "figures": figures(members),
         }
@@ -209,78 +195,67 @@ def results(cases: Iterable[Xml.Element]) -> dict[str, Result]:
     }
 
 
-def figures(cases: list[Xml.Element]) -> dict[str, int | list[str]]:
+def figures(cases: Iterable[Case]) -> dict[str, int | list[str]]:
     """Return the cases' recorded figures: a sum of whole numbers, since the cases share a count; else every value."""
     found: dict[str, list[str]] = {}
-    for item in (item for case in cases for item in case.iter("property")):
-        found.setdefault(str(item.get("name")), []).extend(str(item.get("value")).splitlines())
+    for name, value in (figure for case in cases for figure in case["figures"]):
+        found.setdefault(name, []).extend(value.splitlines())
     return {
         name: sum(map(int, values)) if all(value.isdigit() for value in values) else list(dict.fromkeys(values))
         for name, values in found.items()
     }
 
 
-def good(case: Xml.Element) -> bool:
-    return not any(child.tag in ("failure", "error", "skipped") for child in case)
-
-
-def node_id(case: Xml.Element) -> str:
-    """Return the name by which pytest selects the case."""
-    file = str(case.get("file"))
-    classes = str(case.get("classname")).removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
-    return "::".join([file, *([classes] if classes else []), str(case.get("name"))])
-
-
-def earlier(paths: list[str]) -> list[Xml.Element]:
+def earlier(paths: Sequence[str]) -> list[Case]:
     """Return the cases that passed in the previous run, except below these paths."""
     if not REPORT.exists():
         return []
-    paths = [os.path.relpath(path, ROOT) for path in paths]
-    cases = [case for case in Xml.parse(REPORT).iter("testcase") if good(case) and case.get("file")]
-    return [case for case in cases if not any(str(case.get("file")).startswith(path) for path in paths)]
+    starts = tuple(os.path.relpath(path, ROOT) for path in paths)
+    return [case for case in json.loads(REPORT.read_text()) if case["passed"] and not case["id"].startswith(starts)]
 
 
-def run(kept: list[Xml.Element], paths: list[str]) -> tuple[int, list[Xml.Element]]:
+def run(kept: Iterable[Case], paths: Sequence[str]) -> tuple[int, list[Case]]:
     """Run the tests below `paths` (none: all) except `kept`; return pytest's exit code and its cases."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "3",
-            "-m",
-            "proof",
-            f"--junitxml={report}",
-            # Private, because other pytest runs clear the default folder during this half-hour run.
-            f"--basetemp={folder}/tests",
-            "-o",
-            "timeout=7200",
-            "-o",
-            "junit_family=xunit1",  # the newer one has no properties of cases
-            "-p",
-            "benchmarks.proof",
-            *paths,
-        ]
-        passed = Path(folder) / "passed"
-        passed.write_text("\n".join(map(node_id, kept)))
+        passed, cases = Path(folder) / "passed", Path(folder) / "cases"
+        passed.write_text("\n".join(case["id"] for case in kept))
+        # A private folder for tests, because other pytest runs clear the default one during this half-hour run.
+        words = f"-m pytest -q -n 3 -m proof --basetemp={folder}/tests -o timeout=7200 -p benchmarks.proof"
+        command = [sys.executable, *words.split(), *paths]
+        environment = {**os.environ, PASSED: str(passed), CASES: str(cases)}
         # Ctrl-C also reaches pytest, which then writes its results so far.
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            subprocess.Popen(command, cwd=ROOT, env={**os.environ, PASSED: str(passed)}) as process,
-        ):
+        with contextlib.suppress(KeyboardInterrupt), subprocess.Popen(command, cwd=ROOT, env=environment) as process:
             process.wait()
-        return process.returncode, list(Xml.parse(report).iter("testcase"))
+        return process.returncode, json.loads(cases.read_text()) if cases.exists() else []
+
+
+class CaseRecorder:
+    """Plugin of pytest's main process that writes every case when the session ends."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, Case] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        new = {"id": report.nodeid, "passed": True, "seconds": 0.0}
+        case = self._cases.setdefault(report.nodeid, new)
+        case["passed"] = case["passed"] and report.passed
+        case["seconds"] += report.duration
+        case["figures"] = [(name, str(value)) for name, value in report.user_properties]
+
+    def pytest_sessionfinish(self) -> None:
+        Path(os.environ[CASES]).write_text(json.dumps(list(self._cases.values())))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CaseRecorder())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect passed tests; `--deselect` would also deselect every test whose name begins with one of theirs."""
     passed = set(Path(os.environ[PASSED]).read_text().splitlines())
-    kept = [item for item in items if item.nodeid in passed]
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
     items[:] = [item for item in items if item.nodeid not in passed]
-    config.hook.pytest_deselected(items=kept)
 
 
 def main() -> int:
@@ -293,17 +268,11 @@ def main() -> int:
     code, fresh = run(kept, options.only or [])
     cases = kept + fresh
     if not options.only:
-        _write_report(cases)
+        REPORT.parent.mkdir(exist_ok=True)
+        REPORT.write_text(json.dumps(cases))
     passed = write_page((saved_results() if options.only else {}) | results(cases))
     print(f"{passed}; written to {PAGE.relative_to(ROOT)} and {PAGE.with_suffix('.json').name}")
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED and cases else int(code)
-
-
-def _write_report(cases: list[Xml.Element]) -> None:
-    suite = Xml.Element("testsuite")
-    suite.extend(cases)
-    REPORT.parent.mkdir(exist_ok=True)
-    Xml.ElementTree(suite).write(REPORT)
 
 
 def saved_results() -> dict[str, Result]:

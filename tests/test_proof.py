@@ -1,8 +1,8 @@
-"""`make proof` goes on with a run before: all that has not passed is run, and nothing that has."""
+"""`make proof`: a continued run repeats only tests that have not passed; figures, groups and dates of its page."""
 
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.proof
 PLACE = pathlib.Path(__file__).parent
 
 
-def test_one():
+def test_one(record_property):
+    record_property("kills", 3)
     (PLACE / "one").open("a").write("x")
 
 
@@ -26,29 +27,30 @@ def test_one_more():
 
 
 @pytest.mark.proof
-def test_what_has_failed_is_run_again_whatever_the_names_of_those_that_passed(
+def test_a_continued_run_repeats_failed_tests_only_whatever_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = proof: long\n")
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "docs").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(proof.ROOT))
-    for name, value in (("ROOT", "."), ("PAGE", "docs/proof.md"), ("REPORT", "build/proof.xml")):
+    for name, value in (("ROOT", "."), ("PAGE", "docs/proof.md"), ("REPORT", "build/cases.json")):
         monkeypatch.setattr(proof, name, tmp_path / value)
 
-    def go_on(*arguments: str) -> tuple[int, str]:
+    def continue_run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["proof", *arguments])
         code = proof.main()
-        told = (tmp_path / "docs" / "proof.md").read_text()
-        return code, next(line for line in told.splitlines() if line.startswith("- result"))
+        page = (tmp_path / "docs" / "proof.md").read_text()
+        return code, next(line for line in page.splitlines() if line.startswith("- result"))
 
-    assert go_on() == (1, "- result: 1 of 2 passed")
+    assert continue_run() == (1, "- result: 1 of 2 passed")
     (tmp_path / "mended").touch()
-    assert go_on("--again") == (0, "- result: 2 of 2 passed")
+    assert continue_run("--again") == (0, "- result: 2 of 2 passed")
     assert (tmp_path / "one").read_text() == "x"
+    assert proof.saved_results()["test_cases.py::test_one"]["figures"] == {"kills": 3}
 
 
-def test_what_is_not_run_keeps_its_result_and_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_run_keeps_the_other_results_and_dates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = ["   a b", "a  1 ."]
     before = {
         "tests/scenarios/test_traces.py::test_seeds": {
@@ -68,15 +70,10 @@ def test_what_is_not_run_keeps_its_result_and_its_date(tmp_path: Path, monkeypat
     assert "| faults on a real Slurm of four nodes | 1 | 1 | " in page
 
 
-def case_with(**figures: str) -> ElementTree.Element:
-    """A passed case on Slurm with its name, and figures as properties."""
-    name = figures.pop("name", "test_figures")
-    case = ElementTree.Element("testcase", name=name, file="tests/slurm/test_runs.py", time="2.0")
-    case.set("classname", "tests.slurm.test_runs")
-    properties = ElementTree.SubElement(case, "properties")
-    for key, value in figures.items():
-        ElementTree.SubElement(properties, "property", name=key, value=value)
-    return case
+def case_with(name: str = "test_figures", **figures: str) -> dict[str, Any]:
+    """Return a passed case on Slurm."""
+    found = list(figures.items())
+    return {"id": f"tests/slurm/test_runs.py::{name}", "passed": True, "seconds": 2.0, "figures": found}
 
 
 def test_figures_of_all_cases_are_added_up_or_listed() -> None:

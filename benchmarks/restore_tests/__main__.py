@@ -19,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery.polling import NotInTimeError
 from benchmarks.restore_tests import beside, sizes
+from benchmarks.runner import NotInTimeError
 
 _FAILURES = (NotInTimeError, RuntimeError, OSError, LookupError, ValueError, subprocess.SubprocessError)
 _BESIDE = "beside"

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery.job import BenchmarkRun
 from benchmarks.restore_tests.sizes import ON_TWO_RANKS, run_test
+from benchmarks.submitted_run import BenchmarkRun
 from trainer.protocol.events import read_events
 from trainer.protocol.logs.line_file import work_lines
 from trainer.protocol.run_dir import RunDir

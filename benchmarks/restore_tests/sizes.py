@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint.limits import BLOCK, CORES, raw_read, room
-from benchmarks.checkpoint.states import drop, warm
-from benchmarks.recovery.job import BenchmarkRun
+from benchmarks.checkpoint_sides import BLOCK, CORES, drop, raw_read, room, warm
+from benchmarks.submitted_run import BenchmarkRun
 from checkpointing.tiers.catalog import Catalog
 from trainer.protocol.logs.line_file import work_lines
 from trainer.protocol.restore_test import Outcome

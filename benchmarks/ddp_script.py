@@ -1,6 +1,6 @@
-"""Script for both launchers: ordinary DDP with its own checkpoint, independent of either.
+"""Script for torchrun and orch: ordinary DDP with its own checkpoint, independent of either launcher.
 
-    RANK=... torchrun ... script.py FOLDER STEPS STEP_SECONDS
+    RANK=... torchrun ... ddp_script.py FOLDER STEPS STEP_SECONDS
 
 Every rank writes one line per step to FOLDER/rank-N.jsonl: {time, step, pid}. It sleeps for most of a step, so that the
 machine is as idle as a machine whose ranks compute on GPUs.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-_EVERY = 5
+_SAVE_EVERY = 5
 
 
 def main(folder: Path, steps: int, seconds: float) -> None:
@@ -39,8 +39,8 @@ def main(folder: Path, steps: int, seconds: float) -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(seconds)
-            tell(lines, step)
-            if dist.get_rank() == 0 and step % _EVERY == 0:
+            write_step(lines, step)
+            if dist.get_rank() == 0 and step % _SAVE_EVERY == 0:
                 torch.save(
                     {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
                     saved.with_suffix(".tmp"),
@@ -49,7 +49,7 @@ def main(folder: Path, steps: int, seconds: float) -> None:
     dist.destroy_process_group()
 
 
-def tell(lines: TextIO, step: int) -> None:
+def write_step(lines: TextIO, step: int) -> None:
     lines.write(json.dumps({"time": time.time(), "step": step, "pid": os.getpid()}) + "\n")
     lines.flush()
 

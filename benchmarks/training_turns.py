@@ -1,8 +1,7 @@
-"""Turn-by-turn training of two sides on one machine; confidence interval of a median."""
+"""Turn-by-turn training of a run of ours and a bare loop on one machine."""
 
 import contextlib
 import json
-import math
 import os
 import signal
 import statistics
@@ -10,33 +9,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.recovery.job import BenchmarkRun, free_port
-from benchmarks.recovery.polling import lines, until
+from benchmarks.runner import until
+from benchmarks.submitted_run import BenchmarkRun, free_port, read_lines
 from trainer.protocol.logs.line_file import read_new_lines
 
-PATIENCE = 300.0
-_FROM = 20
-"""Warm-up steps before the first measured one."""
-_TURN_SECONDS = 2.0
-_BARE = {
+_WARM_STEPS, _PATIENCE, _TURN_SECONDS = 20, 300.0, 2.0
+_BARE_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_FR_BUFFER_SIZE": "0",
     # The values that glibc reaches in a process with as many imports as ours: otherwise the loop returns memory in
     # every step, and has a thousand page faults that ours does not have.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+    "MASTER_ADDR": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
 }
 """Environment of a bare loop: one thread like ours, no flight recorder."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
+class Turn(NamedTuple):
     """Result of one turn of a side: the median of its steps, their number, and CPU seconds of all processes."""
 
     seconds: float
@@ -44,7 +40,7 @@ class Turn:
     cpu: float
 
 
-class Side:
+class TrainingSide:
     """Processes that train in turn with others and are stopped meanwhile."""
 
     def __init__(self, log: Path, watching: Collection[int], watched: Collection[int]) -> None:
@@ -70,16 +66,16 @@ class Side:
 
     def turn(self) -> None:
         """Train alone for a while, and record the turn."""
-        first, before = len(lines(self._log)), self._spent()
+        first, before = len(read_lines(self._log)), self._spent_cpu()
         self.resume()
         time.sleep(_TURN_SECONDS)
         self.pause()
-        told = [float(line["time"]) for line in lines(self._log)[first:] if _is_of_rank_zero(line)]
-        seconds = [after - before for before, after in zip(told, told[1:], strict=False)]
+        times = [float(line["time"]) for line in read_lines(self._log)[first:] if _is_of_rank_zero(line)]
+        seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
         self._steps += seconds
-        self.turns.append(Turn(seconds=statistics.median(seconds), steps=len(told), cpu=self._spent() - before))
+        self.turns.append(Turn(statistics.median(seconds), len(times), self._spent_cpu() - before))
 
-    def _spent(self) -> float:
+    def _spent_cpu(self) -> float:
         return sum(map(cpu_seconds, (*self._watching, *self._watched)))
 
     @property
@@ -92,55 +88,52 @@ class Side:
         return sum(turn.cpu for turn in self.turns) / sum(turn.steps for turn in self.turns) / ranks
 
 
-def job_side(job: BenchmarkRun, ranks: int) -> Side:
-    """Return the side of a run on its nodes, with ranks bound to cores, once it has warmed up.
+def train_in_turns(
+    job: BenchmarkRun, ranks: int, words: Sequence[str], logs: Path, turns: int
+) -> tuple[TrainingSide, TrainingSide]:
+    """Train `job` and the bare ranks `python WORDS` alone, in changing order; return both sides.
 
-    The controller, shared by all runs, is left out.
+    The controller, shared by all runs, is left out of ours. Afterwards ours is resumed, so that the run can be ended.
     """
-    job.wait_for_step(_FROM, PATIENCE)
-    agents = {agent.pid for agent in job.processes("orch-agent")}
-    _bind([job.pid(rank) for rank in range(ranks)])
-    return Side(job.work_log(0), agents, job.on_nodes() - agents)
+    job.wait_for_step(_WARM_STEPS, _PATIENCE)
+    agents = job.processes("orch-agent")
+    watching = {agent.pid for agent in agents}
+    _bind_to_cores([job.pid(rank) for rank in range(ranks)])
+    on_nodes = {process.pid for agent in agents for process in agent.children(recursive=True)}
+    ours = TrainingSide(job.work_log(0), watching, on_nodes - watching)
+    with _bare_side(logs, words, ranks) as bare:
+        try:
+            for side in (ours, bare):
+                side.pause()
+            for number in range(turns):
+                for side in (ours, bare) if number % 2 else (bare, ours):
+                    side.turn()
+        finally:
+            ours.resume()
+    return ours, bare
 
 
 @contextlib.contextmanager
-def bare_side(logs: Path, words: Sequence[str], ranks: int) -> Iterator[Side]:
-    """Start `python WORDS` as unmonitored ranks; yield their side once warm. Each rank writes `logs`/rank-N.jsonl."""
+def _bare_side(logs: Path, words: Sequence[str], ranks: int) -> Iterator[TrainingSide]:
+    """Start unmonitored ranks; yield their side once warm. Each rank writes `logs`/rank-N.jsonl."""
     logs.mkdir(parents=True)
-    shared = {
-        **os.environ, **_BARE, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        said = stack.enter_context((logs / "said.log").open("wb"))
-        begun = [
+    shared = {**os.environ, **_BARE_ENVIRONMENT, "WORLD_SIZE": str(ranks), "MASTER_PORT": str(free_port())}
+    with (logs / "output.log").open("wb") as output:
+        started = [
             subprocess.Popen(
-                [sys.executable, *words], env={**shared, "RANK": str(rank)}, stdout=said, stderr=subprocess.STDOUT
+                [sys.executable, *words], env={**shared, "RANK": str(rank)}, stdout=output, stderr=subprocess.STDOUT
             )
             for rank in range(ranks)
         ]
         try:
             log = logs / "rank-0.jsonl"
-            until(lambda: _has_warmed_up(log, begun), PATIENCE, f"step {_FROM} of the bare loop")
-            _bind([rank.pid for rank in begun])
-            yield Side(log, (), [rank.pid for rank in begun])
+            until(lambda: _has_warmed_up(log, started), _PATIENCE, f"step {_WARM_STEPS} of the bare loop")
+            _bind_to_cores([rank.pid for rank in started])
+            yield TrainingSide(log, (), [rank.pid for rank in started])
         finally:
-            for rank in begun:
+            for rank in started:
                 rank.kill()
                 rank.wait()
-
-
-def take_turns(ours: Side, bare: Side, turns: int) -> None:
-    """Run each side alone, in changing order; afterwards resume ours, so that its run can be ended."""
-    sides = [ours, bare]
-    try:
-        for side in sides:
-            side.pause()
-        for number in range(turns):
-            for side in sides if number % 2 else reversed(sides):
-                side.turn()
-    finally:
-        ours.resume()
 
 
 def _is_of_rank_zero(line: dict[str, Any]) -> bool:
@@ -152,12 +145,12 @@ def _has_warmed_up(log: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> bool 
     """Return True once warm, else None; raises RuntimeError as soon as a rank of the bare loop has ended."""
     ended = [f"rank {number} with code {rank.poll()}" for number, rank in enumerate(ranks) if rank.poll() is not None]
     if ended:
-        said = (log.parent / "said.log").read_text(errors="replace").strip().splitlines()[-1:]
-        raise RuntimeError(f"the bare loop ended: {', '.join([*ended, *said])}")
-    return len(lines(log)) >= _FROM or None
+        last = (log.parent / "output.log").read_text(errors="replace").strip().splitlines()[-1:]
+        raise RuntimeError(f"the bare loop ended: {', '.join([*ended, *last])}")
+    return len(read_lines(log)) >= _WARM_STEPS or None
 
 
-def _bind(ranks: Sequence[int]) -> None:
+def _bind_to_cores(ranks: Sequence[int]) -> None:
     """Bind each rank with all its threads to one core."""
     cores = sorted(os.sched_getaffinity(0))
     for place, pid in enumerate(ranks):
@@ -174,15 +167,3 @@ def cpu_seconds(pid: int) -> float:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError as error:
         raise psutil.NoSuchProcess(pid) from error
-
-
-def interval(ordered: list[float]) -> tuple[float, float]:
-    """Return the narrowest symmetric pair of order statistics that contains the median in 95 of 100 cases."""
-    count, outside, place = len(ordered), 0.0, 0
-    while place < count // 2:
-        outside += 2 * math.comb(count, place) / 2**count
-        if outside > 0.05:
-            break
-        place += 1
-    first = max(0, place - 1)
-    return ordered[first], ordered[count - 1 - first]

@@ -1,6 +1,6 @@
 """Synthetic agents, all in one process: they join, report and answer like real ones, without ranks.
 
-    python -m benchmarks.scale.agents COORDINATOR_JSON NODES RANKS_PER_NODE STEP_SECONDS
+    python -m benchmarks.synthetic_agents COORDINATOR_JSON NODES RANKS_PER_NODE STEP_SECONDS
 
 A line on stdin stops one rank: `stopped RANK` (its process is halted) or `forward RANK` (it computes forever). The
 answer is a line of JSON with the time of the stop, seconds since the epoch; `reports 0` requests the report count.
@@ -28,7 +28,7 @@ from trainer.protocol.rank_progress.progress import SECTIONS
 _JOIN_AT_ONCE = 100
 _SHARE = {"data": 0.05, "forward": 0.35, "backward": 0.55, "optimizer": 0.05}
 _LOOK_SECONDS = 0.2
-_A_STEP = 4
+_COLLECTIVES = 4
 """Collectives in each step."""
 _P99_SECONDS = 10.0
 _FLIGHTS_AT_ONCE = 4
@@ -39,24 +39,16 @@ class SyntheticRanks:
     """Positions of all ranks: they step together, until one stops and the others wait for it in a collective."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._began, self._generation = time.monotonic(), 0
-        self.culprit, self.how, self._stopped = -1, "", 0.0
+        self.culprit, self.how, self.stopped = -1, "", 0.0
         self.reports = 0
 
     def stop(self, how: str, rank: int) -> None:
         """Stop a rank in the middle of a forward pass."""
-        step = int((time.monotonic() - self._began) / self._seconds) + 1
+        step = int((time.monotonic() - self._began) / self.seconds) + 1
         self.culprit, self.how = rank, how
-        self._stopped = self._began + (step + 0.2) * self._seconds
-
-    def usual(self, phase: str) -> float:
-        """Return the seconds of this phase in every step."""
-        return _SHARE[phase] * self._seconds
-
-    def due(self) -> float:
-        """Return the seconds until the last ordered stop."""
-        return self._stopped - time.monotonic()
+        self.stopped = self._began + (step + 0.2) * self.seconds
 
     def begin(self, generation: int) -> None:
         """Start a generation; every agent calls this, and the first call counts."""
@@ -67,27 +59,27 @@ class SyntheticRanks:
         """Return the present sample of one rank."""
         now, stands = time.monotonic(), False
         at = now
-        if self.culprit >= 0 and now > self._stopped:
-            waits = self._stopped + (0.0 if rank == self.culprit else 0.5 * self._seconds)
+        if self.culprit >= 0 and now > self.stopped:
+            waits = self.stopped + (0.0 if rank == self.culprit else 0.5 * self.seconds)
             at, stands = min(now, waits), now > waits
-        step, into = divmod((at - self._began) / self._seconds, 1.0)
+        step, into = divmod((at - self._began) / self.seconds, 1.0)
         phase, entered = _phase(into)
-        age = now - at if stands else (into - entered) * self._seconds
+        age = now - at if stands else (into - entered) * self.seconds
         return RankSample(
             rank=rank, node=node, step=int(step), phase=phase, first=step < 1, age=round(age, 4),
-            collective=int(step) * _A_STEP + (2 if phase == "backward" else 1), alive=round(age, 4),
+            collective=int(step) * _COLLECTIVES + (2 if phase == "backward" else 1), alive=round(age, 4),
             state="T" if age > STILL and self._is_halted(rank) else "S" if stands else "R",
             lock=0.01,
         )  # fmt: skip
 
     def sees_halted(self, ranks: range) -> bool:
-        return self._is_halted(self.culprit) and self.culprit in ranks and time.monotonic() > self._stopped + STILL
+        return self._is_halted(self.culprit) and self.culprit in ranks and time.monotonic() > self.stopped + STILL
 
     def _is_halted(self, rank: int) -> bool:
-        return rank == self.culprit >= 0 and self.how == "stopped" and time.monotonic() > self._stopped
+        return rank == self.culprit >= 0 and self.how == "stopped" and time.monotonic() > self.stopped
 
     def work(self, rank: int, step: int) -> tuple[int, ...]:
-        total = int(step * self._seconds * 1e9)
+        total = int(step * self.seconds * 1e9)
         return (rank, step, *(int(total * _SHARE[section.name.lower()]) for section in SECTIONS))
 
     def flight(self, rank: int, node: str, world: tuple[int, ...]) -> str:
@@ -125,15 +117,15 @@ class SyntheticAgent:
     def __init__(self, node: int, nodes: int, ranks: int, world: SyntheticRanks) -> None:
         self._node, self._name, self._world = node, f"node{node:04d}", world
         self._ranks, self._all = range(node * ranks, (node + 1) * ranks), tuple(range(nodes * ranks))
-        self._schedule, self._generation, self._told_p99 = ReportSchedule(node, nodes, time.monotonic()), 0, 0.0
+        self._schedule, self._generation, self._p99_sent = ReportSchedule(node, nodes, time.monotonic()), 0, 0.0
         self._newest: dict[int, int] = {}
         self._peer: CoordinatorPeer
 
-    async def live(self, found: dict[str, Any], attempt: int) -> None:
+    async def live(self, address: dict[str, Any], attempt: int) -> None:
         hello = Hello(protocol=PROTOCOL, release=installed_release(), node=self._node, name=self._name, attempt=attempt)
         while not hasattr(self, "_peer"):
             try:
-                self._peer = await connect(found["host"], found["port"], found["token"], hello)
+                self._peer = await connect(address["host"], address["port"], address["token"], hello)
             except OSError:
                 await asyncio.sleep(0.2)
         self._peer.send(agents.PreflightReport(faults=()))
@@ -181,22 +173,24 @@ class SyntheticAgent:
     def _progress(self) -> agents.ProgressReport:
         if not self._generation:
             return agents.ProgressReport(generation=0)
-        seen = [self._world.see(rank, self._name) for rank in self._ranks]
-        step = min(one.step for one in seen)
-        work = tuple(self._world.work(one.rank, one.step) for one in seen if one.step > self._newest.get(one.rank, 0))
+        samples = [self._world.see(rank, self._name) for rank in self._ranks]
+        step = min(sample.step for sample in samples)
+        newer = [sample for sample in samples if sample.step > self._newest.get(sample.rank, 0)]
+        work = tuple(self._world.work(sample.rank, sample.step) for sample in newer)
         self._newest.update({row[0]: row[1] for row in work})
         return agents.ProgressReport(
-            generation=self._generation, step=step, phase=seen[0].phase, loss=2.5 + random.random(), total=1_000_000,
-            step_seconds=1.0, stepped=step > 0, samples=tuple(one.to_row() for one in seen), work=work, p99=self._p99(),
+            generation=self._generation, step=step, phase=samples[0].phase, loss=2.5 + random.random(), total=1_000_000,
+            step_seconds=1.0, stepped=step > 0, samples=tuple(sample.to_row() for sample in samples), work=work,
+            p99=self._p99(),
         )  # fmt: skip
 
     def _p99(self) -> dict[str, float]:
         """Return the p99 of each phase, which changes occasionally."""
         now = time.monotonic()
-        if now - self._told_p99 < _P99_SECONDS:
+        if now - self._p99_sent < _P99_SECONDS:
             return {}
-        self._told_p99 = now
-        return {phase: round(self._world.usual(phase) * random.uniform(1.0, 1.4), 3) for phase in _SHARE}
+        self._p99_sent = now
+        return {phase: round(_SHARE[phase] * self._world.seconds * random.uniform(1.0, 1.4), 3) for phase in _SHARE}
 
 
 async def _follow_orders(world: SyntheticRanks) -> None:
@@ -207,17 +201,17 @@ async def _follow_orders(world: SyntheticRanks) -> None:
             print(json.dumps({"reports": world.reports}), flush=True)
             continue
         world.stop(how, int(rank))
-        print(json.dumps({"rank": world.culprit, "time": time.time() + world.due()}), flush=True)
+        print(json.dumps({"rank": world.culprit, "time": time.time() + world.stopped - time.monotonic()}), flush=True)
 
 
 async def main(found: Path, nodes: int, ranks: int, seconds: float) -> None:
-    told, world = json.loads(found.read_text()), SyntheticRanks(seconds)
+    address, world = json.loads(found.read_text()), SyntheticRanks(seconds)
     attempt = int(found.parent.name)
     orders = asyncio.create_task(_follow_orders(world))
     agents = [SyntheticAgent(node, nodes, ranks, world) for node in range(nodes)]
     living = []
     for at in range(0, nodes, _JOIN_AT_ONCE):
-        living += [asyncio.create_task(agent.live(told, attempt)) for agent in agents[at : at + _JOIN_AT_ONCE]]
+        living += [asyncio.create_task(agent.live(address, attempt)) for agent in agents[at : at + _JOIN_AT_ONCE]]
         await asyncio.sleep(0.05)
     await asyncio.gather(*living)
     orders.cancel()

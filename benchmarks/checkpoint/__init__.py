@@ -1,1 +1,0 @@
-"""The checkpoint engine compared with the hardware's limit, torch's checkpoints and its own targets."""

@@ -1,1 +1,0 @@
-"""The coordinator of a large job, with agents whose ranks are synthetic."""

@@ -87,8 +87,6 @@ class Checkpointer:
         self._queue: SaveQueue | None = None
         self.committed_step: int | None = None
         """Step of the newest checkpoint that this object has committed or restored; settled after `wait`."""
-        self.agreed_committed_step: int | None = None
-        """The newest step committed on every rank when `save` was last called; the same value on all ranks."""
         self._newest: int | None = None  # step of the save that started last
         self.failure: str | None = None
         """Reason why the newest save failed, known on every rank; None if it succeeded. Settled after `wait`."""
@@ -164,7 +162,6 @@ class Checkpointer:
         """
         parts = self._match(tensors)
         agreed = self._agree(step, parts, own)
-        self.agreed_committed_step = agreed.committed
         reason = self._reason_to_skip(agreed)
         if reason is not None:
             self._emit_on_leader("checkpoint.skipped", step=step, reason=reason)
@@ -186,7 +183,6 @@ class Checkpointer:
                 step=step,
                 has_room=(stager is None or stager.has_room) and (self._queue is None or self._queue.alive),
                 idle=stager is None or stager.buffers.idle,
-                committed=self.committed_step,
                 rank_state=int(digest(canonical(own or {}))[:15], 16),
             ),
         )
@@ -328,10 +324,9 @@ class Checkpointer:
         if self._looks_after_first_tier:
             self._start_debris_collection()
         if restored is None:
-            self.committed_step = self.agreed_committed_step = None
+            self.committed_step = None
             return None
-        committed = agree_on_committed_step(self._ranks, self._tiers.tiers, self._owner, restored)
-        self.committed_step = self.agreed_committed_step = committed
+        self.committed_step = agree_on_committed_step(self._ranks, self._tiers.tiers, self._owner, restored)
         return restored
 
     def wait(self) -> None:

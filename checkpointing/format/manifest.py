@@ -64,10 +64,6 @@ class Index:
         }
         return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
-    def find_pieces(self, key: str) -> tuple[Piece, ...]:
-        """Return the pieces of one tensor."""
-        return tuple(piece for piece in self.pieces if piece.key == key)
-
 
 def parse_index(data: bytes) -> Index:
     """Parse `index.json`; raises ManifestError for anything that `Index.encode` would not have written."""

@@ -8,7 +8,18 @@ from pathlib import Path
 
 from checkpointing.errors import ManifestError
 from checkpointing.format.commit import DELETED, parse_name, read_commit
-from checkpointing.format.manifest import COMMIT, INDEX, MANIFEST, FileEntry, Index, Manifest, parse, parse_index
+from checkpointing.format.manifest import (
+    COMMIT,
+    FINGERPRINTS,
+    INDEX,
+    MANIFEST,
+    FileEntry,
+    Index,
+    Manifest,
+    parse,
+    parse_fingerprints,
+    parse_index,
+)
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.storage.digests import digest
 from checkpointing.storage.storage_errors import error_words
@@ -239,6 +250,13 @@ def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
     if len(data) != entry.size or tuple(map(digest, pieces)) != entry.chunks:
         raise ManifestError(f"{file} does not match its digest")
     return data
+
+
+def read_fingerprints(storage: Storage, manifest: Manifest) -> dict[str, str] | None:
+    """Return the fingerprints taken at save, by key; None if there are none. Raises ManifestError or OSError."""
+    if manifest.file(FINGERPRINTS) is None:
+        return None
+    return parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS))
 
 
 def add_tensor_names(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fault]:

@@ -1,4 +1,4 @@
-"""A rank's end of its writer, which turns orders into futures. The writer is a process, or threads of this one."""
+"""A rank's end of its writer process, which turns orders into futures."""
 
 import contextlib
 import itertools
@@ -13,19 +13,15 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from checkpointing.format.manifest import FileEntry
-from checkpointing.storage.backends import Storage, open_storage
-from checkpointing.tiers.copy_files import Copied, CopyOrder, copy_files
+from checkpointing.tiers.copy_files import Copied, CopyOrder
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import (
     MessageStream,
-    OrderThreads,
     WriteOrder,
     WriteResult,
     decode_entry,
     decode_error,
     decode_write_result,
-    put_file,
-    write_files,
 )
 
 T = TypeVar("T")
@@ -180,54 +176,3 @@ class WriterLink:
                 # A process that hangs in the kernel on a dead disk cannot be killed and must be left behind.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_LEAVE_SECONDS)
-
-
-class InProcessWriter:
-    """Writer that runs the same orders in threads of this process, on one storage or on each order's place."""
-
-    alive = True
-
-    def __init__(self, storage: Storage | None = None, arena: Arena | None = None) -> None:
-        self.arena = arena if arena is not None else Arena.create()
-        self._storage, self._orders = storage, OrderThreads()
-
-    def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """Write files out of a buffer; the buffer must not change before the future has ended."""
-        return self._orders.start(
-            lambda cancel_token: write_files(order, self.arena, cancel_token, self._storage),
-            reads_memory_for=order.place,
-        )
-
-    def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
-        """Write one small file durably, in parallel with other orders."""
-        return self._orders.start(lambda _: put_file(self._open_storage(place), folder, name, blob))
-
-    def copy(self, order: CopyOrder) -> "Future[Copied]":
-        """Copy files of a checkpoint to another tier, between the places named in the order."""
-        return self._orders.start(
-            lambda cancel_token: copy_files(order, stopped=cancel_token.is_cancelled, sleep=cancel_token.sleep)
-        )
-
-    def ping(self) -> "Future[None]":
-        """Return a future that ends at once."""
-        return self._orders.start(lambda _: None)
-
-    def warm(self) -> "Future[None]":
-        """Return a future that ends once this process's page table is populated."""
-        return self._orders.start(lambda _: self.arena.populate())
-
-    def replacement(self) -> "InProcessWriter":
-        """Return itself: threads cannot be lost."""
-        return self
-
-    def cancel(self) -> None:
-        """Cancel orders in flight between two blocks; their futures end with OSError (ECANCELED)."""
-        self._orders.cancel()
-
-    def close(self) -> None:
-        """Abandon orders in flight."""
-        self._orders.quiesce(_LEAVE_SECONDS)
-        self.arena.close()
-
-    def _open_storage(self, place: str) -> Storage:
-        return self._storage if self._storage is not None else open_storage(place)

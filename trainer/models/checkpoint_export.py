@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 from checkpointing.engine.interchange.exporter import (
     LARGEST_FILE,
     Exported,
     ExportedTensor,
-    SealedCheckpoint,
     new_folder,
+    open_for_export,
     write_json,
     write_safetensors,
     write_torch,
@@ -99,7 +100,7 @@ def export(
 
     Raises Refused if a byte differs from the original, FileExistsError if the folder is not empty, OSError.
     """
-    with SealedCheckpoint(storage, name) as source, new_folder(request.folder) as draft:
+    with open_for_export(storage, name) as source, new_folder(request.folder) as draft:
         if request.to == "torch":
             wanted = _torch_names(source, request)
             nest = _make_nest(source, request)

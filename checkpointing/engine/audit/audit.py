@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from checkpointing.engine.audit.values import Values
+from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 from checkpointing.engine.restore.metadata_reader import (
     VerifiedFile,
     index_from_metadata,
@@ -35,7 +35,6 @@ from checkpointing.format.manifest import (
     Manifest,
     Piece,
     TensorInfo,
-    parse_fingerprints,
 )
 from checkpointing.format.read_plan import Box, overlaps
 from checkpointing.format.torch_record import ReadAt, read_record
@@ -47,7 +46,7 @@ from checkpointing.verification.verify import (
     Fault,
     Progress,
     Report,
-    read_listed,
+    read_fingerprints,
     read_sealed,
     verify_checkpoint,
 )
@@ -354,10 +353,9 @@ def value_faults(
 ) -> tuple[list[Fault], int, list[str]]:  # fmt: skip
     """Load every value of the share once; return the faults, the bytes loaded, and notes."""
     known, faults = _fingerprints(storage, manifest, index)
-    with Values(storage, manifest, index) as values:
-        keys = share.take(values.in_file_order(), lambda key: sum(piece.nbytes for piece in values.pieces(key)))
-        judge = _Judge(manifest, values, expected, known, progress)
-        judge.total = sum(piece.nbytes for key in keys for piece in values.pieces(key))
+    with SealedCheckpoint(storage, manifest, index, known) as sealed:
+        keys = share.take(sealed.in_file_order(), sealed.nbytes)
+        judge = _Judge(sealed, expected, known is not None, sum(map(sealed.nbytes, keys)), progress)
         for key in keys:
             faults += judge.tensor(key)
         return faults, judge.done, judge.notes
@@ -367,72 +365,55 @@ class _Judge:
     """Check of values tensor by tensor: fingerprints, NaN and infinities, and the owner's own checks."""
 
     def __init__(
-        self, manifest: Manifest, values: Values, expected: TensorExpectations, known: Mapping[str, str] | None,
+        self, sealed: SealedCheckpoint, expected: TensorExpectations, has_fingerprints: bool, total: int,
         progress: Progress | None,
     ) -> None:  # fmt: skip
-        self._manifest, self._values, self._expected, self._known = manifest, values, expected, known
-        self._progress, self.done, self.total = progress, 0, 0
-        self._trained = frozenset(expected.trained(values.index))
+        self._sealed, self._expected, self._has_fingerprints = sealed, expected, has_fingerprints
+        self._progress, self.done, self._total = progress, 0, total
+        self._trained = frozenset(expected.trained(sealed.index))
         self.notes: list[str] = []
 
     def tensor(self, key: str) -> Iterator[Fault]:
         """Yield the faults of one tensor."""
-        examined = _Examined(self._values.index.tensors[key].shape)
-        for piece in self._values.pieces(key):
-            before = examined.nans
-            for block, offsets in self._values.blocks(piece):
-                examined.take(block, offsets)
+        parts, not_finite, nans = list[tuple[int, int]](), 0, 0
+        for piece in self._sealed.pieces(key):
+            before = nans
+            for block, offsets in self._sealed.piece_blocks(piece):
+                parts.append(partial(block, offsets, self._sealed.shape(key)))
+                if block.is_floating_point() or block.is_complex():
+                    # torch.isfinite does not support float8.
+                    values = block.float() if block.is_floating_point() and block.itemsize == 1 else block
+                    not_finite += int(values.numel() - torch.isfinite(values).sum())
+                    nans += int(torch.isnan(values).sum())
                 self.done += block.nbytes
                 if self._progress:
-                    self._progress(self.done, self.total)
-            if examined.nans > before and key in self._trained:
-                yield self._fault(key, f"{examined.nans - before} values are NaN, in a tensor that trains", piece)
-        if examined.wild and not (examined.nans and key in self._trained):
-            self.notes.append(f"{key}: {examined.wild} values are NaN or infinite")
-        if self._known is not None and self._known.get(key) != examined.fingerprint:
-            yield self._fault(key, f"fingerprint is {examined.fingerprint}, at save it was {self._known.get(key)}")
+                    self._progress(self.done, self._total)
+            if nans > before and key in self._trained:
+                yield self._fault(key, f"{nans - before} values are NaN, in a tensor that trains", piece)
+        if not_finite and not (nans and key in self._trained):
+            self.notes.append(f"{key}: {not_finite} values are NaN or infinite")
+        found, saved = combine(parts), self._sealed.fingerprints.get(key)
+        if self._has_fingerprints and saved != found:
+            yield self._fault(key, f"fingerprint is {found}, at save it was {saved}")
         for beginning, judge in self._expected.readable.items():
-            if key.startswith(beginning):
-                reason = judge(key, self._values.rows(key, 0, self._values.row_count(key)))
-                yield from [self._fault(key, reason)] if reason else []
+            if key.startswith(beginning) and (reason := judge(key, self._sealed.read_tensor(key))):
+                yield self._fault(key, reason)
 
     def _fault(self, key: str, reason: str, piece: Piece | None = None) -> Fault:
         """Return a fault with the file and chunk of the values, or of the first of them."""
-        piece = piece or next(iter(self._values.pieces(key)), None)
-        entry = self._manifest.file(piece.file) if piece else None
+        piece = piece or next(iter(self._sealed.pieces(key)), None)
+        entry = self._sealed.manifest.file(piece.file) if piece else None
         if piece is None or entry is None:
             return Fault(file=INDEX, chunk=None, reason=reason, tensors=(key,))
         return Fault(file=entry.name, chunk=piece.data // entry.chunk_size, reason=reason, tensors=(key,))
 
 
-class _Examined:
-    """Findings about one tensor, collected block by block."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape, self._parts = shape, list[tuple[int, int]]()
-        self.wild = self.nans = 0
-
-    def take(self, block: Tensor, offsets: tuple[int, ...]) -> None:
-        self._parts.append(partial(block, offsets, self._shape))
-        if block.is_floating_point() or block.is_complex():
-            # torch.isfinite does not support float8.
-            seen = block.float() if block.is_floating_point() and block.itemsize == 1 else block
-            self.wild += int(block.numel() - torch.isfinite(seen).sum())
-            self.nans += int(torch.isnan(seen).sum())
-
-    @property
-    def fingerprint(self) -> str:
-        return combine(self._parts)
-
-
 def _fingerprints(storage: Storage, manifest: Manifest, index: Index) -> tuple[dict[str, str] | None, list[Fault]]:
     """Return the fingerprints taken at save, or None if the checkpoint has none, and their faults."""
-    if manifest.file(FINGERPRINTS) is None:
-        return None, []
     try:
-        known = parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS))
+        known = read_fingerprints(storage, manifest)
     except ManifestError as error:
         return None, [Fault(file=FINGERPRINTS, chunk=None, reason=str(error))]
-    extra = sorted(known.keys() - index.tensors.keys())
+    extra = sorted((known or {}).keys() - index.tensors.keys())
     reason = "has a fingerprint, but there is no such tensor"
     return known, [Fault(file=FINGERPRINTS, chunk=None, reason=f"{key} {reason}", tensors=(key,)) for key in extra]

@@ -1,48 +1,19 @@
 """Comparison of two checkpoints by tensor: fingerprints identify equal ones, the rest is read in row blocks."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from checkpointing.engine.audit.values import BLOCK, Values
-from checkpointing.engine.restore.metadata_reader import read_whole_index
-from checkpointing.errors import CheckpointRefused, ManifestError
-from checkpointing.format.manifest import FINGERPRINTS, Index, Manifest, parse_fingerprints
-from checkpointing.storage.backends import Storage
+from checkpointing.engine.audit.sealed_checkpoint import BLOCK, SealedCheckpoint, row_spans
 from checkpointing.verification.verdicts import TensorDiff
-from checkpointing.verification.verify import Progress, read_listed, read_sealed
+from checkpointing.verification.verify import Progress
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class DiffSide:
-    """A checkpoint of a comparison, with its seal and index already checked."""
-
-    storage: Storage
-    manifest: Manifest
-    index: Index
-    fingerprints: Mapping[str, str]
-
-
-def open_side(storage: Storage, name: str) -> DiffSide:
-    """Check the seal and read what is needed to compare; raises Refused or OSError."""
-    manifest, faults = read_sealed(storage, name)
-    if manifest is None or faults:
-        raise CheckpointRefused(name, "; ".join(map(str, faults)))
-    try:
-        index = read_whole_index(storage, manifest)
-        listed = manifest.file(FINGERPRINTS) is not None
-        known = parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS)) if listed else {}
-    except ManifestError as error:
-        raise CheckpointRefused(name, str(error)) from error
-    return DiffSide(storage, manifest, index, known)
-
-
-def compare(first: DiffSide, second: DiffSide, progress: Progress | None = None) -> list[TensorDiff]:
+def compare(first: SealedCheckpoint, second: SealedCheckpoint, progress: Progress | None = None) -> list[TensorDiff]:
     """Return the diff of every tensor of either checkpoint, largest relative difference first.
 
     Only tensors without equal fingerprints are read, and verified as they are read. `progress` receives the bytes of
@@ -51,12 +22,13 @@ def compare(first: DiffSide, second: DiffSide, progress: Progress | None = None)
     keys = sorted(first.index.tensors.keys() | second.index.tensors.keys())
     found = [_diff_metadata(first, second, key) for key in keys]
     unknown = {diff.key for diff in found if diff.comparable and not diff.equal}
-    reader = _Reader(first, second, unknown, progress)
-    found = [diff for diff in found if diff.key not in unknown] + reader.diff_tensors()
+    with first, second:
+        compared = _compare_values(first, second, [key for key in first.in_file_order() if key in unknown], progress)
+    found = [diff for diff in found if diff.key not in unknown] + compared
     return sorted(found, key=lambda diff: (-diff.weight, diff.key))
 
 
-def _diff_metadata(first: DiffSide, second: DiffSide, key: str) -> TensorDiff:
+def _diff_metadata(first: SealedCheckpoint, second: SealedCheckpoint, key: str) -> TensorDiff:
     """Return what is known of a tensor before its values are read."""
     here, there = first.index.tensors.get(key), second.index.tensors.get(key)
     mark = first.fingerprints.get(key)
@@ -68,40 +40,25 @@ def _diff_metadata(first: DiffSide, second: DiffSide, key: str) -> TensorDiff:
     )
 
 
-class _Reader:
-    """Reader of the same rows of both sides."""
-
-    def __init__(self, first: DiffSide, second: DiffSide, keys: set[str], progress: Progress | None) -> None:
-        self._first = Values(first.storage, first.manifest, first.index)
-        self._second = Values(second.storage, second.manifest, second.index)
-        self._keys, self._progress, self._done = keys, progress, 0
-        self._total = sum(self._first.row_bytes(key) * self._first.row_count(key) for key in keys)
-
-    def diff_tensors(self) -> list[TensorDiff]:
-        """Return the differences of those tensors, in the file order of the first side."""
-        with self._first as first, self._second as second:
-            return [self._difference(key, first, second) for key in first.in_file_order() if key in self._keys]
-
-    def _difference(self, key: str, first: Values, second: Values) -> TensorDiff:
+def _compare_values(
+    first: SealedCheckpoint, second: SealedCheckpoint, keys: Sequence[str], progress: Progress | None
+) -> list[TensorDiff]:
+    """Compare the values of these tensors, which both sides have in the same form."""
+    done, total, found = 0, sum(map(first.nbytes, keys)), []
+    for key in keys:
         sums, info = _Sums(), first.index.tensors[key]
-        for start, stop in _spans(first, key):
-            left = first.rows(key, start, stop)
-            sums.add(left, second.rows(key, start, stop))
-            self._done += left.nbytes
-            if self._progress:
-                self._progress(self._done, self._total)
-        return TensorDiff(
+        # Small enough for several copies in double precision.
+        for span in row_spans(info.shape, first.dtype(key).itemsize, BLOCK // 16):
+            sums.add(first.read_rows(key, span), second.read_rows(key, span))
+            done += span.nbytes
+            if progress:
+                progress(done, total)
+        diff = TensorDiff(
             key=key, first=info, second=info, equal=sums.different == 0, largest=sums.largest,
             relative=sums.relative, changed=sums.different / sums.count if sums.count else 0.0,
         )  # fmt: skip
-
-
-def _spans(values: Values, key: str) -> Iterator[tuple[int, int]]:
-    """Yield row spans small enough for several copies in double precision."""
-    step = max(1, BLOCK // 16 // max(1, values.row_bytes(key)))
-    count = values.row_count(key)
-    for start in range(0, count, step):
-        yield start, min(count, start + step)
+        found.append(diff)
+    return found
 
 
 class _Sums:

@@ -6,7 +6,6 @@ with those of the checkpoint.
 
 import json
 import math
-import mmap
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +16,10 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.serialization import get_crc32_options, set_crc32_options, skip_data
+from torch.serialization import skip_data
 
 from checkpointing.engine.audit.audit import cover_faults
-from checkpointing.engine.audit.values import Values
+from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 from checkpointing.engine.interchange.importer import (
     INDEX_FILE,
     ExternalTensors,
@@ -29,28 +28,16 @@ from checkpointing.engine.interchange.importer import (
     flat,
     load_torch,
     put_values,
-    spans,
 )
-from checkpointing.engine.restore.metadata_reader import read_whole_index
 from checkpointing.engine.state.fingerprints import combine, partial
-from checkpointing.errors import CheckpointRefused, ManifestError
-from checkpointing.format.manifest import FINGERPRINTS, Manifest, TensorInfo, parse_fingerprints
+from checkpointing.engine.state.layout import placeholder_tensor, without_checksums
+from checkpointing.errors import CheckpointRefused
+from checkpointing.format.manifest import FINGERPRINTS, TensorInfo
 from checkpointing.format.safetensors import lay_out
 from checkpointing.format.torch_record import make_reader, member_offset
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.durable import fsync_dir, temporary_folder
-from checkpointing.verification.verify import Progress, read_listed, read_sealed
-
-_NO_RESERVE = 0x4000  # MAP_NORESERVE, missing from this Python's mmap
-
-
-def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor whose memory is never touched or reserved, whatever its size."""
-    numel = torch.Size(shape).numel()
-    if not numel:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+from checkpointing.verification.verify import Progress
 
 
 def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -58,13 +45,8 @@ def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) ->
 
     Checksums of records are left out, as torch itself does not check them.
     """
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        with skip_data():
-            torch.save(value, path)
-    finally:
-        set_crc32_options(before)
+    with without_checksums(), skip_data():
+        torch.save(value, path)
     records = _records(path)
     order = _order(value)
     assert len(order) == len(records), "torch saves each storage as one record"
@@ -98,61 +80,15 @@ def _records(path: Path) -> list[int]:
     return found
 
 
-class SealedCheckpoint:
-    """A checkpoint whose structure has been checked; its values are verified as they are read."""
-
-    def __init__(self, storage: Storage, name: str) -> None:
-        """Check the structure; raises Refused or OSError."""
-        self.manifest = _read_manifest(storage, name)
-        self.index = read_whole_index(storage, self.manifest)
-        listed = {entry.name for entry in self.manifest.files}
-        faults = [f"{file} is not listed" for file in sorted({piece.file for piece in self.index.pieces} - listed)]
-        faults += [str(fault) for fault in cover_faults(self.index)]
-        if faults:
-            raise CheckpointRefused(name, "; ".join(faults[:4]))
-        self.fingerprints = _fingerprints(storage, self.manifest)
-        self._values = Values(storage, self.manifest, self.index)
-
-    def __enter__(self) -> "SealedCheckpoint":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._values.close()
-
-    def dtype(self, key: str) -> torch.dtype:
-        found = getattr(torch, self.index.tensors[key].dtype)
-        assert isinstance(found, torch.dtype)  # because the cover was checked
-        return found
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.index.tensors[key].shape
-
-    def blocks(self, key: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """Yield the whole tensor in value order, in parts with their offsets; raises Refused or OSError."""
-        shape = self.shape(key)
-        lead = next((at for at, size in enumerate(shape) if size != 1), None)
-        for span in spans(shape, self.dtype(key).itemsize):
-            if lead is None:
-                yield self._values.rows(key, 0, 1), span.offsets
-            else:
-                start = span.offsets[lead]
-                yield self._values.rows(key, start, start + span.sizes[lead]), span.offsets
-
-
-def _read_manifest(storage: Storage, name: str) -> Manifest:
-    manifest, faults = read_sealed(storage, name)
-    if manifest is None or faults:
-        raise CheckpointRefused(name, "; ".join(map(str, faults[:4])))
-    return manifest
-
-
-def _fingerprints(storage: Storage, manifest: Manifest) -> dict[str, str]:
-    if manifest.file(FINGERPRINTS) is None:
-        return {}
-    try:
-        return parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS))
-    except ManifestError as error:
-        raise CheckpointRefused(manifest.name, str(error)) from error
+def open_for_export(storage: Storage, name: str) -> SealedCheckpoint:
+    """Open a checkpoint whose tensors are complete; raises Refused or OSError."""
+    source = SealedCheckpoint.open(storage, name)
+    listed = {entry.name for entry in source.manifest.files}
+    faults = [f"{file} is not listed" for file in sorted({piece.file for piece in source.index.pieces} - listed)]
+    faults += [str(fault) for fault in cover_faults(source.index)]
+    if faults:
+        raise CheckpointRefused(name, "; ".join(faults[:4]))
+    return source
 
 
 LARGEST_FILE = 5 * 10**9

@@ -5,7 +5,6 @@ Runs on one machine without ranks, a few rows at a time; bytes are digested as t
 
 import ctypes
 import json
-import math
 import pickle
 import re
 import time
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from checkpointing.engine.audit.sealed_checkpoint import row_spans
 from checkpointing.engine.state.fingerprints import combine, partial
 from checkpointing.engine.state.layout import ALIGNMENT, RecordTemplate, template
 from checkpointing.errors import CheckpointRefused
@@ -47,41 +47,11 @@ from checkpointing.storage.digests import DigestSink
 from checkpointing.storage.shared_memory import PAGE
 from checkpointing.verification.verify import Progress
 
-BLOCK = 64 << 20
-"""Bytes held in memory at once; a single longer row is held whole."""
-
 INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_DEPTH = 16
 _FOREIGN = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of torch.save files: since torch 1.6, and before it (a pickled magic number)."""
-
-
-@dataclass(frozen=True)
-class RowSpan:
-    """Some rows of a tensor: their position in it, and the byte range of their values."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    nbytes: int
-
-
-def spans(shape: tuple[int, ...], itemsize: int, most: int = BLOCK) -> Iterator[RowSpan]:
-    """Yield spans of a tensor along its first dimension longer than 1, in value order; none if it is empty."""
-    total = math.prod(shape) * itemsize
-    if not total:
-        return
-    lead = next((at for at, size in enumerate(shape) if size != 1), None)
-    if lead is None:
-        yield RowSpan((0,) * len(shape), shape, 0, total)
-        return
-    row, step = total // shape[lead], max(1, most // (total // shape[lead]))
-    for first in range(0, shape[lead], step):
-        count = min(step, shape[lead] - first)
-        offsets = tuple(first if at == lead else 0 for at in range(len(shape)))
-        sizes = tuple(count if at == lead else size for at, size in enumerate(shape))
-        yield RowSpan(offsets, sizes, first * row, count * row)
 
 
 def tensor_info(tensor: Tensor) -> TensorInfo:
@@ -137,7 +107,7 @@ class SafetensorsFiles:
         path, place = self._places[name]
         dtype = getattr(torch, place.info.dtype)
         with path.open("rb") as stream:
-            for span in spans(place.info.shape, dtype.itemsize):
+            for span in row_spans(place.info.shape, dtype.itemsize):
                 stream.seek(place.start + span.start)
                 held = bytearray(stream.read(span.nbytes))
                 if len(held) != span.nbytes:
@@ -154,7 +124,7 @@ class TorchTensors:
 
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         tensor = self._held[name]
-        for span in spans(tuple(tensor.shape), tensor.dtype.itemsize):
+        for span in row_spans(tuple(tensor.shape), tensor.dtype.itemsize):
             part = tensor
             for dimension, (offset, size) in enumerate(zip(span.offsets, span.sizes, strict=True)):
                 part = part.narrow(dimension, offset, size)
@@ -245,11 +215,6 @@ class ImportedTensor:
         found = getattr(torch, self.info.dtype)
         assert isinstance(found, torch.dtype)
         return found
-
-    @property
-    def as_it_is(self) -> bool:
-        """Whether neither dtype nor shape changes."""
-        return self.external.tensors[self.name] == self.info
 
 
 def write_checkpoint(
@@ -385,6 +350,6 @@ def _blocks(imported: ImportedTensor) -> Iterator[tuple[Tensor | None, Tensor, t
     if have != want:
         assert have[1:] == want[1:], "only rows can be lacking"
         assert have[0] < want[0], "only rows can be lacking"
-        for span in spans((want[0] - have[0], *want[1:]), imported.dtype.itemsize):
+        for span in row_spans((want[0] - have[0], *want[1:]), imported.dtype.itemsize):
             offsets = (span.offsets[0] + have[0], *span.offsets[1:])
             yield None, torch.zeros(span.sizes, dtype=imported.dtype, device="cpu"), offsets

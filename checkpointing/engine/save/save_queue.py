@@ -19,8 +19,6 @@ from checkpointing.engine.save.saver import CheckpointSaver, SavedCheckpoint, Sa
 from checkpointing.errors import FencedOff, SaveFailed, Unsound
 from checkpointing.event_sink import EmitEvent
 
-_NEVER = -1
-
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReadiness:
@@ -33,7 +31,6 @@ class SaveReadiness:
     step: int
     has_room: bool
     idle: bool
-    committed: int | None
     rank_state: int = 0
 
 
@@ -44,23 +41,20 @@ class SaveAgreement:
     same: bool
     has_room: bool
     idle: bool
-    committed: int | None
     alike: bool = True
 
 
 def agree_on_save(ranks: RankGroup, mine: SaveReadiness) -> SaveAgreement:
-    """Exchange 72 bytes per rank; raises ValueError on every rank if their steps differ."""
-    committed = _NEVER if mine.committed is None else mine.committed
+    """Exchange 64 bytes per rank; raises ValueError on every rank if their steps differ."""
     alike = (mine.rank_state, -mine.rank_state)
-    least = ranks.minimum([mine.plan, -mine.plan, mine.step, -mine.step, mine.has_room, mine.idle, committed, *alike])
-    plan, most_plan, step, most_step, has_room, idle, committed, state, most_state = least
+    least = ranks.minimum([mine.plan, -mine.plan, mine.step, -mine.step, mine.has_room, mine.idle, *alike])
+    plan, most_plan, step, most_step, has_room, idle, state, most_state = least
     if step != -most_step:
         raise ValueError(f"the ranks save different steps, from {step} to {-most_step}: they must call save together")
     return SaveAgreement(
         same=plan == -most_plan != 0,
         has_room=bool(has_room),
         idle=bool(idle),
-        committed=None if committed == _NEVER else committed,
         alike=state == -most_state,
     )
 

@@ -11,13 +11,11 @@ have the same fingerprint.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 SLICE = 1 << 20
 """Words per block, so that every pass after the first finds them in the cache."""
@@ -211,15 +209,3 @@ def _digest_alike(tensors: Sequence[Tensor], form: PieceSpec) -> Tensor:
         sums[item, 0] += by_row
         sums[item, 1] += by_column
     return sums
-
-
-def tensor_contributions(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return this rank's contribution to every tensor; a replicated tensor contributes the whole on every rank."""
-    return {key: _of_local(tensor) for key, tensor in tensors.items()}
-
-
-def _of_local(tensor: Tensor) -> tuple[int, int]:
-    if not isinstance(tensor, DTensor):
-        return partial(tensor, (0,) * tensor.dim(), tensor.shape)
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return partial(tensor.to_local(), offsets, tensor.shape)

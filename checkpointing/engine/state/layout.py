@@ -63,8 +63,17 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
     return made
 
 
+def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor whose memory is never touched or reserved: it may be larger than the free memory."""
+    if not (nbytes := math.prod(shape) * dtype.itemsize):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
 @contextmanager
-def _without_checksums() -> Iterator[None]:
+def without_checksums() -> Iterator[None]:
+    """Leave out the checksums of records, which torch itself does not check; the manifest has better ones."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -96,7 +105,7 @@ def _bytes_of_its_own(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 def _save_to_bytes(tensor: Tensor) -> bytes:
     stream = io.BytesIO()
-    with _without_checksums():
+    with without_checksums():
         torch.save(tensor, stream)
     return stream.getvalue()
 
@@ -138,10 +147,8 @@ def _large_template(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> 
     small_enough = tuple(min(length, 2) for length in shape)
     template(dtype, small_enough)  # the checks that need memory, on a smaller tensor
     around = _Around(nbytes)
-    # Never touched or reserved: a tensor may be larger than the free memory.
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-    with _without_checksums():
-        torch.save(torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape), cast(IO[bytes], around))
+    with without_checksums():
+        torch.save(placeholder_tensor(dtype, shape), cast(IO[bytes], around))
     if not around.whole:
         raise RecordFormatError(f"torch {torch.__version__} does not write a large tensor's values in one piece")
     head, tail = around.halves

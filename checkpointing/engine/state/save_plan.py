@@ -30,7 +30,7 @@ from checkpointing.engine.collectives.group import Failed, RankGroup, result_or_
 from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.state.layout import FileLayout, FileSpan, Item, Part, Share, lay_out, lay_out_in_buckets
 from checkpointing.format.commit import Places, assign_places
-from checkpointing.format.manifest import Index, Piece, TensorInfo, parse_index
+from checkpointing.format.manifest import Index, Piece, TensorInfo
 from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE
 
@@ -90,11 +90,6 @@ class AgreedPlan:
         """Return this rank's part as it appears in a checkpoint's folder."""
         files = tuple((*self.places.get(name, (name, 0)), size) for name, _, size in self.files)
         return OnDisk(self.hash, files, tuple(_move_item(self.places, item) for item in self.items), self.index)
-
-    def decode_index(self) -> Index:
-        """Return the index of every checkpoint of this plan; rank 0 only."""
-        assert self.index is not None
-        return parse_index(self.index)
 
 
 @dataclass(frozen=True)

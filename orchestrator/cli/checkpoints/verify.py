@@ -213,13 +213,14 @@ def diff(screen: Screen, first: str, second: str, everything: bool) -> None:
 
 def _compare_targets(screen: Screen, left: Target, right: Target) -> Sequence[TensorDiff]:
     prepare()
-    from checkpointing.engine.audit.diff import compare, open_side  # torch: seconds to import
+    from checkpointing.engine.audit.diff import compare  # torch: seconds to import
+    from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 
     side = left  # the side to name in a refusal; two copies of one checkpoint have the same name
     try:
-        first = open_side(left.storage, left.name)
+        first = SealedCheckpoint.open(left.storage, left.name)
         side = right
-        second = open_side(right.storage, right.name)
+        second = SealedCheckpoint.open(right.storage, right.name)
         with screen.bar("compare") as meter:
             found: list[TensorDiff] = compare(first, second, meter)
     except FileNotFoundError:

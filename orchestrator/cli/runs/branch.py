@@ -181,8 +181,8 @@ def branch_weights(
 
 @contextmanager
 def _weights(chosen: Target) -> Iterator[Any]:
-    from checkpointing.engine.interchange.exporter import SealedCheckpoint  # torch
+    from checkpointing.engine.interchange.exporter import open_for_export  # torch
     from trainer.models.checkpoint_export import weights_source
 
-    with kept_while_read(chosen), SealedCheckpoint(chosen.storage, chosen.name) as sealed:
+    with kept_while_read(chosen), open_for_export(chosen.storage, chosen.name) as sealed:
         yield weights_source(sealed, Path(chosen.path))

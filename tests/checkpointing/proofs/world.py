@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from checkpointing.engine.collectives import group
     from checkpointing.owner import Owner
     from checkpointing.tiers.tier import RunTiers
-    from checkpointing.writer.link import InProcessWriter
+    from tests.checkpointing.in_process_writer import InProcessWriter
 
 from checkpointing.config import CheckpointConfig, StagingConfig
 

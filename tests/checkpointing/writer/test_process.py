@@ -18,9 +18,10 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
 from checkpointing.tiers.copy_files import CopyOrder
 from checkpointing.writer.arena import Arena
-from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
+from checkpointing.writer.link import WriterLink, WriterLost
 from checkpointing.writer.write_orders import WriteOrder
 from tests.checkpointing.fake_storages import Faulty, full_after
+from tests.checkpointing.in_process_writer import InProcessWriter
 from tests.checkpointing.proofs.mounts import frozen, loop_ext4, remount, small_tmpfs
 from tests.forked_writers import execute_child
 from tests.trainer.agent.job import alive, until

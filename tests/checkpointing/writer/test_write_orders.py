@@ -19,7 +19,7 @@ from checkpointing.storage.digests import CHUNK, digest, filled_digest
 from checkpointing.storage.shared_memory import PAGE
 from checkpointing.writer import write_orders
 from checkpointing.writer.arena import Arena
-from checkpointing.writer.link import InProcessWriter, WriterLink, WriterLost
+from checkpointing.writer.link import WriterLink, WriterLost
 from checkpointing.writer.process import exit_with_parent, lower_priority
 from checkpointing.writer.write_orders import (
     CancelToken,
@@ -30,6 +30,7 @@ from checkpointing.writer.write_orders import (
     put_file,
     write_files,
 )
+from tests.checkpointing.in_process_writer import InProcessWriter
 
 
 def an_order(root: Path, files: int) -> WriteOrder:

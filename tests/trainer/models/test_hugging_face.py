@@ -15,7 +15,8 @@ with warnings.catch_warnings():
 
     from checkpointing.engine.interchange.exporter import LARGEST_FILE
 
-from checkpointing.engine.interchange.exporter import SealedCheckpoint
+from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
+from checkpointing.engine.interchange.exporter import open_for_export
 from checkpointing.engine.interchange.importer import write_checkpoint
 from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import Name
@@ -78,7 +79,7 @@ def brought_in(source: Path, config: ModelConfig, root: Path) -> SealedCheckpoin
     step, extra = weights_import.facts(given, fit)
     name = Name(step=step, attempt=0, nonce="cd")
     write_checkpoint(LocalStorage(root), name, fit.tensors, extra=extra, world={"ranks": 1})
-    return SealedCheckpoint(LocalStorage(root), str(name))
+    return open_for_export(LocalStorage(root), str(name))
 
 
 def whole(source: SealedCheckpoint, key: str) -> torch.Tensor:
@@ -133,7 +134,7 @@ def test_what_was_exported_comes_back_bit_for_bit(tmp_path: Path, to: str, name:
     model = model_of(MODELS[name])
     folder = exported(model, tmp_path, to=to)
     (origin,) = (tmp_path / "run").iterdir()
-    before = SealedCheckpoint(LocalStorage(tmp_path / "run"), origin.name)
+    before = open_for_export(LocalStorage(tmp_path / "run"), origin.name)
     with before, brought_in(folder, MODELS[name], tmp_path / "in") as after:
         assert {key: after.fingerprints[key] for key in before.fingerprints} == before.fingerprints
         for key, tensor in model_tensors(model).items():

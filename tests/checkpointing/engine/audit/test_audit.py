@@ -14,7 +14,7 @@ from tests.checkpointing.engine.built_checkpoint import Built, build, columns, r
 import torch
 
 from checkpointing.engine.audit import audit as audit_module
-from checkpointing.engine.audit import values
+from checkpointing.engine.audit import sealed_checkpoint
 from checkpointing.engine.audit.audit import (
     AuditShare,
     TensorExpectations,
@@ -69,7 +69,7 @@ def test_a_sound_checkpoint_has_no_faults(built: Built, tmp_path: Path, level: i
 def test_a_shard_passes_in_parts_where_memory_is_small(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "BLOCK", 40)
+    monkeypatch.setattr(sealed_checkpoint, "BLOCK", 40)
     assert reasons(audit(built.write(tmp_path), 4)) == []
 
 

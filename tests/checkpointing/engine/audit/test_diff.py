@@ -11,7 +11,8 @@ from tests.checkpointing.engine.built_checkpoint import Built, build, columns, r
 import torch
 
 from checkpointing.engine.audit import diff as differ
-from checkpointing.engine.audit.diff import compare, open_side
+from checkpointing.engine.audit.diff import compare
+from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 from checkpointing.errors import CheckpointRefused
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import TensorDiff
@@ -35,7 +36,7 @@ def differences(tmp_path: Path, first: Built, second: Built) -> dict[str, Tensor
     sides = []
     for name, built in (("first", first), ("second", second)):
         path = built.write(tmp_path / name)
-        sides.append(open_side(LocalStorage(path.parent), path.name))
+        sides.append(SealedCheckpoint.open(LocalStorage(path.parent), path.name))
     return {item.key: item for item in compare(*sides)}
 
 
@@ -113,7 +114,7 @@ def test_tensors_with_equal_fingerprints_are_not_read(tmp_path: Path) -> None:
         for name, v in (("first", WIDE), ("second", changed(WIDE, 90, 0)))
     ]
     storages = [TrainedKeys(path.parent) for path in paths]
-    sides = [open_side(storage, path.name) for storage, path in zip(storages, paths, strict=True)]
+    sides = [SealedCheckpoint.open(storage, path.name) for storage, path in zip(storages, paths, strict=True)]
     for storage in storages:
         storage.opened.clear()
     told: list[tuple[int, int]] = []
@@ -122,7 +123,7 @@ def test_tensors_with_equal_fingerprints_are_not_read(tmp_path: Path) -> None:
     assert items["v"].changed == 1 / 96
     assert told[-1] == (WIDE.nbytes, WIDE.nbytes)
     assert set(storages[0].opened) == {"__0_0.distcp", "__1_0.distcp"}
-    equal = open_side(TrainedKeys(paths[0].parent), paths[0].name)
+    equal = SealedCheckpoint.open(TrainedKeys(paths[0].parent), paths[0].name)
     storages[0].opened.clear()
     compare(sides[0], equal)
     assert storages[0].opened == []
@@ -135,7 +136,7 @@ def test_damaged_bytes_are_never_compared(tmp_path: Path) -> None:
     with (paths[1] / "__0_0.distcp").open("r+b") as stream:
         stream.seek(800)
         stream.write(b"\x7f")
-    sides = [open_side(LocalStorage(path.parent), path.name) for path in paths]
+    sides = [SealedCheckpoint.open(LocalStorage(path.parent), path.name) for path in paths]
     with pytest.raises(CheckpointRefused, match="digest differs"):
         compare(*sides)
 
@@ -144,4 +145,4 @@ def test_what_is_not_committed_is_not_opened(tmp_path: Path) -> None:
     path = build({"w": WIDE}).write(tmp_path)
     (path / "COMMIT").unlink()
     with pytest.raises(CheckpointRefused, match="COMMIT"):
-        open_side(LocalStorage(tmp_path), path.name)
+        SealedCheckpoint.open(LocalStorage(tmp_path), path.name)

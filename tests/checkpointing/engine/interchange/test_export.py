@@ -20,8 +20,8 @@ from checkpointing.engine.audit.audit import audit_checkpoint
 from checkpointing.engine.interchange import importer
 from checkpointing.engine.interchange.exporter import (
     ExportedTensor,
-    SealedCheckpoint,
     new_folder,
+    open_for_export,
     write_safetensors,
     write_torch,
 )
@@ -96,7 +96,7 @@ def test_safetensors_hold_every_bit_of_a_sharded_checkpoint(tmp_path: Path, larg
         built.indexed, built.fingerprints = indexed, built.fingerprints if indexed else None
 
     folder = made(tmp_path / "run", plain)
-    with SealedCheckpoint(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
+    with open_for_export(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
         done = write_safetensors(source, wanted(), draft, largest=largest)
     read = open_safetensors(tmp_path / "out")
     assert {name: fingerprint(TENSORS[name[2:]]) for name in read.tensors} == done.fingerprints
@@ -108,7 +108,7 @@ def test_safetensors_hold_every_bit_of_a_sharded_checkpoint(tmp_path: Path, larg
 
 def test_several_files_have_an_index_as_hugging_face_reads_it(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
-    with SealedCheckpoint(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
+    with open_for_export(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
         write_safetensors(source, wanted(), draft, largest=3000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
@@ -122,7 +122,7 @@ def test_a_torch_file_is_one_that_torch_reads_with_weights_only(tmp_path: Path) 
     def nest(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return {"model": {**tensors, "again": tensors["m.wide"]}, "step": 7, "extra": {"loss": None, "on": [1, "a"]}}
 
-    with SealedCheckpoint(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
+    with open_for_export(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
         write_torch(source, wanted(), draft, name="checkpoint.pt", nest=nest)
     read = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert all(same(read["model"][f"m.{key}"], tensor) for key, tensor in TENSORS.items())
@@ -132,7 +132,7 @@ def test_a_torch_file_is_one_that_torch_reads_with_weights_only(tmp_path: Path) 
 
 def test_conversion_rounds_as_torch_does_and_leaves_integers_alone(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
-    with SealedCheckpoint(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
+    with open_for_export(LocalStorage(folder.parent), folder.name) as source, new_folder(tmp_path / "out") as draft:
         write_safetensors(source, wanted(dtype=torch.bfloat16), draft)
     read = open_safetensors(tmp_path / "out")
     assert same(all_of(read, "m.matrix"), TENSORS["matrix"].bfloat16())
@@ -158,7 +158,7 @@ def test_nothing_is_exported_of_a_checkpoint_with_a_flipped_bit(tmp_path: Path, 
 
 
 def _export(folder: Path, out: Path) -> None:
-    with SealedCheckpoint(LocalStorage(folder.parent), folder.name) as source, new_folder(out) as draft:
+    with open_for_export(LocalStorage(folder.parent), folder.name) as source, new_folder(out) as draft:
         write_safetensors(source, wanted(), draft)
 
 
@@ -227,7 +227,7 @@ def imported(root: Path, tensors: dict[str, ImportedTensor]) -> Path:
 def test_what_is_imported_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     folder = imported(tmp_path, brought(TENSORS))
     assert audit_checkpoint(LocalStorage(tmp_path), folder.name, 4).faults == ()
-    with SealedCheckpoint(LocalStorage(tmp_path), folder.name) as source:
+    with open_for_export(LocalStorage(tmp_path), folder.name) as source:
         assert source.fingerprints == {key: fingerprint(tensor) for key, tensor in TENSORS.items()}
 
 
@@ -246,7 +246,7 @@ def test_rows_that_are_lacking_are_zeros_and_types_are_converted(tmp_path: Path)
     source = TorchTensors({"w": TENSORS["matrix"].bfloat16()})
     target = tensor_info(torch.empty(64, 33))
     folder = imported(tmp_path, {"w": ImportedTensor(external=source, name="w", info=target)})
-    with SealedCheckpoint(LocalStorage(tmp_path), folder.name) as found:
+    with open_for_export(LocalStorage(tmp_path), folder.name) as found:
         values = torch.cat([block for block, _ in found.blocks("w")])
     assert same(values[:40], TENSORS["matrix"].bfloat16().float())
     assert not values[40:].any()

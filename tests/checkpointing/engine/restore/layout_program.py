@@ -27,7 +27,7 @@ from checkpointing.engine.state.fingerprints import combine, fingerprint, tensor
 from checkpointing.errors import NothingIntact
 from checkpointing.owner import Owner
 from checkpointing.tiers.tier import RunTiers
-from checkpointing.writer.link import InProcessWriter
+from tests.checkpointing.in_process_writer import InProcessWriter
 
 NONCE = "ab12cd34"
 BY_NODE = " by node"

@@ -27,8 +27,8 @@ from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage, Storage, open_storage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
-from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.fake_storages import Faulty
+from tests.checkpointing.in_process_writer import InProcessWriter
 
 NONCE = "ab12cd34"
 Placed = dict[str, Tensor]

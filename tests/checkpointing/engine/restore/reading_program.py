@@ -32,7 +32,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from checkpointing.writer.arena import Arena
-from checkpointing.writer.link import InProcessWriter
+from tests.checkpointing.in_process_writer import InProcessWriter
 
 NONCE = "ab12cd34"
 SIZE = 2

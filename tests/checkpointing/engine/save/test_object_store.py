@@ -11,8 +11,8 @@ from checkpointing.owner import Owner
 from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
-from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.conftest import NONCE, blank, same, state
+from tests.checkpointing.in_process_writer import InProcessWriter
 
 
 def checkpointer(run: Path, url: str, told: list[tuple[str, dict[str, Any]]], **options: Any) -> Checkpointer:

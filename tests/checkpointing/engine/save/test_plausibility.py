@@ -18,8 +18,8 @@ from checkpointing.format.manifest import FINGERPRINTS, parse_fingerprints
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.writer.arena import BufferRecord
-from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.conftest import Bench, state
+from tests.checkpointing.in_process_writer import InProcessWriter
 
 # ---- the rules
 

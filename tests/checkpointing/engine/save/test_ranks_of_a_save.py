@@ -22,9 +22,9 @@ from checkpointing.owner import Owner
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import verify
-from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.thread_ranks import Member, ThreadGroup, together
 from tests.checkpointing.fake_storages import Faulty
+from tests.checkpointing.in_process_writer import InProcessWriter
 from tests.checkpointing.made_checkpoint import NONCE
 
 Told = list[tuple[str, dict[str, Any]]]

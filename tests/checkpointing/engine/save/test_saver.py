@@ -21,9 +21,10 @@ from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budge
 from checkpointing.format.manifest import INDEX, METADATA
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
-from checkpointing.writer.link import InProcessWriter, WriterLink
+from checkpointing.writer.link import WriterLink
 from tests.checkpointing.engine.conftest import Bench, blank, same, state
 from tests.checkpointing.fake_storages import Faulty
+from tests.checkpointing.in_process_writer import InProcessWriter
 
 
 class Gated(LocalStorage):
@@ -178,11 +179,11 @@ def test_a_hung_disk_never_holds_training_up(bench: Bench) -> None:
     assert [made.save(step, state(step), {}) for step in (1, 2, 3, 4)] == [True, True, False, False]
     assert time.monotonic() - start < 5
     assert [data["step"] for data in bench.told("checkpoint.skipped")] == [3, 4]
-    assert made.agreed_committed_step is None
+    assert made.committed_step is None
     storage.gate.set()
     made.wait()
     assert made.save(5, state(5), {})
-    assert made.agreed_committed_step == 2
+    assert made.committed_step == 2
     made.wait()
     assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [5, 2, 1]
     for step in (1, 2):

@@ -15,8 +15,8 @@ from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.writer.arena import Arena
-from checkpointing.writer.link import InProcessWriter
 from tests.checkpointing.engine.conftest import Bench, blank, same, state
+from tests.checkpointing.in_process_writer import InProcessWriter
 
 LAZY = CheckpointConfig(staging=StagingConfig(mode="lazy"))
 ALONE = "ignore:torch.distributed is disabled:UserWarning"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.engine.audit.values import Values
+from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore.metadata_reader import read_index
@@ -34,8 +34,8 @@ def read_all(folder: Path) -> tuple[State, dict[str, Any], dict[str, Any]]:
     storage = LocalStorage(folder.parent)
     manifest, faults = read_sealed(storage, folder.name)
     assert manifest is not None, faults
-    with Values(storage, manifest, read_index(storage, manifest)) as values:
-        state = {key: values.rows(key, 0, values.row_count(key)).clone() for key in values.index.tensors}
+    with SealedCheckpoint(storage, manifest, read_index(storage, manifest)) as sealed:
+        state = {key: sealed.read_tensor(key) for key in sealed.index.tensors}
     return state, dict(manifest.extra), dict(manifest.world)
 
 

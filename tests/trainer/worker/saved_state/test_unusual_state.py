@@ -15,7 +15,7 @@ from checkpointing.errors import NothingFits
 from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.tier import RunTiers
-from checkpointing.writer.link import InProcessWriter
+from tests.checkpointing.in_process_writer import InProcessWriter
 from tests.trainer.worker.conftest import hang
 from tests.trainer.worker.unusual_state import targets
 from tests.trainer.worker.unusual_state.cases import KEPT, REFUSED, Usual

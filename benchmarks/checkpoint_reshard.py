@@ -18,7 +18,7 @@ from benchmarks.runner import OURS, Result, answer, run_in_process, serve
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import World
 from checkpointing.event_sink import emit_nothing
-from checkpointing.owner import Owner
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 
 LAYOUTS: dict[str, tuple[tuple[int, Placement], tuple[int, Placement]]] = {

@@ -29,8 +29,8 @@ from benchmarks.runner import LIMIT
 from checkpointing.config import CheckpointConfig, StagingConfig
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import World
-from checkpointing.owner import Owner
 from checkpointing.storage import shared_memory
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 
 BLOCK = 8 << 20

@@ -66,7 +66,7 @@ MODELS = {"trainer/models/llama.py", "trainer/models/mixture_of_experts.py"}
 PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 UNPICKLERS = {
     "checkpointing/format/torch_record.py": "reads one saved tensor, with stand-ins for every class",
-    "checkpointing/engine/interchange/importer.py": "names the errors of torch.load; writes `.metadata`",
+    "checkpointing/engine/interchange/importer.py": "names the errors of torch.load",
     "checkpointing/engine/restore/metadata_reader.py": "reads `.metadata` by an allow-list, after its digest matched",
     "checkpointing/engine/state/save_plan.py": "writes `.metadata`",
     "checkpointing/engine/collectives/group.py": "names the error",

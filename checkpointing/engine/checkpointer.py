@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpointing.config import BY_NODE, CheckpointConfig
 from checkpointing.engine.collectives.group import Failed, World, explain, result_or_failed, start_background_thread
-from checkpointing.engine.restore.memory_tier import Memory
+from checkpointing.engine.restore.own_layout import Memory
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer, agree_on_committed_step
 from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
 from checkpointing.engine.save.flusher import Flusher
@@ -26,10 +26,10 @@ from checkpointing.engine.state.save_plan import AgreedPlan, agree_on_plan, layo
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.errors import SaveFailed, UnsavableState
 from checkpointing.event_sink import EmitEvent, EventSink, emit_nothing
-from checkpointing.owner import Owner
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import canonical
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 from checkpointing.writer.link import WriterLink
 
@@ -223,7 +223,7 @@ class Checkpointer:
         assert isinstance(stager, Stager)
         self._stager = stager
         arena = self._open_writer().arena
-        self._restorer.memory = Memory(arena, plan, stager.write_templates, plan.on_disk()) if plan.whole else None
+        self._restorer.memory = Memory(arena, plan, stager.write_templates) if plan.whole else None
         self._open_flusher()
         parts = stager.match(tensors)
         assert parts is not None, "a state does not match its own structure"

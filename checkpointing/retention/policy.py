@@ -10,7 +10,6 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import Manifest
-from checkpointing.owner import Owner
 from checkpointing.retention.garbage import (
     DebrisFolder,
     DebrisState,
@@ -23,7 +22,7 @@ from checkpointing.retention.garbage import (
 )
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.durable import number
-from checkpointing.tiers.catalog import Entry
+from checkpointing.tiers.catalog import Entry, Owner
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import CopyVerdict, bad_copies, newest_restore_tested, read_verdicts
 from checkpointing.verification.verify import read_sealed

@@ -1,16 +1,30 @@
-"""Catalog of checkpoints: committed folders below one root, newest first, and the distrusted ones."""
+"""Catalog of checkpoints: committed folders below one root, newest first, their owner, and the distrusted ones."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.errors import ManifestError
 from checkpointing.format.commit import DELETED, Commit, Name, parse_name, read_commit
 from checkpointing.format.manifest import COMMIT
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import Storage, open_storage
 
 _UNREADABLE = Commit(manifest="", size=0, committed_at=0.0)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """An attempt; `fence` returns whether it may still commit and delete.
+
+    `inherit` lists the checkpoints in its launch token. `ended_attempts` are earlier attempts that no longer write, as
+    `<attempt>-<nonce>`; their unfinished checkpoints are debris.
+    """
+
+    attempt: int
+    nonce: str
+    inherit: tuple[str, ...]
+    fence: Callable[[], bool]
+    ended_attempts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,24 @@
-"""Verification of a checkpoint: COMMIT, manifest, sizes, chunk digests."""
+"""Verification of a checkpoint's bytes: COMMIT, manifest, sizes, chunk digests.
 
+Files are digested by several threads, each of which digests a chunk as it reads it through the page cache, in pieces
+that are still in the core's own cache. The kernel reads ahead meanwhile, which a single thread with O_DIRECT cannot do.
+Pages that were not cached before are dropped at once, so that verification does not evict the data of a trainer.
+"""
+
+import ctypes
+import mmap
+import os
 import random
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
 
 from checkpointing.errors import ManifestError
 from checkpointing.format.commit import DELETED, parse_name, read_commit
@@ -23,7 +37,6 @@ from checkpointing.format.manifest import (
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.storage.digests import digest
 from checkpointing.storage.storage_errors import error_words
-from checkpointing.verification.digest_scan import DigestScan, PageCacheState, digester_factory
 
 Progress = Callable[[int, int], None]
 """Called with the amount done and the total, in bytes or pieces."""
@@ -31,6 +44,12 @@ Progress = Callable[[int, int], None]
 LEVELS = {0: "committed, sizes", 1: "sampled chunks", 2: "all chunks"}
 _SAMPLE_ONE_IN = 16
 _NAMED = 2
+
+PIECE = 512 << 10
+"""Bytes read from the page cache at once: half of a typical L2 cache."""
+PAGE = mmap.PAGESIZE
+_STRIDE = 8 << 20
+_MAX_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +135,7 @@ def verify(path: Path, level: int, progress: Progress | None = None) -> Report:
 
 
 def verify_checkpoint(
-    storage: Storage, name: str, level: int, progress: Progress | None = None, before: PageCacheState | None = None,
+    storage: Storage, name: str, level: int, progress: Progress | None = None, before: "PageCacheState | None" = None,
     choose: Callable[[Sequence[Chunk]], Sequence[Chunk]] | None = None,
 ) -> Report:  # fmt: skip
     """Like `verify`, on any storage; `progress` is called with (bytes done, total bytes) after every chunk.
@@ -207,36 +226,64 @@ def _sample_chunks(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
 
 
 def check_chunks(
-    storage: Storage,
-    name: str,
-    chunks: Iterable[Chunk],
-    progress: Progress | None = None,
-    before: PageCacheState | None = None,
-) -> list[Fault]:
-    """Read `chunks`, several at a time, and compare their digests; faults come in the order of the chunks."""
-    wanted = list(chunks)
-    order = {(chunk.file.name, chunk.index): at for at, chunk in enumerate(wanted)}
-    found: dict[int, Fault] = {}
-    total, done = sum(chunk.length for chunk in wanted), 0
+    storage: Storage, name: str, chunks: Sequence[Chunk], progress: Progress | None = None,
+    before: "PageCacheState | None" = None,
+) -> list[Fault]:  # fmt: skip
+    """Read `chunks`, several at a time, and compare their digests; faults come in the order of the chunks.
 
-    def on_digest(chunk: Chunk, result: str | OSError) -> None:
+    If `before.keeps` is set, read pages stay in the page cache until `before.drop_new_pages`.
+    """
+    order = {(chunk.name, chunk.index): at for at, chunk in enumerate(chunks)}
+    faults: dict[int, Fault] = {}
+    left, lock, stopped = iter(chunks), threading.Lock(), threading.Event()
+    cache = before or PageCacheState()
+    total, done = sum(chunk.length for chunk in chunks), 0
+
+    def work() -> None:
         nonlocal done
-        fault = _compare_digest(chunk, result)
-        if fault is not None:
-            found[order[chunk.file.name, chunk.index]] = fault
-        done += chunk.length
-        if progress:
-            progress(done, total)
+        with closing(_make_digester(storage, name, cache)) as digester:
+            while not stopped.is_set():
+                with lock:
+                    chunk = next(left, None)
+                if chunk is None:
+                    return
+                fault = _check_chunk(digester, chunk)
+                with lock:
+                    if fault is not None:
+                        faults[order[chunk.name, chunk.index]] = fault
+                    done += chunk.length
+                    if progress:
+                        progress(done, total)
 
-    DigestScan(digester_factory(storage, name, before), on_digest).run(wanted)
-    return [found[at] for at in sorted(found)]
+    count = max(1, min(reader_threads(), len(chunks)))
+    with ThreadPoolExecutor(count, thread_name_prefix="verify") as pool:
+        futures = [pool.submit(work) for _ in range(count)]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stopped.set()  # an interrupted scan ends after the chunks now being read
+    return [faults[at] for at in sorted(faults)]
 
 
-def _compare_digest(chunk: Chunk, result: str | OSError) -> Fault | None:
-    if result == chunk.file.chunks[chunk.index]:
-        return None
-    reason = f"unreadable: {result}" if isinstance(result, OSError) else "digest differs"
-    return Fault(file=chunk.file.name, chunk=chunk.index, reason=reason)
+def reader_threads() -> int:
+    """Return the thread count: at least two, so that one reads while the other digests; four saturate one process."""
+    return min(_MAX_THREADS, max(2, len(os.sched_getaffinity(0))))
+
+
+def _make_digester(storage: Storage, folder: str, before: "PageCacheState") -> "_LocalDigester | _StreamDigester":
+    # A storage with its own `open` is read through its own streams.
+    if isinstance(storage, LocalStorage) and type(storage).open is LocalStorage.open:
+        return _LocalDigester(storage.root / folder, before)
+    return _StreamDigester(storage, folder)
+
+
+def _check_chunk(digester: "_LocalDigester | _StreamDigester", chunk: Chunk) -> Fault | None:
+    try:
+        reason = "" if digester.digest(chunk) == chunk.file.chunks[chunk.index] else "digest differs"
+    except OSError as error:
+        reason = f"unreadable: {error}"
+    return Fault(file=chunk.name, chunk=chunk.index, reason=reason) if reason else None
 
 
 def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
@@ -279,3 +326,123 @@ def _affected_tensors(index: Index, places: Mapping[str, FileEntry], fault: Faul
     end = entry.size if fault.chunk is None else start + entry.chunk_size
     hit = (p for p in index.pieces if p.file == fault.file and p.start < end and p.start + p.length > start)
     return tuple(dict.fromkeys(piece.key for piece in hit))
+
+
+class _StreamDigester:
+    """Digester that reads through a storage's own streams."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage, self._folder = storage, folder
+        self._name = ""
+        self._stream: BinaryIO | None = None
+
+    def digest(self, chunk: Chunk) -> str:
+        if self._name != chunk.name or self._stream is None:
+            self.close()
+            self._stream = self._storage.open(f"{self._folder}/{chunk.name}")
+            self._name = chunk.name
+        self._stream.seek(chunk.offset)
+        return xxhash.xxh3_128_hexdigest(self._stream.read(chunk.length))
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+class PageCacheState:
+    """Page cache residency before a scan; shared by its threads because the kernel's read-ahead is shared too.
+
+    Pages that were not resident are dropped at once, unless `keeps` is set for a later second reading.
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
+        self._lock = threading.Lock()
+        self._files: dict[str, list[bool]] = {}
+
+    def cached_ranges(self, name: str, descriptor: int) -> list[bool]:
+        """Return for every 8 MiB of a file whether they were cached, judged by the page in the middle."""
+        with self._lock:
+            if name not in self._files:
+                size = os.fstat(descriptor).st_size
+                places = (min(start + _STRIDE // 2, (start + size) // 2) for start in range(0, size, _STRIDE))
+                self._files[name] = [_resident(descriptor, place // PAGE * PAGE) for place in places]
+            return self._files[name]
+
+    def drop_new_pages(self, root: Path) -> None:
+        """Drop all pages of the examined files below `root` that were not cached before."""
+        with self._lock:
+            for name, warm in self._files.items():
+                try:
+                    descriptor = os.open(root / name, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError:
+                    continue  # a deleted file has no cached pages
+                try:
+                    for at in (at for at, was_there in enumerate(warm) if not was_there):
+                        os.posix_fadvise(descriptor, at * _STRIDE, _STRIDE, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(descriptor)
+
+
+class _LocalDigester:
+    """Digester of files on a mounted file system, which reads piece by piece into one reused buffer."""
+
+    def __init__(self, root: Path, before: PageCacheState) -> None:
+        self._root, self._before = root, before
+        self._name, self._descriptor = "", -1
+        self._warm: list[bool] = []
+        self._piece = memoryview(mmap.mmap(-1, PIECE))
+
+    def digest(self, chunk: Chunk) -> str:
+        if self._name != chunk.name:
+            self._open(chunk.name)
+        found = self._read(chunk)
+        if not self._before.keeps and not self._was_warm(chunk):
+            os.posix_fadvise(self._descriptor, chunk.offset, chunk.length, os.POSIX_FADV_DONTNEED)
+        return found
+
+    def _read(self, chunk: Chunk) -> str:
+        done, digest = 0, xxhash.xxh3_128()
+        while done < chunk.length:
+            wanted = self._piece[: min(PIECE, chunk.length - done)]
+            count = os.preadv(self._descriptor, [wanted], chunk.offset + done)
+            if count == 0:
+                break
+            digest.update(self._piece[:count])
+            done += count
+        return digest.hexdigest()
+
+    def _was_warm(self, chunk: Chunk) -> bool:
+        return any(self._warm[chunk.offset // _STRIDE : -(-(chunk.offset + chunk.length) // _STRIDE)])
+
+    def _open(self, name: str) -> None:
+        self.close()
+        self._descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
+        self._name, self._warm = name, self._before.cached_ranges(name, self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            # Also drop what the kernel read ahead beyond the last chunk.
+            if not self._before.keeps and not any(self._warm):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(self._descriptor)
+        self._name, self._descriptor = "", -1
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _resident(descriptor: int, offset: int) -> bool:
+    """Return whether the file's page at `offset` is in the page cache, without loading it."""
+    try:
+        # A private mapping: ctypes exposes the address of writable mappings only. Nothing is written to it.
+        mapped = mmap.mmap(descriptor, PAGE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+    except ValueError:
+        return False  # the file ends before
+    with mapped as page:
+        start = ctypes.c_char.from_buffer(page)
+        seen = (ctypes.c_ubyte * 1)()
+        failed = _LIBC.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(PAGE), seen)
+        del start  # the mapping cannot be closed while its address is referenced
+    return failed == 0 and bool(seen[0] & 1)

@@ -12,10 +12,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.backends import LocalStorage, Storage, open_storage
@@ -172,59 +171,30 @@ class WriteResult:
     direct: bool
 
 
-class _Target(Protocol):
-    """The folder of one checkpoint in one place."""
-
-    def write(self, name: str, data: memoryview, at: int | None = None) -> bool: ...
-
-    def finish(self) -> None: ...
-
-
-class _LocalTarget:
-    """A folder of a mounted file system."""
-
-    def __init__(self, folder: Path, cancel_token: CancelToken) -> None:
-        self._folder, self._cancel_token = folder, cancel_token
-        make_folder(folder)
-
-    def write(self, name: str, data: memoryview, at: int | None = None) -> bool:
-        return write_direct(self._folder / name, data, cancelled=self._cancel_token.is_cancelled, at=at)
-
-    def finish(self) -> None:
-        fsync_dir(self._folder)
-
-
-class _StorageTarget:
-    """A folder of any storage; its sinks are durable once closed."""
-
-    def __init__(self, storage: Storage, folder: str, cancel_token: CancelToken) -> None:
-        self._storage, self._folder, self._cancel_token = storage, folder, cancel_token
-
-    def write(self, name: str, data: memoryview, at: int | None = None) -> bool:
-        if at is not None:
-            raise OSError(errno.EOPNOTSUPP, "several ranks cannot write one object", f"{self._folder}/{name}")
-        sink = self._storage.create(f"{self._folder}/{name}")
-        try:
-            for start in range(0, len(data), BLOCK):
-                self._cancel_token.check()
-                sink.write(data[start : start + BLOCK])
-            self._cancel_token.check()  # an object store shows the file from here on; another process may own it by now
-        except OSError:
-            sink.abort()
-            raise
-        sink.close()
-        return False
-
-    def finish(self) -> None:
-        pass
+def _write_part(
+    storage: Storage, path: str, data: memoryview, at: int | None, cancel_token: CancelToken
+) -> bool:  # fmt: skip
+    """Write a file, or a region of one that begins at `at`; return True if the page cache was bypassed."""
+    if _is_plain_folder(storage):
+        return write_direct(storage.root / path, data, cancelled=cancel_token.is_cancelled, at=at)
+    if at is not None:
+        raise OSError(errno.EOPNOTSUPP, "several ranks cannot write one object", path)
+    sink = storage.create(path)
+    try:
+        for start in range(0, len(data), BLOCK):
+            cancel_token.check()
+            sink.write(data[start : start + BLOCK])
+        cancel_token.check()  # an object store shows the file from here on; another process may own it by now
+    except OSError:
+        sink.abort()
+        raise
+    sink.close()
+    return False
 
 
-def _target(order: WriteOrder, storage: Storage | None, cancel_token: CancelToken) -> _Target:
-    storage = storage if storage is not None else open_storage(order.place)
+def _is_plain_folder(storage: Storage) -> TypeGuard[LocalStorage]:
     # A storage derived from LocalStorage, for example by a test, must see every byte.
-    if type(storage) is LocalStorage:
-        return _LocalTarget(storage.root / order.folder, cancel_token)
-    return _StorageTarget(storage, order.folder, cancel_token)
+    return type(storage) is LocalStorage
 
 
 def write_files(
@@ -244,10 +214,9 @@ def write_files(
     regions = [(name, data, at) for (name, at), (_, data) in zip(targets, parts, strict=True)]
     digest_thread = _DigestThread(order, arena, parts, cancel_token)
     digest_thread.start()
+    storage = storage if storage is not None else open_storage(order.place)
     try:
-        target = _target(order, storage, cancel_token)
-        direct = _write_all(target, regions)
-        target.finish()
+        direct = _write_all(storage, order.folder, regions, cancel_token)
     finally:
         digest_thread.join()
     cancel_token.check()
@@ -270,35 +239,26 @@ def put_file(
     return FileEntry(name=name, size=sink.size, chunks=sink.chunks)
 
 
-def _write_all(target: _Target, parts: Sequence[tuple[str, memoryview, int | None]]) -> bool:
-    """Write a few files at a time; once all threads have stopped, raise the first failure."""
-    if len(parts) < 2:
-        return all([target.write(*part) for part in parts])
-    left = list(reversed(parts))
-    direct: list[bool] = []
-    failures: list[Exception] = []
-
-    def work() -> None:
-        while not failures:
-            try:
-                part = left.pop()
-            except IndexError:
-                return
-            try:
-                direct.append(target.write(*part))
-            except Exception as error:  # noqa: BLE001  # outermost edge
-                failures.append(error)
-
-    threads = [threading.Thread(target=work, name=f"file-{n}") for n in range(min(len(parts), _MOST_AT_ONCE))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    if len(direct) != len(parts):
-        raise OSError(errno.EIO, f"{len(parts) - len(direct)} of {len(parts)} files were not written")
-    return all(direct)
+def _write_all(
+    storage: Storage, folder: str, parts: Sequence[tuple[str, memoryview, int | None]], cancel_token: CancelToken
+) -> bool:  # fmt: skip
+    """Write a few files at a time, durably; once all threads have stopped, raise the first failure."""
+    if _is_plain_folder(storage):
+        make_folder(storage.root / folder)
+    with ThreadPoolExecutor(max(1, min(len(parts), _MOST_AT_ONCE)), thread_name_prefix="file") as pool:
+        writes = [
+            pool.submit(_write_part, storage, f"{folder}/{name}", data, at, cancel_token) for name, data, at in parts
+        ]
+        try:
+            for write in as_completed(writes):
+                write.result()
+        except SystemExit as error:  # a library must not end the writer
+            raise OSError(errno.EIO, f"a file was not written: {error!r}") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if _is_plain_folder(storage):
+        fsync_dir(storage.root / folder)
+    return all(write.result() for write in writes)
 
 
 class _DigestThread(threading.Thread):

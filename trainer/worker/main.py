@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import setproctitle
 from torch import nn
 
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import open_storage
 from checkpointing.storage.trusted_path import pin_path
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers, one_folder, resolve_tiers
 from trainer.parallel.apply import mesh
 from trainer.protocol.config import JobConfig, load

@@ -40,10 +40,10 @@ from checkpointing.format.read_plan import Box, overlaps
 from checkpointing.format.torch_record import ReadAt, read_record
 from checkpointing.storage.backends import LocalStorage, Storage
 from checkpointing.storage.storage_errors import error_words
-from checkpointing.verification.digest_scan import PageCacheState
 from checkpointing.verification.verify import (
     Chunk,
     Fault,
+    PageCacheState,
     Progress,
     Report,
     read_fingerprints,

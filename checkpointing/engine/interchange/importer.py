@@ -15,19 +15,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from checkpointing.engine.audit.sealed_checkpoint import row_spans
 from checkpointing.engine.state.fingerprints import combine, partial
 from checkpointing.engine.state.layout import ALIGNMENT, RecordTemplate, template
+from checkpointing.engine.state.save_plan import metadata_bytes
 from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import Name, seal, write_file
 from checkpointing.format.manifest import (
@@ -249,24 +242,13 @@ def write_checkpoint(
 
 def encode_metadata(index: Index) -> bytes:
     """Return DCP's description of the files of an index."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    for key, info in index.tensors.items():
-        properties = TensorProperties(dtype=getattr(torch, info.dtype))
-        tensors[key] = TensorStorageMetadata(properties=properties, size=torch.Size(info.shape), chunks=[])
-    places = {}
-    for piece in index.pieces:
-        offsets, chunks = torch.Size(piece.offsets), tensors[piece.key].chunks
-        places[MetadataIndex(piece.key, offsets, len(chunks))] = _StorageInfo(piece.file, piece.start, piece.length)
-        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes)))
-    metadata = Metadata(
-        state_dict_metadata={**tensors},
-        # Like DCP for a flat state dict: tools that rebuild a nested one look up the key's path here.
-        planner_data={key: (key,) for key in tensors},
-        storage_data=places,
-        storage_meta=StorageMeta(),
-        version=CURRENT_DCP_VERSION,
-    )
-    return pickle.dumps(metadata)
+    tensors = {
+        key: TensorStorageMetadata(TensorProperties(dtype=getattr(torch, info.dtype)), torch.Size(info.shape), [])
+        for key, info in index.tensors.items()
+    }
+    # Like DCP for a flat state dict: tools that rebuild a nested one look up the key's path here.
+    metadata = Metadata(state_dict_metadata={**tensors}, planner_data={key: (key,) for key in tensors})
+    return metadata_bytes(metadata, index.pieces)
 
 
 class _Writer:

@@ -1,157 +1,211 @@
-"""Loading of tensors from one checkpoint: read, verify, agree, exchange, deliver, compare fingerprints.
-
-Every copy of a tensor is compared: a plain tensor by its own rank, a DTensor by the ranks of its mesh together.
+"""Loading of tensors from one checkpoint: assign chunks, read, verify, agree, exchange, deliver.
 
 Every rank reads its share of the chunks into its own memory and verifies it there. No tensor is written before all
 ranks have agreed that all of their bytes matched.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from checkpointing.engine.collectives.group import (
-    Failed,
     RankGroup,
     explain,
     is_damage,
     is_misfit,
     is_unreadable,
     result_or,
-    result_or_failed,
 )
 from checkpointing.engine.collectives.peer_codec import peer_message
-from checkpointing.engine.restore.exchange import Readers, Send, assign, exchange, gather
 from checkpointing.engine.restore.read_buffers import ChunkReader, Lend, ReadBuffers, threads
 from checkpointing.engine.restore.source import (
     LoadSource,
     OptionalKeys,
     SliceBytes,
     find_slices,
-    local_box,
     local_part,
     locate_slice,
 )
-from checkpointing.engine.state.fingerprints import combine, fingerprint, partial
 from checkpointing.errors import CheckpointRefused
-from checkpointing.format.manifest import FINGERPRINTS, parse_fingerprints
-from checkpointing.format.read_plan import Slice, Strip, parts
-from checkpointing.storage.backends import Storage
-from checkpointing.verification.verify import read_listed, read_sealed
+from checkpointing.format.read_plan import Shard, Slice, Strip, parts
+
+Wanted = Mapping[int, int]
+"""Bytes that a rank needs of each chunk, by the chunk's number."""
+
+Readers = Sequence[tuple[int, ...]]
+"""For every chunk, the ranks that read it."""
+
+_ALMOST_ALL = 0.8
+_NEARLY_AS_MUCH = 0.9
 
 
-@peer_message
+def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Collection[str]]) -> Readers:
+    """Return for every chunk of all files the ranks that read it; the first one forwards what others need.
+
+    `wanted` and `seen` are by rank: bytes needed of each chunk, files that the rank can read. A chunk has one reader,
+    with one exception: a chunk of which two ranks each need almost all is read by both, which is as fast as sending it.
+    Chunks that no rank needs are read too, because a checkpoint with any damage is not trusted.
+    """
+    loads = [0] * len(wanted)
+    chosen: dict[int, tuple[int, ...]] = {}
+    open_ones: list[tuple[int, int, list[int]]] = []
+    for shard in shards:
+        able = [rank for rank, names in enumerate(seen) if shard.name in names]
+        assert able or not shard.count, f"nobody can read {shard.name}"
+        for chunk in range(shard.first, shard.first + shard.count):
+            start, end = shard.span(chunk)
+            candidates = _candidates(able, wanted, chunk)
+            if len(candidates) == 1:
+                chosen[chunk] = tuple(candidates[:1])
+                loads[candidates[0]] += end - start
+            elif _a_pair(candidates, wanted, chunk, end - start):
+                chosen[chunk] = tuple(candidates)
+                for rank in candidates:
+                    loads[rank] += end - start
+            else:
+                open_ones.append((chunk, end - start, candidates))
+    # Chunks with one natural reader are settled by now; the rest balances the loads.
+    for chunk, size, candidates in open_ones:
+        reader = min(candidates, key=lambda rank: (loads[rank], rank))
+        chosen[chunk] = (reader,)
+        loads[reader] += size
+    return [chosen[chunk] for chunk in sorted(chosen)]
+
+
+def _candidates(able: list[int], wanted: Sequence[Wanted], chunk: int) -> list[int]:
+    """Return the ranks that need nearly the most of a chunk, or all that can read it if it is needed nowhere."""
+    needs = {rank: need for rank in able if (need := wanted[rank].get(chunk, 0))}
+    most = max(needs.values(), default=0)
+    return [rank for rank, need in needs.items() if need >= _NEARLY_AS_MUCH * most] or able
+
+
+def _a_pair(candidates: list[int], wanted: Sequence[Wanted], chunk: int, size: int) -> bool:
+    needing = [rank for rank, needs in enumerate(wanted) if needs.get(chunk, 0)]
+    return (
+        needing == candidates
+        and len(needing) == 2
+        and all(wanted[rank][chunk] >= _ALMOST_ALL * size for rank in needing)
+    )
+
+
+ROUND = 256 << 20
+"""Maximum bytes that a rank sends, and receives, at a time."""
+
+_SMALLEST = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
-class ShardFingerprint:
-    """A rank's shard of a DTensor: its position, and `sums`, its contribution to the fingerprint.
+class Send:
+    """Bytes `low` to `high` of a packed slice, all of them in `chunk`."""
 
-    `first_rank` is the lowest rank of the DTensor's mesh; ranks with the same one hold one copy together. `whole` is
-    the number of values of the whole tensor.
-    """
+    rows: Sequence[Strip]
+    chunk: int
+    low: int
+    high: int
 
-    first_rank: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    sums: tuple[int, int]
-    whole: int
-
-
-@peer_message
-@dataclass(frozen=True)
-class RankFingerprints:
-    """Fingerprints of one rank: of its differing plain tensors, and of all its shards."""
-
-    differing: dict[str, str]
-    shards: dict[str, ShardFingerprint]
+    @property
+    def nbytes(self) -> int:
+        return self.high - self.low
 
 
-def saved_fingerprints(storage: Storage, name: str) -> dict[str, str]:
-    """Return the fingerprints taken at save, by key; empty if the checkpoint has none.
-
-    Raises Refused, ManifestError or OSError.
-    """
-    manifest, faults = read_sealed(storage, name)
-    if manifest is None:
-        raise CheckpointRefused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
-    if manifest.file(FINGERPRINTS) is None:
-        return {}
-    return parse_fingerprints(read_listed(storage, manifest, FINGERPRINTS))
-
-
-def differing_tensors(
-    ranks: RankGroup, name: str, tensors: Mapping[str, Tensor], saved: Mapping[str, str]
-) -> list[str]:
-    """Return a line for each tensor that differs from its saved values, sorted, the same on every rank; collective.
-
-    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises Refused on every rank if one of them
-    could not compute its fingerprints.
-    """
-    told = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
-    mine: list[str] | Failed | None = None if told is None else result_or_failed(lambda: _lines(name, told, saved))
-    lines: list[str] | Failed = ranks.broadcast(mine)
-    if isinstance(lines, Failed):
-        raise CheckpointRefused(name, lines.reason, damaged=False)
-    return lines
+def gather(buffers: ReadBuffers, piece: Send, goal: Tensor) -> None:
+    """Copy a part of a packed slice out of the read buffers; `goal` has the same number of bytes."""
+    flat, delta = buffers.flat(piece.chunk)
+    at = done = 0
+    for strip in piece.rows:
+        low, high = max(piece.low - at, 0), min(piece.high - at, strip.nbytes)
+        if low < high:
+            _copy_rows(flat, delta + strip.offset, strip, low, high, goal[done : done + high - low])
+            done += high - low
+        at += strip.nbytes
 
 
-def _rank_fingerprints(rank: int, tensors: Mapping[str, Tensor], saved: Mapping[str, str]) -> RankFingerprints:
-    differing, shards = dict[str, str](), dict[str, ShardFingerprint]()
-    for key, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            box = local_box(tensor)
-            sums = partial(local_part(tensor), box.offsets, tensor.shape) if box.volume else (0, 0)
-            mesh = tensor.device_mesh.mesh
-            shards[key] = ShardFingerprint(int(mesh.min()), box.offsets, box.sizes, sums, tensor.numel())
-        elif (found := fingerprint(tensor)) != saved.get(key):
-            differing[key] = found
-    return RankFingerprints(differing, shards)
+def _copy_rows(flat: Tensor, start: int, strip: Strip, low: int, high: int, goal: Tensor) -> None:
+    """Copy bytes `low` to `high` of a strip at `start`: a partial first row, whole rows, a partial last row."""
+    if strip.repeats == 1 or strip.stride == strip.length:
+        goal.copy_(flat[start + low : start + high])
+        return
+    (row, skip), (last, rest) = divmod(low, strip.length), divmod(high, strip.length)
+    if row == last:
+        goal.copy_(flat[start + row * strip.stride + skip : start + row * strip.stride + rest])
+        return
+    if skip:
+        begin = start + row * strip.stride
+        goal[: strip.length - skip].copy_(flat[begin + skip : begin + strip.length])
+        goal, row = goal[strip.length - skip :], row + 1
+    whole = (last - row) * strip.length
+    if whole:
+        source = flat.as_strided((last - row, strip.length), (strip.stride, 1), start + row * strip.stride)
+        goal[:whole].view(last - row, strip.length).copy_(source)
+    if rest:
+        begin = start + last * strip.stride
+        goal[whole:].copy_(flat[begin : begin + rest])
 
 
-def _lines(name: str, told: Sequence[RankFingerprints | Failed], saved: Mapping[str, str]) -> list[str]:
-    reports: list[RankFingerprints] = []
-    for rank, each in enumerate(told):
-        if isinstance(each, Failed):
-            raise CheckpointRefused(name, f"rank {rank}: {each.reason}", damaged=False)
-        reports.append(each)
-    faults: dict[str, str] = {}
-    for key, reason in (*_whole_faults(reports, saved), *_shard_faults(reports, saved)):
-        faults.setdefault(key, reason)
-    return [f"{key}: {faults[key]}" for key in sorted(faults)]
+def exchange(
+    ranks: RankGroup, buffers: ReadBuffers, sends: Sequence[Sequence[Send]], receives: Sequence[Sequence[Tensor]]
+) -> None:
+    """Send `sends[r]` to rank r and receive `receives[r]` from it, in its order and of equal size; collective."""
+    totals = [sum(piece.nbytes for piece in pieces) for pieces in sends]
+    coming = [sum(len(goal) for goal in goals) for goals in receives]
+    cap = max(ROUND // ranks.size, _SMALLEST)
+    rounds = max(ranks.all_gather(-(-max(totals, default=0) // cap)))
+    outgoing = [_Outgoing(buffers, pieces) for pieces in sends]
+    incoming = [_Incoming(goals) for goals in receives]
+    for number in range(rounds):
+        out = [_share(total, cap, number) for total in totals]
+        back = [_share(total, cap, number) for total in coming]
+        sent = torch.empty(sum(out), dtype=torch.uint8, device="cpu")
+        got = torch.empty(sum(back), dtype=torch.uint8, device="cpu")
+        for stream, block in zip(outgoing, sent.split(out), strict=True):
+            stream.fill(block)
+        dist.all_to_all_single(got, sent, back, out, group=ranks._group)
+        for sink, block in zip(incoming, got.split(back), strict=True):
+            sink.take(block)
 
 
-def _whole_faults(reports: Sequence[RankFingerprints], saved: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for rank, report in enumerate(reports):
-        for key, found in report.differing.items():
-            yield key, f"fingerprint is {found} on rank {rank}, {_at_save(key, saved)}"
+def _share(total: int, cap: int, number: int) -> int:
+    return max(0, min(cap, total - number * cap))
 
 
-def _shard_faults(reports: Sequence[RankFingerprints], saved: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    copies: dict[tuple[str, int], list[ShardFingerprint]] = {}
-    for report in reports:
-        for key, shard in report.shards.items():
-            copies.setdefault((key, shard.first_rank), []).append(shard)
-    for (key, first_rank), shards in copies.items():
-        # Ranks that hold the same shard count once.
-        places = {(shard.offsets, shard.sizes): shard.sums for shard in shards}
-        held = sum(math.prod(sizes) for _, sizes in places)
-        found = combine(places.values())
-        if any(places[shard.offsets, shard.sizes] != shard.sums for shard in shards):
-            yield key, f"ranks that hold the same shard of it hold other values (mesh of rank {first_rank})"
-        elif held != shards[0].whole:
-            yield key, f"the mesh of rank {first_rank} holds {held} of its {shards[0].whole} values"
-        elif found != saved.get(key):
-            yield key, f"fingerprint is {found} over the mesh of rank {first_rank}, {_at_save(key, saved)}"
+class _Outgoing:
+    """The stream of bytes to one rank."""
+
+    def __init__(self, buffers: ReadBuffers, pieces: Sequence[Send]) -> None:
+        self._buffers, self._rest = buffers, list(reversed(pieces))
+
+    def fill(self, block: Tensor) -> None:
+        while len(block):
+            piece = self._rest.pop()
+            if piece.nbytes > len(block):
+                cut = piece.low + len(block)
+                self._rest.append(Send(piece.rows, piece.chunk, cut, piece.high))
+                piece = Send(piece.rows, piece.chunk, piece.low, cut)
+            gather(self._buffers, piece, block[: piece.nbytes])
+            block = block[piece.nbytes :]
 
 
-def _at_save(key: str, saved: Mapping[str, str]) -> str:
-    return f"at save it was {saved[key]}" if key in saved else "at save none was taken"
+class _Incoming:
+    """The stream of bytes from one rank."""
+
+    def __init__(self, goals: Sequence[Tensor]) -> None:
+        self._rest = list(reversed(goals))
+
+    def take(self, block: Tensor) -> None:
+        while len(block):
+            goal = self._rest.pop()
+            if len(goal) > len(block):
+                self._rest.append(goal[len(block) :])
+                goal = goal[: len(block)]
+            goal.copy_(block[: len(goal)])
+            block = block[len(goal) :]
 
 
 T = TypeVar("T")
@@ -205,38 +259,39 @@ def load(
         _check_present(source, wanted)
         readers = assign(source.shards, [want.by_chunk for want in wanted], [want.seen for want in wanted])
         mine = [chunk for chunk, reading in enumerate(readers) if ranks.rank in reading]
-        buffers = ReadBuffers.allocate(source.shards, mine, lend)
-        reader = ChunkReader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
-        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
-            reading = pool.submit(reader.read, mine, buffers)
-            requests = rank_load.expect(buffers, readers)
-            reading.result()
-        return ReadResult(bytes_read=reader.bytes_read, requests=requests)
+        requests, count = _read_chunks(source, mine, lend, lambda buffers: rank_load.expect(buffers, readers))
+        return ReadResult(bytes_read=count, requests=requests)
 
     return rank_load.finish(on_all_ranks(ranks, source.name, read), wanted)
 
 
+def _read_chunks(
+    source: LoadSource, chunks: Sequence[int], lend: Lend, meanwhile: Callable[[ReadBuffers], T]
+) -> tuple[T, int]:
+    """Read and verify chunks while `meanwhile` prepares for them; return its result and the number of bytes read."""
+    buffers = ReadBuffers.allocate(source.shards, chunks, lend)
+    reader = ChunkReader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
+        reading = pool.submit(reader.read, chunks, buffers)
+        prepared = meanwhile(buffers)
+        reading.result()
+    return prepared, reader.bytes_read
+
+
 def load_own(
-    source: LoadSource,
-    readers: Readers,
-    ranks: RankGroup,
-    tensors: Mapping[str, Tensor],
-    optional_keys: OptionalKeys,
+    source: LoadSource, readers: Readers, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys,
     lend: Lend,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """Load a checkpoint in the run's own layout: like `load`, but readers are known, so planning overlaps reading."""
     rank_load = RankLoad(source, ranks, tensors)
 
     def read() -> tuple[RankNeeds, ReadResult]:
+        def prepare(buffers: ReadBuffers) -> tuple[RankNeeds, Requests]:
+            return rank_load.plan(optional_keys), rank_load.expect(buffers, readers)
+
         mine = [chunk for chunk, (owner,) in enumerate(readers) if owner == ranks.rank]
-        buffers = ReadBuffers.allocate(source.shards, mine, lend)
-        reader = ChunkReader(source.name, source.shards, source.open, patience=source.patience, pause=source.pause)
-        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reading") as pool:
-            reading = pool.submit(reader.read, mine, buffers)
-            wanted = rank_load.plan(optional_keys)
-            requests = rank_load.expect(buffers, readers)
-            reading.result()
-        return wanted, ReadResult(bytes_read=reader.bytes_read, requests=requests)
+        (wanted, requests), count = _read_chunks(source, mine, lend, prepare)
+        return wanted, ReadResult(bytes_read=count, requests=requests)
 
     told = on_all_ranks(ranks, source.name, read)
     return rank_load.finish([held for _, held in told], [wanted for wanted, _ in told])

@@ -1,13 +1,21 @@
-"""Reader of a checkpoint's index: `index.json`, or `.metadata` of older ones; verified bytes, allowed classes."""
+"""Reader of a checkpoint's index: `index.json`, or `.metadata` of older ones; verified bytes, allowed classes.
+
+DCP checkpoints of other tools have no digests, so they are read only if the user allows it. Their `.metadata` is
+unpickled with the same allow-list, and values are located through the records around them, whose descriptions are read
+with substitute classes. A tensor in another form than a plain row of values is left to torch.load, weights only.
+"""
 
 import copyreg
 import io
 import pickle
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -17,11 +25,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from checkpointing.engine.restore.source import LoadSource, number_chunks, parse_dtype
 from checkpointing.errors import CheckpointRefused, ManifestError, UnsafePickle
-from checkpointing.format.manifest import INDEX, METADATA, FileEntry, Index, Manifest, Piece, TensorInfo, parse_index
-from checkpointing.format.torch_record import locate_values
+from checkpointing.format.commit import parse_name
+from checkpointing.format.manifest import (
+    COMMIT,
+    INDEX,
+    MANIFEST,
+    METADATA,
+    FileEntry,
+    Index,
+    Manifest,
+    Piece,
+    TensorInfo,
+    parse_index,
+)
+from checkpointing.format.torch_record import locate_values, make_reader, read_record
 from checkpointing.storage.backends import Storage
-from checkpointing.storage.digests import digest
+from checkpointing.storage.digests import CHUNK, digest
 
 _META = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -219,3 +240,99 @@ def _locate_piece(verified: VerifiedFile, name: str, piece: Piece) -> Piece:
             name, f"{piece.file} has no whole frame of {piece.key} at {piece.start}: {error}"
         ) from error
     return replace(piece, data=data, nbytes=nbytes)
+
+
+_BYTES_ITEM = ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+_PATHS = ("pathlib", "pathlib._local")
+_STEP = re.compile(r"(\d+)$")
+
+
+class ForeignAllowList(AllowList):
+    """Allow-list that also accepts non-tensor items in order to skip them; their contents are never unpickled."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _BYTES_ITEM or module in _PATHS:
+            return _Leftover
+        return super().find_class(module, name)
+
+
+class _Leftover:
+    """Substitute for a non-tensor item, and for the path where the checkpoint was written."""
+
+    def __init__(self, *_: Any) -> None:
+        return
+
+    def __setstate__(self, state: Any) -> None:
+        return
+
+
+def foreign_names(storage: Storage) -> list[str]:
+    """Return folders with `.metadata` that orch did not write, highest number at the end of the name first."""
+    found = []
+    for name, size in storage.list("").items():
+        if size is not None or parse_name(name) is not None:
+            continue
+        files = storage.list(name)
+        if METADATA in files and not {MANIFEST, COMMIT} & files.keys():
+            found.append(name)
+    return sorted(found, key=lambda name: (parse_step(name), name), reverse=True)
+
+
+def parse_step(name: str) -> int:
+    """Return the number at the end of a folder's name (`step-1000`, `iter_0001000`), or 0."""
+    match = _STEP.search(name)
+    return int(match.group(1)) if match else 0
+
+
+def open_foreign(storage: Storage, name: str) -> LoadSource:
+    """Return the source of a foreign checkpoint; its chunks have no digests. Raises Refused or OSError."""
+    with storage.open(f"{name}/{METADATA}" if name else METADATA) as stream:
+        data = stream.read()
+    index = index_from_metadata(parse_metadata(data, name, ForeignAllowList))
+    present = {file: size for file, size in storage.list(name).items() if size is not None}
+    pieces, odd = [], dict[int, Callable[[], Tensor]]()
+    for number, piece in enumerate(index.pieces):
+        if piece.file not in present:
+            raise CheckpointRefused(name, f"{METADATA} names {piece.file}, which is not there")
+        if piece.start + piece.length > present[piece.file]:
+            raise CheckpointRefused(name, f"{piece.file} has no bytes {piece.start}..{piece.start + piece.length}")
+        dtype = index.tensors[piece.key].dtype
+        located = _locate_foreign(storage, name, piece, dtype)
+        if located is None:
+            odd[number] = partial(_load_piece, storage, name, piece, dtype)
+        pieces.append(located or replace(piece, data=piece.start))
+    files = sorted({piece.file for piece in pieces})
+    return LoadSource(
+        name=name,
+        shards=number_chunks((file, present[file], CHUNK, None) for file in files),
+        index=Index(index.tensors, tuple(pieces)),
+        open=lambda file: storage.open(f"{name}/{file}" if name else file),
+        seen=frozenset(files),
+        odd=odd,
+    )
+
+
+def _locate_foreign(storage: Storage, name: str, piece: Piece, dtype: str) -> Piece | None:
+    """Return the piece with the position of its values, or None if they are not one plain row."""
+    try:
+        with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
+            record = read_record(make_reader(stream), piece.start, piece.length)
+    except ValueError:
+        return None
+    if (record.dtype, record.shape) != (dtype, piece.sizes):
+        return None
+    return replace(piece, data=piece.start + record.data, nbytes=record.nbytes)
+
+
+def _load_piece(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
+    """Load a tensor that is a view, quantized, or in a custom format; raises Refused if it does not match."""
+    with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
+        stream.seek(piece.start)
+        data = stream.read(piece.length)
+    tensor: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    fits = isinstance(tensor, Tensor) and tensor.dtype == parse_dtype(dtype) and tuple(tensor.shape) == piece.sizes
+    if not fits or tensor.layout != torch.strided:
+        raise CheckpointRefused(
+            name, f"{piece.key}: what {piece.file} holds is not the tensor that {METADATA} describes"
+        )
+    return tensor.detach()

@@ -1,22 +1,135 @@
-"""Restore of one named checkpoint of any run without changing it, for restore tests."""
+"""Restore of one named checkpoint of any run without changing it, for restore tests.
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+The loaded values are compared with the fingerprints taken at save, in every copy of a tensor: a plain tensor by its own
+rank, a DTensor by the ranks of its mesh together.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from checkpointing.engine.collectives.group import Failed, World, result_or_failed
-from checkpointing.engine.restore.loader import differing_tensors, saved_fingerprints
+from checkpointing.engine.collectives.group import Failed, RankGroup, World, result_or_failed
+from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.restorer import Restored, Restorer
-from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
+from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor, local_box, local_part
+from checkpointing.engine.state.fingerprints import combine, fingerprint, partial
 from checkpointing.errors import CheckpointRefused, SaveFailed
 from checkpointing.event_sink import EmitEvent, EventSink
 from checkpointing.format.commit import parse_name
-from checkpointing.owner import Owner
-from checkpointing.storage.backends import open_storage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.storage.backends import Storage, open_storage
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.verification.verify import read_fingerprints, read_sealed
+
+
+@peer_message
+@dataclass(frozen=True, slots=True)
+class ShardFingerprint:
+    """A rank's shard of a DTensor: its position, and `sums`, its contribution to the fingerprint.
+
+    `first_rank` is the lowest rank of the DTensor's mesh; ranks with the same one hold one copy together. `whole` is
+    the number of values of the whole tensor.
+    """
+
+    first_rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    sums: tuple[int, int]
+    whole: int
+
+
+@peer_message
+@dataclass(frozen=True)
+class RankFingerprints:
+    """Fingerprints of one rank: of its differing plain tensors, and of all its shards."""
+
+    differing: dict[str, str]
+    shards: dict[str, ShardFingerprint]
+
+
+def saved_fingerprints(storage: Storage, name: str) -> dict[str, str]:
+    """Return the fingerprints taken at save, by key; empty if the checkpoint has none.
+
+    Raises Refused, ManifestError or OSError.
+    """
+    manifest, faults = read_sealed(storage, name)
+    if manifest is None:
+        raise CheckpointRefused(name, "; ".join(map(str, faults)), any(fault.is_damage for fault in faults))
+    return read_fingerprints(storage, manifest) or {}
+
+
+def differing_tensors(
+    ranks: RankGroup, name: str, tensors: Mapping[str, Tensor], saved: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each tensor that differs from its saved values, sorted, the same on every rank; collective.
+
+    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises Refused on every rank if one of them
+    could not compute its fingerprints.
+    """
+    told = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
+    mine: list[str] | Failed | None = None if told is None else result_or_failed(lambda: _lines(name, told, saved))
+    lines: list[str] | Failed = ranks.broadcast(mine)
+    if isinstance(lines, Failed):
+        raise CheckpointRefused(name, lines.reason, damaged=False)
+    return lines
+
+
+def _rank_fingerprints(rank: int, tensors: Mapping[str, Tensor], saved: Mapping[str, str]) -> RankFingerprints:
+    differing, shards = dict[str, str](), dict[str, ShardFingerprint]()
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            box = local_box(tensor)
+            sums = partial(local_part(tensor), box.offsets, tensor.shape) if box.volume else (0, 0)
+            mesh = tensor.device_mesh.mesh
+            shards[key] = ShardFingerprint(int(mesh.min()), box.offsets, box.sizes, sums, tensor.numel())
+        elif (found := fingerprint(tensor)) != saved.get(key):
+            differing[key] = found
+    return RankFingerprints(differing, shards)
+
+
+def _lines(name: str, told: Sequence[RankFingerprints | Failed], saved: Mapping[str, str]) -> list[str]:
+    reports: list[RankFingerprints] = []
+    for rank, each in enumerate(told):
+        if isinstance(each, Failed):
+            raise CheckpointRefused(name, f"rank {rank}: {each.reason}", damaged=False)
+        reports.append(each)
+    faults: dict[str, str] = {}
+    for key, reason in (*_whole_faults(reports, saved), *_shard_faults(reports, saved)):
+        faults.setdefault(key, reason)
+    return [f"{key}: {faults[key]}" for key in sorted(faults)]
+
+
+def _whole_faults(reports: Sequence[RankFingerprints], saved: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for rank, report in enumerate(reports):
+        for key, found in report.differing.items():
+            yield key, f"fingerprint is {found} on rank {rank}, {_at_save(key, saved)}"
+
+
+def _shard_faults(reports: Sequence[RankFingerprints], saved: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    copies: dict[tuple[str, int], list[ShardFingerprint]] = {}
+    for report in reports:
+        for key, shard in report.shards.items():
+            copies.setdefault((key, shard.first_rank), []).append(shard)
+    for (key, first_rank), shards in copies.items():
+        # Ranks that hold the same shard count once.
+        places = {(shard.offsets, shard.sizes): shard.sums for shard in shards}
+        held = sum(math.prod(sizes) for _, sizes in places)
+        found = combine(places.values())
+        if any(places[shard.offsets, shard.sizes] != shard.sums for shard in shards):
+            yield key, f"ranks that hold the same shard of it hold other values (mesh of rank {first_rank})"
+        elif held != shards[0].whole:
+            yield key, f"the mesh of rank {first_rank} holds {held} of its {shards[0].whole} values"
+        elif found != saved.get(key):
+            yield key, f"fingerprint is {found} over the mesh of rank {first_rank}, {_at_save(key, saved)}"
+
+
+def _at_save(key: str, saved: Mapping[str, str]) -> str:
+    return f"at save it was {saved[key]}" if key in saved else "at save none was taken"
 
 
 class ReadOnlyCheckpoint:

@@ -15,19 +15,22 @@ from torch import Tensor
 from checkpointing.config import MEMORY
 from checkpointing.engine.collectives.group import Failed, RankGroup, result_or, result_or_failed
 from checkpointing.engine.collectives.peer_codec import peer_message
-from checkpointing.engine.restore.foreign_dcp import build_source, describe, foreign_names, parse_step
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks, to_refusal
-from checkpointing.engine.restore.memory_tier import Memory
-from checkpointing.engine.restore.metadata_reader import read_index, with_places
-from checkpointing.engine.restore.saved_layout import owners
+from checkpointing.engine.restore.metadata_reader import (
+    foreign_names,
+    open_foreign,
+    parse_step,
+    read_index,
+    with_places,
+)
+from checkpointing.engine.restore.own_layout import Memory, owners
 from checkpointing.engine.restore.source import LoadSource, OptionalKeys, Targets, to_shards
 from checkpointing.errors import CheckpointRefused, NothingVerifies, UnreadableNow, nothing_verifies
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import INDEX, Index, Manifest
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import Storage
-from checkpointing.tiers.catalog import DistrustedCheckpoints
+from checkpointing.tiers.catalog import DistrustedCheckpoints, Owner
 from checkpointing.tiers.copy_files import corrupt_copies, why_corrupt
 from checkpointing.tiers.tier import ResolvedTier, absent_paths
 from checkpointing.verification.verify import read_sealed
@@ -340,10 +343,7 @@ class Restorer:
     def _from_foreign(
         self, place: ResolvedTier, candidate: Candidate, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
     ) -> Restored:
-        def open_it() -> LoadSource:
-            return build_source(place.storage, candidate.name, describe(place.storage, candidate.name))
-
-        source = self._local_result(candidate.name, open_it)
+        source = self._local_result(candidate.name, lambda: open_foreign(place.storage, candidate.name))
         loaded = self._fill(source, tensors, optional_keys)
         return replace(_build_result(candidate, place.path, {}, loaded), verified=False)
 

@@ -9,9 +9,9 @@ from functools import partial
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.engine.collectives.group import FAILURES, RankGroup, explain, start_background_thread
+from checkpointing.engine.save.saver import Writer
 from checkpointing.engine.save.transfer import (
     BoundedTier,
-    FileCopier,
     FlushState,
     Route,
     TierTransfer,
@@ -22,10 +22,9 @@ from checkpointing.engine.save.transfer import (
 from checkpointing.errors import CheckpointRefused
 from checkpointing.event_sink import EmitEvent, emit_nothing
 from checkpointing.format.manifest import Manifest
-from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
 from checkpointing.retention.policy import Policy, TierRetention
-from checkpointing.tiers.catalog import DistrustedCheckpoints
+from checkpointing.tiers.catalog import DistrustedCheckpoints, Owner
 from checkpointing.tiers.copy_files import THERE, CopyChoice, TierContents, choose_checkpoint
 from checkpointing.tiers.tier import ResolvedTier, RunTiers, make_striped_folder
 from checkpointing.verification.verify import read_sealed
@@ -51,7 +50,7 @@ class Flusher:
         tiers: RunTiers,
         ranks: RankGroup,
         owner: Owner,
-        link: Callable[[], FileCopier],
+        link: Callable[[], Writer],
         emit: EmitEvent,
         *,
         config: CheckpointConfig | None = None,

@@ -18,8 +18,8 @@ from checkpointing.errors import SaveFailed, UnsavableState
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import Commit, Region, fresh_name, join_regions, seal
 from checkpointing.format.manifest import FINGERPRINTS, INDEX, METADATA, FileEntry, Manifest, encode_fingerprints
-from checkpointing.owner import Owner
 from checkpointing.retention.garbage import delete
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.copy_files import Copied, CopyOrder
 from checkpointing.tiers.tier import ResolvedTier, make_striped_folder
 from checkpointing.writer.arena import Arena

@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from checkpointing.engine.collectives.group import RankGroup, explain, result_or
 from checkpointing.engine.collectives.peer_codec import peer_message
+from checkpointing.engine.save.saver import Writer
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import Commit, parse_name, seal
 from checkpointing.format.manifest import FileEntry, Manifest
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import Storage
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.copy_files import MIB, Copied, CopyOrder, divide_files
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.writer.write_orders import OrderThreads
@@ -123,12 +124,6 @@ _SLOW_DISK, _DISK = 8.0, 64.0  # MiB/s
 _POLL_SECONDS = 0.2
 
 
-class FileCopier(Protocol):
-    """The part of a writer link that a flush uses."""
-
-    def copy(self, order: CopyOrder) -> "Future[Copied]": ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TransferTimeouts:
     """Time limits of a transfer, in seconds.
@@ -162,7 +157,7 @@ class TierTransfer:
         tiers: Sequence[BoundedTier],
         ranks: RankGroup,
         owner: Owner,
-        link: Callable[[], FileCopier],
+        link: Callable[[], Writer],
         timeouts: TransferTimeouts,
         state: FlushState,
     ) -> None:

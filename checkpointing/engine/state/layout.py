@@ -229,6 +229,16 @@ class FileLayout:
         return tuple(span for part in self.parts for span in part.files)
 
 
+@dataclass(frozen=True)
+class PlannedFiles:
+    """A rank's files or file regions (name, start of its part, size), and the items in them; `index` is on rank 0."""
+
+    hash: str
+    files: tuple[FileSpan, ...]
+    items: tuple[Item, ...]
+    index: bytes | None = None
+
+
 def file_name(rank: int, number: int) -> str:
     """Return DCP's own name for a file of a rank."""
     return f"__{rank}_{number}.distcp"

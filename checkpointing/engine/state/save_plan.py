@@ -28,7 +28,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpointing.engine.collectives.group import Failed, RankGroup, result_or_failed
 from checkpointing.engine.collectives.peer_codec import peer_message
-from checkpointing.engine.state.layout import FileLayout, FileSpan, Item, Part, Share, lay_out, lay_out_in_buckets
+from checkpointing.engine.state.layout import (
+    FileLayout,
+    FileSpan,
+    Item,
+    Part,
+    PlannedFiles,
+    Share,
+    lay_out,
+    lay_out_in_buckets,
+)
 from checkpointing.format.commit import Places, assign_places
 from checkpointing.format.manifest import Index, Piece, TensorInfo
 from checkpointing.storage.digests import digest
@@ -86,20 +95,14 @@ class AgreedPlan:
         """Bytes of a checkpoint of this plan, without the small files that describe it; rank 0 only."""
         return sum(item.piece.length for part in self.everything for item in part)
 
-    def on_disk(self) -> "OnDisk":
+    def in_memory(self) -> PlannedFiles:
+        """Return this rank's part as it is laid out in a buffer."""
+        return PlannedFiles(self.hash, self.files, self.items, self.index)
+
+    def on_disk(self) -> PlannedFiles:
         """Return this rank's part as it appears in a checkpoint's folder."""
         files = tuple((*self.places.get(name, (name, 0)), size) for name, _, size in self.files)
-        return OnDisk(self.hash, files, tuple(_move_item(self.places, item) for item in self.items), self.index)
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """This rank's files or file regions (name, start of its part, size), and the items in them."""
-
-    hash: str
-    files: tuple[FileSpan, ...]
-    items: tuple[Item, ...]
-    index: bytes | None
+        return PlannedFiles(self.hash, files, tuple(_move_item(self.places, item) for item in self.items), self.index)
 
 
 def _move_item(places: Places, item: Item) -> Item:
@@ -351,10 +354,10 @@ def _describe_plan(metadata: Metadata | None, everything: Sequence[Sequence[Item
     index = Index(tensors, tuple(item.piece for item in items)).encode()
     # `.metadata` is left out of the hash: another process may pickle the same content differently.
     name = f"{torch.__version__} {len(everything)} ".encode()
-    return digest(name + index), _metadata_bytes(metadata, [item.piece for item in items]), index
+    return digest(name + index), metadata_bytes(metadata, [item.piece for item in items]), index
 
 
-def _metadata_bytes(metadata: Metadata, pieces: Sequence[Piece]) -> bytes:
+def metadata_bytes(metadata: Metadata, pieces: Sequence[Piece]) -> bytes:
     """Return DCP's description of these files, which is the same for every save."""
     known = {key: info for key, info in metadata.state_dict_metadata.items() if isinstance(info, TensorStorageMetadata)}
     tensors = {key: replace(info, chunks=[]) for key, info in known.items()}

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from checkpointing.engine.save.flusher import Flusher, TransferTimeouts
-from checkpointing.owner import Owner
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from tests.checkpointing.engine.thread_ranks import ThreadedWriter, ThreadGroup, together
 from tests.checkpointing.fake_storages import Faulty

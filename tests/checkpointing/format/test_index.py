@@ -23,8 +23,6 @@ def test_an_index_reads_back_and_its_bytes_have_one_order() -> None:
     assert Index(dict(reversed(TENSORS.items())), INDEX.pieces[::-1]).encode() == data
     assert data.startswith(b'{"pieces":[["a","f0",[0,0],[2,3],64,100,128,24],["a","f1",[2,0],')
     assert '"ü"'.encode() in data
-    assert INDEX.find_pieces("a") == (UPPER, LOWER)
-    assert INDEX.find_pieces("b") == ()
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from checkpointing.config import CheckpointConfig, TierConfig  # noqa: E402
 from checkpointing.engine.checkpointer import Checkpointer  # noqa: E402
 from checkpointing.engine.collectives.group import World  # noqa: E402
-from checkpointing.owner import Owner  # noqa: E402
-from checkpointing.tiers.catalog import Catalog  # noqa: E402
+from checkpointing.tiers.catalog import Catalog, Owner  # noqa: E402
 from checkpointing.tiers.tier import RunTiers, resolve_tiers  # noqa: E402
 from tests.checkpointing.proofs.dying import sitecustomize as dying  # noqa: E402
 from tests.checkpointing.proofs.world import NONCE, marked, same, state  # noqa: E402

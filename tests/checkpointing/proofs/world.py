@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
     from checkpointing.engine.checkpointer import Checkpointer
     from checkpointing.engine.collectives import group
-    from checkpointing.owner import Owner
+    from checkpointing.tiers.catalog import Owner
     from checkpointing.tiers.tier import RunTiers
     from tests.checkpointing.in_process_writer import InProcessWriter
 

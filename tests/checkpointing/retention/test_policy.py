@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from checkpointing.config import BestConfig, CheckpointConfig
 from checkpointing.format.commit import DELETED
 from checkpointing.format.manifest import parse
-from checkpointing.owner import Owner
 from checkpointing.retention.garbage import pin
 from checkpointing.retention.policy import (
     FLOOR,
@@ -24,7 +23,7 @@ from checkpointing.retention.policy import (
     select_expired,
 )
 from checkpointing.storage.backends import LocalStorage, Storage
-from checkpointing.tiers.catalog import Catalog, Entry
+from checkpointing.tiers.catalog import Catalog, Entry, Owner
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import RESTORE_TESTED, CopyVerdict, read_manifest_digest, record
 from tests.checkpointing.fake_storages import Faulty

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from checkpointing.format.manifest import parse
-from checkpointing.owner import Owner
 from checkpointing.retention.garbage import decide_debris, delete, delete_debris, find_debris
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.backends import FsspecStorage, LocalStorage, open_storage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.copy_files import CopyOrder, copy_file, copy_files
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import verify_checkpoint

@@ -4,10 +4,9 @@ import errno
 from pathlib import Path
 
 from checkpointing.format.commit import DELETED
-from checkpointing.owner import Owner
 from checkpointing.retention.garbage import find_debris
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.made_checkpoint import FILES, NONCE, make
 

@@ -4,10 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpointing.event_sink import emit_nothing
-from checkpointing.owner import Owner
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import (
     RESTORE_TESTED,

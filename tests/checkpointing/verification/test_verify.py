@@ -12,8 +12,15 @@ import pytest
 from checkpointing.format.manifest import Index, Piece, TensorInfo
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK
-from checkpointing.verification.digest_scan import _resident, reader_threads
-from checkpointing.verification.verify import all_chunks, check_chunks, read_sealed, verify, verify_checkpoint
+from checkpointing.verification.verify import (
+    _resident,
+    all_chunks,
+    check_chunks,
+    read_sealed,
+    reader_threads,
+    verify,
+    verify_checkpoint,
+)
 from tests.checkpointing.made_checkpoint import make
 
 BIG = {".metadata": b"metadata", "__0_0.distcp": random.Random(3).randbytes(2 * CHUNK + 77)}

@@ -24,8 +24,7 @@ from checkpointing.engine.audit.audit import (
 )
 from checkpointing.format.manifest import Index, Piece, TensorInfo
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.verification.digest_scan import _resident
-from checkpointing.verification.verify import Report
+from checkpointing.verification.verify import Report, _resident
 from tests.checkpointing.engine.conftest import Bench
 from tests.checkpointing.verification.test_verify import drop_cache
 

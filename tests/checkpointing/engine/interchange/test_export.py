@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from checkpointing.engine.audit import sealed_checkpoint
 from checkpointing.engine.audit.audit import audit_checkpoint
 from checkpointing.engine.interchange import importer
 from checkpointing.engine.interchange.exporter import (
@@ -58,7 +59,7 @@ CUTS = {"matrix": rows((40, 33), 3), "wide": columns((24, 48), 2)}
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors of this size pass through in several parts."""
-    monkeypatch.setattr(importer.spans, "__defaults__", (512,))
+    monkeypatch.setattr(sealed_checkpoint, "BLOCK", 512)
 
 
 def made(root: Path, change: Any = None) -> Path:

@@ -23,9 +23,9 @@ from checkpointing.config import CheckpointConfig
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import RankGroup, World
 from checkpointing.engine.restore.source import local_box, local_part
-from checkpointing.engine.state.fingerprints import combine, fingerprint, tensor_contributions
+from checkpointing.engine.state.fingerprints import combine, fingerprint, partial
 from checkpointing.errors import NothingIntact
-from checkpointing.owner import Owner
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.in_process_writer import InProcessWriter
 
@@ -135,7 +135,10 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
             "read": restored.bytes_read,
             "needed": restored.bytes_needed,
         }
-        parts[source] = {key: (local_box(tensors[key]).offsets, p) for key, p in tensor_contributions(tensors).items()}
+        boxes = {key: local_box(tensor).offsets for key, tensor in tensors.items()}
+        parts[source] = {
+            key: (boxes[key], partial(local_part(tensor), boxes[key], tensor.shape)) for key, tensor in tensors.items()
+        }
     words = {key: fingerprint(tensor) for key, tensor in whole(7).items()}
     gathered = _gathered(parts)
     for source, seen in found.items():

@@ -23,9 +23,8 @@ from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore import restorer
 from checkpointing.errors import UnreadableNow
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage, Storage, open_storage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter

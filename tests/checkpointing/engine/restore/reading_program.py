@@ -20,16 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import RankGroup, World
-from checkpointing.engine.restore import exchange as exchange_module
-from checkpointing.engine.restore.exchange import Send, exchange
+from checkpointing.engine.restore import loader
+from checkpointing.engine.restore.loader import Send, exchange
 from checkpointing.engine.restore.read_buffers import ReadBuffers
 from checkpointing.engine.restore.restorer import Restorer
 from checkpointing.engine.restore.source import OptionalKeys, number_chunks
 from checkpointing.errors import NothingVerifies
 from checkpointing.format.read_plan import Strip
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from checkpointing.writer.arena import Arena
 from tests.checkpointing.in_process_writer import InProcessWriter
@@ -93,7 +92,7 @@ def rounds(folder: Path) -> dict[str, Any]:
     sends = [Send(rows, 0, 3, 70), Send(rows, 1, 60, 140 + 20 * rank)]
     coming = [torch.zeros(67, dtype=torch.uint8), torch.zeros(100 - 20 * rank, dtype=torch.uint8)]
     peer = 1 - rank
-    with patch.multiple(exchange_module, ROUND=2 * 13, _SMALLEST=13):
+    with patch.multiple(loader, ROUND=2 * 13, _SMALLEST=13):
         exchange(
             ranks,
             buffers,

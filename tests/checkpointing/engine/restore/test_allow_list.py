@@ -13,8 +13,12 @@ import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, Metadata
 from torch.serialization import _get_layout
 
-from checkpointing.engine.restore.foreign_dcp import ForeignAllowList
-from checkpointing.engine.restore.metadata_reader import AllowList, index_from_metadata, parse_metadata
+from checkpointing.engine.restore.metadata_reader import (
+    AllowList,
+    ForeignAllowList,
+    index_from_metadata,
+    parse_metadata,
+)
 from checkpointing.errors import CheckpointRefused, UnsafePickle
 
 META = "torch.distributed.checkpoint.metadata"

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.restore.exchange import Send, gather
-from checkpointing.engine.restore.loader import _evenly, copy
+from checkpointing.engine.restore.loader import Send, _evenly, copy, gather
 from checkpointing.engine.restore.read_buffers import ReadBuffers
 from checkpointing.engine.restore.source import number_chunks
 from checkpointing.format.read_plan import Slice, strips

@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpointing.engine.collectives.group import RankGroup
-from checkpointing.engine.restore.foreign_dcp import build_source, describe, foreign_names, parse_step
+from checkpointing.engine.restore.metadata_reader import foreign_names, open_foreign, parse_step
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.errors import CheckpointRefused, NothingVerifies, UnsafePickle
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
 
@@ -84,7 +84,7 @@ def test_views_and_transposed_tensors_come_out_right(bench: Bench) -> None:
     assert restore(bench, target) is not None
     assert all(torch.equal(target[key], odd[key]) for key in odd)
     storage = LocalStorage(bench.root)
-    source = build_source(storage, "x-1", describe(storage, "x-1"))
+    source = open_foreign(storage, "x-1")
     assert {source.index.pieces[number].key for number in source.odd} == {"t"}
 
 
@@ -123,7 +123,7 @@ def test_a_malicious_metadata_runs_nothing(bench: Bench, payload: Any) -> None:
     with pytest.raises(NothingVerifies, match="asks for"):
         restore(bench, blank())
     with pytest.raises(UnsafePickle):
-        describe(LocalStorage(bench.root), "x-1")
+        open_foreign(LocalStorage(bench.root), "x-1")
     assert Canary.sung == []
 
 
@@ -148,7 +148,7 @@ def test_files_that_are_short_or_gone_are_refused(bench: Bench, size: int | None
     if size is not None:
         shard.write_bytes(bytes(size))
     with pytest.raises(CheckpointRefused, match=reason):
-        describe(LocalStorage(bench.root), "x-1")
+        open_foreign(LocalStorage(bench.root), "x-1")
     with pytest.raises(NothingVerifies, match=reason):
         restore(bench, blank())
 

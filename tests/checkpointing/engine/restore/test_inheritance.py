@@ -15,9 +15,8 @@ from checkpointing.engine.restore import restorer
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.errors import NothingIntact, NothingVerifies, UnreadableNow
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from checkpointing.verification.verdicts import CopyVerdict, read_manifest_digest, record
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state

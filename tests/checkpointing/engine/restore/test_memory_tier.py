@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from checkpointing.engine.collectives.group import RankGroup
-from checkpointing.engine.restore.memory_tier import Memory
+from checkpointing.engine.restore.own_layout import Memory
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer
 from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.engine.state.save_plan import AgreedPlan, agree_on_plan, layout_for_budget
 from checkpointing.errors import NothingVerifies
 from checkpointing.format.manifest import FileEntry
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.writer.arena import Arena, BufferRecord
 from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state

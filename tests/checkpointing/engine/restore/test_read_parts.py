@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.engine.restore.exchange import assign
+from checkpointing.engine.restore.loader import assign
 from checkpointing.engine.restore.metadata_reader import VerifiedFile
 from checkpointing.engine.restore.read_buffers import ChunkReader, ReadBuffers
 from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE, OptionalKeys, local_box, number_chunks

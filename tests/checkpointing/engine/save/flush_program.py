@@ -13,9 +13,11 @@ with warnings.catch_warnings():
 
 from checkpointing.engine.collectives.group import RankGroup  # noqa: E402
 from checkpointing.engine.save.flusher import Flusher, TransferTimeouts  # noqa: E402
-from checkpointing.owner import Owner  # noqa: E402
 from checkpointing.storage.backends import LocalStorage  # noqa: E402
-from checkpointing.tiers.catalog import Catalog  # noqa: E402
+from checkpointing.tiers.catalog import (
+    Catalog,  # noqa: E402
+    Owner,  # noqa: E402
+)
 from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
 from checkpointing.writer.link import WriterLink  # noqa: E402
 from tests.checkpointing.made_checkpoint import NONCE, make  # noqa: E402

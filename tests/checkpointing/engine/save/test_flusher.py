@@ -11,8 +11,7 @@ import pytest
 from checkpointing.config import CheckpointConfig, RetentionConfig
 from checkpointing.engine.save.flusher import Flusher, TransferTimeouts
 from checkpointing.format.manifest import parse
-from checkpointing.owner import Owner
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import RunTiers
 from checkpointing.verification.verify import verify
 from tests.checkpointing.engine.thread_ranks import ThreadGroup, together

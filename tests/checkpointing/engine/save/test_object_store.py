@@ -7,9 +7,8 @@ from typing import Any
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import World
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import open_storage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from tests.checkpointing.engine.conftest import NONCE, blank, same, state
 from tests.checkpointing.in_process_writer import InProcessWriter

@@ -18,8 +18,7 @@ from checkpointing.engine.state.plausibility import PlausibilityJudge
 from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.errors import SaveFailed
-from checkpointing.owner import Owner
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import verify
 from tests.checkpointing.engine.thread_ranks import Member, ThreadGroup, together
@@ -149,7 +148,7 @@ def test_a_copy_that_failed_on_one_rank_fails_the_save_of_all(tmp_path: Path, is
 
 def test_what_all_ranks_can_do_is_agreed_on() -> None:
     def agree(member: Member, mine: dict[str, Any]) -> Any:
-        ready = {"plan": 3, "step": 6, "has_room": True, "idle": True, "committed": 5, "rank_state": 1} | mine
+        ready = {"plan": 3, "step": 6, "has_room": True, "idle": True, "rank_state": 1} | mine
         return result_or(lambda: agree_on_save(member, SaveReadiness(**ready)), str)  # type: ignore[arg-type]
 
     def agreed(*ranks: dict[str, Any]) -> Any:
@@ -159,14 +158,12 @@ def test_what_all_ranks_can_do_is_agreed_on() -> None:
         return first
 
     same = agreed({}, {})
-    assert (same.same, same.has_room, same.idle, same.committed, same.alike) == (True, True, True, 5, True)
+    assert (same.same, same.has_room, same.idle, same.alike) == (True, True, True, True)
     assert not agreed({"plan": 0}, {"plan": 0}).same
     assert not agreed({}, {"plan": 4}).same
     assert not agreed({}, {"has_room": False}).has_room
     assert not agreed({"idle": False}, {}).idle
     assert not agreed({}, {"rank_state": 2}).alike
-    assert agreed({}, {"committed": None}).committed is None
-    assert agreed({}, {"committed": 4}).committed == 4
     assert agreed({"step": 8}, {}) == "the ranks save different steps, from 6 to 8: they must call save together"
 
 

@@ -12,9 +12,8 @@ from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore.restorer import RestoreOptions
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import open_storage
-from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints
+from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints, Owner
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
 from tests.checkpointing.engine.conftest import NONCE, blank, state
 

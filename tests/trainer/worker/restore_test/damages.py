@@ -20,9 +20,9 @@ from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore.metadata_reader import read_index
 from checkpointing.format.commit import Commit, parse_name, read_commit
 from checkpointing.format.manifest import COMMIT, MANIFEST, parse
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import digest
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 from checkpointing.verification.verify import read_sealed
 

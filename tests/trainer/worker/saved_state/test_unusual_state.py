@@ -12,8 +12,8 @@ from torch import nn
 from checkpointing.engine.checkpointer import Checkpointer
 from checkpointing.engine.collectives.group import World
 from checkpointing.errors import NothingFits
-from checkpointing.owner import Owner
 from checkpointing.storage.backends import LocalStorage
+from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.in_process_writer import InProcessWriter
 from tests.trainer.worker.conftest import hang

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
     from checkpointing.engine.checkpointer import Checkpointer
     from checkpointing.engine.collectives.group import World
-    from checkpointing.engine.restore.restorer import RestoreOptions
+    from checkpointing.engine.restore.restorer import Restored, RestoreOptions
     from checkpointing.tiers.catalog import Owner
     from checkpointing.tiers.tier import RunTiers
     from tests.checkpointing.in_process_writer import InProcessWriter
@@ -47,6 +47,12 @@ def blank() -> dict[str, torch.Tensor]:
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def loaded(restored: Restored | None) -> Restored:
+    """Return what was restored; fails if nothing was."""
+    assert restored is not None
+    return restored
 
 
 @dataclass

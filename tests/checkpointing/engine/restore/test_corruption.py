@@ -23,7 +23,7 @@ from checkpointing.format.manifest import FINGERPRINTS, INDEX, FileEntry, parse
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
 from checkpointing.verification.verify import verify
-from tests.checkpointing.engine.conftest import Bench, blank, same, state
+from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, state
 
 SEED = 20240607
 CANARY: list[str] = []
@@ -217,9 +217,7 @@ def test_a_fault_is_refused_unread_and_the_older_one_is_taken(
     assert found == [], f"{what}: something was unpickled"
     assert not raised.value.touched
     assert all(not tensor.any() for tensor in target.values()), what
-    restored = made.restore(target)
-    assert restored is not None
-    assert restored.step == 1
+    assert loaded(made.restore(target)).step == 1
     assert same(target, state(1))
     assert CANARY == []
     refusal = bench.told("checkpoint.refused")[-1]
@@ -234,18 +232,14 @@ def test_a_thousand_faults(bench: Bench, healthy: Path, seed: int) -> None:
     draw = random.Random(seed)
     what = draw.choice(FAULTS)(bench.folder(2), draw)
     target = blank()
-    restored = bench.checkpointer().restore(target)
-    assert restored is not None
-    assert restored.step == 1, what
+    assert loaded(bench.checkpointer().restore(target)).step == 1, what
     assert same(target, state(1)), what
 
 
 def test_healthy_ones_are_never_refused(bench: Bench) -> None:
     for step in range(1, 21):
         target = blank()
-        restored = bench.saved(step).restore(target)
-        assert restored is not None
-        assert restored.step == step
+        assert loaded(bench.saved(step).restore(target)).step == step
         assert same(target, state(step))
     assert bench.told("checkpoint.refused") == []
 
@@ -370,8 +364,7 @@ def test_what_was_verified_is_what_is_delivered(bench: Bench) -> None:
     """No byte is read a second time: what the disk would give by then reaches nobody."""
     bench.saved(1)
     target, storage = blank(), Rotting(bench.root, good=1)
-    restored = bench.checkpointer(storage=storage).restore(target)
-    assert restored is not None
+    loaded(bench.checkpointer(storage=storage).restore(target))
     assert storage.opened == 1
     assert same(target, state(1))
 

@@ -18,7 +18,7 @@ from checkpointing.errors import CheckpointRefused, NothingVerifies, UnsafePickl
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
-from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
+from tests.checkpointing.engine.conftest import NONCE, Bench, blank, loaded, same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -52,8 +52,7 @@ def test_with_trust_its_values_are_loaded_and_told_as_unverified(bench: Bench) -
     foreign(bench.root, "step-90", state(2))
     foreign(bench.root, "step-100", state(3))
     target = blank()
-    restored = restore(bench, target)
-    assert restored is not None
+    restored = loaded(restore(bench, target))
     assert (restored.step, restored.name, restored.verified, restored.extra) == (100, "step-100", False, {})
     assert same(target, state(3))
     (told,) = bench.told("checkpoint.restored")
@@ -63,8 +62,7 @@ def test_with_trust_its_values_are_loaded_and_told_as_unverified(bench: Bench) -
 def test_our_own_come_first_whatever_their_step(bench: Bench) -> None:
     foreign(bench.root, "step-100", state(3))
     bench.saved(5)
-    restored = restore(bench, blank())
-    assert restored is not None
+    restored = loaded(restore(bench, blank()))
     assert (restored.step, restored.verified) == (5, True)
 
 

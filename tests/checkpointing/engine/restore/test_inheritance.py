@@ -19,7 +19,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from checkpointing.verification.verdicts import CopyVerdict, read_manifest_digest, record
-from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
+from tests.checkpointing.engine.conftest import NONCE, Bench, blank, loaded, same, state
 
 
 @pytest.fixture
@@ -43,9 +43,7 @@ def test_what_is_perhaps_there_is_taken_and_only_told_of_when_it_is_not(bench: B
     bench.saved(5, 10)
     names = {step: bench.folder(step).name for step in (5, 10, 15)}
     given = {"attempt": 2, "nonce": "22222222", "inherit": (names[5], names[15], names[10])}
-    restored = bench.checkpointer(**given, optional_names=(names[15], names[10])).restore(blank())
-    assert restored is not None
-    assert restored.step == 10
+    assert loaded(bench.checkpointer(**given, optional_names=(names[15], names[10])).restore(blank())).step == 10
     (refusal,) = bench.told("checkpoint.refused")
     assert (refusal["name"], refusal["damaged"]) == (names[15], False)
     for step in (5, 10):
@@ -66,9 +64,7 @@ def found_corrupt(bench: Bench, step: int, reason: str = "model.half: fingerprin
 def test_a_corrupt_one_is_not_loaded_in_place_nor_by_a_later_attempt(bench: Bench, own: bool) -> None:
     bench.saved(5, 10)
     found_corrupt(bench, 10)
-    restored = (bench.checkpointer() if own else heir(bench, 10, 5)).restore(blank())
-    assert restored is not None
-    assert restored.step == 5
+    assert loaded((bench.checkpointer() if own else heir(bench, 10, 5)).restore(blank())).step == 5
     (refusal,) = bench.told("checkpoint.refused")
     assert (refusal["step"], refusal["damaged"]) == (10, True)
     assert refusal["reason"] == "was found CORRUPT: model.half: fingerprint differs"
@@ -89,9 +85,7 @@ def test_a_corrupt_one_that_was_saved_anew_is_another_one(bench: Bench) -> None:
     found_corrupt(bench, 5)
     shutil.rmtree(bench.folder(5))
     bench.saved(5)
-    restored = bench.checkpointer().restore(blank())
-    assert restored is not None
-    assert restored.step == 5
+    assert loaded(bench.checkpointer().restore(blank())).step == 5
 
 
 def test_what_memory_holds_of_a_corrupt_one_is_not_loaded_either(bench: Bench) -> None:
@@ -99,18 +93,14 @@ def test_what_memory_holds_of_a_corrupt_one_is_not_loaded_either(bench: Bench) -
     made = bench.saved(5, 10)
     found_corrupt(bench, 10)
     target = blank()
-    restored = made.restore(target)
-    assert restored is not None
-    assert restored.step == 5
+    assert loaded(made.restore(target)).step == 5
     assert same(target, state(5))
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_newer_one_that_is_gone_is_told_and_the_older_one_taken(bench: Bench) -> None:
     bench.saved(5)
-    restored = heir(bench, 10, 5).restore(blank())
-    assert restored is not None
-    assert restored.step == 5
+    assert loaded(heir(bench, 10, 5).restore(blank())).step == 5
     (refusal,) = bench.told("checkpoint.refused")
     assert (refusal["step"], refusal["name"]) == (10, bench.folder(10).name)
     assert "not there" in refusal["reason"]
@@ -155,17 +145,13 @@ def test_a_name_that_comes_late_is_waited_for(bench: Bench, monkeypatch: pytest.
     bench.saved(5, 10)
     away = bench.folder(10).rename(bench.root.parent / "away")
     monkeypatch.setattr(restorer.time, "sleep", lambda _: away.exists() and away.rename(bench.folder(10)))
-    restored = heir(bench, 10, 5).restore(blank())
-    assert restored is not None
-    assert restored.step == 10
+    assert loaded(heir(bench, 10, 5).restore(blank())).step == 10
     assert bench.told("checkpoint.refused") == []
 
 
 def test_an_older_one_that_is_gone_is_nobodys_business(bench: Bench) -> None:
     bench.saved(10)
-    restored = heir(bench, 10, 5).restore(blank())
-    assert restored is not None
-    assert restored.step == 10
+    assert loaded(heir(bench, 10, 5).restore(blank())).step == 10
 
 
 # ---- several tiers
@@ -194,12 +180,10 @@ def restore(bench: Bench, tiers: tuple[ResolvedTier, ...], target: dict[str, Any
 
 def test_the_newest_of_all_tiers_is_taken_and_of_equal_ones_the_faster(bench: Bench, two: Any) -> None:
     fast, slow = two
-    restored = restore(bench, two, blank())
-    assert restored is not None
+    restored = loaded(restore(bench, two, blank()))
     assert (restored.step, restored.tier) == (15, slow.path)
     shutil.rmtree(Path(slow.path) / bench.folder(15).name)
-    restored = restore(bench, two, blank())
-    assert restored is not None
+    restored = loaded(restore(bench, two, blank()))
     assert (restored.step, restored.tier) == (10, fast.path)
 
 
@@ -208,8 +192,7 @@ def test_a_bad_copy_in_one_tier_is_refused_there_and_the_other_one_taken(bench: 
     shutil.rmtree(Path(slow.path) / bench.folder(15).name)
     (bench.folder(10) / "__0_0.distcp").write_bytes(b"rot")
     target = blank()
-    restored = restore(bench, two, target)
-    assert restored is not None
+    restored = loaded(restore(bench, two, target))
     assert (restored.step, restored.tier) == (10, slow.path)
     assert same(target, state(10))
     (refusal,) = bench.told("checkpoint.refused")
@@ -218,9 +201,7 @@ def test_a_bad_copy_in_one_tier_is_refused_there_and_the_other_one_taken(bench: 
 
 
 def test_a_suspect_step_is_left_out_in_every_tier_and_told_once(bench: Bench, two: Any) -> None:
-    restored = restore(bench, two, blank(), suspects={15, 10, 99})
-    assert restored is not None
-    assert restored.step == 5
+    assert loaded(restore(bench, two, blank(), suspects={15, 10, 99})).step == 5
     assert [told["step"] for told in bench.told("checkpoint.suspect")] == [15, 10]
 
 
@@ -263,9 +244,7 @@ def test_the_newest_one_is_tried_again_until_it_can_be_read(bench: Bench, monkey
     monkeypatch.setattr(restorer, "_PATIENCE_S", 0.0)
     bench.saved(5, 10)
     target = blank()
-    restored = restore(bench, (failing(tier(bench.root), bench.folder(10).name, times=3),), target)
-    assert restored is not None
-    assert restored.step == 10
+    assert loaded(restore(bench, (failing(tier(bench.root), bench.folder(10).name, times=3),), target)).step == 10
     assert same(target, state(10))
     assert bench.told("checkpoint.refused") == []
 
@@ -274,8 +253,7 @@ def test_another_readable_tier_is_used_at_once(bench: Bench, two: Any, monkeypat
     fast, slow = two
     shutil.copytree(Path(slow.path) / bench.folder(15).name, bench.folder(15))
     monkeypatch.setattr(restorer.time, "sleep", lambda _: pytest.fail("nothing is to be waited for"))
-    restored = restore(bench, (failing(fast, bench.folder(15).name), slow), blank())
-    assert restored is not None
+    restored = loaded(restore(bench, (failing(fast, bench.folder(15).name), slow), blank()))
     assert (restored.step, restored.tier) == (15, slow.path)
     (refusal,) = bench.told("checkpoint.refused")
     assert (refusal["step"], refusal["tier"]) == (15, fast.path)
@@ -288,18 +266,14 @@ def test_what_a_node_cannot_read_of_its_own_disk_is_passed_over(
     shutil.move(Path(slow.path) / bench.folder(15).name, bench.folder(15))
     monkeypatch.setattr(restorer.time, "sleep", lambda _: pytest.fail("nothing is to be waited for"))
     own = replace(failing(fast, bench.folder(15).name), shared=False)
-    restored = restore(bench, (own, slow), blank())
-    assert restored is not None
-    assert restored.step == 10
+    assert loaded(restore(bench, (own, slow), blank())).step == 10
 
 
 @pytest.mark.usefixtures("impatient")
 def test_one_that_turns_out_to_be_damaged_is_passed_over(bench: Bench) -> None:
     bench.saved(5, 10)
     (bench.folder(10) / "__0_0.distcp").write_bytes(b"rot")
-    restored = restore(bench, (failing(tier(bench.root), bench.folder(10).name, times=2),), blank())
-    assert restored is not None
-    assert restored.step == 5
+    assert loaded(restore(bench, (failing(tier(bench.root), bench.folder(10).name, times=2),), blank())).step == 5
 
 
 def closed(place: ResolvedTier) -> ResolvedTier:

@@ -20,7 +20,7 @@ from checkpointing.storage.digests import CHUNK, digest
 from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.writer.arena import Arena, BufferRecord
-from tests.checkpointing.engine.conftest import NONCE, Bench, blank, same, state
+from tests.checkpointing.engine.conftest import NONCE, Bench, blank, loaded, same, state
 
 
 class Generation:
@@ -76,8 +76,7 @@ def test_the_newest_in_memory_is_taken_without_any_disk(held: Generation) -> Non
     held.hold(0, 5)
     held.hold(1, 6)
     target = blank()
-    restored = held.restore(target)
-    assert restored is not None
+    restored = loaded(held.restore(target))
     assert (restored.step, restored.tier, restored.extra) == (6, "memory", {"position": 48})
     assert (restored.name, restored.bytes_read) == (held.bench.folder(6).name, 0)
     assert same(target, state(6))
@@ -90,8 +89,7 @@ def test_at_the_same_step_memory_comes_before_disk_and_newer_disk_before_memory(
     assert held.restore(blank()).tier == "memory"  # type: ignore[union-attr]
     held.bench.saved(7)
     target = blank()
-    restored = held.restore(target)
-    assert restored is not None
+    restored = loaded(held.restore(target))
     assert (restored.step, restored.tier) == (7, str(held.bench.root))
     assert same(target, state(7))
 
@@ -103,8 +101,7 @@ def test_a_flipped_bit_in_memory_is_refused_and_the_disk_taken(held: Generation,
     _, offset, size = held.plan.files[-1]
     held.arena.buffer(0)[offset + where % size] ^= 16
     target = blank()
-    restored = held.restore(target)
-    assert restored is not None
+    restored = loaded(held.restore(target))
     assert (restored.step, restored.tier) == (4, str(held.bench.root))
     assert same(target, state(4))
     (refusal,) = held.bench.told("checkpoint.refused")
@@ -141,15 +138,14 @@ def test_the_own_layout_is_known_by_its_index(held: Generation, monkeypatch: pyt
     monkeypatch.setattr("checkpointing.engine.restore.restorer.read_index", lambda *_: pytest.fail("read the index"))
     held.bench.saved(5)
     target = blank()
-    restored = held.restore(target)
-    assert restored is not None
+    loaded(held.restore(target))
     assert same(target, state(5))
     monkeypatch.undo()
     made = held.bench.checkpointer()
     made.save(6, {**state(6), "model.more": torch.ones(3)}, {})
     made.wait()
     target = blank()
-    assert held.restore(target).step == 6  # type: ignore[union-attr]
+    assert loaded(held.restore(target)).step == 6
     assert same(target, state(6))
 
 
@@ -165,9 +161,7 @@ def test_an_index_of_the_same_length_is_not_taken_for_the_own_one(held: Generati
 def test_other_tensors_than_were_planned_for_are_looked_up(held: Generation) -> None:
     held.bench.saved(5)
     some = {"model.weight": torch.zeros(64, 33), "rng/rank-00007": torch.ones(2)}
-    restored = held.restore(some)
-    assert restored is not None
-    assert restored.absent == ("rng/rank-00007",)
+    assert loaded(held.restore(some)).absent == ("rng/rank-00007",)
     assert torch.equal(some["model.weight"], state(5)["model.weight"])
 
 
@@ -188,9 +182,7 @@ def test_a_target_that_does_not_fit_is_refused(held: Generation) -> None:
 def test_suspects_are_left_out_as_long_as_there_is_another(held: Generation) -> None:
     held.hold(0, 5)
     held.hold(1, 6)
-    restored = held.restore(blank(), suspects={6})
-    assert restored is not None
-    assert restored.step == 5
+    assert loaded(held.restore(blank(), suspects={6})).step == 5
     (told,) = held.bench.told("checkpoint.suspect")
     assert told["step"] == 6
     last = held.restore(blank(), suspects={5, 6})
@@ -204,9 +196,7 @@ def test_buffers_are_lent_to_land_in_unless_they_hold_a_candidate(held: Generati
     laid: list[int] = []
     before_it = bytes(held.arena.buffer(0))
     target = blank()
-    restored = held.restore(target, laid.append)
-    assert restored is not None
-    assert restored.step == 8
+    assert loaded(held.restore(target, laid.append)).step == 8
     assert same(target, state(8))
     assert laid == [1]
     assert bytes(held.arena.buffer(0)) == before_it
@@ -220,7 +210,7 @@ def test_what_landed_in_a_lent_buffer_is_not_left_between_its_frames(held: Gener
     made.wait()
     memory = torch.frombuffer(held.arena.buffer(0), dtype=torch.uint8)
     memory.fill_(255)
-    assert held.restore(blank(), lambda _: None).step == 6  # type: ignore[union-attr]
+    assert loaded(held.restore(blank(), lambda _: None)).step == 6
     for item in held.plan.items:
         start = item.place - (item.piece.data - item.piece.start)
         memory[start : start + item.piece.length] = 0
@@ -230,5 +220,5 @@ def test_what_landed_in_a_lent_buffer_is_not_left_between_its_frames(held: Gener
 def test_without_somebody_to_lay_the_frames_again_nothing_is_lent(held: Generation) -> None:
     held.bench.saved(8)
     before_it = [bytes(held.arena.buffer(at)) for at in (0, 1)]
-    assert held.restore(blank()).step == 8  # type: ignore[union-attr]
+    assert loaded(held.restore(blank())).step == 8
     assert [bytes(held.arena.buffer(at)) for at in (0, 1)] == before_it

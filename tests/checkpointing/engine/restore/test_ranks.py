@@ -10,7 +10,7 @@ import torch
 
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
-from tests.checkpointing.engine.conftest import Bench
+from tests.checkpointing.engine.conftest import Bench, loaded
 from tests.warm_programs import WarmPrograms
 
 PROGRAM = "tests.checkpointing.engine.restore.rank_program"
@@ -75,8 +75,7 @@ def test_a_lone_process_without_a_group_takes_over_and_hands_back(run: Run, tmp_
     made = bench.checkpointer()
     target = {"rows": torch.zeros(8, 6), "uneven": torch.zeros(7, 5), "columns": torch.zeros(6, 9),
               "tiny": torch.zeros(1, 3), "replicated": torch.zeros(11), "step": torch.tensor(0.0)}  # fmt: skip
-    restored = made.restore(target)
-    assert restored is not None
+    loaded(made.restore(target))
     assert float(target["step"]) == 2.0
     made.save(3, target, {"seed": 2})
     made.close()

@@ -10,7 +10,7 @@ from checkpointing.engine.collectives.group import World
 from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
-from tests.checkpointing.engine.conftest import NONCE, blank, same, state
+from tests.checkpointing.engine.conftest import NONCE, blank, loaded, same, state
 from tests.checkpointing.in_process_writer import InProcessWriter
 
 
@@ -42,8 +42,7 @@ def test_a_run_comes_back_from_the_object_store_alone(tmp_path: Path, s3_url: st
     shutil.rmtree(tmp_path / "checkpoints")
     second, tensors = checkpointer(tmp_path, s3_url, told, link=InProcessWriter()), blank()
     second.prepare(tensors)
-    restored = second.restore(tensors)
-    assert restored is not None
+    restored = loaded(second.restore(tensors))
     assert (restored.step, restored.extra, restored.tier) == (2, {"position": 16}, f"{s3_url}/my-run")
     assert same(tensors, state(2))
     second.close()

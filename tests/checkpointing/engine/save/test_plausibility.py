@@ -18,7 +18,7 @@ from checkpointing.format.manifest import FINGERPRINTS, parse_fingerprints
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.writer.arena import BufferRecord
-from tests.checkpointing.engine.conftest import Bench, state
+from tests.checkpointing.engine.conftest import Bench, loaded, state
 from tests.checkpointing.in_process_writer import InProcessWriter
 
 # ---- the rules
@@ -147,8 +147,7 @@ def test_an_implausible_state_is_not_left_in_memory_either(bench: Bench) -> None
     bad["model/w"][5, 1] = math.nan
     saved(made, 2, bad)
     target = {key: torch.zeros_like(tensor) for key, tensor in bad.items()}
-    restored = made.restore(target)
-    assert restored is not None
+    restored = loaded(made.restore(target))
     assert (restored.step, restored.tier) == (1, "memory")
 
 

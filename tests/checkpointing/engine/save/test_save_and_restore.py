@@ -19,15 +19,14 @@ from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import number
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
-from tests.checkpointing.engine.conftest import Bench, blank, same, state
+from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, state
 from tests.checkpointing.fake_storages import Faulty, full_after
 
 
 def test_what_was_saved_comes_back_bit_by_bit(bench: Bench) -> None:
     made = bench.saved(5)
     target = blank()
-    restored = made.restore(target)
-    assert restored is not None
+    restored = loaded(made.restore(target))
     assert (restored.step, restored.extra, restored.name) == (5, {"position": 40}, bench.folder(5).name)
     assert same(target, state(5))
     assert bench.kinds() == ["checkpoint.saving", "checkpoint.committed", "checkpoint.restored"]
@@ -57,9 +56,7 @@ def test_a_commit_is_told_with_the_digest_of_its_manifest(bench: Bench) -> None:
 
 def test_the_newest_is_taken(bench: Bench) -> None:
     target = blank()
-    restored = bench.saved(5, 10, 15).restore(target)
-    assert restored is not None
-    assert restored.step == 15
+    assert loaded(bench.saved(5, 10, 15).restore(target)).step == 15
     assert same(target, state(15))
 
 
@@ -73,8 +70,7 @@ def test_nan_infinity_and_negative_zero_survive(bench: Bench) -> None:
     made = bench.checkpointer()
     made.save(1, {"x": values}, {"loss": math.nan, "lr": 0.1 + 0.2})
     target = {"x": torch.zeros(6)}
-    restored = made.restore(target)
-    assert restored is not None
+    restored = loaded(made.restore(target))
     assert target["x"].view(torch.int32).tolist() == values.view(torch.int32).tolist()
     assert math.isnan(number(restored.extra["loss"]))
     assert restored.extra["lr"] == 0.1 + 0.2
@@ -114,8 +110,7 @@ def test_a_save_keeps_the_values_of_its_moment(bench: Bench) -> None:
     made.wait()
     for step, value, position in ((2, 7.0, [1, 2]), (1, 0.0, [1])):
         target = {"w": torch.full((1000,), -1.0)}
-        restored = bench.checkpointer().restore(target)
-        assert restored is not None
+        restored = loaded(bench.checkpointer().restore(target))
         assert (restored.step, restored.extra) == (step, {"position": position})
         assert torch.equal(target["w"], torch.full((1000,), value))
         (bench.folder(step) / "COMMIT").unlink()
@@ -144,17 +139,14 @@ def test_what_cannot_be_saved_is_said_to_the_caller(bench: Bench, tensors: Any, 
 def test_process_local_keys_may_be_absent(bench: Bench) -> None:
     made = bench.saved(5)
     target = {**blank(), "rng/rank-00007": torch.full((3,), 4.0)}
-    restored = made.restore(target)
-    assert restored is not None
-    assert restored.absent == ("rng/rank-00007",)
+    assert loaded(made.restore(target)).absent == ("rng/rank-00007",)
     assert torch.equal(target.pop("rng/rank-00007"), torch.full((3,), 4.0))
     assert same(target, state(5))
 
 
 def test_other_prefixes_can_be_made_optional(bench: Bench) -> None:
     made = bench.saved(5)
-    restored = made.restore({"ema.weight": torch.zeros(2)}, optional_prefixes=("ema.",))
-    assert restored is not None
+    restored = loaded(made.restore({"ema.weight": torch.zeros(2)}, optional_prefixes=("ema.",)))
     assert restored.absent == ("ema.weight",)
 
 
@@ -162,9 +154,7 @@ def test_a_folder_of_keys_may_be_absent_as_a_whole_and_only_so(bench: Bench) -> 
     made = bench.checkpointer()
     made.save(1, {"optim/a/m": torch.ones(2), "optim/a/v": torch.ones(2)}, {})
     whole = {"optim/a/m": torch.zeros(2), "optim/b/m": torch.zeros(2), "optim/b/v": torch.zeros(2)}
-    restored = made.restore(whole, optional_folders=("optim/",))
-    assert restored is not None
-    assert restored.absent == ("optim/b/m", "optim/b/v")
+    assert loaded(made.restore(whole, optional_folders=("optim/",))).absent == ("optim/b/m", "optim/b/v")
     with pytest.raises(NothingVerifies, match="has no tensor optim/a/w"):
         made.restore({"optim/a/m": torch.zeros(2), "optim/a/w": torch.zeros(2)}, optional_folders=("optim/",))
     with pytest.raises(NothingVerifies, match="has no tensor other/a/m"):
@@ -178,7 +168,7 @@ def test_no_shard_is_ever_unpickled(bench: Bench, monkeypatch: pytest.MonkeyPatc
     bench.saved(5)
     monkeypatch.setattr(torch, "load", load)
     target = blank()
-    assert bench.checkpointer().restore(target).step == 5  # type: ignore[union-attr]
+    assert loaded(bench.checkpointer().restore(target)).step == 5
     assert same(target, state(5))
 
 
@@ -208,9 +198,7 @@ def test_a_misfit_is_refused_before_anything_is_touched(bench: Bench, change: di
 def test_a_new_attempt_inherits_what_its_token_lists(bench: Bench) -> None:
     bench.saved(5, 10)
     later = bench.checkpointer(attempt=2, nonce="22222222", inherit=(bench.folder(5).name,))
-    restored = later.restore(blank())
-    assert restored is not None
-    assert restored.step == 5
+    assert loaded(later.restore(blank())).step == 5
 
 
 def test_a_restart_in_place_never_writes_into_an_old_folder(bench: Bench) -> None:
@@ -220,13 +208,11 @@ def test_a_restart_in_place_never_writes_into_an_old_folder(bench: Bench) -> Non
     (half / "notes").mkdir()  # it cannot be collected: somebody has put something there
     (half / "notes" / "mine").write_text("keep me")
     again = bench.checkpointer()
-    assert again.restore(blank()).step == 5  # type: ignore[union-attr]
+    assert loaded(again.restore(blank())).step == 5
     again.save(10, state(11), {})
     again.wait()
     target = blank()
-    restored = again.restore(target)
-    assert restored is not None
-    assert restored.name == f"{half.name}-2"
+    assert loaded(again.restore(target)).name == f"{half.name}-2"
     assert same(target, state(11))
     assert (half / "notes" / "mine").exists()
 
@@ -253,7 +239,7 @@ def test_a_refused_checkpoint_is_no_substitute_for_a_healthy_one(bench: Bench) -
     bench.saved(1, 2, 9)
     (bench.folder(9) / "__0_0.distcp").write_bytes(b"rot")
     again = bench.checkpointer(keep=2)
-    assert again.restore(blank()).step == 2  # type: ignore[union-attr]
+    assert loaded(again.restore(blank())).step == 2
     for step in (3, 4):
         again.save(step, state(step), {})
     again.wait()
@@ -302,7 +288,7 @@ def test_a_failed_save_is_told_and_cleaned_up_and_the_next_one_works(bench: Benc
     assert made.committed_step == 1
     made.save(3, state(3), {})
     target = blank()
-    assert made.restore(target).step == 3  # type: ignore[union-attr]
+    assert loaded(made.restore(target)).step == 3
     assert same(target, state(3))
 
 

@@ -22,7 +22,7 @@ from checkpointing.format.manifest import INDEX, METADATA
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.writer.link import WriterLink
-from tests.checkpointing.engine.conftest import Bench, blank, same, state
+from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, state
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter
 
@@ -258,7 +258,7 @@ def test_a_killed_writer_is_replaced_and_the_save_tried_again(bench: Bench) -> N
     assert "writer is gone" in bench.told("checkpoint.retried")[0]["reason"]
     assert made.committed_step == 2
     target = blank()
-    assert bench.checkpointer().restore(target).step == 2  # type: ignore[union-attr]
+    assert loaded(bench.checkpointer().restore(target)).step == 2
     assert same(target, state(2))
 
 
@@ -323,8 +323,7 @@ def test_a_later_life_with_the_same_memory_goes_on_from_it(bench: Bench) -> None
     (bench.folder(1) / "COMMIT").unlink()
     again, target = bench.checkpointer(link=InProcessWriter(arena=arena)), blank()
     again.prepare(target)
-    restored = again.restore(target)
-    assert restored is not None
+    restored = loaded(again.restore(target))
     assert (restored.step, restored.tier, restored.extra) == (1, "memory", {"position": 8})
     assert same(target, state(1))
     assert again.committed_step is None, "no disk has it"

@@ -15,7 +15,7 @@ from checkpointing.engine.restore.restorer import RestoreOptions
 from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.catalog import Catalog, DistrustedCheckpoints, Owner
 from checkpointing.tiers.tier import RunTiers, resolve_tiers
-from tests.checkpointing.engine.conftest import NONCE, blank, state
+from tests.checkpointing.engine.conftest import NONCE, blank, loaded, state
 
 
 @dataclass
@@ -108,9 +108,7 @@ def test_a_suspect_is_no_substitute_and_a_new_one_of_its_step_is(make_run: Calla
     first.close()
     again = run.checkpointer(suspects={500})
     again.prepare(blank())
-    restored = again.restore(blank())
-    assert restored is not None
-    assert restored.step == 480
+    assert loaded(again.restore(blank())).step == 480
     assert again._flusher.drain(20.0)
     run.saved(again, 500)
     assert run.steps(run.fast) == [500, 500, 480], "beside the suspect two that can be trusted stay"
@@ -127,8 +125,7 @@ def test_a_refused_one_is_no_substitute_where_it_lies(make_run: Callable[..., Ru
     (run.fast / newest / "__0_0.distcp").write_bytes(b"x" * (run.fast / newest / "__0_0.distcp").stat().st_size)
     again = run.checkpointer()
     again.prepare(blank())
-    restored = again.restore(blank())
-    assert restored is not None
+    restored = loaded(again.restore(blank()))
     assert (restored.step, restored.tier) == (500, str(run.slow))
     distrusted = again._restorer.distrusted
     assert (distrusted.in_tier(str(run.fast)), distrusted.in_tier(str(run.slow))) == ({newest}, frozenset())

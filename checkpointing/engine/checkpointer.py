@@ -17,7 +17,7 @@ from checkpointing.config import BY_NODE, CheckpointConfig
 from checkpointing.engine.collectives.group import Failed, World, explain, result_or_failed, start_background_thread
 from checkpointing.engine.restore.own_layout import Memory
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer, agree_on_committed_step
-from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor
+from checkpointing.engine.restore.source import ONLY_RNG, OptionalKeys, Targets, TensorsFor
 from checkpointing.engine.save.flusher import Flusher
 from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveAgreement, SaveQueue, SaveReadiness, agree_on_save
 from checkpointing.engine.save.saver import CheckpointSaver, SavedCheckpoint, SaveJob, Writer
@@ -302,25 +302,16 @@ class Checkpointer:
             self._stager.before_optimizer_step()
 
     def restore(
-        self,
-        tensors: Mapping[str, Tensor] | TensorsFor,
-        *,
-        optional_prefixes: tuple[str, ...] = ("rng/",),
-        optional_folders: tuple[str, ...] = (),
-        complete: tuple[str, ...] = (),
+        self, tensors: Mapping[str, Tensor] | TensorsFor, optional_keys: OptionalKeys = ONLY_RNG
     ) -> Restored | None:
         """Fill `tensors` in place from the newest checkpoint that verifies; return None if no checkpoint exists.
 
-        `tensors` may be a function; it is called on every rank with the `extra` of each checkpoint that is tried. Keys
-        with an optional prefix may be missing from the checkpoint. Below a prefix of `optional_folders`, the keys of
-        one folder (up to their last slash) may be missing together. Below a prefix of `complete`, every key in the
-        checkpoint must be loaded by some rank. Raises NothingVerifies if checkpoints should exist but none can be
-        loaded; starting from scratch is then a decision for the user.
+        `tensors` may be a function; it is called on every rank with the `extra` of each checkpoint that is tried.
+        Raises NothingVerifies if checkpoints should exist but none can be loaded; starting from scratch is then a
+        decision for the user.
         """
         self.wait()
-        restored = self._restorer.run(
-            Targets(tensors), OptionalKeys(alone=optional_prefixes, together=optional_folders, complete=complete)
-        )
+        restored = self._restorer.run(Targets(tensors), optional_keys)
         if self._looks_after_first_tier:
             self._start_debris_collection()
         if restored is None:

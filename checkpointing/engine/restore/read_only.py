@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from checkpointing.engine.collectives.group import Failed, RankGroup, World, result_or_failed
 from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.restorer import Restored, Restorer
-from checkpointing.engine.restore.source import OptionalKeys, Targets, TensorsFor, local_box, local_part
+from checkpointing.engine.restore.source import ONLY_RNG, OptionalKeys, Targets, TensorsFor, local_box, local_part
 from checkpointing.engine.state.fingerprints import combine, fingerprint, partial
 from checkpointing.errors import CheckpointRefused, SaveFailed
 from checkpointing.event_sink import EmitEvent, EventSink
@@ -174,23 +174,14 @@ class ReadOnlyCheckpoint:
         """Whether the checkpoint has fingerprints to compare with; known on all ranks after `restore`."""
         return bool(self._saved)
 
-    def restore(
-        self,
-        tensors: Mapping[str, Tensor] | TensorsFor,
-        *,
-        optional_prefixes: tuple[str, ...] = ("rng/",),
-        optional_folders: tuple[str, ...] = (),
-        complete: tuple[str, ...] = (),
-    ) -> Restored:
+    def restore(self, tensors: Mapping[str, Tensor] | TensorsFor, optional_keys: OptionalKeys = ONLY_RNG) -> Restored:
         """Fill `tensors` in place from this checkpoint; the arguments are those of `Checkpointer.restore`.
 
         Raises NothingVerifies on every rank if it cannot be loaded. A missing checkpoint is waited for as long as
         shared file systems may take to show a name, `restorer.LATE_S`.
         """
         targets = Targets(tensors)
-        restored = self._restorer.run(
-            targets, OptionalKeys(alone=optional_prefixes, together=optional_folders, complete=complete)
-        )
+        restored = self._restorer.run(targets, optional_keys)
         assert restored is not None, "a checkpoint that is inherited and missing is an error"
         mine: dict[str, str] | Failed | None = None
         if self._ranks.leads:

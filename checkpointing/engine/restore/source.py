@@ -52,6 +52,9 @@ class OptionalKeys:
         return [key for key in rest if not key.startswith(whole) or _folder(key) in folders]
 
 
+ONLY_RNG = OptionalKeys()
+"""Only states of random generators may be missing."""
+
 NO_OPTIMIZER_STATE = "optimizer/fresh/state"
 """Marker in imported weights: the optimizer state is missing on purpose."""
 

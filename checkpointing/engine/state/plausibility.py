@@ -22,23 +22,15 @@ _ROUNDED_SUM = (torch.float16,)
 
 
 @peer_message
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """Findings of one rank in its part of a state: trained weights with NaN, as (key, number of NaN values)."""
-
-    broken: tuple[tuple[str, int], ...] = ()
-
-
-@peer_message
 @dataclass(frozen=True)
 class InspectionReport:
-    """Report of one rank: two 32-bit numbers per item, in item order, and its findings.
+    """Report of one rank: two 32-bit numbers per item, in item order, and trained weights with NaN (key, count).
 
     `replicas` has two numbers for each value that other ranks also hold, in the order of `Plan.shared`.
     """
 
     partials: bytes
-    findings: Findings
+    broken: tuple[tuple[str, int], ...] = ()
     replicas: bytes = b""
 
 
@@ -57,7 +49,7 @@ class Inspection:
             self._partials += self._inspect_batch(memory, batch)
 
     def report(self, replicas: bytes = b"") -> InspectionReport:
-        return InspectionReport(bytes(self._partials), Findings(broken=tuple(self._broken)), replicas)
+        return InspectionReport(bytes(self._partials), tuple(self._broken), replicas)
 
     def _inspect_batch(self, memory: Tensor, batch: Sequence[Item]) -> bytes:
         form = piece_spec(batch[0])
@@ -161,7 +153,7 @@ class PlausibilityJudge:
         fingerprints = _added_up(everything, [report.partials for report in reports])
         if self.is_off:
             return StateJudgement(fingerprints)
-        nan = nan_reason([found for report in reports for found in report.findings.broken])
+        nan = nan_reason([found for report in reports for found in report.broken])
         found = tuple(filter(None, [nan, differing_reason(replicas, [report.replicas for report in reports])]))
         return StateJudgement(fingerprints, found, bool(found) and self._mode == REFUSE)
 

@@ -14,7 +14,7 @@ from checkpointing.engine.audit.audit import AuditShare, merge_reports
 from checkpointing.engine.collectives.group import Failed, World, result_or_failed
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.engine.restore.restorer import Restored
-from checkpointing.engine.restore.source import TensorsFor
+from checkpointing.engine.restore.source import ONLY_RNG, OptionalKeys, TensorsFor
 from checkpointing.errors import NothingFits, NothingVerifies
 from checkpointing.storage.backends import open_storage
 from checkpointing.storage.durable import dump_line
@@ -69,14 +69,7 @@ class ComparedCheckpoint(ReadOnlyCheckpoint):
 
     faults: Sequence[str] = ()
 
-    def restore(
-        self,
-        tensors: Mapping[str, Tensor] | TensorsFor,
-        *,
-        optional_prefixes: tuple[str, ...] = ("rng/",),
-        optional_folders: tuple[str, ...] = (),
-        complete: tuple[str, ...] = (),
-    ) -> Restored:
+    def restore(self, tensors: Mapping[str, Tensor] | TensorsFor, optional_keys: OptionalKeys = ONLY_RNG) -> Restored:
         def make_targets(extra: dict[str, Any]) -> Mapping[str, Tensor]:
             """Make the tensors; if a rank refuses the checkpoint, all raise, so none waits in the next exchange."""
             made, reason = dict[str, Tensor](), ""
@@ -88,9 +81,7 @@ class ComparedCheckpoint(ReadOnlyCheckpoint):
                 raise WorkloadError(refused)
             return made
 
-        restored = super().restore(
-            make_targets, optional_prefixes=optional_prefixes, optional_folders=optional_folders, complete=complete
-        )
+        restored = super().restore(make_targets, optional_keys)
         self.faults = self.fingerprint_faults()
         return restored
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.errors import SaveFailed
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import dump_line, number
@@ -76,10 +77,7 @@ class RankCheckpointer(Protocol):
     def restore(
         self,
         tensors: Callable[[dict[str, Any]], Mapping[str, torch.Tensor]],
-        *,
-        optional_prefixes: tuple[str, ...] = ...,
-        optional_folders: tuple[str, ...] = ...,
-        complete: tuple[str, ...] = ...,
+        optional_keys: OptionalKeys = ...,
     ) -> Any: ...
 
     def wait(self) -> None: ...
@@ -307,13 +305,12 @@ class TrainState:
         self._optimizer_state.prime()
         self._prepare(saver)
         packed = torch.zeros_like(pack_rng(self._device))
+        # A parameter that never had a gradient has no saved state. Ranks that the saving world did not have start with
+        # the buffers of rank 0.
+        folders = ("optimizer/", *(("buffers/",) if self._rank else ()))
         restored = saver.restore(
             lambda extra: {**self._targets(extra), self._rng: packed},
-            optional_prefixes=("rng/",),
-            # A parameter that never had a gradient has no saved state. Ranks that the saving world did not have start
-            # with the buffers of rank 0.
-            optional_folders=("optimizer/", *(("buffers/",) if self._rank else ())),
-            complete=_COMPLETE,
+            optional_keys=OptionalKeys(together=folders, complete=_COMPLETE),
         )
         if restored is None:
             self._optimizer_state.reset()

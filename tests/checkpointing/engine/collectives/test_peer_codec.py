@@ -11,7 +11,7 @@ from checkpointing.engine.collectives.peer_codec import InvalidMessage, decode, 
 from checkpointing.engine.restore.restorer import Candidate
 from checkpointing.engine.save.transfer import Route
 from checkpointing.engine.state.layout import Item, Share
-from checkpointing.engine.state.plausibility import Findings, InspectionReport
+from checkpointing.engine.state.plausibility import InspectionReport
 from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import FileEntry, Manifest, Piece
 from checkpointing.format.read_plan import Strip
@@ -24,7 +24,7 @@ PIECE = Piece("w", "a", (0,), (2,), 0, 8, 0, 8)
 VALUES: list[Any] = [
     None, True, 0, -(1 << 70), 0.1 + 0.2, -0.0, 5e-324, math.inf, -math.inf, "", "ä\udc80\n", b"\x00\xff", [], [1, [2]],
     (), (1, (None, "x")), {}, {"tuple": [1]}, {("file", 3): 4, 5: {6: 7}}, frozenset({"a"}), torch.bfloat16,
-    Failed("disk full", fenced=True), InspectionReport(b"\x01", Findings(broken=(("w", 2),)), b"\x02"),
+    Failed("disk full", fenced=True), InspectionReport(b"\x01", (("w", 2),), b"\x02"),
     [("a", [Strip(0, 1, 2, 3)])], Candidate(3, "step", -1), {Candidate(3, "step", -1)}, Route(0, 1, MANIFEST),
     Item(Share("w", torch.float16, (2,), (0,), (4,), (0,)), 4096, PIECE), (MANIFEST, None),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from checkpointing.config import CheckpointConfig
 from checkpointing.engine.state.fingerprints import fingerprint
 from checkpointing.engine.state.layout import Share, lay_out
-from checkpointing.engine.state.plausibility import Findings, Inspection, differing_reason, nan_reason
+from checkpointing.engine.state.plausibility import Inspection, InspectionReport, differing_reason, nan_reason
 from checkpointing.errors import UnsavableState
 from checkpointing.format.manifest import FINGERPRINTS, parse_fingerprints
 from checkpointing.storage.backends import LocalStorage
@@ -61,7 +61,7 @@ def test_replicas_that_differ_are_named(replicas: Any, digests: list[bytes], nam
 # ---- a look at bytes
 
 
-def findings(tensors: dict[str, torch.Tensor]) -> Findings:
+def findings(tensors: dict[str, torch.Tensor]) -> InspectionReport:
     shares = [
         Share(key, tensor.dtype, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape), (0,) * tensor.dim())
         for key, tensor in tensors.items()
@@ -76,7 +76,7 @@ def findings(tensors: dict[str, torch.Tensor]) -> Findings:
     numbers = torch.frombuffer(bytearray(report.partials), dtype=torch.int32).view(-1, 2).tolist()
     for item, (rows, columns) in zip(layout.items, numbers, strict=True):
         assert f"{rows % 2**32:08x}{columns % 2**32:08x}" == fingerprint(tensors[item.key]), item.key
-    return report.findings
+    return report
 
 
 FLOATS = [

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.errors import NothingFits, NothingVerifies
 from checkpointing.format.commit import read_commit
 from checkpointing.storage.backends import LocalStorage
@@ -146,7 +147,7 @@ def test_process_local_keys_may_be_absent(bench: Bench) -> None:
 
 def test_other_prefixes_can_be_made_optional(bench: Bench) -> None:
     made = bench.saved(5)
-    restored = loaded(made.restore({"ema.weight": torch.zeros(2)}, optional_prefixes=("ema.",)))
+    restored = loaded(made.restore({"ema.weight": torch.zeros(2)}, OptionalKeys(alone=("ema.",))))
     assert restored.absent == ("ema.weight",)
 
 
@@ -154,11 +155,11 @@ def test_a_folder_of_keys_may_be_absent_as_a_whole_and_only_so(bench: Bench) -> 
     made = bench.checkpointer()
     made.save(1, {"optim/a/m": torch.ones(2), "optim/a/v": torch.ones(2)}, {})
     whole = {"optim/a/m": torch.zeros(2), "optim/b/m": torch.zeros(2), "optim/b/v": torch.zeros(2)}
-    assert loaded(made.restore(whole, optional_folders=("optim/",))).absent == ("optim/b/m", "optim/b/v")
+    assert loaded(made.restore(whole, OptionalKeys(together=("optim/",)))).absent == ("optim/b/m", "optim/b/v")
     with pytest.raises(NothingVerifies, match="has no tensor optim/a/w"):
-        made.restore({"optim/a/m": torch.zeros(2), "optim/a/w": torch.zeros(2)}, optional_folders=("optim/",))
+        made.restore({"optim/a/m": torch.zeros(2), "optim/a/w": torch.zeros(2)}, OptionalKeys(together=("optim/",)))
     with pytest.raises(NothingVerifies, match="has no tensor other/a/m"):
-        made.restore({"other/a/m": torch.zeros(2)}, optional_folders=("other/",))
+        made.restore({"other/a/m": torch.zeros(2)}, OptionalKeys(together=("other/",)))
 
 
 def test_no_shard_is_ever_unpickled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
 """What ranks tell each other comes back as it was, and nothing else is made of what comes."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from checkpointing.engine.collectives.group import Failed
+from checkpointing.engine.collectives.group import Failed, RankGroup, UnauthenticatedPeer
 from checkpointing.engine.collectives.peer_codec import InvalidMessage, decode, encode
 from checkpointing.engine.restore.restorer import Candidate
 from checkpointing.engine.save.transfer import Route
@@ -61,3 +62,43 @@ def test_what_no_rank_says_is_refused(message: bytes) -> None:
 def test_what_is_not_registered_is_not_sent() -> None:
     with pytest.raises(InvalidMessage, match="a function is nothing that ranks tell each other"):
         encode([print.__class__, lambda: None][1:])
+
+
+KEY = b"k" * 32
+
+
+def ranks(key: bytes = KEY) -> RankGroup:
+    return RankGroup(None, key=key)
+
+
+def test_a_message_of_this_exchange_is_taken() -> None:
+    sender, receiver = ranks(), ranks()
+    message = sender._next_message({"a": 1}, to=3)
+    receiver._nothing()
+    assert receiver._verify(bytearray(message), 0, 3) == {"a": 1}
+
+
+FORGERIES: dict[str, Callable[[RankGroup, bytearray], object]] = {
+    "another sender": lambda receiver, message: receiver._verify(message, 1, 3),
+    "another receiver": lambda receiver, message: receiver._verify(message, 0, 2),
+    "to all": lambda receiver, message: receiver._verify(message, 0, -1),
+    "sent again": lambda receiver, message: (receiver._nothing(), receiver._verify(message, 0, 3)),
+    "another group": lambda receiver, message: (setattr(receiver, "_name", "9"), receiver._verify(message, 0, 3)),
+    "changed": lambda receiver, message: receiver._verify(message[:-1] + b"}", 0, 3),
+    "cut": lambda receiver, message: receiver._verify(message[:-1], 0, 3),
+    "without a tag": lambda receiver, message: receiver._verify(message[32:], 0, 3),
+    "empty": lambda receiver, message: receiver._verify(bytearray(), 0, 3),
+    "another generation": lambda receiver, message: (
+        setattr(receiver, "_key", b"l" * 32),
+        receiver._verify(message, 0, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("forged", FORGERIES.values(), ids=FORGERIES)
+def test_any_other_is_refused(forged: Callable[[RankGroup, bytearray], object]) -> None:
+    sender, receiver = ranks(), ranks()
+    message = bytearray(sender._next_message([1], to=3))
+    receiver._nothing()
+    with pytest.raises(UnauthenticatedPeer, match="is not authenticated by this generation's key"):
+        forged(receiver, message)

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,7 @@ from checkpointing.writer.link import WriterLink
 from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, state
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter
+from tests.checkpointing.proofs.mounts import small_tmpfs
 
 
 class Gated(LocalStorage):
@@ -338,3 +341,27 @@ def test_a_failure_of_many_ranks_is_told_of_two() -> None:
     assert "; rank 2: [Errno 28]" in found.reason
     assert found.reason.endswith("; and 61 more rank(s)")
     assert _failures([None, None]) is None
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Bench]:
+    with small_tmpfs(tmp_path / "tiny", "1m") as folder:
+        bench = Bench(folder)
+        yield bench
+        for made in bench.made:
+            made.close()
+
+
+def test_training_goes_on_and_the_next_save_works(tiny: Bench) -> None:
+    made = tiny.checkpointer(keep=2)
+    small, large = {"x": torch.ones(1000)}, {"x": torch.ones(1 << 19)}
+    for step, tensors in ((1, small), (2, large), (3, small)):
+        made.save(step, tensors, {})
+        made.wait()
+    (failure,) = tiny.told("checkpoint.failed")
+    assert failure["step"] == 2
+    assert "disk full ([Errno 28] No space left on device" in failure["reason"]
+    assert sorted(path.name for path in tiny.root.iterdir()) == [tiny.folder(1).name, tiny.folder(3).name]
+    target = {"x": torch.zeros(1000)}
+    assert loaded(made.restore(target)).step == 3
+    assert torch.equal(target["x"], small["x"])

@@ -27,7 +27,7 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints.tiers import Tier, visible_tiers
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
-from orchestrator.controller.reconciler.ownership import never_submitted
+from orchestrator.controller.ownership import never_submitted
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
 from orchestrator.registry.operations.removal_writes import Removal, require_removable
 from orchestrator.registry.records import Attempt, Run

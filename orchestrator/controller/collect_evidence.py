@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from checkpointing.storage.durable import NotAFile
 from checkpointing.storage.storage_errors import write_probe
-from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.errors import ConfigError
 from orchestrator.observed_since import ObservedSince
 from orchestrator.recovery.classify_failure import LOST_AFTER, Evidence

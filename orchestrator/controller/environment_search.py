@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.reconcile import Controller, TickReport
 from orchestrator.controller.slurm_contact import write_contact
 from orchestrator.errors import RegistryError
 from orchestrator.registry.records import Run

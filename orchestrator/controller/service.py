@@ -1,4 +1,4 @@
-"""The controller as a process: daemon, single pass, and the queries of the command line."""
+"""The controller as a process: daemon, single pass, work after each pass, and the queries of the command line."""
 
 import logging
 import os
@@ -6,19 +6,21 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
-from orchestrator.controller.after_pass import LAST_WORD_WITHIN, AfterPass
 from orchestrator.controller.environment_search import SlurmWatch, adopt_at_start
-from orchestrator.controller.jobs.submission_limits import PartitionSizes
-from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.nodes_to_avoid import RepairedNodes
+from orchestrator.controller.reconcile import Controller, TickReport
 from orchestrator.controller.record_writer import RecordWriter
-from orchestrator.controller.rotated_log import RotatedLog
+from orchestrator.controller.submission_limits import PartitionSizes
 from orchestrator.errors import Fenced, OrchError, Precondition, RegistryError, SchedulerChanged
 from orchestrator.home import controller_log, make_state_home
+from orchestrator.notifications.controller_pass import Notifications
+from orchestrator.notifications.delivery import WITHIN
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry import lease as leases
@@ -35,6 +37,7 @@ from orchestrator.registry.lease import (
 )
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
+from orchestrator.restore_tests.controller_pass import RestoreTests
 from orchestrator.run_dirs.bounded_files import BoundedFiles
 from orchestrator.scheduler.available_schedulers import lease_key, make_instance, usable
 from orchestrator.scheduler.job_environment import package_root
@@ -42,7 +45,60 @@ from orchestrator.scheduler.scheduler_instance import is_known, unknown_instance
 from orchestrator.scheduler.slurm.node_capacity import usable_nodes
 from orchestrator.states import LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import LOCAL
+from trainer.protocol.logs.log_rotation import LogFile, LogsConfig
 from trainer.protocol.node_identity import boot_id
+
+
+class RotatedLog(logging.Handler):
+    """Handler for the controllers' log; opens the file for each line because daemons of several schedulers share it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            with closing(LogFile(self._path, LogsConfig())) as file:
+                file.write(self.format(record).encode(errors="replace") + b"\n")
+        except OSError:
+            self.handleError(record)
+
+
+LAST_WORD_WITHIN = 5.0
+"""Seconds a daemon waits for notifications in flight before it exits; its successor sends them again."""
+
+
+@dataclass(frozen=True)
+class AfterPass:
+    """Restore tests, notifications and node repairs of one controller."""
+
+    controller: Controller
+    tests: RestoreTests
+    notifications: Notifications
+    repaired: RepairedNodes
+
+    @classmethod
+    def for_controller(cls, controller: Controller) -> Self:
+        store, owns, between = controller.store, controller.domain.has, controller.actor.renew_lease_if_due
+        return cls(
+            controller,
+            RestoreTests(store, controller.files, owns, between),
+            Notifications(store, owns, between),
+            RepairedNodes(store, controller.schedulers),
+        )
+
+    def serve(self, epoch: int, now: float) -> list[str]:
+        """Send due notifications and prolong exclusions of nodes still out of service; return one line per action."""
+        repaired = self.repaired.run(self.controller.domain.live(), epoch, now)
+        return [*repaired, *self.notifications.run(epoch, now)]
+
+    def serve_and_wait(self, epoch: int, now: float) -> list[str]:
+        """Call `serve` and wait for notifications in flight, because a single pass has no later one."""
+        done, deadline = self.serve(epoch, now), time.monotonic() + WITHIN
+        while self.notifications.sending and (left := deadline - time.monotonic()) > 0:
+            done += [*self.notifications.finish(epoch, left), *self.notifications.run(epoch, time.time())]
+        return done
+
 
 log = logging.getLogger("orch.controller")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import Fenced, SchedulerChanged
 from orchestrator.registry.records import Lease, NewRun, Run
 from orchestrator.scheduler.scheduler_instance import unknown_instance

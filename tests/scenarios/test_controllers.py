@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
 from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import NewRun

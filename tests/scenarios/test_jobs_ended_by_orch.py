@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.reconcile import Controller
 from orchestrator.registry.records import NewRun
 from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import RunState

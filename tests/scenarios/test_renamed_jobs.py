@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from orchestrator import failpoints
-from orchestrator.controller.jobs.submission_limits import MOST_FOR_ATTEMPT, MOST_IN_AN_HOUR
+from orchestrator.controller.submission_limits import MOST_FOR_ATTEMPT, MOST_IN_AN_HOUR
 from orchestrator.errors import SubmitAmbiguous
 from orchestrator.registry.records import NewRun
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState

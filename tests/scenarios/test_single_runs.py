@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.reconciler.nodes_to_avoid import load_pool
+from orchestrator.controller.nodes_to_avoid import load_pool
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Notice
 from orchestrator.run_dirs.controlled_run import ControlledRun

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.reconciler.actor import AMBIGUOUS_FOR
+from orchestrator.controller.actor import AMBIGUOUS_FOR
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.states import AttemptState, RunState
 from tests.fakes.model_slurm import SlurmFaults

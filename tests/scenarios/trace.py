@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from orchestrator import failpoints
-from orchestrator.controller.reconciler import reconcile
+from orchestrator.controller import reconcile
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.run_dirs import run_folder
 from orchestrator.states import ENDED_RUNS, RunState

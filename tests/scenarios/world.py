@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpointing.storage.durable import canonical
 from orchestrator import failpoints
-from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.reconcile import Controller, TickReport
 from orchestrator.errors import Fenced, RegistryError
 from orchestrator.observed_since import ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
-from orchestrator.controller.jobs.submission_limits import PartitionSizes
+from orchestrator.controller.submission_limits import PartitionSizes
 from orchestrator.errors import SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.scheduler.interface import UNRECORDED, Resources
 from orchestrator.scheduler.slurm.node_capacity import usable_nodes

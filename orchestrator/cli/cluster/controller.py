@@ -16,7 +16,7 @@ from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, iso, span
 from orchestrator.controller import service
-from orchestrator.controller.reconciler.reconcile import TickReport
+from orchestrator.controller.reconcile import TickReport
 from orchestrator.controller.service import Health
 from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.home import controller_log, registry_path

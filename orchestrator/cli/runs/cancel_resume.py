@@ -243,7 +243,7 @@ def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
 
     The folder of a live run that was never submitted may not exist yet.
     """
-    from orchestrator.controller.reconciler.ownership import never_submitted
+    from orchestrator.controller.ownership import never_submitted
     from orchestrator.run_dirs.other_registry import refuse_other_registry
     from orchestrator.run_dirs.run_folder import check_run_folder
 
@@ -258,7 +258,7 @@ def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
 
 
 def _already_live(store: Any, run: Run, item: dict[str, Any], change: ResumeOptions | None) -> dict[str, Any]:
-    from orchestrator.controller.reconciler.user_requests import pending_cancel
+    from orchestrator.controller.user_requests import pending_cancel
 
     if pending_cancel(store, run) is not None:
         hint = f"`orch wait {run.name}` returns when it has stopped; then the same again"
@@ -280,7 +280,7 @@ def _store_changes(store: Any, run: Run, change: ResumeOptions) -> dict[str, Any
 
 
 def _may_have_job(attempts: list[Any]) -> bool:
-    from orchestrator.controller.reconciler.ownership import never_submitted
+    from orchestrator.controller.ownership import never_submitted
 
     return attempts[-1].state in LIVE_ATTEMPTS and not never_submitted(attempts)
 

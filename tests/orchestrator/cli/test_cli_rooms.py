@@ -13,7 +13,7 @@ import pytest
 from checkpointing.storage.backends import LocalStorage
 from orchestrator.cli.cluster import crontab, doctor, machine_checks
 from orchestrator.controller import service
-from orchestrator.controller.reconciler.reconcile import TickReport
+from orchestrator.controller.reconcile import TickReport
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.home import make_state_home
 from orchestrator.scheduler import available_schedulers

@@ -20,8 +20,8 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
 from orchestrator import failpoints
 from orchestrator.cli import rm
-from orchestrator.controller.reconciler.actor import Actor
-from orchestrator.controller.reconciler.user_requests import answer_idle
+from orchestrator.controller.actor import Actor
+from orchestrator.controller.user_requests import answer_idle
 from orchestrator.errors import Precondition
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.registry.operations.removal_writes import Removal

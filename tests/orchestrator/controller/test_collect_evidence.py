@@ -15,7 +15,7 @@ from orchestrator.controller.collect_evidence import (
     read_tails,
     removed_nodes,
 )
-from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.observed_since import ObservedSince
 from orchestrator.registry.records import Attempt
 from orchestrator.run_dirs.controlled_run import ControlledRun

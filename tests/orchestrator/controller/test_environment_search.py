@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.controller.environment_search import TRY_AGAIN, EnvironmentSearch, SlurmWatch, adopt_at_start
-from orchestrator.controller.reconciler.reconcile import Controller, TickReport
+from orchestrator.controller.reconcile import Controller, TickReport
 from orchestrator.controller.slurm_contact import read_contact, write_contact
 from orchestrator.registry.lease import this_process
 from orchestrator.registry.records import NewRun, Run

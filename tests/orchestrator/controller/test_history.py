@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.reconciler.conclude import _saved_after, _steps_known, history
+from orchestrator.controller.conclude import _saved_after, _steps_known, history
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.run_dirs.ingest import ingest

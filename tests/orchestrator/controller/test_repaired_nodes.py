@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.repaired_nodes import EVERY, RepairedNodes
+from orchestrator.controller.nodes_to_avoid import EVERY, RepairedNodes
 from orchestrator.registry.records import BY_PERSON, NewRun, Run
 from orchestrator.registry.store import Store
 from tests.fakes.scheduler import FakeScheduler

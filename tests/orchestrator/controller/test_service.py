@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.controller import rotated_log, service
-from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import RegistryError
 from orchestrator.home import registry_path, state_home
 from orchestrator.observed_since import Clock

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from orchestrator.controller.reconciler import reconcile
+from orchestrator.controller import reconcile
 from orchestrator.states import RunState
 from tests.scenarios.world import World, config, training
 

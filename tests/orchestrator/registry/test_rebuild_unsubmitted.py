@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.controller.reconciler.ownership import never_submitted
+from orchestrator.controller.ownership import never_submitted
 from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
-from orchestrator.controller.jobs.submission_limits import PartitionSizes
+from orchestrator.controller.submission_limits import PartitionSizes
 from orchestrator.errors import SlurmUnreachable
 from orchestrator.scheduler.available_schedulers import FACTORIES
 from orchestrator.scheduler.interface import UNREADABLE, Resources

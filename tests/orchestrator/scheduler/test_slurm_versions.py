@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller.jobs.submission_limits import read_sizes
+from orchestrator.controller.submission_limits import read_sizes
 from orchestrator.scheduler.interface import ENDED_STATES, QUEUED_STATES, RUNNING_STATES, Resources
 from orchestrator.scheduler.scheduler_instance import read_instance
 from orchestrator.scheduler.slurm.command_output import ended_jobs, read_accounting, read_node_states, read_queue

@@ -14,7 +14,7 @@ from checkpointing.storage.durable import read_json
 from orchestrator import failpoints
 from orchestrator.config.compose import Composed, compose
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import NewRun

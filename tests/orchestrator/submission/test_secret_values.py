@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator import failpoints
 from orchestrator.config.compose import compose
-from orchestrator.controller.reconciler.reconcile import Controller
+from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.registry.records import REPLACED_VARIABLES, Run
 from orchestrator.registry.store import Store

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.cluster import nodes
-from orchestrator.controller.reconciler.actor import Actor
-from orchestrator.controller.reconciler.user_requests import answer_idle
+from orchestrator.controller.actor import Actor
+from orchestrator.controller.user_requests import answer_idle
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.registry.records import UNTIL_RELEASED, NewRun
 from orchestrator.scheduler import available_schedulers

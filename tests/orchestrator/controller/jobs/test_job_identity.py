@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.run_config import ClusterConfig, RunConfig
-from orchestrator.controller.jobs.job_identity import JobRecord, changes, identify
-from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
+from orchestrator.controller.scheduler_snapshot import JobRecord, SchedulerSnapshot, changes, identify
 from orchestrator.registry.records import Attempt, Run, Submission
 from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus, tags

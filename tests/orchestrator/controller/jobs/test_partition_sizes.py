@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.controller.jobs.submission_limits import read_sizes
+from orchestrator.controller.submission_limits import read_sizes
 
 SINFO = "4 gpu*\n8 gpu-long\n1 debug\n"
 

@@ -7,7 +7,7 @@ import click
 import pytest
 
 from orchestrator.cli.main import orch
-from orchestrator.controller.jobs.submission_limits import rejection_failure
+from orchestrator.controller.submission_limits import rejection_failure
 from orchestrator.errors import ConfigError, Retryable, SubmitRejected
 from orchestrator.registry.records import Run
 from orchestrator.states import RunState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.controller.jobs.submission_limits import ADOPTED, HOUR, MOST_IN_AN_HOUR, SubmitStep, submit_permission
+from orchestrator.controller.submission_limits import ADOPTED, HOUR, MOST_IN_AN_HOUR, SubmitStep, submit_permission
 from orchestrator.registry.records import Submission
 
 NOW = 1_000_000.0

@@ -5,10 +5,10 @@ from typing import Any
 
 from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator import failpoints
-from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
-from orchestrator.controller.reconciler.actor import Actor
-from orchestrator.controller.reconciler.conclude import cancel_decision
-from orchestrator.controller.reconciler.ownership import is_addressed_to, is_ours, never_submitted
+from orchestrator.controller.actor import Actor
+from orchestrator.controller.conclude import cancel_decision
+from orchestrator.controller.ownership import is_addressed_to, is_ours, never_submitted
+from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
 from orchestrator.recovery.retry_policy import after_cancel
 from orchestrator.registry.operations.reads import Reads

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from orchestrator import failpoints
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.jobs.job_identity import JobRecord, changes, identify
-from orchestrator.controller.jobs.scheduler_snapshot import SchedulerSnapshot
-from orchestrator.controller.jobs.submission_limits import (
+from orchestrator.controller.scheduler_snapshot import JobRecord, SchedulerSnapshot, changes, identify
+from orchestrator.controller.submission_limits import (
     ADOPTED,
     CANCELLED,
     HOUR,

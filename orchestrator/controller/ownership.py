@@ -5,10 +5,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.controller.jobs.job_identity import JobRecord, identify
-from orchestrator.controller.jobs.scheduler_snapshot import Records, SchedulerSnapshot
-from orchestrator.controller.jobs.submission_limits import ORPHANS_FOR, unresolved_submissions
-from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.actor import Actor
+from orchestrator.controller.scheduler_snapshot import JobRecord, Records, SchedulerSnapshot, identify
+from orchestrator.controller.submission_limits import ORPHANS_FOR, unresolved_submissions
 from orchestrator.errors import NotFound, Precondition, SchedulerChanged, SlurmUnreachable
 from orchestrator.registry.records import Attempt, Run, Submission, UserRequest
 from orchestrator.registry.store import Store

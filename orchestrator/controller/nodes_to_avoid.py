@@ -1,10 +1,12 @@
-"""Nodes that a run may use and nodes that its next job must avoid."""
+"""Nodes that a run may use or must avoid, and exclusions that restart while their node is out of service."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.controller.reconciler.actor import Actor
+from orchestrator.controller.actor import Actor
+from orchestrator.errors import ConfigError, SlurmUnreachable
 from orchestrator.recovery import failure_rate
 from orchestrator.recovery.elastic_policy import world_sizes
 from orchestrator.recovery.failure_rate import NodeHistory
@@ -20,11 +22,12 @@ from orchestrator.recovery.node_exclusion import (
     of_every_node,
     slowness,
 )
-from orchestrator.registry.records import PERSON
+from orchestrator.registry.records import ORCH, PERSON, Node, Run
 from orchestrator.registry.store import Store
-from orchestrator.run_dirs.controlled_run import ControlledRun
+from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import job_spec
-from orchestrator.scheduler.interface import Resources
+from orchestrator.scheduler.interface import Resources, Scheduler
+from trainer.protocol.config import build
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind
 
@@ -107,3 +110,59 @@ def _in_service(view: ControlledRun, pool: Pool, now: float, usable_nodes: Usabl
     if left is None or left >= world_sizes(view.config)[-1].all_nodes:
         return None
     return usable_nodes(resources, pool.by_persons)
+
+
+EVERY = 600.0
+"""Seconds between checks."""
+
+
+class RepairedNodes:
+    """Periodic check of excluded nodes in one controller's schedulers."""
+
+    def __init__(self, store: Store, schedulers: Mapping[str, Scheduler]) -> None:
+        self._store, self._schedulers = store, schedulers
+        self._looked = float("-inf")
+
+    def run(self, runs: Iterable[Run], epoch: int, now: float) -> list[str]:
+        """Restart the exclusion period of nodes still out of service; return one line per node."""
+        if now - self._looked < EVERY:
+            return []
+        self._looked = now
+        excluded: dict[str, list[Node]] = {}
+        for node in self._store.nodes():
+            if node.exclusion_source(now) == ORCH:
+                excluded.setdefault(node.cluster, []).append(node)
+        by_domain: dict[str, list[Run]] = {}
+        for run in runs if excluded else ():
+            by_domain.setdefault(run.domain, []).append(run)
+        return [
+            line
+            for domain, served in by_domain.items()
+            for line in self._prolong(served, excluded.get(domain, []), epoch, now)
+        ]
+
+    def _prolong(self, runs: list[Run], nodes: list[Node], epoch: int, now: float) -> list[str]:
+        hours = self._exclude_hours(runs) if nodes else 0.0
+        if not hours:
+            return []
+        try:
+            out = self._schedulers[runs[0].cluster].out_of_service(frozenset(node.name for node in nodes))
+        except SlurmUnreachable:
+            return []  # tried again at the next check
+        until, done = now + hours * 3600, []
+        for node in nodes:
+            if node.name in out and until > node.excluded_until:
+                before = node.excluded_until
+                self._store.prolong_exclusion(node.name, node.cluster, before, until, epoch=epoch, now=now)
+                done.append(f"{node.name} is still out of service: its exclusion begins when it is back")
+        return done
+
+    def _exclude_hours(self, runs: Iterable[Run]) -> float:
+        """Return the longest `exclude_hours` of these runs; unreadable configs are reported elsewhere and skipped."""
+        found = [0.0]
+        for run in runs:
+            with suppress(ConfigError, ValueError):
+                config = build(RunConfig, stored_config(self._store, run.config_digest))
+                assert isinstance(config, RunConfig)
+                found.append(config.recovery.exclude_hours)
+        return max(found)

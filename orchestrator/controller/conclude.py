@@ -6,9 +6,9 @@ from pathlib import Path
 from random import Random
 
 from orchestrator import failpoints
+from orchestrator.controller.actor import Actor
 from orchestrator.controller.collect_evidence import forget
-from orchestrator.controller.reconciler.actor import Actor
-from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, load_pool
+from orchestrator.controller.nodes_to_avoid import PoolSize, load_pool
 from orchestrator.recovery import failure_rate
 from orchestrator.recovery.classify_failure import Verdict
 from orchestrator.recovery.doubted_checkpoints import trust_changes

@@ -12,25 +12,26 @@ from typing import Any
 from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator import failpoints
 from orchestrator.config.run_config import RunConfig
+from orchestrator.controller import user_requests
+from orchestrator.controller.actor import SUBMIT_WITHIN, Actor, training_notes
 from orchestrator.controller.collect_evidence import collect_evidence
-from orchestrator.controller.jobs.job_identity import changes
-from orchestrator.controller.jobs.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, take_snapshot
-from orchestrator.controller.reconciler import user_requests
-from orchestrator.controller.reconciler.actor import SUBMIT_WITHIN, Actor, training_notes
-from orchestrator.controller.reconciler.conclude import conclude
-from orchestrator.controller.reconciler.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
-from orchestrator.controller.reconciler.ownership import Domain, never_submitted, sweep_orphans
-from orchestrator.controller.reconciler.running_jobs import (
+from orchestrator.controller.conclude import conclude
+from orchestrator.controller.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
+from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
+from orchestrator.controller.running_jobs import (
     end_judged_job,
     end_silent_job,
+    give_up_long_wait,
     is_held_by_person,
     maintain_job,
+    next_world,
+    size_note,
     update_exclusions,
     wait_for_room,
     wait_for_tiers,
     with_exclusions,
 )
-from orchestrator.controller.reconciler.world_size import give_up_long_wait, next_world, size_note
+from orchestrator.controller.scheduler_snapshot import UNREACHABLE, Records, SchedulerSnapshot, changes, take_snapshot
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, Evidence, judge, judge_silence

@@ -1,1 +1,0 @@
-"""Jobs in a scheduler: their specifications, states and owners."""

@@ -1,1 +1,0 @@
-"""A pass over all live runs: ownership, user requests, decisions and effects."""

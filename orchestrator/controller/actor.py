@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from orchestrator import failpoints
 from orchestrator.config.run_config import RunConfig
@@ -29,7 +29,7 @@ from orchestrator.run_dirs.bounded_files import DirectFiles, Files
 from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import is_live, job_spec, oldest
 from orchestrator.run_dirs.run_folder import ensure_attempt_dir
-from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Scheduler
+from orchestrator.scheduler.interface import UNREADABLE, Backoff, JobStatus, Resources, Scheduler
 from orchestrator.scheduler.script import find_job_ids
 from orchestrator.states import AttemptState, RunState
 from trainer.protocol.events import EventKind
@@ -40,6 +40,9 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
     from orchestrator.run_dirs.inheritable_checkpoints import RunCheckpoints
+
+
+T = TypeVar("T")
 
 
 def training_notes(store: Store, attempt: Attempt) -> list[str]:
@@ -54,8 +57,7 @@ def training_notes(store: Store, attempt: Attempt) -> list[str]:
     return notes
 
 
-AMBIGUOUS_FOR = 60.0
-"""Seconds of answered, empty look-ups after a submission before the job counts as absent."""
+AMBIGUOUS_FOR = 60.0  # seconds of answered, empty look-ups after a submission before the job counts as absent
 
 SUBMIT_WITHIN = 180.0
 """Seconds for file work that may be slow in good health: with Slurm's commands, or on tiers full of checkpoints."""
@@ -63,8 +65,15 @@ SUBMIT_WITHIN = 180.0
 EXCLUDED_HINT = "may not be used (`orch nodes ls`; `orch nodes release NODE` ends that)"
 """Hint for a rejected job that had nodes to avoid."""
 
-SAME_TIME_S = 30.0
-"""Seconds by which a requested end must differ from the last one to be requested again."""
+SAME_TIME_S = 30.0  # seconds by which a requested end must differ from the last one to be requested again
+
+
+PoolSize = Callable[[RunConfig], int | None]
+UsableNodes = Callable[[Resources, frozenset[str]], int | None]
+"""Number of nodes in service that could hold a job with these resources, busy nodes included, minus these names.
+
+None if the scheduler cannot report it. Raises SlurmUnreachable if it does not answer.
+"""
 
 
 class Stamp(TypedDict):
@@ -88,6 +97,8 @@ class Actor:
         self._pauses = Backoff(clock.mono)
         self.ambiguous_for = AMBIGUOUS_FOR
         self.check_scheduler: Callable[[], None] = lambda: None
+        self.pool_size: PoolSize = lambda config: None
+        self.usable_nodes: UsableNodes = lambda asked, without: None
 
     def start_pass(self, lease: Lease) -> None:
         self.lease, self.actions, self._renewed_at = lease, [], self.clock.mono()
@@ -113,6 +124,10 @@ class Actor:
     def record_action(self, what: str) -> None:
         self.actions.append(what)
 
+    def in_folder(self, folder: RunDir, work: Callable[[], T], patience: float | None = None) -> T:
+        """Return the value of `work`, which touches files of this run. Raises its errors, or RunDirHangs."""
+        return self.files.call(folder.path, work, patience)
+
     # -- from an intent to exactly one job
 
     def launch(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> Failure | None:
@@ -126,17 +141,17 @@ class Actor:
             self._wait_for_look_ups(view, snapshot)
             return None
         now = self.clock.wall()
-        own = [one for one in self.store.submissions(view.run.name) if one.attempt == attempt.number]
-        permission = submit_permission(own, self.store.submissions(since=now - HOUR), now)
-        if permission.step is SubmitStep.GIVE_UP:
+        own = self._submissions(view)
+        step, reason = submit_permission(own, self.store.submissions(since=now - HOUR), now)
+        if step is SubmitStep.GIVE_UP:
             # A person must look at jobs that sbatch has acknowledged repeatedly and that cannot be found. Failures of
             # sbatch are transient, and without accounting a single job may have been cancelled by hand.
             lost = unresolved_submissions(own)
             repeated = 2 * sum(bool(one.job_id) for one in lost) > len(lost)
             kind = FailureKind.SUBMISSION_LOST if repeated else FailureKind.JOB_LOST
-            return Failure(kind=kind, reason=permission.reason)
-        if permission.step is SubmitStep.WAIT:
-            self.note(view.run, permission.reason)
+            return Failure(kind=kind, reason=reason)
+        if step is SubmitStep.WAIT:
+            self.note(view.run, reason)
             return None
         return self._submit_and_look(view)
 
@@ -159,9 +174,7 @@ class Actor:
             return
         self._take_ids_from_folder(view)
         ids = [one.job_id for one in self._submissions(view) if one.job_id]
-        told = f"sbatch said job {', '.join(ids)}" if ids else "sbatch gave no job id"
-        reason = f"waits for its job to be found: {told}, and Slurm does not list it yet"
-        self.note(view.run, f"{reason}; submitted again after {self.ambiguous_for:.0f} s of that")
+        self.note(view.run, f"{_search_note(ids)}; submitted again after {self.ambiguous_for:.0f} s of that")
 
     def _take_ids_from_folder(self, view: ControlledRun) -> None:
         """Recover job ids from submitit's file names after a controller died between sbatch and its record."""
@@ -170,7 +183,7 @@ class Actor:
         if not open_ones:
             return
         known = {one.job_id for one in recorded}
-        there = self.files.call(view.folder.path, lambda: find_job_ids(view.attempt_dir.submission))
+        there = self.in_folder(view.folder, lambda: find_job_ids(view.attempt_dir.submission))
         left = sorted(there - known, key=lambda job_id: (len(job_id), job_id))
         for one, job_id in zip(open_ones, left, strict=False):
             self.store.note_submission(one.run, one.attempt, one.number, epoch=self.epoch, job_id=job_id)
@@ -204,15 +217,14 @@ class Actor:
         if live:
             self._adopt(view, live)
         elif answered:
-            told = f"sbatch said job {job_id}" if job_id is not None else "sbatch gave no job id"
-            self.note(view.run, f"waits for its job to be found: {told}, and Slurm does not list it yet")
+            self.note(view.run, _search_note([job_id] if job_id is not None else []))
         return None
 
     def make_attempt_dir(self, view: ControlledRun, attempt: Attempt) -> None:
         """Make an attempt's folder with its config."""
         config = stored_config(self.store, attempt.config_digest or view.run.config_digest)
         base = stored_config(self.store, attempt.base_digest) if attempt.smaller_world else None
-        self.files.call(view.folder.path, lambda: ensure_attempt_dir(view.folder, attempt, config, base))
+        self.in_folder(view.folder, lambda: ensure_attempt_dir(view.folder, attempt, config, base))
 
     def _submit(self, view: ControlledRun, scheduler: Scheduler) -> str | None:
         """Submit the job: record the intent first and the id right after; return the id if sbatch gave one."""
@@ -220,7 +232,7 @@ class Actor:
         failpoints.reach("before_mark")
         self.renew_lease()
         self.make_attempt_dir(view, attempt)
-        self.files.call(view.folder.path, lambda: staged_secrets.require(view.folder, view.config.env_from))
+        self.in_folder(view.folder, lambda: staged_secrets.require(view.folder, view.config.env_from))
         spec = job_spec(view.run, attempt, view.config)
         now = self.clock.wall()
 
@@ -231,7 +243,7 @@ class Actor:
         number = self.store.together(mark)
         failpoints.reach("before_submit")
         try:
-            job_id = self.files.call(view.folder.path, lambda: scheduler.submit(spec), SUBMIT_WITHIN)
+            job_id = self.in_folder(view.folder, lambda: scheduler.submit(spec), SUBMIT_WITHIN)
         except (SubmitRejected, ConfigError, Precondition):
             self.store.note_submission(run, attempt.number, number, epoch=self.epoch, outcome=REFUSED)
             raise
@@ -267,9 +279,8 @@ class Actor:
 
         self.store.together(record_submission)
         failpoints.reach("after_submitted")
-        self.record_action(
-            f"adopted job {job.job_id} for {view.run.name}/{attempt.number}{f': {changed}' if changed else ''}"
-        )
+        also = f": {changed}" if changed else ""
+        self.record_action(f"adopted job {job.job_id} for {view.run.name}/{attempt.number}{also}")
         self.release(view.run, self.store.attempt(view.run.name, attempt.number), view.folder, view.config)
 
     def _resolve(self, view: ControlledRun, job: JobStatus, live: list[JobStatus]) -> None:
@@ -281,37 +292,32 @@ class Actor:
         duplicates = {other.job_id for other in live} - {job.job_id}
         fate |= {one.number: CANCELLED for one in open_ones if one.job_id in duplicates}
         for number, outcome in fate.items():
-            self.store.note_submission(
-                view.run.name, view.last.number, number, epoch=self.epoch, outcome=outcome
-            )  # fmt: skip
+            self.store.note_submission(view.run.name, view.last.number, number, epoch=self.epoch, outcome=outcome)
 
     def release(self, run: Run, attempt: Attempt, folder: RunDir, config: RunConfig) -> None:
         """Write GO unless it is in force, and release the job. Rewriting a GO in force would fence the job."""
         assert attempt.job_id is not None
         place = folder.attempt(attempt.number)
-        if not self.files.call(folder.path, lambda: _in_force(place, attempt)):
+        if not self.in_folder(folder, lambda: _in_force(place, attempt)):
             failpoints.reach("before_go")
             self.renew_lease()
             earlier = [past for past in self.store.attempts(run.name) if past.number < attempt.number]
             token = LaunchToken(
-                attempt=attempt.number,
-                epoch=self.epoch,
-                job_id=attempt.job_id,
-                nonce=attempt.nonce,
+                attempt=attempt.number, epoch=self.epoch, job_id=attempt.job_id, nonce=attempt.nonce,
                 config_digest=attempt.config_digest,
                 **self._inheritable(run, earlier, attempt.number, folder, config),
                 over=tuple(f"{past.number:03d}-{past.nonce}" for past in earlier),
                 trained=any(past.last_step for past in earlier),
                 mtbf=self._time_between_failures(run, config),
-            )
-            self.files.call(folder.path, lambda: token.write(place.go))
+            )  # fmt: skip
+            self.in_folder(folder, lambda: token.write(place.go))
             failpoints.reach("after_go")
         self.renew_lease()
         job_id = attempt.job_id
         if not self._pauses.is_due(f"release {job_id}"):
             return
         release = self.schedulers[run.cluster].release
-        self.files.call(folder.path, lambda: release(job_id, place.submission), SUBMIT_WITHIN)
+        self.in_folder(folder, lambda: release(job_id, place.submission), SUBMIT_WITHIN)
         self._pauses.start(f"release {job_id}")
         failpoints.reach("after_release")
         self.record_action(f"released job {attempt.job_id}")
@@ -332,20 +338,16 @@ class Actor:
         """Return earlier attempts' checkpoints in shared tiers. Raises TierUnread if the newest may be out of sight."""
         from orchestrator.run_dirs import inheritable_checkpoints  # brings fsspec, which only a launch needs
 
-        rows, copies = self.store.checkpoints(run.name), self.store.copies(run.name)
-        found = self.files.call(
-            folder.path,
-            lambda: inheritable_checkpoints.find_checkpoints(config.checkpoint, folder, run, earlier, rows, copies),
-            SUBMIT_WITHIN,
+        rows, copies, look = self.store.checkpoints(run.name), self.store.copies(run.name), inheritable_checkpoints
+        found = self.in_folder(
+            folder, lambda: look.find_checkpoints(config.checkpoint, folder, run, earlier, rows, copies), SUBMIT_WITHIN
         )
         if found.newest_is_unread:
             path, error = next(iter(found.unread.items()))
             give_up = f"; to go on from an older checkpoint: mkdir -p {shlex.quote(path)}"
-            raise TierUnread(
-                f"{FailureKind.STORAGE}: the newest checkpoint may be in a tier that cannot be read from here",
-                where=f"{path}: {error.strerror or error}",
-                hint=f"give this user access to it, or mount it{give_up * isinstance(error, FileNotFoundError)}",
-            ) from error
+            hint = f"give this user access to it, or mount it{give_up * isinstance(error, FileNotFoundError)}"
+            what = f"{FailureKind.STORAGE}: the newest checkpoint may be in a tier that cannot be read from here"
+            raise TierUnread(what, where=f"{path}: {error.strerror or error}", hint=hint) from error
         return found
 
     def _time_between_failures(self, run: Run, config: RunConfig) -> float:
@@ -366,12 +368,12 @@ class Actor:
 
     def fence(self, place: AttemptDir) -> None:
         """Fence an attempt: its processes that read GO from now on must neither commit nor delete."""
-        folder = place.path.parent.parent
-        if self.files.call(folder, lambda: not place.path.is_dir() or is_revoked(place.go)):
+        folder = RunDir(place.path.parent.parent)
+        if self.in_folder(folder, lambda: not place.path.is_dir() or is_revoked(place.go)):
             return
         failpoints.reach("before_revoke")
         self.renew_lease()
-        self.files.call(folder, lambda: revoke(place.go))
+        self.in_folder(folder, lambda: revoke(place.go))
         failpoints.reach("after_revoke")
 
     def cancel(self, run: Run, job_id: str, reason: str) -> None:
@@ -395,13 +397,19 @@ class Actor:
         self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None, detail: str = ""
     ) -> bool:
         """Request something from an attempt at most once per kind and value; return whether it was requested now."""
-        if self.files.call(folder.path, lambda: _is_asked(folder, kind, attempt, value)):
+        if self.in_folder(folder, lambda: _is_asked(folder, kind, attempt, value)):
             return False
         self.renew_lease()
         request = Request(kind=kind, attempt=attempt, reason=reason, value=value, detail=detail)
-        self.files.call(folder.path, lambda: _put(request, folder))
+        self.in_folder(folder, lambda: folder.requests.mkdir(mode=0o700, exist_ok=True))
+        self.in_folder(folder, lambda: request.write(folder.requests))
         self.record_action(f"asked {folder.name}/{attempt} to {kind}: {reason}")
         return True
+
+
+def _search_note(ids: Sequence[str]) -> str:
+    seen = f"sbatch said job {', '.join(ids)}" if ids else "sbatch gave no job id"
+    return f"waits for its job to be found: {seen}, and Slurm does not list it yet"
 
 
 def _is_asked(folder: RunDir, kind: RequestKind, attempt: int, value: float | None) -> bool:
@@ -411,11 +419,6 @@ def _is_asked(folder: RunDir, kind: RequestKind, attempt: int, value: float | No
         return bool(asked)
     last = asked[-1].value
     return last is not None and abs(last - value) < SAME_TIME_S
-
-
-def _put(request: Request, folder: RunDir) -> None:
-    folder.requests.mkdir(mode=0o700, exist_ok=True)
-    request.write(folder.requests)
 
 
 def _in_force(place: AttemptDir, attempt: Attempt) -> bool:

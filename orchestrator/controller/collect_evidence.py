@@ -3,7 +3,8 @@
 import errno
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,44 +30,27 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 T = TypeVar("T")
 
-SILENCED = "silent"
-"""`detail` of a stop that orch requests because the heartbeat is silent."""
+SILENCED = "silent"  # `detail` of a stop that orch requests because the heartbeat is silent
 REQUEUED = "requeued"
 """`detail` of the stop request before orch ends a job that Slurm has restarted; accounting may not show the restart."""
-GAVE_UP = "gave up waiting"
-"""`detail` of the stop request before orch ends a job that has waited too long for nodes."""
-BEFORE_AGENTS = 60.0
-"""Seconds that a job may need until its first agent runs."""
-TAIL = 64 * 1024
-"""Bytes read from the end of each log."""
+GAVE_UP = "gave up waiting"  # `detail` of the stop request before orch ends a job that has waited too long for nodes
+BEFORE_AGENTS = 60.0  # seconds that a job may need until its first agent runs
+TAIL = 64 * 1024  # bytes read from the end of each log
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptFiles:
-    """Contents of an attempt's files at one moment; `odd` describes foreign or damaged entries."""
-
-    heartbeat: Heartbeat | None
-    outcome: AttemptOutcome | None
-    started: bool
-    reports: tuple[AgentReport, ...] = ()
-    silenced: str = ""
-    requeued: str = ""
-    gave_up: str = ""
-    odd: str = ""
-
-
-def read_files(place: AttemptDir) -> AttemptFiles:
-    """Read an attempt's files; an unreadable file counts as missing."""
+def read_files(place: AttemptDir) -> tuple[Heartbeat | None, Evidence]:
+    """Return the heartbeat and the evidence of an attempt's files; an unreadable file counts as missing."""
     odd: list[str] = []
     heartbeat, outcome = _read(Heartbeat.read, place.heartbeat, odd), _read(AttemptOutcome.read, place.outcome, odd)
     # A coordinator that has lost an agent does not know the cause.
     unsure = outcome is None or (outcome.failure is not None and outcome.failure.kind is FailureKind.AGENT_LOST)
     paths = place.agent_reports() if unsure else []
     reports = tuple(report for path in paths if (report := _read(AgentReport.read, path, odd)) is not None)
-    return AttemptFiles(
-        heartbeat=heartbeat, outcome=outcome, started=heartbeat is not None or _has_events(place), odd="; ".join(odd),
+    started = heartbeat is not None or (place.events.is_dir() and any(place.events.glob("*.jsonl")))
+    return heartbeat, Evidence(
+        attempt=place.number, answered=False, job=None, outcome=outcome, started=started, odd="; ".join(odd),
         reports=reports, silenced=_stop_reason(place, SILENCED), requeued=_stop_reason(place, REQUEUED),
-        gave_up=_stop_reason(place, GAVE_UP),
+        gave_up=_stop_reason(place, GAVE_UP), saves_failing=heartbeat.saves_failing if heartbeat else "",
     )  # fmt: skip
 
 
@@ -92,48 +76,42 @@ def collect_evidence(
     view: ControlledRun, snapshot: SchedulerSnapshot, observed: ObservedSince, files: Files | None = None
 ) -> Evidence:
     """Collect the evidence about the newest attempt of a run. Raises RunDirHangs."""
-    attempt, place, files = view.last, view.attempt_dir, files or DirectFiles()
+    attempt, place, access = view.last, view.attempt_dir, files or DirectFiles()
+
+    def read(work: Callable[[], T]) -> T:
+        return access.call(view.folder.path, work)
+
     key = f"{view.run.name}/{attempt.number}"
     job = snapshot.adopted_job(attempt)
-    seen = files.call(view.folder.path, lambda: read_files(place))
-    heartbeat, outcome = seen.heartbeat, seen.outcome
+    heartbeat, seen = read(lambda: read_files(place))
+    outcome = seen.outcome
     ended = job is not None and job.state in ENDED_STATES
     leaving = job is not None and job.state in LEAVING_STATES
     silent_for = observed.age(f"beat:{key}", heartbeat.seq if heartbeat else "none")
     quiet = heartbeat is not None and outcome is None and silent_for >= LOST_AFTER
-    grown = files.call(view.folder.path, lambda: growth(place)) if quiet else ""
+    grown = read(lambda: growth(place)) if quiet else ""
     mute = quiet or (ended and outcome is None)
     gone = removed_nodes(job, observed, key) if view.config.cluster.spare_nodes else ()
-    return Evidence(
-        attempt=attempt.number,
+    return replace(
+        seen,
         answered=snapshot.answered,
         job=job,
         unrecorded=attempt.job_id in snapshot.unrecorded,
         absent_for=_span(observed, f"gone:{key}", snapshot.answered and job is None, True),
         ended_for=_span(observed, f"ended:{key}", ended, job.state if job else ""),
         leaving_for=_span(observed, f"leaving:{key}", leaving, True),
-        started=seen.started,
         silent_for=silent_for,
         leader=attempt.nodes[0] if attempt.nodes else "",
-        reports=seen.reports,
         still_for=_stillness(observed, f"still:{key}", job, grown),
         overstayed=_stillness(observed, f"over:{key}", job, "ended" if outcome is not None else ""),
-        saves_failing=heartbeat.saves_failing if heartbeat else "",
-        disk=files.call(view.folder.path, lambda: write_probe(view.folder.path)) if mute else "",
-        lost_interpreter=(
-            files.call(view.folder.path, lambda: lost_interpreter(view)) if ended and not seen.started else ""
-        ),
-        silenced=seen.silenced,
-        requeued=seen.requeued,
-        gave_up=seen.gave_up,
+        disk=read(lambda: write_probe(view.folder.path)) if mute else "",
+        lost_interpreter=read(lambda: lost_interpreter(view)) if ended and not seen.started else "",
         gone=gone,
         leader_gone=leader_gone(attempt, job, gone),
-        outcome=outcome,
         saved_step=attempt.saved_step,
         cancel_asked=view.cancel is not None,
-        tails=files.call(view.folder.path, lambda: read_tails(place)) if ended and is_unexplained(outcome) else {},
+        tails=read(lambda: read_tails(place)) if ended and is_unexplained(outcome) else {},
         near_limit=near_limit(job, outcome, view.config.cluster.signal_lead, traits(view.run.cluster).signal_early),
-        odd=seen.odd,
     )
 
 
@@ -190,10 +168,8 @@ def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> t
 
 def leader_gone(attempt: Attempt, job: JobStatus | None, gone: Collection[str]) -> str:
     """Return a running job's first node if Slurm removed it; with --no-kill the others stay without a leader."""
-    if job is None or job.state not in RUNNING_STATES or not attempt.nodes:
-        return ""
-    leader = attempt.nodes[0]
-    return leader if leader in gone else ""
+    running = job is not None and job.state in RUNNING_STATES
+    return next((name for name in attempt.nodes[:1] if running and name in gone), "")
 
 
 def _span(observed: ObservedSince, key: str, holds: bool, value: Any) -> float:
@@ -243,19 +219,12 @@ def _stillness(observed: ObservedSince, key: str, job: JobStatus | None, value: 
     return observed.watched_seconds(key, value)
 
 
-def _has_events(place: AttemptDir) -> bool:
-    return place.events.is_dir() and any(place.events.glob("*.jsonl"))
-
-
 def read_tails(place: AttemptDir) -> dict[str, str]:
     """Return the ends of the agents' logs and of Slurm's output files."""
     paths = sorted(place.logs.glob("agent-*.log"))
     paths += sorted(path for kind in ("*.out", "*.err") for path in place.submission.glob(kind))
-    return {path.name: text for path in paths if (text := _tail(path))}
-
-
-def _tail(path: Path) -> str:
-    try:
-        return read_tail(path, TAIL).decode(errors="replace")
-    except OSError:
-        return ""
+    found = {}
+    for path in paths:
+        with suppress(OSError):
+            found[path.name] = read_tail(path, TAIL).decode(errors="replace")
+    return {name: text for name, text in found.items() if text}

@@ -8,7 +8,7 @@ from random import Random
 from orchestrator import failpoints
 from orchestrator.controller.actor import Actor
 from orchestrator.controller.collect_evidence import forget
-from orchestrator.controller.nodes_to_avoid import PoolSize, load_pool
+from orchestrator.controller.nodes_to_avoid import load_pool
 from orchestrator.recovery import failure_rate
 from orchestrator.recovery.classify_failure import Verdict
 from orchestrator.recovery.doubted_checkpoints import trust_changes
@@ -40,12 +40,7 @@ _RUN_AFTER = {
 
 
 def conclude(
-    actor: Actor,
-    view: ControlledRun,
-    verdict: Verdict,
-    rng: Random,
-    pool_size: PoolSize,
-    gone: Sequence[str] = (),
+    actor: Actor, view: ControlledRun, verdict: Verdict, rng: Random, gone: Sequence[str] = ()
 ) -> RetryDecision:
     """End the newest attempt of a run and decide the next action; `gone`: nodes that the scheduler removed from it."""
     run, attempt = view.run, view.last
@@ -53,7 +48,7 @@ def conclude(
     failure = attribute_drill(failure, actor.store.notices(run.name), attempt.number, attempt.generations)
     actor.fence(view.attempt_dir)
     now = actor.clock.wall()
-    pool = load_pool(actor.store, view, now, pool_size, gone)
+    pool = load_pool(actor, view, gone)
     held = None if failure is None or failure.drill else failure  # a drill counts against no node
     blamed = [one for one in nodes_to_exclude(held, pool, view.config.recovery, now) if one.node is not None]
     decision = _decision(actor, view, (state, why, failure), now, rng, blamed)
@@ -61,7 +56,9 @@ def conclude(
     def write() -> None:
         stamp = actor.stamp()
         _note_nodes(actor, run, attempt, held, blamed)
-        _note_trust(actor, view, failure)
+        rows = actor.store.generations(run.name), actor.store.checkpoints(run.name)
+        for item, trust, reason in trust_changes(view.attempts, *rows, failure, actor.store.restore_tests(run.name)):
+            actor.store.trust(run.name, item.name, trust, reason, **stamp)
         actor.store.move_attempt(
             run.name, attempt.number, state, why, **stamp, ended_at=now,
             failure=failure.to_json() if failure else None, decision=decision.to_json(),
@@ -71,21 +68,10 @@ def conclude(
             actor.store.answer(view.cancel.id, f"{run.name} is {_RUN_AFTER[decision.action]}", **stamp)
 
     actor.store.together(write)
-    if view.cancel is None:
-        failpoints.reach("after_attempt_ended")
-    else:
-        failpoints.reach("after_ask")
+    failpoints.reach("after_attempt_ended" if view.cancel is None else "after_ask")
     forget(actor.observed, run.name, attempt.number)
     actor.record_action(f"{run.name}/{attempt.number} ended ({why}): {decision.action}, {decision.reason}")
     return decision
-
-
-def _note_trust(actor: Actor, view: ControlledRun, failure: Failure | None) -> None:
-    """Record which checkpoints are suspect after this failure, and which are so no longer."""
-    store, run = actor.store, view.run.name
-    rows = store.generations(run), store.checkpoints(run)
-    for item, trust, why in trust_changes(view.attempts, *rows, failure, store.restore_tests(run)):
-        store.trust(run, item.name, trust, why, **actor.stamp())
 
 
 def _note_nodes(
@@ -153,7 +139,7 @@ def _missing(actor: Actor, view: ControlledRun, step: int) -> str:
         return "its folder is gone" if inside and not any(path.is_dir() for path in paths) else ""
 
     try:
-        return actor.files.call(view.folder.path, look)
+        return actor.in_folder(view.folder, look)
     except RunDirHangs as error:
         return error.what
 

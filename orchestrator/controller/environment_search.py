@@ -24,10 +24,8 @@ from trainer.protocol.config_sections.scheduler_kinds import SLURM
 
 log = logging.getLogger("orch.controller")
 
-TRY_AGAIN = 60.0
-"""Seconds before an environment in which Slurm did not answer is tried again."""
-MOST_TRIED = 3
-"""Maximum environments tried in a row; each may take ten seconds, and a lease lasts a minute."""
+TRY_AGAIN = 60.0  # seconds before an environment in which Slurm did not answer is tried again
+MOST_TRIED = 3  # maximum environments tried in a row; each may take ten seconds, and a lease lasts a minute
 
 
 class EnvironmentSearch:

@@ -1,6 +1,6 @@
 """Nodes that a run may use or must avoid, and exclusions that restart while their node is out of service."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -26,28 +26,22 @@ from orchestrator.registry.records import ORCH, PERSON, Node, Run
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import job_spec
-from orchestrator.scheduler.interface import Resources, Scheduler
+from orchestrator.scheduler.interface import Scheduler
 from trainer.protocol.config import build
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind
 
-PoolSize = Callable[[RunConfig], int | None]
-UsableNodes = Callable[[Resources, frozenset[str]], int | None]
-"""Number of nodes in service that could hold a job with these resources, busy nodes included, minus these names.
-
-None if the scheduler cannot report it. Raises SlurmUnreachable if it does not answer.
-"""
-
 _NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
 
 
-def load_pool(store: Store, view: ControlledRun, now: float, pool_size: PoolSize, gone: Sequence[str] = ()) -> Pool:
+def load_pool(actor: Actor, view: ControlledRun, gone: Sequence[str] = ()) -> Pool:
     """Return the nodes this run may use with their records; simulated nodes are never excluded.
 
     `gone`: nodes that the scheduler removed from the newest attempt's job while it continued.
     """
     if traits(view.run.cluster).simulated_nodes:
         return Pool(size=view.config.cluster.all_nodes, needed=view.config.cluster.all_nodes)
+    store, now = actor.store, actor.clock.wall()
     nodes = [node for node in store.nodes() if node.cluster == view.run.domain]
     back = {node.name: node.excluded_until for node in nodes}
     # Incidents that led to an exclusion no longer count once the node is back.
@@ -78,14 +72,12 @@ def load_pool(store: Store, view: ControlledRun, now: float, pool_size: PoolSize
         for node in nodes
     ]  # fmt: skip
     return Pool(
-        size=pool_size(view.config), needed=view.config.cluster.all_nodes, known=tuple(known),
+        size=actor.pool_size(view.config), needed=view.config.cluster.all_nodes, known=tuple(known),
         node_days=view.config.checkpoint.auto.node_days,
     )  # fmt: skip
 
 
-def to_avoid(
-    actor: Actor, view: ControlledRun, pool_size: PoolSize, usable_nodes: UsableNodes, needed: int | None = None
-) -> tuple[str, ...]:
+def to_avoid(actor: Actor, view: ControlledRun, needed: int | None = None) -> tuple[str, ...]:
     """Return the nodes that this run's next job must avoid, if it requests `needed` nodes (default: as configured).
 
     Nodes excluded by orch are readmitted if a run with `cluster.min_nodes` could otherwise have no size. Raises
@@ -95,25 +87,24 @@ def to_avoid(
     # Usually no node is excluded, and Slurm's partition size is not needed.
     if not any(node.excluded_until > now for node in store.nodes() if node.cluster == view.run.domain):
         return ()
-    pool = load_pool(store, view, now, pool_size)
+    pool = load_pool(actor, view)
     pool = replace(pool, needed=needed or pool.needed)
     if view.config.cluster.min_nodes:
         actor.renew_lease_if_due()
-        pool = replace(pool, in_service=_in_service(view, pool, now, usable_nodes))
+        pool = replace(pool, in_service=_in_service(actor, view, pool, now))
     return avoided_nodes(pool, view.config.recovery, now)
 
 
-def _in_service(view: ControlledRun, pool: Pool, now: float, usable_nodes: UsableNodes) -> int | None:
+def _in_service(actor: Actor, view: ControlledRun, pool: Pool, now: float) -> int | None:
     """Return the nodes that people permit, if too few for the smallest size remain after all exclusions."""
     resources = job_spec(view.run, view.last, view.config).resources
-    left = usable_nodes(resources, frozenset(excluded_nodes(pool.known, now)) | pool.by_persons)
+    left = actor.usable_nodes(resources, frozenset(excluded_nodes(pool.known, now)) | pool.by_persons)
     if left is None or left >= world_sizes(view.config)[-1].all_nodes:
         return None
-    return usable_nodes(resources, pool.by_persons)
+    return actor.usable_nodes(resources, pool.by_persons)
 
 
-EVERY = 600.0
-"""Seconds between checks."""
+EVERY = 600.0  # seconds between checks
 
 
 class RepairedNodes:

@@ -3,7 +3,6 @@
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from orchestrator.controller.actor import Actor
 from orchestrator.controller.scheduler_snapshot import JobRecord, Records, SchedulerSnapshot, identify
@@ -17,13 +16,7 @@ from orchestrator.scheduler.scheduler_instance import Instance, is_known, same_c
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS
 from trainer.protocol.config_sections.scheduler_kinds import traits
 
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """Whether a run belongs to this controller, and why; the reason may be empty."""
-
-    holds: bool
-    reason: str = ""
+Claim = tuple[bool, str]  # whether a run belongs to this controller, and why; the reason may be empty
 
 
 def is_ours(run: Run, scheduler: str) -> bool:
@@ -46,15 +39,15 @@ def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, ho
     if never_submitted(attempts):
         at = _submit_host(run, host)
         if at == host:
-            return Claim(holds=True, reason="no scheduler has a job of it yet")
+            return True, "no scheduler has a job of it yet"
         why = f"it was submitted on {at} while no scheduler answered; it goes on with the next `orch` command there"
-        return Claim(holds=False, reason=f"{why}, or: orch resume {run.name} --here")
+        return False, f"{why}, or: orch resume {run.name} --here"
     for attempt in attempts:
         for job in (*snapshot.found, *snapshot.polled.values()):
             if job.name == attempt.job_name and _is_evidence(run, job):
-                return Claim(holds=True, reason=f"its job {job.job_id} is here")
+                return True, f"its job {job.job_id} is here"
     why = "it is not known which cluster has its jobs; on that cluster type:"
-    return Claim(holds=False, reason=f"{why} orch resume {run.name} --here" if snapshot.swept else "")
+    return False, f"{why} orch resume {run.name} --here" if snapshot.swept else ""
 
 
 def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
@@ -65,8 +58,8 @@ def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Cla
     ours = {(attempt.run, attempt.number, attempt.nonce) for attempt in attempts}
     for job in (*snapshot.found, *snapshot.polled.values()):
         if job.state != UNREADABLE and any((tag.run, tag.attempt, tag.nonce) in ours for tag in tags(job)):
-            return Claim(holds=True, reason=f"its job {job.job_id} is here")
-    return Claim(holds=False)
+            return True, f"its job {job.job_id} is here"
+    return False, ""
 
 
 def _submit_host(run: Run, host: str) -> str:
@@ -147,27 +140,28 @@ class Domain:
     def owns(self, run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
         """Return whether the run belongs here; an unclaimed run is claimed on evidence only."""
         if self.has(run):
-            return Claim(holds=True)
+            return True, ""
         if run.scheduler and not snapshot.answered:
-            return Claim(holds=False)
+            return False, ""
         if not is_known(self.scheduler) or not snapshot.answered:
-            return Claim(holds=False, reason=f"{run.cluster} does not answer, nothing is assumed: {snapshot.error}")
+            return False, f"{run.cluster} does not answer, nothing is assumed: {snapshot.error}"
         known = bool(run.scheduler)
-        found = claim_moved(attempts, snapshot) if known else claim(run, attempts, snapshot, socket.gethostname())
-        if not found.holds:
-            return found
-        if not self._actor.store.together(lambda: self._claims(run)):
-            return Claim(holds=False)
-        before = f" (it belonged to {run.scheduler})" if known else ""
-        self._actor.record_action(f"{run.name} belongs to {self.scheduler}: {found.reason}{before}")
-        return found
-
-    def _claims(self, run: Run) -> bool:
-        """Claim the run; return False if another controller has cancelled or claimed it since the pass began."""
+        host = socket.gethostname()
+        holds, why = claim_moved(attempts, snapshot) if known else claim(run, attempts, snapshot, host)
+        if not holds:
+            return False, why
         store = self._actor.store
-        if store.run(run.name).state not in LIVE_RUNS:
-            return False
-        return store.claim_run(run.name, self.scheduler, epoch=self._actor.epoch, before=run.scheduler)
+
+        def take() -> bool:
+            # Another controller may have cancelled or claimed it since the pass began.
+            live = store.run(run.name).state in LIVE_RUNS
+            return live and store.claim_run(run.name, self.scheduler, epoch=self._actor.epoch, before=run.scheduler)
+
+        if not store.together(take):
+            return False, ""
+        before = f" (it belonged to {run.scheduler})" if known else ""
+        self._actor.record_action(f"{run.name} belongs to {self.scheduler}: {why}{before}")
+        return True, why
 
     def check_scheduler(self) -> None:
         """Raise SchedulerChanged if commands reach another scheduler than the lease's."""

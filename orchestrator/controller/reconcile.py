@@ -13,10 +13,10 @@ from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator import failpoints
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import user_requests
-from orchestrator.controller.actor import SUBMIT_WITHIN, Actor, training_notes
+from orchestrator.controller.actor import SUBMIT_WITHIN, Actor, PoolSize, UsableNodes, training_notes
 from orchestrator.controller.collect_evidence import collect_evidence
 from orchestrator.controller.conclude import conclude
-from orchestrator.controller.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
+from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.controller.ownership import Domain, never_submitted, sweep_orphans
 from orchestrator.controller.running_jobs import (
     end_judged_job,
@@ -69,19 +69,15 @@ class TickReport:
     def plus(self, other: "TickReport") -> "TickReport":
         """Return the sum of both reports."""
         return TickReport(
-            live=self.live + other.live,
-            changed=self.changed or other.changed,
-            actions=self.actions + other.actions,
-            errors=self.errors + other.errors,
-            unreachable=self.unreachable + other.unreachable,
+            live=self.live + other.live, changed=self.changed or other.changed, actions=self.actions + other.actions,
+            errors=self.errors + other.errors, unreachable=self.unreachable + other.unreachable,
             silence=self.silence + other.silence,
-        )
+        )  # fmt: skip
 
 
 log = logging.getLogger("orch.controller")
 
-SWEEP_EVERY = 30.0
-"""Seconds between sweeps by name when no event requires one."""
+SWEEP_EVERY = 30.0  # seconds between sweeps by name when no event requires one
 
 
 class Controller:
@@ -104,7 +100,7 @@ class Controller:
         self.observed = observed or ObservedSince(self.clock.mono)
         self.actor = Actor(store, schedulers, self.clock, self.observed)
         self.domain = Domain(self.actor, instance)
-        self.pool_size, self.usable_nodes = pool_size, usable_nodes
+        self.actor.pool_size, self.actor.usable_nodes = pool_size, usable_nodes
         self.files = self.actor.files = files or DirectFiles()
         self._configs: dict[str, RunConfig] = {}
         self._errors: list[str] = []
@@ -145,10 +141,9 @@ class Controller:
 
     def _has_outcome(self, folder: RunDir) -> bool:
         """Return whether the newest attempt has an outcome; False if the folder is unreadable."""
-        try:
-            return self.files.call(folder.path, lambda: has_outcome(folder))
-        except (OSError, RunDirHangs):
-            return False
+        with suppress(OSError, RunDirHangs):
+            return self.actor.in_folder(folder, lambda: has_outcome(folder))
+        return False
 
     def _take_snapshot(
         self, kind: str, runs: list[Run], attempts: Mapping[str, tuple[Attempt, ...]], records: Records
@@ -186,9 +181,9 @@ class Controller:
         try:
             if not snapshot.answered and user_requests.cancel_unsubmitted(self.actor, run):
                 return True
-            owned = self.domain.owns(run, attempts, snapshot)
-            if not owned.holds:
-                self.actor.note(run, owned.reason)
+            owned, reason = self.domain.owns(run, attempts, snapshot)
+            if not owned:
+                self.actor.note(run, reason)
                 return False
             view = self._view(run, attempts)
             return self._advance(view if self.domain.has(run) else self._reload_view(view), snapshot)
@@ -258,17 +253,17 @@ class Controller:
             return True
         if never_submitted(view.attempts):
             data = stored_config(self.store, view.attempts[0].config_digest or view.run.config_digest)
-            self.files.call(view.folder.path, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
+            self.actor.in_folder(view.folder, lambda: ensure_run_dir(view.run, view.attempts[0], data), SUBMIT_WITHIN)
         elif self._is_hidden(view):
             return False
         if view.last.submitted_at is None:
             self._refuse_other_registry(view)
             if wait_for_room(self.actor, view):
                 return False
-            view = with_exclusions(self.actor, view, self.pool_size, self.usable_nodes)
+            view = with_exclusions(self.actor, view)
         failure = self.actor.launch(view, snapshot)
         if failure is not None:
-            conclude(self.actor, view, (AttemptState.ENDED, failure.reason, failure), self.rng, self.pool_size)
+            conclude(self.actor, view, (AttemptState.ENDED, failure.reason, failure), self.rng)
         return False
 
     def _is_hidden(self, view: ControlledRun) -> bool:
@@ -276,7 +271,7 @@ class Controller:
 
         Durations measured from its files start anew once it is back.
         """
-        why = self.files.call(view.folder.path, lambda: check_run_folder(view.run, view.attempts[0]))
+        why = self.actor.in_folder(view.folder, lambda: check_run_folder(view.run, view.attempts[0]))
         if not why:
             return False
         for what in ("gone", "ended", "beat"):
@@ -285,7 +280,7 @@ class Controller:
         return True
 
     def _refuse_other_registry(self, view: ControlledRun) -> None:
-        self.files.call(view.folder.path, lambda: refuse_other_registry(view.run, view.attempts, self.store.path))
+        self.actor.in_folder(view.folder, lambda: refuse_other_registry(view.run, view.attempts, self.store.path))
 
     def _end_cancelled(self, view: ControlledRun) -> None:
         last, stamp, why = view.last, self.actor.stamp(), "cancelled before it was submitted"
@@ -305,10 +300,10 @@ class Controller:
         if job is not None and is_live(job):
             self._note_job(view, job, evidence)
             maintain_job(self.actor, view, job)
-            update_exclusions(self.actor, view, job, self.pool_size, self.usable_nodes)
+            update_exclusions(self.actor, view, job)
             end_silent_job(self.actor, view, job, evidence)
             full = self._config(view.run.config_digest)
-            give_up_long_wait(self.actor, view, full, job, evidence, self.pool_size, self.usable_nodes)
+            give_up_long_wait(self.actor, view, full, job, evidence)
         if view.cancel is not None:
             user_requests.advance_cancel(self.actor, view, snapshot)
         verdict = judge(evidence)
@@ -323,7 +318,7 @@ class Controller:
             end_judged_job(self.actor, view, job.job_id, verdict[1])
         # Include the job's last writes in its history.
         ingest(self.store, view, **self.actor.stamp(), files=self.files)
-        conclude(self.actor, self._reload_view(view), verdict, self.rng, self.pool_size, evidence.gone)
+        conclude(self.actor, self._reload_view(view), verdict, self.rng, evidence.gone)
         return True
 
     def _note_job(self, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
@@ -386,8 +381,8 @@ class Controller:
         if waits:
             return False
         failpoints.reach("before_next_intent")
-        avoid = to_avoid(self.actor, view, self.pool_size, self.usable_nodes)
-        changes = next_world(self.actor, view, self.pool_size, self.usable_nodes)
+        avoid = to_avoid(self.actor, view)
+        changes = next_world(self.actor, view)
         if without:
             changes["reason"] = f"{changes.get('reason', 'next attempt')}; {without}"
         attempt = self.store.add_attempt(run.name, nonce=token_hex(4), excluded=avoid, **changes, **self.actor.stamp())

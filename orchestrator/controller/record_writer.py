@@ -8,10 +8,8 @@ from orchestrator.registry.operations.run_record import RunRecord, write_record,
 from orchestrator.run_dirs.bounded_files import Files, RunDirHangs
 from trainer.protocol.run_dir import RunDir
 
-AGAIN = 10.0
-"""Seconds between tries for a hanging directory."""
-RATE = 64 << 10
-"""Average bytes per second for the record of one run; larger records are written less often."""
+AGAIN = 10.0  # seconds between tries for a hanging directory
+RATE = 64 << 10  # average bytes per second for the record of one run; larger records are written less often
 
 
 class RecordWriter:

@@ -15,7 +15,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.actor import SUBMIT_WITHIN, Actor
 from orchestrator.controller.collect_evidence import GAVE_UP, REQUEUED, SILENCED
 from orchestrator.controller.conclude import apply
-from orchestrator.controller.nodes_to_avoid import PoolSize, UsableNodes, to_avoid
+from orchestrator.controller.nodes_to_avoid import to_avoid
 from orchestrator.errors import SlurmUnreachable, SubmitRejected, TierUnread
 from orchestrator.recovery.classify_failure import Escalation, Evidence, judge_silence
 from orchestrator.recovery.elastic_policy import (
@@ -48,7 +48,7 @@ def wait_for_room(actor: Actor, view: ControlledRun) -> bool:
     A run that has waited for `recovery.no_progress_hours` is held.
     """
     wanted = _checkpoint_size(actor, view)
-    lack = actor.files.call(view.folder.path, lambda: missing_room(view.folder, wanted), SUBMIT_WITHIN)
+    lack = actor.in_folder(view.folder, lambda: missing_room(view.folder, wanted), SUBMIT_WITHIN)
     if not lack:
         return False
     if not _hold_after_hours(actor, view, f"{FailureKind.STORAGE}: {lack}"):
@@ -85,23 +85,21 @@ def wait_for_tiers(actor: Actor, view: ControlledRun) -> tuple[bool, str]:
     )
 
 
-def with_exclusions(actor: Actor, view: ControlledRun, pool_size: PoolSize, usable_nodes: UsableNodes) -> ControlledRun:
+def with_exclusions(actor: Actor, view: ControlledRun) -> ControlledRun:
     """Return the run with its next job's current exclusions, because its intent may be old."""
-    avoid = to_avoid(actor, view, pool_size, usable_nodes)
+    avoid = to_avoid(actor, view)
     if avoid == view.last.excluded:
         return view
     actor.store.note_attempt(view.run.name, view.last.number, epoch=actor.epoch, excluded=avoid)
     return _avoiding(view, avoid)
 
 
-def update_exclusions(
-    actor: Actor, view: ControlledRun, job: JobStatus, pool_size: PoolSize, usable_nodes: UsableNodes
-) -> None:
+def update_exclusions(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
     """Apply the current exclusions, additions and removals, to a queued job."""
     if job.held or job.state not in QUEUED_STATES or view.cancel is not None:
         return
     try:
-        fresh = _avoiding(view, to_avoid(actor, view, pool_size, usable_nodes))
+        fresh = _avoiding(view, to_avoid(actor, view))
     except SlurmUnreachable:  # keep the present exclusions until it answers
         return
     attempt, refused = fresh.last, f"avoid:{view.run.name}/{view.last.number}"
@@ -111,9 +109,8 @@ def update_exclusions(
     scheduler = actor.schedulers[view.run.cluster]
     actor.renew_lease()
     try:
-        actor.files.call(
-            view.folder.path, lambda: scheduler.release(job.job_id, view.attempt_dir.submission, exclude), SUBMIT_WITHIN
-        )
+        submission = view.attempt_dir.submission
+        actor.in_folder(view.folder, lambda: scheduler.release(job.job_id, submission, exclude), SUBMIT_WITHIN)
     except SubmitRejected as error:
         actor.observed.age(refused, attempt.excluded)
         actor.record_action(f"{view.run.name}/{attempt.number}: {error.what}")
@@ -129,18 +126,14 @@ def _avoiding(view: ControlledRun, avoid: tuple[str, ...]) -> ControlledRun:
 def _checkpoint_size(actor: Actor, view: ControlledRun) -> int:
     """Return the bytes of a checkpoint in the run's folder if the last attempt could not save there; else 0."""
     failures = [attempt.failure for attempt in view.attempts if attempt.state not in LIVE_ATTEMPTS]
-    failure = failures[-1] if failures else None
-    if failure is None or failure["kind"] != FailureKind.STORAGE or not _saves_there(view):
+    failure, tiers = failures[-1] if failures else None, view.config.checkpoint.tiers
+    # The run's own folder is the only place that this host can check.
+    saves_there = not view.config.command and (not tiers or tiers[0].path == RUN)
+    if failure is None or failure["kind"] != FailureKind.STORAGE or not saves_there:
         return 0
     own = [one for one in actor.store.checkpoints(view.run.name) if not one.tier]
     newest = max(own, key=lambda one: one.step).bytes if own else 0
     return int(failure.get("room") or newest)
-
-
-def _saves_there(view: ControlledRun) -> bool:
-    """Return whether checkpoints go to the run's own folder first, the only place this host can check."""
-    tiers = view.config.checkpoint.tiers
-    return not view.config.command and (not tiers or tiers[0].path == RUN)
 
 
 def end_job(actor: Actor, view: ControlledRun, job_id: str, reason: str, detail: str = SILENCED) -> None:
@@ -215,10 +208,7 @@ def end_silent_job(actor: Actor, view: ControlledRun, job: JobStatus, evidence: 
         end_job(actor, view, job.job_id, reason)
 
 
-def give_up_long_wait(
-    actor: Actor, view: ControlledRun, full: RunConfig, job: JobStatus, evidence: Evidence, pool_size: PoolSize,
-    usable_nodes: UsableNodes,
-) -> None:  # fmt: skip
+def give_up_long_wait(actor: Actor, view: ControlledRun, full: RunConfig, job: JobStatus, evidence: Evidence) -> None:
     """End a job that has waited for nodes longer than `recovery.patience` if a smaller one could start.
 
     `full`: the run's own config; the attempt's may be smaller.
@@ -236,7 +226,7 @@ def give_up_long_wait(
     if not waits or waited < patience:
         return
     try:
-        usable = _usable(actor, view, full, pool_size, usable_nodes)
+        usable = _usable(actor, view, full)
     except SlurmUnreachable:  # a missing answer proves nothing
         return
     why = give_up_waiting(world_sizes(full), view.config.cluster.all_nodes, waited, patience, usable)
@@ -254,7 +244,7 @@ def size_note(view: ControlledRun, full: RunConfig, job: JobStatus) -> str:
     return "; ".join(words)
 
 
-def next_world(actor: Actor, view: ControlledRun, pool_size: PoolSize, usable_nodes: UsableNodes) -> dict[str, Any]:
+def next_world(actor: Actor, view: ControlledRun) -> dict[str, Any]:
     """Return the next attempt's differences from the run as changes for `add_attempt`, with the reason.
 
     Stores the attempt's config. Raises SlurmUnreachable.
@@ -263,18 +253,15 @@ def next_world(actor: Actor, view: ControlledRun, pool_size: PoolSize, usable_no
     last = _last(view, full.all_nodes, actor.clock.wall())
     if not needs_choice(sizes, last):
         return {}
-    usable = _usable(actor, view, view.config, pool_size, usable_nodes)
+    usable = _usable(actor, view, view.config)
     size, reason = next_size(sizes, last, usable, view.config.recovery.patience)
     if size.all_nodes == full.all_nodes:
         return {"reason": f"next attempt on {reason}"} if reason else {}
     base = stored_config(actor.store, view.run.config_digest)
     data = resize_config(base, size)
     world = choose_smaller_world(data["cluster"], base["cluster"], view.run.config_digest, reason)
-    return {
-        "config_digest": actor.store.put_config(data),
-        "smaller_world": world,
-        "reason": f"next attempt {on_nodes(world)}",
-    }
+    digest = actor.store.put_config(data)
+    return {"config_digest": digest, "smaller_world": world, "reason": f"next attempt {on_nodes(world)}"}
 
 
 def _last(view: ControlledRun, full: int, now: float) -> LastAttempt:
@@ -282,14 +269,11 @@ def _last(view: ControlledRun, full: int, now: float) -> LastAttempt:
     last, failure = view.last, view.last.failure
     if last.number < view.run.fresh_from:
         return LastAttempt(asked=full)
-    world = last.smaller_world
-    asked = full if world is None else asked_nodes(world)
+    asked = full if last.smaller_world is None else asked_nodes(last.smaller_world)
     if failure is None:
         return LastAttempt(asked=asked)
-    kind = FailureKind(failure["kind"])
-    return LastAttempt(
-        asked=asked, kind=kind, reason=str(failure["reason"]), refused_for=now - _refused_since(view, now)
-    )  # fmt: skip
+    kind, refused_for = FailureKind(failure["kind"]), now - _refused_since(view, now)
+    return LastAttempt(asked=asked, kind=kind, reason=str(failure["reason"]), refused_for=refused_for)
 
 
 def _refused_since(view: ControlledRun, now: float) -> float:
@@ -303,11 +287,9 @@ def _refused_since(view: ControlledRun, now: float) -> float:
     return since
 
 
-def _usable(
-    actor: Actor, view: ControlledRun, full: RunConfig, pool_size: PoolSize, usable_nodes: UsableNodes
-) -> int | None:
+def _usable(actor: Actor, view: ControlledRun, full: RunConfig) -> int | None:
     """Return the nodes in service that the smallest job would not avoid; a larger job avoids no others."""
     smallest = world_sizes(full)[-1].all_nodes
-    avoid = to_avoid(actor, replace(view, config=full), pool_size, usable_nodes, smallest)
+    avoid = to_avoid(actor, replace(view, config=full), smallest)
     actor.renew_lease_if_due()
-    return usable_nodes(job_spec(view.run, view.last, view.config).resources, frozenset(avoid))
+    return actor.usable_nodes(job_spec(view.run, view.last, view.config).resources, frozenset(avoid))

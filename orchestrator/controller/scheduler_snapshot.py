@@ -1,9 +1,11 @@
 """Jobs in a scheduler: which attempt a job belongs to, what a site changed of it, and the answers of one pass."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from orchestrator.controller.submission_limits import unresolved_submissions
 from orchestrator.errors import ConfigError, OrchError, Precondition, SlurmUnreachable
@@ -97,34 +99,25 @@ def _fits(job: JobStatus, submission: Submission) -> bool:
     return submitted is not None and -EARLIER <= submitted - submission.submitted_at <= LATER
 
 
-_SHOWN = 80
-"""Maximum characters shown of a foreign name or comment."""
+_SHOWN = 80  # maximum characters shown of a foreign name or comment
 
 
 def changes(job: JobStatus, asked: JobSpec) -> str:
     """Return how Slurm's settings of the job differ from the requested ones; "" if they agree."""
-    return "; ".join(_changes(job, asked))
-
-
-def _changes(job: JobStatus, asked: JobSpec) -> Iterator[str]:
+    found = []
     if job.name and job.name != asked.name:
-        yield f"Slurm renamed the job: {asked.name} -> {job.name[:_SHOWN]}"
+        found.append(f"Slurm renamed the job: {asked.name} -> {job.name[:_SHOWN]}")
     # Accounting may drop comments. Older jobs of ours have a shorter comment, and a site may append words.
     same = job.comment.startswith(asked.comment) or (job.comment and asked.comment.startswith(job.comment))
     if job.source == "queue" and not same:
-        yield f"Slurm changed its comment to {job.comment[:_SHOWN]!r}"
-    for name, wanted in _required_settings(asked):
-        found = job.settings.get(name, "")
-        if found and not _agrees(name, found, wanted):
-            yield f"Slurm changed its {name}: {wanted} -> {found[:_SHOWN]}"
-
-
-def _required_settings(asked: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yield the settings for which a site default does not count."""
-    of = asked.resources
-    yield "requeue", "0"
-    settings = (("time limit", of.time), ("partition", of.partition), ("account", of.account), ("qos", of.qos))
-    yield from ((name, value) for name, value in settings if value)
+        found.append(f"Slurm changed its comment to {job.comment[:_SHOWN]!r}")
+    # Settings for which a site default does not count.
+    wanted = {"requeue": "0", "time limit": asked.resources.time, "partition": asked.resources.partition}
+    for name, value in (wanted | {"account": asked.resources.account, "qos": asked.resources.qos}).items():
+        actual = job.settings.get(name, "")
+        if value and actual and not _agrees(name, actual, value):
+            found.append(f"Slurm changed its {name}: {value} -> {actual[:_SHOWN]}")
+    return "; ".join(found)
 
 
 def _agrees(name: str, found: str, wanted: str) -> bool:
@@ -137,8 +130,10 @@ def _agrees(name: str, found: str, wanted: str) -> bool:
     return set(found.lower().split(",")) <= set(wanted.lower().split(","))
 
 
-Records = Mapping[tuple[str, int], JobRecord]
-"""Recorded facts about jobs, by run and attempt number."""
+K = TypeVar("K")
+V = TypeVar("V")
+
+Records = Mapping[tuple[str, int], JobRecord]  # recorded facts about jobs, by run and attempt number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +171,8 @@ class SchedulerSnapshot:
     def of_record(self, record: JobRecord) -> list[JobStatus]:
         """Return every job that this record identifies."""
         named = self._jobs_by_tag.get((record.run, record.attempt), [])
-        found = {id(job): job for job in (*named, *self._with_ids(record.ids))}
+        by_id = [job for job_id in record.ids for job in self._by_id.get(job_id, ())]
+        found = {id(job): job for job in (*named, *by_id)}
         return [job for job in found.values() if identify(job, record)[0]]
 
     def live(self, attempt: Attempt) -> list[JobStatus]:
@@ -217,35 +213,26 @@ class SchedulerSnapshot:
     @cached_property
     def _jobs(self) -> tuple[JobStatus, ...]:
         """Each job once; an answer to a poll by id takes precedence over the sweep."""
-        return (
-            *self.polled.values(),
-            *(job for job in self.found if not job.job_id or job.job_id not in self.polled),
-        )
+        return (*self.polled.values(), *(job for job in self.found if not job.job_id or job.job_id not in self.polled))
 
     @cached_property
     def _jobs_by_tag(self) -> dict[tuple[str, int], list[JobStatus]]:
-        found: dict[tuple[str, int], list[JobStatus]] = {}
-        for job in self._jobs:
-            for key in {(tag.run, tag.attempt) for tag in tags(job)}:
-                found.setdefault(key, []).append(job)
-        return found
+        return _group((key, job) for job in self._jobs for key in {(tag.run, tag.attempt) for tag in tags(job)})
 
     @cached_property
     def _by_id(self) -> dict[str, list[JobStatus]]:
-        found: dict[str, list[JobStatus]] = {}
-        for job in self._jobs:
-            found.setdefault(job.job_id, []).append(job)
-        return found
+        return _group((job.job_id, job) for job in self._jobs)
 
     @cached_property
     def _records_by_run(self) -> dict[str, list[JobRecord]]:
-        found: dict[str, list[JobRecord]] = {}
-        for record in self.records.values():
-            found.setdefault(record.run, []).append(record)
-        return found
+        return _group((record.run, record) for record in self.records.values())
 
-    def _with_ids(self, ids: Iterable[str]) -> list[JobStatus]:
-        return [job for job_id in ids for job in self._by_id.get(job_id, ())]
+
+def _group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    found: dict[K, list[V]] = defaultdict(list)
+    for key, value in pairs:
+        found[key].append(value)
+    return dict(found)
 
 
 UNREACHABLE = SchedulerSnapshot(answered=False, swept=False, polled={}, error="no such scheduler here")

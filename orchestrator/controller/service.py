@@ -80,12 +80,8 @@ class AfterPass:
     @classmethod
     def for_controller(cls, controller: Controller) -> Self:
         store, owns, between = controller.store, controller.domain.has, controller.actor.renew_lease_if_due
-        return cls(
-            controller,
-            RestoreTests(store, controller.files, owns, between),
-            Notifications(store, owns, between),
-            RepairedNodes(store, controller.schedulers),
-        )
+        tests = RestoreTests(store, controller.files, owns, between)
+        return cls(controller, tests, Notifications(store, owns, between), RepairedNodes(store, controller.schedulers))
 
     def serve(self, epoch: int, now: float) -> list[str]:
         """Send due notifications and prolong exclusions of nodes still out of service; return one line per action."""
@@ -102,14 +98,10 @@ class AfterPass:
 
 log = logging.getLogger("orch.controller")
 
-IDLE_EXIT = 120.0
-"""Seconds without a live run after which a daemon started by `orch submit` exits."""
-SHORTEST, LONGEST = 1.0, 15.0
-"""Seconds between passes: minimum while states change, maximum once nothing changes."""
-LOOK = 0.5
-"""Seconds between checks for news that need no scheduler: requests, new runs, outcomes."""
-STOP_WITHIN = 15.0
-"""Seconds that `stop` waits for the daemon to finish its pass."""
+IDLE_EXIT = 120.0  # seconds without a live run after which a daemon started by `orch submit` exits
+SHORTEST, LONGEST = 1.0, 15.0  # seconds between passes: minimum while states change, maximum once nothing changes
+LOOK = 0.5  # seconds between checks for news that need no scheduler: requests, new runs, outcomes
+STOP_WITHIN = 15.0  # seconds that `stop` waits for the daemon to finish its pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,19 +139,12 @@ def statuses(store_path: Path) -> list[Health]:
 def _health(held: Lease | None) -> Health:
     holder, state = Holder.parse(held.holder) if held is not None else None, displayed_state(held, time.time())
     return Health(
-        alive=state.alive,
-        host=holder.host if holder else None,
-        pid=holder.pid if holder else None,
-        epoch=held.epoch if held else 0,
-        renewed_at=held.renewed_at if held else None,
-        ticked_at=(held.ticked_at or None) if held else None,
-        log=str(controller_log()),
-        once=holder.once if holder else False,
-        seen=holder.is_here if holder else False,
-        stalled=state.stalled,
-        reason=state.reason,
-        scheduler=held.scheduler if held else "",
-    )
+        alive=state.alive, host=holder.host if holder else None, pid=holder.pid if holder else None,
+        epoch=held.epoch if held else 0, renewed_at=held.renewed_at if held else None,
+        ticked_at=(held.ticked_at or None) if held else None, log=str(controller_log()),
+        once=holder.once if holder else False, seen=holder.is_here if holder else False, stalled=state.stalled,
+        reason=state.reason, scheduler=held.scheduler if held else "",
+    )  # fmt: skip
 
 
 def _upgrade(store_path: Path) -> None:
@@ -183,7 +168,9 @@ def ensure_running(store_path: Path, kind: str = LOCAL) -> bool:
         return False
     command = [sys.executable, "-P", "-m", "orchestrator.controller.service", str(store_path.absolute()), kind]
     # WARNING: setproctitle overwrites the environment's memory unless SPT_NOENV is set.
-    environment = {**os.environ, "SPT_NOENV": "1", **_places(store_path)}
+    environment = {**os.environ, "SPT_NOENV": "1", "ORCH_HOME": str(make_state_home())}
+    if "ORCH_REGISTRY" in environment:  # the daemon's working folder differs
+        environment["ORCH_REGISTRY"] = str(store_path.absolute())
     if root := package_root():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     log_file = str(controller_log())
@@ -211,12 +198,6 @@ def _inheritable_descriptors() -> list[int]:
     return found
 
 
-def _places(store_path: Path) -> dict[str, str]:
-    """Return the variables that give a daemon, whose working folder differs, the same file locations."""
-    registry = {"ORCH_REGISTRY": str(store_path.absolute())} if "ORCH_REGISTRY" in os.environ else {}
-    return {"ORCH_HOME": str(make_state_home()), **registry}
-
-
 def stop(store_path: Path) -> bool:
     """Stop this host's controllers and return whether there were any. Raises Precondition if none can be reached."""
     now = time.time()
@@ -231,21 +212,16 @@ def stop(store_path: Path) -> bool:
 def _stop(holder: Holder) -> None:
     if not holder.is_here:
         inside = " in its container, or on the other machine of this name" if holder.host == host_name() else ""
-        raise Precondition(
-            f"the controller runs on {holder.host}{inside}",
-            where=f"pid {holder.pid}",
-            hint=f"type `orch controller stop` on {holder.host}{inside}",
-        )
+        hint = f"type `orch controller stop` on {holder.host}{inside}"
+        raise Precondition(f"the controller runs on {holder.host}{inside}", where=f"pid {holder.pid}", hint=hint)
     os.kill(holder.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_WITHIN
     while holder.lives and time.monotonic() < deadline:
         time.sleep(0.05)
     if holder.lives:
-        raise Precondition(
-            f"the controller (pid {holder.pid}) is still in a pass after {STOP_WITHIN:.0f} s",
-            where=str(controller_log()),
-            hint=f"wait, or end it with `kill -9 {holder.pid}`: it may be killed at any moment",
-        )
+        what = f"the controller (pid {holder.pid}) is still in a pass after {STOP_WITHIN:.0f} s"
+        hint = f"wait, or end it with `kill -9 {holder.pid}`: it may be killed at any moment"
+        raise Precondition(what, where=str(controller_log()), hint=hint)
 
 
 @contextmanager
@@ -381,7 +357,7 @@ class Daemon:
     def _leave(self) -> bool:
         """Give up the lease; return False if a run arrived whose submitter still saw this controller alive."""
         self._give_back()
-        if not self._has_work():
+        if self.controller.domain.count() == 0 and not self.controller.domain.has_pending_request():
             return True
         self._pause = SHORTEST
         return False
@@ -425,9 +401,6 @@ class Daemon:
         now = time.monotonic()
         self._idle_since = now if self._idle_since is None else self._idle_since
         return self.idle_exit_s is not None and now - self._idle_since >= self.idle_exit_s
-
-    def _has_work(self) -> bool:
-        return self.controller.domain.count() > 0 or self.controller.domain.has_pending_request()
 
     def _rest(self, report: TickReport | None) -> None:
         """Sleep until the next pass; news that needs no scheduler ends the sleep early."""

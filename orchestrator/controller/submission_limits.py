@@ -3,7 +3,6 @@
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.config.run_config import RunConfig
@@ -13,8 +12,7 @@ from orchestrator.scheduler.slurm.command_output import run_command
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.time_spans import stored_moment
 
-KEEP = 600.0
-"""Seconds for which a partition size stays cached."""
+KEEP = 600.0  # seconds for which a partition size stays cached
 ANSWER_WITHIN = 10.0
 
 
@@ -79,16 +77,12 @@ def _change(error: SubmitRejected | ConfigError) -> str:
     return error.hint if error.hint.startswith(f"{key}=") and " " not in error.hint else f"{key}=VALUE"
 
 
-MOST_FOR_ATTEMPT = 3
-"""Maximum submissions of one attempt whose jobs cannot be found; after that a person must look."""
-MOST_IN_AN_HOUR = 20
-"""Maximum submissions within `HOUR` whose jobs cannot be found, over all runs of the registry."""
+MOST_FOR_ATTEMPT = 3  # maximum submissions of one attempt whose jobs cannot be found; after that a person must look
+MOST_IN_AN_HOUR = 20  # maximum submissions within `HOUR` whose jobs cannot be found, over all runs of the registry
 HOUR = 3600.0
-ORPHANS_FOR = 7 * 86400.0
-"""Seconds for which a lost submission's job is searched for by its id."""
+ORPHANS_FOR = 7 * 86400.0  # seconds for which a lost submission's job is searched for by its id
 
-ADOPTED, REFUSED, CANCELLED = "adopted", "refused", "cancelled"
-"""Outcomes of a submission."""
+ADOPTED, REFUSED, CANCELLED = "adopted", "refused", "cancelled"  # outcomes of a submission
 
 
 class SubmitStep(StrEnum):
@@ -97,34 +91,28 @@ class SubmitStep(StrEnum):
     GIVE_UP = "give up"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Permission:
-    """Decision whether a job that cannot be found may be submitted now, with the reason."""
-
-    step: SubmitStep
-    reason: str = ""
-
-
 def unresolved_submissions(submissions: Iterable[Submission]) -> list[Submission]:
     """Return the submissions with unknown outcome."""
     return [one for one in submissions if not one.outcome]
 
 
-def submit_permission(attempt: Sequence[Submission], everyone: Sequence[Submission], now: float) -> Permission:
-    """Decide whether an attempt's job may be submitted, given that none of its jobs can be found.
+def submit_permission(
+    attempt: Sequence[Submission], everyone: Sequence[Submission], now: float
+) -> tuple[SubmitStep, str]:
+    """Decide whether an attempt's job may be submitted now, given that none of its jobs can be found, with the reason.
 
     `attempt`: its own submissions so far; `everyone`: submissions of all runs within the last HOUR.
     """
     lost = unresolved_submissions(attempt)
     # A site that changes jobs beyond recognition would otherwise be flooded with them.
     if len(lost) >= MOST_FOR_ATTEMPT:
-        return Permission(step=SubmitStep.GIVE_UP, reason=_given_up(lost))
+        return SubmitStep.GIVE_UP, _given_up(lost)
     recent = sorted(one.submitted_at for one in unresolved_submissions(everyone) if one.submitted_at > now - HOUR)
     if len(recent) >= MOST_IN_AN_HOUR:
         until = stored_moment(recent[len(recent) - MOST_IN_AN_HOUR] + HOUR)
         said = f"{len(recent)} jobs that were submitted within the last hour cannot be found in Slurm"
-        return Permission(step=SubmitStep.WAIT, reason=f"waits until {until}: {said}; `squeue --me` shows what it has")
-    return Permission(step=SubmitStep.SUBMIT)
+        return SubmitStep.WAIT, f"waits until {until}: {said}; `squeue --me` shows what it has"
+    return SubmitStep.SUBMIT, ""
 
 
 def _given_up(lost: Sequence[Submission]) -> str:

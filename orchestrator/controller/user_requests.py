@@ -1,6 +1,7 @@
 """User requests to the controller (cancel, resume, release or exclude a node), answered in the registry."""
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from checkpointing.storage.storage_errors import explain_disk_error
@@ -19,6 +20,7 @@ from orchestrator.registry.records import (
     REFUSED,
     RELEASE,
     UNTIL_RELEASED,
+    Attempt,
     Run,
     UserRequest,
 )
@@ -33,8 +35,7 @@ from trainer.protocol.time_spans import stored_moment
 
 log = logging.getLogger("orch.controller")
 
-STOP_LIMIT = 300.0
-"""Seconds that a job may take to save and stop before it is cancelled outright."""
+STOP_LIMIT = 300.0  # seconds that a job may take to save and stop before it is cancelled outright
 
 
 def answer_idle(actor: Actor) -> bool:
@@ -62,13 +63,19 @@ def answer_idle(actor: Actor) -> bool:
 
 
 def _answer_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
-    if request.verb == RELEASE:
-        return _release(actor, run, request)
-    if request.verb == EXCLUDE:
-        return _exclude(actor, run, request)
-    if request.verb == "resume":
-        return _resume(actor, run, request)
+    handlers = {RELEASE: _release, EXCLUDE: _exclude, "resume": _resume}
+    if request.verb in handlers:
+        return handlers[request.verb](actor, run, request)
     return request.verb == "cancel" and run.state not in LIVE_RUNS and _cancel_idle(actor, run, request)
+
+
+def _record(actor: Actor, write: Callable[[], object], action: str) -> bool:
+    """Make the changes of a request in one transaction; return False if `write` does because they came too late."""
+    if actor.store.together(write) is False:
+        return False
+    failpoints.reach("after_ask")
+    actor.record_action(action)
+    return True
 
 
 def _accept_request(actor: Actor, run: Run, request: UserRequest) -> bool:
@@ -98,50 +105,49 @@ def _accept_request(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
-    if run.removal:
-        _answer(actor, request, f"{REFUSED}{run.name} is being removed")
+    attempts, digest = actor.store.attempts(run.name), request.args.get("config")
+    last, changes = attempts[-1], dict[str, Any]()
+    refusal = _resume_refusal(run, attempts, request)
+    if not refusal:
+        try:
+            changes = _changes(actor, run, request)
+        except ValueError as error:  # affects this request only
+            refusal = f"{REFUSED}the new configuration cannot be read: {error}"
+    if refusal:
+        _answer(actor, request, refusal)
         return True
-    extended = run.state is RunState.SUCCEEDED and "config" in request.args
-    if run.state not in (RunState.HELD, RunState.FAILED, RunState.CANCELLED) and not extended:
-        refusal = REFUSED if "config" in request.args else ""
-        _answer(actor, request, f"{refusal}{run.name} is {run.state}: there is nothing to resume")
-        return True
-    attempts = actor.store.attempts(run.name)
-    last = attempts[-1]
     fresh = last.number if last.state is AttemptState.INTENT else last.number + 1
-    digest = request.args.get("config")
-    if digest and last.state in LIVE_ATTEMPTS and not never_submitted(attempts):
-        why = f"attempt {last.number} may have a job with the old configuration: `orch cancel {run.name}` first"
-        _answer(actor, request, f"{REFUSED}{why}")
-        return True
-    if digest and request.args.get("base", run.config_digest) != run.config_digest:
-        _answer(actor, request, f"{REFUSED}the configuration of {run.name} has changed since this was typed")
-        return True
-    try:
-        changes = _changes(actor, run, request)
-    except ValueError as error:  # affects this request only
-        _answer(actor, request, f"{REFUSED}the new configuration cannot be read: {error}")
-        return True
 
     def resume() -> bool:
         if actor.store.run(run.name).removal:  # begun since
             return False
         stamp = actor.stamp()
         if digest and last.state is AttemptState.INTENT:
-            actor.store.note_attempt(
-                run.name, last.number, epoch=actor.epoch, config_digest=digest, smaller_world=None
-            )  # fmt: skip
+            changed: dict[str, Any] = {"config_digest": digest, "smaller_world": None}
+            actor.store.note_attempt(run.name, last.number, epoch=actor.epoch, **changed)
         actor.store.move_run(
             run.name, RunState.RECOVERING, "resumed by a person", **stamp, fresh_from=fresh, not_before=0.0, **changes
         )
         actor.store.answer(request.id, f"{run.name} goes on with attempt {fresh}", **stamp)
         return True
 
-    if not actor.store.together(resume):
-        return False
-    failpoints.reach("after_ask")
-    actor.record_action(f"{run.name} resumed")
-    return True
+    return _record(actor, resume, f"{run.name} resumed")
+
+
+def _resume_refusal(run: Run, attempts: Sequence[Attempt], request: UserRequest) -> str:
+    """Return why a run cannot be resumed as requested; empty if it can."""
+    last, digest = attempts[-1], request.args.get("config")
+    if run.removal:
+        return f"{REFUSED}{run.name} is being removed"
+    extended = run.state is RunState.SUCCEEDED and "config" in request.args
+    if run.state not in (RunState.HELD, RunState.FAILED, RunState.CANCELLED) and not extended:
+        return f"{REFUSED * ('config' in request.args)}{run.name} is {run.state}: there is nothing to resume"
+    if digest and last.state in LIVE_ATTEMPTS and not never_submitted(attempts):
+        why = f"attempt {last.number} may have a job with the old configuration: `orch cancel {run.name}` first"
+        return f"{REFUSED}{why}"
+    if digest and request.args.get("base", run.config_digest) != run.config_digest:
+        return f"{REFUSED}the configuration of {run.name} has changed since this was typed"
+    return ""
 
 
 def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
@@ -169,26 +175,20 @@ def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
             actor.store.release_node(name, cluster, "released by a person", **stamp)
         actor.store.answer(request.id, f"{name} may be used again", **stamp)
 
-    actor.store.together(release)
-    failpoints.reach("after_ask")
-    actor.record_action(f"{name} released")
-    return True
+    return _record(actor, release, f"{name} released")
 
 
 def _exclude(actor: Actor, run: Run, request: UserRequest) -> bool:
     """Exclude a node of the run's cluster at a user's request."""
     name, until = str(request.args["node"]), float(request.args["until"])
-    told = "until it is released" if until >= UNTIL_RELEASED else f"until {stored_moment(until)}"
+    span = "until it is released" if until >= UNTIL_RELEASED else f"until {stored_moment(until)}"
 
     def exclude() -> None:
         stamp = actor.stamp()
         actor.store.exclude_node(name, run.domain, until, f"{BY_PERSON}{request.args['why']}", **stamp)
-        actor.store.answer(request.id, f"{name} is excluded {told}", **stamp)
+        actor.store.answer(request.id, f"{name} is excluded {span}", **stamp)
 
-    actor.store.together(exclude)
-    failpoints.reach("after_ask")
-    actor.record_action(f"{name} excluded {told} by {request.args['why']}")
-    return True
+    return _record(actor, exclude, f"{name} excluded {span} by {request.args['why']}")
 
 
 def _cancel_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
@@ -207,10 +207,7 @@ def _cancel_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
         actor.store.move_run(run.name, RunState.CANCELLED, "cancelled by `orch cancel` while it was held", **stamp)
         actor.store.answer(request.id, f"{run.name} is cancelled", **stamp)
 
-    actor.store.together(cancel)
-    failpoints.reach("after_ask")
-    actor.record_action(f"{run.name} {'cancelled' if over else 'is to be cancelled'}")
-    return True
+    return _record(actor, cancel, f"{run.name} {'cancelled' if over else 'is to be cancelled'}")
 
 
 def _answer(actor: Actor, request: UserRequest, text: str) -> None:
@@ -285,11 +282,7 @@ def cancel_unsubmitted(actor: Actor, run: Run) -> bool:
         actor.store.answer(cancel.id, reason, **stamp)
         return True
 
-    if not actor.store.together(end):
-        return False
-    failpoints.reach("after_ask")
-    actor.record_action(f"{name} cancelled before it was submitted")
-    return True
+    return _record(actor, end, f"{name} cancelled before it was submitted")
 
 
 def cancel_without_folder(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
@@ -323,6 +316,4 @@ def mark_cancelled(actor: Actor, view: ControlledRun) -> None:
         actor.store.move_run(view.run.name, RunState.CANCELLED, reason, **stamp)
         actor.store.answer(cancel.id, reason, **stamp)
 
-    actor.store.together(write)
-    failpoints.reach("after_ask")
-    actor.record_action(f"{view.run.name} cancelled")
+    _record(actor, write, f"{view.run.name} cancelled")

@@ -26,12 +26,9 @@ LOST_AFTER = 60.0
 """Seconds of answered look-ups without the job, and of a silent heartbeat, before a job counts as lost."""
 RECORD_WITHIN = 300.0
 """Replaces LOST_AFTER while accounting does not answer, because accounting may still name the cause."""
-OUTCOME_GRACE = 5.0
-"""Seconds that an outcome may take to become visible after the job was seen ended."""
-RECORD_GRACE = 10.0
-"""Seconds that accounting may take to show who cancelled a job before its script ran."""
-GONE_AFTER = 5.0
-"""Seconds of answered look-ups without the job after which an existing outcome is accepted."""
+OUTCOME_GRACE = 5.0  # seconds that an outcome may take to become visible after the job was seen ended
+RECORD_GRACE = 10.0  # seconds that accounting may take to show who cancelled a job before its script ran
+GONE_AFTER = 5.0  # seconds of answered look-ups without the job after which an existing outcome is accepted
 LEAVING_LIMIT = 600.0
 """Seconds in COMPLETING after which the attempt is fenced and the next one starts without waiting for it."""
 
@@ -155,7 +152,12 @@ def judge(evidence: Evidence) -> Verdict:
         return _judge_ended(evidence) if stuck else _open(f"job {job.job_id} is {job.state}")
     # Slurm reports that the leading node has left the job, and the heartbeat is silent.
     if evidence.leader_gone and evidence.silent_for >= LOST_AFTER:
-        return _judge_ended(evidence) if evidence.outcome is not None else _without_leader(evidence.leader_gone, job)
+        if evidence.outcome is not None:
+            return _judge_ended(evidence)
+        # With --no-kill the job would idle until its time limit.
+        leader = evidence.leader_gone
+        reason = f"{leader}, which led job {job.job_id}, is out of the job and its heartbeat is silent"
+        return AttemptState.ENDED, reason, Failure(kind=FailureKind.NODE_LOST, reason=reason, node=leader)
     if not evidence.job_ended:
         return _open(f"job {job.job_id} is {job.state}")
     # The program ended on its own, so its outcome may become visible a little later.
@@ -170,12 +172,6 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _open(reason: str) -> Verdict:
     return AttemptState.RUNNING, reason, None
-
-
-def _without_leader(leader: str, job: JobStatus) -> Verdict:
-    """Return the verdict on a job without its leader, which with --no-kill would idle until its time limit."""
-    reason = f"{leader}, which led job {job.job_id}, is out of the job and its heartbeat is silent"
-    return AttemptState.ENDED, reason, Failure(kind=FailureKind.NODE_LOST, reason=reason, node=leader)
 
 
 def _judge_absent(evidence: Evidence) -> Verdict:
@@ -209,13 +205,11 @@ _SLURM_KINDS = {
 }
 """Failure kinds of the states in which Slurm itself names the cause."""
 
-_BY_ITSELF = frozenset({"COMPLETED", "FAILED"})
-"""States that Slurm derives from the exit of the batch script."""
+_BY_ITSELF = frozenset({"COMPLETED", "FAILED"})  # states that Slurm derives from the exit of the batch script
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
 """States after a scancel, by a person or by the daemon of a node that could not launch the job."""
 _SLURMD_USER = 0
-_SENDERS = select_kinds(lambda traits: traits.asked_by_slurm)
-"""Failure kinds for which Slurm asks a job to stop."""
+_SENDERS = select_kinds(lambda traits: traits.asked_by_slurm)  # failure kinds for which Slurm asks a job to stop
 _STOPS = select_kinds(lambda traits: traits.asked_to_stop)
 """Failure kinds that the job itself reports as the reason to stop."""
 _SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
@@ -243,7 +237,9 @@ def classify(evidence: Evidence) -> Failure:
         return Failure(kind=FailureKind.NODES_MISSING, reason=evidence.gave_up)
     # A requeued job must not train again: it was restarted from outside, and orch ended it.
     if job is not None and (job.restarts > 0 or (evidence.requeued and job.state in _TAKEN_AWAY)):
-        return _requeue_failure(evidence, job)
+        kind = FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED
+        times = f" ({job.restarts} restarts)" if job.restarts else ""  # unknown to accounting
+        return Failure(kind=kind, reason=f"Slurm requeued job {job.job_id}{times}; orch ended it")
     # A coordinator that stalled cannot report its own end.
     if outcome is None and (stood := _stood_still(evidence, job)) is not None:
         return stood
@@ -262,9 +258,11 @@ def classify(evidence: Evidence) -> Failure:
     if job is not None and job.state in _SLURM_KINDS:
         return _failure_from_slurm(job, outcome)
     # The coordinator lost a node before Slurm did, and by now Slurm misses it too.
-    down = _down_node(job, outcome)
-    if down is not None:
-        return down
+    lost = outcome.failure if outcome else None
+    if job is not None and lost is not None and lost.kind is _LOST and lost.node in job.nodes_down:
+        return replace(
+            lost, kind=FailureKind.NODE_LOST, reason=f"Slurm has node {lost.node} down; the job saw: {lost.reason}"
+        )
     # The coordinator's outcome takes precedence over COMPLETED and FAILED.
     if outcome is not None:
         return _failure_from_outcome(evidence, outcome)
@@ -295,13 +293,6 @@ def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
     return None
 
 
-def _requeue_failure(evidence: Evidence, job: JobStatus) -> Failure:
-    kind = FailureKind.NODE_LOST if evidence.started else FailureKind.LAUNCH_FAILED
-    # Accounting does not report the number of restarts.
-    times = f" ({job.restarts} restarts)" if job.restarts else ""
-    return Failure(kind=kind, reason=f"Slurm requeued job {job.job_id}{times}; orch ended it")
-
-
 def _failure_from_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
     kind = _SLURM_KINDS[job.state]
     seen = outcome.failure if outcome else None
@@ -316,14 +307,6 @@ def _failure_from_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failu
     # A job that Slurm could not launch has no exit code.
     code = None if kind is FailureKind.LAUNCH_FAILED else job.exit_code
     return Failure(kind=kind, reason=reason, node=node, step=step, exit_code=code, signal=job.signal)
-
-
-def _down_node(job: JobStatus | None, outcome: AttemptOutcome | None) -> Failure | None:
-    seen = outcome.failure if outcome else None
-    if job is None or seen is None or seen.kind is not FailureKind.AGENT_LOST or seen.node not in job.nodes_down:
-        return None
-    reason = f"Slurm has node {seen.node} down; the job saw: {seen.reason}"
-    return replace(seen, kind=FailureKind.NODE_LOST, reason=reason)
 
 
 def _failure_from_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failure:
@@ -421,10 +404,8 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     return FailureKind.UNKNOWN, ended
 
 
-GRACE = 60.0
-"""Seconds that a silent job has to react to the stop request before it is cancelled."""
-ABANDONED = 120.0
-"""Seconds of silence that suffice if agents have left because they lost the coordinator."""
+GRACE = 60.0  # seconds that a silent job has to react to the stop request before it is cancelled
+ABANDONED = 120.0  # seconds of silence that suffice if agents have left because they lost the coordinator
 OVERSTAY = 180.0
 """Seconds that a job may outlive its attempt's outcome; agents exit within seconds, and Slurm's KillWait is 30."""
 

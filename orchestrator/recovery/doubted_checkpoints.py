@@ -12,8 +12,7 @@ from trainer.protocol.restore_test import UNDECIDED, Outcome
 
 _LOADABLE = frozenset({Trust.COMMITTED, Trust.VERIFIED, Trust.RESTORED, Trust.SUSPECT})
 
-TrustChange = tuple[Checkpoint, Trust, str]
-"""Checkpoint, its new trust, and the reason."""
+TrustChange = tuple[Checkpoint, Trust, str]  # checkpoint, its new trust, and the reason
 
 
 def trust_changes(
@@ -33,7 +32,9 @@ def trust_changes(
     if newest is not None:
         why = f"the program is the cause, and not the checkpoint: {newest.reason}"
         suspect = [row for row in rows if row.step in cleared and row.trust is Trust.SUSPECT]
-        changes += [(row, _trust_before(row, generations), why) for row in suspect]
+        # From memory its bytes on the disk were not read.
+        on_disk = {one.resumed_from for one in generations if one.tier != MEMORY}
+        changes += [(row, Trust.RESTORED if row.step in on_disk else Trust.COMMITTED, why) for row in suspect]
     # A checkpoint of the same step that was saved after the start of the failed generation holds another state.
     return [
         (row, trust, why)
@@ -78,12 +79,6 @@ def _found_bad(tests: Iterable[RestoreTest]) -> set[str]:
     ended = sorted((test.ended_at, test.checkpoint, test.verdict) for test in tests if test.ended_at is not None)
     last = {checkpoint: verdict for _, checkpoint, verdict in ended if verdict not in UNDECIDED}
     return {checkpoint for checkpoint, verdict in last.items() if verdict != Outcome.RESTORED}
-
-
-def _trust_before(row: Checkpoint, generations: Iterable[Generation]) -> Trust:
-    """Return the trust of a checkpoint without the mark; from memory its bytes on the disk were not read."""
-    from_disk = any(one.resumed_from == row.step and one.tier != MEMORY for one in generations)
-    return Trust.RESTORED if from_disk else Trust.COMMITTED
 
 
 def _ends(

@@ -120,10 +120,8 @@ def fitting_nodes(config: JobConfig) -> Iterator[int]:
 
 
 NODES, SPARES = "nodes", "spare_nodes"
-FULL_NODES, FULL_SPARES = "of", "of_spare_nodes"
-"""Nodes and spare nodes that the run itself requests."""
-BASE = "base"
-"""Digest of the run's config, from which the attempt's was derived."""
+FULL_NODES, FULL_SPARES = "of", "of_spare_nodes"  # nodes and spare nodes that the run itself requests
+BASE = "base"  # digest of the run's config, from which the attempt's was derived
 
 
 def choose_smaller_world(mine: Mapping[str, Any], full: Mapping[str, Any], base: str, reason: str) -> dict[str, Any]:

@@ -17,13 +17,11 @@ from orchestrator.registry.records import Attempt, Generation
 from trainer.protocol.failures.outcome import Failure, FailureKind, Losses, NodeBlame, select_kinds
 
 DAY = 86400.0
-WINDOW = 90 * DAY
-"""Seconds of a run's history; older attempts carry little information about the present cluster."""
+WINDOW = 90 * DAY  # seconds of a run's history; older attempts carry little information about the present cluster
 _TRUST_IN_CLUSTER = 4.0
 """Maximum weight of the cluster's history, in failures: runs differ in the components they stress."""
 _OF_THE_CLUSTER = select_kinds(lambda traits: traits.losses is Losses.CLUSTER)
-_OF_A_RUN = select_kinds(lambda traits: traits.losses is not Losses.NOBODY)
-"""Ends that lose unsaved work."""
+_OF_A_RUN = select_kinds(lambda traits: traits.losses is not Losses.NOBODY)  # ends that lose unsaved work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,9 @@ def count_failures(
     for attempt in attempts:
         kinds = by_attempt.get((attempt.run, attempt.number), {})
         failures = list(kinds.values())
-        if attempt.failure and attempt.generations not in kinds and _lost_work(attempt):
+        saved, last = attempt.saved_step, attempt.last_step
+        lost_work = last is None or saved is None or saved < last  # a preempted job that saved has lost nothing
+        if attempt.failure and attempt.generations not in kinds and lost_work:
             failures.append(FailureKind(attempt.failure["kind"]))
         began, ended = attempt.started_at, attempt.ended_at
         seconds = max(0.0, (now if ended is None else ended) - (now if began is None else began))
@@ -61,11 +61,6 @@ def count_failures(
             node_seconds=count.node_seconds + max(1, len(attempt.nodes)) * seconds,
         )
     return counts[False], counts[True]
-
-
-def _lost_work(attempt: Attempt) -> bool:
-    """Return whether work was lost; a preempted job that saved has lost nothing."""
-    return attempt.last_step is None or attempt.saved_step is None or attempt.saved_step < attempt.last_step
 
 
 def time_between_failures(nodes: int, *, node_days: float, cluster: FailureCount, run: FailureCount) -> float:
@@ -80,13 +75,11 @@ def time_between_failures(nodes: int, *, node_days: float, cluster: FailureCount
     return 1.0 / (rate * nodes)
 
 
-HALF_LIFE = 7 * DAY
-"""Half of the faults that follow a node's repair occur within a week."""
+HALF_LIFE = 7 * DAY  # half of the faults that follow a node's repair occur within a week
 NODE_WINDOW = 60 * DAY
 SPREAD = 0.4
 """1 / the dispersion of faults per node (2.5) in a year's records of 400 nodes (stepfun-ai/InfiniteHBD-Trace)."""
-TIMES, SURE = 2.0, 0.75
-"""A node is avoided if its rate is TIMES the cluster's with confidence SURE ..."""
+TIMES, SURE = 2.0, 0.75  # a node is avoided if its rate is TIMES the cluster's with confidence SURE ...
 BY_CHANCE = 0.3
 """... and if the probability of its failures, at the others' rate, is below this."""
 

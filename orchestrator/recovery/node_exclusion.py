@@ -14,14 +14,10 @@ from trainer.protocol.time_spans import span
 REMEMBERED = 14 * 86400.0
 """Seconds for which hangs and slowness count against a node; by then it may be repaired or moved."""
 TWO_HANGS = 2
-_NOT_THE_NODE = frozenset({"desync", "network"})
-"""Incidents caused by a program, or by two nodes together."""
-DRILLED = "drilled"
-"""Notice key: the run's configuration orders a fault in this generation."""
-TAKEN_FOR = "taken_for"
-"""Key in the notice of a spare: the failure kind for which its predecessor was replaced."""
-Place = tuple[str, int, int]
-"""Generation: run, attempt, number."""
+_NOT_THE_NODE = frozenset({"desync", "network"})  # incidents caused by a program, or by two nodes together
+DRILLED = "drilled"  # notice key: the run's configuration orders a fault in this generation
+TAKEN_FOR = "taken_for"  # key in the notice of a spare: the failure kind for which its predecessor was replaced
+Place = tuple[str, int, int]  # generation: run, attempt, number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,8 +117,7 @@ ANEW_HINT = (
 LONGEST_GAP = 2 * 3600.0
 """Maximum seconds counted between two failures: neither a longer queue nor a clock change is an outage."""
 
-FREE_PROGRESS = 300.0
-"""A preempted or timed-out attempt counts as progress after this many seconds."""
+FREE_PROGRESS = 300.0  # A preempted or timed-out attempt counts as progress after this many seconds
 
 
 def decide(
@@ -201,8 +200,7 @@ _NEVER_SAVED = (
     "other settings (optimizer.lr, optimizer.clip_norm): `orch resume {run} KEY=VALUE`"
 )
 """Message of a loss that diverged in a run without a checkpoint to restart from."""
-NONE_INTACT = "NothingIntact"
-"""Exception of a rank that found every checkpoint damaged (`checkpointing.errors`)."""
+NONE_INTACT = "NothingIntact"  # exception of a rank that found every checkpoint damaged (`checkpointing.errors`)
 _NONE_INTACT = (
     "no checkpoint is intact: {reason}; `orch ckpt ls {run}` lists them: put an intact copy in place of one, or begin "
     "anew from another run's: `orch submit --from OTHER@STEP`"

@@ -288,14 +288,14 @@ def _check_against_disk(store: Store, item: ImportableRun, epoch: int, now: floa
     name, folder = item.record.run.name, item.folder
     config = item.config.checkpoint
     places = shared_places(config, folder)
-    sight = look(places)
-    for path, error in sight.unread.items():
+    entries, unread = look(places)
+    for path, error in unread.items():
         log.warning("%s: its checkpoints in %s stay as they were recorded: %s", folder.path, path, error)
-    seen = of_run(sight.entries, item.record.run, item.record.attempts)
+    seen = of_run(entries, item.record.run, item.record.attempts)
     on_disk = {entry.name: entry for entry in seen}
     # Nodes' local disks and unreadable tiers cannot be checked from here.
-    own = set() if str(folder.checkpoints.absolute()) in sight.unread else {""}
-    looked = own | {place.path for place in places if place.path not in sight.unread}
+    own = set() if str(folder.checkpoints.absolute()) in unread else {""}
+    looked = own | {place.path for place in places if place.path not in unread}
     known = {row.name: row for row in store.checkpoints(name)}
     for entry in on_disk.values():
         if entry.name not in known:

@@ -18,13 +18,10 @@ from orchestrator.run_dirs.run_folder import ForeignFolder, in_own_folder
 
 T = TypeVar("T")
 
-PATIENCE = 5.0
-"""Seconds to wait for one directory; doubled after a late answer, up to `LONGEST`."""
+PATIENCE = 5.0  # seconds to wait for one directory; doubled after a late answer, up to `LONGEST`
 LONGEST = 20.0
-HURRIED = 0.5
-"""Seconds to wait for a directory on a file system where another one already hangs."""
-MOST_STUCK = 32
-"""Maximum threads left behind on one file system; its other runs wait until a thread returns."""
+HURRIED = 0.5  # seconds to wait for a directory on a file system where another one already hangs
+MOST_STUCK = 32  # maximum threads left behind on one file system; its other runs wait until a thread returns
 _SLICE = 1.0
 
 
@@ -70,23 +67,16 @@ class _Job:
         self.done.set()
 
 
-class _Worker:
-    """Thread that runs jobs in sequence."""
+def _start_worker() -> "queue.SimpleQueue[_Job | None]":
+    """Start a thread that runs jobs in sequence; return their queue, in which None ends the thread."""
+    jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
 
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="orch-run-files", daemon=True).start()
-
-    def begin(self, job: _Job) -> None:
-        self._jobs.put(job)
-
-    def leave(self) -> None:
-        """Exit after the current job."""
-        self._jobs.put(None)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def work() -> None:
+        while (job := jobs.get()) is not None:
             job.run()
+
+    threading.Thread(target=work, name="orch-run-files", daemon=True).start()
+    return jobs
 
 
 class BoundedFiles:
@@ -94,16 +84,16 @@ class BoundedFiles:
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         self.between = between
-        self._worker: _Worker | None = None
+        self._worker: queue.SimpleQueue[_Job | None] | None = None
         self._stuck: dict[Path, _Job] = {}
         self._patience: dict[Path, float] = {}
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
         self._refuse_stuck(folder)
         job = _Job(lambda: in_own_folder(folder, work), time.monotonic())
-        worker = self._worker = self._worker or _Worker()
-        worker.begin(job)
-        limit = patience or self._folder_patience(folder)
+        worker = self._worker = self._worker or _start_worker()
+        worker.put(job)
+        limit = patience or (HURRIED if self._stuck_beside(folder) else self._patience.get(folder, PATIENCE))
         try:
             while not job.done.wait(max(0.0, min(_SLICE, limit))):
                 limit -= _SLICE
@@ -113,7 +103,7 @@ class BoundedFiles:
         finally:
             if not job.done.is_set():
                 self._stuck[folder], self._worker = job, None
-                worker.leave()
+                worker.put(None)
         if isinstance(job.error, ForeignFolder):
             raise RunDirHangs(str(job.error), where=str(folder)) from job.error
         if job.error is not None:
@@ -131,9 +121,6 @@ class BoundedFiles:
         if len(beside) >= MOST_STUCK:
             first = min(beside, key=lambda path: self._stuck[path].began)
             raise self._left_behind(first, self._stuck[first])
-
-    def _folder_patience(self, folder: Path) -> float:
-        return HURRIED if self._stuck_beside(folder) else self._patience.get(folder, PATIENCE)
 
     def _stuck_beside(self, folder: Path) -> list[Path]:
         """Return the hanging directories of the same file system."""

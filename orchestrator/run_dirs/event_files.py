@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ from trainer.protocol.events import Event, EventKind, read_events
 from trainer.protocol.heartbeat import Heartbeat
 from trainer.protocol.run_dir import AttemptDir
 
-METRICS_TAIL = 16 * 1024
-"""Bytes at the end of the metrics file that certainly hold one whole line."""
+METRICS_TAIL = 16 * 1024  # bytes at the end of the metrics file that certainly hold one whole line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +34,21 @@ class KnownProgress:
 
 def progress(place: AttemptDir) -> KnownProgress | None:
     """Return the newest trained step and its loss from the metrics' last line, else from the heartbeat."""
-    line, heartbeat = last_line(place.metrics), _heartbeat(place)
+    line, heartbeat = last_line(place.metrics), None
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        heartbeat = Heartbeat.read(place.heartbeat)
     # A full disk takes no more lines, but the heartbeat is overwritten.
     newer = heartbeat.step or 0 if heartbeat is not None and heartbeat.saves_failing else 0
     saved = heartbeat.saved_step if heartbeat is not None else 0
     if line is not None and isinstance(line.get("step"), int) and line["step"] >= newer:
-        return KnownProgress(step=line["step"], loss=_loss(line.get("loss")), saved=saved)
+        loss = None
+        with suppress(KeyError, TypeError, ValueError):  # an invalid value
+            loss = number(line["loss"]) if line.get("loss") is not None else None
+        return KnownProgress(step=line["step"], loss=loss, saved=saved)
     # Step 0 means that no rank has reported its step yet, not that the run is back at its beginning.
     if heartbeat is None or not heartbeat.step:
         return None
     return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps, saved=saved)
-
-
-def _heartbeat(place: AttemptDir) -> Heartbeat | None:
-    try:
-        return Heartbeat.read(place.heartbeat)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-
-
-def _loss(value: Any) -> float | None:
-    """Return a loss as `dump_line` writes it; None for an invalid value."""
-    try:
-        return None if value is None else number(value)
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
@@ -87,8 +77,7 @@ class NewEvents:
 class TierPaths:
     """Facts from the file system, collected before the registry is locked, so that no transaction waits for a mount."""
 
-    first_tier: str
-    """Tier in which checkpoints are committed; empty for the run's own folder."""
+    first_tier: str  # in which checkpoints are committed; empty for the run's own folder
     real: Mapping[str, str]
 
     def same(self, tier: str, other: str) -> bool:
@@ -118,11 +107,9 @@ def read_new_events(view: ControlledRun, path: Path, cursors: Mapping[Path, int]
 
 def tiers_mentioned(store: Store, view: ControlledRun, fresh: Sequence[NewEvents]) -> set[str]:
     """Return every tier that these events or the run's rows may mention."""
-    told = {str(event.data.get("tier") or "") for one in fresh for event in one.events}
-    known = {item.tier for item in store.checkpoints(view.run.name)} | {
-        copy.tier for copy in store.copies(view.run.name)
-    }
-    return (told | known | {str(view.folder.checkpoints)}) - {""}
+    named = {str(event.data.get("tier") or "") for one in fresh for event in one.events}
+    known = {row.tier for row in store.checkpoints(view.run.name)} | {row.tier for row in store.copies(view.run.name)}
+    return (named | known | {str(view.folder.checkpoints)}) - {""}
 
 
 def resolve_paths(view: ControlledRun, node: str, tiers: Iterable[str]) -> TierPaths:
@@ -132,9 +119,8 @@ def resolve_paths(view: ControlledRun, node: str, tiers: Iterable[str]) -> TierP
 
 def first_node(fresh: Sequence[NewEvents]) -> str:
     """Return the leading node of an attempt whose start event is among the new ones."""
-    nodes = (
-        event.data.get("nodes") for one in fresh for event in one.events if event.kind == EventKind.ATTEMPT_STARTED
-    )
+    events = (event for one in fresh for event in one.events)
+    nodes = (event.data.get("nodes") for event in events if event.kind == EventKind.ATTEMPT_STARTED)
     return str(next((names[0] for names in nodes if isinstance(names, list) and names), "unknown"))
 
 

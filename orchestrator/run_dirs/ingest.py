@@ -31,8 +31,7 @@ from trainer.protocol.events import Event, EventKind
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.user_code.code_record import CodeRecord
 
-UNREADABLE_EVENT = "event.unreadable"
-"""Kind of the notice for an event that lacks required fields."""
+UNREADABLE_EVENT = "event.unreadable"  # kind of the notice for an event that lacks required fields
 
 log = logging.getLogger(__name__)
 
@@ -149,11 +148,8 @@ class _EventWriter:
         back = [item for item in rows.values() if item.name.startswith(f"{name}.") and item.name.endswith(again)]
         return next((item for item in back if item.trust is not Trust.DELETED), found)
 
-    def trust(self, to: Trust, reason: str) -> None:
-        """Change the trust of the event's checkpoint if the table permits it."""
-        self.doubt(self.known(), to, reason)
-
     def doubt(self, item: Checkpoint | None, to: Trust, reason: str) -> None:
+        """Change the trust of a checkpoint if the table permits it."""
         if item is not None and item.trust != to and may_move(item.trust, to):
             self.store.trust(self.run, item.name, to, reason, epoch=self.epoch, now=self.now)
 
@@ -213,33 +209,19 @@ def _generation_ended(writer: _EventWriter) -> None:
 def _record_commit(writer: _EventWriter) -> None:
     step, name, tier = writer.step, writer.name, writer.paths.first_tier
     checkpoint = Checkpoint(
-        run=writer.run,
-        name=name,
-        step=step,
-        attempt=writer.attempt,
-        trust=Trust.COMMITTED,
-        bytes=writer.bytes,
-        path=f"{tier or writer.view.folder.checkpoints}/{name}",
-        committed_at=writer.event.time,
-        tier=tier,
-        seconds=writer.data.get("seconds"),
-        stall=writer.data.get("stall"),
+        run=writer.run, name=name, step=step, attempt=writer.attempt, trust=Trust.COMMITTED, bytes=writer.bytes,
+        path=f"{tier or writer.view.folder.checkpoints}/{name}", committed_at=writer.event.time, tier=tier,
+        seconds=writer.data.get("seconds"), stall=writer.data.get("stall"),
         manifest=str(writer.data.get("manifest") or ""),
-    )
+    )  # fmt: skip
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     writer.note(saved_step=max(step, writer.row().saved_step or 0))
 
 
 def _record_flush(writer: _EventWriter) -> None:
-    tier, name = writer.data["tier"], writer.name
-    copy = CheckpointCopy(
-        run=writer.run,
-        name=name,
-        tier=tier,
-        path=f"{tier}/{name}",
-        bytes=writer.bytes,
-        copied_at=writer.event.time,
-    )
+    tier, name, at = writer.data["tier"], writer.name, writer.event.time
+    path = f"{tier}/{name}"
+    copy = CheckpointCopy(run=writer.run, name=name, tier=tier, path=path, bytes=writer.bytes, copied_at=at)
     if writer.known() is not None:
         writer.store.put_copy(copy, epoch=writer.epoch)
 
@@ -282,19 +264,19 @@ def _record_program_checkpoint(writer: _EventWriter) -> None:
 
 
 def _record_set_aside(writer: _EventWriter) -> None:
+    path = str(writer.data["path"])
     if writer.known() is None:  # it is set aside before it was reported
-        path = str(writer.data["path"])
         checkpoint = Checkpoint(
             run=writer.run, name=writer.name, step=writer.step, attempt=max(1, writer.attempt - 1),
-            trust=Trust.COMMITTED, bytes=int(writer.data.get("bytes") or 0), path=path,
-            committed_at=writer.event.time, tier=os.path.dirname(path),
+            trust=Trust.COMMITTED, bytes=writer.bytes, path=path, committed_at=writer.event.time,
+            tier=os.path.dirname(path),
         )  # fmt: skip
         writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
-    told = f"set aside as {writer.data['path']}: {writer.data.get('reason', '')}"
-    writer.trust(Trust.CORRUPT if writer.data.get("damaged") else Trust.SUSPECT, told)
+    reason = f"set aside as {path}: {writer.data.get('reason', '')}"
+    writer.doubt(writer.known(), Trust.CORRUPT if writer.data.get("damaged") else Trust.SUSPECT, reason)
     now = writer.known()
     assert now is not None
-    writer.store.move_checkpoint(writer.run, now.name, str(writer.data["path"]), epoch=writer.epoch)
+    writer.store.move_checkpoint(writer.run, now.name, path, epoch=writer.epoch)
 
 
 def _record_restore(writer: _EventWriter) -> None:
@@ -309,25 +291,25 @@ def _record_restore(writer: _EventWriter) -> None:
     known = writer.known()
     if known is not None and known.trust in (Trust.SUSPECT, Trust.CORRUPT):
         return  # a resume reverses no verdict; only a restore test does
-    writer.trust(Trust.RESTORED, f"attempt {writer.attempt} resumed from it")
+    writer.doubt(writer.known(), Trust.RESTORED, f"attempt {writer.attempt} resumed from it")
 
 
 def _record_refusal(writer: _EventWriter) -> None:
-    reason, tier = str(writer.data.get("reason", "refused")), writer.elsewhere()
-    if tier == MEMORY or writer.data.get("damaged") is False:
-        return  # no known fault in its bytes on the disk
-    if tier:
-        writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
-        return
-    writer.leave_home(Trust.CORRUPT, f"attempt {writer.attempt} refused it: {reason}")
+    if writer.elsewhere() != MEMORY and writer.data.get("damaged") is not False:  # else no known fault on the disk
+        reason = str(writer.data.get("reason", "refused"))
+        _remove(writer, Trust.CORRUPT, f"attempt {writer.attempt} refused it: {reason}")
 
 
 def _record_deletion(writer: _EventWriter) -> None:
-    tier = writer.elsewhere()
-    if tier:
+    _remove(writer, Trust.DELETED, f"deleted by attempt {writer.attempt}: newer ones are kept")
+
+
+def _remove(writer: _EventWriter, trust: Trust, reason: str) -> None:
+    """Drop the event's copy in another tier than the commit's, or replace the checkpoint in its own tier."""
+    if tier := writer.elsewhere():
         writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
-        return
-    writer.leave_home(Trust.DELETED, f"deleted by attempt {writer.attempt}: newer ones are kept")
+    else:
+        writer.leave_home(trust, reason)
 
 
 def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **more: Any) -> None:
@@ -385,18 +367,17 @@ _HANDLERS: dict[str, Callable[[_EventWriter], None]] = {
     EventKind.CHECKPOINT_SUSPECT: _record_suspicion,
     EventKind.CHECKPOINT_SEEN: _record_program_checkpoint,
     EventKind.CHECKPOINT_SET_ASIDE: _record_set_aside,
-    EventKind.INCIDENT: _notice,
-    EventKind.STRAGGLER: _notice,
-    EventKind.BATCH_SKIPPED: _notice,
-    EventKind.RESTART_DIFFERS: _notice,
-    EventKind.CHECKPOINT_INCOMPLETE: _notice,
-    EventKind.CODE_RECORDED: _notice,
     EventKind.CODE_CHANGED: _code_changed,
-    EventKind.DRILL: _notice,
-    EventKind.RESTORE_TESTED: _notice,
     EventKind.PREFLIGHT: _preflight,
     EventKind.SPARE_USED: _spare_used,
-}
+    **dict.fromkeys(
+        (
+            EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.BATCH_SKIPPED, EventKind.RESTART_DIFFERS,
+            EventKind.CHECKPOINT_INCOMPLETE, EventKind.CODE_RECORDED, EventKind.DRILL, EventKind.RESTORE_TESTED,
+        ),
+        _notice,
+    ),
+}  # fmt: skip
 
 
 def _ingest_progress(store: Store, view: ControlledRun, epoch: int, now: float, known: KnownProgress | None) -> bool:

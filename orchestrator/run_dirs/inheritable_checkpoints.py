@@ -31,15 +31,8 @@ def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[ResolvedTie
     return resolve_tiers(CheckpointConfig(), folder.checkpoints, folder.name, "this-machine")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sight:
-    """Every visible committed checkpoint once, newest first, and the unreadable tiers by path."""
-
-    entries: tuple[Entry, ...] = ()
-    unread: Mapping[str, OSError] = field(default_factory=dict)
-
-
-def look(places: Sequence[ResolvedTier]) -> Sight:
+def look(places: Sequence[ResolvedTier]) -> tuple[list[Entry], dict[str, OSError]]:
+    """Return every visible committed checkpoint once, newest first, and the unreadable tiers by path."""
     found: dict[str, Entry] = {}
     unread: dict[str, OSError] = {}
     for place in reversed(places):
@@ -48,7 +41,7 @@ def look(places: Sequence[ResolvedTier]) -> Sight:
         except OSError as error:
             unread[place.path] = error
     newest_first = sorted(found.values(), key=lambda entry: (entry.step, entry.attempt, entry.name), reverse=True)
-    return Sight(entries=tuple(newest_first), unread=unread)
+    return newest_first, unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +110,11 @@ def find_checkpoints(
     if not earlier and not begun:
         return RunCheckpoints()
     places = shared_places(config, folder)
-    sight = look(places)
-    seen, names = of_run(sight.entries, run, earlier), expected_names(places, known, copies)
+    entries, unread = look(places)
+    seen, names = of_run(entries, run, earlier), expected_names(places, known, copies)
     trusted = [row for row in known if row.name in names and row.trust not in _NOT_AGAIN]
     newest = max(trusted, key=lambda row: (row.step, row.attempt, row.name), default=None)
-    unread = {**sight.unread, **_absent(places, newest, copies)}
+    unread |= _absent(places, newest, copies)
     in_sight = {entry.name for entry in seen}
     if newest is not None:
         hidden = newest.name not in in_sight

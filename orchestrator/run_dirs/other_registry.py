@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,10 @@ def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -
             hint=f"`orch db rebuild --root {folder.parent}` takes that in; "
             f"or use the other one: `export ORCH_REGISTRY={record.registry}`",
         )
-    return find_serving_registry(record, registry, time.time()) if _is_same_folder(record.run, folder) else None
+    with suppress(OSError):  # the record may be of the original of a copy
+        if os.path.samefile(record.run.run_dir, folder):
+            return find_serving_registry(record, registry, time.time())
+    return None
 
 
 def find_serving_registry(record: RunRecord, registry: Path, now: float) -> OtherRegistry | None:
@@ -76,11 +80,3 @@ def read_leases(path: Path) -> list[Lease]:
         return fast_queries.leases(path, any_version=True) if path.exists() else []
     except (OSError, RegistryError):
         return []
-
-
-def _is_same_folder(run: Run, folder: Path) -> bool:
-    """Return whether a record was made for this folder rather than for the original of a copy."""
-    try:
-        return os.path.samefile(run.run_dir, folder)
-    except OSError:
-        return False

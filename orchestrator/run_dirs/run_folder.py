@@ -33,7 +33,7 @@ from orchestrator.registry.records import Attempt, Run
 from orchestrator.run_dirs import staged_secrets
 from trainer.protocol import skipped_batches
 from trainer.protocol.restore_test import write_order
-from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import RunDir
 from trainer.protocol.skipped_batches import Skip
 
 T = TypeVar("T")
@@ -73,10 +73,8 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-LEAST = 1 << 18
-"""Bytes for the small files of a job; with less, it cannot even report why it ends."""
-_MOST_PROBED = 64 << 20
-"""Maximum bytes written as a probe; beyond that, the file system's own figure must suffice."""
+LEAST = 1 << 18  # bytes for the small files of a job; with less, it cannot even report why it ends
+_MOST_PROBED = 64 << 20  # maximum bytes written as a probe; beyond that, the file system's own figure must suffice
 
 
 def missing_room(folder: RunDir, checkpoint: int) -> str:
@@ -106,8 +104,7 @@ def _free(folder: RunDir) -> int | None:
 
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{8}(\..+)?\.[0-9a-f]{8}\.tmp")
-_ABANDONED = 86400.0
-"""Seconds after which a draft counts as abandoned."""
+_ABANDONED = 86400.0  # seconds after which a draft counts as abandoned
 
 
 def check_run_folder(run: Run, first: Attempt) -> str:
@@ -150,23 +147,16 @@ def _restore_run_json(folder: RunDir, run: Run, first: Attempt) -> str:
 
 def name_in_folder(folder: Path) -> str:
     """Return the name of the run whose folder it is; empty if it is none."""
-    try:
-        found = read_json(RunDir(folder).run)
-    except (OSError, ValueError):
-        return ""
-    is_run = isinstance(found, dict) and "nonce" in found
-    return str(found.get("name", "")) if is_run else ""
+    found = _read_run_json(RunDir(folder))
+    return str(found.get("name", "")) if "nonce" in found else ""
 
 
 def refuse_within_run(place: Path, key: str, own: Path | None = None) -> None:
     """Raise ConfigError for a place inside another run's folder: `orch rm` of that run would delete it."""
     for folder in (place, *place.parents):
         if folder != own and (name := name_in_folder(folder)):
-            raise ConfigError(
-                f"{place} is inside the folder of the run {name}: `orch rm {name}` would delete it too",
-                where=key,
-                hint=f"name a folder outside of {folder}",
-            )
+            what = f"{place} is inside the folder of the run {name}: `orch rm {name}` would delete it too"
+            raise ConfigError(what, where=key, hint=f"name a folder outside of {folder}")
 
 
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
@@ -188,11 +178,9 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
                 raise
         except OSError as error:
             if not final.path.exists():
-                raise Precondition(
-                    f"cannot make the run's folder: {error.strerror or error}",
-                    where=str(final.path),
-                    hint="make cluster.root writable, or choose another with cluster.root=FOLDER",
-                ) from error
+                hint = "make cluster.root writable, or choose another with cluster.root=FOLDER"
+                what = f"cannot make the run's folder: {error.strerror or error}"
+                raise Precondition(what, where=str(final.path), hint=hint) from error
         fsync_dir(final.path.parent)
         _sweep_abandoned(final.path.parent)
         failpoints.reach("after_folder")
@@ -215,7 +203,8 @@ def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> No
             staged_secrets.copy_to_test(order, config.get("env_from", ()), draft)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
-        _keep_skips(draft.attempt(first.number), run)
+        if skipped := (run.identity.get("imported") or {}).get("skipped"):  # of the run whose checkpoint it begins with
+            skipped_batches.add(draft.attempt(first.number), [Skip(**fields) for fields in skipped])
         os.rename(draft.path, final.path)
 
 
@@ -231,38 +220,28 @@ def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:
     try:
         check_private(folder.path)
     except NotPrivate as error:
-        raise Precondition(
-            f"the folder of {run.name} is not private: {error.strerror}",
-            where=str(folder.path),
-            hint=f"`chmod go-w {shlex.quote(str(folder.path))}` closes one of yours; "
-            "another user's: submit with another --name or cluster.root",
-        ) from error
-    try:
-        owner = read_json(folder.run)
-    except (OSError, ValueError):
-        owner = None
-    if not isinstance(owner, dict) or owner.get("nonce") != first.nonce:
-        raise Precondition(
-            f"the folder of {run.name} belongs to another run",
-            where=str(folder.path),
-            hint="it was made with another registry: take it in with `orch db rebuild`, "
-            "or submit with another --name or cluster.root",
-        )
+        elsewhere = "another user's: submit with another --name or cluster.root"
+        hint = f"`chmod go-w {shlex.quote(str(folder.path))}` closes one of yours; {elsewhere}"
+        what = f"the folder of {run.name} is not private: {error.strerror}"
+        raise Precondition(what, where=str(folder.path), hint=hint) from error
+    if _read_run_json(folder).get("nonce") != first.nonce:
+        hint = "it was made with another registry: take it in with `orch db rebuild`, or submit with another "
+        what = f"the folder of {run.name} belongs to another run"
+        raise Precondition(what, where=str(folder.path), hint=f"{hint}--name or cluster.root")
+
+
+def _read_run_json(folder: RunDir) -> dict[str, Any]:
+    """Return the contents of `run.json`; empty if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        found = read_json(folder.run)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
-    return {
-        "schema": "orch.run/1",
-        "name": run.name,
-        "cluster": run.cluster,
-        "created_at": run.created_at,
-        "total_steps": run.total_steps,
-        "config_digest": first.config_digest,
-        "nonce": first.nonce,
-        "scheduler": run.scheduler,
-        "identity": run.identity,
-        "tags": list(run.tags),
-    }
+    copied = ("name", "cluster", "created_at", "total_steps", "scheduler", "identity")
+    fields = {name: getattr(run, name) for name in copied} | {"tags": list(run.tags)}
+    return {"schema": "orch.run/1", "config_digest": first.config_digest, "nonce": first.nonce, **fields}
 
 
 def ensure_attempt_dir(
@@ -288,14 +267,10 @@ def ensure_attempt_dir(
     intent = place.path / "intent.json"
     if not intent.exists():
         fields = {
-            "schema": "orch.intent/1",
-            "attempt": attempt.number,
-            "nonce": attempt.nonce,
-            "job_name": attempt.job_name,
-            "excluded": list(attempt.excluded),
-            "scheduler": attempt.scheduler,
+            "schema": "orch.intent/1", "attempt": attempt.number, "nonce": attempt.nonce,
+            "job_name": attempt.job_name, "excluded": list(attempt.excluded), "scheduler": attempt.scheduler,
             "at": attempt.intent_at,
-        }
+        }  # fmt: skip
         write_durably(intent, dump_line(fields).encode())
 
 
@@ -320,19 +295,11 @@ def _import_checkpoint(folder: RunDir, run: Run) -> None:
         lost = "files of it are gone"
     faults = [] if lost else verify_checkpoint(LocalStorage(folder.checkpoints), source.name, 0).faults
     if lost or faults:
-        raise Precondition(
-            f"the checkpoint that {run.name} begins with cannot be used: {lost or faults[0]}",
-            where=str(source),
-            hint="it was deleted meanwhile, or is damaged: begin with another one (`orch ckpt pin` keeps one)",
-        )
+        hint = "it was deleted meanwhile, or is damaged: begin with another one (`orch ckpt pin` keeps one)"
+        what = f"the checkpoint that {run.name} begins with cannot be used: {lost or faults[0]}"
+        raise Precondition(what, where=str(source), hint=hint)
     fsync_dir(target)
     fsync_dir(folder.checkpoints)
-
-
-def _keep_skips(first: AttemptDir, run: Run) -> None:
-    """Adopt the skipped batches of the run whose checkpoint this one starts from."""
-    if skipped := (run.identity.get("imported") or {}).get("skipped"):
-        skipped_batches.add(first, [Skip(**fields) for fields in skipped])
 
 
 def _link_or_copy(source: str, target: str) -> None:

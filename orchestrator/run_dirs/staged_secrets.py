@@ -16,8 +16,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.secrets.run_secrets import RunSecrets, SecretsRefused, export_command
 
 _BEGINNING, _END = ".secrets-", ".json"
-_ABANDONED = 86400.0
-"""Seconds after which a file counts as abandoned by a killed submitter."""
+_ABANDONED = 86400.0  # seconds after which a file counts as abandoned by a killed submitter
 
 
 def _staging_path(root: Path, nonce: str) -> Path:

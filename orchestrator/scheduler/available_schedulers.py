@@ -24,12 +24,10 @@ class SchedulerFactory:
     instance: Callable[[], Instance]
     check: Callable[[JobSpec], object]
     """Raises ConfigError or SubmitRejected, without querying the scheduler, for a job that cannot be expressed."""
-    script: Callable[[JobSpec], str] | None = None
-    """Batch script of a job; None if this kind has no scripts."""
+    script: Callable[[JobSpec], str] | None = None  # batch script of a job; None if this kind has no scripts
     refusal: Callable[[JobSpec], SubmitRejected | None] | None = None
     """The scheduler's refusal of the job, or None; a missing answer is not a refusal."""
-    has_node: Callable[[str], bool] | None = None
-    """Whether the scheduler reports a node of this name."""
+    has_node: Callable[[str], bool] | None = None  # whether the scheduler reports a node of this name
     named_by_environment: bool = False
     """Whether shell variables select the instance; they are then recorded with each run."""
 

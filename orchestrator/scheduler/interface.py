@@ -102,8 +102,7 @@ QUEUED_STATES = frozenset(
 )  # fmt: skip
 """SPECIAL_EXIT: requeued and held (`scontrol requeuehold state=SpecialExit`)."""
 RUNNING_STATES = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"})
-LEAVING_STATES = frozenset({"COMPLETING"})
-"""Processes of the job may still run, so no successor may start."""
+LEAVING_STATES = frozenset({"COMPLETING"})  # processes of the job may still run, so no successor may start
 ENDED_STATES = frozenset(
     {
         "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
@@ -113,8 +112,7 @@ ENDED_STATES = frozenset(
 
 UNRECORDED = "UNRECORDED"
 """Not a Slurm state: the job has left the queue and accounting does not answer, so its end is unknown."""
-UNREADABLE = "UNREADABLE"
-"""Not a Slurm state: the output about this job cannot be parsed; `reason` has the cause."""
+UNREADABLE = "UNREADABLE"  # not a Slurm state: the output about this job cannot be parsed; `reason` has the cause
 
 
 class Scheduler(Protocol):

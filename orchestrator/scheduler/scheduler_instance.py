@@ -19,8 +19,7 @@ from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.cut_text import cut
 
 ANSWER_WITHIN = 10.0
-KEEP_FOR = 10.0
-"""Seconds for which an answer is cached while the configuration file is unchanged."""
+KEEP_FOR = 10.0  # seconds for which an answer is cached while the configuration file is unchanged
 _FIELD = re.compile(r"^(\w+(?:\[\d+\])?)\s*=\s?(.*)$", re.MULTILINE)
 _NAMING = ("ClusterName", "SlurmctldHost[0]", "SlurmctldPort", "StateSaveLocation")
 """Settings that survive a restart, a fail-over, and the addition of a backup controller."""
@@ -88,7 +87,6 @@ class SlurmInstance:
         self.silence = ""
 
     def __call__(self) -> str:
-        """Return its name; empty if it does not answer. A missing answer never means a different scheduler."""
         source = _source(self._environ)
         if not self._known or self._mono() >= self._until or source != self._source:
             self._source = source

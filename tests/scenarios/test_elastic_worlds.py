@@ -31,7 +31,7 @@ def elastic(*, steps: int = 400, every: int = 5, spares: int = 0, **recovery: An
 
 def world_on_four(tmp_path: Path, **kwargs: Any) -> World:
     world = World(tmp_path, data=elastic(**kwargs))
-    world.controller.pool_size = lambda _: 4
+    world.controller.actor.pool_size = lambda _: 4
     return world
 
 
@@ -153,10 +153,10 @@ def test_sinfo_alone_without_an_answer_gives_up_no_wait_either(tmp_path: Path) -
     def silent(asked: Any, without: Any) -> int:
         raise SlurmUnreachable("sinfo failed")
 
-    usable, world.controller.usable_nodes = world.controller.usable_nodes, silent
+    usable, world.controller.actor.usable_nodes = world.controller.actor.usable_nodes, silent
     world.turns(100, 5.0)
     assert [(job.spec.resources.nodes, job.live) for job in world.slurm.jobs] == [(4, True)]
-    world.controller.usable_nodes = usable
+    world.controller.actor.usable_nodes = usable
     training(world, 5)
     assert asked(world) == [4, 3]
 
@@ -201,7 +201,7 @@ def test_what_orch_excludes_gives_way_before_the_fewest_nodes_are_missed(
     data = elastic()
     data["cluster"]["min_nodes"] = least
     world = World(tmp_path, data=data)
-    world.controller.pool_size = lambda _: 4
+    world.controller.actor.pool_size = lambda _: 4
     training(world, 12)
     (job,) = world.slurm.running()
     excluded = "n1" if job.nodes[0] != "n1" else "n2"
@@ -216,7 +216,7 @@ def test_what_a_person_excludes_gives_way_to_nothing(tmp_path: Path) -> None:
     data = elastic()
     data["cluster"]["min_nodes"] = 3
     world = World(tmp_path, data=data)
-    world.controller.pool_size = lambda _: 4
+    world.controller.actor.pool_size = lambda _: 4
     world.slurm.down = {"n4"}
     world.turns(3)
     world.store.exclude_node(

@@ -91,7 +91,7 @@ def test_a_drilled_node_loss_is_held_against_no_node_and_no_budget(tmp_path: Pat
 
 def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.controller.pool_size = lambda _: 4
+    world.controller.actor.pool_size = lambda _: 4
     slow = ""
     for number, step in ((1, 12), (2, 22)):
         training(world, step)
@@ -114,16 +114,13 @@ def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: 
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [
-        (EventKind.PREFLIGHT, {"node": 0, "ok": False}),
-        (EventKind.SPARE_USED, {"node": 1, "instead": "HERE"}),
-    ],
+    [(EventKind.PREFLIGHT, {"node": 0, "ok": False}), (EventKind.SPARE_USED, {"node": 1, "instead": "HERE"})],
 )
 def test_a_node_that_a_spare_replaced_is_avoided_by_the_next_attempt(
     tmp_path: Path, kind: EventKind, told: dict[str, object]
 ) -> None:
     world = World(tmp_path)
-    world.controller.pool_size = lambda _: 4
+    world.controller.actor.pool_size = lambda _: 4
     training(world, 12)
     bad = world.attempts[0].nodes[0]
     log = EventLog(world.folder.attempt(1).event_file("coordinator"), "watch", 1, clock=world.clock)
@@ -150,8 +147,10 @@ def test_what_a_node_was_kept_away_for_is_not_held_against_it_when_it_is_back(tm
         )
         world.store.put_notice(notice, **stamp)
 
+    world.clock.now = now + 100
+
     def known() -> tuple[int, int]:
-        (standing,) = load_pool(world.store, view, now + 100, lambda _: 4).known
+        (standing,) = load_pool(world.controller.actor, view).known
         return standing.hangs, standing.slow
 
     assert known() == (1, 1)

@@ -27,8 +27,7 @@ from orchestrator.scheduler.local.local_scheduler import Intent, JobEnd, JobProc
 from orchestrator.scheduler.script import load_entry, start_command
 from trainer.protocol.failures.outcome import ExitCode
 
-KILL_WAIT_S = 30.0
-"""Seconds between SIGTERM and SIGKILL; Slurm's default KillWait."""
+KILL_WAIT_S = 30.0  # seconds between SIGTERM and SIGKILL; Slurm's default KillWait
 _POLL_S = 0.04
 _READY = b"ready"
 _LONGEST = 4096

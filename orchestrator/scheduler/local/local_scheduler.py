@@ -42,8 +42,7 @@ T = TypeVar("T")
 MARK = "ORCH_LOCAL_JOB"
 """Environment variable of every process of a local job; its value is the job's name, which is never reused."""
 KEEP_ENDED_S = 7 * 86400.0
-_END_BYTES = 8192
-"""Bytes reserved for a job's end: exit codes of a few hundred simulated nodes."""
+_END_BYTES = 8192  # bytes reserved for a job's end: exit codes of a few hundred simulated nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +244,7 @@ def _send(pids: list[int], number: int) -> None:
 
 _START_TIMEOUT_S = 60.0
 _ORPHAN_GRACE_S = 5.0
-_SILENT_S = 60.0
-"""Seconds without a heartbeat after which a job with invisible processes is unknown."""
+_SILENT_S = 60.0  # seconds without a heartbeat after which a job with invisible processes is unknown
 
 
 class LocalScheduler:

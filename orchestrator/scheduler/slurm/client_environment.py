@@ -8,8 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-RECORDED = "slurm_client"
-"""Key of a run's identity for its submitter's client environment."""
+RECORDED = "slurm_client"  # key of a run's identity for its submitter's client environment
 NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
 """Variables that select a Slurm. Options of single commands (SBATCH_*, SQUEUE_*, ...) are never passed on."""
 TOKEN = "SLURM_JWT"  # noqa: S105  # the name of the variable

@@ -15,8 +15,7 @@ from orchestrator.errors import Precondition, SlurmUnreachable
 from orchestrator.scheduler.interface import ENDED_STATES, UNREADABLE, JobStatus, find_name_and_comment
 from trainer.protocol.cut_text import cut
 
-SEPARATOR = "\x1f"
-"""End of every field: a character that job names, reasons and comments do not contain by accident."""
+SEPARATOR = "\x1f"  # end of every field: a character that job names, reasons and comments do not contain by accident
 
 SQUEUE_FIELDS = (
     ("JobID", 64), ("State", 32), ("Reason", 256), ("exit_code", 16), ("RestartCnt", 16), ("PriorityLong", 24),
@@ -31,13 +30,11 @@ _SETTINGS = {"time limit": "TimeLimit", "requeue": "Requeue", "partition": "Part
              "qos": "QOS"}  # fmt: skip
 """Settings that a site may change from the request, by their common names."""
 
-MOST_NODES = 100_000
-"""Most names that a host list may expand to."""
+MOST_NODES = 100_000  # most names that a host list may expand to
 _ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\]?)+")
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?", re.ASCII)
-_LONGEST_NUMBER = 18
-"""Most digits; a range with more exceeds MOST_NODES or is unrealistic."""
+_LONGEST_NUMBER = 18  # most digits; a range with more exceeds MOST_NODES or is unrealistic
 
 _NAMELESS = "allocation"  # sacct's name of a job without one
 _CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)

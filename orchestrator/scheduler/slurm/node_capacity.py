@@ -186,8 +186,7 @@ IN_SERVICE = frozenset(
     {"IDLE", "MIXED", "MIX", "ALLOCATED", "ALLOC", "COMPLETING", "COMP", "PLANNED", "PLND", "RESERVED", "RESV"}
 )
 """States of nodes in service; nodes in unknown states do not count."""
-_ABSENT = "*$^"
-"""Suffixes of a node that does not respond, is under maintenance, or reboots."""
+_ABSENT = "*$^"  # suffixes of a node that does not respond, is under maintenance, or reboots
 
 
 def usable_nodes(asked: Resources, without: frozenset[str]) -> int | None:

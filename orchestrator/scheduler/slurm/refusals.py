@@ -147,8 +147,7 @@ def _row(said: str) -> RefusalRule | None:
 
 STAYS = "this does not clear by itself"
 MAY_STAY = "this may never clear by itself"
-LONG_WAIT = 600.0
-"""Seconds after which a wait that may clear is reported as one that may not, since nodes may return."""
+LONG_WAIT = 600.0  # seconds after which a wait that may clear is reported as one that may not, since nodes may return
 
 
 class Lasts(Enum):

@@ -26,8 +26,7 @@ from orchestrator.scheduler.slurm.sbatch_values import check_field, check_nodes,
 
 _SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 SBATCH_TIMEOUT_S = 60
-_MAX_MESSAGES = 1 << 16
-"""Most bytes read of sbatch's messages."""
+_MAX_MESSAGES = 1 << 16  # most bytes read of sbatch's messages
 _NO_FILES = ("--output=/dev/null", "--error=/dev/null")
 """Slurm opens output files by name and follows links; if others can plant links, the agents open the files instead."""
 TEST_TIMEOUT_S = 10
@@ -58,8 +57,7 @@ class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type
     """SlurmExecutor whose submission command is ours: bounded, and in the environment of the run's submitter."""
 
     spec: JobSpec
-    words: Sequence[str] = ()
-    """Command words before SCRIPT during submission; submitit cannot set an environment."""
+    words: Sequence[str] = ()  # command words before SCRIPT during submission; submitit cannot set an environment
 
     @classmethod
     def affinity(cls) -> int:
@@ -97,15 +95,9 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
     if prepared.own_interpreter and spec.submitter.package_root:
         setup.append(f"export PYTHONPATH={shlex.quote(spec.submitter.package_root)}")
     made.update_parameters(
-        job_name=check_field("name", "name", spec.name),
-        comment=check_field("name", "comment", spec.comment),
-        nodes=resources.nodes,
-        ntasks_per_node=1,
-        cpus_per_task=resources.cpus_per_task,
-        time=minutes("cluster.time", resources.time),
-        signal_delay_s=resources.signal_lead,
-        wckey=None,
-        setup=setup,
+        job_name=check_field("name", "name", spec.name), comment=check_field("name", "comment", spec.comment),
+        nodes=resources.nodes, ntasks_per_node=1, cpus_per_task=resources.cpus_per_task,
+        time=minutes("cluster.time", resources.time), signal_delay_s=resources.signal_lead, wckey=None, setup=setup,
         srun_args=[*_srun_arguments(resources), *([] if by_name else _NO_FILES), *prepared.srun],
         additional_parameters={
             **_placement(resources),
@@ -113,7 +105,7 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
             **_fixed_options(spec),
             **({} if by_name else {"output": "/dev/null", "error": "/dev/null"}),
         },
-    )
+    )  # fmt: skip
     return made
 
 

@@ -80,8 +80,7 @@ FORMS: dict[str, ValueFormat] = {
 
 FLAGS = frozenset({"contiguous", "ignore-pbs", "overcommit", "reboot", "spread-job", "stepmgr", "use-min-nodes"})
 """Options without a value, set by `true`."""
-WITH_OR_WITHOUT = frozenset({"exclusive", "nice"})
-"""Options whose value is optional."""
+WITH_OR_WITHOUT = frozenset({"exclusive", "nice"})  # options whose value is optional
 
 
 def memory_meant(text: str) -> str:
@@ -286,8 +285,7 @@ KNOWN = frozenset(
 )  # fmt: skip
 """sbatch options left to the user; others may come from a site's plugins."""
 
-LONGEST_LEAD = 65535
-"""Longest lead in seconds with which Slurm can signal a job before its end."""
+LONGEST_LEAD = 65535  # longest lead in seconds with which Slurm can signal a job before its end
 _SIZES = ("mem", "mem-per-cpu", "mem-per-gpu")
 _MEMORIES, _TIMES = (*_SIZES, "tmp"), ("time", "time-min")
 
@@ -320,10 +318,8 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError(f"{' and '.join(keys)}: Slurm takes one of them", where=keys[0], hint=hint)
 
 
-_FEWEST_MEGABYTES = 1024
-"""Below it, memory without a unit was probably meant in GB, not Slurm's MB."""
-_MOST_MINUTES = 1440
-"""Above it, a time without a unit was probably meant in seconds, not Slurm's minutes."""
+_FEWEST_MEGABYTES = 1024  # below it, memory without a unit was probably meant in GB, not Slurm's MB
+_MOST_MINUTES = 1440  # above it, a time without a unit was probably meant in seconds, not Slurm's minutes
 
 
 def _check_unit(key: str, name: str, value: object) -> None:

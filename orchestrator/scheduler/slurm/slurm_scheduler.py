@@ -84,7 +84,11 @@ class SlurmScheduler:
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
         adopt_payload(submission, job_id)
         if exclude is not None:
-            self._keep_off(job_id, check_nodes("cluster.exclude", exclude))
+            nodes = check_nodes("cluster.exclude", exclude)
+            said = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)
+            if said.returncode != 0:
+                words = cut(" ".join(said.stderr.split()), 300)
+                raise SubmitRejected(f"Slurm does not change which nodes job {job_id} avoids: {words}")
         said = run_command(["scontrol", "release", job_id], self._timeout)
         if said.returncode == 0:
             return
@@ -93,12 +97,6 @@ class SlurmScheduler:
         job = self._in_queue([job_id]).get(job_id)
         if job is not None and job.held:
             log.info("Slurm does not release job %s (%s): %s", job_id, job.reason, " ".join(said.stderr.split()))
-
-    def _keep_off(self, job_id: str, nodes: str) -> None:
-        said = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)
-        if said.returncode != 0:
-            words = cut(" ".join(said.stderr.split()), 300)
-            raise SubmitRejected(f"Slurm does not change which nodes job {job_id} avoids: {words}")
 
     def cancel(self, job_id: str) -> None:
         said = run_command(["scancel", job_id], self._timeout)

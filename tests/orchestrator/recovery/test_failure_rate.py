@@ -21,10 +21,7 @@ from trainer.protocol.failures.outcome import Failure, FailureKind
 NOTHING, DAY = FailureCount(), 86_400.0
 
 
-@pytest.mark.parametrize(
-    ("nodes", "days"),
-    [(64, 1.0), (1, 64.0), (16, 4.0), (1024, 0.0625)],
-)
+@pytest.mark.parametrize(("nodes", "days"), [(64, 1.0), (1, 64.0), (16, 4.0), (1024, 0.0625)])
 def test_to_begin_with_a_job_of_64_nodes_fails_once_a_day(nodes, days):
     found = time_between_failures(nodes, node_days=64.0, cluster=NOTHING, run=NOTHING)
     assert found == pytest.approx(days * DAY)

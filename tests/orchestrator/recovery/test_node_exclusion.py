@@ -1,10 +1,11 @@
-"""Which node is blamed, and when."""
+"""Blame of nodes, their exclusion, and the replay of a record of faults."""
 
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.node_exclusion import NodeOutage, always, faults, ours, replay, second_fault_policy
 from checkpointing.config import AutoConfig
 from orchestrator.recovery.failure_rate import NodeHistory
 from orchestrator.recovery.node_exclusion import (
@@ -273,3 +274,27 @@ def test_of_too_many_the_latest_are_avoided() -> None:
         for size in (4, 8)
     ]
     assert found == [("b",), ("b", "c")]
+
+
+def event(node: str, at: float, kind: str, what: str = "GPU") -> dict[str, object]:
+    return {"node_id": node, "event_time": at, "event_type": f"fault_{kind}", "fault_type": {"Class": what}}
+
+
+def test_a_fault_within_the_time_after_a_repair_is_prevented() -> None:
+    trace = [NodeOutage("a", 1.0, 2.0), NodeOutage("a", 2.5, 3.0), NodeOutage("b", 4.0, 5.0), NodeOutage("a", 9.0, 9.5)]
+    prevented, given_up = replay(trace, 10, 10.0, always(1.0))
+    assert prevented == 1 / 4
+    assert given_up == (1.0 + 1.0 + 1.0 + 0.5) / 100  # after 2.0 (repaired anew in between), 3.0, 5.0 and 9.5
+    assert replay(trace, 10, 10.0, always(0.0)) == (0.0, 0.0)
+    assert replay(trace, 10, 10.0, second_fault_policy(7.0))[0] == 1 / 4
+    assert replay(trace, 10, 10.0, ours(7.0))[0] == 1 / 4
+
+
+def test_what_operators_do_on_purpose_is_no_fault() -> None:
+    events = [
+        event("a", 1.0, "start"),
+        event("a", 2.0, "end"),
+        event("b", 1.0, "start", "Test"),
+        event("b", 2.0, "end", "Test"),
+    ]
+    assert faults(events) == [NodeOutage("a", 1.0, 2.0)]

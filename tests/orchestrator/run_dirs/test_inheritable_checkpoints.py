@@ -159,7 +159,7 @@ def test_every_shared_tier_is_looked_at_and_each_checkpoint_counts_once(tmp_path
             commit = Path(place.path) / entry(step).name / "COMMIT"
             commit.parent.mkdir(parents=True)
             commit.write_text("{}")
-    seen = look(places).entries
+    seen, _ = look(places)
     assert [item.step for item in seen] == [20, 10, 5]
     assert str(seen[0].path).startswith(str(folder.checkpoints))
 

@@ -15,11 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.errors import ConfigError, SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus, Resources
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.local import local_scheduler
 from orchestrator.scheduler.local.local_scheduler import LocalScheduler
+from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.orchestrator.scheduler.contract import PATIENCE_S, World, eventually
 from trainer.protocol.node_identity import discover
 
@@ -340,3 +341,33 @@ def test_an_end_is_known_elsewhere_and_entries_of_jobs_long_ended_are_dropped(
     assert len(world.scheduler.find("orch-")) == 1
     local_scheduler.forget_old(tmp_path / "index", end.ended_at + 8 * 86400)
     assert world.scheduler.find("orch-") == []
+
+
+@pytest.fixture
+def small_world(tmp_path: Path) -> Iterator[World]:
+    index = tmp_path / "index"
+    with small_tmpfs(tmp_path / "disk", "1m") as folder:
+        yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=folder)
+        for intent in local_scheduler.intents(index):
+            local_scheduler.end_marked(intent.name, 0.0)
+
+
+def test_a_job_is_refused_with_the_disk_as_the_reason_and_starts_once_there_is_room_and_its_end_finds_room(
+    small_world: World,
+) -> None:
+    small_world.resources = Resources(nodes=1, time="5")
+    spec = small_world.spec()
+    filler = fill(small_world.folder)
+    with pytest.raises(Precondition) as refused:
+        small_world.scheduler.submit(spec)
+    assert refused.value.what == f"storage: the local job cannot be started: disk full ({spec.submission})"
+    assert isinstance(refused.value.__cause__, OSError), "by its cause it is known to pass"
+    assert small_world.scheduler.find(spec.name) == []
+    filler.unlink()
+    job = small_world.submit(spec)
+    small_world.release(job, spec)
+    small_world.until_running(job, spec)
+    fill(small_world.folder)
+    small_world.scheduler.cancel(job.job_id)
+    assert small_world.until_ended(job) == "CANCELLED"
+    assert local_scheduler.read_end(spec.submission) is not None

@@ -12,6 +12,7 @@ from trainer.protocol.cut_text import cut
 from trainer.protocol.failures.failure_patterns import Meaning, log_line_meaning
 from trainer.protocol.failures.outcome import (
     MORE_MEMORY,
+    TRAITS,
     AgentEnd,
     AgentReport,
     AttemptOutcome,
@@ -193,16 +194,7 @@ def _judge_ended(evidence: Evidence) -> Verdict:
     return AttemptState.ENDED, failure.reason, failure
 
 
-_SLURM_KINDS = {
-    "PREEMPTED": FailureKind.PREEMPTED,
-    "TIMEOUT": FailureKind.TIME_LIMIT,
-    "DEADLINE": FailureKind.TIME_LIMIT,
-    "NODE_FAIL": FailureKind.NODE_LOST,
-    "BOOT_FAIL": FailureKind.LAUNCH_FAILED,
-    "LAUNCH_FAILED": FailureKind.LAUNCH_FAILED,
-    "RECONFIG_FAIL": FailureKind.LAUNCH_FAILED,
-    "OUT_OF_MEMORY": FailureKind.OUT_OF_MEMORY,
-}
+_SLURM_KINDS = {state: kind for kind, traits in TRAITS.items() for state in traits.slurm_states}
 """Failure kinds of the states in which Slurm itself names the cause."""
 
 _BY_ITSELF = frozenset({"COMPLETED", "FAILED"})  # states that Slurm derives from the exit of the batch script

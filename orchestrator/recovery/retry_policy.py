@@ -178,23 +178,6 @@ def _immediate_retry_reason(last: EndedAttempt, failure: Failure, has_progress: 
     return f"goes on after {failure.kind}" if TRAITS[failure.kind].free and has_progress else ""
 
 
-_FINAL = {
-    FailureKind.USER_ERROR: (RunAction.FAIL, "the training code failed: {reason}"),
-    FailureKind.SUBMIT_REJECTED: (RunAction.HOLD, "the job was refused: {reason}"),
-    # Both would recur at the same step, on any nodes.
-    FailureKind.DESYNC: (
-        RunAction.HOLD,
-        "ranks called different collectives: {reason}; that is a bug of the program, or of orch where the model is the "
-        "built-in one: see that every rank takes the same way through it",
-    ),
-    FailureKind.NUMERIC: (
-        RunAction.HOLD,
-        "the loss went bad: {reason}; mend the data or the code, or go on with other settings (optimizer.lr, "
-        "optimizer.clip_norm, detection.spike): from the last good checkpoint that `orch ckpt ls {run}` lists with "
-        "`orch submit --from {run}@STEP KEY=VALUE`, where it has none with `orch resume {run} KEY=VALUE`",
-    ),
-}
-"""Action and message for kinds that a person must resolve; HOLD and the reason if a kind is missing here."""
 _NEVER_SAVED = (
     "the loss went bad: {reason}; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with "
     "other settings (optimizer.lr, optimizer.clip_norm): `orch resume {run} KEY=VALUE`"
@@ -208,7 +191,8 @@ _NONE_INTACT = (
 
 
 def _final(failure: Failure, history: Sequence[EndedAttempt], run: str) -> RetryDecision:
-    action, words = _FINAL.get(failure.kind, (RunAction.HOLD, "{reason}"))
+    traits = TRAITS[failure.kind]
+    action, words = RunAction.FAIL if traits.ends_run else RunAction.HOLD, traits.final
     saved = any(past.row.saved_step is not None for past in history)
     if failure.kind is FailureKind.NUMERIC and not saved and history[0].row.number == 1:
         words = _NEVER_SAVED

@@ -345,6 +345,9 @@ class FailureTraits:
     asked_to_stop: bool = False  # the job was asked to stop: not a failure, and never the effect of a drill
     free: bool = False  # not counted as a failure while the run makes progress
     asked_by_slurm: bool = False  # a reason for Slurm to ask a job to stop
+    slurm_states: tuple[str, ...] = ()  # states of a job in which Slurm itself names this cause
+    ends_run: bool = False  # if no retry can fix it: the run FAILED; otherwise it is HELD
+    final: str = "{reason}"  # message if no retry can fix it
 
 
 TRAITS: dict[FailureKind, FailureTraits] = {
@@ -353,38 +356,52 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     ),
     FailureKind.OUT_OF_MEMORY: FailureTraits(
         budget=Budget.TRIES, losses=Losses.RUN, restarts_in_place=True, of_the_program=True, seen_inside=True,
-        fixed_by_code=True,
+        fixed_by_code=True, slurm_states=("OUT_OF_MEMORY",),
     ),
     FailureKind.USER_ERROR: FailureTraits(
         budget=Budget.PERSON, losses=Losses.RUN, comes_back=True, of_the_program=True, seen_inside=True,
-        fixed_by_code=True,
+        fixed_by_code=True, ends_run=True, final="the training code failed: {reason}",
     ),
     FailureKind.EXCEPTION: FailureTraits(
         budget=Budget.TRIES, losses=Losses.RUN, restarts_in_place=True, of_the_state=True, of_the_program=True,
         seen_inside=True, fixed_by_code=True,
     ),
     FailureKind.NODE_LOST: FailureTraits(
-        budget=Budget.TIME, blame=NodeBlame.NODE, losses=Losses.CLUSTER, asked_by_slurm=True
+        budget=Budget.TIME, blame=NodeBlame.NODE, losses=Losses.CLUSTER, asked_by_slurm=True,
+        slurm_states=("NODE_FAIL",),
     ),
     FailureKind.AGENT_LOST: FailureTraits(budget=Budget.TIME, blame=NodeBlame.WEAK, losses=Losses.CLUSTER),
     FailureKind.NODE_SUSPECT: FailureTraits(
         budget=Budget.TIME, blame=NodeBlame.NODE, losses=Losses.CLUSTER, seen_inside=True
     ),
     FailureKind.PREEMPTED: FailureTraits(
-        budget=Budget.TIME, losses=Losses.CLUSTER, asked_to_stop=True, free=True, asked_by_slurm=True
+        budget=Budget.TIME, losses=Losses.CLUSTER, asked_to_stop=True, free=True, asked_by_slurm=True,
+        slurm_states=("PREEMPTED",),
     ),
-    FailureKind.TIME_LIMIT: FailureTraits(budget=Budget.TRIES, asked_to_stop=True, free=True, asked_by_slurm=True),
+    FailureKind.TIME_LIMIT: FailureTraits(
+        budget=Budget.TRIES, asked_to_stop=True, free=True, asked_by_slurm=True, slurm_states=("TIMEOUT", "DEADLINE"),
+    ),
     FailureKind.CANCELLED: FailureTraits(budget=Budget.PERSON, asked_to_stop=True),
     FailureKind.JOB_LOST: FailureTraits(budget=Budget.TIME, losses=Losses.CLUSTER),
     FailureKind.NODES_MISSING: FailureTraits(budget=Budget.NOTHING),
-    FailureKind.LAUNCH_FAILED: FailureTraits(budget=Budget.TIME, blame=NodeBlame.WEAK),
-    FailureKind.SUBMIT_REJECTED: FailureTraits(budget=Budget.PERSON),
+    FailureKind.LAUNCH_FAILED: FailureTraits(
+        budget=Budget.TIME, blame=NodeBlame.WEAK, slurm_states=("BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL"),
+    ),
+    FailureKind.SUBMIT_REJECTED: FailureTraits(budget=Budget.PERSON, final="the job was refused: {reason}"),
     FailureKind.SUBMIT_DEFERRED: FailureTraits(budget=Budget.TIME),
     FailureKind.SUBMISSION_LOST: FailureTraits(budget=Budget.PERSON),
     FailureKind.HANG: FailureTraits(budget=Budget.TRIES, blame=NodeBlame.WEAK, restarts_in_place=True, examined=True),
-    FailureKind.DESYNC: FailureTraits(budget=Budget.PERSON, comes_back=True, examined=True, fixed_by_code=True),
+    # These two would recur at the same step, on any nodes.
+    FailureKind.DESYNC: FailureTraits(
+        budget=Budget.PERSON, comes_back=True, examined=True, fixed_by_code=True,
+        final="ranks called different collectives: {reason}; that is a bug of the program, or of orch where the model "
+        "is the built-in one: see that every rank takes the same way through it",
+    ),
     FailureKind.NUMERIC: FailureTraits(
-        budget=Budget.PERSON, comes_back=True, of_the_state=True, fixed_by_code=True
+        budget=Budget.PERSON, comes_back=True, of_the_state=True, fixed_by_code=True,
+        final="the loss went bad: {reason}; mend the data or the code, or go on with other settings (optimizer.lr, "
+        "optimizer.clip_norm, detection.spike): from the last good checkpoint that `orch ckpt ls {run}` lists with "
+        "`orch submit --from {run}@STEP KEY=VALUE`, where it has none with `orch resume {run} KEY=VALUE`",
     ),
     FailureKind.STORAGE: FailureTraits(budget=Budget.TIME, seen_inside=True),
     FailureKind.INSTALLATION: FailureTraits(budget=Budget.PERSON, comes_back=True, seen_inside=True),

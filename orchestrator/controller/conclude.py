@@ -68,7 +68,10 @@ def conclude(
             actor.store.answer(view.cancel.id, f"{run.name} is {_RUN_AFTER[decision.action]}", **stamp)
 
     actor.store.together(write)
-    failpoints.reach("after_attempt_ended" if view.cancel is None else "after_ask")
+    if view.cancel is None:
+        failpoints.reach("after_attempt_ended")
+    else:
+        failpoints.reach("after_ask")
     forget(actor.observed, run.name, attempt.number)
     actor.record_action(f"{run.name}/{attempt.number} ended ({why}): {decision.action}, {decision.reason}")
     return decision

@@ -348,7 +348,6 @@ def test_two_thousand_seeds() -> None:
 MOVED, RENAMED = "lab@login2:6817/cccccccc", "campus@login2:6817/cccccccc"
 
 
-@pytest.fixture
 def move(two: Clusters, name: str) -> None:
     """The Slurm of A answers by another name from now on."""
     two.a.slurms[name] = two.a.slurm

@@ -170,7 +170,7 @@ class Actor:
     def _wait_for_look_ups(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> None:
         if not snapshot.swept:
             said = f": {snapshot.error}" if snapshot.error else ""
-            self.note(view.run, f"waits until {view.run.cluster} has told which jobs there are{said}")
+            self.note(view.run, f"waits until {view.run.cluster} lists its jobs{said}")
             return
         self._take_ids_from_folder(view)
         ids = [one.job_id for one in self._submissions(view) if one.job_id]
@@ -408,7 +408,7 @@ class Actor:
 
 
 def _search_note(ids: Sequence[str]) -> str:
-    seen = f"sbatch said job {', '.join(ids)}" if ids else "sbatch gave no job id"
+    seen = f"sbatch gave job id {', '.join(ids)}" if ids else "sbatch gave no job id"
     return f"waits for its job to be found: {seen}, and Slurm does not list it yet"
 
 

@@ -346,7 +346,7 @@ class Controller:
         reason_for = self.actor.observed.age(f"reason:{run.name}/{attempt.number}", job.reason)
         waits = waiting_words(job.reason, spec.resources, run.name, reason_for) if not runs else ""
         changed = changes(job, spec)
-        held = f"somebody holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
+        held = f"a user holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
         size = size_note(view, self._config(run.config_digest), job)
         notes = training_notes(self.store, attempt) if runs else []
         said = "".join(f"; {words}" for words in (size, held, silence, evidence.odd, changed, *notes) if words)

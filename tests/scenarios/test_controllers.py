@@ -92,7 +92,7 @@ def test_a_hold_of_somebody_s_own_is_left_alone_and_one_that_slurm_has_forgotten
     job.held = True
     world.turns(40, 1.0)
     assert job.held
-    assert f"somebody holds it: `scontrol release {job.job_id}`" in world.run.reason
+    assert f"a user holds it: `scontrol release {job.job_id}`" in world.run.reason
     job.held, world.slurm.down = False, set()
     assert world.finish().state is RunState.SUCCEEDED
 

@@ -122,7 +122,7 @@ def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
     if row is None:
         return SubmitAmbiguous(
             f"sbatch failed, and the job may exist all the same: {words or 'no message'}",
-            hint="nothing is submitted again until look-ups have told",
+            hint="nothing is submitted again before look-ups show whether it exists",
         )
     return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, retryable=row.retryable, change=row.change)
 

@@ -210,7 +210,7 @@ def minutes(key: str, value: object) -> int:
         hint = f"{key}={meant}" if meant else hint
         raise _refusal(key, text, "Slurm cannot read this as a time limit", hint) from error
     if seconds <= 0:
-        raise _refusal(key, text, "must be longer than nothing", hint)
+        raise _refusal(key, text, "must be greater than zero", hint)
     return math.ceil(seconds / 60)
 
 
@@ -265,7 +265,7 @@ def _check_option(option: object, section: str) -> str:
         if name == owned or (owned.startswith(name) and name not in KNOWN):
             own = why is _BY_KEY
             hint = f"{section}.{owned}=VALUE" if own else f"~{key}"
-            raise ConfigError(f"{key}: not yours to set: {why + owned if own else why}", where=key, hint=hint)
+            raise ConfigError(f"{key}: cannot be set here: {why + owned if own else why}", where=key, hint=hint)
     near = nearest(name, KNOWN, 0.75)
     if name not in KNOWN and near:
         raise ConfigError(f"{key}: no such sbatch option", where=key, hint=f"did you mean {section}.sbatch.{near}?")

@@ -29,7 +29,7 @@ REFUSED = [
     ("cluster.time=soon", "as a time limit", "cluster.time takes minutes, H:MM:SS or D-HH:MM:SS"),
     ("cluster.time=", "as a time limit", "cluster.time takes minutes"),
     ("cluster.time=-5", "as a time limit", "cluster.time takes minutes"),
-    ("cluster.time=0", "must be longer than nothing", "cluster.time takes minutes"),
+    ("cluster.time=0", "must be greater than zero", "cluster.time takes minutes"),
     ("cluster.time=UNLIMITED", "as a time limit", "cluster.time=7-00:00:00; a longer run continues in a new attempt"),
     ("cluster.partition=a b", "Slurm cannot read this", "a partition name, or several with commas"),
     ("cluster.partition=débogage", "Slurm cannot read this", "a partition name"),

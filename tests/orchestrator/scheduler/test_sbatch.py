@@ -146,14 +146,14 @@ def _assert_unchanged(field: str, value: str, found: dict[str, str | bool], text
 
 @pytest.mark.parametrize("option", sorted(OWNED))
 def test_options_that_orch_owns_are_refused_with_the_reason(option: str) -> None:
-    with pytest.raises(ConfigError, match="not yours to set") as caught:
+    with pytest.raises(ConfigError, match="cannot be set here") as caught:
         check_options({option: "x"})
     assert f"cluster.sbatch.{option}" in str(caught.value)
 
 
 @pytest.mark.parametrize("option", ["req", "part", "job_name", "ntasks_per_node", "out", "wra", "no-requ", "hol"])
 def test_their_abbreviations_and_underscores_are_refused_too(option: str) -> None:
-    with pytest.raises(ConfigError, match="not yours to set"):
+    with pytest.raises(ConfigError, match="cannot be set here"):
         check_options({option: "x"})
 
 

@@ -1,18 +1,18 @@
 """Composition of files and overrides to one RunConfig with digest and origins."""
 
+import json
 import math
 import os
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from checkpointing.config import RUN, TierConfig
-from checkpointing.storage.durable import canonical
-from orchestrator.config import keys, layers, redaction, validation, wrong_types
+from checkpointing.storage.durable import canonical, dump_line
+from orchestrator.config import keys, layers, redaction, validation
 from orchestrator.config.layers import Assignment
 from orchestrator.config.run_config import RunConfig
 from orchestrator.config.validation import refuse_ineffective
@@ -25,51 +25,16 @@ from trainer.protocol.config_sections.fault_detection_config import DrillEvent
 
 def merge_config(values: dict[str, Any]) -> dict[str, Any]:
     """Return the whole configuration with interpolations replaced; raises OmegaConfBaseException."""
-    copied: dict[str, Any] = plain(_merge_cached(_Values(repr(values), values)))
+    copied: dict[str, Any] = plain(_merge_cached(dump_line(values)))
     return copied
 
 
-@dataclass(frozen=True)
-class _Values:
-    """Plain values, equal if their text is equal: 1, 1.0 and True differ."""
-
-    written: str
-    plain: dict[str, Any] = field(compare=False)
-
-
 @lru_cache(maxsize=64)  # a controller recomposes the same configs in every pass, and merging is most of the work
-def _merge_cached(values: _Values) -> dict[str, Any]:
+def _merge_cached(written: str) -> dict[str, Any]:
     from omegaconf import OmegaConf  # heavy
 
-    # `merge` would copy the schema by `deepcopy`, which takes as long as all the rest.
-    whole = OmegaConf.unsafe_merge(pickle.loads(_pickled_schema()), _drop_defaults(values.plain, _defaults()))
+    whole = OmegaConf.merge(writable_schema(RunConfig), json.loads(written))
     found: dict[str, Any] = plain(OmegaConf.to_container(whole, resolve=True))
-    return found
-
-
-@cache
-def _pickled_schema() -> bytes:
-    return pickle.dumps(writable_schema(RunConfig))
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    from omegaconf import OmegaConf  # heavy
-
-    found: dict[str, Any] = plain(OmegaConf.to_container(writable_schema(RunConfig)))
-    return found
-
-
-def _drop_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Drop values equal to their defaults, which are most of a stored config: merging a value is slow."""
-    found = {}
-    for name, value in values.items():
-        default = defaults.get(name)
-        if isinstance(value, dict) and isinstance(default, dict):
-            if below := _drop_defaults(value, default):
-                found[name] = below
-        elif name not in defaults or repr(value) != repr(default):
-            found[name] = value
     return found
 
 
@@ -308,7 +273,7 @@ def _resolve_values(values: dict[str, Any], origins: dict[keys.Path, str]) -> di
         for path, kind, example in _LISTS:  # OmegaConf 2.3 does not name the list of a wrong entry
             entries = (_branch(values, path) or {}).get(path[-1])
             _typed_entries(entries if isinstance(entries, list) else [], kind, path, example, origins)
-        what, path, hint = wrong_types.complaint(error, values, _FOLDERS)
+        what, path, hint = _type_complaint(error, values)
         raise ConfigError(what, where=_where(path, origins), hint=hint) from error
     for path, kind, example in _LISTS:
         _typed_entries(data[path[0]][path[1]], kind, path, example, origins)
@@ -463,3 +428,48 @@ def _is_finite(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
+
+
+_SHELL_VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}", re.ASCII)
+_OTHER_FOLDERS = (("checkpoints", "path"), ("checkpoint", "tiers"))
+
+
+def _type_complaint(error: Any, values: dict[str, Any]) -> tuple[str, keys.Path, str]:
+    """Return the error, its key, and the remedy."""
+    path, given = _refused_value(str(error.full_key or ""), values)
+    what, name = str(error).splitlines()[0], keys.dotted_key(path)
+    if "nterpolation" in type(error).__name__ or isinstance(given, str) and "${" in given:
+        is_folder = path in _FOLDERS or path in _OTHER_FOLDERS
+        hint = _variable_meant(given, is_folder) or "write the full key, as in ${train.steps}; a literal one is \\${"
+        return f"`{name}`={given}: {what}", path, hint
+    kind = keys.key_type(path, "")
+    hint = f"write {name}={int(given)}" if kind in (int, int | str) and _is_whole(given) else ""
+    shown = f"`{name}`={given}: must be {keys.type_words(kind)}"
+    return shown, path, hint or f"its default is {keys.key_default(path)}"
+
+
+def _refused_value(full_key: str, values: dict[str, Any]) -> tuple[keys.Path, Any]:
+    """Return the key and value of OmegaConf's `a.b[0].c`, which may be a list element."""
+    path = tuple(re.sub(r"\[\d+\].*", "", full_key).split("."))
+    given: Any = values
+    for name in re.findall(r"[^.\[\]]+", full_key):
+        if isinstance(given, list | tuple) and name.isdigit() and int(name) < len(given):
+            given = given[int(name)]
+        else:
+            given = given.get(name) if isinstance(given, dict) else None
+    return path, given
+
+
+def _variable_meant(given: Any, is_folder: bool) -> str:
+    """Return the remedy for `${HOME}`, a shell variable; empty for a reference to a key."""
+    found = _SHELL_VARIABLE.search(given) if isinstance(given, str) else None
+    if found is None:
+        return ""
+    if is_folder:
+        meant = _SHELL_VARIABLE.sub(r"$\1", given)
+        return f"did you mean {meant}?  ${{...}} refers to a key"
+    return f"${{...}} refers to a key; write the value of {found[1]} out, or \\{found[0]} for these very characters"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()

@@ -14,9 +14,10 @@ from orchestrator.config import yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
-from trainer.protocol.config_sections.moved_keys import moved_key_names, present_path
+from trainer.protocol.config_sections.moved_keys import present_path
 
 Path = tuple[str, ...]
+INCLUDES = "includes"
 
 
 def dotted_key(path: Sequence[str]) -> str:
@@ -73,31 +74,23 @@ def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> Co
     """Return the error for an unknown key of section `kind`; `whole` is the full typed key, if longer."""
     prefix, there = path[:-1], list(section(kind))
     typed = whole or path
-    moved = dotted_key(present_path(typed)) if present_path(typed) != typed else ""
-    near = moved or _nearest(typed, path, there)
+    siblings = [dotted_key((*prefix, name)) for name in there]
+    near = dotted_key(present_path(typed)) if present_path(typed) != typed else ""
+    near = near or nearest_key(dotted_key(typed), siblings) or nearest(dotted_key(path), siblings)
     meant = f"did you mean `{near}`?  " if near else ""
     place = f"keys in `{dotted_key(prefix)}`" if prefix else "keys"
     return ConfigError(f"unknown key `{dotted_key(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
 
 
-def _nearest(typed: Path, path: Path, there: Sequence[str]) -> str:
-    """Return the key spelled most like all of `typed`, or like the unknown `path` within it."""
-    prefix, name = path[:-1], path[-1]
-
-    def nearest_sibling(cutoff: float) -> str:
-        found = nearest(name, [*there, *moved_key_names(prefix)], cutoff)
-        return dotted_key(present_path((*prefix, found))) if found else ""
-
-    whole = nearest(dotted_key(typed), map(dotted_key, every_key()), 0.8) if typed != path else ""
-    same = (dotted_key(key) for key in every_key() if key[-1] == name)
-    return whole or nearest_sibling(0.8) or next(same, "") or nearest_sibling(0.6)
+def nearest_key(typed: str, siblings: Sequence[str] = ()) -> str:
+    """Return the key spelled most like this one, or one with the same last part; empty if nothing matches."""
+    known = [*map(dotted_key, every_key()), INCLUDES, *siblings]
+    last = typed.rpartition(".")[2]
+    same = (key for key in known if key.rpartition(".")[2] == last)
+    return nearest(typed, known, 0.8) or next(same, "") or nearest(typed, known)
 
 
-def meant(name: str) -> str:
-    """Return the key with this full name or last part, or the nearest one; empty if nothing matches."""
-    known = {dotted_key(key): key for key in every_key()}
-    short = [whole for whole, path in known.items() if path[-1] == name]
-    return name if name in known else next(iter(short), "") or nearest(name, known, 0.8)
+meant = nearest_key
 
 
 @cache

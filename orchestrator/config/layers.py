@@ -20,7 +20,6 @@ from orchestrator.home import shipped_folder
 from trainer.protocol.config import WorkloadConfig
 from trainer.protocol.config_sections.scheduler_kinds import choices
 
-INCLUDES = "includes"
 _COMMAND_LINE = ("notify", "command")
 """List of texts that may be written as one string."""
 _COMMAND = ("command",)
@@ -75,30 +74,21 @@ def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
 
 def locate(source: str, beside: Path, where: str) -> Path:
     """Return the file of a preset or path; raises NotFound with near names, ConfigError if a file includes it."""
-    missing = ConfigError if where else NotFound
     as_path = Path(source).expanduser()
+    path = beside / as_path
     if not where:
-        _refuse_script(source, beside / as_path)
-    if not source.strip() or source.startswith((".", "/", "~")) or as_path.suffix in (".yaml", ".yml"):
-        path = beside / as_path
-        if not source.strip() or not path.is_file():
-            hint = (
-                _READ_FROM_FILE
-                if source.strip() and path.exists() and not path.is_dir()
-                else _offer(source, where, beside)
-            )
-            raise missing(f"config {source or '(empty)'}: {_no_file(path)}", where=where or str(path), hint=hint)
+        _refuse_script(source, path)
+    is_name = source.strip() and not source.startswith((".", "/", "~")) and as_path.suffix not in (".yaml", ".yml")
+    if is_name and source in yaml_text.names():
+        return shipped_folder("configs") / f"{source}.yaml"
+    if source.strip() and path.is_file():
         return path
-    preset = shipped_folder("configs") / f"{source}.yaml"
-    if source in yaml_text.names():
-        return preset
-    if (beside / as_path).is_file():
-        return beside / as_path
-    if (beside / as_path).exists() and not (beside / as_path).is_dir():
-        raise missing(f"config {source}: {_no_file(beside / as_path)}", where=where or source, hint=_READ_FROM_FILE)
-    if (beside / as_path).is_dir():
-        raise missing(f"config {source}: is a folder", where=where or source, hint=_offer(source, where, beside))
-    raise missing(f"no preset `{source}`, and no such file", where=where or source, hint=_offer(source, where, beside))
+    what = f"config {source or '(empty)'}: {_no_file(path)}"
+    if is_name and not path.exists():
+        what = f"no preset `{source}`, and no such file"
+    is_special = source.strip() and path.exists() and not path.is_dir()
+    hint = "write the configuration into a regular file, and name that" if is_special else _offer(source, where, beside)
+    raise (ConfigError if where else NotFound)(what, where=where or (source if is_name else str(path)), hint=hint)
 
 
 _INTERPRETERS = {".py": "python, ", ".sh": "bash, "}
@@ -149,9 +139,6 @@ def _names_interpreter(path: Path) -> bool:
         return False
 
 
-_READ_FROM_FILE = "write the configuration into a regular file, and name that"
-
-
 def _no_file(path: Path) -> str:
     """Return why a path cannot be read."""
     if path.is_dir():
@@ -171,7 +158,7 @@ def _offer(source: str, where: str, beside: Path) -> str:
     near_by = near_file(beside / typed, (".yaml", ".yml")) if source.strip(" ./~") else None
     if near_by is not None:
         return f"did you mean {shlex.quote(source.removesuffix(typed.name) + near_by)}?"
-    if (key := keys.meant(source)) and "." in source:
+    if (key := keys.nearest_key(source)) and "." in source:
         return f"it is a key, and needs a configuration before it: orch submit tiny-gpt {key}=VALUE"
     known = [name for name in yaml_text.names() if where or "/" not in name]
     near = difflib.get_close_matches(source, known, n=1, cutoff=0.8)
@@ -195,28 +182,11 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
     found = []
     for included, where in _read_includes(node, path):
         found += from_file(locate(included, path.parent, where), (*above, path))
-    pairs = [(key, value) for key, value in node.value if key.value != INCLUDES]
-    _refuse_other_includes(pairs, path)
+    pairs = [(key, value) for key, value in node.value if key.value != keys.INCLUDES]
     rest = MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
     shipped = path.is_relative_to(shipped_folder("configs").resolve())
     own = _assignments(rest, RunConfig, (), str(path))
     return found + [replace(item, shipped=shipped, folder=str(path.parent)) for item in own]
-
-
-_OTHER_INCLUDES = ("include", "defaults", "extends", "inherits", "inherit", "imports", "_base_", "base", "presets")
-"""Include keys of other programs."""
-
-
-def _refuse_other_includes(pairs: Sequence[tuple[Node, Node]], path: Path) -> None:
-    """Raise ConfigError for another program's include key, with the line to write instead."""
-    for key, value in pairs:
-        if key.value not in _OTHER_INCLUDES:
-            continue
-        items = value.value if isinstance(value, SequenceNode) else [value]
-        names = [str(item.value) for item in items if isinstance(item, ScalarNode) and not yaml_text.is_null(item)]
-        line = f"`{INCLUDES}: [{', '.join(names) or 'model/tiny'}]`"
-        where = yaml_text.node_location(key, str(path))
-        raise ConfigError(f"unknown key `{key.value}`", where=where, hint=f"did you mean {line}?")
 
 
 def _text(path: Path) -> str:
@@ -232,7 +202,7 @@ def _text(path: Path) -> str:
 
 def _read_includes(node: MappingNode, path: Path) -> Iterator[tuple[str, str]]:
     for key, value in node.value:
-        if key.value != INCLUDES:
+        if key.value != keys.INCLUDES:
             continue
         items = value.value if isinstance(value, SequenceNode) else [value]
         for item in items:
@@ -266,19 +236,14 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
             if keys.is_section(kind)
             else f"{keys.dotted_key(path)}={{key: value}}"
         )
-        offer = _section_meant(path, str(node.value)) if isinstance(node, ScalarNode) else ""
+        offer = _preset_meant(path, str(node.value)) if isinstance(node, ScalarNode) else ""
         raise ConfigError(f"`{keys.dotted_key(path)}` must be a mapping", where=here, hint=offer or there)
 
 
-def _section_meant(path: keys.Path, value: str) -> str:
-    """Return a suggested replacement of a scalar for a section; empty if unknown."""
+def _preset_meant(path: keys.Path, value: str) -> str:
+    """Return a suggested replacement of a scalar for a section (`model=NAME`); empty if unknown."""
     if _TARGET.fullmatch(value):
         return f"did you mean `workload: {{target: {value}}}`?"
-    return _preset_meant(path, value)
-
-
-def _preset_meant(path: keys.Path, value: str) -> str:
-    """Return a suggested replacement of `cluster=NAME` or `model=NAME`; empty for a section without presets."""
     parts = [name for name in yaml_text.names() if name.startswith(f"{keys.dotted_key(path)}/")]
     if not parts:
         return ""

@@ -10,8 +10,7 @@ from typing import Any
 
 from orchestrator.config import keys, redaction
 from orchestrator.config.layers import Assignment
-from orchestrator.config.restore_layouts import with_layout
-from orchestrator.config.restore_tests_config import OFF, SAME
+from orchestrator.config.restore_tests_config import OFF, SAME, with_layout
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from orchestrator.config.restore_layouts import rank_count
-from orchestrator.config.restore_tests_config import OFF
+from orchestrator.config.restore_tests_config import OFF, rank_count
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import Fenced, NotFound, OrchError, RegistryError
 from orchestrator.registry.records import Checkpoint, RestoreTest, Run

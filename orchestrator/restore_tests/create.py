@@ -28,8 +28,7 @@ from checkpointing.verification.verdicts import (
     withdraw,
 )
 from orchestrator.config.compose import Composed, recompose
-from orchestrator.config.restore_layouts import with_layout
-from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig
+from orchestrator.config.restore_tests_config import OFF, SAME, RestoreTestsConfig, with_layout
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, NotFound, Precondition
 from orchestrator.registry.records import Attempt, Checkpoint, NewRun, RestoreTest, Run

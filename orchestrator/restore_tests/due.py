@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from random import Random
 
-from orchestrator.config.restore_layouts import rank_count
-from orchestrator.config.restore_tests_config import NIGHTLY, OFF, RestoreTestsConfig, interval_seconds
+from orchestrator.config.restore_tests_config import NIGHTLY, OFF, RestoreTestsConfig, interval_seconds, rank_count
 from orchestrator.config.run_config import RunConfig
 from orchestrator.registry.records import Attempt, Checkpoint, RestoreTest, Run
 from orchestrator.states import LIVE_RUNS, RunState, Trust

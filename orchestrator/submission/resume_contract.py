@@ -52,154 +52,66 @@ _FOLDER = Term(Rule.REFUSED, "the run's folder lies there; submit a new run")
 DATA_PATH, DATA_TEXT = "data.path", "data.text"
 OWN_FOLDER = ("name", "cluster.kind", "cluster.root", "workload.snapshot")
 """Keys that a continued run cannot change, trained or not: they determine its folder."""
+_TERMS: Mapping[Term, str] = {
+    _FOLDER: "name cluster.kind cluster.root",
+    Term(Rule.REFUSED, "another class has other state; submit a new run"): "workload.target",
+    _RECIPE: """
+        workload.args model.rope_theta model.norm_eps model.experts.per_token model.experts.balance_rate
+        optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
+        train.dtype
+    """,
+    _CODE: "workload.path command",
+    Term(Rule.REFUSED, "the code was copied, or not, when the run was submitted"): "workload.snapshot",
+    Term(Rule.ACCEPT, "the program's checkpoints are looked for elsewhere"): "checkpoints.path",
+    Term(Rule.ACCEPT, "the program's checkpoints are looked for under other names"): "checkpoints.pattern",
+    HARMLESS: """
+        progress.path progress.pattern cluster.shared_root cluster.spare_nodes cluster.mem cluster.time
+        cluster.interface cluster.signal_lead cluster.partition cluster.account cluster.qos cluster.constraint
+        cluster.exclude cluster.sbatch parallel.tp_across_nodes parallel.fsdp.reshard_after_forward
+        parallel.fsdp.prefetch train.recompute.every train.recompute.keep train.peak_tflops checkpoint.every
+        checkpoint.auto.least checkpoint.auto.most checkpoint.auto.node_days checkpoint.keep
+        checkpoint.max_unsaved_steps checkpoint.plausibility checkpoint.files checkpoint.staging.mode
+        checkpoint.staging.host_memory checkpoint.staging.files checkpoint.retention.every checkpoint.best.metric
+        checkpoint.best.mode checkpoint.best.keep recovery.restarts_in_place recovery.max_failures
+        recovery.no_progress_hours recovery.backoff recovery.backoff_max recovery.exclude_hours
+        recovery.exclude_share recovery.patience detection.hang.on detection.hang.factor detection.hang.least
+        detection.hang.slow detection.hang.most detection.hang.stopped detection.hang.evidence detection.hang.agent
+        detection.hang.heartbeat detection.straggler.on detection.straggler.ratio detection.straggler.windows
+        recovery.exclude_slow_after detection.preflight.on detection.preflight.seconds detection.preflight.slowest
+        detection.preflight.skew restore_tests.every restore_tests.sample restore_tests.tier restore_tests.layouts
+        restore_tests.steps restore_tests.level restore_tests.budget restore_tests.max_parallel
+        restore_tests.cluster restore_tests.command logs.max_mib logs.keep logs.every
+    """,
+    Term(Rule.ACCEPT, "ranks see other variables"): "env env_from secrets_file",
+    _SUMS: """
+        cluster.nodes cluster.min_nodes cluster.ranks_per_node cluster.gpus_per_node cluster.cpus_per_task
+        parallel.strategy parallel.dp_replicate parallel.dp_shard parallel.tp parallel.cp parallel.cp_method
+        parallel.ep parallel.pipeline.stages parallel.pipeline.schedule parallel.pipeline.stages_per_rank
+        parallel.pipeline.micro_batches parallel.pipeline.layer_seconds parallel.fsdp.reduce parallel.fsdp.offload
+        parallel.fsdp.wrap train.micro_batch_size train.activation_checkpointing train.compile train.loss_chunks
+    """,
+    Term(Rule.ACCEPT, "the node is prepared by other scripts"): "cluster.templates",
+    Term(Rule.ACCEPT, "the node is prepared otherwise"): "cluster.template_args",
+    _STACK: "cluster.python",
+    _SHAPE: """
+        model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings
+        model.experts.count model.experts.ffn_dim
+    """,
+    Term(Rule.ACCEPT, "the learning rate follows the new number of steps"): "train.steps",
+    _OTHER_DATA: "train.seed train.seq_len data.text data.shuffle validation.batches",
+    Term(Rule.REFUSED, "the position in the data is counted in batches; submit a new run"): "train.batch_size",
+    Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"): "data.path",
+    Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"): "validation.every",
+    Term(Rule.ACCEPT, "checkpoints are kept in other places; no tier of the run can be left out"): "checkpoint.tiers",
+    Term(
+        Rule.ACCEPT, "other batches count as spikes and are skipped"
+    ): "detection.spike.deviations detection.spike.window detection.spike.roll_backs",
+    Term(Rule.ACCEPT, "faults are injected on purpose"): "drill.events",
+}
+"""The keys of each rule."""
 CONFIG: Mapping[str, Term] = {
-    "name": _FOLDER,
-    "workload.target": Term(Rule.REFUSED, "another class has other state; submit a new run"),
-    "workload.args": _RECIPE,
-    "workload.path": _CODE,
-    "workload.snapshot": Term(Rule.REFUSED, "the code was copied, or not, when the run was submitted"),
-    "command": _CODE,
-    "checkpoints.path": Term(Rule.ACCEPT, "the program's checkpoints are looked for elsewhere"),
-    "checkpoints.pattern": Term(Rule.ACCEPT, "the program's checkpoints are looked for under other names"),
-    "progress.path": HARMLESS,
-    "progress.pattern": HARMLESS,
-    "env": Term(Rule.ACCEPT, "ranks see other variables"),
-    "env_from": Term(Rule.ACCEPT, "ranks see other variables"),
-    "secrets_file": Term(Rule.ACCEPT, "ranks see other variables"),
-    "cluster.kind": _FOLDER,
-    "cluster.root": _FOLDER,
-    "cluster.shared_root": HARMLESS,
-    "cluster.nodes": _SUMS,
-    "cluster.spare_nodes": HARMLESS,
-    "cluster.min_nodes": _SUMS,
-    "cluster.ranks_per_node": _SUMS,
-    "cluster.gpus_per_node": _SUMS,
-    "cluster.cpus_per_task": _SUMS,
-    "cluster.mem": HARMLESS,
-    "cluster.time": HARMLESS,
-    "cluster.interface": HARMLESS,
-    "cluster.signal_lead": HARMLESS,
-    "cluster.partition": HARMLESS,
-    "cluster.account": HARMLESS,
-    "cluster.qos": HARMLESS,
-    "cluster.constraint": HARMLESS,
-    "cluster.exclude": HARMLESS,
-    "cluster.templates": Term(Rule.ACCEPT, "the node is prepared by other scripts"),
-    "cluster.template_args": Term(Rule.ACCEPT, "the node is prepared otherwise"),
-    "cluster.python": _STACK,
-    "cluster.sbatch": HARMLESS,
-    "parallel.strategy": _SUMS,
-    "parallel.dp_replicate": _SUMS,
-    "parallel.dp_shard": _SUMS,
-    "parallel.tp": _SUMS,
-    "parallel.tp_across_nodes": HARMLESS,
-    "parallel.cp": _SUMS,
-    "parallel.cp_method": _SUMS,
-    "parallel.ep": _SUMS,
-    "parallel.pipeline.stages": _SUMS,
-    "parallel.pipeline.schedule": _SUMS,
-    "parallel.pipeline.stages_per_rank": _SUMS,
-    "parallel.pipeline.micro_batches": _SUMS,
-    "parallel.pipeline.layer_seconds": _SUMS,
-    "parallel.fsdp.reshard_after_forward": HARMLESS,
-    "parallel.fsdp.prefetch": HARMLESS,
-    "parallel.fsdp.reduce": _SUMS,
-    "parallel.fsdp.offload": _SUMS,
-    "parallel.fsdp.wrap": _SUMS,
-    "model.vocab_size": _SHAPE,
-    "model.dim": _SHAPE,
-    "model.layers": _SHAPE,
-    "model.heads": _SHAPE,
-    "model.kv_heads": _SHAPE,
-    "model.ffn_dim": _SHAPE,
-    "model.rope_theta": _RECIPE,
-    "model.norm_eps": _RECIPE,
-    "model.tie_embeddings": _SHAPE,
-    "model.experts.count": _SHAPE,
-    "model.experts.per_token": _RECIPE,
-    "model.experts.ffn_dim": _SHAPE,
-    "model.experts.balance_rate": _RECIPE,
-    "train.steps": Term(Rule.ACCEPT, "the learning rate follows the new number of steps"),
-    "train.seed": _OTHER_DATA,
-    "train.batch_size": Term(Rule.REFUSED, "the position in the data is counted in batches; submit a new run"),
-    "train.micro_batch_size": _SUMS,
-    "train.seq_len": _OTHER_DATA,
-    "optimizer.lr": _RECIPE,
-    "optimizer.min_lr_ratio": _RECIPE,
-    "optimizer.warmup_steps": _RECIPE,
-    "optimizer.weight_decay": _RECIPE,
-    "optimizer.clip_norm": _RECIPE,
-    "train.dtype": _RECIPE,
-    "train.activation_checkpointing": _SUMS,
-    "train.recompute.every": HARMLESS,
-    "train.recompute.keep": HARMLESS,
-    "train.compile": _SUMS,
-    "train.peak_tflops": HARMLESS,
-    "train.loss_chunks": _SUMS,
-    DATA_PATH: Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"),
-    DATA_TEXT: _OTHER_DATA,
-    "data.shuffle": _OTHER_DATA,
-    "validation.every": Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"),
-    "validation.batches": _OTHER_DATA,
-    "checkpoint.every": HARMLESS,
-    "checkpoint.auto.least": HARMLESS,
-    "checkpoint.auto.most": HARMLESS,
-    "checkpoint.auto.node_days": HARMLESS,
-    "checkpoint.keep": HARMLESS,
-    "checkpoint.max_unsaved_steps": HARMLESS,
-    "checkpoint.plausibility": HARMLESS,
-    "checkpoint.files": HARMLESS,
-    "checkpoint.staging.mode": HARMLESS,
-    "checkpoint.staging.host_memory": HARMLESS,
-    "checkpoint.staging.files": HARMLESS,
-    "checkpoint.tiers": Term(Rule.ACCEPT, "checkpoints are kept in other places; no tier of the run can be left out"),
-    "checkpoint.retention.every": HARMLESS,
-    "checkpoint.best.metric": HARMLESS,
-    "checkpoint.best.mode": HARMLESS,
-    "checkpoint.best.keep": HARMLESS,
-    "recovery.restarts_in_place": HARMLESS,
-    "recovery.max_failures": HARMLESS,
-    "recovery.no_progress_hours": HARMLESS,
-    "recovery.backoff": HARMLESS,
-    "recovery.backoff_max": HARMLESS,
-    "recovery.exclude_hours": HARMLESS,
-    "recovery.exclude_share": HARMLESS,
-    "recovery.patience": HARMLESS,
-    "detection.hang.on": HARMLESS,
-    "detection.hang.factor": HARMLESS,
-    "detection.hang.least": HARMLESS,
-    "detection.hang.slow": HARMLESS,
-    "detection.hang.most": HARMLESS,
-    "detection.hang.stopped": HARMLESS,
-    "detection.hang.evidence": HARMLESS,
-    "detection.hang.agent": HARMLESS,
-    "detection.hang.heartbeat": HARMLESS,
-    "detection.straggler.on": HARMLESS,
-    "detection.straggler.ratio": HARMLESS,
-    "detection.straggler.windows": HARMLESS,
-    "recovery.exclude_slow_after": HARMLESS,
-    "detection.spike.deviations": Term(Rule.ACCEPT, "other batches count as spikes and are skipped"),
-    "detection.spike.window": Term(Rule.ACCEPT, "other batches count as spikes and are skipped"),
-    "detection.spike.roll_backs": Term(Rule.ACCEPT, "other batches count as spikes and are skipped"),
-    "detection.preflight.on": HARMLESS,
-    "detection.preflight.seconds": HARMLESS,
-    "detection.preflight.slowest": HARMLESS,
-    "detection.preflight.skew": HARMLESS,
-    "drill.events": Term(Rule.ACCEPT, "faults are injected on purpose"),
-    "restore_tests.every": HARMLESS,
-    "restore_tests.sample": HARMLESS,
-    "restore_tests.tier": HARMLESS,
-    "restore_tests.layouts": HARMLESS,
-    "restore_tests.steps": HARMLESS,
-    "restore_tests.level": HARMLESS,
-    "restore_tests.budget": HARMLESS,
-    "restore_tests.max_parallel": HARMLESS,
-    "restore_tests.cluster": HARMLESS,
-    "restore_tests.command": HARMLESS,
+    **{key: term for term, keys in _TERMS.items() for key in keys.split()},
     **{f"notify.{field.name}": HARMLESS for field in fields(NotifyConfig)},
-    "logs.max_mib": HARMLESS,
-    "logs.keep": HARMLESS,
-    "logs.every": HARMLESS,
 }
 """The rule of every config key; an entry of an open map has its map's rule."""
 

@@ -383,11 +383,10 @@ def test_a_wrong_file_is_refused_at_its_line(
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("key", ["include", "defaults", "extends", "_base_"])
-def test_what_other_programs_call_includes_is_offered_as_such(key: str, made: Compose) -> None:
-    with pytest.raises(ConfigError, match=f"unknown key `{key}`") as caught:
-        made(f"{key}: [model/tiny, demo]\n")
-    assert caught.value.hint == "did you mean `includes: [model/tiny, demo]`?"
+def test_a_misspelled_includes_is_recognized(made: Compose) -> None:
+    with pytest.raises(ConfigError, match="unknown key `include`") as caught:
+        made("include: [model/tiny, demo]\n")
+    assert caught.value.hint.startswith("did you mean `includes`?")
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, environ: dict[str, str]) -> None:

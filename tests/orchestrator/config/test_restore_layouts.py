@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.restore_layouts import rank_count, with_layout
+from orchestrator.config.restore_tests_config import rank_count, with_layout
 from orchestrator.config.run_config import ClusterConfig, RunConfig
 from trainer.parallel.layout_problems import refusal
 from trainer.protocol.config_sections.parallel_config import ParallelConfig

@@ -30,11 +30,6 @@ def present_path(path: Path) -> Path:
     return path
 
 
-def moved_key_names(section: Path) -> list[str]:
-    """Return the names of the keys that have moved out of a section."""
-    return [old[-1] for old in MOVED if old[:-1] == section]
-
-
 def in_present_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a resolved config of any version to the present keys; present keys win over moved ones."""
     renamed = [path for path, names in RENAMED.items() if _section(config, path).get(path[-1]) in names]

@@ -29,9 +29,9 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.controller.ownership import never_submitted
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition
-from orchestrator.registry.operations.removal_writes import Removal, require_removable
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
+from orchestrator.registry.user_writes import Removal, require_removable
 from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
 from orchestrator.run_dirs.other_registry import find_other_registry
 from orchestrator.run_dirs.reader_pins import remove_dead_readers

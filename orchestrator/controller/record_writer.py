@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from orchestrator.registry.operations.reads import Reads
-from orchestrator.registry.operations.run_record import RunRecord, write_record, write_records
+from orchestrator.registry.reads import Reads
+from orchestrator.registry.run_record import RunRecord, write_record, write_records
 from orchestrator.run_dirs.bounded_files import Files, RunDirHangs
 from trainer.protocol.run_dir import RunDir
 

@@ -149,7 +149,7 @@ def _health(held: Lease | None) -> Health:
 
 def _upgrade(store_path: Path) -> None:
     """Upgrade a registry of an older version. Raises RegistryError if it cannot be upgraded."""
-    if fast_queries.version(store_path) not in (None, versions.HEAD):
+    if versions.read_version(store_path) not in (None, versions.HEAD):
         Store.open(store_path).close()
 
 

@@ -12,7 +12,7 @@ from orchestrator.controller.ownership import is_addressed_to, is_ours, never_su
 from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.errors import Fenced, NotFound, RegistryError, SlurmUnreachable
 from orchestrator.recovery.retry_policy import after_cancel
-from orchestrator.registry.operations.reads import Reads
+from orchestrator.registry.reads import Reads
 from orchestrator.registry.records import (
     BY_PERSON,
     EXCLUDE,

@@ -163,30 +163,6 @@ def covering_lease(found: Iterable[Lease], scheduler: str) -> Lease | None:
     return whole if whole is not None and whole.holder else of.get(scheduler)
 
 
-def version(path: Path) -> str | None:
-    """Return the version of the registry's tables, "" if it is lost; None for a missing or empty file.
-
-    Raises RegistryError.
-    """
-    if not path.exists():
-        return None
-    try:
-        with closing(_connect(path)) as connection:
-            return _version(connection, path)
-    except sqlite3.Error as error:
-        raise sqlite_errors.explain(error, path) from error
-
-
-def _version(connection: sqlite3.Connection, path: Path) -> str | None:
-    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if tables and not {"alembic_version", "configs"} <= tables:
-        raise sqlite_errors.foreign(path)
-    if not tables:
-        return None
-    row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-    return "" if row is None else str(row[0])
-
-
 def _among(column: str, values: Iterable[str] | None) -> tuple[list[str], list[str]]:
     """Return a condition for rows with one of the values, and its bound parameters."""
     if values is None:
@@ -240,8 +216,8 @@ def run_folders(path: Path) -> dict[str, str]:
 
 def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:
     try:
-        with closing(_connect(path)) as connection:
-            found = _version(connection, path)
+        with closing(versions.connect_readonly(path)) as connection:
+            found = versions.find_version(connection, path)
             if found is None:
                 return []
             if not any_version:
@@ -249,9 +225,3 @@ def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool 
             return connection.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise sqlite_errors.explain(error, path) from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
-    connection.row_factory = sqlite3.Row
-    return connection

@@ -1,8 +1,8 @@
 """File systems that can hold the registry, and the journal mode for each.
 
 SQLite separates writers with fcntl byte-range locks. If another host does not see them, two hosts write at once and
-damage the registry. A write-ahead log also needs memory shared by all readers, so a single host. A test on one host
-shows neither, so `RULES` lists the known properties of file systems.
+damage the registry. A write-ahead log also needs memory shared by all readers, so a single host. A lock tried on one
+host shows neither, so `SHARED` and `UNSHARED_OPTIONS` list known properties.
 """
 
 import fcntl
@@ -29,28 +29,16 @@ Overlay is included: its upper layer cannot be on a network file system (kernel,
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class LockRule:
-    """File system whose locks all hosts see, except with an option in `unshared` or without the option `needs`."""
+SHARED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "ceph", "gfs2"})
+"""File systems whose fcntl locks all hosts see, except with one of the options below.
 
-    unshared: frozenset[str] = frozenset()
-    needs: str = ""
-
-
-_NFS = LockRule(unshared=frozenset({"nolock", "local_lock=all", "local_lock=posix"}))
-RULES: dict[str, LockRule] = {
-    # nfs(5): byte-range locks are part of NFSv4 and use NLM before; `local_lock=flock` does not affect fcntl's.
-    "nfs": _NFS,
-    "nfs4": _NFS,
-    # mount.lustre(8): coherent with `flock`, local with `localflock`, refused by the kernel with neither.
-    "lustre": LockRule(unshared=frozenset({"localflock", "noflock"}), needs="flock"),
-    # IBM Storage Scale: fcntl locks are tokens of the cluster.
-    "gpfs": LockRule(),
-    # CephFS, kernel client: the metadata server keeps fcntl locks.
-    "ceph": LockRule(),
-    # gfs2(5): `localflocks` keeps flock and fcntl on this host.
-    "gfs2": LockRule(unshared=frozenset({"localflocks"})),
-}
+Byte-range locks are part of NFSv4 and use NLM before (nfs(5); `local_lock=flock` does not affect them), are tokens of
+the cluster in IBM Storage Scale, and are kept by the metadata server of CephFS. Lustre with neither `flock` nor
+`localflock` refuses them (mount.lustre(8)).
+"""
+UNSHARED_OPTIONS = frozenset(
+    {"nolock", "local_lock=all", "local_lock=posix", "localflock", "noflock", "localflocks"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +91,10 @@ def find_mount(path: Path) -> Mount | None:
 
 def why_unshared(mount: Mount | None) -> str:
     """Return why other hosts may not see the locks of this mount; empty if they do. Pure."""
-    if mount is None:
-        return "/proc does not tell which file system it is"
-    if mount.kind not in RULES:
-        return f"whether other hosts see the locks of {mount.kind} is not known"
-    rule = RULES[mount.kind]
-    if found := sorted(rule.unshared & mount.options):
-        return f"it is mounted with {found[0]}: other hosts do not see its locks"
-    if rule.needs and rule.needs not in mount.options:
-        return f"it is mounted without {rule.needs}: it has no locks"
-    return ""
+    if mount is None or mount.kind not in SHARED:
+        return f"whether other hosts see the locks of {mount.kind if mount else 'it'} is not known"
+    found = sorted(UNSHARED_OPTIONS & mount.options)
+    return f"it is mounted with {found[0]}: other hosts do not see its locks" if found else ""
 
 
 def choose_journal_mode(registry: Path, mount: Mount | None) -> str:

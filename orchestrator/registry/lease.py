@@ -1,7 +1,4 @@
-"""Controller lease: holder, liveness, takeover and waiting.
-
-Imports no ORM because `orch status` reads the lease.
-"""
+"""Controller lease: holder, liveness, takeover and waiting."""
 
 import fcntl
 import hashlib
@@ -21,10 +18,7 @@ from orchestrator.observed_since import ObservedSince
 from orchestrator.registry.records import Lease
 from trainer.protocol.node_identity import is_visible, process_space, process_state, start_time
 
-if TYPE_CHECKING:  # `orch status` reads without SQLAlchemy
-    from orchestrator.registry.store import Store
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `orch status` reads the lease without opening the store
     from orchestrator.registry.store import Store
 
 LEASE_TTL = 60.0

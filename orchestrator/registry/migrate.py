@@ -1,19 +1,134 @@
-"""Migration of a registry to the newest version; alembic is imported only if there is one to run."""
+"""Tables of the registry, and their migration to the newest version."""
 
 import random
 import sqlite3
 import time
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from orchestrator.registry import backup, fast_queries, sqlite_errors, versions
+from orchestrator.registry import backup, sqlite_errors, versions
 from orchestrator.registry.database import connect
 
-if TYPE_CHECKING:
-    import sqlalchemy
-
-FOLDER = Path(__file__).parent / "migrations"
 _PATIENCE = 30.0
+_IMMUTABLE = """
+CREATE TRIGGER configs_never_{change} BEFORE {change} ON configs
+BEGIN SELECT RAISE(ABORT, 'a config is never {past}: runs point at it'); END
+"""
+# REPLACE deletes without firing delete triggers, so a second row with the same digest must be refused too.
+_NOT_REPLACED = """
+CREATE TRIGGER configs_never_replaced BEFORE INSERT ON configs
+WHEN EXISTS (SELECT 1 FROM configs WHERE digest = NEW.digest AND data IS NOT NEW.data)
+BEGIN SELECT RAISE(ABORT, 'a config is never changed: runs point at it'); END
+"""
+
+MIGRATIONS: Mapping[str, tuple[str, ...]] = {
+    # The first release. Registries of the versions 0001 to 0004 were never released and are refused.
+    "0005": (
+        "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL,"
+        " CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))",
+        "CREATE TABLE configs (digest TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (digest))",
+        _IMMUTABLE.format(change="UPDATE", past="changed"),
+        _IMMUTABLE.format(change="DELETE", past="deleted"),
+        _NOT_REPLACED,
+        """CREATE TABLE runs (
+            id INTEGER NOT NULL, name TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, cluster TEXT NOT NULL,
+            run_dir TEXT NOT NULL, config_digest TEXT NOT NULL, total_steps INTEGER NOT NULL, step INTEGER NOT NULL,
+            loss FLOAT, not_before FLOAT NOT NULL, fresh_from INTEGER NOT NULL, created_at FLOAT NOT NULL,
+            updated_at FLOAT NOT NULL, identity TEXT NOT NULL, scheduler TEXT DEFAULT '' NOT NULL,
+            PRIMARY KEY (id), UNIQUE (name),
+            CONSTRAINT fk_runs_config_digest FOREIGN KEY(config_digest) REFERENCES configs (digest))""",
+        "CREATE INDEX ix_runs_state ON runs (state, id)",
+        """CREATE TABLE attempts (
+            run TEXT NOT NULL, number INTEGER NOT NULL, state TEXT NOT NULL, nonce TEXT NOT NULL,
+            job_name TEXT NOT NULL, reason TEXT NOT NULL, epoch INTEGER NOT NULL, job_id TEXT, submit_time TEXT,
+            job_state TEXT, nodes TEXT NOT NULL, excluded TEXT NOT NULL, intent_at FLOAT NOT NULL, submitted_at FLOAT,
+            started_at FLOAT, ended_at FLOAT, resumed_from INTEGER, first_step INTEGER, last_step INTEGER,
+            saved_step INTEGER, generations INTEGER NOT NULL, failure TEXT, decision TEXT,
+            scheduler TEXT DEFAULT '' NOT NULL,
+            PRIMARY KEY (run, number), UNIQUE (job_name),
+            CONSTRAINT fk_attempts_run FOREIGN KEY(run) REFERENCES runs (name))""",
+        """CREATE TABLE submissions (
+            run TEXT NOT NULL, attempt INTEGER NOT NULL, number INTEGER NOT NULL, submitted_at FLOAT NOT NULL,
+            job_id TEXT, outcome TEXT NOT NULL,
+            PRIMARY KEY (run, attempt, number),
+            CONSTRAINT fk_submissions_attempt FOREIGN KEY(run, attempt) REFERENCES attempts (run, number))""",
+        "CREATE INDEX ix_submissions_submitted_at ON submissions (submitted_at)",
+        """CREATE TABLE generations (
+            run TEXT NOT NULL, attempt INTEGER NOT NULL, number INTEGER NOT NULL, started_at FLOAT NOT NULL,
+            ended_at FLOAT, resumed_from INTEGER, last_step INTEGER, reason TEXT NOT NULL, failure TEXT,
+            tier TEXT DEFAULT '' NOT NULL,
+            PRIMARY KEY (run, attempt, number),
+            CONSTRAINT fk_generations_attempt FOREIGN KEY(run, attempt) REFERENCES attempts (run, number))""",
+        """CREATE TABLE checkpoints (
+            run TEXT NOT NULL, name TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
+            trust TEXT NOT NULL, bytes INTEGER NOT NULL, path TEXT NOT NULL, committed_at FLOAT NOT NULL,
+            reason TEXT NOT NULL, tier TEXT DEFAULT '' NOT NULL, seconds FLOAT, stall FLOAT,
+            PRIMARY KEY (run, name),
+            CONSTRAINT fk_checkpoints_run FOREIGN KEY(run) REFERENCES runs (name))""",
+        "CREATE INDEX ix_checkpoints_step ON checkpoints (run, step)",
+        """CREATE TABLE copies (
+            run TEXT NOT NULL, name TEXT NOT NULL, tier TEXT NOT NULL, path TEXT NOT NULL, bytes INTEGER NOT NULL,
+            copied_at FLOAT NOT NULL,
+            PRIMARY KEY (run, name, tier),
+            CONSTRAINT fk_copies_checkpoint FOREIGN KEY(run, name) REFERENCES checkpoints (run, name))""",
+        """CREATE TABLE transitions (
+            id INTEGER NOT NULL, run TEXT NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL, before TEXT NOT NULL,
+            after TEXT NOT NULL, reason TEXT NOT NULL, time FLOAT NOT NULL,
+            PRIMARY KEY (id), CONSTRAINT fk_transitions_run FOREIGN KEY(run) REFERENCES runs (name))""",
+        "CREATE INDEX ix_transitions_run ON transitions (run, id)",
+        """CREATE TABLE notices (
+            run TEXT NOT NULL, attempt INTEGER NOT NULL, source TEXT NOT NULL, seq INTEGER NOT NULL,
+            kind TEXT NOT NULL, generation INTEGER NOT NULL, time FLOAT NOT NULL, node TEXT NOT NULL,
+            data TEXT NOT NULL,
+            PRIMARY KEY (run, attempt, source, seq),
+            CONSTRAINT fk_notices_attempt FOREIGN KEY(run, attempt) REFERENCES attempts (run, number))""",
+        "CREATE INDEX ix_notices_kind ON notices (kind, time)",
+        """CREATE TABLE nodes (
+            cluster TEXT NOT NULL, name TEXT NOT NULL, first_seen FLOAT NOT NULL, last_seen FLOAT NOT NULL,
+            attempts INTEGER NOT NULL, failures INTEGER NOT NULL, excluded_until FLOAT NOT NULL, reason TEXT NOT NULL,
+            PRIMARY KEY (cluster, name))""",
+        """CREATE TABLE lease (
+            id INTEGER NOT NULL, epoch INTEGER NOT NULL, holder TEXT NOT NULL, renewed_at FLOAT NOT NULL,
+            expires_at FLOAT NOT NULL, ticked_at FLOAT NOT NULL, scheduler TEXT DEFAULT '' NOT NULL,
+            PRIMARY KEY (id))""",
+        "CREATE UNIQUE INDEX ix_lease_scheduler ON lease (scheduler)",
+        """CREATE TABLE asks (
+            id INTEGER NOT NULL, run TEXT NOT NULL, verb TEXT NOT NULL, args TEXT NOT NULL, asked_at FLOAT NOT NULL,
+            answered_at FLOAT, answer TEXT NOT NULL,
+            PRIMARY KEY (id), CONSTRAINT fk_asks_run FOREIGN KEY(run) REFERENCES runs (name))""",
+        "CREATE INDEX ix_asks_answered_at ON asks (answered_at)",
+        """CREATE TABLE cursors (
+            run TEXT NOT NULL, file TEXT NOT NULL, "offset" INTEGER NOT NULL,
+            PRIMARY KEY (run, file), CONSTRAINT fk_cursors_run FOREIGN KEY(run) REFERENCES runs (name))""",
+        "CREATE TABLE meta (key TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (key))",
+    ),
+    # The config of each attempt: `orch resume RUN KEY=VALUE` changes the next attempt's.
+    "0006": (
+        "ALTER TABLE attempts ADD COLUMN config_digest TEXT DEFAULT '' NOT NULL",
+        "UPDATE attempts SET config_digest = (SELECT config_digest FROM runs WHERE runs.name = attempts.run)",
+    ),
+    # Restore tests, and the digest of every checkpoint's manifest at commit.
+    "0007": (
+        "ALTER TABLE checkpoints ADD COLUMN manifest TEXT DEFAULT '' NOT NULL",
+        """CREATE TABLE restore_tests (
+            test TEXT NOT NULL, run TEXT NOT NULL, checkpoint TEXT NOT NULL, layout TEXT NOT NULL,
+            step INTEGER NOT NULL, begun_at FLOAT NOT NULL, ended_at FLOAT, verdict TEXT NOT NULL,
+            reason TEXT NOT NULL, evidence TEXT NOT NULL, forced INTEGER NOT NULL,
+            PRIMARY KEY (test), CONSTRAINT fk_restore_tests_test FOREIGN KEY(test) REFERENCES runs (name))""",
+        "CREATE INDEX ix_restore_tests_run ON restore_tests (run, begun_at)",
+        "CREATE INDEX ix_restore_tests_ended_at ON restore_tests (ended_at)",
+    ),
+    # Tags of runs, their sent notifications, and the progress of their removal (`orch rm`).
+    "0008": (
+        "ALTER TABLE runs ADD COLUMN tags TEXT DEFAULT '[]' NOT NULL",
+        "ALTER TABLE runs ADD COLUMN notified TEXT DEFAULT '{}' NOT NULL",
+        "ALTER TABLE runs ADD COLUMN removal TEXT DEFAULT '' NOT NULL",
+    ),
+    # Attempts smaller than their run (`cluster.min_nodes`).
+    "0009": ("ALTER TABLE attempts ADD COLUMN smaller_world TEXT",),
+}
+"""Statements by version, oldest first. Nothing reads `meta`: it stays because registries have it."""
 
 
 def set_journal(path: Path, mode: str) -> None:
@@ -21,12 +136,9 @@ def set_journal(path: Path, mode: str) -> None:
     give_up = time.monotonic() + _PATIENCE
     while True:
         try:
-            connection = connect(path)
-            try:
+            with closing(connect(path)) as connection:
                 connection.execute(f"PRAGMA journal_mode = {mode}").fetchone()
-                return
-            finally:
-                connection.close()
+            return
         except sqlite3.Error as error:
             # Changing the mode needs exclusive access and does not wait for it, whatever the timeout.
             if not sqlite_errors.is_busy(error) or time.monotonic() > give_up:
@@ -39,46 +151,25 @@ def upgrade(path: Path) -> None:
 
     If two processes arrive here, the second one waits for the lock and then finds the work done.
     """
-    import sqlalchemy  # heavy like alembic, and needed only here
-    from alembic import command
-    from alembic.config import Config
-
-    before = fast_queries.version(path)
+    before = versions.read_version(path)
     if before is not None:
         backup.backup(path, path.with_name(f"{path.name}.{before}.bak"))
-    # Migrations rebuild tables, which needs foreign keys off; this switch does nothing inside a transaction.
-    engine = sqlalchemy.create_engine("sqlite://", creator=lambda: _without_keys(path), poolclass=sqlalchemy.NullPool)
-    sqlalchemy.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    config = Config()
-    config.set_main_option("script_location", str(FOLDER).replace("%", "%%"))
     try:
-        with engine.begin() as connection:
-            _refuse_foreign_tables(connection, path)
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
-            broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
-            assert broken is None, f"the migration to {versions.HEAD} broke a reference: {broken}"
-    except sqlalchemy.exc.DBAPIError as error:
-        raise sqlite_errors.explain(error.orig, path) from error
-    finally:
-        engine.dispose()
+        with closing(connect(path, busy_seconds=_PATIENCE)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            present = versions.find_version(connection, path)
+            versions.require_known(present, path)
+            run_migrations(connection, present)
+            connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise sqlite_errors.explain(error, path) from error
 
 
-def _without_keys(path: Path) -> sqlite3.Connection:
-    connection = connect(path, busy_seconds=_PATIENCE)
-    try:
-        connection.execute("PRAGMA foreign_keys = OFF")
-    except sqlite3.Error:
-        connection.close()
-        raise
-    return connection
-
-
-def _refuse_foreign_tables(connection: "sqlalchemy.Connection", path: Path) -> None:
-    tables = {row[0] for row in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if not tables:
-        return
-    if "alembic_version" not in tables or "configs" not in tables:
-        raise sqlite_errors.foreign(path)
-    version = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
-    versions.require_known(str(version or ""), path)
+def run_migrations(connection: sqlite3.Connection, present: str | None) -> None:
+    """Execute the statements of all versions after the present one; None means an empty file."""
+    for version, statements in MIGRATIONS.items():
+        if version > (present or ""):
+            for statement in statements:
+                connection.execute(statement)
+    connection.execute("DELETE FROM alembic_version")
+    connection.execute("INSERT INTO alembic_version VALUES (?)", (versions.HEAD,))

@@ -9,20 +9,16 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from orchestrator.errors import RegistryError
-from orchestrator.registry import fast_queries, migrate, sqlite_errors, versions
+from orchestrator.registry import migrate, sqlite_errors, versions
+from orchestrator.registry.controller_writes import ControllerWrites
 from orchestrator.registry.database import Database
 from orchestrator.registry.file_systems import choose_journal_mode, find_mount
-from orchestrator.registry.operations.controller_writes import ControllerWrites, LeaseWrites
-from orchestrator.registry.operations.reads import Reads
-from orchestrator.registry.operations.rebuild_writes import RebuildWrites
-from orchestrator.registry.operations.removal_writes import RemovalWrites
-from orchestrator.registry.operations.run_record import write_records
-from orchestrator.registry.operations.user_writes import UserWrites
+from orchestrator.registry.run_record import write_records
 
 T = TypeVar("T")
 
 
-class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, RemovalWrites):
+class Store(ControllerWrites):
     """Open registry. Each write is one durable transaction, retried while another process writes."""
 
     @classmethod
@@ -31,7 +27,7 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
         path = path.absolute()
         if not readonly:
             _prepare(path)
-        elif (found := fast_queries.version(path)) is None:
+        elif (found := versions.read_version(path)) is None:
             raise RegistryError("there is no registry yet", where=str(path), hint="`orch submit` makes one")
         else:
             versions.require_head(found, path)
@@ -45,7 +41,7 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
 
     def together(self, work: Callable[[], T]) -> T:
         """Run several methods as one transaction; `work` must be repeatable, since a busy registry runs it again."""
-        return self.database.write(lambda _: work())
+        return self.database.write(work)
 
     def close(self) -> None:
         self.database.close()
@@ -62,9 +58,10 @@ class Store(Reads, UserWrites, LeaseWrites, ControllerWrites, RebuildWrites, Rem
 def _prepare(path: Path) -> None:
     """Bring the file to the present journal mode and tables."""
     journal = _make(path)
-    versions.require_known(fast_queries.version(path), path)  # before anything in the file changes
+    found = versions.read_version(path)
+    versions.require_known(found, path)  # before anything in the file changes
     migrate.set_journal(path, journal)
-    if fast_queries.version(path) != versions.HEAD:
+    if found != versions.HEAD:
         migrate.upgrade(path)
 
 

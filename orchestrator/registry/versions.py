@@ -1,21 +1,52 @@
-"""Registry versions known to this program; a separate file, so that reading a version needs no alembic."""
+"""Versions of the registry's tables: reading and refusal."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from orchestrator.errors import RegistryError
+from orchestrator.registry import sqlite_errors
 
-KNOWN = ("0005", "0006", "0007", "0008", "0009")
-"""Revisions in `migrations/versions`, oldest first; a test compares this list with the folder."""
+OLDEST, HEAD = "0005", "0009"
+"""Oldest version that can be upgraded, and the version of the tables that this program reads."""
 
-HEAD = KNOWN[-1]
-"""Version of the tables that this program reads."""
+
+def connect_readonly(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def read_version(path: Path) -> str | None:
+    """Return the version of the registry's tables, "" if it is lost; None for a missing or empty file.
+
+    Raises RegistryError.
+    """
+    if not path.exists():
+        return None
+    try:
+        with closing(connect_readonly(path)) as connection:
+            return find_version(connection, path)
+    except sqlite3.Error as error:
+        raise sqlite_errors.explain(error, path) from error
+
+
+def find_version(connection: sqlite3.Connection, path: Path) -> str | None:
+    """Return the version in an open file, as `read_version` does."""
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and not {"alembic_version", "configs"} <= tables:
+        raise sqlite_errors.foreign(path)
+    if not tables:
+        return None
+    row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    return "" if row is None else str(row[0])
 
 
 def require_known(version: str | None, path: Path) -> None:
     """Raise RegistryError for a registry that this program can neither read nor upgrade; None means an empty one."""
-    if version is None or version in KNOWN:
+    if version is None or OLDEST <= version <= HEAD:
         return
-    if version < KNOWN[0]:
+    if version < OLDEST:
         raise RegistryError(
             f"the registry has version {version or '?'}, which this orch can neither read nor upgrade "
             f"(it needs {HEAD})",

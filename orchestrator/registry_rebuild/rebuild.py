@@ -7,29 +7,34 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from checkpointing.storage.durable import fsync_dir, only_own_files, read_json
 from checkpointing.storage.trusted_path import check_private
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import RegistryError
 from orchestrator.recovery.elastic_policy import choose_smaller_world
-from orchestrator.registry import fast_queries
+from orchestrator.registry import fast_queries, versions
+from orchestrator.registry.controller_writes import NO_HOLDER
+from orchestrator.registry.database import Database, replace_existing
 from orchestrator.registry.lease import displayed_state, holder_host
-from orchestrator.registry.operations.run_record import RunRecord
-from orchestrator.registry.records import Attempt, Checkpoint
+from orchestrator.registry.records import Attempt, Checkpoint, Lease, Node, Run, Transition
+from orchestrator.registry.run_record import RunRecord
 from orchestrator.registry.sqlite_errors import ForeignDatabase
 from orchestrator.registry.store import Store
-from orchestrator.registry_rebuild.salvage import salvage
 from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.run_dirs.ingest import ingest
 from orchestrator.run_dirs.inheritable_checkpoints import look, of_run, shared_places
 from orchestrator.run_dirs.other_registry import find_serving_registry, read_leases
-from orchestrator.states import LIVE_RUNS, RunState, Trust
+from orchestrator.states import LIVE_RUNS, AttemptState, RunState, Trust
 from trainer.protocol.config import build, hash_config
 from trainer.protocol.config_sections.moved_keys import in_present_keys
+from trainer.protocol.events import Event, EventKind, read_events
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.protocol.launch_token import LaunchToken
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
+
+T = TypeVar("T")
 
 log = logging.getLogger("orch.registry")
 HOLDER = "orch db rebuild"
@@ -93,7 +98,7 @@ def rebuild(
 def _refuse_foreign(path: Path) -> None:
     """Raise ForeignDatabase for another program's database, which must not be replaced by ours."""
     try:
-        fast_queries.version(path)
+        versions.read_version(path)
     except ForeignDatabase:
         raise
     except RegistryError:
@@ -244,7 +249,9 @@ def _relocate_record(record: RunRecord, folder: RunDir) -> RunRecord:
 
 def _fill(store: Store, found: list[ImportableRun], now: float) -> None:
     epoch = max((_epoch(item) for item in found), default=0)
-    store.start_epochs_after(epoch)
+    # The next holder's epoch is above those of all holders before the loss of the registry.
+    lost = Lease(epoch=epoch, holder=NO_HOLDER, renewed_at=0.0, expires_at=0.0)
+    store.together(lambda: store.database.put(lost))
     lease = store.take_lease(HOLDER, now, 3600.0)
     assert lease is not None
 
@@ -252,21 +259,34 @@ def _fill(store: Store, found: list[ImportableRun], now: float) -> None:
         for item in found:
             for config in item.configs.values():
                 store.put_config(config)
-            store.put_record(item.record)
+            _put_record(store.database, item.record)
             _catch_up(store, item, lease.epoch, now)
 
     store.together(fill)
     store.drop_lease(lease)
 
 
+def _put_record(database: Database, record: RunRecord) -> None:
+    """Insert all recorded rows of a run; for a node that is already known, the later row is kept."""
+    tests = () if record.restore_test is None else (record.restore_test,)
+    rows = (
+        record.run, *record.attempts, *record.submissions, *record.generations, *record.checkpoints, *record.copies,
+        *record.notices, *tests, *record.transitions,
+    )  # fmt: skip
+    for row in rows:
+        database.put(row)
+    for file, offset in record.cursors.items():
+        database.insert("cursors", {"run": record.run.name, "file": file, '"offset"': offset})
+    newer = f"{replace_existing(Node, 'cluster', 'name')} WHERE excluded.last_seen >= nodes.last_seen"
+    for node in record.nodes:
+        database.put(node, newer)
+
+
 def _epoch(item: ImportableRun) -> int:
     """Return the highest epoch with which any of a run's attempts was launched."""
     epochs = [attempt.epoch for attempt in item.record.attempts]
-    for place in item.folder.all_attempts():
-        try:
-            epochs.append(LaunchToken.read(place.go).epoch)
-        except (OSError, ValueError, TypeError, KeyError):
-            continue  # never launched, or fenced since
+    tokens = [_read_or_none(LaunchToken.read, place.go) for place in item.folder.all_attempts()]
+    epochs += [token.epoch for token in tokens if token is not None]  # None: never launched, or fenced since
     return max(epochs, default=0)
 
 
@@ -325,3 +345,106 @@ def _set_aside(path: Path, now: float) -> Path | None:
 def _remove(draft: Path) -> None:
     for tail in ("", "-wal", "-shm", "-journal"):
         draft.with_name(draft.name + tail).unlink(missing_ok=True)
+
+
+FRESH = 120.0
+"""Seconds for which a heartbeat proves that the job is alive."""
+
+
+def salvage(folder: RunDir, run: dict[str, Any], now: float | None = None) -> RunRecord:
+    """Build a record from run.json and the attempts' files. Raises OSError, ValueError or KeyError."""
+    now = time.time() if now is None else now
+    places = [place for place in folder.all_attempts() if (place.path / "intent.json").exists()]
+    attempts = [_salvage_attempt(run["name"], place, newest=place is places[-1]) for place in places]
+    if not attempts:
+        raise ValueError(f"{folder.attempts} has no attempt")
+    state, reason = _run_state(attempts[-1], places[-1], now)
+    row = Run(
+        name=run["name"],
+        state=state,
+        reason=reason,
+        cluster=run["cluster"],
+        run_dir=str(folder.path),
+        config_digest=run["config_digest"],
+        total_steps=run["total_steps"],
+        created_at=run["created_at"],
+        updated_at=max(run["created_at"], *(attempt.ended_at or attempt.intent_at for attempt in attempts)),
+        identity=run["identity"],
+        scheduler=run.get("scheduler", "") or attempts[-1].scheduler,
+        tags=tuple(run.get("tags", ())),
+    )
+    note = Transition(
+        run=row.name, kind="run", subject=row.name, before="", after=state, reason=reason, time=row.updated_at
+    )
+    return RunRecord(
+        run=row, attempts=tuple(attempts), generations=(), checkpoints=(), transitions=(note,), nodes=(), cursors={}
+    )
+
+
+def _salvage_attempt(run: str, place: AttemptDir, *, newest: bool) -> Attempt:
+    intent = read_json(place.path / "intent.json")
+    token, started, outcome = (
+        _read_or_none(LaunchToken.read, place.go),
+        _find_start_event(place),
+        _read_or_none(AttemptOutcome.read, place.outcome),
+    )
+    job_id = (token and token.job_id) or (started and started.data.get("job_id")) or (outcome and outcome.job_id)
+    if outcome is not None:
+        state = AttemptState.ENDED
+    elif not newest:
+        state = AttemptState.LOST  # a later attempt was allowed, so this one had ended
+    elif job_id:
+        state = AttemptState.RUNNING if started else AttemptState.SUBMITTED
+    else:
+        state = AttemptState.INTENT
+    return Attempt(
+        run=run,
+        number=int(intent["attempt"]),
+        state=state,
+        nonce=intent["nonce"],
+        job_name=intent["job_name"],
+        reason=outcome.reason if outcome else "",
+        epoch=token.epoch if token else 0,
+        job_id=str(job_id) if job_id else None,
+        excluded=tuple(intent["excluded"]),
+        intent_at=float(intent["at"]),
+        # It may have been submitted just after its intent: look-ups decide, as for any ambiguous submit.
+        submitted_at=float(intent["at"]),
+        started_at=outcome.started_at if outcome else started.time if started else None,
+        ended_at=outcome.ended_at if outcome else None,
+        last_step=(outcome.step or None) if outcome else None,  # unknown for a command
+        failure=outcome.failure.to_json() if outcome and outcome.failure else None,
+        scheduler=intent.get("scheduler", ""),
+    )
+
+
+def _run_state(last: Attempt, place: AttemptDir, now: float) -> tuple[RunState, str]:
+    """Return the run's state: only a finished run and a live job are certain; otherwise a person must decide."""
+    outcome = _read_or_none(AttemptOutcome.read, place.outcome)
+    if outcome is not None and outcome.result is AttemptResult.FINISHED:
+        return RunState.SUCCEEDED, outcome.reason
+    if outcome is None and _is_fresh(place.heartbeat, now):
+        return RunState.RUNNING, "rebuilt from its run directory: its job is alive"
+    known = f"its last attempt ended: {outcome.reason}" if outcome else "its last attempt left no outcome"
+    return RunState.HELD, f"rebuilt without its record, and {known}; to go on: orch resume {last.run}"
+
+
+def _is_fresh(path: Path, now: float) -> bool:
+    try:
+        return now - path.stat().st_mtime < FRESH
+    except OSError:
+        return False
+
+
+def _read_or_none(read: Callable[[Path], T], path: Path) -> T | None:
+    """Return the content of a file; None if it is missing or damaged."""
+    try:
+        return read(path)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _find_start_event(place: AttemptDir) -> Event | None:
+    files = sorted(place.events.glob("*.jsonl")) if place.events.is_dir() else []
+    events = [event for path in files for event in read_events(path)[0]]
+    return next((event for event in events if event.kind == EventKind.ATTEMPT_STARTED), None)

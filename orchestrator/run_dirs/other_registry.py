@@ -11,8 +11,8 @@ from checkpointing.storage.durable import only_own_files
 from orchestrator.errors import Precondition, RegistryError
 from orchestrator.registry import fast_queries
 from orchestrator.registry.lease import displayed_state, holder_host
-from orchestrator.registry.operations.run_record import RunRecord, is_other_registry
 from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.run_record import RunRecord, is_other_registry
 from orchestrator.states import LIVE_RUNS
 from trainer.protocol.run_dir import RunDir
 

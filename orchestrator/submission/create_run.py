@@ -21,8 +21,8 @@ from orchestrator.config.compose import Composed
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, Precondition, Retryable, SlurmUnreachable, SubmitRejected
 from orchestrator.interrupts import interrupts_held
-from orchestrator.registry.operations.run_record import write_records
 from orchestrator.registry.records import Attempt, NewRun, Run
+from orchestrator.registry.run_record import write_records
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs import staged_secrets
 from orchestrator.run_dirs.job_spec import job_spec

@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
-from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import NewRun
+from orchestrator.registry.run_record import RunRecord
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState
@@ -99,6 +99,7 @@ def test_a_hold_of_somebody_s_own_is_left_alone_and_one_that_slurm_has_forgotten
 
 def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
     world = World(tmp_path)
+    world.store.ignore_references()
     run, _ = world.store.create_run(
         NewRun(slug="bad", cluster="slurm", root=tmp_path, config_digest="missing", total_steps=1, identity={}),
         now=0.0,
@@ -106,7 +107,7 @@ def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
     )
     controller = Controller(world.store, {"slurm": world.slurm}, clock=world.clock.as_clock())
     report = controller.tick(world.lease)
-    assert [error.split(":")[0] for error in report.errors] == ["bad-2"]
+    assert [error.split(":")[0] for error in report.errors] == ["bad-1"]
     assert world.attempts[0].state is AttemptState.SUBMITTED
     assert "cannot serve this run" in world.store.run(run.name).reason
 
@@ -150,6 +151,7 @@ def test_a_job_whose_record_cannot_be_read_is_never_given_up(tmp_path: Path, mon
 
 def test_a_damaged_config_is_its_run_s_trouble_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path)
+    world.store.ignore_references()
     world.store.create_run(
         NewRun(slug="bad", cluster="slurm", root=tmp_path, config_digest="damaged", total_steps=1, identity={}),
         now=0.0,
@@ -164,7 +166,7 @@ def test_a_damaged_config_is_its_run_s_trouble_alone(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(world.store, "config", config_of)
     report = world.controller.tick(world.lease)
-    assert [error.split(":")[0] for error in report.errors] == ["bad-2"]
+    assert [error.split(":")[0] for error in report.errors] == ["bad-1"]
     assert world.attempts[0].state is AttemptState.SUBMITTED
 
 

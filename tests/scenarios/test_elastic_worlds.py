@@ -15,7 +15,7 @@ from orchestrator.scheduler.slurm.refusals import submit_error
 from orchestrator.states import RunState
 from tests.scenarios import test_traces
 from tests.scenarios.trace import Trace
-from tests.scenarios.world import World, checked_store, config, training
+from tests.scenarios.world import World, config, training
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.launch_token import LaunchToken
 
@@ -309,9 +309,9 @@ class ElasticTrace(Trace):
             self.told.append(f"down: {sorted(self.slurm.down)}")
 
 
-def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> int:
+def live(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """One seed's life; how many of its attempts were smaller."""
-    trace = test_traces.live(seed, monkeypatch, store, ElasticTrace)
+    trace = test_traces.live(seed, monkeypatch, ElasticTrace)
     assert_sizes_are_sound(trace.world, f"seed {seed} after {trace.told}")
     return sum(attempt.smaller_world is not None for attempt in trace.world.attempts)
 
@@ -331,12 +331,6 @@ def assert_sizes_are_sound(world: World, words: str) -> None:
 def test_nodes_that_come_and_go(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     smaller_attempts = [live(seed, monkeypatch) for seed in range(block * 8, block * 8 + 8)]
     assert len([count for count in smaller_attempts if count]) >= 2, "traces that are never smaller prove nothing"
-
-
-@pytest.mark.proof
-def test_one_seed_on_the_real_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with checked_store(tmp_path / "registry.db") as store:
-        live(5, monkeypatch, store)
 
 
 @pytest.mark.proof

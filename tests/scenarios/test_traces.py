@@ -4,7 +4,6 @@ import ast
 import shutil
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import pytest
 
@@ -13,16 +12,16 @@ from orchestrator import failpoints
 from orchestrator.registry.records import Run
 from orchestrator.states import RunState
 from tests.scenarios.trace import MOMENTS, OUTAGES, Trace
-from tests.scenarios.world import World, checked_store
+from tests.scenarios.world import World
 
 MEMORY = Path("/dev/shm")
 """Traces write many small files: in memory where there is such a place."""
 
 
-def live(seed: int, monkeypatch: pytest.MonkeyPatch, store: Any = None, kind: type[Trace] = Trace) -> Trace:
+def live(seed: int, monkeypatch: pytest.MonkeyPatch, kind: type[Trace] = Trace) -> Trace:
     """One seed's life, from a submission to an end that is allowed; returns what is left of it in memory."""
     root = Path(mkdtemp(prefix="orch-trace-", dir=MEMORY if MEMORY.is_dir() else None))
-    trace = kind(root, seed, monkeypatch, store)
+    trace = kind(root, seed, monkeypatch)
     try:
         try:
             run = trace.run()
@@ -53,12 +52,6 @@ def test_seeds_with_every_fault(seeds: tuple[int, ...], monkeypatch: pytest.Monk
 def test_a_thousand_seeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(block * 25, block * 25 + 25):
         live(seed, monkeypatch)
-
-
-@pytest.mark.parametrize("seed", [19, *(pytest.param(seed, marks=pytest.mark.proof) for seed in (1, 3, 17, 42))])
-def test_the_same_on_the_real_registry(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with checked_store(tmp_path / "registry.db") as store:
-        live(seed, monkeypatch, store)
 
 
 @pytest.mark.proof

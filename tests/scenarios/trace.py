@@ -50,12 +50,12 @@ class Trace:
     """One seed's life of one run."""
 
     def __init__(
-        self, root: Path, seed: int, monkeypatch: Any, store: Any = None, data: Callable[..., dict[str, Any]] = config
+        self, root: Path, seed: int, monkeypatch: Any, data: Callable[..., dict[str, Any]] = config
     ) -> None:  # fmt: skip
         """`data`: the config of a run with these `steps` and a checkpoint `every` so many."""
         self.rng = Random(seed)
         steps = self.rng.choice([20, 120, 300, 600])
-        self.world = World(root, seed, store=store, data=data(steps=steps, every=self.rng.choice([2, 10, 50])))
+        self.world = World(root, seed, data=data(steps=steps, every=self.rng.choice([2, 10, 50])))
         self.slurm = self.world.slurm
         self.slurm.slurm_faults = slurm_faults(self.rng)
         self.deadly = self.rng.choice([0.0, 0.01, 0.05])

@@ -10,7 +10,7 @@ from typing import Any
 from checkpointing.storage.durable import canonical
 from orchestrator import failpoints
 from orchestrator.controller.reconcile import Controller, TickReport
-from orchestrator.errors import Fenced, RegistryError
+from orchestrator.errors import Fenced
 from orchestrator.observed_since import ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.lease import LEASE_TTL, observed_state
@@ -241,16 +241,6 @@ class World:
             later = [one.began for one in agents[index + 1 :] if one.token and one.spec.attempt > old.spec.attempt]
             for at, name in old.commits:
                 assert not later or at <= min(later), f"{name} was committed behind the fence"
-
-
-def checked_store(path: Path) -> Any:
-    """The real registry, for the traces that run on it."""
-    from orchestrator.registry.store import Store
-
-    try:
-        return Store.open(path)
-    except RegistryError as error:  # pragma: no cover - names what this machine lacks
-        raise AssertionError(error.what) from error
 
 
 def training(world: World, step: int) -> None:

@@ -17,7 +17,7 @@ from orchestrator.home import registry_path, state_home
 
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
 NEEDED = {
-    "torch": "2.12", "click": "8.2.1", "sqlalchemy": "2.0", "alembic": "1.13", "omegaconf": "2.3.1",
+    "torch": "2.12", "click": "8.2.1", "omegaconf": "2.3.1",
     "submitit": "1.5.3", "fsspec": "", "xxhash": "", "psutil": "", "setproctitle": "", "jinja2": "", "ClusterShell": "",
     "rich": "",
 }  # fmt: skip
@@ -113,13 +113,13 @@ def state_folder() -> Check:
 
 def registry(path: Path) -> Iterator[Check]:
     """Check the registry's file system, the journal mode that is safe there, and its version."""
-    from orchestrator.registry import fast_queries, file_systems, versions
+    from orchestrator.registry import file_systems, versions
 
     try:
         place = _nearest(path.absolute().parent) / path.name
         mount = file_systems.find_mount(place.parent)
         journal = file_systems.choose_journal_mode(place, mount)
-        version = fast_queries.version(path)
+        version = versions.read_version(path)
         versions.require_known(version, path)
     except RegistryError as error:
         yield Check("registry", FAIL, error.what, error.hint)

@@ -21,7 +21,7 @@ from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.events import EventKind
 from trainer.protocol.run_dir import RunDir
 
-if TYPE_CHECKING:  # `orch status` reads without SQLAlchemy
+if TYPE_CHECKING:  # `orch status` does not open the store
     from orchestrator.registry.store import Store
 
 _DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")

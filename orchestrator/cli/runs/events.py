@@ -133,7 +133,7 @@ class RunFollower:
         if not self._acts:
             self._acts = True
             self._ticker.print_above(f"no controller runs: this command acts in its place until it ends; {START}")
-        from orchestrator.controller import service  # sqlalchemy: only without a controller
+        from orchestrator.controller import service  # only without a controller
 
         try:
             # With a stalled controller, repeated passes watch its lease until it can be taken over.

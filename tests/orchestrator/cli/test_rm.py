@@ -24,8 +24,8 @@ from orchestrator.controller.actor import Actor
 from orchestrator.controller.user_requests import answer_idle
 from orchestrator.errors import Precondition
 from orchestrator.observed_since import Clock, ObservedSince
-from orchestrator.registry.operations.removal_writes import Removal
 from orchestrator.registry.records import Notice, Run
+from orchestrator.registry.user_writes import Removal
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
 from tests.orchestrator.cli.conftest import Seeds, Type

@@ -32,7 +32,7 @@ def program(seeds: Seeds) -> Program:
     return typed
 
 
-# `show` opens a registry with SQLAlchemy and takes three times as long: all is closed to it at once.
+# `show` opens the whole registry and takes longer: everything is closed to it at once.
 CLOSED = [
     ("status", ">&-"),
     ("status", "2>&-"),

@@ -7,9 +7,9 @@ import pytest
 
 from orchestrator.controller import record_writer
 from orchestrator.controller.record_writer import RecordWriter
-from orchestrator.registry.operations import run_record
-from orchestrator.registry.operations.run_record import RunRecord, load_record, write_record
+from orchestrator.registry import run_record
 from orchestrator.registry.records import Checkpoint
+from orchestrator.registry.run_record import RunRecord, load_record, write_record
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.bounded_files import DirectFiles
 from orchestrator.states import Trust

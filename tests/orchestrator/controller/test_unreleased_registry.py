@@ -10,8 +10,7 @@ import pytest
 from orchestrator.cli import main
 from orchestrator.controller import service
 from orchestrator.errors import RegistryError
-from orchestrator.registry import fast_queries
-from orchestrator.registry.versions import HEAD
+from orchestrator.registry import versions
 from tests.orchestrator.registry.old_registry import old_registry
 
 REFUSED = "can neither read nor upgrade"
@@ -37,14 +36,14 @@ def test_every_verb_refuses_it_in_one_line_until_it_is_rebuilt(
     assert path.read_bytes() == before
     (path.parent / "runs").mkdir()
     assert main.run(["db", "rebuild", "--root", str(path.parent / "runs")]) == 0
-    assert fast_queries.version(path) == HEAD
+    assert versions.read_version(path) == versions.HEAD
     assert main.run(["status"]) == 0
 
 
 def test_a_registry_that_has_lost_its_version_is_not_taken_for_an_empty_one(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old_registry(path, HEAD)
+    old_registry(path, versions.HEAD)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("DELETE FROM alembic_version")
     for words in (["status"], ["controller", "tick"]):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.registry.operations.run_record import load_record
+from orchestrator.registry.run_record import load_record
 from orchestrator.registry.store import Store
 from trainer.protocol.run_dir import RunDir
 

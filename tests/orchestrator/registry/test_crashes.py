@@ -11,7 +11,7 @@ from orchestrator.registry.store import Store
 Desk = Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["orchestrator.registry.store", "alembic.command", "alembic.config"])
+SERVER.set_forkserver_preload(["orchestrator.registry.store"])
 Pipe = multiprocessing.connection.Connection
 
 

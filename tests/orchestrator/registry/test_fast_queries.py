@@ -1,4 +1,4 @@
-"""What `orch status` reads, without sqlalchemy."""
+"""Queries of `orch status`, with the standard library only."""
 
 import ast
 import sqlite3
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import RegistryError
-from orchestrator.registry import fast_queries
+from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.records import Checkpoint, Generation
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
@@ -144,10 +144,10 @@ def test_the_lease_tells_how_old_the_answer_is(desk: Desk, tmp_path: Path) -> No
 
 def test_no_registry_is_an_empty_answer(tmp_path: Path) -> None:
     path = tmp_path / "none.db"
-    assert (fast_queries.newest(path), fast_queries.lease(path), fast_queries.version(path)) == ([], None, None)
+    assert (fast_queries.newest(path), fast_queries.lease(path), versions.read_version(path)) == ([], None, None)
     assert not path.exists()
     path.touch()
-    assert (fast_queries.newest(path), fast_queries.lease(path), fast_queries.version(path)) == ([], None, None)
+    assert (fast_queries.newest(path), fast_queries.lease(path), versions.read_version(path)) == ([], None, None)
 
 
 def test_what_is_no_file_or_may_not_be_read_is_told_so(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_ten_thousand_runs_are_read_by_look_ups(desk: Desk) -> None:
             ticks += 1
             return 0
 
-        connect = fast_queries._connect
+        connect = versions.connect_readonly
 
         def counted(path: Path) -> sqlite3.Connection:
             connection = connect(path)
@@ -252,7 +252,7 @@ def test_ten_thousand_runs_are_read_by_look_ups(desk: Desk) -> None:
             return connection
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fast_queries, "_connect", counted)
+            patch.setattr(versions, "connect_readonly", counted)
             rows = fast_queries.newest(desk.path, limit, states)
         assert len(rows) == limit
         assert rows[0]["attempts"] == rows[0]["generations"] == 3
@@ -267,8 +267,8 @@ def test_ten_thousand_runs_are_read_by_look_ups(desk: Desk) -> None:
 def test_it_loads_no_heavy_library(desk: Desk) -> None:
     desk.run()
     code = (
-        "import sys; from pathlib import Path; from orchestrator.registry import fast_queries; "
-        "p = Path(sys.argv[1]); assert fast_queries.newest(p); fast_queries.lease(p); fast_queries.version(p); "
+        "import sys; from pathlib import Path; from orchestrator.registry import fast_queries, versions; "
+        "p = Path(sys.argv[1]); assert fast_queries.newest(p); fast_queries.lease(p); versions.read_version(p); "
         "print([m for m in ('sqlalchemy', 'alembic', 'torch', 'omegaconf', 'rich', 'yaml') if m in sys.modules])"
     )
     answer = subprocess.run(

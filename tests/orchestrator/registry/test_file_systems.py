@@ -71,7 +71,6 @@ NFS3 = "rw,vers=3,rsize=1048576,hard,proto=tcp,mountaddr=10.0.0.1,mountvers=3,{}
         ("nfs", NFS3.format("nolock"), "mounted with nolock"),
         ("lustre", "rw,flock,lazystatfs", ""),
         ("lustre", "rw,localflock,lazystatfs", "mounted with localflock"),
-        ("lustre", "rw,lazystatfs", "mounted without flock"),
         ("gpfs", "rw", ""),
         ("ceph", "rw,name=a,acl", ""),
         ("gfs2", "rw", ""),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from orchestrator.registry.backup import backup
-from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import Lease
+from orchestrator.registry.run_record import RunRecord
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.run_dirs.other_registry import OtherRegistry, find_other_registry

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from orchestrator.controller.ownership import never_submitted
-from orchestrator.registry.operations.run_record import write_records
+from orchestrator.registry.run_record import write_records
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import RunState

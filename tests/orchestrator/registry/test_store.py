@@ -299,7 +299,7 @@ def test_what_is_read_together_is_one_snapshot_and_writes_nothing(desk: Desk) ->
     run, _ = desk.run()
     steps: list[int] = []
 
-    def read(_: Any) -> None:
+    def read() -> None:
         steps.append(desk.store.run(run.name).step)
         writer = threading.Thread(target=lambda: desk.store.note_run(run.name, **desk.stamp, step=7))
         writer.start()
@@ -321,10 +321,10 @@ def test_a_registry_that_stays_locked_is_told_so(desk: Desk) -> None:
     blocker.execute("BEGIN IMMEDIATE")
     database = Database(desk.path, patience=0.0, busy_seconds=0.05)
     with pytest.raises(RegistryError, match="locked by another process"):
-        database.write(lambda connection: None)
+        database.write(lambda: None)
     blocker.execute("ROLLBACK")
     blocker.close()
-    database.write(lambda connection: None)
+    database.write(lambda: None)
     database.close()
 
 

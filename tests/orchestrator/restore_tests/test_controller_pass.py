@@ -13,8 +13,8 @@ from checkpointing.retention.garbage import pin, read_pins, remove_pin
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.verification.verdicts import RESTORE_TESTED, read_verdicts
 from orchestrator.config.run_config import RunConfig
-from orchestrator.registry.operations.run_record import load_record
 from orchestrator.registry.records import Checkpoint, Generation, NewRun, Notice, RestoreTest, Run
+from orchestrator.registry.run_record import load_record
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.controller_pass import RestoreTests, begin_test
 from orchestrator.restore_tests.create import RestoreTestRequest, create_test

@@ -16,8 +16,8 @@ from orchestrator.config.compose import Composed, compose
 from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import ConfigError, Precondition
-from orchestrator.registry.operations.run_record import RunRecord
 from orchestrator.registry.records import NewRun
+from orchestrator.registry.run_record import RunRecord
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.run_folder import ensure_run_dir
 from orchestrator.states import AttemptState, RunState

@@ -29,11 +29,11 @@ class Sites:
         return name
 
     def belongs(self, name: str, scheduler: str) -> None:
-        with self.store.database._engine.begin() as connection:
-            for table, key in (("runs", "name"), ("attempts", "run")):
-                update = f"UPDATE {table} SET scheduler = ? WHERE {key} = ?"
-                connection.exec_driver_sql(update, (scheduler, name))
-            connection.exec_driver_sql("UPDATE runs SET cluster = 'slurm' WHERE name = ?", (name,))
+        def update() -> None:
+            self.store.database.update("runs", {"scheduler": scheduler, "cluster": "slurm"}, name=name)
+            self.store.database.update("attempts", {"scheduler": scheduler}, run=name)
+
+        self.store.together(update)
 
     def over(self, name: str) -> None:
         self.store.move_attempt(name, 1, AttemptState.ENDED, "over", epoch=self.seeds.epoch, now=time.time())

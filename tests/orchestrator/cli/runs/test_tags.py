@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.registry.operations.run_record import RunRecord
+from orchestrator.registry.run_record import RunRecord
 from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from trainer.protocol.run_dir import RunDir

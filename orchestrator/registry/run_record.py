@@ -11,7 +11,7 @@ from typing import Any
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from checkpointing.storage.storage_errors import error_words
 from orchestrator.errors import NotFound
-from orchestrator.registry.operations.reads import Reads
+from orchestrator.registry.reads import Reads
 from orchestrator.registry.records import (
     Attempt,
     Checkpoint,
@@ -95,7 +95,7 @@ def _impossible(value: Any, name: str = "") -> str:
 
 def load_record(store: Reads, name: str) -> RunRecord:
     """Return the record of a run's present rows."""
-    return store.database.read(lambda _: _load_record(store, name))
+    return store.database.read(lambda: _load_record(store, name))
 
 
 def _load_record(store: Reads, name: str) -> RunRecord:

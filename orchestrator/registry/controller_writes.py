@@ -1,0 +1,360 @@
+"""Registry writes of the controller, leases included; each checks its fencing epoch."""
+
+import os
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from orchestrator.errors import Fenced, ForeignRun
+from orchestrator.registry.database import KEEP_EXISTING, check_changes, replace_existing, writes
+from orchestrator.registry.records import (
+    Attempt,
+    Checkpoint,
+    CheckpointCopy,
+    Generation,
+    Lease,
+    Node,
+    Notice,
+    Run,
+    Submission,
+)
+from orchestrator.registry.user_writes import UserWrites
+from orchestrator.states import AttemptState, RunState, Trust, may_move
+
+NO_HOLDER = ""
+"""Holder of a dropped lease."""
+ALL_RUNS = ""
+"""Scheduler of a lease for all runs, used by `orch db rebuild` and by controllers of older versions."""
+
+
+class ControllerWrites(UserWrites):
+    """Writes of the lease's holder; all are idempotent."""
+
+    @writes
+    def take_lease(
+        self,
+        holder: str,
+        now: float,
+        ttl: float,
+        scheduler: str = ALL_RUNS,
+        over: Sequence[Lease] | None = None,
+    ) -> Lease | None:
+        """Return the lease if it is free, expired or already this holder's; None while another holder is alive.
+
+        `over`: leases that the caller has watched long enough to know that their holders stall, whatever this host's
+        clock shows. If given, only these leases count as expired, and only if unchanged. A new holder gets an epoch
+        above all others, which fences its predecessor. The lease for all runs and a single scheduler's lease exclude
+        each other.
+        """
+        assert holder, "a lease needs a holder"
+        rows = self.leases()
+        others = [row for row in rows if scheduler in (ALL_RUNS, row.scheduler) or row.scheduler == ALL_RUNS]
+        if any(is_live(row, now, over) for row in others if row.holder not in (NO_HOLDER, holder)):
+            return None
+        held = next((row for row in others if row.scheduler == scheduler), None)
+        for row in others:
+            if row is not held:
+                self._set_lease(row.epoch, holder=NO_HOLDER, expires_at=0.0)
+        next_epoch = max((row.epoch for row in rows), default=0) + 1
+        if held is None:
+            taken = Lease(epoch=next_epoch, holder=holder, renewed_at=now, expires_at=now + ttl, scheduler=scheduler)
+            self.database.put(taken)
+            return taken
+        epoch = held.epoch if held.holder == holder else next_epoch
+        self._set_lease(held.epoch, epoch=epoch, holder=holder, renewed_at=now, expires_at=now + ttl)
+        return self._lease_of(epoch)
+
+    @writes
+    def renew_lease(self, lease: Lease, now: float, ttl: float) -> Lease:
+        """Extend the lease by `ttl` seconds. Raises Fenced if it is lost."""
+        self._fence(lease.epoch)
+        self._set_lease(lease.epoch, renewed_at=now, expires_at=now + ttl)
+        renewed = self._lease_of(lease.epoch)
+        assert renewed is not None
+        return renewed
+
+    @writes
+    def drop_lease(self, lease: Lease) -> None:
+        """Give up the lease; does nothing if another controller has taken it."""
+        held = self._lease_of(lease.epoch)
+        if held is not None and held.holder == lease.holder:
+            self._set_lease(lease.epoch, holder=NO_HOLDER, expires_at=0.0)
+
+    @writes
+    def note_tick(self, lease: Lease, now: float) -> None:
+        """Record the end of a whole pass over the runs. Raises Fenced if the lease is lost."""
+        self._fence(lease.epoch)
+        self._set_lease(lease.epoch, ticked_at=now)
+
+    @writes
+    def move_run(self, /, run: str, to: RunState, reason: str, *, epoch: int, now: float, **changes: Any) -> None:
+        """Change a run's state and record the reason; in the same state, only `changes` are applied."""
+        self._fence(epoch, run)
+        before = self.named_run(run).state
+        values = check_changes(Run, changes)
+        if _moves(before, to, f"run {run}"):
+            values = {"reason": reason, **values, "state": to}
+            self.note_transition(run, "run", run, before, to, reason, now)
+        if values:
+            self.database.update("runs", {"updated_at": now, **values}, name=run)
+
+    @writes
+    def move_attempt(
+        self, /, run: str, number: int, to: AttemptState, reason: str, *, epoch: int, now: float, **changes: Any
+    ) -> None:
+        """Change an attempt's state and record the reason; in the same state, only `changes` are applied."""
+        self._fence(epoch, run)
+        before = self.attempt(run, number).state
+        values = check_changes(Attempt, changes)
+        if _moves(before, to, f"attempt {run}/{number}"):
+            values = {"reason": reason, **values, "state": to}
+            self.note_transition(run, "attempt", str(number), before, to, reason, now)
+        if values:
+            self.database.update("attempts", values, run=run, number=number)
+
+    @writes
+    def claim_run(self, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
+        """Assign a run from `before` (empty: unassigned) to this scheduler; return whether it belongs to it now.
+
+        Attempts without a scheduler follow the run, and so do node records under an older version's cluster name.
+        """
+        self._fence(epoch)
+        row = self.named_run(run)
+        if row.scheduler not in (before, scheduler):
+            return False
+        if not row.scheduler:
+            self._keep_nodes(row.cluster, scheduler)
+        self.database.update("runs", {"scheduler": scheduler}, name=run)
+        self.database.touch(run)  # its record contains the scheduler
+        self.database.update("attempts", {"scheduler": scheduler}, run=run, scheduler="")
+        return True
+
+    @writes
+    def note_run(self, /, run: str, *, epoch: int, now: float, **changes: Any) -> None:
+        """Change fields of a run other than its state."""
+        self._fence(epoch, run)
+        self.named_run(run)
+        self.database.update("runs", {"updated_at": now, **check_changes(Run, changes)}, name=run)
+
+    @writes
+    def note_notified(self, run: str, notified: dict[str, Any], *, epoch: int) -> None:
+        """Record the notifications of a run's changes; its time of update does not change."""
+        self._fence(epoch, run)
+        self.database.update("runs", {"notified": notified}, name=run)
+        self.database.touch(run)
+
+    @writes
+    def note_attempt(self, /, run: str, number: int, *, epoch: int, **changes: Any) -> None:
+        """Change fields of an attempt other than its state."""
+        self._fence(epoch, run)
+        self.attempt(run, number)
+        if changes:
+            self.database.update("attempts", check_changes(Attempt, changes), run=run, number=number)
+
+    @writes
+    def add_attempt(
+        self, /, run: str, *, nonce: str, excluded: tuple[str, ...], epoch: int, now: float,
+        reason: str = "next attempt", **changes: Any,
+    ) -> Attempt:  # fmt: skip
+        """Add the intent of the run's next attempt; `changes` override fields taken from its run."""
+        self._fence(epoch, run)
+        number = max((attempt.number for attempt in self.attempts(run)), default=0) + 1
+        self.put_intent(
+            self.named_run(run), number, nonce=nonce, excluded=excluded, epoch=epoch, reason=reason, now=now
+        )
+        if changes:
+            self.database.update("attempts", check_changes(Attempt, changes), run=run, number=number)
+        return self.attempt(run, number)
+
+    @writes
+    def put_generation(self, generation: Generation, *, epoch: int) -> None:
+        """Insert or update a generation, and the attempt's count of generations."""
+        self._fence(epoch, generation.run)
+        self.database.put(generation, replace_existing(Generation, "run", "attempt", "number"))
+        count = len(self.generations(generation.run, generation.attempt))
+        self.database.update("attempts", {"generations": count}, run=generation.run, number=generation.attempt)
+
+    @writes
+    def put_notice(self, notice: Notice, *, epoch: int) -> None:
+        """Insert a notice; an existing one is kept."""
+        self._fence(epoch, notice.run)
+        self.database.put(notice, KEEP_EXISTING)
+
+    @writes
+    def put_checkpoint(self, checkpoint: Checkpoint, *, epoch: int) -> None:
+        """Insert a checkpoint; an existing one is kept."""
+        self._fence(epoch, checkpoint.run)
+        if self.database.put(checkpoint, KEEP_EXISTING).rowcount:
+            reason = checkpoint.reason or f"written by attempt {checkpoint.attempt}"
+            self.note_transition(
+                checkpoint.run, "checkpoint", checkpoint.name, "", checkpoint.trust, reason, checkpoint.committed_at
+            )
+
+    @writes
+    def put_copy(self, copy: CheckpointCopy, *, epoch: int) -> None:
+        """Record a copy of a known checkpoint in a further tier."""
+        self._fence(epoch, copy.run)
+        self.checkpoint(copy.run, copy.name)
+        self.database.put(copy, KEEP_EXISTING)
+
+    @writes
+    def drop_copy(self, run: str, name: str, tier: str, *, epoch: int) -> None:
+        """Delete the record of a copy."""
+        self._fence(epoch, run)
+        self.database.execute("DELETE FROM copies WHERE run = ? AND name = ? AND tier = ?", (run, name, tier))
+
+    @writes
+    def move_checkpoint(self, run: str, name: str, path: str, *, epoch: int) -> None:
+        """Record a checkpoint's new path."""
+        self._fence(epoch, run)
+        self.database.update("checkpoints", {"path": path, "tier": os.path.dirname(path)}, run=run, name=name)
+
+    @writes
+    def rehome(self, copy: CheckpointCopy, reason: str, *, epoch: int) -> None:
+        """Make a copy the checkpoint's main location after the original is gone; its trust is unchanged."""
+        self._fence(epoch, copy.run)
+        self.checkpoint(copy.run, copy.name)
+        place = {"tier": copy.tier, "path": copy.path, "reason": reason}
+        self.database.update("checkpoints", place, run=copy.run, name=copy.name)
+        self.drop_copy(copy.run, copy.name, copy.tier, epoch=epoch)
+
+    @writes
+    def trust(self, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float) -> None:
+        """Change a checkpoint's trust and record the reason."""
+        self._fence(epoch, run)
+        before = self.checkpoint(run, name).trust
+        if _moves(before, to, f"checkpoint {run}/{name}"):
+            self.database.update("checkpoints", {"trust": to, "reason": reason}, run=run, name=name)
+            self.note_transition(run, "checkpoint", name, before, to, reason, now)
+
+    @writes
+    def end_restore_test(
+        self, test: str, verdict: str, reason: str, evidence: dict[str, Any], *, epoch: int, now: float
+    ) -> None:
+        """Record the end of a restore test; the first verdict is kept. The tested run's controller may write it."""
+        self._fence(epoch)
+        found = self.restore_test(test)
+        if found is not None and found.ended_at is None:
+            values = {"verdict": verdict, "reason": reason, "evidence": evidence, "ended_at": now}
+            self.database.update("restore_tests", values, test=test)
+        self.database.touch(test)
+
+    @writes
+    def saw_node(self, name: str, cluster: str, *, epoch: int, now: float, failure: str | None = None) -> None:
+        """Count another attempt on a node or, with `failure`, a failure on it."""
+        node = self._node(name, cluster, epoch, now)
+        if failure is None:
+            changes: dict[str, Any] = {"attempts": node.attempts + 1}
+        else:
+            # While a node is excluded, the reason for that is kept.
+            reason = node.reason if node.excluded_until > now else failure
+            changes = {"failures": node.failures + 1, "reason": reason}
+        self._alter_node(node, now, changes)
+
+    @writes
+    def exclude_node(self, name: str, cluster: str, until: float, reason: str, *, epoch: int, now: float) -> None:
+        """Exclude a node until a time (`now` ends the exclusion) and record the reason."""
+        node = self._node(name, cluster, epoch, now)
+        self._alter_node(node, now, {"excluded_until": until, "reason": reason})
+
+    @writes
+    def prolong_exclusion(
+        self, name: str, cluster: str, before: float, until: float, *, epoch: int, now: float
+    ) -> None:  # fmt: skip
+        """Extend a node's exclusion if it still ends at `before`."""
+        self._fence(epoch)
+        self.database.update("nodes", {"excluded_until": until}, cluster=cluster, name=name, excluded_until=before)
+
+    @writes
+    def release_node(self, name: str, cluster: str, reason: str, *, epoch: int, now: float) -> None:
+        """End a node's exclusion and reset its failures."""
+        node = self._node(name, cluster, epoch, now)
+        self._alter_node(node, now, {"excluded_until": now, "reason": reason, "failures": 0})
+
+    @writes
+    def add_submission(self, run: str, attempt: int, *, epoch: int, now: float) -> int:
+        """Record that the attempt's job is about to be submitted; return the submission's number."""
+        self._fence(epoch)
+        numbers = [submission.number for submission in self.submissions(run) if submission.attempt == attempt]
+        number = max(numbers, default=0) + 1
+        self.database.put(Submission(run=run, attempt=attempt, number=number, submitted_at=now))
+        return number
+
+    @writes
+    def note_submission(self, /, run: str, attempt: int, number: int, *, epoch: int, **changes: Any) -> None:
+        """Record the outcome or job id of a submission."""
+        self._fence(epoch)
+        changes = check_changes(Submission, changes)
+        self.database.update("submissions", changes, run=run, attempt=attempt, number=number)
+
+    @writes
+    def set_cursor(self, run: str, file: str, offset: int, *, epoch: int) -> None:
+        """Record the offset up to which an event file has been read."""
+        self._fence(epoch, run)
+        newer = 'ON CONFLICT (run, file) DO UPDATE SET "offset" = excluded."offset"'
+        self.database.insert("cursors", {"run": run, "file": file, '"offset"': offset}, newer)
+
+    @writes
+    def answer(self, request_id: int, answer: str, *, epoch: int, now: float) -> None:
+        """Answer a request; the first answer is kept."""
+        found = next((request for request in self.user_requests() if request.id == request_id), None)
+        self._fence(epoch, None if found is None else found.run)
+        if found is not None:
+            self.database.update("asks", {"answer": answer, "answered_at": now}, id=request_id)
+
+    def _fence(self, epoch: int, run: str | None = None) -> None:
+        """Raise Fenced if the epoch's lease is not held, and ForeignRun if the run belongs to another scheduler.
+
+        An expired lease passes until it is taken; this check and the write share a transaction.
+        """
+        held = self._lease_of(epoch)
+        if held is None or held.holder == NO_HOLDER:
+            live = [f"epoch {row.epoch} is in force" for row in self.leases() if row.holder != NO_HOLDER]
+            why = ", ".join(live) or "no controller holds the lease"
+            raise Fenced(f"a controller with epoch {epoch} may not write: {why}")
+        if run is not None and held.scheduler != ALL_RUNS:
+            owner = self.database.execute("SELECT scheduler FROM runs WHERE name = ?", (run,)).fetchone()
+            if owner is not None and owner[0] not in ("", held.scheduler):
+                raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owner[0]}")
+
+    def _lease_of(self, epoch: int) -> Lease | None:
+        """Return the lease with this epoch, which is unique."""
+        return self.database.first(Lease, "WHERE epoch = ?", epoch)
+
+    def _set_lease(self, of_epoch: int, **changes: object) -> None:
+        self.database.update("lease", changes, epoch=of_epoch)
+
+    def _node(self, name: str, cluster: str, epoch: int, now: float) -> Node:
+        """Return a node's row, inserting it if the node is new."""
+        self._fence(epoch)
+        self.database.put(Node(name=name, cluster=cluster, first_seen=now, last_seen=now), KEEP_EXISTING)
+        found = self.database.first(Node, "WHERE cluster = ? AND name = ?", cluster, name)
+        assert found is not None
+        return found
+
+    def _alter_node(self, node: Node, now: float, changes: Mapping[str, Any]) -> None:
+        seen = {"last_seen": max(node.last_seen, now)}
+        self.database.update("nodes", {**seen, **changes}, cluster=node.cluster, name=node.name)
+
+    def _keep_nodes(self, old: str, new: str) -> None:
+        """Copy the node records from the cluster's old name to its new one; the later exclusion is kept."""
+        later = (
+            "ON CONFLICT (cluster, name) DO UPDATE SET reason = excluded.reason,"
+            " excluded_until = excluded.excluded_until WHERE excluded.excluded_until > nodes.excluded_until"
+        )
+        for node in self.database.find(Node, "WHERE cluster = ?", old):
+            self.database.insert("nodes", {**vars(node), "cluster": new}, later)
+
+
+def is_live(held: Lease, now: float, over: Sequence[Lease] | None) -> bool:
+    """Return whether a held lease excludes other controllers (`over` as in `take_lease`)."""
+    if over is None:
+        return held.expires_at > now
+    return (held.epoch, held.renewed_at) not in {(watched.epoch, watched.renewed_at) for watched in over}
+
+
+def _moves(before: StrEnum, after: StrEnum, subject: str) -> bool:
+    if before == after:
+        return False
+    assert may_move(before, after), f"{subject} may not go from {before} to {after}"
+    return True

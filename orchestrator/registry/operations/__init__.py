@@ -1,1 +1,0 @@
-"""Reads and writes of the registry, grouped by their caller; the Store joins them."""

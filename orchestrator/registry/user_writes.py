@@ -1,0 +1,159 @@
+"""Registry writes of users: configs, new runs, requests to the controller, and removal of runs."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from checkpointing.storage.durable import canonical
+from orchestrator.errors import Precondition
+from orchestrator.registry.database import KEEP_EXISTING, reads, writes
+from orchestrator.registry.reads import Reads
+from orchestrator.registry.records import Attempt, NewRun, RestoreTest, Run, Transition
+from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
+
+_TABLES_OF_RUN = (
+    "cursors", "asks", "transitions", "notices", "copies", "checkpoints", "generations", "submissions", "attempts",
+)  # fmt: skip
+"""Tables with rows of a run, referring tables first."""
+
+
+class Removal(StrEnum):
+    """Progress of a run's removal."""
+
+    NONE = ""
+    BEGUN = "begun"  # nothing of it may be resumed or tested any more
+    SET_ASIDE = "set aside"  # its folder has been renamed; its remains have the new name
+
+
+class UserWrites(Reads):
+    """Writes that need no lease: they decide nothing, or concern an ended run, which has no controller."""
+
+    @writes
+    def put_config(self, data: dict[str, Any]) -> str:
+        """Store a resolved config once; return the digest of its canonical bytes."""
+        content = canonical(data)
+        digest = hashlib.sha256(content).hexdigest()
+        self.database.insert("configs", {"digest": digest, "data": content.decode()}, KEEP_EXISTING)
+        return digest
+
+    @writes
+    def put_restore_test(self, test: RestoreTest) -> None:
+        """Record that a run is a restore test, in one transaction with its `create_run`.
+
+        Raises Precondition for a test of a run that is being removed.
+        """
+        if self.named_run(test.run).removal:
+            raise Precondition(f"{test.run} is being removed", where=test.run, hint=f"orch rm {test.run}")
+        self.database.put(test)
+
+    @reads
+    def free_name(self, slug: str, root: Path) -> str:
+        """Return the name of the next run with this slug."""
+        # The range matches an index ("." follows "-"); names with another tail belong to other slugs.
+        query = (
+            "SELECT max(CAST(tail AS INTEGER)) FROM (SELECT substr(name, length(?1) + 2) AS tail FROM runs"
+            " WHERE name BETWEEN ?1 || '-' AND ?1 || '.') WHERE tail NOT GLOB '*[^0-9]*' AND tail <> ''"
+        )
+        number = (self.database.execute(query, (slug,)).fetchone()[0] or 0) + 1
+        while (root / f"{slug}-{number}").exists():
+            number += 1
+        return f"{slug}-{number}"
+
+    @writes
+    def create_run(self, new: NewRun, *, now: float, nonce: str) -> tuple[Run, Attempt]:
+        """Create a run `<slug>-<n>` (CREATED) with the intent of its first attempt.
+
+        `n` is one more than the highest number of that slug here, and skips existing folders in its root, so that a
+        lost registry or a second user of the same root never causes a duplicate name.
+        """
+        name = self.free_name(new.slug, new.root)
+        run = Run(
+            name=name, state=RunState.CREATED, reason="", cluster=new.cluster, run_dir=str(new.root / name),
+            config_digest=new.config_digest, total_steps=new.total_steps, created_at=now, updated_at=now,
+            identity=new.identity, scheduler=new.scheduler, tags=new.tags,
+        )  # fmt: skip
+        self.database.put(run)
+        self.note_transition(name, "run", name, "", RunState.CREATED, "submitted", now)
+        self.put_intent(run, 1, nonce=nonce, excluded=(), epoch=0, reason="first attempt", now=now)
+        return self.named_run(name), self.attempt(name, 1)
+
+    @writes
+    def change_tags(self, run: str, added: Iterable[str], removed: Iterable[str]) -> tuple[str, ...]:
+        """Add and remove tags of a run; return its tags."""
+        tags = tuple(sorted(({*self.named_run(run).tags} | {*added}) - {*removed}))
+        self.database.update("runs", {"tags": tags}, name=run)
+        self.database.touch(run)  # its record contains them too
+        return tags
+
+    @writes
+    def add_user_request(self, run: str, verb: str, args: dict[str, Any], now: float) -> int:
+        """Add a request to the controller; return the number under which it will be answered."""
+        self.named_run(run)
+        row = {"run": run, "verb": verb, "args": args, "asked_at": now, "answer": ""}
+        return self.database.insert("asks", row).lastrowid or 0
+
+    @writes
+    def begin_removal(self, run: str) -> None:
+        """Mark the run as being removed, which stops new work on it. Raises Precondition if it is in use."""
+        found = self.named_run(run)
+        under_way = [test.test for test in self.restore_tests(run, going_on=True)]
+        require_removable(found, self.attempts(run), under_way)
+        if not found.removal:
+            reason = f"is being removed; to finish that: orch rm {run}"
+            self.database.update("runs", {"removal": Removal.BEGUN, "reason": reason}, name=run)
+
+    @writes
+    def note_set_aside(self, run: str) -> None:
+        """Record that a run's folder was renamed; from now on it counts as gone, not hidden."""
+        self.database.update("runs", {"removal": Removal.SET_ASIDE}, name=run)
+
+    @writes
+    def delete_run(self, run: str) -> None:
+        """Delete every row of a run whose removal was begun."""
+        assert self.named_run(run).removal, f"the removal of {run} was not begun"
+        self.database.execute("DELETE FROM restore_tests WHERE test = ?", (run,))
+        for table in _TABLES_OF_RUN:
+            self.database.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+        self.database.execute("DELETE FROM runs WHERE name = ?", (run,))
+
+    def put_intent(
+        self, run: Run, number: int, *, nonce: str, excluded: tuple[str, ...], epoch: int, reason: str, now: float
+    ) -> None:  # fmt: skip
+        """Record, within a write, that attempt `number` is about to be submitted to its run's scheduler."""
+        self.database.put(
+            Attempt(
+                run=run.name, number=number, state=AttemptState.INTENT, nonce=nonce,
+                job_name=f"orch-{run.name}-{number}-{nonce}", epoch=epoch, excluded=excluded, intent_at=now,
+                scheduler=run.scheduler, config_digest=run.config_digest,
+            )
+        )  # fmt: skip
+        self.note_transition(run.name, "attempt", str(number), "", AttemptState.INTENT, reason, now)
+
+    def note_transition(
+        self, run: str, kind: str, subject: str, before: str, after: str, reason: str, time: float
+    ) -> None:  # fmt: skip
+        """Record, within a write, a change of state with its reason; the run's record file is due after the commit."""
+        self.database.touch(run)
+        self.database.put(
+            Transition(run=run, kind=kind, subject=subject, before=before, after=after, reason=reason, time=time)
+        )
+
+
+def require_removable(run: Run, attempts: Sequence[Attempt], tests: Sequence[str]) -> None:
+    """Raise Precondition if a run is or may be alive, or if `tests` of it are in progress."""
+    # In an ended run, a LOST attempt never comes back.
+    lost = attempts[-1].state is AttemptState.LOST and run.state not in ENDED_RUNS
+    if run.state in LIVE_RUNS or lost or any(attempt.state in LIVE_ATTEMPTS for attempt in attempts):
+        raise Precondition(
+            f"{run.name} is {run.state}" + ("" if run.state in LIVE_RUNS else ", and its last job may still be alive"),
+            where=run.reason,
+            hint=f"`orch cancel {run.name}` stops it; then the same again",
+        )
+    if tests:
+        raise Precondition(
+            f"a restore test of {run.name} is under way: {tests[0]}",
+            where=run.name,
+            hint=f"`orch wait {tests[0]}`, or `orch cancel {tests[0]}`; then the same again",
+        )

@@ -17,7 +17,7 @@ from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_RUNS, RunState, Trust, may_move
 from trainer.protocol.config import build
 from trainer.protocol.events import EventKind
-from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome
+from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome, RestoreVerdict
 from trainer.protocol.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")
@@ -28,19 +28,6 @@ START_WITHIN, QUEUE_AT_MOST = HOUR, 24 * HOUR
 _TRUST = {Outcome.RESTORED: Trust.RESTORED, Outcome.SUSPECT: Trust.SUSPECT, Outcome.CORRUPT: Trust.CORRUPT}
 _MARKS = (OSError, RunDirHangs, ImportError, ValueError)
 """Errors that prevent a mark: a missing, full or hanging folder, or a store that cannot be opened here."""
-
-
-@dataclass(frozen=True)
-class RestoreTestResult:
-    """Result of a test; `evidence` from its job, with times from the registry."""
-
-    outcome: Outcome
-    reason: str
-    evidence: dict[str, Any]
-
-    @property
-    def place(self) -> str:
-        return str(self.evidence.get("place", ""))
 
 
 @dataclass
@@ -59,15 +46,13 @@ class VerdictRecorder:
         late = self._too_late(run, test, now) if run.state in LIVE_RUNS else ""
         if run.state in LIVE_RUNS and not late:
             return ""
-        found = RestoreTestResult(Outcome.NOT_FINISHED, late, {}) if late else self._read_result(run)
+        found = RestoreVerdict(outcome=Outcome.NOT_FINISHED, reason=late) if late else self._read_result(run)
         found.evidence.update(self._times(test, found.evidence, now))
         if source is not None:
             self._mark(source, test, found, now)
 
         def closed() -> None:
-            self.store.end_restore_test(
-                test.test, found.outcome, found.reason, found.evidence, epoch=epoch, now=now
-            )  # fmt: skip
+            self.store.end_restore_test(test.test, found.outcome, found.reason, found.evidence, epoch=epoch, now=now)
             if late:
                 self.store.add_user_request(test.test, "cancel", {"now": True}, now)
             if source is not None:
@@ -111,18 +96,16 @@ class VerdictRecorder:
         except (ConfigError, ValueError, TypeError):
             return 24 * 60
 
-    def _read_result(self, run: Run) -> RestoreTestResult:
-        told = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
-        if not told:
-            return RestoreTestResult(Outcome.NOT_FINISHED, run.reason, {})
+    def _read_result(self, run: Run) -> RestoreVerdict:
+        reports = [notice.data for notice in self.store.notices(run.name) if notice.kind == EventKind.RESTORE_TESTED]
+        if not reports:
+            return RestoreVerdict(outcome=Outcome.NOT_FINISHED, reason=run.reason)
         # Each rank of a user's own program reports separately: a bad checkpoint decides, then a missing verdict.
-        said = max(told, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
-        outcome = Outcome(said["verdict"])
-        if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:
-            return RestoreTestResult(
-                Outcome.NOT_FINISHED, run.reason, dict(said["evidence"])
-            )  # another rank ended earlier
-        return RestoreTestResult(outcome, str(said["reason"]), dict(said["evidence"]))
+        report = max(reports, key=lambda data: (data["verdict"] in FOUND_BAD, data["verdict"] != Outcome.RESTORED))
+        outcome, reason = Outcome(report["verdict"]), str(report["reason"])
+        if outcome is Outcome.RESTORED and run.state is not RunState.SUCCEEDED:  # another rank ended earlier
+            outcome, reason = Outcome.NOT_FINISHED, run.reason
+        return RestoreVerdict(outcome=outcome, reason=reason, evidence=dict(report["evidence"]))
 
     def _times(self, test: RestoreTest, evidence: dict[str, Any], now: float) -> dict[str, float]:
         """Return the seconds of the job, and from its start to the first step without verification."""
@@ -136,13 +119,12 @@ class VerdictRecorder:
             found["rto_seconds"] = max(0.0, first - min(known) - (verified if isinstance(verified, float) else 0.0))
         return found
 
-    def _mark(self, source: Run, test: RestoreTest, found: RestoreTestResult, now: float) -> None:
+    def _mark(self, source: Run, test: RestoreTest, found: RestoreVerdict, now: float) -> None:
         """Write the verdict, then release the pin, so that retention always sees one of them."""
-        if found.place:
+        if place := _place(found):
             try:
                 self.files.call(
-                    Path(source.run_dir),
-                    lambda: write_verdict(source, test, found.place, found.outcome, found.reason, now),
+                    Path(source.run_dir), lambda: write_verdict(source, test, place, found.outcome, found.reason, now)
                 )
             except _MARKS as error:
                 log.warning("%s: no mark beside its checkpoints of what %s found: %s", source.name, test.test, error)
@@ -154,17 +136,17 @@ class VerdictRecorder:
         except _MARKS as error:
             log.warning("%s: the pin of %s stays for now: %s", source.name, test.test, error)
 
-    def _judge(self, source: Run, test: RestoreTest, found: RestoreTestResult, epoch: int, now: float) -> None:
+    def _judge(self, source: Run, test: RestoreTest, found: RestoreVerdict, epoch: int, now: float) -> None:
         known = [row for row in self.store.checkpoints(source.name) if row.name == test.checkpoint]
         if found.outcome in UNDECIDED or not known:
             return
-        row, trust = known[0], _TRUST[found.outcome]
+        row, trust, place = known[0], _TRUST[found.outcome], _place(found)
         why = f"restore test {test.test} on {test.layout}: {found.reason}"
-        if found.place == (row.tier or str(RunDir(Path(source.run_dir)).checkpoints)):
+        if place == (row.tier or str(RunDir(Path(source.run_dir)).checkpoints)):
             if row.trust is not trust and may_move(row.trust, trust):
                 self.store.trust(source.name, test.checkpoint, trust, why, epoch=epoch, now=now)
         elif found.outcome is Outcome.CORRUPT:
-            self.store.drop_copy(source.name, test.checkpoint, found.place, epoch=epoch)
+            self.store.drop_copy(source.name, test.checkpoint, place, epoch=epoch)
         if found.outcome is not Outcome.RESTORED:
             data = {
                 "verdict": str(found.outcome), "step": test.step, "checkpoint": test.checkpoint,
@@ -176,3 +158,8 @@ class VerdictRecorder:
                 data=data,
             )  # fmt: skip
             self.store.put_notice(notice, epoch=epoch)
+
+
+def _place(found: RestoreVerdict) -> str:
+    """Return the folder or URL of the tested copy; empty if the test did not come to read it."""
+    return str(found.evidence.get("place", ""))

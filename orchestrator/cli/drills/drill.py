@@ -3,12 +3,13 @@
 import os
 import shlex
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from orchestrator.cli.drills.demo import demo_root, launch_demo
 from orchestrator.cli.drills.drill_run import DrillRun, extra_cost, why_undetectable
-from orchestrator.cli.drills.restore_test_demo import demo_root
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard
 from orchestrator.cli.drills.small_disk import run_in_namespace, small_disk
 from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
@@ -22,7 +23,6 @@ from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeou
 from orchestrator.near_words import hint_with_choices, nearest
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import KINDS
-from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.run_dir import RunDir
 
 STEP = 25
@@ -62,43 +62,43 @@ def drill(
     8 something was wrong; 124 the ranks did not train in time.
     """
     if demo:
-        kind, overrides = _known(words[0]), words[1:]
+        kind = _require_kind(words[0])
         if kind == "full-disk" and (code := run_in_namespace(screen)) is not None:
             return code
-        card, run = _in_a_demo(screen, kind, rank, root, overrides, timeout)
+        card, run = _in_a_demo(screen, kind, rank, root, words[1:], timeout)
     else:
-        if len(words) == 1 and words[0] not in EXPECTED:
-            find_live_attempt(words[0])  # report a run without a live attempt before the missing kind
-        if len(words) != 2:
-            raise _not_a_pair(words)
-        if words[1] not in EXPECTED and nearest(words[0], EXPECTED, 0.8):
-            swapped = f"orch drill {shlex.quote(words[1])} {nearest(words[0], EXPECTED, 0.8)}"
-            raise ConfigError("the run comes first, then the kind", where="command line", hint=swapped)
-        run, kind = words[0], _known(words[1])
+        run, kind = _run_and_kind(words)
         card, run = _in_a_run(screen, run, kind, rank, yes, timeout)
-    _show(screen, run, card)
-    if card.passed:
-        return 0
     if screen.json:
-        return RunFailed.exit_code
-    raise RunFailed(f"{kind}: {card.verdict}", where=run, hint=f"orch show {run}   orch logs {run} --rank first-error")
+        screen.data("drill", {"run": run, **asdict(card)})
+        return 0 if card.passed else RunFailed.exit_code
+    _show(screen, run, card)
+    if not card.passed:
+        hint = f"orch show {run}   orch logs {run} --rank first-error"
+        raise RunFailed(f"{kind}: {card.verdict}", where=run, hint=hint)
+    return 0
 
 
-def _not_a_pair(words: tuple[str, ...]) -> ConfigError:
-    runs = [word for word in words if word not in EXPECTED]
-    kinds = [word for word in words if word in EXPECTED]
-    hint = f"orch drill {shlex.quote(next(iter(runs), 'RUN'))} {next(iter(kinds), 'kill-rank')}"
-    return ConfigError("a drill takes a run and a kind", where="command line", hint=hint)
+def _run_and_kind(words: tuple[str, ...]) -> tuple[str, str]:
+    """Return the run and the kind of fault. Raises ConfigError with the corrected command."""
+    if len(words) == 1 and words[0] not in EXPECTED:
+        find_live_attempt(words[0])  # report a run without a live attempt before the missing kind
+    if len(words) != 2:
+        run = next((word for word in words if word not in EXPECTED), "RUN")
+        kind = next((word for word in words if word in EXPECTED), "kill-rank")
+        hint = f"orch drill {shlex.quote(run)} {kind}"
+        raise ConfigError("a drill takes a run and a kind", where="command line", hint=hint)
+    if words[1] not in EXPECTED and (kind := nearest(words[0], EXPECTED, 0.8)):
+        hint = f"orch drill {shlex.quote(words[1])} {kind}"
+        raise ConfigError("the run comes first, then the kind", where="command line", hint=hint)
+    return words[0], _require_kind(words[1])
 
 
-def _known(kind: str) -> str:
+def _require_kind(kind: str) -> str:
     if kind not in EXPECTED:
         hint = hint_with_choices(nearest(kind, EXPECTED), f"one of {', '.join(EXPECTED)}")
         raise ConfigError(f"no such fault: {kind}", where="command line", hint=hint)
     return kind
-
-
-# -- in a user's run
 
 
 def _in_a_run(
@@ -143,34 +143,26 @@ def _check(kind: str, run: str, config: JobConfig) -> None:
         )  # fmt: skip
 
 
-# -- in a demo
-
-
 def _in_a_demo(
     screen: Screen, kind: str, rank: int | None, root: Path | None, overrides: tuple[str, ...], timeout: float
 ) -> tuple[Scorecard, str]:
-    from orchestrator.cli.runs.submit import launch
-    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
-
     folder = demo_root(root)
-    words = ("cluster.kind=local", f"name=drill-{kind}", *_settings(kind, rank))
+    note = f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way"
     with small_disk(screen, folder / "full-disk") if kind == "full-disk" else nullcontext() as disk:
         place = (f"cluster.root={disk.path}", *_data_beside(folder)) if disk else (f"cluster.root={folder}",)
-        composed = compose("demo", overrides, environ=os.environ, preset_wins=True, settings=(*place, *words))
-        _check(kind, "this demo", composed.config)
-        screen.note(f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way")
-        launched = launch(screen, composed, LOCAL, no_controller=False)
-        run = launched["run"]
-        screen.note(f"{run}: job {launched['job_id']}, folder {launched['run_dir']}")
+        settings = (*place, f"name=drill-{kind}", *_settings(kind, rank))
+        run, run_dir = launch_demo(
+            screen, overrides, settings, note, lambda config: _check(kind, "this demo", config)
+        )  # fmt: skip
         with following(screen, run) as follower:
-            drill_run = DrillRun(follower, run, kind, StepLines(RunDir(Path(launched["run_dir"]))), disk=disk)
+            drill_run = DrillRun(follower, run, kind, StepLines(RunDir(run_dir)), disk=disk)
             if not _injected_by_rank(kind):
                 drill_run.until_saved(timeout)
                 drill_run.inject(screen, find_live_attempt(run), rank, timeout)
             card = drill_run.until_over(timeout)
             over = _await_demo_end(screen, follower, run, timeout)
         if disk and over:
-            disk.keep(Path(launched["run_dir"]))
+            disk.keep(run_dir)
     return card, run
 
 
@@ -216,31 +208,19 @@ def _settings(kind: str, rank: int | None) -> tuple[str, ...]:
 
 
 def _show(screen: Screen, run: str, card: Scorecard) -> None:
-    if screen.json:
-        screen.data("drill", {"run": run, **card.to_json()})
-        return
-    screen.say(f"\n{card.kind} in {run}: {card.verdict}")
-    for name, text in _lines(card).items():
-        if text:
-            screen.say(f"  {name:<10} {text}")
-
-
-def _lines(card: Scorecard) -> dict[str, str]:
     right = {True: ", which is right", False: ", which is wrong", None: ""}
-    return {
+    where = "its ranks run again" if card.back_step is None else f"at step {card.back_step}"
+    lines = {
         "struck": card.struck,
         "noticed": f"after {card.detected_s:.2f} s: {card.noticed}" if card.detected_s is not None else "never",
-        "blamed": (card.named or "nobody") + right[card.culprit_right] if card.culprit_right is not None else "",
+        "blamed": (card.named or "no culprit") + right[card.culprit_right] if card.culprit_right is not None else "",
         "taken for": (card.failure or "nothing") + right[card.kind_right] if card.kind_right is not None else "",
-        "decided": card.decision or "",
-        "back": _back(card),
+        "decided": card.decision,
+        "back": f"{where} after {card.back_s:.2f} s" if card.back_s is not None else "",
         "lost": f"{card.steps_lost} steps trained again" if card.steps_lost is not None else "",
-        "evidence": card.evidence or "",
+        "evidence": card.evidence,
     }
-
-
-def _back(card: Scorecard) -> str:
-    if card.back_s is None:
-        return ""
-    where = "its ranks run again" if card.back_step is None else f"at step {card.back_step}"
-    return f"{where} after {card.back_s:.2f} s"
+    screen.say(f"\n{card.kind} in {run}: {card.verdict}")
+    for name, text in lines.items():
+        if text:
+            screen.say(f"  {name:<10} {text}")

@@ -36,25 +36,29 @@ _FROM_OUTSIDE = ("kill-rank", "kill-agent", "kill-node", "full-disk")
 
 def why_undetectable(kind: str, config: JobConfig) -> str | None:
     """Return why a drill of this kind would have no visible effect; None if it is detected."""
-    command, detection = config.command, config.detection
-    # A user's own program has no progress cell: it takes no orders, and its steps are unknown.
-    if command and kind == "stop-rank":
-        return (
-            "its ranks run a command of their own, which is not watched for hangs: they would wait until the time limit"
-        )
-    if command and kind == "corrupt-checkpoint":
-        return "its ranks are a command of its own, which saves and loads in its own way"
-    if command and kind not in _FROM_OUTSIDE:
-        return "its ranks are a command of its own, which takes no such order"
-    if kind in BETWEEN_STAGES and config.parallel.pipeline.ranks == 1:
-        return "its model is in one piece (parallel.pipeline.stages=1): no stage sends anything"
-    # Stopped ranks are found by hang detection alone.
-    if EventKind.INCIDENT in EXPECTED[kind].signs and not detection.hang.on:
-        return "hang detection is off (detection.hang.on=false): its ranks would wait until the time limit"
-    # Slow ranks are found by straggler detection alone.
-    if EventKind.STRAGGLER in EXPECTED[kind].signs and not detection.straggler.on:
-        return "straggler detection is off (detection.straggler.on=false): the rank would stay slow"
-    return None
+    signs, detection, command = EXPECTED[kind].signs, config.detection, bool(config.command)
+    own = "its ranks run a command of their own, which"
+    unseen = "its ranks would wait until the time limit"
+    reasons = (
+        # A user's own program has no progress cell: it takes no orders, and its steps are unknown.
+        (command and kind == "stop-rank", f"{own} is not watched for hangs: {unseen}"),
+        (command and kind == "corrupt-checkpoint", f"{own} saves and loads in its own way"),
+        (command and kind not in _FROM_OUTSIDE, f"{own} takes no such order"),
+        (
+            kind in BETWEEN_STAGES and config.parallel.pipeline.ranks == 1,
+            "its model is in one piece (parallel.pipeline.stages=1): no stage sends anything",
+        ),
+        # Stopped ranks are found by hang detection alone, slow ones by straggler detection alone.
+        (
+            EventKind.INCIDENT in signs and not detection.hang.on,
+            f"hang detection is off (detection.hang.on=false): {unseen}",
+        ),
+        (
+            EventKind.STRAGGLER in signs and not detection.straggler.on,
+            "straggler detection is off (detection.straggler.on=false): the rank would stay slow",
+        ),
+    )
+    return next((why for applies, why in reasons if applies), None)
 
 
 def extra_cost(kind: str, config: JobConfig, at: int | None) -> str | None:

@@ -1,11 +1,11 @@
 """PURE: scoring of an injected fault: detection, attribution and time to recovery."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.cli.runs.timeline import event_sentence
-from orchestrator.states import RunState
+from orchestrator.states import ENDED_RUNS, RunState
 from trainer.protocol.events import Event, EventKind
 from trainer.protocol.failures.save_trouble import short_reason
 
@@ -16,7 +16,7 @@ class ExpectedReaction:
 
     signs: tuple[EventKind, ...]  # the first of these after the fault is its detection
     failures: tuple[str, ...]  # kinds of failure that are correct classifications
-    names: str  # required culprit: rank, node, step, or nobody
+    names: str  # required culprit: rank, node, step, or none
     then: str  # restart, hold, or go on
 
 
@@ -43,7 +43,7 @@ EXPECTED: Mapping[str, ExpectedReaction] = {
     "desync": _DESYNC,
     "nan": _BAD_LOSS,
     "full-disk": ExpectedReaction(
-        signs=(EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED), failures=("storage",), names="nobody",
+        signs=(EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED), failures=("storage",), names="none",
         then="restart",
     ),
     "corrupt-checkpoint": ExpectedReaction(
@@ -91,9 +91,6 @@ class Scorecard:
     passed: bool = False
     verdict: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def score(
     kind: str, events: Sequence[Event], steps: Sequence[Mapping[str, Any]], *, state: str = "",
@@ -106,75 +103,67 @@ def score(
     for commands, whose steps are unknown: the seconds up to `now` for which the ranks must have been running again.
     """
     expected = EXPECTED[kind]
-    fault = _fault(kind, events)
-    if fault is None:
-        over = state in (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.HELD)
-        return Scorecard(kind=kind, struck="", over=over, verdict="the fault never came about")
+    # A slow rank reports its drill once, and other faults strike once.
+    names = {kind, ALIASES.get(kind, kind)}
+    drills = [event for event in events if event.kind == EventKind.DRILL and event.data.get("kind") in names]
+    ended = state in ENDED_RUNS or state == RunState.HELD
+    if not drills:
+        return Scorecard(kind=kind, struck="", over=ended, verdict="the fault never came about")
+    fault = drills[-1]
     later = [event for event in events if event.time >= fault.time and event is not fault]
-    sign = next((event for event in later if event.kind in expected.signs and _tells(event, fault)), None)
-    found = _failure(later, fault) or failure
-    named, right = _judge_culprit(expected, fault, later, found)
-    first = _first_step(later, fault)
-    if first is None and running_for is not None:
-        first = _started_again(later, fault, now - running_for)
-    back = first if expected.then == "restart" else None
-    held = expected.then == "hold" and state == RunState.HELD
-    called = str(found["kind"]) if found else None
+    sign = next((event for event in later if event.kind in expected.signs and _is_direct_sign(event, fault)), None)
+    failure = _failure(later, fault) or failure
+    named, culprit_right = _judge_culprit(expected, fault, later, failure)
+    back = None
+    if expected.then == "restart":
+        back = _first_step(later, fault)
+        if back is None and running_for is not None:
+            back = _started_again(later, fault, now - running_for)
+    called = str(failure["kind"]) if failure else None
     card = Scorecard(
         kind=kind,
-        struck=_struck(fault),
+        struck=_describe_target(fault),
         rank=fault.data.get("rank"),
         node=_node(fault),
         step=fault.data.get("step"),
-        noticed=_words(sign) if sign else None,
+        noticed=_describe_sign(sign) if sign else None,
         detected_s=_since(fault, sign),
         named=named,
-        culprit_right=right,
+        culprit_right=culprit_right,
         failure=called,
         kind_right=called in expected.failures if expected.failures else None,
         decision=_decision(later, fault),
         back_s=_since(fault, back),
         back_step=back.data.get("step") if back else None,
-        steps_lost=_lost(steps, later, back, fault),
-        evidence=_evidence(later, found),
+        steps_lost=_lost_steps(steps, later, back, fault),
+        evidence=_evidence(later, failure),
     )
+    held = expected.then == "hold" and state == RunState.HELD
     over = back is not None or held or (expected.then == "go on" and sign is not None)
-    return _add_verdict(card, expected, over, state)
-
-
-def _add_verdict(card: Scorecard, expected: ExpectedReaction, over: bool, state: str) -> Scorecard:
-    """Return the card with a verdict, which names the first thing that went wrong."""
-    ended = state in (RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.HELD)
-    if card.noticed is None:
-        wrong = "it was not noticed"
-    elif card.kind_right is False and (over or ended):
-        wrong = f"it was taken for {card.failure or 'nothing'}, not for {' or '.join(expected.failures)}"
-    elif card.culprit_right is False:
-        wrong = f"{card.named or 'nobody'} was blamed"
-    elif not over:
-        wrong = {"restart": "it did not train again", "hold": "the run was not held"}.get(
-            expected.then, "it is not over"
-        )
-    else:
-        wrong = ""
-    back = "training again" if card.back_step is not None else "its ranks run again"
-    good = {"restart": f"noticed, rightly named, and {back}", "hold": "noticed, and held for a person"}
+    wrong = _first_mistake(card, expected, over=over, ended=ended)
+    resumed = "training again" if card.back_step is not None else "its ranks run again"
+    good = {"restart": f"noticed, rightly named, and {resumed}", "hold": "noticed, and held for a person"}
     verdict = wrong or good.get(expected.then, "noticed, and training goes on")
-    return Scorecard(**{**asdict(card), "over": over or ended, "passed": not wrong, "verdict": verdict})
+    return replace(card, over=over or ended, passed=not wrong, verdict=verdict)
 
 
-def _fault(kind: str, events: Sequence[Event]) -> Event | None:
-    names = {kind, ALIASES.get(kind, kind)}
-    drills = [event for event in events if event.kind == EventKind.DRILL and event.data.get("kind") in names]
-    # A slow rank reports its drill once, and other faults strike once.
-    return drills[-1] if drills else None
+def _first_mistake(card: Scorecard, expected: ExpectedReaction, *, over: bool, ended: bool) -> str:
+    """Return the first wrong part of the reaction; empty if all is as expected."""
+    if card.noticed is None:
+        return "it was not noticed"
+    if card.kind_right is False and (over or ended):
+        return f"it was taken for {card.failure or 'nothing'}, not for {' or '.join(expected.failures)}"
+    if card.culprit_right is False:
+        return f"{card.named} was blamed" if card.named else "no culprit was named"
+    unfinished = {"restart": "it did not train again", "hold": "the run was not held"}
+    return "" if over else unfinished.get(expected.then, "it is not over")
 
 
 def _place(event: Event) -> tuple[int, int]:
     return event.attempt, event.generation
 
 
-def _tells(event: Event, fault: Event) -> bool:
+def _is_direct_sign(event: Event, fault: Event) -> bool:
     """Return whether the event is a direct sign of the fault, not secondary or unrelated."""
     if event.kind == EventKind.RANK_EXITED:
         return event.attempt == fault.attempt and event.data.get("exit_code") != 0
@@ -182,9 +171,7 @@ def _tells(event: Event, fault: Event) -> bool:
         return event.attempt > fault.attempt
     if event.kind == EventKind.INCIDENT:
         return not event.data.get("withdrawn")
-    if event.kind == EventKind.STRAGGLER:
-        return not event.data.get("over")
-    return True
+    return event.kind != EventKind.STRAGGLER or not event.data.get("over")
 
 
 def _failure(later: Sequence[Event], fault: Event) -> Mapping[str, Any] | None:
@@ -200,22 +187,18 @@ def _judge_culprit(
     expected: ExpectedReaction, fault: Event, later: Sequence[Event], failure: Mapping[str, Any] | None
 ) -> tuple[str | None, bool | None]:
     """Return the named culprit and whether it is correct."""
-    if expected.names == "nobody":
+    if expected.names == "none":
         return None, None
+    reports: tuple[EventKind, ...] = (EventKind.INCIDENT, EventKind.STRAGGLER)
     if expected.names == "step":
-        tell = (EventKind.BATCH_SKIPPED, EventKind.CHECKPOINT_REFUSED)
-        step = next((event.data.get("step") for event in later if event.kind in tell), None)
-        return (None, False) if step is None else (f"step {step}", step == fault.data.get("step"))
-    watchers = (EventKind.INCIDENT, EventKind.STRAGGLER)
-    told = next((event.data for event in later if event.kind in watchers and _tells(event, fault)), failure)
-    if told is None:
-        return None, False
-    if expected.names == "node":
-        return _word("node", told.get("node")), told.get("node") == _node(fault)
-    return _word("rank", told.get("rank")), told.get("rank") == fault.data.get("rank")
+        reports, failure = (EventKind.BATCH_SKIPPED, EventKind.CHECKPOINT_REFUSED), None
+    report = next((event.data for event in later if event.kind in reports and _is_direct_sign(event, fault)), failure)
+    culprit = None if report is None else report.get(expected.names)
+    right = _node(fault) if expected.names == "node" else fault.data.get(expected.names)
+    return _describe(expected.names, culprit), report is not None and culprit == right
 
 
-def _word(what: str, value: Any) -> str | None:
+def _describe(what: str, value: Any) -> str | None:
     return None if value is None else f"{what} {value}"
 
 
@@ -224,21 +207,19 @@ def _node(fault: Event) -> str | None:
     return None if node is None else str(node)
 
 
-def _struck(fault: Event) -> str:
-    who = " on ".join(word for word in (_word("rank", fault.data.get("rank")), _node(fault)) if word)
+def _describe_target(fault: Event) -> str:
+    who = " on ".join(word for word in (_describe("rank", fault.data.get("rank")), _node(fault)) if word)
     step = "" if fault.data.get("step") is None else f" at step {fault.data['step']}"
     return f"{who or 'the run'}{step}"
 
 
-_TOLD_WHOLE = (EventKind.RANK_EXITED, EventKind.STRAGGLER, EventKind.AGENT_LOST)
-"""Signs whose reason alone does not name the culprit."""
-
-
-def _words(event: Event) -> str:
+def _describe_sign(event: Event) -> str:
     if event.kind == EventKind.ATTEMPT_STARTED:
         return f"attempt {event.attempt} began"
-    told = event_sentence(event) if event.kind in _TOLD_WHOLE else None
-    return told or short_reason(str(event.data.get("reason") or event.kind))
+    # The reason alone of these signs does not name the culprit.
+    whole = event.kind in (EventKind.RANK_EXITED, EventKind.STRAGGLER, EventKind.AGENT_LOST)
+    sentence = event_sentence(event) if whole else None
+    return sentence or short_reason(str(event.data.get("reason") or event.kind))
 
 
 def _since(fault: Event, event: Event | None) -> float | None:
@@ -246,10 +227,8 @@ def _since(fault: Event, event: Event | None) -> float | None:
 
 
 def _decision(later: Sequence[Event], fault: Event) -> str | None:
-    for event in later:
-        if event.kind == EventKind.DECISION and event.attempt == fault.attempt:
-            return f"{event.data.get('action')}: {event.data.get('reason')}"
-    return None
+    decisions = (event.data for event in later if event.kind == EventKind.DECISION and event.attempt == fault.attempt)
+    return next((f"{data.get('action')}: {data.get('reason')}" for data in decisions), None)
 
 
 def _first_step(later: Sequence[Event], fault: Event) -> Event | None:
@@ -261,10 +240,12 @@ def _started_again(later: Sequence[Event], fault: Event, before: float) -> Event
     """Return the start of the newest generation after the fault, if it is early enough and has not ended."""
     ended = {_place(event) for event in later if event.kind == EventKind.GENERATION_ENDED}
     started = [event for event in later if event.kind == EventKind.GENERATION_STARTED and _place(event) > _place(fault)]
-    return next((one for one in started[-1:] if one.time <= before and _place(one) not in ended), None)
+    return next((last for last in started[-1:] if last.time <= before and _place(last) not in ended), None)
 
 
-def _lost(steps: Sequence[Mapping[str, Any]], later: Sequence[Event], back: Event | None, fault: Event) -> int | None:
+def _lost_steps(
+    steps: Sequence[Mapping[str, Any]], later: Sequence[Event], back: Event | None, fault: Event
+) -> int | None:  # fmt: skip
     """Return the number of steps that had to be trained again."""
     if back is None or back.data.get("step") is None:
         return None
@@ -277,7 +258,6 @@ def _lost(steps: Sequence[Mapping[str, Any]], later: Sequence[Event], back: Even
 
 
 def _evidence(later: Sequence[Event], failure: Mapping[str, Any] | None) -> str | None:
-    for event in later:
-        if event.kind == EventKind.INCIDENT and event.data.get("evidence"):
-            return str(event.data["evidence"])
-    return str(failure["evidence"]) if failure and failure.get("evidence") else None
+    incidents = (event.data for event in later if event.kind == EventKind.INCIDENT)
+    found = (str(data["evidence"]) for data in (*incidents, failure or {}) if data.get("evidence"))
+    return next(found, None)

@@ -8,7 +8,7 @@ from checkpointing.storage.durable import read_json
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.user_code.code_record import CodeRecord
 from trainer.worker.reporting.stderr_best_effort import write_stderr
-from trainer.worker.restore_test.recorded_steps import find_difference, has_other_code
+from trainer.worker.restore_test.comparison import find_difference, has_other_code
 
 TAIL_BYTES = 1 << 20
 """Most bytes read of a file of steps: thousands of lines."""

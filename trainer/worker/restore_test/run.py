@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.engine.audit.audit import AuditShare, merge_reports
+from checkpointing.engine.audit.audit import AUDITS, AuditShare, audit_checkpoint, merge_reports
 from checkpointing.engine.collectives.group import Failed, World, result_or_failed
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.engine.restore.restorer import Restored
 from checkpointing.engine.restore.source import ONLY_RNG, OptionalKeys, TensorsFor
-from checkpointing.errors import NothingFits, NothingVerifies
-from checkpointing.storage.backends import open_storage
+from checkpointing.errors import CheckpointError, NothingFits, NothingVerifies
+from checkpointing.format.commit import parse_name, read_commit
+from checkpointing.storage.backends import Storage, open_storage
 from checkpointing.storage.durable import dump_line
-from checkpointing.verification.verify import Fault, Report
+from checkpointing.verification.verdicts import read_manifest_digest
+from checkpointing.verification.verify import Fault, Report, read_sealed, verify_checkpoint
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
@@ -29,16 +31,18 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.user_code.code_record import CodeRecord, shorten
 from trainer.worker.data import TokenData, unwrap_data
 from trainer.worker.reporting.metrics import Journal
-from trainer.worker.restore_test.comparability import Conditions, why_no_verdict, why_not_compared
-from trainer.worker.restore_test.examination import audit, find_fault, require_checkpoint, saving_attempt
-from trainer.worker.restore_test.recorded_steps import (
+from trainer.worker.restore_test.comparison import (
     BOUNDS,
     OTHER_SOFTWARE,
     OTHER_WORDS,
+    Conditions,
     compare,
     other_packages,
     recorded_steps,
+    why_no_verdict,
+    why_not_compared,
 )
+from trainer.worker.saved_state.checkpoint_contents import expected_entries
 from trainer.worker.saved_state.rng_state import pack_rng
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState
 from trainer.worker.session import RankSession, new_train_state, run_training, skipped_positions
@@ -151,7 +155,7 @@ class RestoreTestRun:
         """Read a share of all bytes on every rank, and return the fault that rank 0 derives from all reports."""
         order, ranks, storage = self._order, self._ranks, open_storage(self._order.place)
         share = AuditShare(ranks.rank, ranks.size)
-        mine = result_or_failed(lambda: dump_line(asdict(audit(order, storage, share))))
+        mine = result_or_failed(lambda: dump_line(asdict(audit_share(order, storage, share))))
         reports = [_report(text) for text in self._require_answers(ranks.all_gather(mine))]
         report = merge_reports(reports)
         found = self._on_leader(lambda: {"fault": find_fault(order, storage, report)})
@@ -318,3 +322,62 @@ def run_restore_test(order: RestoreTestOrder, session: RankSession) -> ExitCode:
     session.cell.update(phase=Phase.DONE)
     journal.close()
     return code
+
+
+def audit_share(order: RestoreTestOrder, storage: Storage, share: AuditShare) -> Report:
+    """Verify this rank's share of the checkpoint at the order's level; raises OSError unless it exists."""
+    require_checkpoint(order, storage)
+    if order.level not in AUDITS:
+        return verify_checkpoint(storage, order.checkpoint, order.level, choose=share.take_chunks)
+    return audit_checkpoint(storage, order.checkpoint, order.level, expect=expected_entries, share=share)
+
+
+def find_fault(order: RestoreTestOrder, storage: Storage, report: Report) -> str:
+    """Return the fault of a checkpoint, from the `report` of all ranks or from its origin; empty if it is sound.
+
+    Raises OSError if the checkpoint is unreadable now, deleted or not visible. None of these proves damage.
+    """
+    faults = [fault for fault in report.faults if fault.is_damage]
+    if report.faults:
+        require_checkpoint(order, storage)  # a vanished file system looks like missing files
+        if not faults:
+            raise OSError(f"{order.place}/{order.checkpoint}: {report.faults[0]}")
+        more = len(faults) - 1
+        return f"{faults[0]}{f' (and {more} more faults)' if more > 0 else ''}"
+    return _origin_fault(order, storage)
+
+
+def require_checkpoint(order: RestoreTestOrder, storage: Storage) -> None:
+    """Raise OSError unless the checkpoint is committed where it should be."""
+    try:
+        read_commit(storage, order.checkpoint)
+    except CheckpointError:
+        return  # it exists and is damaged: the verification reports that
+    except FileNotFoundError as error:
+        if order.checkpoint in storage.list(""):
+            files = storage.list(order.checkpoint)
+            if len(files) > 1 and "DELETED" not in files:
+                return  # only COMMIT is missing: that is damage
+        raise OSError(f"{order.place}/{order.checkpoint} is not there: deleted, or not visible on this node") from error
+
+
+def saving_attempt(order: RestoreTestOrder) -> int:
+    """Return the attempt that saved the checkpoint; 0 if the run started from it."""
+    parts = parse_name(order.checkpoint)
+    return parts.attempt if parts is not None and order.config_digest else 0
+
+
+def _origin_fault(order: RestoreTestOrder, storage: Storage) -> str:
+    """Return the fault of a rewritten manifest, or of a checkpoint saved with another config."""
+    digest = read_manifest_digest(storage, order.checkpoint)
+    if order.manifest and digest != order.manifest:
+        return (
+            f"MANIFEST: was made anew: its digest is {digest}, and the registry has kept {order.manifest} since commit"
+        )
+    manifest, _ = read_sealed(storage, order.checkpoint)
+    if manifest is None:
+        return ""
+    saved_with = manifest.extra.get("config_digest")
+    if order.config_digest and saved_with is not None and saved_with != order.config_digest:
+        return f"MANIFEST: it was saved with the config {saved_with}, its attempt trained with {order.config_digest}"
+    return ""

@@ -1,4 +1,4 @@
-"""`orch drill`: what it asks of a live run, what it refuses, and the score that it prints."""
+"""`orch drill`: requests to a live run, refusals, and the printed score."""
 
 import threading
 import time
@@ -12,8 +12,9 @@ from checkpointing.storage.backends import open_storage
 from checkpointing.storage.durable import dump_line, read_json
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
+from orchestrator.cli.drills import demo
 from orchestrator.cli.drills.small_disk import damage_newest
-from orchestrator.cli.runs import events, submit
+from orchestrator.cli.runs import events
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition
 from orchestrator.states import RunState
@@ -26,7 +27,7 @@ from trainer.protocol.run_dir import RunDir
 
 
 class Job:
-    """A job that does as it is told, and recovers."""
+    """A job that carries out each drill and recovers."""
 
     def __init__(self, folder: RunDir, *, blames: int = 1) -> None:
         self._folder, self._blames, self._stop = folder, blames, threading.Event()
@@ -102,7 +103,7 @@ def test_a_node_that_no_spare_replaces_costs_a_new_job(
 
 
 class Starting(Job):
-    """A job whose ranks begin to train only when it is told so."""
+    """A job whose ranks train only once `trains` is set."""
 
     def __init__(self, folder: RunDir) -> None:
         super().__init__(folder)
@@ -113,7 +114,7 @@ class Starting(Job):
         super()._strike(log, request)
 
 
-def test_a_drill_during_start_up_waits_and_says_so(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drill_during_start_up_waits_with_a_note(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     run = seeds.run()
     with Starting(begun(seeds, run)) as job:
 
@@ -151,7 +152,7 @@ def test_a_job_that_ends_before_it_trains_ends_the_drill(orch: Type, seeds: Seed
     assert "the disk is full" in said.err
 
 
-def test_a_drill_that_nobody_waits_for_any_longer_says_that_it_comes(orch: Type, seeds: Seeds) -> None:
+def test_a_timeout_reports_that_the_drill_is_still_pending(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     begun(seeds, run)
     said = orch("drill", run, "kill-rank", "--timeout", 1)
@@ -160,7 +161,7 @@ def test_a_drill_that_nobody_waits_for_any_longer_says_that_it_comes(orch: Type,
     assert "it strikes when they do; look:  orch status tiny-1 -w" in said.err
 
 
-def test_spares_are_no_nodes_that_could_be_hit(orch: Type, seeds: Seeds) -> None:
+def test_spare_nodes_are_never_hit(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     with Job(begun(seeds, run, nodes=("n1", "n2", "n3"))) as job:
         data = orch("drill", run, "kill-agent", "--json").data
@@ -169,7 +170,7 @@ def test_spares_are_no_nodes_that_could_be_hit(orch: Type, seeds: Seeds) -> None
 
 
 @pytest.mark.parametrize("kind", ["kill-agent", "kill-node", "corrupt-checkpoint", "kill-rank"])
-def test_a_no_to_a_drill_ends_it(orch: Type, seeds: Seeds, kind: str) -> None:
+def test_a_refusal_by_the_job_ends_the_drill(orch: Type, seeds: Seeds, kind: str) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
     for step in (10, 20):
@@ -180,7 +181,7 @@ def test_a_no_to_a_drill_ends_it(orch: Type, seeds: Seeds, kind: str) -> None:
     assert "refused: there is no node 1, only 0 to 0" in said.err
 
 
-def test_a_checkpoint_is_not_damaged_where_nobody_would_read_it(orch: Type, seeds: Seeds) -> None:
+def test_no_checkpoint_is_damaged_if_a_spare_would_hide_it(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     folder = begun(seeds, run, nodes=("n1", "n2", "n3"))
     for words in ((run, "corrupt-checkpoint", "--yes"), ("--demo", "corrupt-checkpoint", "cluster.spare_nodes=1")):
@@ -200,7 +201,7 @@ def test_the_wrong_name_ends_with_8(orch: Type, seeds: Seeds) -> None:
     assert as_json.data["verdict"] == "rank 3 was blamed"
 
 
-def test_what_happened_before_the_drill_is_no_part_of_it(orch: Type, seeds: Seeds) -> None:
+def test_events_before_the_drill_are_ignored(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
     log = EventLog(folder.attempt(1).event_file("rank-00000"), "rank-00000", 1, clock=lambda: time.time() - 5)
@@ -212,7 +213,7 @@ def test_what_happened_before_the_drill_is_no_part_of_it(orch: Type, seeds: Seed
     assert "rank 3" not in said.err
 
 
-def test_what_costs_more_than_a_restart_must_be_meant(orch: Type, seeds: Seeds) -> None:
+def test_a_fault_that_costs_more_than_a_restart_needs_yes(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
     said = orch("drill", run, "desync")
@@ -229,15 +230,15 @@ def test_a_real_disk_is_never_filled(orch: Type, seeds: Seeds, yes: tuple[str, .
     said = orch("drill", run, "full-disk", *yes)
     assert said.code == 4
     assert "orch drill --demo full-disk" in said.err
-    assert "--yes" not in said.err, "nobody is sent to a second no"
+    assert "--yes" not in said.err, "the hint does not lead to another refusal"
 
 
 @pytest.mark.parametrize(("fields", "kind", "why"), [
-    ({"command": ["python", "train.py"]}, "stop-rank", "not watched for hangs: they would wait until the time limit"),
-    ({"command": ["python", "train.py"]}, "nan", "its ranks are a command of its own"),
+    ({"command": ["python", "train.py"]}, "stop-rank", "its ranks would wait until the time limit"),
+    ({"command": ["python", "train.py"]}, "nan", "its ranks run a command of their own"),
     ({"detection": {"hang": {"on": False}}}, "hang-in-collective", "detection.hang.on=false"),
 ])  # fmt: skip
-def test_what_nobody_would_notice_is_not_brought_about(
+def test_an_undetectable_fault_is_refused(
     orch: Type, seeds: Seeds, fields: dict[str, Any], kind: str, why: str
 ) -> None:
     run = seeds.run()
@@ -251,8 +252,8 @@ def test_what_nobody_would_notice_is_not_brought_about(
     assert pending(folder.requests, 1, set()) == []
 
 
-def test_a_demo_that_nobody_watches_is_not_started(orch: Type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "launch", lambda *_args, **_named: pytest.fail("it was started"))
+def test_a_demo_with_an_undetectable_fault_is_not_started(orch: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "launch", lambda *_args, **_named: pytest.fail("it was started"))
     said = orch("drill", "--demo", "stop-rank", "detection.hang.on=false")
     assert said.code == 4
     assert "stop-rank tells nothing in this demo: hang detection is off" in said.err
@@ -272,7 +273,7 @@ def test_the_score_of_a_demo_that_does_not_end_is_shown(
     log.write(EventKind.GENERATION_FIRST_STEP, step=21, seconds=0.5)
     log.close()
     made = {"run": run, "job_id": "41", "run_dir": str(seeds.root / run)}
-    monkeypatch.setattr(submit, "launch", lambda *_args, **_named: made)
+    monkeypatch.setattr(demo, "launch", lambda *_args, **_named: made)
     now = [0.0]
     clock = SimpleNamespace(time=time.time, monotonic=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
     monkeypatch.setattr(events, "time", clock)
@@ -288,15 +289,12 @@ def test_the_score_of_a_demo_that_does_not_end_is_shown(
         assert "end it:  orch cancel tiny-1" in said.err
 
 
-@pytest.mark.parametrize("words", [("tiny-1", "burn"), ("--demo", "burn"), ("tiny-1",), ("tiny-1", "nan", "more")])
-def test_a_drill_takes_a_run_and_a_kind_that_is_known(orch: Type, seeds: Seeds, words: tuple[str, ...]) -> None:
+def test_a_drill_needs_a_live_run_and_a_known_kind(orch: Type, seeds: Seeds) -> None:
     begun(seeds, seeds.run())
-    assert orch("drill", *words).code == 2
-
-
-def test_a_run_that_is_held_cannot_be_hit(orch: Type, seeds: Seeds) -> None:
-    run = seeds.run(state=RunState.HELD, reason="the disk is full")
-    assert orch("drill", run, "kill-rank").code == 4
+    for words in (("tiny-1", "burn"), ("--demo", "burn"), ("tiny-1",), ("tiny-1", "nan", "more")):
+        assert orch("drill", *words).code == 2, words
+    held = seeds.run(state=RunState.HELD, reason="the disk is full")
+    assert orch("drill", held, "kill-rank").code == 4
 
 
 def test_the_newest_checkpoint_is_damaged_and_no_other(tmp_path: Path) -> None:
@@ -315,7 +313,7 @@ def test_the_newest_checkpoint_is_damaged_and_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [(), (10,)])
-def test_the_last_checkpoint_that_is_left_is_never_damaged(tmp_path: Path, steps: tuple[int, ...]) -> None:
+def test_the_last_checkpoint_is_never_damaged(tmp_path: Path, steps: tuple[int, ...]) -> None:
     folder = RunDir(tmp_path / "tiny-1")
     folder.make()
     names = [make(open_storage(folder.checkpoints), step) for step in steps]

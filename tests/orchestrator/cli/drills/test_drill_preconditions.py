@@ -1,4 +1,4 @@
-"""Faults that a run of some configuration cannot be hit by, or that nobody would notice in it."""
+"""Faults that would have no visible effect in a run of some configuration."""
 
 from typing import Any
 
@@ -9,15 +9,9 @@ from orchestrator.cli.drills.scorecard import EXPECTED
 from trainer.protocol.config import JobConfig, build
 
 HUNG = {
-    "stop-rank",
-    "hang-in-collective",
-    "hang-in-data",
-    "hang-in-forward",
-    "hang-in-save",
-    "hold-lock",
-    "hang-in-send",
+    "stop-rank", "hang-in-collective", "hang-in-data", "hang-in-forward", "hang-in-save", "hold-lock", "hang-in-send",
     "skip-send",
-}
+}  # fmt: skip
 IN_STAGES = {"pipeline": {"stages": 2}}
 
 
@@ -26,20 +20,17 @@ def refused(fields: dict[str, Any]) -> dict[str, str]:
     return {kind: why for kind in EXPECTED if (why := why_undetectable(kind, config)) is not None}
 
 
-def test_what_is_watched_can_be_hit() -> None:
+def test_only_a_model_in_stages_sends_between_them() -> None:
     assert refused({"parallel": IN_STAGES}) == {}
-
-
-def test_a_model_in_one_piece_sends_nothing_between_stages() -> None:
     found = refused({})
     assert set(found) == {"hang-in-send", "skip-send"}
     assert all("parallel.pipeline.stages=1" in why for why in found.values())
 
 
-def test_a_command_of_the_users_own_takes_no_orders_and_is_not_watched() -> None:
+def test_a_users_own_command_takes_no_orders_and_is_not_watched() -> None:
     found = refused({"command": ["python", "train.py"]})
     assert set(EXPECTED) - set(found) == {"kill-rank", "kill-agent", "kill-node", "full-disk"}
-    assert "not watched for hangs: they would wait until the time limit" in found["stop-rank"]
+    assert "not watched for hangs: its ranks would wait until the time limit" in found["stop-rank"]
     assert "takes no such order" in found["nan"]
     assert "saves and loads in its own way" in found["corrupt-checkpoint"]
 
@@ -48,7 +39,7 @@ def test_a_command_of_the_users_own_takes_no_orders_and_is_not_watched() -> None
     ("hang", {*HUNG, "desync", "desync-order"}, "detection.hang.on=false"),
     ("straggler", {"slow-rank"}, "detection.straggler.on=false"),
 ])  # fmt: skip
-def test_what_only_the_watch_would_notice_needs_it(off: str, kinds: set[str], key: str) -> None:
+def test_faults_that_need_a_detector_need_it_on(off: str, kinds: set[str], key: str) -> None:
     found = refused({"detection": {off: {"on": False}}, "parallel": IN_STAGES})
     assert set(found) == kinds
     assert all(key in why for why in found.values())

@@ -1,4 +1,4 @@
-"""`orch demo restore-test`: the bit that it flips, and which verdicts it takes for wrong."""
+"""`orch demo restore-test`: the flipped bit and the wrong verdicts."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from checkpointing.format.manifest import INDEX, Index, Piece, TensorInfo
-from orchestrator.cli.drills.restore_test_demo import FlippedBit, describe_wrong_verdicts, flip_bit, verdict_line
+from orchestrator.cli.drills.demo import FlippedBit, describe_wrong_verdicts, flip_bit, verdict_line
 from orchestrator.registry.records import RestoreTest
 
 BIT = FlippedBit(step=30, file="__0_0.distcp", byte=96, tensor="model/large")
@@ -46,13 +46,13 @@ def test_one_bit_is_flipped_inside_the_largest_tensor_of_the_model(tmp_path: Pat
         ([ended(20, "RESTORED", compared=0)], "step 20 on 1: no step was compared"),
     ],
 )
-def test_a_wrong_verdict_is_named(tests: list[RestoreTest], words: str) -> None:
+def test_wrong_verdicts_are_described(tests: list[RestoreTest], words: str) -> None:
     found = describe_wrong_verdicts(tests, BIT)
     assert words in "".join(found)
     assert bool(found) == bool(words)
 
 
-def test_a_verdict_is_shown_with_the_time_of_a_restart() -> None:
+def test_a_verdict_line_has_the_recovery_time() -> None:
     line = verdict_line(ended(10, "RESTORED", "3 steps agree", rto_seconds=2.34))
     assert line == "RESTORED   step 10 on 1 rank, first step after 2.3 s: 3 steps agree"
     assert verdict_line(ended(30, "CORRUPT", "digest differs")) == "CORRUPT    step 30 on 1 rank: digest differs"

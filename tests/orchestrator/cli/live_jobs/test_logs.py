@@ -261,10 +261,8 @@ def test_the_feed_gives_every_event_once_in_words(place: RunDir) -> None:
     ("tier", "words"), [("memory", "from memory, at step 2"), ("/nvme/tiny-1/n1", "from the checkpoint of step 2")]
 )
 def test_the_demo_says_what_it_went_on_from(place: RunDir, tier: str, words: str) -> None:
-    from orchestrator.cli.drills.demo import _lines
-
     drilled(place, tier)
-    assert f"recovered  trained again 1.5 s later, {words}" in _lines(read_demo_report(place.path))
+    assert f"recovered  trained again 1.5 s later, {words}" in read_demo_report(place.path).lines()
 
 
 @pytest.mark.parametrize(("hit", "state", "code"), [(True, "SUCCEEDED", 0), (False, "SUCCEEDED", 8), (True, "HELD", 8)])

@@ -34,11 +34,11 @@ def test_the_demo_of_restore_tests_finds_the_damage_and_what_is_good_before_it(u
     assert {row["step"]: row["trust"] for row in checkpoints} == {10: "RESTORED", 20: "RESTORED", 30: "CORRUPT"}
 
 
-def test_a_disk_that_is_really_full_is_named_at_once_and_waited_out(user: User) -> None:
+def test_saves_that_fail_are_reported_and_end_in_a_new_job(user: User) -> None:
     done = user.run("drill", "--demo", "full-disk", "--json", "--root", str(user.root), timeout=380)
     card = json.loads(done.stdout)["data"]
     assert (done.returncode, card["passed"], card["failure"]) == (0, True, "storage"), done.stderr
-    assert card["noticed"] == f"disk full ({user.root}/full-disk/{card['run']}/checkpoints)"
+    assert card["noticed"] == f"limit on file sizes reached (ulimit -f) ({user.root}/{card['run']}/checkpoints)"
     assert card["steps_lost"] == 21, "max_unsaved_steps is 20"
     first, second = user.show(card["run"])["attempts"]
     assert (first["failure"]["kind"], second["resumed_from"]) == ("storage", 20)

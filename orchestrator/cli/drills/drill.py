@@ -1,8 +1,6 @@
 """`orch drill`: injects a fault into a live run or a demo, and scores the reaction."""
 
-import os
 import shlex
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import click
 from orchestrator.cli.drills.demo import demo_root, launch_demo
 from orchestrator.cli.drills.drill_run import DrillRun, extra_cost, why_undetectable
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard
-from orchestrator.cli.drills.small_disk import run_in_namespace, small_disk
 from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
 from orchestrator.cli.runs.events import RunFollower, following, is_over
 from orchestrator.cli.runs.run_reader import StepLines
@@ -63,8 +60,6 @@ def drill(
     """
     if demo:
         kind = _require_kind(words[0])
-        if kind == "full-disk" and (code := run_in_namespace(screen)) is not None:
-            return code
         card, run = _in_a_demo(screen, kind, rank, root, words[1:], timeout)
     else:
         run, kind = _run_and_kind(words)
@@ -146,48 +141,26 @@ def _check(kind: str, run: str, config: JobConfig) -> None:
 def _in_a_demo(
     screen: Screen, kind: str, rank: int | None, root: Path | None, overrides: tuple[str, ...], timeout: float
 ) -> tuple[Scorecard, str]:
-    folder = demo_root(root)
     note = f"drill: 2 simulated nodes x 2 ranks train on this machine; {kind} strikes on the way"
-    with small_disk(screen, folder / "full-disk") if kind == "full-disk" else nullcontext() as disk:
-        place = (f"cluster.root={disk.path}", *_data_beside(folder)) if disk else (f"cluster.root={folder}",)
-        settings = (*place, f"name=drill-{kind}", *_settings(kind, rank))
-        run, run_dir = launch_demo(
-            screen, overrides, settings, note, lambda config: _check(kind, "this demo", config)
-        )  # fmt: skip
-        with following(screen, run) as follower:
-            drill_run = DrillRun(follower, run, kind, StepLines(RunDir(run_dir)), disk=disk)
-            if not _injected_by_rank(kind):
-                drill_run.until_saved(timeout)
-                drill_run.inject(screen, find_live_attempt(run), rank, timeout)
-            card = drill_run.until_over(timeout)
-            over = _await_demo_end(screen, follower, run, timeout)
-        if disk and over:
-            disk.keep(run_dir)
+    settings = (f"cluster.root={demo_root(root)}", f"name=drill-{kind}", *_settings(kind, rank))
+    run, run_dir = launch_demo(screen, overrides, settings, note, lambda config: _check(kind, "this demo", config))
+    with following(screen, run) as follower:
+        drill_run = DrillRun(follower, run, kind, StepLines(RunDir(run_dir)))
+        if not _injected_by_rank(kind):
+            drill_run.until_saved(timeout)
+            drill_run.inject(screen, find_live_attempt(run), rank, timeout)
+        card = drill_run.until_over(timeout)
+        _await_demo_end(screen, follower, run, timeout)
     return card, run
 
 
-def _data_beside(folder: Path) -> tuple[str, ...]:
-    """Return settings that keep the demo's data off the small disk, which has no room for its tokens."""
-    from orchestrator.config.compose import compose  # omegaconf: see above
-    from trainer.protocol.token_shards import prepare_under
-
-    text = compose("demo", (f"cluster.root={folder}",), environ=os.environ).config.data.text
-    return "data.text=[]", f"data.path={prepare_under(text, folder / '.data')[0]}"
-
-
-def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: float) -> bool:
-    """Wait for the end of a demo, since no other command watches it. The score does not depend on it.
-
-    Returns whether it has ended.
-    """
-    if is_over(one_row(run)):
-        return True
+def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: float) -> None:
+    """Wait for the end of a demo, since no other command watches it. The score does not depend on it."""
     try:
-        follower.until(is_over, timeout)
+        if not is_over(one_row(run)):
+            follower.until(is_over, timeout)
     except WaitTimeout as late:
         screen.warn("goes_on", f"{late}; end it:  orch cancel {run}")
-        return False
-    return True
 
 
 def _injected_by_rank(kind: str) -> bool:

@@ -1,14 +1,20 @@
-"""Drill: preconditions, injection and score."""
+"""Drill: preconditions, injection from this process or by the job, and score."""
 
+import os
+import resource
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
+
+from checkpointing.tiers.catalog import Catalog, Entry
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, NODE_KINDS, Scorecard, score
-from orchestrator.cli.drills.small_disk import SmallDisk, damage_newest, expendable, fill_disk
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_end
 from orchestrator.cli.runs.events import RunFollower, is_over
 from orchestrator.cli.runs.run_reader import StepLines
@@ -16,12 +22,11 @@ from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition, RunFailed, WaitTimeout
 from orchestrator.registry.records import Attempt
-from orchestrator.states import RunState
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import BETWEEN_STAGES
 from trainer.protocol.events import Event, EventKind
-from trainer.protocol.failures.save_trouble import SAVES_FAILING
 from trainer.protocol.requests import RequestKind
+from trainer.protocol.run_dir import RunDir
 
 _COSTLY = {
     "desync": "the run will be held", "desync-order": "the run will be held",
@@ -81,18 +86,71 @@ SETTLED = 5.0
 """Seconds for which a command's ranks must run to count as recovered, since their steps are unknown."""
 _SLOW = 2.0
 """Seconds without an answer before a note about the delay; a training job answers within one second."""
+_WRITER = "orch-writer"
+_DAMAGE = 64
+"""Bytes inverted in the middle of the largest file."""
+
+
+def expendable(folder: RunDir) -> Entry:
+    """Return the newest committed checkpoint. Raises Precondition without an older one to restore instead."""
+    found = Catalog(folder.checkpoints).committed_entries() if folder.checkpoints.is_dir() else []
+    if len(found) < 2:
+        raise Precondition(
+            f"{folder.name} has {len(found)} committed checkpoints in its own folder: without the newest one it could "
+            "not go on", where=str(folder.checkpoints), hint=f"orch save {folder.name}   orch ckpt ls {folder.name}",
+        )  # fmt: skip
+    return found[0]
+
+
+def damage_newest(folder: RunDir) -> tuple[int, Path]:
+    """Invert bytes of the newest committed checkpoint; return its step and the file. Raises Precondition."""
+    newest = expendable(folder)
+    files = [path for path in (folder.checkpoints / newest.name).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    middle = largest.stat().st_size // 2
+    if largest.stat().st_nlink > 1:  # hard-linked to another run's checkpoint, which must stay intact
+        own = largest.with_name(f"{largest.name}.own")
+        shutil.copyfile(largest, own)
+        os.replace(own, largest)
+    descriptor = os.open(largest, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        before = os.pread(descriptor, _DAMAGE, middle)
+        os.pwrite(descriptor, bytes(255 - byte for byte in before), middle)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return newest.step, largest
+
+
+def fill_disk(job_id: str) -> int:
+    """Stop all checkpoint writers of a job on this machine from writing to files; return their number.
+
+    A file size limit simulates the full disk; really filling a disk would affect its other users.
+    """
+    job = psutil.Process(int(job_id.partition("-")[0]))
+    writers = [process for process in job.children(recursive=True) if _title(process).startswith(_WRITER)]
+    for writer in writers:
+        _, hard = resource.prlimit(writer.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (0, hard))
+    return len(writers)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return ""
 
 
 class DrillRun:
     """A drill in progress: prints progress, and scores the reaction at the end."""
 
     def __init__(
-        self, follower: RunFollower, run: str, kind: str, steps: StepLines, *, command: bool = False,
-        disk: SmallDisk | None = None,
+        self, follower: RunFollower, run: str, kind: str, steps: StepLines, *, command: bool = False
     ) -> None:  # fmt: skip
-        """`command`: the ranks are a user's own program with unknown steps. `disk`: the disk to fill."""
+        """`command`: the ranks are a user's own program with unknown steps."""
         self._follower, self._run, self._kind, self._steps = follower, run, kind, steps
-        self._command, self._disk = command, disk
+        self._command = command
         self._done: list[Event] = []  # injections by this process, as events
         self._nodes: list[str] = []
         self._refused: Callable[[], None] = lambda: None  # raises if the job refuses the request
@@ -105,10 +163,6 @@ class DrillRun:
         self._nodes = found.heartbeat.nodes
         last = found.cluster.nodes - 1  # a spare node cannot be the target
         match self._kind:
-            case "full-disk" if self._disk is not None:
-                self._disk.fill()
-                self._record_injection(found, step=found.heartbeat.step)
-                screen.note(f"{found.run}: its disk is full, {self._disk.path}")
             case "full-disk":
                 writers = fill_disk(found.heartbeat.job_id)
                 self._record_injection(found, step=found.heartbeat.step)
@@ -180,26 +234,7 @@ class DrillRun:
 
     def _is_over(self, row: dict[str, Any]) -> bool:
         self._refused()
-        if self._disk is not None and self._disk.is_filled:
-            self._keep_full(self._disk, row)
         return self._card(row).over
-
-    def _keep_full(self, disk: SmallDisk, row: dict[str, Any]) -> None:
-        """Keep the disk full until the attempt has ended because of it.
-
-        Call it repeatedly: a save deletes its half-written files, which frees space for the next one. The disk cannot
-        take the event of the failed save, so that event is derived from the run's reason.
-        """
-        if row["state"] == RunState.RECOVERING:
-            disk.make_room()
-            return
-        disk.fill()
-        saves, _, _ = str(row["reason"]).partition("; ")
-        if saves.startswith(SAVES_FAILING) and not any(one.kind == EventKind.CHECKPOINT_FAILED for one in self._done):
-            struck = self._done[-1]
-            self._done.append(
-                replace(struck, time=time.time(), seq=2, kind=EventKind.CHECKPOINT_FAILED, data={"reason": saves})
-            )
 
     def _card(self, row: dict[str, Any]) -> Scorecard:
         events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)

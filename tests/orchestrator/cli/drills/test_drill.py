@@ -13,7 +13,7 @@ from checkpointing.storage.durable import dump_line, read_json
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
 from orchestrator.cli.drills import demo
-from orchestrator.cli.drills.small_disk import damage_newest
+from orchestrator.cli.drills.drill_run import damage_newest
 from orchestrator.cli.runs import events
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition

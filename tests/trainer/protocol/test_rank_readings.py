@@ -59,8 +59,7 @@ def test_numbers_that_nothing_can_hold_count_as_left_out(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", "[" * 100_000, changed(schema="orch.ranks/2"), changed(generation="2"), changed(ranks={})],
+    "text", ["", "[]", "{}", "[" * 100_000, changed(schema="orch.ranks/2"), changed(generation="2"), changed(ranks={})]
 )
 def test_anything_else_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"ranks\.json"):

@@ -124,11 +124,7 @@ _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def become_rank(
-    order: StartRank,
-    descriptors: Sequence[int],
-    parent: int,
-    fork_server_fds: Sequence[int],
-    main: RankMain | None,
+    order: StartRank, descriptors: Sequence[int], parent: int, fork_server_fds: Sequence[int], main: RankMain | None
 ) -> NoReturn:
     """Turn the calling, freshly forked process into the rank that `order` describes; never returns.
     The fork was made within `block_step_signals`. The first of `descriptors` is its output. `main` is the warm entry

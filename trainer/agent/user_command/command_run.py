@@ -146,13 +146,7 @@ class CommandRun:
         self._on, self._trained = bool(config.command), False
         own = config.checkpoints
         self._command_progress = (
-            CommandProgress(
-                self._folder,
-                own,
-                events,
-                progress,
-                counts_steps=not config.progress.pattern,
-            )
+            CommandProgress(self._folder, own, events, progress, counts_steps=not config.progress.pattern)
             if own.path
             else None
         )

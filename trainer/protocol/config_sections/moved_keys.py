@@ -17,7 +17,7 @@ MOVED: Mapping[Path, Path] = {
 """Old path -> present path; keys come before the sections that contained them."""
 
 RENAMED: Mapping[Path, Mapping[str, str]] = {
-    ("workload", "target"): {"trainer.worker.llama:LlamaWorkload": "trainer.models.built_in:LlamaWorkload"},
+    ("workload", "target"): {"trainer.worker.llama:LlamaWorkload": "trainer.models.built_in:LlamaWorkload"}
 }
 """Keys whose old values have present names."""
 

@@ -258,11 +258,7 @@ class FsdpConfig:
         return _ON_HOST[Offload(self.offload)]
 
 
-_ON_HOST = {
-    Offload.NONE: (),
-    Offload.OPTIMIZER: ("optimizer",),
-    Offload.ALL: ("parameters", "gradients", "optimizer"),
-}
+_ON_HOST = {Offload.NONE: (), Offload.OPTIMIZER: ("optimizer",), Offload.ALL: ("parameters", "gradients", "optimizer")}
 
 
 @dataclass(frozen=True, kw_only=True)

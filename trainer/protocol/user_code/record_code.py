@@ -13,12 +13,7 @@ from typing import Any
 from trainer.protocol.config import ProgramConfig
 from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 from trainer.protocol.user_code.import_search import ImportSearch, UserFiles, find_containing_file
-from trainer.protocol.user_code.installed_packages import (
-    find_site_folders,
-    imported_names,
-    read_versions,
-    third_party,
-)
+from trainer.protocol.user_code.installed_packages import find_site_folders, imported_names, read_versions, third_party
 
 _DYNAMIC = frozenset(
     {

@@ -350,10 +350,7 @@ def test_ranks_of_a_group_are_kept_once() -> None:
             decode_runs(wrong)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6),
-    st.sets(st.integers(0, 5)),
-)
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6), st.sets(st.integers(0, 5)))
 def test_nobody_inside_is_ever_called_missing(states: list[tuple[int, bool]], silent: set[int]) -> None:
     flights = [
         flight(rank, *history("0", last, inside=inside and last > 0))

@@ -45,14 +45,7 @@ def test_the_same_failure_twice_soon_after_loading_the_same_checkpoint(failed_ge
 @pytest.mark.parametrize("kind", list(FailureKind))
 def test_only_failures_that_a_state_can_cause_count(kind):
     found = failed_generation(Failure(kind=kind, reason="?", step=103, exit_code=1), 100, None)
-    assert (found is not None) == (
-        kind
-        in (
-            FailureKind.RANK_KILLED,
-            FailureKind.EXCEPTION,
-            FailureKind.NUMERIC,
-        )
-    )
+    assert (found is not None) == (kind in (FailureKind.RANK_KILLED, FailureKind.EXCEPTION, FailureKind.NUMERIC))
 
 
 @pytest.mark.parametrize("restored", [None, 0])

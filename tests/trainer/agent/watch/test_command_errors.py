@@ -237,8 +237,7 @@ def test_a_damaged_one_goes_only_where_a_whole_one_is_left_or_it_is_the_first_of
 
 @pytest.mark.parametrize("newest", [SOUND, TORN])
 @pytest.mark.parametrize(
-    ("what", "kind"),
-    [("KeyError", FailureKind.USER_ERROR), ("OutOfMemoryError", FailureKind.OUT_OF_MEMORY)],
+    ("what", "kind"), [("KeyError", FailureKind.USER_ERROR), ("OutOfMemoryError", FailureKind.OUT_OF_MEMORY)]
 )
 def test_a_failure_that_shows_nothing_of_loading_keeps_its_kind_and_no_advice_costs_the_only_checkpoint(
     newest, what, kind

@@ -26,7 +26,7 @@ from benchmarks.checkpoint_sides import BenchmarkState, Dcp, Ours, Side, opened_
 from benchmarks.runner import LIMIT, OURS, Result, answer, interleave, run_in_process, serve
 from checkpointing.verification.verify import verify
 from checkpointing.writer.link import WriterLink
-from trainer.agent.processes.checkpoint_writers import CheckpointWriter
+from trainer.agent.rank_processes.checkpoint_writers import CheckpointWriter
 
 Times = Mapping[str, Sequence[float]]
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.flight.flight_record import CollectiveEntry, FlightRecord, Group
-from trainer.agent.watch.hang_detector import ReportSchedule
-from trainer.agent.watch.hang_limits import RankSample
+from trainer.agent.watch.hang_limits import RankSample, ReportSchedule
 from trainer.agent.watch.sampling import STILL
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.agents import PROTOCOL, Hello, installed_release
@@ -32,7 +31,7 @@ _COLLECTIVES = 4
 """Collectives in each step."""
 _P99_SECONDS = 10.0
 _FLIGHTS_AT_ONCE = 4
-"""As in `trainer.agent.evidence.bundle`."""
+"""As in `trainer.agent.watch.evidence`."""
 
 
 class SyntheticRanks:

@@ -39,13 +39,11 @@ AGENT_ROOMS = (
     "nodes",
     "watch",
     "ladder",
-    "evidence",
     "attempt_state",
     "user_command",
     "coordination",
     "node_agent",
     "main",
-    "start",
 )
 """Each may enter those before it."""
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}

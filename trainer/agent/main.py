@@ -22,9 +22,10 @@ from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.control import tcp_transport
 from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, NotGreeted, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
-from trainer.agent.coordination.message_loop import LaunchRefused, wait_for_go
+from trainer.agent.coordination.launch_gate import LaunchRefused, wait_for_go
+from trainer.agent.ladder.rank_death import signal_name
 from trainer.agent.node_agent import NodeAgent
-from trainer.agent.processes import process_tree
+from trainer.agent.processes import proc
 from trainer.agent.processes.background_tasks import (
     HungFileSystem,
     RepeatedRead,
@@ -35,7 +36,6 @@ from trainer.agent.processes.background_tasks import (
 )
 from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.processes.watchdog_client import WatchdogClient
-from trainer.agent.watch.root_cause import signal_name
 from trainer.protocol.config import JobConfig, config_digest, load
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind, EventLog
@@ -177,7 +177,7 @@ class Agent:
         self._main = asyncio.current_task()
         report_exceptions(self._on_error)
         self._listen()
-        process_tree.become_subreaper()
+        proc.become_subreaper()
         try:
             identity = discover()
         except (RuntimeError, OSError, KeyError, ValueError) as error:
@@ -339,7 +339,7 @@ class Agent:
             except HungFileSystem:
                 raise
             except ForeignProtocol as error:
-                await process_tree.write(self._attempt, identity, AgentEnd.REFUSED, str(error))
+                await proc.write_agent_report(self._attempt, identity, AgentEnd.REFUSED, str(error))
                 raise LaunchRefused(str(error)) from error
             except WireError as error:
                 raise LaunchRefused(str(error)) from error
@@ -353,7 +353,7 @@ class Agent:
                     f"{problem}, for {_CONNECT_SECONDS:.0f} s: all nodes must start the same installation of orch "
                     f"(this one: {installed_release()})"
                 )
-                await process_tree.write(self._attempt, identity, AgentEnd.REFUSED, reason)
+                await proc.write_agent_report(self._attempt, identity, AgentEnd.REFUSED, reason)
                 raise LaunchRefused(reason)
             if time.monotonic() >= give_up:
                 raise RuntimeError(f"cannot reach the coordinator within {_CONNECT_SECONDS:.0f} s: {problem}")

@@ -9,21 +9,21 @@ from functools import partial
 
 from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
 from trainer.agent.control.tcp_transport import CoordinatorPeer, WireError
-from trainer.agent.evidence.bundle import EvidenceCollector
 from trainer.agent.flight.recorder import FlightSockets
-from trainer.agent.fork_server import code_at_start, forked_child
-from trainer.agent.fork_server.forked_child import RankLauncher
+from trainer.agent.fork_server import code_at_start, launch_order
+from trainer.agent.fork_server.launch_order import RankLauncher
 from trainer.agent.fork_server.link import ForkServerLink
+from trainer.agent.ladder.rank_death import exit_words, signal_name
 from trainer.agent.nodes import preflight, roster
-from trainer.agent.processes import background_tasks, process_tree
+from trainer.agent.processes import background_tasks, proc
 from trainer.agent.processes.background_tasks import SupervisedTasks, describe_error
-from trainer.agent.processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.rank_processes import fault_injection, kill_ranks
+from trainer.agent.rank_processes import local_ranks
+from trainer.agent.rank_processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.rank_processes.rank_exit import ExitInfo, ExitReports, decode_shell_exit, exit_report
-from trainer.agent.watch.hang_detector import ReportSchedule
-from trainer.agent.watch.root_cause import exit_words, signal_name
+from trainer.agent.watch.evidence import EvidenceCollector
+from trainer.agent.watch.hang_limits import ReportSchedule
 from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
@@ -132,7 +132,7 @@ class NodeAgent:
     async def _lost_coordinator(self, end: AgentEnd, reason: str) -> int:
         self._events.write(EventKind.DECISION, action="leave", reason=f"the coordinator is lost: {reason}")
         _log(f"the coordinator is lost ({reason}): ending this node's ranks")
-        await process_tree.write(self._attempt, self._node, end, reason)
+        await proc.write_agent_report(self._attempt, self._node, end, reason)
         return ExitCode.RETRY
 
     def _handle(self, message: agents.ToAgent) -> None:
@@ -155,21 +155,21 @@ class NodeAgent:
                 ranks.expect_stop(time.monotonic() + message.seconds)
             case agents.QueryFlights() | agents.CollectEvidence() if ranks is not None and self._sampler is not None:
                 self._tasks.spawn(self._evidence.collect(message, ranks, self._sampler, self._peer))
-            case agents.InjectFault() if ranks is not None and fault_injection.is_here(message, ranks, self._node_rank):
+            case agents.InjectFault() if ranks is not None and local_ranks.is_here(message, ranks, self._node_rank):
                 self._inject(message, ranks)
 
     def _inject(self, order: agents.InjectFault, ranks: LocalRanks) -> None:
         step = None if self._config.command else ranks.summary().step
-        rank = None if order.kind in fault_injection.AGENT_KINDS else order.at
+        rank = None if order.kind in local_ranks.AGENT_KINDS else order.at
         self._events.write(EventKind.DRILL, kind=order.kind, rank=rank, node=self._node.name, step=step)
-        fault_injection.inject(order, ranks)
+        local_ranks.inject(order, ranks)
 
     # -- the fork server ---------------------------------------------------------------------------------------------
 
     def _start_fork_server(self) -> None:
         self._link = ForkServerLink(
             attempt=self._attempt,
-            environ={**self._environ, **self._config.env, **forked_child.gpus(self._node, self._config, self._environ)},
+            environ={**self._environ, **self._config.env, **launch_order.gpus(self._node, self._config, self._environ)},
             output=self._output(),
             on_message=self._on_fork_server_message,
             on_lost=self._on_fork_server_lost,
@@ -228,7 +228,7 @@ class NodeAgent:
                 # Report ranks that ended before the fork server first.
                 await self._exit_reports.wait_until_sent()
                 self._peer.send(agents.ForkServerDied(generation=ranks.generation, reason=reason))
-            await kill_ranks.kill_orphaned_ranks(ranks, self._on_exited, self._gone, self._pids_of_helpers())
+            await local_ranks.kill_orphaned_ranks(ranks, self._on_exited, self._gone, self._pids_of_helpers())
         self._startup_failures += 1
         if self._startup_failures < _MAX_STARTUP_FAILURES:
             self._start_fork_server()
@@ -302,7 +302,7 @@ class NodeAgent:
             if not local.ended and ranks is self._ranks and self._link is not None:
                 self._link.kill(f"it did not collect rank {local.rank}")
 
-        asyncio.get_running_loop().call_later(kill_ranks.OBEY_SECONDS, doubt)
+        asyncio.get_running_loop().call_later(local_ranks.OBEY_SECONDS, doubt)
 
     def _on_exited(self, rank: int, exit_code: int | None, number: int | None) -> None:
         """Report everything known about a rank's exit."""
@@ -354,14 +354,14 @@ class NodeAgent:
         ranks.killed = True
         if self._link is not None:  # without one they are being killed as orphans
             politely = bool(self._config.command) and not self._sigterm_sent
-            self._tasks.spawn(kill_ranks.kill_generation(ranks, self._link, politely=politely))
+            self._tasks.spawn(local_ranks.kill_generation(ranks, self._link, politely=politely))
 
     async def _shut_down(self) -> None:
         """End all processes of this node."""
         clean = self._link is None or await self._link.stop()
         if self._ranks is not None and not clean:
             helpers = self._pids_of_helpers()
-            await kill_ranks.kill_orphaned_ranks(self._ranks, lambda *_: None, lambda _: None, helpers)
+            await local_ranks.kill_orphaned_ranks(self._ranks, lambda *_: None, lambda _: None, helpers)
         self._forget_ranks()
         self._sockets.close()
         if self._writers is not None:

@@ -7,11 +7,11 @@ import pytest
 
 from orchestrator.cli.live_jobs import first_error
 from orchestrator.cli.terminal import render
-from trainer.agent.rank_processes import last_output
-from trainer.agent.watch import command_errors
+from trainer.agent.ladder import command_failures
+from trainer.agent.rank_processes import rank_exit
 from trainer.protocol.failures.failure_patterns import TABLE
 
-MODULES = (first_error, render, last_output, last_output, command_errors, command_errors)
+MODULES = (first_error, render, rank_exit, rank_exit, command_failures, command_failures)
 PATTERNS = {
     **{f"{module.__name__}.{name}": value for module in MODULES for name, value in vars(module).items()
        if isinstance(value, re.Pattern)},

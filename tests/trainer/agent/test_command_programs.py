@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.fork_server.torchrun_command import free_port
+from trainer.agent.fork_server.launch_order import free_port
 from trainer.protocol.events import EventKind
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(600)]

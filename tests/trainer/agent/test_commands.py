@@ -11,7 +11,7 @@ import pytest
 
 from checkpointing.storage.durable import dump_line
 from tests.trainer.agent.job import until
-from trainer.agent.fork_server.torchrun_command import with_interpreter
+from trainer.agent.fork_server.launch_order import with_interpreter
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
@@ -333,7 +333,7 @@ NOT_FOUND = {
 }
 ONE_BY_ONE = """
 import os, sys
-from trainer.agent.fork_server.forked_child import _run_command
+from trainer.agent.fork_server.launch_order import _run_command
 folder, *programs = sys.argv[1:]
 for program in programs:
     if (pid := os.fork()) == 0:

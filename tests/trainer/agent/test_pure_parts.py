@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import AttemptProgress
+from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.attempt_state.stopping import Bounds, Stopping, bound, classify_signal, lead, parse_time
-from trainer.agent.fork_server import forked_child
+from trainer.agent.fork_server import launch_order
 from trainer.agent.nodes import preflight
 from trainer.agent.nodes.preflight import PreflightFault, examine, find_blamed_node
 from trainer.protocol.config import DataConfig, JobConfig
@@ -150,25 +150,25 @@ def identity(node: int = 0, kind: str = "slurm") -> NodeIdentity:
 
 def test_ranks_share_the_cores_they_are_allowed():
     config = JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2))
-    assert forked_child.cores_of_rank(identity(), config, 0, 0, {4, 5, 6, 7, 9}) == [4, 5]
-    assert forked_child.cores_of_rank(identity(), config, 0, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
-    assert forked_child.cores_of_rank(identity(), config, 0, 0, {4}) == []
+    assert launch_order.cores_of_rank(identity(), config, 0, 0, {4, 5, 6, 7, 9}) == [4, 5]
+    assert launch_order.cores_of_rank(identity(), config, 0, 1, {4, 5, 6, 7, 9}) == [6, 7, 9]
+    assert launch_order.cores_of_rank(identity(), config, 0, 0, {4}) == []
     here = [identity(0, "local"), identity(1, "local")]
     simulated = [
-        forked_child.cores_of_rank(here[node_rank], config, node_rank, local, range(4))
+        launch_order.cores_of_rank(here[node_rank], config, node_rank, local, range(4))
         for node_rank in (0, 1)
         for local in (0, 1)
     ]
     assert simulated == [[0], [1], [2], [3]]
-    assert forked_child.cores_of_rank(identity(1, "local"), config, 1, 1, range(2)) == []
+    assert launch_order.cores_of_rank(identity(1, "local"), config, 1, 1, range(2)) == []
 
 
 def test_simulated_nodes_get_their_own_gpus():
     config = JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2, gpus_per_node=2))
     visible = {"CUDA_VISIBLE_DEVICES": "3,4,5,6"}
-    assert forked_child.gpus(identity(1, "local"), config, visible) == {"CUDA_VISIBLE_DEVICES": "5,6"}
-    assert forked_child.gpus(identity(1), config, visible) == {}
-    assert forked_child.gpus(identity(1, "local"), config, {"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
+    assert launch_order.gpus(identity(1, "local"), config, visible) == {"CUDA_VISIBLE_DEVICES": "5,6"}
+    assert launch_order.gpus(identity(1), config, visible) == {}
+    assert launch_order.gpus(identity(1, "local"), config, {"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
 
 
 FOLDER = PreflightFault(check="run folder", reason="cannot write", shared=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from trainer.agent import main
-from trainer.agent.evidence import bundle
-from trainer.agent.evidence.incidents import write_verdict
-from trainer.agent.fork_server.torchrun_command import torchrun_environment
-from trainer.agent.rank_processes.last_output import last_output
+from trainer.agent.coordination.job_monitor import write_verdict
+from trainer.agent.fork_server.launch_order import torchrun_environment
+from trainer.agent.rank_processes.rank_exit import last_output
 from trainer.agent.user_command.command_run import CommandMemory, SetAsideCheckpoint
+from trainer.agent.watch.evidence import _Bundle
 from trainer.agent.watch.hang_detector import Incident
 from trainer.agent.watch.hangs import HangJudgement, HangVerdict
 from trainer.protocol import skipped_batches
@@ -99,7 +99,7 @@ def verdict(attempt: AttemptDir) -> None:
 
 
 def evidence(attempt: AttemptDir) -> None:
-    made = bundle._Bundle(attempt.incident("j"), time.monotonic() + 60, 1 << 20)
+    made = _Bundle(attempt.incident("j"), time.monotonic() + 60, 1 << 20)
     asyncio.run(made.write("stacks/rank-00000.txt", WORDS.encode()))
 
 

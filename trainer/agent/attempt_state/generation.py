@@ -5,7 +5,7 @@ from typing import Any
 
 from checkpointing.format.commit import parse_name
 from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART
-from trainer.agent.watch.root_cause import RankEnd
+from trainer.agent.ladder.rank_death import RankEnd
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.suspect_checkpoints import HARMLESS, FailedGeneration, failed_generation
 from trainer.protocol.launch_token import LaunchToken

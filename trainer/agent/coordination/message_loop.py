@@ -1,13 +1,12 @@
-"""The coordinator's inbox: messages, requests, timers and the launch gate."""
+"""Failures of nodes, and whether the current generation needs the node."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import assert_never
 
-from trainer.agent.attempt_state.attempt_state import CoordinatorState, Reading
+from trainer.agent.attempt_state.attempt_state import CoordinatorState
+from trainer.agent.attempt_state.published_files import Reading
 from trainer.agent.control.control_server import (
     AgentJoined,
     AgentLost,
@@ -17,108 +16,81 @@ from trainer.agent.control.control_server import (
     RequestFound,
     Tick,
 )
-from trainer.agent.coordination.drill_orders import DrillOrders
 from trainer.agent.coordination.job_monitor import JobMonitor
-from trainer.agent.coordination.node_failures import NodeFailures
-from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
-from trainer.agent.watch.hang_detector import calm_seconds
-from trainer.agent.watch.root_cause import RankEnd
-from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.agent.coordination.launch_gate import Fence
+from trainer.agent.coordination.requests import RequestHandlers, RequestInbox
+from trainer.agent.ladder.rank_death import LIMITS, RankEnd
+from trainer.agent.watch.hang_limits import calm_seconds
 from trainer.protocol.events import EventKind
+from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.heartbeat import AttemptStage
-from trainer.protocol.launch_token import LaunchToken, was_revoked
 from trainer.protocol.messages import agents
-from trainer.protocol.messages.agents import AskStop, CollectEvidence, EvidenceCollected, Ping, ProgressReport
+from trainer.protocol.messages.agents import Ping, Unloadable
 from trainer.protocol.messages.codec import wire_name
-from trainer.protocol.node_identity import NodeIdentity
-from trainer.protocol.rank_progress.progress import StopReason
-from trainer.protocol.requests import REFUSED, Request, RequestKind, pending
-
-READ_SECONDS = 2.0
-"""Maximum delay in seconds that reading requests may cause to the coordinator's other files."""
+from trainer.protocol.requests import Request
 
 
-class RequestInbox:
-    """Reader of the request folder; returns every request once."""
+class NodeFailures:
+    """Recorder of node failures; the generation fails only if it needs the node."""
 
-    def __init__(self, folder: Path, attempt: int) -> None:
-        self._seen: set[str] = set()
-        self._requests = RepeatedRead(lambda: pending(folder, attempt, self._seen), folder)
+    def __init__(self, state: CoordinatorState) -> None:
+        self._state, self._roster = state, state.roster
 
-    async def poll(self) -> list[Request]:
-        """Return the new requests; empty while the folder cannot be read."""
-        try:
-            found = await self._requests.result(READ_SECONDS)
-        except OSError:
-            return []
-        self._seen.update(request.name for request in found)
-        return found
+    def lost(self, node: int, reason: str) -> None:
+        """Record that an agent has disconnected or timed out."""
+        member = self._roster.members.get(node)
+        if member is None or member.lost:
+            return
+        member.lost = reason
+        member.peer.drop()
+        self._state.events.write(EventKind.AGENT_LOST, node=node, name=member.name, reason=reason)
+        if self._roster.is_needed(node):
+            # An agent that reported its own failure exits a moment later; that failure is the cause.
+            why = member.excluded or reason
+            self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {why}")
 
+    def foreign(self, node: int, refused: AgentRefused) -> None:
+        """Record the refusal of an agent with another protocol; its node cannot join unless another agent did."""
+        reason = f"the agent of {refused.name}: {refused.reason}"
+        self._state.events.write(EventKind.DECISION, action="refuse", reason=reason)
+        if node in self._roster.members:
+            return
+        self._roster.give_up(node)
+        if self._roster.is_needed(node):
+            self._state.fail(Failure(kind=FailureKind.INSTALLATION, reason=reason, node=refused.name))
 
-class LaunchRefused(Exception):
-    """Raised if this process must not train; the message gives the reason."""
-
-
-async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:
-    """Wait for the attempt's launch token and return it.
-    Raises Refused if it belongs to another job or does not arrive in time, and HungFileSystem if its file system does
-    not answer.
-    """
-    # Slurm restarted this job; it has already trained under the same token.
-    if identity.restarts > 0:
-        raise LaunchRefused(
-            f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
-        )
-    patience = seconds if seconds is not None else traits(identity.kind).go_seconds
-    token = await _read_late(path, patience)
-    if token.attempt != attempt:
-        raise LaunchRefused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")
-    if token.job_id != identity.job_id:
-        raise LaunchRefused(f"{path} is for job {token.job_id}, this is job {identity.job_id}")
-    return token
-
-
-async def _read_late(path: Path, patience: float) -> LaunchToken:
-    token, pause = RepeatedRead(lambda: LaunchToken.read(path), path), 0.02
-    give_up = time.monotonic() + patience
-    while True:
-        try:
-            return await token.result(give_up - time.monotonic())
-        except FileNotFoundError:
-            problem = "is not there"
-        except HungFileSystem as error:
-            raise HungFileSystem(path, patience) from error
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            problem = f"cannot be read: {error}"
-        if time.monotonic() + pause >= give_up:
-            raise LaunchRefused(f"{path} {problem} after {patience:.0f} s")
-        await asyncio.sleep(pause)
-        pause = min(pause * 1.5, 0.25)
-
-
-class Fence:
-    """Repeated check of GO: a missing token, or another job's, means that this attempt must end."""
-
-    def __init__(self, path: Path, token: LaunchToken) -> None:
-        self._path, self._token, self._misses = path, token, 0
-        self.reason = ""  # why it is down
-
-    def is_down(self) -> bool:
-        """Return whether two consecutive reads found no matching token. An unresponsive file system proves nothing."""
-        try:
-            held = self._token.is_same(LaunchToken.read(self._path))
-        except FileNotFoundError:
-            held = False
-            revoked = "its launch token was revoked: the controller has fenced this attempt off"
-            deleted = f"its launch token {self._path} is missing: deleted, but not by orch, and so no save is safe"
-            self.reason = revoked if was_revoked(self._path) else deleted
-        except (OSError, ValueError, TypeError, KeyError):
-            return False
+    def unloadable(self, node: int, message: Unloadable) -> None:
+        """Record a fork server that cannot import the workload. If other nodes can, the node is at fault."""
+        member = self._roster.members[node]
+        member.excluded = f"the workload cannot be imported: {message.exception}: {message.message}"
+        if not self._roster.is_needed(node):
+            return
+        others = [other for other in self._roster.present_members() if other.node != node and other.ready]
+        if others:
+            reason = f"{member.name}: {member.excluded}, while {others[0].name} can import it"
+            self._fail(FailureKind.NODE_SUSPECT, node, reason)
+        elif has_meaning(member.excluded, Meaning.NO_PROCESSES):
+            self._fail(FailureKind.UNKNOWN, node, f"{member.name}: {member.excluded}; {LIMITS}")
+        elif self._state.history.trained and has_meaning(member.excluded, Meaning.INSTALLATION):
+            self._fail(FailureKind.STORAGE, node, f"{member.name}: {member.excluded}")
         else:
-            self.reason = f"its launch token {self._path} is that of another job"
-        self._misses = 0 if held else self._misses + 1
-        return self._misses >= 2
+            self._fail(FailureKind.USER_ERROR, node, member.excluded)
+
+    def agent_failed(self, node: int, reason: str) -> None:
+        """Record that an agent cannot serve its node."""
+        self._roster.members[node].excluded = reason
+        if self._roster.is_needed(node):
+            self._fail(FailureKind.UNKNOWN, node, reason)
+
+    def fork_server_died(self, node: int, reason: str) -> None:
+        """Record that a fork server died with the ranks it had started; its agent starts another one."""
+        name = self._roster.members[node].name
+        self._fail(FailureKind.RANK_KILLED, node, f"the fork server of {name} died: {reason}")
+
+    def _fail(self, kind: FailureKind, node: int, reason: str) -> None:
+        name = self._roster.members[node].name
+        self._state.fail(Failure(kind=kind, reason=reason, node=name, step=self._state.progress.step))
 
 
 SECONDS = 1.0
@@ -181,138 +153,6 @@ class Timers:
             if await self._state.outbox.look(self._fence.is_down):
                 self._state.deliver(-1, AttemptFenced(reason=self._fence.reason))
             await asyncio.sleep(SECONDS)
-
-
-_SAVE_SECONDS = 3600.0
-_STACKS_SECONDS = 10.0
-
-
-def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
-    """Return the newest step that this generation saved itself, not restored; 0: none."""
-    saved = max((report.saved for report in reports), default=0)
-    return saved if saved > restored else 0
-
-
-def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
-    """Return the newest step whose save may have begun; a request made now needs a later one.
-    No save follows the last step, so that one always answers a request.
-    """
-    step = max((report.step for report in reports), default=0)
-    return min(step, total - 1) if total else step
-
-
-@dataclass(kw_only=True)
-class _Stacks:
-    """Pending stacks of a request, answered when all agents have written them, or at `until`."""
-
-    request: str
-    folder: str
-    until: float
-    waits: set[int]
-
-
-class RequestHandlers:
-    """Handlers of operator requests, one method per kind. None means that the answer comes later, from `finished`."""
-
-    def __init__(self, state: CoordinatorState) -> None:
-        self._state, self._config, self._roster = state, state.config, state.roster
-        self._saves: dict[str, int] = {}  # request -> step whose save is too old to answer it
-        self._stacks: dict[str, _Stacks] = {}
-        self._drills = DrillOrders(state)
-
-    def handle(self, request: Request, now: float, wall: float) -> str | None:
-        """Carry out the request; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
-        match request.kind:
-            case RequestKind.STOP:
-                self._state.request_stop(self._state.stopping.on_request(request.reason, now))
-                return "the command gets SIGTERM" if self._config.command else "the ranks were asked to save and stop"
-            case RequestKind.DEADLINE if request.value is not None:
-                return self._correct_end(request.value - wall, request.detail, now)
-            case RequestKind.SAVE:
-                return self._request_save(request)
-            case RequestKind.STACKS:
-                return self._request_stacks(request, now)
-            case RequestKind.DRILL:
-                return self._drill(request)
-        return f"{REFUSED}a {request.kind} request needs a value"
-
-    def _correct_end(self, left: float, lasts: str, now: float) -> str:
-        """Record the job's end: in `left` seconds by this node's time of day, `lasts` seconds after the job's start."""
-        stopping = self._state.stopping
-        end = stopping.correct(now + left, float(lasts) if lasts.isascii() and lasts.isdigit() else None)
-        off = left - (end - now)
-        wrong = f"; the clock of this node is off: by its time of day it would be in {left:.0f} s" if off else ""
-        return f"the job ends in {end - now:.0f} s{wrong}"
-
-    def finished(self, now: float) -> Iterator[tuple[str, str]]:
-        """Yield the name and answer of each request that can be answered now; each is returned once."""
-        saved = newest_own_save(self._state.reports(), self._state.generation.restored)
-        for name, before in list(self._saves.items()):
-            if saved > before:
-                del self._saves[name]
-                yield name, f"saved at step {saved}"
-        yield from self._drills.order()
-        for name, stacks in list(self._stacks.items()):
-            if not stacks.waits or now >= stacks.until:
-                del self._stacks[name]
-                yield stacks.request, stacks.folder
-
-    def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
-        """Record that an agent has written the stacks of its ranks as far as possible."""
-        stacks = self._stacks.get(message.incident)
-        if stacks is not None:
-            stacks.waits.discard(node)
-
-    def repeat_save(self) -> None:
-        """Repeat pending save requests to newly started ranks; the first save answers them."""
-        self._saves = dict.fromkeys(self._saves, 0)
-        if self._saves:
-            self._ask_save()
-
-    def _request_save(self, request: Request) -> str | None:
-        if self._config.command:
-            return f"{REFUSED}the ranks are the user's own command, orch cannot ask it to save"
-        if self._state.stopping.stop is not None:
-            return "a stop with a save is under way"
-        self._saves[request.name] = newest_begun_save(self._state.reports(), self._state.progress.total)
-        self._ask_save()
-        return None
-
-    def _ask_save(self) -> None:
-        self._roster.broadcast(AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=_SAVE_SECONDS))
-
-    def _request_stacks(self, request: Request, now: float) -> str | None:
-        ranks = self._requested_ranks(request)
-        if self._config.command or not ranks:
-            why = "the ranks are the user's own command" if self._config.command else "there is no such rank or node"
-            return f"{REFUSED}{why}"
-        name = f"attach-{request.name.split('.')[2]}"
-        bundle = self._state.attempt_dir.incident(name)
-        waits = {member.node for member in self._roster.training_members()}
-        folder = str(bundle.relative_to(self._state.attempt_dir.path.parent.parent))
-        self._stacks[name] = _Stacks(
-            request=request.name, folder=folder, until=now + _STACKS_SECONDS + 1.0, waits=waits
-        )
-        number = self._state.generation.number
-        full = None if len(ranks) == self._config.cluster.world_size else tuple(ranks)
-        self._roster.broadcast(CollectEvidence(generation=number, incident=name, full=full, seconds=_STACKS_SECONDS))
-        return None
-
-    def _requested_ranks(self, request: Request) -> list[int]:
-        """Return the requested rank, the ranks of the requested node (by node rank), or all."""
-        cluster = self._config.cluster
-        if request.value is not None:
-            return [int(request.value)] if 0 <= request.value < cluster.world_size else []
-        if not request.detail:
-            return list(range(cluster.world_size))
-        if not request.detail.isdigit() or int(request.detail) >= cluster.nodes:
-            return []
-        first = int(request.detail) * cluster.ranks_per_node
-        return list(range(first, first + cluster.ranks_per_node))
-
-    def _drill(self, request: Request) -> str | None:
-        refusal = self._drills.refuse(request)
-        return dict(self._drills.order()).get(request.name) if refusal is None else refusal
 
 
 _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)

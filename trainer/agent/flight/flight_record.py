@@ -1,18 +1,184 @@
-"""Content of one rank's flight recorder: its groups, and the collectives entered and completed in each."""
+"""Content of one rank's flight recorder: its groups, unfinished messages and collectives.
+
+The fields of torch's dumps are sanitized, because a dying process may have written anything.
+"""
 
 import json
 import math
+import re
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.agent.flight import group_lifetimes
-from trainer.agent.flight.dump_fields import group_name, number, word
-from trainer.agent.flight.nccl_counters import counters
-from trainer.agent.flight.p2p_messages import P2PMessage, find_unfinished_messages
 from trainer.protocol.rank_progress.rank_messages import decode_runs, encode_runs
+
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+"""Exceptions raised by reading a malformed record."""
+_LARGEST = 2**63 - 1
+_LONGEST_WORD = 200
+"""Maximum characters kept of a word."""
+
+
+def number(value: Any, otherwise: int = 0) -> int:
+    """Return an integer within torch's range; `otherwise` for any other value."""
+    try:
+        found = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return otherwise
+    return found if -_LARGEST <= found <= _LARGEST else otherwise
+
+
+def word(value: Any) -> str:
+    """Return the text of a value, truncated and interned, since thousands of entries share it."""
+    return sys.intern((value if type(value) is str else str(value))[:_LONGEST_WORD])
+
+
+def group_name(entry: Mapping[str, Any]) -> str:
+    """Return the name of an entry's group, or its process-local number if it has no name."""
+    names = entry.get("process_group")
+    return word(names[0] if isinstance(names, list | tuple) and names else entry.get("pg_id", "?"))
+
+
+_PEERS = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)\Z")
+_WORLD = 1_000_000
+"""Maximum number of ranks in a world."""
+_MOST_MESSAGES = 200
+"""Oldest unfinished messages kept per rank; later ones wait behind these."""
+
+
+@dataclass(frozen=True, slots=True)
+class P2PMessage:
+    """Unfinished send or receive. Each rank numbers its own messages, so numbers cannot pair them."""
+
+    group: str
+    source: int  # global rank; -1: unknown
+    target: int
+    order: int  # position in its rank's record
+    sends: bool
+    what: str = ""  # description, if known
+
+    @property
+    def channel(self) -> tuple[str, int, int]:
+        """Return the channel; its messages are received in the order they were sent."""
+        return self.group, self.source, self.target
+
+
+def find_unfinished_messages(
+    raw: Iterable[Mapping[str, Any]], done: Iterable[bool], members: Mapping[str, Sequence[int]], suffix: str = ""
+) -> tuple[P2PMessage, ...]:
+    """Return a dump's unfinished messages in order.
+    `members` has the ranks of each group in the group's order. torch never marks the parts of a batch
+    (`batch_isend_irecv`) as done; the "coalesced" entry after them is marked.
+    """
+    rows = [(at, entry, over) for at, (entry, over) in enumerate(zip(raw, done, strict=True))]
+    batches = {
+        (group_name(entry), entry.get("p2p_seq_id")): over
+        for _, entry, over in rows
+        if str(entry.get("profiling_name", "")).endswith(":coalesced")
+    }
+    found: list[P2PMessage] = []
+    for at, entry, over in rows:
+        text = word(entry.get("profiling_name", "")).partition(":")[2]
+        if not entry.get("is_p2p") or text == "coalesced":
+            continue
+        if over or batches.get((group_name(entry), entry.get("p2p_seq_id")), False):
+            continue
+        found.append(_message(f"{group_name(entry)}{suffix}", text, _members(entry, members), at))
+    return tuple(found[:_MOST_MESSAGES])
+
+
+def _message(group: str, text: str, members: Sequence[int], order: int) -> P2PMessage:
+    told = _PEERS.search(text)
+    if told is None:
+        return P2PMessage(group, -1, -1, order, text.startswith("send"))
+    sends = told[1] == "send"
+    own, peer = _global_rank(int(told[2]), members), _global_rank(int(told[4]), members)
+    return P2PMessage(group, own if sends else peer, peer if sends else own, order, sends)
+
+
+def _members(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """Return the ranks of the entry's group; in the default group, position equals rank."""
+    known = members.get(group_name(entry), ())
+    return known if known or "default_pg" not in (entry.get("process_group") or ()) else range(_WORLD)
+
+
+def _global_rank(place: int, members: Sequence[int]) -> int:
+    """Return the global rank at a position in a group; torch identifies peers by position."""
+    return members[place] if place < len(members) else -1
+
+
+@dataclass(slots=True)
+class _GroupLifetime:
+    """Newest lifetime of one group so far."""
+
+    local: Any = None  # torch's number of the group in its process, unique per lifetime
+    last: int = 0  # its newest collective
+    before: int = 0  # earlier lifetimes that had collectives
+    rows: list[int] = field(default_factory=list)
+
+
+def newest_lifetimes(raw: Iterable[Mapping[str, Any]]) -> tuple[list[int], dict[str, int]]:
+    """Return positions of a dump's entries in their groups' newest lifetimes, and counts of earlier lifetimes.
+    The entries must be in recorded order. Only lifetimes with collectives still in the record are counted.
+    """
+    lives: dict[str, _GroupLifetime] = {}
+    for at, one in enumerate(raw):
+        life = lives.setdefault(group_name(one), _GroupLifetime(local=one.get("pg_id")))
+        sequence = 0 if one.get("is_p2p") else number(one.get("collective_seq_id"))
+        if one.get("pg_id") != life.local or 1 == sequence < life.last:
+            life.before += life.last > 0
+            life.local, life.last, life.rows = one.get("pg_id"), 0, []
+        life.last = max(life.last, sequence)
+        life.rows.append(at)
+    return sorted(at for life in lives.values() for at in life.rows), {key: life.before for key, life in lives.items()}
+
+
+def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Return the last collective enqueued and the last one completed, by group name.
+    Skips groups with messages, which torch counts in the same place, and groups whose counter differs from their newest
+    collective in the record. Empty for gloo, which counts failed collectives as completed.
+    """
+    status, config = dump.get("pg_status"), dump.get("pg_config")
+    if not isinstance(status, Mapping) or not isinstance(config, Mapping) or not _of_nccl(dump):
+        return {}
+    entries = list(entries)
+    talked = {group_name(entry) for entry in entries if entry.get("is_p2p") or entry.get("p2p_seq_id")}
+    newest: dict[str, int] = {}
+    for entry in entries:
+        newest[group_name(entry)] = max(newest.get(group_name(entry), 0), number(entry.get("collective_seq_id"), -1))
+    found = {}
+    for local, name in _names(config, status, entries).items():
+        told = status[local]
+        if name in talked or not isinstance(told, Mapping):
+            continue
+        entered, completed = (
+            number(told.get("last_enqueued_collective"), -1),
+            number(told.get("last_completed_collective"), -1),
+        )
+        if 0 <= completed <= entered and newest.get(name, entered) == entered:
+            found[name] = (entered, completed)
+    return found
+
+
+def _of_nccl(dump: Mapping[str, Any]) -> bool:
+    return bool(dump.get("nccl_version") or dump.get("comm_lib_version"))
+
+
+def _names(
+    config: Mapping[str, Any], status: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return group names by local number: paired by the entries, else by order if the names are ascending numbers."""
+    seen = {str(entry.get("pg_id")): group_name(entry) for entry in entries}
+    known = {local: name for local, name in seen.items() if local in status}
+    names = [word(value.get("name", key)) for key, value in config.items() if isinstance(value, Mapping)]
+    if len(names) == len(status) and all(name.isdecimal() for name in [*names, *status]):
+        paired = dict(zip(sorted(status, key=int), sorted(names, key=int), strict=True))
+        if known.items() <= paired.items():
+            return paired
+    return known
+
 
 KEPT = 30
 """Newest collectives kept per group."""
@@ -210,7 +376,7 @@ def parse(
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
         raise ValueError("not a flight record: no entries")
     whole = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
-    places, before = group_lifetimes.newest(whole)
+    places, before = newest_lifetimes(whole)
     raw = [whole[at] for at in places]
     dying = _dying(dump, whole)
     states = [dying.get(id(one)) or _state(one) for one in raw]
@@ -222,7 +388,7 @@ def parse(
     by_group: dict[str, list[CollectiveEntry]] = {}
     for entry in entries:
         by_group.setdefault(entry.group, []).append(entry)
-    on_gpu = {entry.group for entry, one in _pair_entries(entries, raw) if _is_nccl(one)} | set(exact)
+    on_gpu = {e.group for e in entries if str(raw[e.order].get("profiling_name", "")).startswith("nccl:")} | set(exact)
     first = not whole or not number(whole[0].get("record_id"))
     found = {
         key: replace(
@@ -253,16 +419,6 @@ def _dying(dump: dict[str, Any], raw: list[dict[str, Any]]) -> dict[int, str]:
     if dump["failed"] and calls:
         states[id(max(calls, key=lambda one: number(one.get("record_id"))))] = SCHEDULED
     return states
-
-
-def _pair_entries(
-    entries: list[CollectiveEntry], raw: list[dict[str, Any]]
-) -> Iterable[tuple[CollectiveEntry, dict[str, Any]]]:
-    return ((entry, raw[entry.order]) for entry in entries)
-
-
-def _is_nccl(raw: dict[str, Any]) -> bool:
-    return str(raw.get("profiling_name", "")).startswith("nccl:")
 
 
 def _entry(raw: dict[str, Any], state: str, suffix: str, order: int) -> CollectiveEntry | None:
@@ -316,12 +472,9 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _group(
-    entries: list[CollectiveEntry],
-    told: tuple[tuple[int, ...], str] | None,
-    exact: tuple[int, int] | None,
-    *,
+    entries: list[CollectiveEntry], told: tuple[tuple[int, ...], str] | None, exact: tuple[int, int] | None, *,
     on_gpu: bool,
-) -> Group:
+) -> Group:  # fmt: skip
     ranks, description = told or ((), "")
     ranks = ranks if ranks == tuple(sorted(ranks)) else tuple(sorted(ranks))
     unfinished = min((entry.sequence for entry in entries if entry.state != DONE), default=0)

@@ -1,24 +1,164 @@
-"""Queries of ranks for their flight records over Unix sockets, off their training threads and with a time limit."""
+"""Flight records of ranks: queries of live ones over Unix sockets, and safe reading of the dumps of dead ones.
+
+A pickle is a program whose opcodes may import and call anything. `load` reads the opcodes (`pickletools`) and accepts
+only those for plain values.
+"""
 
 import asyncio
 import json
+import pickletools
 import shutil
 import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.trusted_path import is_trusted
-from trainer.agent.flight.dump_fields import UNREADABLE
-from trainer.agent.flight.flight_record import FlightRecord, parse, read
-from trainer.agent.flight.safe_unpickle import MOST as LARGEST
-from trainer.agent.flight.safe_unpickle import load
+from trainer.agent.flight.flight_record import UNREADABLE, FlightRecord, parse, read
 from trainer.protocol.rank_progress.rank_messages import groups_file
 from trainer.protocol.run_dir import AttemptDir
+
+MAX_PICKLE_BYTES = 64 << 20
+"""Maximum bytes of a dump."""
+_STEPS = 20_000_000
+"""Maximum number of opcodes executed."""
+_NODES, _DEEPEST = 3_000_000, 50
+"""Maximum number of values and nesting depth of a dump; a value referenced twice counts twice."""
+_LETTERS = 256 << 20
+"""Maximum characters of all strings; shared strings count repeatedly, since a reader copies them."""
+_MARK = object()
+
+_VALUES = frozenset({
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "BINFLOAT", "FLOAT", "BINUNICODE",
+    "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE",
+})  # fmt: skip
+_MAKE: Mapping[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_LIST": list, "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+}  # fmt: skip
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
+_GET = frozenset({"GET", "BINGET", "LONG_BINGET"})
+_IGNORED = frozenset({"PROTO", "FRAME"})
+
+
+def load_plain_values(data: bytes) -> Any:
+    """Return the content of a pickle of dicts, lists, tuples, strings and numbers; raises ValueError for others."""
+    if len(data) > MAX_PICKLE_BYTES:
+        raise ValueError(f"a pickle of {len(data):,} bytes: more than {MAX_PICKLE_BYTES:,} are not read")
+    machine = _Machine()
+    try:
+        for steps, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if steps > _STEPS:
+                raise ValueError("a pickle of too many steps")
+            if opcode.name == "STOP":
+                return _check_expansion(machine.result())
+            machine.do(opcode.name, argument)
+    except (IndexError, KeyError, TypeError, UnicodeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a pickle of plain values: {error!r}") from error
+    raise ValueError("a pickle without an end")
+
+
+def _check_expansion(value: Any) -> Any:
+    """Return the value; raises ValueError if it expands hugely: a list containing itself, or repeated references."""
+    count, letters, level = 0, 0, [value]
+    for _ in range(_DEEPEST):
+        count += len(level)
+        letters += sum(len(one) for one in level if isinstance(one, str))
+        if count > _NODES or letters > _LETTERS:
+            raise ValueError("a pickle of too many values")
+        inner = [one for one in level if isinstance(one, list | tuple | dict)]
+        if not inner:
+            return value
+        if count + sum(map(len, inner)) > _NODES:
+            raise ValueError("a pickle of too many values")
+        level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    raise ValueError("a pickle that is too deep")
+
+
+class _Machine:
+    """Stack of a pickle, for the opcodes that only build plain values."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def do(self, name: str, argument: Any) -> None:
+        stack = self._stack
+        if name in _VALUES:
+            stack.append(argument)
+        elif name in _MAKE:
+            stack.append(_MAKE[name]())
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name in _TUPLES:
+            stack.append(tuple(self._pop(_TUPLES[name])))
+        elif name in _PUT:
+            self._memo[int(argument)] = self._top()
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = self._top()
+        elif name in _GET:
+            stack.append(self._memo[int(argument)])
+        elif name not in _IGNORED:
+            self._gather(name)
+
+    def _gather(self, name: str) -> None:
+        match name:
+            case "APPEND":
+                (value,) = self._pop(1)
+                self._top(list).append(value)
+            case "APPENDS":
+                values = self._to_mark()
+                self._top(list).extend(values)
+            case "SETITEM":
+                values = self._pop(2)
+                self._set(values)
+            case "SETITEMS":
+                self._set(self._to_mark())
+            case "LIST":
+                self._stack.append(self._to_mark())
+            case "TUPLE":
+                self._stack.append(tuple(self._to_mark()))
+            case "DICT":
+                values = self._to_mark()
+                self._stack.append({})
+                self._set(values)
+            case _:
+                raise ValueError(f"a pickle that does more than hold plain values: {name}")
+
+    def _set(self, values: list[Any]) -> None:
+        if len(values) % 2:
+            raise ValueError("a pickle with a key without a value")
+        self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+
+    def _pop(self, count: int) -> list[Any]:
+        values = self._stack[-count:]
+        if len(values) < count or any(value is _MARK for value in values):
+            raise ValueError("a pickle that takes more than it has")
+        del self._stack[-count:]
+        return values
+
+    def _to_mark(self) -> list[Any]:
+        at = max(place for place, value in enumerate(self._stack) if value is _MARK)
+        values = self._stack[at + 1 :]
+        del self._stack[at:]
+        return values
+
+    def _top(self, kind: type = object) -> Any:
+        value = self._stack[-1]
+        if value is _MARK or not isinstance(value, kind):
+            raise ValueError(f"a pickle that takes a {type(value).__name__} for a {kind.__name__}")
+        return value
+
+    def result(self) -> Any:
+        if len(self._stack) != 1 or self._stack[0] is _MARK:
+            raise ValueError("a pickle of not one value")
+        return self._stack[0]
+
 
 HOST, DEVICE = "fr_trace_json", "dump_nccl_trace_json"
 """torch's two recorders: gloo's, always present, and NCCL's, if torch was built with it."""
@@ -171,7 +311,7 @@ def records_of_dead_ranks(attempt: AttemptDir, generation: int) -> list[FlightRe
     for rank, path in attempt.watchdog_flights(generation):
         if rank not in found:
             with _its_own_fault(path):
-                found[rank] = parse(rank, load(_bytes(path)))
+                found[rank] = parse(rank, load_plain_values(_bytes(path)))
     return list(found.values())
 
 
@@ -187,4 +327,4 @@ def _its_own_fault(path: Path) -> Iterator[None]:
 def _bytes(path: Path) -> bytes:
     """Read at most one byte more than the largest accepted pickle."""
     with path.open("rb") as file:
-        return file.read(LARGEST + 1)
+        return file.read(MAX_PICKLE_BYTES + 1)

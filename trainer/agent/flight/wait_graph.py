@@ -1,16 +1,173 @@
-"""Wait graph of unfinished collectives and messages, its roots, and the findings.
-A collective waits for the hosts of members that have not called it, and for the earlier work of its members' GPUs. A
-message waits for the host at its other end until that has called it too. A host may wait for anything it has called
-that is unfinished. A node that waits for nothing is a root.
-"""
+"""All ranks' flight records, paired by group and sequence number: the first unfinished collective of each group."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.agent.flight.flight_record import DONE, ON_HOST, SCHEDULED, STARTED, CollectiveEntry, Group
-from trainer.agent.flight.p2p_messages import P2PMessage
-from trainer.agent.flight.stalls import Records, Stall
+from trainer.agent.flight.flight_record import (
+    DONE,
+    ON_HOST,
+    SCHEDULED,
+    STARTED,
+    CollectiveEntry,
+    FlightRecord,
+    Group,
+    P2PMessage,
+)
+
+Numbers = Mapping[str, Mapping[int, Mapping[int, CollectiveEntry]]]
+"""Entries by group, sequence number and rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """First unfinished collective of one group."""
+
+    group: str
+    sequence: int
+    inside: tuple[int, ...]  # entered it and have not completed it
+    late: tuple[int, ...]  # never entered it
+    queued: tuple[int, ...]  # called it, but their GPUs have not begun it while others' have
+    silent: tuple[int, ...]  # did not answer
+    unknown: tuple[int, ...]  # have no record and are not in `silent`
+    entry: CollectiveEntry | None  # as seen by one of the ranks inside
+    doubtful: bool = False  # the group was created again, and the records do not show which ranks are in which lifetime
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Return the ranks that the others wait for."""
+        return (self.late or self.queued) + self.silent
+
+    def __str__(self) -> str:
+        return f"collective #{self.sequence} of group {self.group}" + (f" ({self.entry})" if self.entry else "")
+
+
+class Records:
+    """Flight records by rank, and the members of each group."""
+
+    def __init__(self, flights: Iterable[FlightRecord], expected: Iterable[int], unanswered: Iterable[int]) -> None:
+        self.flights = {flight.rank: flight for flight in flights}
+        self.silent = set(unanswered) - set(self.flights)
+        self.world = tuple(sorted({*expected, *self.flights}))
+        self.having: dict[str, dict[int, Group]] = {}  # each group as each of its ranks knows it
+        for rank, flight in self.flights.items():
+            for key, group in flight.groups.items():
+                self.having.setdefault(key, {})[rank] = group
+        known = set(self.world)
+        self.members = {key: self._find_members(key, known) for key in self.having}
+        self.outdated: set[tuple[str, int]] = set()  # (group, rank) pairs that know only an earlier group of that name
+        self.doubtful = {key for key in self.having if not self._same_life(key)}
+        """Groups created again under the same name, where it is unknown which ranks' numbers belong together."""
+        self._doubt_counters()
+        self.numbers = _by_number(self)
+        self.timed = any(flight.timed for flight in self.flights.values())
+        """Whether NCCL reports which collectives have begun; without TORCH_NCCL_ENABLE_TIMING none seems to have."""
+
+    def _same_life(self, key: str) -> bool:
+        """Return whether a group's numbers mean the same on all ranks, after resetting ranks of an earlier lifetime."""
+        having = self.having[key]
+        newest = max(group.before for group in having.values())
+        if not newest:
+            return True
+        strangers = any(rank in self.flights and rank not in having for rank in self.members[key])
+        old = {rank: group for rank, group in having.items() if group.before < newest}
+        lost = not all(group.surely for group in having.values())
+        if strangers or lost or any(group.entered > group.completed for group in old.values()):
+            return False
+        for rank, group in old.items():
+            having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
+            self.outdated.add((key, rank))
+        return True
+
+    def _doubt_counters(self) -> None:
+        """Discard counters that no entry confirms and that may count messages.
+        No collective completes before all have entered it.
+        """
+        talked = {message.group for flight in self.flights.values() for message in flight.messages}
+        for key, having in self.having.items():
+            shown = [group.entered for group in having.values() if not group.counted]
+            for rank, group in having.items():
+                if group.counted and (key in talked or (shown and group.completed > min(shown))):
+                    having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
+
+    def _find_members(self, key: str, known: set[int]) -> tuple[int, ...]:
+        """Return the members reported by its ranks; else all ranks that have it, or the world for the default group."""
+        having = self.having[key]
+        told = max((group.ranks for group in having.values()), key=len, default=())
+        if told:
+            return tuple(rank for rank in told if rank in known)
+        if key == "0" or any(group.description == "default_pg" for group in having.values()):
+            return self.world
+        return tuple(sorted(having))
+
+    def entered_count(self, key: str, rank: int) -> int:
+        group = self.having[key].get(rank)
+        return group.entered if group else 0
+
+    def completed_count(self, key: str, rank: int) -> int:
+        group = self.having[key].get(rank)
+        return group.completed if group else 0
+
+
+def _by_number(records: Records) -> Numbers:
+    """Return entries by group, sequence number and rank, without duplicates (coalesced calls), which are ambiguous."""
+    found: dict[str, dict[int, dict[int, CollectiveEntry]]] = {}
+    for rank, flight in records.flights.items():
+        often = Counter((entry.group, entry.sequence) for entry in flight.entries)
+        for entry in flight.entries:
+            if often[entry.group, entry.sequence] == 1 and (entry.group, rank) not in records.outdated:
+                found.setdefault(entry.group, {}).setdefault(entry.sequence, {})[rank] = entry
+    return found
+
+
+def stalls(records: Records) -> list[Stall]:
+    """Return one stall for each group in which a rank waits."""
+    return [stall for key in records.members if (stall := _stall(records, key)) is not None]
+
+
+def _stall(records: Records, key: str) -> Stall | None:
+    members = [rank for rank in records.members[key] if rank in records.flights]
+    stuck = [records.completed_count(key, rank) + 1 for rank in members if _inside(records, key, rank)]
+    if not stuck:
+        return None
+    first = min(stuck)
+    if key in records.doubtful:
+        return _doubtful_stall(records, key, first)
+    entries = records.numbers.get(key, {}).get(first, {})
+    inside = [
+        rank for rank in members if records.entered_count(key, rank) >= first > records.completed_count(key, rank)
+    ]
+    late = [rank for rank in members if records.entered_count(key, rank) < first]
+    # On a GPU, a collective may be queued behind endless work while its peers' have begun.
+    begun = any(rank in entries and entries[rank].state == STARTED for rank in inside)
+    begun = begun or (records.timed and any(records.completed_count(key, rank) >= first for rank in members))
+    queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
+    silent = [rank for rank in records.members[key] if rank in records.silent]
+    out = {*late, *silent, *(() if late else queued)}
+    return Stall(
+        group=key,
+        sequence=first,
+        inside=tuple(rank for rank in inside if rank not in out),
+        late=tuple(late),
+        queued=tuple(queued),
+        silent=tuple(silent),
+        unknown=tuple(r for r in records.members[key] if r not in records.flights and r not in records.silent),
+        entry=next((entries[rank] for rank in inside if rank in entries), None),
+    )
+
+
+def _doubtful_stall(records: Records, key: str, first: int) -> Stall:
+    """Return the stall of a doubtful group, whose missing ranks are unknown."""
+    inside = tuple(rank for rank in records.members[key] if rank in records.flights and _inside(records, key, rank))
+    return Stall(
+        group=key, sequence=first, inside=inside, late=(), queued=(), silent=(), unknown=(), entry=None, doubtful=True
+    )
+
+
+def _inside(records: Records, key: str, rank: int) -> bool:
+    return records.entered_count(key, rank) > records.completed_count(key, rank)
+
 
 Kind = Literal["none", "missing", "gpu_stopped", "desync_shape", "desync_order", "stuck_together"]
 _NAMED = 8
@@ -308,158 +465,3 @@ def chain(waits: WaitGraph, way: dict[Node, Node | None], most: int = 6) -> str:
 
 def _short(place: Stall | Channel) -> str:
     return f"#{place.sequence} of group {place.group}" if isinstance(place, Stall) else str(place)
-
-
-RootKind = Literal["never_came", "no_answer", "gpu_stopped", "queued"]
-WaitRoots = dict[Node, RootKind]
-
-_SYNCHRONIZING = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "barrier")
-"""Operations that complete on no rank before all have begun them; not so for broadcasts and uneven all_to_alls."""
-
-
-def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
-    """Return ranks whose GPUs stopped: they called as much as their peers, but less is completed or begun."""
-    found: WaitRoots = {}
-    held: dict[int, list[Node]] = {}
-    stopped: dict[int, RootKind] = {}
-    for node, place in enumerate(waits.places):
-        if isinstance(place, Stall):
-            for rank in _lagging(records, place):
-                stopped[rank] = "gpu_stopped"
-            for rank in place.queued:
-                # Earlier operations may block it. Without any, and with a complete record, the GPU is at fault.
-                if waits.calls[rank][0] == node and records.flights[rank].whole:
-                    stopped.setdefault(rank, "queued")
-    for rank, called in waits.calls.items():
-        if rank in stopped:
-            held[rank] = called
-    for rank in sorted(stopped):
-        found[waits.gpu(rank, held.get(rank, ()))] = stopped[rank]
-    return found
-
-
-def _lagging(records: Records, stall: Stall) -> Iterator[int]:
-    """Yield members that have completed less than they could.
-    A peer that has completed a later synchronizing collective shows that all members have begun it. A GPU begins
-    nothing in a group before its earlier operations complete, so the GPU, or its monitoring, stopped.
-    """
-    having = records.having[stall.group]
-    if stall.doubtful:
-        return
-    through = max((group.completed for group in having.values() if group.sure), default=0)
-    if through < stall.sequence or not any(group.on_gpu for group in having.values()):
-        return
-    numbers = records.numbers.get(stall.group, {})
-    last = _last_synchronizing(numbers, stall.sequence, through)
-    for rank in records.members[stall.group]:
-        group = having.get(rank)
-        if group is None or not _counts(group):
-            continue
-        first = group.completed + 1
-        entry = numbers.get(first, {}).get(rank)
-        # It has not begun a collective that others have completed.
-        unbegun = records.timed and entry is not None and entry.state == SCHEDULED
-        if first < last <= group.entered or (unbegun and first == last):
-            yield rank
-
-
-def _counts(group: Group) -> bool:
-    return group.on_gpu and group.sure and group.entered > group.completed
-
-
-def _last_synchronizing(numbers: Mapping[int, Mapping[int, CollectiveEntry]], first: int, through: int) -> int:
-    """Return the newest synchronizing collective in the range; 0 if none is known."""
-    for number in range(through, first - 1, -1):
-        entries = numbers.get(number, {})
-        if any(entry.op.lstrip("_").startswith(_SYNCHRONIZING) for entry in entries.values()):
-            return number
-    return 0
-
-
-def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
-    """Return ranks that others wait for and that wait for nothing themselves, and ranks that did not answer."""
-    found: WaitRoots = {}
-    for rank, node in waits.hosts.items():
-        if rank in records.silent:
-            found[node] = "no_answer"
-        elif not waits.after[node]:
-            found[node] = "never_came"
-    return found
-
-
-def message_roots(waits: WaitGraph, never_sent: Iterable[int]) -> WaitRoots:
-    """Return ranks that omitted a message, whatever they wait for now; nothing progresses without it."""
-    return {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
-
-
-def last_resort(waits: WaitGraph, explained: Collection[Node]) -> WaitRoots:
-    """Return the rank in a ring of waiting ranks that waits only for messages.
-    Receiving early is usual and blocks no other rank, but a rank that has not called a collective that others are in is
-    behind. It is named only if it is the only such rank in its ring.
-    """
-    unknown = waits.reaching(waits.open)
-    left = [node for node in range(len(waits.places)) if node not in explained and node not in unknown]
-    found: WaitRoots = {}
-    for ring in _sinks(waits, left):
-        if len(ring) == 1:
-            continue
-        behind = [node for node in ring if _waits_for_messages_only(waits, node)]
-        if len(behind) == 1:
-            found[behind[0]] = "never_came"
-    return found
-
-
-def _waits_for_messages_only(waits: WaitGraph, node: Node) -> bool:
-    place = waits.places[node]
-    if not isinstance(place, Host):
-        return False
-    called = [waits.places[other] for other in waits.calls.get(place.rank, ())]
-    return all(isinstance(one, Channel) and one.target == place.rank for one in called)
-
-
-def fronts(waits: WaitGraph, explained: Mapping[Node, object]) -> list[Node]:
-    """Return nodes that all ranks have reached, that wait for nothing, and that make no progress."""
-    return [node for node, after in enumerate(waits.after) if not after and node not in explained]
-
-
-def _sinks(waits: WaitGraph, nodes: Collection[Node]) -> list[set[Node]]:
-    """Return strongly connected components of these nodes without outgoing edges (iterative Tarjan)."""
-    among = set(nodes)
-    index: dict[Node, int] = {}
-    low: dict[Node, int] = {}
-    part: dict[Node, int] = {}
-    parts: list[set[Node]] = []
-    stack: list[Node] = []
-    for start in nodes:
-        if start in index:
-            continue
-        work = [(start, iter(waits.after[start]))]
-        index[start] = low[start] = len(index)
-        stack.append(start)
-        while work:
-            node, others = work[-1]
-            for other in others:
-                if other not in among:
-                    continue
-                if other not in index:
-                    index[other] = low[other] = len(index)
-                    stack.append(other)
-                    work.append((other, iter(waits.after[other])))
-                    break
-                if other not in part:
-                    low[node] = min(low[node], index[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    one: set[Node] = set()
-                    while node not in one:
-                        one.add(member := stack.pop())
-                        part[member] = len(parts)
-                    parts.append(one)
-    return [
-        one
-        for number, one in enumerate(parts)
-        if all(part.get(other, number) == number for node in one for other in waits.after[node])
-    ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpointing.storage.durable import read_json
-from trainer.agent.fork_server.torchrun_command import with_interpreter, working_directory
+from trainer.agent.fork_server.launch_order import with_interpreter, working_directory
 from trainer.agent.processes.background_tasks import start_detached
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog

@@ -5,6 +5,7 @@ code as JSON.
 """
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -14,8 +15,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,10 +24,12 @@ from setproctitle import setproctitle
 
 from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
-from trainer.agent.fork_server.forked_child import RankMain, become_rank
-from trainer.agent.processes import process_tree
+from trainer.agent.processes import proc
+from trainer.agent.processes.proc import AGENT_DIED_SIGNAL, set_pdeathsig
+from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig, load
 from trainer.protocol.failures.missing_installation import describe_missing
+from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.messages.fork_server import (
     TO_FORK_SERVER,
     ForkServerReady,
@@ -41,9 +44,126 @@ from trainer.protocol.messages.fork_server import (
     ToForkServer,
 )
 from trainer.protocol.node_identity import process_state
-from trainer.protocol.rank_progress.progress import block_step_signals, outlive_step_signals
+from trainer.protocol.rank_progress.progress import (
+    WARNINGS,
+    block_step_signals,
+    outlive_step_signals,
+    unblock_step_signals,
+)
+from trainer.protocol.rank_progress.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.secrets.secret_redaction import in_use
+
+RankMain = Callable[[RankSpec], int]
+
+
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that Python ignores from its start; an executed program expects the defaults."""
+
+
+def become_rank(
+    order: StartRank, descriptors: Sequence[int], parent: int, fork_server_fds: Sequence[int], main: RankMain | None
+) -> NoReturn:
+    """Turn the calling, freshly forked process into the rank that `order` describes; never returns.
+    The fork was made within `block_step_signals`. The first of `descriptors` is its output. `main` is the warm entry
+    point; without it the rank is executed cold, or is the user's own command.
+    """
+    code: int = ExitCode.ERROR
+    try:
+        _detach_from_fork_server(parent, fork_server_fds)
+        output, *others = descriptors
+        _redirect(output, order.generation)
+        os.environ.update(order.env)
+        if order.cores:
+            os.sched_setaffinity(0, order.cores)
+        if order.spec is None:
+            _run_command(order.command, order.folder)
+        spec = _with_descriptors(order.spec, others)
+        if main is None:
+            _run_cold(spec)
+        outlive_step_signals()
+        setproctitle(f"orch-rank-{spec.rank}")
+        code = main(spec)
+    except BaseException:  # noqa: BLE001  # outermost edge
+        traceback.print_exc()
+    finally:
+        _flush()
+        # Not sys.exit: this process must not run the fork server's atexit handlers or flush its buffers.
+        os._exit(code)
+
+
+def _detach_from_fork_server(parent: int, fork_server_fds: Sequence[int]) -> None:
+    set_pdeathsig(parent, signal.SIGKILL)
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(AGENT_DIED_SIGNAL, signal.SIG_DFL)
+    for descriptor in fork_server_fds:
+        os.close(descriptor)
+
+
+def _redirect(output: int, generation: int) -> None:
+    """Redirect input from /dev/null and output to the rank's log, after a line that names the generation."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.write(output, f"{generation_mark(generation)}\n".encode())
+    for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, target)
+    os.close(nothing)
+    os.close(output)
+
+
+def _run_command(command: Sequence[str], folder: str) -> NoReturn:
+    # The agent handles warning signals. SIGTERM asks a user program to stop.
+    for number in WARNINGS:
+        signal.signal(number, signal.SIG_IGN)
+    for number in _IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
+    unblock_step_signals()
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        why = error.strerror
+        hint = f"mount it, or name another one: +env.{FOLDER_VARIABLE}=FOLDER"
+        sys.stderr.write(f"cannot enter the folder of the submit, {folder}: {why}; {hint}\n")
+        _flush()
+        os._exit(ExitCode.STORAGE)
+    try:
+        os.execvpe(command[0], list(command), os.environ)
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError) or not _is_found(command[0])
+        why = os.strerror(errno.ENOENT) if absent else error.strerror
+        sys.stderr.write(f"cannot start {command[0]!r} in {folder}: {why}\n")
+        _flush()
+        os._exit(127 if absent else 126)
+
+
+def _is_found(program: str) -> bool:
+    """Return whether PATH has a file of that name, as shells search it; an unreadable folder counts as empty."""
+    if os.sep in program:
+        return True
+    return any(os.path.isfile(os.path.join(place, program)) for place in os.get_exec_path())
+
+
+def _run_cold(spec: RankSpec) -> NoReturn:
+    for descriptor in (spec.cell_fd, spec.control_fd, spec.stacks_fd, spec.arena_fd, spec.writer_fd):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, True)
+    os.environ[SPEC_VARIABLE] = spec.to_json()
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "trainer.worker.cold_rank"], os.environ)
+
+
+def _with_descriptors(spec: RankSpec, descriptors: Sequence[int]) -> RankSpec:
+    # Without arena and writer descriptors the rank makes its own.
+    cell, control, stacks, arena, writer = (*descriptors, -1, -1)[:5]
+    return replace(spec, cell_fd=cell, control_fd=control, stacks_fd=stacks, arena_fd=arena, writer_fd=writer)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk must not change the exit code
+            continue
 
 
 class ForkServer:
@@ -60,7 +180,7 @@ class ForkServer:
             self._poll.register(descriptor, select.POLLIN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
-        signal.signal(process_tree.AGENT_DIED_SIGNAL, self._on_agent_died)
+        signal.signal(proc.AGENT_DIED_SIGNAL, self._on_agent_died)
 
     def serve(self) -> None:
         """Serve the agent until it is gone, then kill all remaining processes."""
@@ -125,7 +245,7 @@ class ForkServer:
     def _signal_all(self, number: int) -> None:
         for group in (*self._leaders, *self._groups):
             # A child killed before it created its group is reached by its PID.
-            if not process_tree.kill_group(group, number) and group in self._leaders:
+            if not proc.kill_group(group, number) and group in self._leaders:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(group, number)
 
@@ -135,16 +255,16 @@ class ForkServer:
             pid = info.si_pid
             if pid in self._leaders:
                 # Kill before reaping: as a zombie it still owns the group's number.
-                process_tree.kill_group(pid, signal.SIGKILL)
+                proc.kill_group(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             if pid in self._leaders:
                 rank = self._groups[pid] = self._leaders.pop(pid)
                 if not silent:
                     self._say(_exit_report(rank, info))
-        for group in [group for group in self._groups if not process_tree.kill_group(group, 0)]:
+        for group in [group for group in self._groups if not proc.kill_group(group, 0)]:
             self._empty[group] = self._groups.pop(group)
         # Reported last: once no rank is alive, any remaining child had left its rank's group.
-        if self._empty and (self._leaders or self._groups or not process_tree.kill_children()):
+        if self._empty and (self._leaders or self._groups or not proc.kill_children()):
             for rank in self._empty.values():
                 if not silent:
                     self._say(RankGone(rank=rank))
@@ -153,10 +273,10 @@ class ForkServer:
     def _on_agent_died(self, *_: object) -> NoReturn:
         """Handle the agent's death: kill the ranks, then the orphans that their deaths reparent to this process."""
         # The kernel sends the signal for every dying thread of the agent; once is enough.
-        signal.signal(process_tree.AGENT_DIED_SIGNAL, signal.SIG_IGN)
+        signal.signal(proc.AGENT_DIED_SIGNAL, signal.SIG_IGN)
         self._signal_all(signal.SIGKILL)
         give_up = time.monotonic() + 1.5
-        while process_tree.kill_children() and time.monotonic() < give_up:
+        while proc.kill_children() and time.monotonic() < give_up:
             while (info := _next_dead()) is not None:
                 os.waitpid(info.si_pid, 0)
             time.sleep(0.002)
@@ -181,7 +301,7 @@ def fork_unsafe_reason() -> str:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"importing the workload started {threads - 1} thread(s)"
-    started = sum(process_state(pid) not in ("Z", "") for pid in process_tree.children())
+    started = sum(process_state(pid) not in ("Z", "") for pid in proc.children())
     if started:
         # A child has one parent: ranks could not wait for it, and it would end with the first generation.
         return f"importing the workload started {started} process(es)"
@@ -240,8 +360,8 @@ def main(arguments: list[str]) -> None:
     descriptor, agent, attempt = int(arguments[0]), int(arguments[1]), AttemptDir(Path(arguments[2]))
     cold, *recorded = arguments[3:] or [""]
     # No ranks exist to clean up during the import, and a handler would have to wait for it.
-    process_tree.set_pdeathsig(agent, signal.SIGKILL)
-    process_tree.become_subreaper()
+    proc.set_pdeathsig(agent, signal.SIGKILL)
+    proc.become_subreaper()
     setproctitle("orch-forkserver")
     started = time.monotonic()
     link = socket.socket(fileno=descriptor)
@@ -251,12 +371,12 @@ def main(arguments: list[str]) -> None:
     code = CodeAtStart(**json.loads(recorded[0])) if cold else record_code(attempt, config, ours)
     if rank_main is not None and (reason := fork_unsafe_reason()):
         # A process with threads must not fork, so restart without importing anything.
-        process_tree.kill_children()
+        proc.kill_children()
         link.set_inheritable(True)
         program = [sys.executable, "-P", "-m", "trainer.agent.fork_server.server"]
         os.execv(sys.executable, [*program, *arguments[:3], reason, json.dumps(asdict(code))])
     fork_server = ForkServer(link, rank_main)
-    process_tree.set_pdeathsig(agent, process_tree.AGENT_DIED_SIGNAL)
+    proc.set_pdeathsig(agent, proc.AGENT_DIED_SIGNAL)
     why = cold or ("" if rank_main else "the ranks are the user's own command")
     seconds = time.monotonic() - started
     ready = ForkServerReady(

@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from trainer.agent.ladder.command_failures import CommandPast, command_cause
+from trainer.agent.ladder.rank_death import Cause, CommandFailure, RankEnd, find_cause, secondary_order
 from trainer.agent.processes.background_tasks import run_detached
-from trainer.agent.watch.command_errors import CommandPast, command_cause
 from trainer.agent.watch.hang_limits import PATIENCE
-from trainer.agent.watch.root_cause import Cause, CommandFailure, RankEnd, find_cause, secondary_order
 from trainer.protocol import skipped_batches
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind, select_kinds

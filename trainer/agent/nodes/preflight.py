@@ -1,6 +1,5 @@
 """Checks of a node before training: GPUs, shared memory, and its first benchmark."""
 
-import json
 import os
 import re
 import resource
@@ -18,13 +17,10 @@ from xml.etree import ElementTree
 from checkpointing.storage.durable import write_durably
 from checkpointing.storage.storage_errors import FULL
 from trainer.agent.control import tcp_transport
-from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
-from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import Failure, FailureKind
-from trainer.protocol.messages.agents import PreflightFault, RankSpeeds
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.messages.agents import PreflightFault
 
 _BRAKES = {
     "hw_slowdown": "the hardware slows it down",
@@ -108,92 +104,6 @@ def lost_links(report: str) -> str:
     most, alike = max(up.values(), default=0), Counter(up.values())
     lost = {gpu: count for gpu, count in up.items() if 0 < count < most and alike[count] == 1}
     return "; ".join(f"GPU {gpu} has {count} of {most} NVLinks up" for gpu, count in lost.items())
-
-
-_EARLIER = 8
-"""Maximum number of earlier attempts examined."""
-_READ = 1 << 20
-"""Bytes read of each attempt's events; measurements are near the beginning."""
-_AGREE = 2
-"""Number of earlier measurements, close to each other, that define the usual speed."""
-
-
-class NodeBenchmark:
-    """Benchmark of all nodes. `nodes` names each rank's node; `machines` maps nodes to machines, if known."""
-
-    def __init__(self, nodes: Sequence[str], machines: Mapping[str, str], config: PreflightConfig) -> None:
-        self._nodes, self._config = nodes, config
-        self._first: float | None = None
-        self._over = False
-        known = [machines.get(node, "") for node in dict.fromkeys(nodes)]
-        # Nodes on one machine compete for its cores, so their speeds are not comparable.
-        self._comparable = all(known) and len(set(known)) == len(known)
-        self._measured: dict[int, RankMeasurement] = {}
-
-    def add(self, message: RankSpeeds, now: float) -> bool:
-        """Add one rank's measurements; returns True if they complete the trial. Raises ValueError."""
-        one = RankMeasurement.from_message(message)
-        if not 0 <= one.rank < len(self._nodes):
-            raise ValueError(f"there is no rank {one.rank}")
-        if self._over:
-            return False
-        self._first = now if self._first is None else self._first
-        self._measured[one.rank] = one
-        self._over = len(self._measured) == len(self._nodes)
-        return self._over
-
-    def timed_out(self, now: float) -> bool:
-        """Return True, once, when the time for the missing measurements has passed since the first arrived."""
-        if self._over or self._first is None or now - self._first <= self._config.seconds:
-            return False
-        self._over = True
-        return True
-
-    def missing(self) -> list[int]:
-        """Return the ranks without measurements."""
-        return [rank for rank in range(len(self._nodes)) if rank not in self._measured]
-
-    def failure(self, history: Mapping[str, float] | None = None) -> Failure | None:
-        """Return the failure of the node to blame, or None; `history` comes from `usual_speeds`."""
-        measured = list(self._measured.values())
-        return find_slow_node(measured, self._nodes, self._config, history) if self._comparable else None
-
-    def median_speeds(self) -> dict[str, float]:
-        """Return the median node's speeds, for the record."""
-        return median_speeds_of_nodes(self._measured.values(), self._nodes)
-
-
-def usual_speeds(run: RunDir, attempt: int, config: PreflightConfig) -> dict[str, float]:
-    """Return the median speeds of this run's earlier attempts, omitting measurements that disagree. Reads files.
-    Measurements further apart than the slow-node limit come from different machines or from other load.
-    """
-    earlier = [
-        speeds for number in range(max(1, attempt - _EARLIER), attempt) for speeds in _recorded_speeds(run, number)
-    ]
-    found = {}
-    for name in {name for speeds in earlier for name in speeds}:
-        values = [speeds[name] for speeds in earlier if name in speeds]
-        if len(values) >= _AGREE and min(values) >= config.slowest * max(values):
-            found[name] = median(values)
-    return found
-
-
-def _recorded_speeds(run: RunDir, attempt: int) -> Iterator[dict[str, float]]:
-    """Yield the speeds of one attempt's first trial; nothing if they cannot be read."""
-    try:
-        with run.attempt(attempt).event_file("coordinator").open("rb") as stream:
-            lines = stream.read(_READ).splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            event = json.loads(line)
-            if event["kind"] == EventKind.PREFLIGHT and event["data"].get("speeds"):
-                speeds = {str(name): float(speed) for name, speed in event["data"]["speeds"].items()}
-                yield {name: speed for name, speed in speeds.items() if 0 < speed < float("inf")}
-                return
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
 
 
 _FEWEST_FILES = 1024

@@ -1,19 +1,25 @@
 """The ranks of one generation on one node: cells, control sockets, PIDs and exits."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from trainer.agent.control import unix_transport
-from trainer.agent.processes.proc import OomKills
-from trainer.agent.processes.process_tree import kill_group
-from trainer.protocol.messages.agents import ProgressReport
+from trainer.agent.fork_server.link import ForkServerLink
+from trainer.agent.processes.proc import OomKills, kill_children, kill_group
+from trainer.protocol.config_sections.recipe_config import ClusterShape
+from trainer.protocol.config_sections.fault_detection_config import KINDS
+from trainer.protocol.messages.agents import InjectFault, ProgressReport
 from trainer.protocol.messages.codec import MessageError
 from trainer.protocol.messages.ranks import FROM_RANK, FromRank, ReportedEnd, Store
 from trainer.protocol.rank_progress.progress import Progress, ProgressCell, StopReason
 from trainer.protocol.rank_progress.rank_messages import receive_message, send_message
+from trainer.protocol.requests import REFUSED, Request
 
 
 @dataclass(kw_only=True)
@@ -158,3 +164,146 @@ class LocalRanks:
                 local.handle = None
             os.close(local.stacks)
             local.cell.close()
+
+
+OBEY_SECONDS = 3.0
+"""Seconds before a fork server is checked; it normally kills its ranks within milliseconds."""
+TERM_SECONDS = 5.0
+"""Seconds between SIGTERM and SIGKILL for a user's program."""
+
+
+async def kill_generation(
+    ranks: LocalRanks, link: ForkServerLink, *, politely: bool, term: float = TERM_SECONDS, obey: float = OBEY_SECONDS
+) -> None:
+    """Kill the ranks; returns once all are gone, or the fork server is lost and `kill_orphaned_ranks` takes over.
+    `politely`: send SIGTERM first to a user's program that has not received it; our own ranks ignore it.
+    """
+    if politely:
+        link.signal_ranks(signal.SIGTERM)
+        give_up = time.monotonic() + term
+        while not ranks.all_gone() and time.monotonic() < give_up:
+            await asyncio.sleep(0.02)
+    if ranks.all_gone():  # running ranks belong to the next generation
+        return
+    link.signal_ranks(signal.SIGKILL)
+    while True:
+        await asyncio.sleep(obey)
+        if ranks.all_gone() or link.lost:
+            return
+        # With memory pinned for a GPU a rank takes long to die, which is not the fork server's fault; it is kept.
+        ranks.kill_uncollected()
+        reason = _why_not_obeyed(ranks, link)
+        if reason:
+            link.kill(reason)
+
+
+def _why_not_obeyed(ranks: LocalRanks, link: ForkServerLink) -> str:
+    """Return why this fork server must be killed first; an uncollected dead rank is detected elsewhere."""
+    if link.stopped():
+        return "it was stopped when its ranks had to be killed"
+    if any(local.pid is None and not local.gone for local in ranks.by_rank.values()):
+        return "it did not say which processes it had to kill"
+    return ""
+
+
+_LONGEST = 30.0
+
+
+async def kill_orphaned_ranks(
+    ranks: LocalRanks,
+    exited: Callable[[int, int | None, int | None], None],
+    gone: Callable[[int], None],
+    exclude: Collection[int] = (),
+) -> None:
+    """Kill the process groups of all remaining ranks and the processes that left those groups; reports each exit.
+    `exclude`: children of this process other than ranks, the checkpoint writers. A process that cannot be killed (hung
+    in the kernel) is given up after half a minute and not reported gone.
+    """
+    give_up = time.monotonic() + _LONGEST
+    left = True
+    while (left or not ranks.all_gone()) and time.monotonic() < give_up:
+        ranks.kill_directly()
+        for local in ranks.by_rank.values():
+            if not local.gone:
+                _collect(local, exited)
+        _collect_other_children(ranks)
+        for local in ranks.by_rank.values():
+            if not local.gone and (local.pid is None or not kill_group(local.pid, 0)):
+                if not local.ended:
+                    local.ended = True
+                    exited(local.rank, None, None)
+                local.gone = True
+                gone(local.rank)
+        # Without a fork server, every other child of this process is a rank or was started by one.
+        left = kill_children(exclude)
+        await asyncio.sleep(0.01)
+
+
+def _collect(local: LocalRank, exited: Callable[[int, int | None, int | None], None]) -> None:
+    if local.pid is None or local.ended:
+        return
+    try:
+        pid, status = os.waitpid(local.pid, os.WNOHANG)
+    except ChildProcessError:  # the fork server had collected it before it died
+        return
+    if pid:
+        local.ended = True
+        code = os.waitstatus_to_exitcode(status)
+        exited(local.rank, code if code >= 0 else None, -code if code < 0 else None)
+
+
+def _collect_other_children(ranks: LocalRanks) -> None:
+    """Reap processes started by ranks; `_collect` reaps and reports the ranks themselves."""
+    own = {local.pid for local in ranks.by_rank.values() if not local.ended}
+    try:
+        while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and info.si_pid not in own:
+            os.waitpid(info.si_pid, 0)
+    except ChildProcessError:
+        return
+
+
+AGENT_KINDS = {
+    "kill-agent": "SIGKILL to the agent of a node",
+    "kill-node": "SIGKILL to the agent of a node and to everything that it has started",
+}
+"""Faults that an agent injects into its own node; the rank concerned injects those in `KINDS`."""
+
+_BY_SIGNAL = {"kill-rank": signal.SIGKILL, "stop-rank": signal.SIGSTOP}
+"""Kinds that the agent carries out at once, without waiting for a step."""
+
+
+def drill_order(request: Request, cluster: ClusterShape) -> tuple[InjectFault | None, str]:
+    """Return the order for a drill request, or None if it is refused, and the answer."""
+    kind, at = request.detail, 0 if request.value is None else int(request.value)
+    node = kind in AGENT_KINDS
+    if not node and kind not in KINDS:
+        return None, f"{REFUSED}no such drill: {kind}; there are {', '.join([*KINDS, *AGENT_KINDS])}"
+    what, most = ("node", cluster.nodes) if node else ("rank", cluster.world_size)
+    if not 0 <= at < most:
+        return None, f"{REFUSED}there is no {what} {at}, only 0 to {most - 1}"
+    return InjectFault(kind=kind, at=at, value=_VALUES.get(kind, 0.0)), f"{kind} strikes {what} {at}"
+
+
+_VALUES = {"slow-rank": 0.3}
+"""Seconds of extra work per step of a slow rank."""
+
+
+def is_here(order: InjectFault, ranks: LocalRanks, node_rank: int | None) -> bool:
+    """Return whether the order concerns this node."""
+    return order.at == node_rank if order.kind in AGENT_KINDS else order.at in ranks.by_rank
+
+
+def inject(order: InjectFault, ranks: LocalRanks) -> None:
+    """Inject the fault; does not return if it kills the agent."""
+    kind = order.kind
+    if kind == "kill-node":
+        for local in ranks.by_rank.values():
+            if local.pid is not None:
+                kill_group(local.pid)
+    if kind in AGENT_KINDS:
+        os.kill(os.getpid(), signal.SIGKILL)  # its processes die with it
+    local = ranks.by_rank[order.at]
+    if kind not in _BY_SIGNAL:
+        local.cell.order_drill(list(KINDS).index(kind), order.serial, order.value)
+    elif local.pid is not None and not local.ended:
+        os.kill(local.pid, _BY_SIGNAL[kind])

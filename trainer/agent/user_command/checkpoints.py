@@ -1,22 +1,191 @@
-"""Checkpoints written by a user's own program: discovery and signs of damage."""
+"""PURE: assignment of the entries of a folder to checkpoints of a user's own program.
+Programs write a file per rank, or one for the model and one for the optimizer. All files of one step are one
+checkpoint: ranks that load different steps silently train a mixture.
+"""
 
 import os
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from json import JSONDecodeError, JSONDecoder, detect_encoding
 from pathlib import Path
 from stat import S_ISDIR
 
 from checkpointing.format.safetensors import Malformed, check_length
 from checkpointing.storage.durable import open_regular
-from trainer.agent.user_command.earlier_checkpoints import Stamps, leave_out_earlier, scan_identities
-from trainer.agent.user_command.siblings import group, has_rank, is_alike, same_but_for_rank
-from trainer.protocol.command_progress import CommandCheckpointsConfig
+from trainer.protocol.command_progress import SET_ASIDE, CommandCheckpointsConfig, parse_digits
 from trainer.protocol.failures.outcome import legible
+
+_NUMBER = re.compile(r"\d+", re.ASCII)
+_RANK = re.compile(r"(?<![a-z])(rank[-_=]?)(\d+)", re.IGNORECASE | re.ASCII)
+_TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete|lock|bak|old)(?![a-z])", re.IGNORECASE)
+"""Remains of an interrupted save, which belong to no checkpoint."""
+
+
+def group(names: Collection[str], config: CommandCheckpointsConfig, most: int) -> list[tuple[int, str, list[str]]]:
+    """Return the newest checkpoints, newest first: step, an entry matching the pattern, names of the other entries."""
+    matched: dict[int, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        if (step := config.parse_step(name)) is not None:
+            matched[step].append(name)
+    steps = sorted(matched, reverse=True)
+    numbered = _by_number(names, steps[: most + 1], config)
+    return [
+        (step, matched[step][0], _siblings(matched[step][0], step, numbered, steps[at + 1 : at + 2], config))
+        for at, step in enumerate(steps[:most])
+    ]
+
+
+def _by_number(
+    names: Iterable[str], steps: Collection[int], config: CommandCheckpointsConfig
+) -> dict[int, list[str]]:  # fmt: skip
+    """Return names by each of the steps that occurs in them."""
+    found: dict[int, list[str]] = {step: [] for step in steps}
+    words = len(_TEMPORARY.findall(config.pattern))
+    for name in names:
+        if name.startswith(SET_ASIDE) or len(_TEMPORARY.findall(name)) > words:
+            continue
+        # The pattern may take only a part of a number as the step.
+        for number in found.keys() & {config.parse_step(name), *map(parse_digits, _NUMBER.findall(name))}:
+            found[number].append(name)
+    return found
+
+
+def _siblings(
+    main: str, step: int, numbered: Mapping[int, list[str]], older: Collection[int], config: CommandCheckpointsConfig
+) -> list[str]:
+    prefix = config.name_prefix(main)
+    # A name whose first number is the step belongs to it if every step has one: `optimizer-30.pt` beside `model-30.pt`.
+    alone = not _NUMBER.search(prefix)
+    forms = {_form(name, number) for number in older for name in numbered[number]} if alone else set()
+    ranks = same_but_for_rank(main, numbered[step])
+    return sorted(
+        name for name in numbered[step]
+        if name != main and config.parse_step(name) in (None, step) and (
+            config.parse_step(name) == step
+            or _begins(name, prefix, step)
+            or name in ranks
+            or ((form := _form(name, step)) and form in forms)
+        )
+    )  # fmt: skip
+
+
+def _begins(name: str, prefix: str, step: int) -> bool:
+    """Return whether a name begins with the prefix and the step."""
+    digits = _NUMBER.match(name, len(prefix))
+    return name.startswith(prefix) and digits is not None and parse_digits(digits[0]) == step
+
+
+def _form(name: str, step: int) -> str:
+    """Return the name without its first number if that is the step; else ""."""
+    first = _NUMBER.search(name)
+    if first is None or parse_digits(first[0]) != step:
+        return ""
+    return f"{name[: first.start()]}#{name[first.end() :]}"
+
+
+def has_rank(name: str) -> bool:
+    """Return whether a name appears to contain a rank number."""
+    return _RANK.search(name) is not None
+
+
+def same_but_for_rank(name: str, others: Iterable[str]) -> list[str]:
+    """Return the names that differ from this one only in the rank number, if rank 0 is among them.
+    Without a rank 0 the number has another meaning: `lora-rank8` beside `lora-rank16`.
+    """
+    if not has_rank(name):
+        return []
+    alike = [other for other in others if _RANK.sub(r"\1#", other) == _RANK.sub(r"\1#", name)]
+    has_first = any(int(number) == 0 for each in (name, *alike) for _, number in _RANK.findall(each))
+    return sorted(other for other in alike if other != name) if has_first else []
+
+
+def find_digits(name: str, step: int) -> str:
+    """Return the last number in a name that is the step, as it is written there; the step if none is."""
+    return next((digits for digits in reversed(_NUMBER.findall(name)) if parse_digits(digits) == step), str(step))
+
+
+def counterpart(name: str, main: str, other_main: str, others: Iterable[str]) -> str | None:
+    """Return the entry of another step that corresponds to this one, such as the same rank's; None if none does.
+    `main` and `other_main` are the entries that the pattern matches; where their numbers differ, such as in the step,
+    the numbers of the two entries may differ too.
+    """
+    if not is_alike(main, other_main):
+        return None
+    free = _differences(main, other_main)
+    alike = [other for other in others if is_alike(name, other) and _differences(name, other) <= free]
+    return min(alike, key=lambda other: len(_differences(name, other)), default=None)
+
+
+def _differences(name: str, other: str) -> set[int]:
+    pairs = zip(_NUMBER.findall(name), _NUMBER.findall(other), strict=True)
+    return {at for at, (one, two) in enumerate(pairs) if int(one) != int(two)}
+
+
+def is_alike(name: str, other: str) -> bool:
+    """Return whether two names differ only in their numbers."""
+    return _NUMBER.sub("#", name) == _NUMBER.sub("#", other)
+
+
+Stamps = dict[str, int]
+"""Identity -> time of the last change (ns) before the run's first start."""
+_MOST, _MOST_ENTRIES = 1000, 100
+
+
+def scan_identities(folder: Path) -> dict[str, str]:
+    """Return the identity of each entry by its name; empty if the folder is missing. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name: f"{entry.name}.{entry.inode():x}" for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def record_earlier(folder: Path, config: CommandCheckpointsConfig) -> Stamps:
+    """Return the checkpoints that exist now, limited to those with the highest steps. Raises OSError."""
+    there = scan_identities(folder)
+    steps = {name: config.parse_step(name) for name in there}
+    newest = sorted((step, name) for name, step in steps.items() if step is not None)[-_MOST:]
+    return {there[name]: _newest_change(folder / name) for _, name in newest}
+
+
+def leave_out_earlier(
+    folder: Path, there: Mapping[str, str], config: CommandCheckpointsConfig, earlier: Stamps
+) -> tuple[dict[str, str], set[str]]:
+    """Return the entries without earlier checkpoints above the run's newest one, and the earlier ones' names.
+    A checkpoint changed since the first start is the run's own. Raises OSError.
+    """
+    steps = {name: step for name in there if (step := config.parse_step(name)) is not None}
+    old = {name for name in steps if there[name] in earlier}
+    newest = max((step for name, step in steps.items() if name not in old), default=-1)
+    for name in sorted(old, key=lambda name: steps[name], reverse=True):
+        if steps[name] <= newest:
+            break
+        if _newest_change(folder / name) != earlier[there[name]]:
+            old.remove(name)
+            newest = steps[name]
+    above = {name for name in old if steps[name] > newest} if newest >= 0 else set()
+    return {name: identity for name, identity in there.items() if name not in above}, old
+
+
+def _newest_change(path: Path) -> int:
+    """Return the time of the newest change of an entry or, if readable, within its folder. Raises OSError."""
+    times = [path.lstat().st_mtime_ns]
+    with suppress(OSError):
+        times += [os.lstat(entry).st_mtime_ns for entry in islice(_entries(path), _MOST_ENTRIES)]
+    return max(times)
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    for at, folders, names in os.walk(folder):
+        yield from (os.path.join(at, name) for name in (*folders, *names))
+
 
 MOST = 20
 """Maximum number of checkpoints read; of older ones only the names are known."""
@@ -27,7 +196,6 @@ _WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCH
 """Suffixes of files that are never empty in a complete checkpoint, except markers."""
 _MARKERS = frozenset({".bin", ".json", ".pkl"})
 """Suffixes also used for empty markers, and for files of a rank that has nothing to write."""
-_NUMBER = re.compile(r"\d+")
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Left by Hugging Face's Trainer in a checkpoint it had no time to finish, and ignored when it loads one."""
 

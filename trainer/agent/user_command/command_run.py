@@ -13,13 +13,20 @@ from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from checkpointing.storage.storage_errors import write_probe
-from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.attempt_state.generation import GenerationState
-from trainer.agent.fork_server.torchrun_command import working_directory
+from trainer.agent.attempt_state.published_files import AttemptProgress
+from trainer.agent.fork_server.launch_order import working_directory
+from trainer.agent.ladder.command_failures import START_SECONDS, CommandPast, NewestCheckpoint, same_without
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
-from trainer.agent.user_command.checkpoints import CommandCheckpoint, find_other_rank
-from trainer.agent.user_command.earlier_checkpoints import Stamps, record_earlier, scan_identities
-from trainer.agent.user_command.progress import CommandProgress, run_bounded
+from trainer.agent.ladder.rank_death import CommandFailure
+from trainer.agent.user_command.checkpoints import (
+    CommandCheckpoint,
+    Stamps,
+    find_other_rank,
+    record_earlier,
+    scan_identities,
+)
+from trainer.agent.user_command.progress import CommandProgress, StepWatch, run_bounded
 from trainer.agent.user_command.set_aside import (
     Pointer,
     find_target,
@@ -29,9 +36,6 @@ from trainer.agent.user_command.set_aside import (
     retarget,
     set_aside,
 )
-from trainer.agent.user_command.step_pattern import StepWatch
-from trainer.agent.watch.command_errors import START_SECONDS, CommandPast, NewestCheckpoint, same_without
-from trainer.agent.watch.root_cause import CommandFailure
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import FailureKind, legible

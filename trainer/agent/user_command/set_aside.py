@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir, write_durably
-from trainer.agent.user_command.checkpoints import CommandCheckpoint, read_again
-from trainer.agent.user_command.siblings import counterpart, find_digits
+from trainer.agent.user_command.checkpoints import CommandCheckpoint, counterpart, find_digits, read_again
 from trainer.protocol.command_progress import SET_ASIDE, CommandCheckpointsConfig
 from trainer.protocol.run_dir import RunDir
 

@@ -4,13 +4,23 @@ Makes no decisions: `hangs.judge` gives the verdict, and `in_job_policy.decide` 
 
 from dataclasses import dataclass, field
 
-from trainer.agent.flight.analysis import Finding, analyse
+from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.flight_record import FlightRecord
+from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.nodes.roster import Roster
-from trainer.agent.watch.hang_limits import HALTED, Limits, RankSample
-from trainer.agent.watch.hangs import LONGEST, HangJudgement, HangVerdict, ReportGaps, judge
+from trainer.agent.watch.hang_limits import (
+    ATTENTION_SECONDS,
+    HALTED,
+    LONGEST,
+    Limits,
+    RankSample,
+    ReportGaps,
+    calm_seconds,
+    report_seconds,
+)
+from trainer.agent.watch.hangs import HangJudgement, HangVerdict, judge
 from trainer.agent.watch.sampling import JobSnapshot
-from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
+from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.messages.agents import (
     CollectEvidence,
@@ -20,52 +30,6 @@ from trainer.protocol.messages.agents import (
     QueryFlights,
     ReportOften,
 )
-
-_REPORTS_A_SECOND = 1000.0
-"""Maximum reports per second to the coordinator, from all nodes, during close monitoring."""
-_CALM_REPORTS_A_SECOND = 250.0
-_LEAST, _MOST_CALM = 0.5, 5.0
-
-ATTENTION_SECONDS = 10.0
-"""Seconds for which agents report more often after a request."""
-
-
-def report_seconds(nodes: int) -> float:
-    """Return the seconds between two reports of an agent during close monitoring."""
-    return max(_LEAST, nodes / _REPORTS_A_SECOND)
-
-
-def calm_seconds(nodes: int) -> float:
-    """Return the seconds between two reports of an agent otherwise; equals `report_seconds` in a small job."""
-    return max(report_seconds(nodes), min(_MOST_CALM, nodes / _CALM_REPORTS_A_SECOND))
-
-
-class ReportSchedule:
-    """Report times of one agent.
-    Regular reports keep their place among those of the other nodes, whatever is sent in between. In a large job some
-    node thus reports at any moment, and the coordinator soon learns that ranks move.
-    """
-
-    def __init__(self, node: int, nodes: int, now: float) -> None:
-        self._close, self._calm = report_seconds(nodes), calm_seconds(nodes)
-        self._regular = now + self._calm * (node + 1) / nodes
-        self._last, self._attends_until = now, now
-
-    def attend(self, seconds: float, now: float) -> None:
-        """Report more often for `seconds`; the coordinator may need to judge."""
-        self._attends_until = max(self._attends_until, now + seconds)
-
-    def due(self, now: float, *, closely: bool = False, at_once: bool = False) -> bool:
-        """Return whether to report now; `closely`: this node has relevant news."""
-        regular = now >= self._regular
-        if regular:
-            self._regular += self._calm * ((now - self._regular) // self._calm + 1)
-        close = (closely or now < self._attends_until) and now - self._last >= self._close
-        if not (regular or close or at_once):
-            return False
-        self._last = now
-        return True
-
 
 QUIET_SECONDS = 1.0
 """Seconds without any movement before a judgement; most steps are shorter."""

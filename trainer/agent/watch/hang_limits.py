@@ -1,11 +1,14 @@
 """Time limits of a rank by phase, history and activity. Pure."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
-from trainer.protocol.messages.agents import SampleRow
+from trainer.protocol.messages.agents import (
+    SampleRow,
+)
 from trainer.protocol.rank_progress.stage_activity import (
     AWAITED_SENDS,
     RECEIVES,
@@ -177,3 +180,112 @@ def _extend_limit(silent: _Limit, longest: float, began: float, alive: float) ->
 def format_seconds(seconds: float) -> str:
     """Format a duration as "0.53 s", "5.3 s" or "53 s"."""
     return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+LONGEST = 2.0
+"""Seconds between two reports of an agent that do not yet count as silence."""
+
+
+_KEPT = 32
+"""Maximum number of silences kept per node."""
+
+
+Gaps = Mapping[str, Sequence[tuple[float, float]]]
+"""Silences per node, as the number of seconds ago they began and ended; 0 for a lasting one."""
+
+
+class ReportGaps:
+    """Gaps between the reports of each node, caused by its machine, its agent, the network or the listener.
+    Only the time beyond `longest` counts, so that a node whose reports are always late can still be judged. While
+    agents are asked to report more often, `close` replaces it. For a finished gap it counts from the request, as the
+    report after it gave the age of all data; for a lasting gap, from the last report, as nothing is known since.
+    """
+
+    def __init__(self, longest: float = LONGEST, close: float = LONGEST) -> None:
+        self._longest, self._close = longest, close
+        self._asked: float | None = None
+        self._last_report: dict[str, float] = {}
+        self._gaps: dict[str, deque[tuple[float, float]]] = {}
+
+    def ask(self, now: float | None) -> None:
+        """Note a request for more frequent reports at `now`; None: the request has expired."""
+        self._asked = now
+
+    def add_report(self, node: str, now: float) -> None:
+        """Record a report of this node."""
+        last = self._last_report.get(node, now)
+        since = last + self._longest
+        if self._asked is not None:
+            since = min(since, max(last, self._asked) + self._close)
+        if now > since:
+            self._gaps.setdefault(node, deque(maxlen=_KEPT)).append((since, now))
+        self._last_report[node] = now
+
+    def at(self, now: float) -> dict[str, list[tuple[float, float]]]:
+        """Return the silences of all nodes that had any."""
+        found = {node: [(now - began, now - ended) for began, ended in gaps] for node, gaps in self._gaps.items()}
+        longest = self._longest if self._asked is None else self._close
+        for node, heard in self._last_report.items():
+            since = heard + longest
+            if now > since:
+                found.setdefault(node, []).append((now - since, 0.0))
+        return found
+
+
+def seconds_still(one: RankSample, report_gaps: Gaps) -> float:
+    """Return the seconds this rank is known not to have moved, without the gaps in its node's reports."""
+    gaps = report_gaps.get(one.node)
+    if not gaps:
+        return one.age
+    return max(0.0, one.age - sum(max(0.0, min(one.age, began) - ended) for began, ended in gaps))
+
+
+_REPORTS_A_SECOND = 1000.0
+"""Maximum reports per second to the coordinator, from all nodes, during close monitoring."""
+
+
+_CALM_REPORTS_A_SECOND = 250.0
+
+
+_LEAST, _MOST_CALM = 0.5, 5.0
+
+
+ATTENTION_SECONDS = 10.0
+"""Seconds for which agents report more often after a request."""
+
+
+def report_seconds(nodes: int) -> float:
+    """Return the seconds between two reports of an agent during close monitoring."""
+    return max(_LEAST, nodes / _REPORTS_A_SECOND)
+
+
+def calm_seconds(nodes: int) -> float:
+    """Return the seconds between two reports of an agent otherwise; equals `report_seconds` in a small job."""
+    return max(report_seconds(nodes), min(_MOST_CALM, nodes / _CALM_REPORTS_A_SECOND))
+
+
+class ReportSchedule:
+    """Report times of one agent.
+    Regular reports keep their place among those of the other nodes, whatever is sent in between. In a large job some
+    node thus reports at any moment, and the coordinator soon learns that ranks move.
+    """
+
+    def __init__(self, node: int, nodes: int, now: float) -> None:
+        self._close, self._calm = report_seconds(nodes), calm_seconds(nodes)
+        self._regular = now + self._calm * (node + 1) / nodes
+        self._last, self._attends_until = now, now
+
+    def attend(self, seconds: float, now: float) -> None:
+        """Report more often for `seconds`; the coordinator may need to judge."""
+        self._attends_until = max(self._attends_until, now + seconds)
+
+    def due(self, now: float, *, closely: bool = False, at_once: bool = False) -> bool:
+        """Return whether to report now; `closely`: this node has relevant news."""
+        regular = now >= self._regular
+        if regular:
+            self._regular += self._calm * ((now - self._regular) // self._calm + 1)
+        close = (closely or now < self._attends_until) and now - self._last >= self._close
+        if not (regular or close or at_once):
+            return False
+        self._last = now
+        return True

@@ -3,71 +3,14 @@ The rank that stopped first is found first, then only that rank is checked again
 peer in a legal slow phase are thus never blamed for waiting.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
-from trainer.agent.flight.analysis import Finding
-from trainer.agent.watch.hang_limits import HALTED, Allowed, Limits, RankSample, format_seconds
+from trainer.agent.flight.wait_graph import Finding
+from trainer.agent.watch.hang_limits import HALTED, Allowed, Gaps, Limits, RankSample, format_seconds, seconds_still
 from trainer.protocol.failures.outcome import Culprit
-
-LONGEST = 2.0
-"""Seconds between two reports of an agent that do not yet count as silence."""
-
-_KEPT = 32
-"""Maximum number of silences kept per node."""
-
-Gaps = Mapping[str, Sequence[tuple[float, float]]]
-"""Silences per node, as the number of seconds ago they began and ended; 0 for a lasting one."""
-
-
-class ReportGaps:
-    """Gaps between the reports of each node, caused by its machine, its agent, the network or the listener.
-    Only the time beyond `longest` counts, so that a node whose reports are always late can still be judged. While
-    agents are asked to report more often, `close` replaces it. For a finished gap it counts from the request, as the
-    report after it gave the age of all data; for a lasting gap, from the last report, as nothing is known since.
-    """
-
-    def __init__(self, longest: float = LONGEST, close: float = LONGEST) -> None:
-        self._longest, self._close = longest, close
-        self._asked: float | None = None
-        self._last_report: dict[str, float] = {}
-        self._gaps: dict[str, deque[tuple[float, float]]] = {}
-
-    def ask(self, now: float | None) -> None:
-        """Note a request for more frequent reports at `now`; None: the request has expired."""
-        self._asked = now
-
-    def add_report(self, node: str, now: float) -> None:
-        """Record a report of this node."""
-        last = self._last_report.get(node, now)
-        since = last + self._longest
-        if self._asked is not None:
-            since = min(since, max(last, self._asked) + self._close)
-        if now > since:
-            self._gaps.setdefault(node, deque(maxlen=_KEPT)).append((since, now))
-        self._last_report[node] = now
-
-    def at(self, now: float) -> dict[str, list[tuple[float, float]]]:
-        """Return the silences of all nodes that had any."""
-        found = {node: [(now - began, now - ended) for began, ended in gaps] for node, gaps in self._gaps.items()}
-        longest = self._longest if self._asked is None else self._close
-        for node, heard in self._last_report.items():
-            since = heard + longest
-            if now > since:
-                found.setdefault(node, []).append((now - since, 0.0))
-        return found
-
-
-def seconds_still(one: RankSample, report_gaps: Gaps) -> float:
-    """Return the seconds this rank is known not to have moved, without the gaps in its node's reports."""
-    gaps = report_gaps.get(one.node)
-    if not gaps:
-        return one.age
-    return max(0.0, one.age - sum(max(0.0, min(one.age, began) - ended) for began, ended in gaps))
-
 
 LOOK_AT_HALTED = 1.0
 """Seconds without movement of any rank after which a halted process is examined."""

@@ -7,133 +7,16 @@ common slowdown comes from the data or the machine. A single rank is never judge
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import sub, truediv
 from statistics import fmean, median
 
-from trainer.agent.flight.flight_record import FlightRecord
-from trainer.agent.flight.p2p_messages import P2PMessage
-from trainer.agent.watch.hang_limits import RankSample
-from trainer.costs.stage_split import rank_of_stage
 from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
-from trainer.protocol.config_sections.parallel_config import ParallelConfig, PipelineConfig, mesh_coordinates
+from trainer.protocol.config_sections.parallel_config import ParallelConfig, mesh_coordinates
 from trainer.protocol.rank_progress.progress import SECTIONS
-from trainer.protocol.rank_progress.stage_activity import (
-    AWAITED_SENDS,
-    OF_ACTIVATIONS,
-    RECEIVES,
-    Activity,
-    StageActivity,
-)
-
-_LAST = 1 << 40
-"""Position of a wait in its rank's record, after all its calls."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMessage:
-    """An activation or gradient of one micro-batch between two stages; the ranks are global."""
-
-    activation: bool
-    micro_batch: int
-    stage: int  # the sending stage
-    source: int
-    target: int
-
-    def __str__(self) -> str:
-        return f"{'activation' if self.activation else 'gradient'} of micro-batch {self.micro_batch}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingMessage:
-    """Keys and values passed around a ring; the ranks are global."""
-
-    source: int
-    target: int
-
-    def __str__(self) -> str:
-        return "message with keys and values"
-
-
-class StageNeighbours:
-    """Ranks with neighbouring pipeline stages; pipelines are the outermost dimension of the mesh."""
-
-    def __init__(self, config: PipelineConfig, world: int) -> None:
-        self.config, self._inner = config, max(1, world // config.ranks)
-
-    def message(self, rank: int, moment: StageActivity) -> StageMessage | RingMessage | None:
-        """Return the message that `rank` waits for at this moment, or None."""
-        if moment.activity is Activity.WAIT_IN_RING:
-            return RingMessage(source=moment.stage, target=rank)
-        receives = moment.activity in RECEIVES
-        if not receives and moment.activity not in AWAITED_SENDS:
-            return None
-        activation = moment.activity in OF_ACTIVATIONS
-        step = 1 if activation else -1  # activations go to the next stage, gradients to the previous one
-        sender = moment.stage - step if receives else moment.stage
-        if not (0 <= sender < self.config.stages and 0 <= sender + step < self.config.stages):
-            return None
-        return StageMessage(
-            activation=activation, micro_batch=moment.micro_batch, stage=sender,
-            source=self._rank(sender, rank), target=self._rank(sender + step, rank),
-        )  # fmt: skip
-
-    def _rank(self, stage: int, like: int) -> int:
-        """Return the rank that has `stage` for the tokens of rank `like`."""
-        return rank_of_stage(self.config, stage) * self._inner + like % self._inner
-
-
-def with_stage_waits(
-    flights: Mapping[int, FlightRecord], seen: Iterable[RankSample], neighbours: StageNeighbours
-) -> list[FlightRecord]:
-    """Return the records, each with the message between stages that its rank waits for; NCCL's contain their own."""
-    waits = dict(_waits(seen, neighbours))
-    found = []
-    for rank, flight in flights.items():
-        message = waits.get(rank)
-        if message is not None and not flight.messages:
-            own = P2PMessage(
-                f"{message}", message.source, message.target, _LAST, message.source == rank, f"{message}"
-            )  # fmt: skip
-            flight = replace(flight, messages=(own,))
-        found.append(flight)
-    return found
-
-
-def never_sent(seen: Sequence[RankSample], neighbours: StageNeighbours) -> frozenset[int]:
-    """Return ranks that have continued past a message that another stage waits for."""
-    by_rank = {one.rank: one for one in seen if not one.ended}
-    found = set()
-    for rank, message in _waits(seen, neighbours):
-        source = by_rank.get(message.source)
-        if source is None or rank != message.target or isinstance(message, RingMessage):
-            continue
-        if _is_beyond(source, by_rank[rank], message, neighbours):
-            found.add(message.source)
-    return frozenset(found)
-
-
-def _waits(seen: Iterable[RankSample], neighbours: StageNeighbours) -> Iterable[tuple[int, StageMessage | RingMessage]]:
-    for one in seen:
-        if not one.ended and one.moment is not None:
-            message = neighbours.message(one.rank, one.moment)
-            if message is not None:
-                yield one.rank, message
-
-
-def _is_beyond(source: RankSample, waiting: RankSample, message: StageMessage, neighbours: StageNeighbours) -> bool:
-    """Return whether the program of `source` has passed the send of `message`."""
-    sent = source.sent
-    if sent is None or "eval" in (source.phase, waiting.phase) or source.step != waiting.step:
-        return sent is not None and source.step > waiting.step
-    counts = sent.activations if message.activation else sent.gradients
-    place = message.stage // neighbours.config.ranks
-    # Before its own passes of this step, its counts are those of the previous step.
-    if sent.after_step != waiting.step or place >= len(counts) or counts[place] <= message.micro_batch:
-        return False
-    # A rank that waits for this message to be received has already sent it.
-    return source.moment is None or neighbours.message(source.rank, source.moment) != message
-
 
 WINDOW = 4
 """Steps per window, the shortest interval in which ranks are compared; windows end at its multiples."""
@@ -266,3 +149,320 @@ def section(own: Sequence[float], others: Sequence[float]) -> tuple[str, float]:
     at = max(range(len(own)), key=lambda index: own[index] - others[index])
     ratio = own[at] / others[at] if others[at] > 0 else math.inf
     return SECTIONS[at].name.lower(), ratio
+
+
+_TOTAL, _STEPS = len(SECTIONS), len(SECTIONS) + 1
+_MEMORY = 60  # windows for the median noise
+_FEW = 3  # in groups up to this size a straggler causes the noise, so its newest windows do not count
+_FADING = 0.98  # decay of the hiccup statistics per window
+_OWN = 20  # windows for the median of a rank's own earlier pace
+_RECENT = 3 * LONG.span  # windows too new for that: the rank may have become slow in them
+_FEWEST_OWN = 5
+_MIN_OWN_SECONDS = 2.0
+"""Seconds of usual work for which a rank without peers must have been slow; load from other programs passes."""
+_SOME = 500
+
+
+@dataclass(kw_only=True)
+class _Case:
+    """A named straggler."""
+
+    level: Level
+    ratio: float
+    section: str
+    reason: str
+    steps: int
+    lost: float  # nanoseconds that every rank of the world has waited for it
+    recent: list[float] = field(default_factory=list)
+    well: int = 0
+
+
+@dataclass(kw_only=True)
+class _Streak:
+    """Consecutive windows in which a rank was raised."""
+
+    begin: int  # step
+    ratios: list[float] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Found:
+    """Result of one window of a group, as positions of ranks within the group."""
+
+    named: list[int] = field(default_factory=list)
+    over: list[tuple[int, _Case]] = field(default_factory=list)
+
+
+class _Group:
+    """Ranks that do the same work. A window ends when all of them have reported its last step, or a later one.
+    A rank's work is taken from whole reports, never split between two of them. A hiccup thus falls into one window,
+    however far apart the reports are.
+    """
+
+    def __init__(self, ranks: Sequence[int], config: StragglerConfig, *, alike: bool = True) -> None:
+        """`alike` is False for ranks with different work; each is then compared with its own past."""
+        size = len(ranks)
+        self.ranks, self.alike, self._config = ranks, alike, config
+        self._steps = array("q", [-1]) * size
+        self._start, self._mark, self._block = ([array("d", [0.0]) * size for _ in range(_STEPS + 1)] for _ in range(3))
+        self._waiting, self._closed, self._furthest = size, 0, 0
+        self.begin = self.end = 0
+        self._noises: deque[float] = deque(maxlen=_MEMORY)
+        self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=LONG.span)
+        needs_past = size == 2 or not alike
+        self._past: list[deque[float]] = [deque(maxlen=_OWN + _RECENT) for _ in ranks] if needs_past else []
+        self._sections: list[deque[list[float]]] = [] if alike else [deque(maxlen=_OWN + _RECENT) for _ in ranks]
+        self._hiccups = self._looked = 0.0
+        self._streaks: dict[Level, dict[int, _Streak]] = {SHORT: {}, LONG: {}}
+        self.cases: dict[int, _Case] = {}
+
+    def add_report(self, place: int, steps: int, sections: Sequence[float]) -> _Found | None:
+        """Add a rank's work so far; returns the result of the window that this report completes, or None."""
+        before = self._steps[place]
+        if steps <= before:
+            return None
+        if before < self.end <= steps:
+            for mark, value in zip(self._mark, (*sections, sum(sections), steps), strict=True):
+                mark[place] = value
+            self._waiting -= 1
+        self._steps[place] = steps
+        self._furthest = max(self._furthest, steps)
+        return None if self._waiting else self._close()
+
+    def _close(self) -> _Found:
+        # Nothing is known before each rank's first report, and its work until then (first steps compile and allocate)
+        # is not representative, so windows begin after it.
+        found = self._judge() if self._closed >= 2 else _Found()
+        self._start, self._mark = self._mark, self._start
+        if self._closed < 2 or (self._closed - 1) % LONG.span == 0:
+            self._block = [array("d", column) for column in self._start]
+        self._closed += 1
+        # Beyond all reports, so that windows share no report if reports are rarer than windows.
+        self.begin, self.end = self.end, (max(self.end, self._furthest) // WINDOW + 1) * WINDOW
+        self._waiting = len(self.ranks)
+        return found
+
+    # -- one window ---------------------------------------------------------------------------------------------------
+
+    def _judge(self) -> _Found:
+        steps = self.end - self.begin
+        values = self._each_step(self._start, _TOTAL)
+        ordered = sorted(values)
+        normal = reference(ordered)
+        if normal <= 0:
+            return _Found()  # nothing was measured
+        if self._past and not all(map(self._earlier, range(len(self._past)))):
+            self._remember(values)
+            return _Found()
+        self._noises.append(spread(self._relative_to_past(values) if self._past else ordered))
+        noise = self._noise()
+        compared = values
+        if not self.alike:
+            compared = [value / self._earlier(place) for place, value in enumerate(values)]
+            normal = reference(sorted(compared))
+        self._recent.append((compared, normal))
+        found = _Found(over=self._follow(compared, normal, noise, steps))
+        self._remember(values)
+        self._extend(SHORT, self._raised_ratios(noise), noise, found)
+        if (self._closed - 1) % LONG.span == 0:
+            self._extend(LONG, self._raised_for_long(noise), noise, found)
+        return found
+
+    def _relative_to_past(self, values: Sequence[float]) -> list[float]:
+        """Return values relative to each rank's own past, since a lasting difference between two ranks is not noise."""
+        return sorted(value / self._earlier(place) for place, value in enumerate(values))
+
+    def _earlier(self, place: int) -> float:
+        """Return the pace of a rank before it can have become slow; 0 if unknown."""
+        earlier = list(self._past[place])[:-_RECENT]
+        return median(earlier) if len(earlier) >= _FEWEST_OWN else 0.0
+
+    def _scale(self, place: int) -> float:
+        """Return the nanoseconds per unit of the compared values."""
+        return 1.0 if self.alike else self._earlier(place)
+
+    def _noise(self) -> float:
+        noises = list(self._noises)
+        if len(self.ranks) <= _FEW:
+            noises = noises[: max(_FEWEST_OWN, len(noises) - _RECENT)]
+        return median(noises)
+
+    def _raised_ratios(self, noise: float) -> dict[int, float]:
+        """Return the ratios of ranks whose newest window is raised, by position."""
+        values, normal = self._recent[-1]
+        bar = window_limit(SHORT, noise, self._config)
+        over = [place for place, value in enumerate(values) if value > bar * normal]
+        ratios = {place: self._ratio(place, 1, noise) for place in over}
+        return {place: ratio for place, ratio in ratios.items() if ratio > bar}
+
+    def _raised_for_long(self, noise: float) -> dict[int, float]:
+        """Return the ratios of ranks whose long window is raised without its hiccups, by position.
+        Only raised means are checked.
+        """
+        block = [value / self._scale(place) for place, value in enumerate(self._each_step(self._block, _TOTAL))]
+        bar = window_limit(LONG, noise, self._config)
+        least = bar * reference(sorted(block))
+        ratios = {place: self._ratio(place, LONG.span, noise) for place, spent in enumerate(block) if spent > least}
+        return {place: ratio for place, ratio in ratios.items() if ratio > bar}
+
+    def _ratio(self, place: int, span: int, noise: float) -> float:
+        """Return the slowdown relative to the peers.
+        Of two, or with different work, it is at most the slowdown relative to its own past.
+        """
+        windows = list(self._recent)[-span:]
+        against = steady([values[place] / normal for values, normal in windows], noise)
+        if not self._past:
+            return against
+        usual = self._earlier(place) / self._scale(place)
+        return min(against, steady([values[place] / usual for values, _ in windows], noise))
+
+    def _each_step(self, since: "list[array[float]]", column: int) -> list[float]:
+        """Return the nanoseconds per step of every rank since then."""
+        spent = map(sub, self._mark[column], since[column])
+        return list(map(truediv, spent, map(sub, self._mark[_STEPS], since[_STEPS])))
+
+    def _remember(self, values: Sequence[float]) -> None:
+        """Store the pace of ranks that are compared with their own past and not known to be slow."""
+        for place, past in enumerate(self._past):
+            if place not in self.cases:
+                past.append(values[place])
+        if not self.alike:
+            columns = [self._each_step(self._start, column) for column in range(_TOTAL)]
+            for place, seen in enumerate(self._sections):
+                seen.append([spent[place] for spent in columns])
+
+    def _extend(self, level: Level, raised: dict[int, float], noise: float, found: _Found) -> None:
+        """Extend the streaks of raised ranks and break the others; long enough ones become cases."""
+        streaks = self._streaks[level]
+        broken = [place for place in streaks if place not in raised]
+        gone = sum(len(streaks.pop(place).ratios) for place in broken)
+        if level is SHORT:  # broken streaks are typical of a healthy group
+            self._hiccups = self._hiccups * _FADING + gone
+            self._looked = self._looked * _FADING + len(self.ranks)
+        hiccups = self._hiccups / self._looked
+        for place, ratio in raised.items():
+            if place in self.cases:
+                continue
+            since = self.begin if level is SHORT else int(self._block[_STEPS][place])
+            streak = streaks.setdefault(place, _Streak(begin=since))
+            streak.ratios.append(ratio)
+            slow, reason = is_slow(
+                level, streak.ratios, noise=noise, hiccups=hiccups, ranks=len(self.ranks), config=self._config,
+                than="its peers" if self.alike else "what it was, beside its neighbours,",
+            )  # fmt: skip
+            if slow and self._is_long_enough(place, streak):
+                self._open(level, place, streak, reason)
+                found.named.append(place)
+
+    def _is_long_enough(self, place: int, streak: _Streak) -> bool:
+        """Return whether a rank without peers has been slow long enough; short steps fill three windows quickly."""
+        if self.alike:
+            return True
+        usual = self._recent[-1][1] * self._scale(place)
+        return usual * (self.end - streak.begin) >= _MIN_OWN_SECONDS * 1e9
+
+    def _open(self, level: Level, place: int, streak: _Streak, reason: str) -> None:
+        section, most = self._section(level, place)
+        steps, ratio = self.end - streak.begin, median(streak.ratios)
+        normal = self._recent[-1][1] * self._scale(place)
+        self.cases[place] = _Case(
+            level=level,
+            ratio=ratio,
+            section=section,
+            reason=f"{reason}, {steps} steps, most in {section} ({most:.2f} x)",
+            steps=steps,
+            lost=(ratio - 1) * normal * steps,
+        )
+        for streaks in self._streaks.values():
+            streaks.pop(place, None)
+        if self._past:  # its newest windows may have been slow already, so they cannot serve as reference
+            usual, past = self._earlier(place), self._past[place]
+            for at in range(max(0, len(past) - _RECENT), len(past)):
+                past[at] = usual
+
+    def _section(self, level: Level, place: int) -> tuple[str, float]:
+        """Return the section with most of the excess; in a large group a sample of peers is sufficient."""
+        since, size = self._start if level is SHORT else self._block, len(self.ranks)
+        if not self.alike:
+            usual = [median(spent) for spent in zip(*self._sections[place], strict=True)]
+            return section([self._each_step(since, column)[place] for column in range(_TOTAL)], usual)
+        some = range(0, size, max(1, size // _SOME))
+        columns = [self._each_step(since, column) for column in range(_TOTAL)]
+        others = [median(spent[at] for at in some if at != place) for spent in columns]
+        return section([spent[place] for spent in columns], others)
+
+    def _follow(self, values: Sequence[float], normal: float, noise: float, steps: int) -> list[tuple[int, _Case]]:
+        """Add the cost of named ranks since then; returns the ranks that have recovered."""
+        over = []
+        for place, case in self.cases.items():
+            case.lost += max(0.0, values[place] - normal) * self._scale(place) * steps
+            case.steps += steps
+            case.recent.append(values[place] / normal)
+            if len(case.recent) < case.level.span:
+                continue
+            well = is_over(steady(case.recent, noise), case.ratio)
+            case.recent, case.well = [], case.well + 1 if well else 0
+            if case.well >= self._config.windows:
+                over.append((place, case))
+        for place, _ in over:
+            del self.cases[place]
+        return over
+
+
+class WorkWindows:
+    """Windows of one generation's ranks; a new generation needs a new instance."""
+
+    def __init__(
+        self, world: int, coordinate: Callable[[int], Hashable], nodes: Sequence[str], config: StragglerConfig
+    ) -> None:
+        """`nodes`: the name of each rank's node; ranks with the same `coordinate` are compared."""
+        together: dict[Hashable, list[int]] = {}
+        for rank in range(world):
+            together.setdefault(coordinate(rank), []).append(rank)
+        self._world, self._nodes = world, nodes
+        self._places: dict[int, tuple[_Group, int]] = {}
+        alone = [ranks[0] for ranks in together.values() if len(ranks) == 1]
+        groups = [_Group(ranks, config) for ranks in together.values() if len(ranks) > 1]
+        if len(alone) > 1:  # each has different work; a slowdown of all comes from the machine or the data
+            groups.append(_Group(alone, config, alike=False))
+        for group in groups:
+            self._places.update({rank: (group, place) for place, rank in enumerate(group.ranks)})
+
+    def add_report(self, rows: Iterable[Sequence[int]]) -> list[StragglerVerdict]:
+        """Add rows of [rank, steps, cumulative nanoseconds in each of `SECTIONS`]; returns verdicts on stragglers."""
+        verdicts = []
+        for rank, steps, *sections in rows:
+            if rank not in self._places or len(sections) != _TOTAL:
+                continue
+            group, place = self._places[rank]
+            found = group.add_report(place, steps, sections)
+            if found is not None:
+                verdicts += [self._verdict(group, at, case, over=True) for at, case in found.over]
+                verdicts += [self._verdict(group, at, group.cases[at], over=False) for at in found.named]
+        return verdicts
+
+    def slow(self) -> list[StragglerVerdict]:
+        """Return the ranks that are slow now, with their cost so far."""
+        groups = {id(group): group for group, _ in self._places.values()}
+        return [
+            self._verdict(group, place, case, over=False)
+            for group in groups.values()
+            for place, case in group.cases.items()
+        ]
+
+    def _verdict(self, group: _Group, place: int, case: _Case, *, over: bool) -> StragglerVerdict:
+        rank = group.ranks[place]
+        hours = case.lost * 1e-9 * self._world / 3600
+        usual = "as its peers again" if group.alike else "again as it was"
+        reason = f"as fast {usual} after {case.steps} steps" if over else case.reason
+        return StragglerVerdict(
+            rank=rank,
+            node=self._nodes[rank],
+            section=case.section,
+            ratio=round(case.ratio, 3),
+            step=group.begin,
+            steps=case.steps,
+            gpu_hours=hours,
+            reason=f"rank {rank} on {self._nodes[rank]}: {reason}",
+            over=over,
+        )

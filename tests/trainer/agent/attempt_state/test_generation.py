@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.control.tcp_transport import CoordinatorPeer
-from trainer.agent.watch.root_cause import RankEnd
+from trainer.agent.ladder.rank_death import RankEnd
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.messages import agents
 

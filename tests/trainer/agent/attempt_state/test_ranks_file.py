@@ -2,7 +2,7 @@
 
 import json
 
-from trainer.agent.attempt_state.attempt_state import MOST, rank_readings
+from trainer.agent.attempt_state.published_files import MOST, rank_readings
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.sampling import JobSnapshot
 from trainer.protocol.messages.agents import ProgressReport

@@ -13,7 +13,7 @@ from tests.trainer.agent.control.test_authentication import another_listener
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent import main
 from trainer.agent.control.tcp_transport import ForeignProtocol, challenge_line, connect, session_seals
-from trainer.agent.coordination.message_loop import LaunchRefused
+from trainer.agent.coordination.launch_gate import LaunchRefused
 from trainer.agent.main import Agent
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, FailureKind

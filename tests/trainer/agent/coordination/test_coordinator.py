@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import AttemptProgress, CoordinatorState, Outbox, Timeouts
+from trainer.agent.attempt_state.attempt_state import CoordinatorState, Timeouts
+from trainer.agent.attempt_state.published_files import AttemptProgress, Outbox
 from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.ladder.in_job_policy import record_skip

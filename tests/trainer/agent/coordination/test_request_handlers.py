@@ -9,7 +9,7 @@ import pytest
 
 from trainer.agent.attempt_state.attempt_state import CoordinatorState
 from trainer.agent.attempt_state.generation import GenerationState
-from trainer.agent.coordination.message_loop import RequestHandlers
+from trainer.agent.coordination.requests import RequestHandlers
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import EventKind, EventLog, read_events

@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import CoordinatorPeer
-from trainer.agent.coordination.message_loop import newest_begun_save, newest_own_save
+from trainer.agent.coordination.requests import newest_begun_save, newest_own_save
 from trainer.protocol.events import EventKind
 from trainer.protocol.messages import agents
 from trainer.protocol.rank_progress.progress import StopReason

@@ -2,10 +2,10 @@
 
 import pytest
 
-from trainer.agent.evidence.incidents import desync_judgement, is_needed
-from trainer.agent.flight.analysis import Finding
+from trainer.agent.coordination.job_monitor import desync_judgement, is_needed
+from trainer.agent.flight.wait_graph import Finding
+from trainer.agent.ladder.rank_death import RankEnd
 from trainer.agent.watch.hangs import HangKind
-from trainer.agent.watch.root_cause import RankEnd
 
 
 def end(rank: int, **fields) -> RankEnd:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.evidence import stacks
-from trainer.agent.evidence.bundle import FILE, Subject, collect
 from trainer.agent.processes import proc
+from trainer.agent.watch import evidence
+from trainer.agent.watch.evidence import FILE, Subject, collect
 from trainer.protocol.rank_progress.rank_messages import STACKS
 
 PROGRAM = """
@@ -46,7 +46,7 @@ class Stood:
         assert self.process.stdout.readline() == b"on\n"
         log = folder / f"{rank}.log"
         log.write_text("".join(f"line {number}\n" for number in range(1000)))
-        self.subject = Subject(rank=rank, pid=self.process.pid, log=log, stacks=memory, cell={"step": 7})
+        self.subject = Subject(rank=rank, pid=self.process.pid, log=log, evidence=memory, cell={"step": 7})
 
     def close(self) -> None:
         self.process.kill()
@@ -93,7 +93,7 @@ def test_a_living_rank_tells_everything(stood: Any, tmp_path: Path) -> None:
 def test_stacks_are_asked_for_again_and_again(stood: Any) -> None:
     """The memory's position is shared with the rank: a second answer must not follow the first."""
     one = stood()
-    answers = [asyncio.run(stacks.ask(one.process.pid, one.subject.stacks)) for _ in range(3)]
+    answers = [asyncio.run(evidence.ask_for_stacks(one.process.pid, one.subject.stacks)) for _ in range(3)]
     assert {answer.count(b"Current thread") for answer in answers} == {1}
     assert {answer[:1] for answer in answers} == {b"T"}
 
@@ -111,7 +111,7 @@ def test_a_stopped_rank_is_read_from_outside(stood: Any, tmp_path: Path) -> None
     one = stood()
     os.kill(one.process.pid, signal.SIGSTOP)
     end = time.monotonic() + 5
-    while stacks.obstacle(one.process.pid, one.subject.stacks) is None and time.monotonic() < end:
+    while evidence.obstacle(one.process.pid, one.subject.stacks) is None and time.monotonic() < end:
         time.sleep(0.01)
     told = gather(tmp_path / "bundle", [one.subject], {0})
     assert told["missing"]["stacks/rank-00000.txt"] == "the process is stopped and handles no signal"
@@ -137,7 +137,7 @@ def test_what_hangs_is_named_and_holds_up_nothing(stood: Any, tmp_path: Path, mo
     """Reading a log does not end, and a pipe without a reader: so is a file system whose server is gone."""
     one, bundle, never = stood(), tmp_path / "bundle", threading.Event()
     slow = tmp_path / "hung.log"
-    monkeypatch.setattr("trainer.agent.evidence.bundle.read_tail", lambda *_: never.wait() and b"")
+    monkeypatch.setattr("trainer.agent.watch.evidence.read_tail", lambda *_: never.wait() and b"")
     (bundle / "proc").mkdir(parents=True)
     os.mkfifo(bundle / "proc/rank-00000.json")
     told = gather(bundle, [replace(one.subject, log=slow)], {0}, seconds=2.0)

@@ -14,7 +14,9 @@ import pytest
 
 from tests.warm_root import WarmChild, start_warm
 from trainer.agent.flight import recorder
-from trainer.agent.flight.analysis import Finding, FlightRecord, analyse
+from trainer.agent.flight.analysis import analyse
+from trainer.agent.flight.flight_record import FlightRecord
+from trainer.agent.flight.wait_graph import Finding
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 pytestmark = pytest.mark.multi

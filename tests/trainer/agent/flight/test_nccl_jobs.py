@@ -14,10 +14,9 @@ import pytest
 from tests.trainer.agent.flight.mesh_dumps import Incident, Recorder, dump, incident
 from tests.trainer.agent.flight.mesh_program import Call, Mesh, Program, Style, programs
 from tests.trainer.agent.flight.mesh_run import Fault, Run
-from trainer.agent.flight.analysis import analyse, parse
-from trainer.agent.flight.flight_record import WIRE, FlightRecord
-from trainer.agent.flight.stalls import Records, stalls
-from trainer.agent.flight.wait_graph import Finding, build, channels
+from trainer.agent.flight.analysis import analyse
+from trainer.agent.flight.flight_record import WIRE, FlightRecord, parse
+from trainer.agent.flight.wait_graph import Finding, Records, build, channels, stalls
 
 DATA = Path(__file__).with_name("data")
 SHARE = 0.99

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.trainer.agent.flight.test_flight_record import call, history
 from tests.warm_programs import WarmPrograms
 from trainer.agent.flight.flight_record import WIRE, FlightRecord, parse
-from trainer.agent.flight.recorder import records_of_dead_ranks
-from trainer.agent.flight.safe_unpickle import load
+from trainer.agent.flight.recorder import load_plain_values, records_of_dead_ranks
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 plain = st.recursive(
@@ -30,7 +29,7 @@ plain = st.recursive(
 @settings(max_examples=40)
 @given(plain, st.integers(0, 5))
 def test_plain_values_are_read_as_pickle_reads_them(value: Any, protocol: int) -> None:
-    assert load(pickle.dumps(value, protocol)) == value
+    assert load_plain_values(pickle.dumps(value, protocol)) == value
 
 
 class Evil:
@@ -57,7 +56,7 @@ EVIL = [
 def test_what_does_more_than_hold_values_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "system", lambda command: pytest.fail(f"ran {command}"))
     with pytest.raises(ValueError, match="pickle"):
-        load(data)
+        load_plain_values(data)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +64,13 @@ def test_what_does_more_than_hold_values_is_refused(data: bytes, monkeypatch: py
 )
 def test_what_is_no_pickle_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        load(data)
+        load_plain_values(data)
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_a_value(data: bytes) -> None:
     with suppress(ValueError):
-        load(data)
+        load_plain_values(data)
 
 
 def test_a_few_bytes_that_stand_for_a_world_are_refused() -> None:
@@ -82,13 +81,13 @@ def test_a_few_bytes_that_stand_for_a_world_are_refused() -> None:
         laughs = [laughs, laughs]
     for value in (itself, laughs):
         with pytest.raises(ValueError, match="too"):
-            load(pickletools.optimize(pickle.dumps(value)))
+            load_plain_values(pickletools.optimize(pickle.dumps(value)))
 
 
 def test_a_long_string_that_is_held_often_is_refused() -> None:
     long = "nccl:" + "x" * (1 << 20)
     with pytest.raises(ValueError, match="too"):
-        load(pickle.dumps([{"profiling_name": long} for _ in range(4000)], 2))
+        load_plain_values(pickle.dumps([{"profiling_name": long} for _ in range(4000)], 2))
 
 
 ODD: list[Any] = [
@@ -179,6 +178,6 @@ def test_what_the_watchdog_leaves_counts_where_the_rank_left_nothing(tmp_path: P
 def test_torchs_own_pickle_is_read(programs: WarmPrograms, tmp_path: Path) -> None:
     (ended,) = programs.run("tests.trainer.agent.flight.own_records", [["pickled", tmp_path / "record"]])
     assert ended.code == 0, ended.err
-    left = load((tmp_path / "record").read_bytes())
+    left = load_plain_values((tmp_path / "record").read_bytes())
     assert left == pickle.loads((tmp_path / "record").read_bytes())
     assert [entry["input_sizes"] for entry in left["entries"]] == [[[3]], [[4]]]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trainer.agent.ladder.command_failures import CommandPast, NewestCheckpoint
 from trainer.agent.ladder.in_job_policy import (
     LONGEST_REASON,
     InJobAction,
@@ -15,8 +16,7 @@ from trainer.agent.ladder.in_job_policy import (
     exit_code,
     final_outcome,
 )
-from trainer.agent.watch.command_errors import CommandPast, NewestCheckpoint
-from trainer.agent.watch.root_cause import RankEnd, find_cause
+from trainer.agent.ladder.rank_death import RankEnd, find_cause
 from trainer.protocol.failures.outcome import AttemptResult, Culprit, ExitCode, Failure, FailureKind
 from trainer.protocol.rank_progress.progress import StopReason
 

@@ -8,7 +8,7 @@ import pytest
 from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, killed, raised, situation
 from trainer.agent.attempt_state.generation import AttemptHistory, GenerationState
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, decide, exit_code
-from trainer.agent.watch.root_cause import find_cause
+from trainer.agent.ladder.rank_death import find_cause
 from trainer.protocol.failures.outcome import ExitCode, Failure, FailureKind
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.agents import ProgressReport

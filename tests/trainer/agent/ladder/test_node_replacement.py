@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
-from trainer.agent.ladder.node_replacement import can_replace, left_behind, replace, replace_unkillable_nodes
+from trainer.agent.ladder.spare_nodes import can_replace, left_behind, replace, replace_unkillable_nodes
 from trainer.agent.nodes.roster import Member, Roster
 from trainer.protocol.events import EventKind, EventLog, read_events
 from trainer.protocol.failures.outcome import Culprit, Failure, FailureKind

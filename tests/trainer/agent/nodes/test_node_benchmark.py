@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.nodes.preflight import NodeBenchmark, usual_speeds
+from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import FailureKind

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.nodes.slow_nodes import RankMeasurement, find_slow_node, median_speeds_of_nodes
+from trainer.agent.nodes.node_benchmark import RankMeasurement, find_slow_node, median_speeds_of_nodes
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.messages.agents import RankSpeeds

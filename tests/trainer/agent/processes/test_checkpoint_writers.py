@@ -14,7 +14,7 @@ from checkpointing.writer.link import WriterLink
 from checkpointing.writer.write_orders import WriteOrder
 from tests.trainer.agent.job import LocalJob, alive, until
 from tests.trainer.agent.test_node_agent import Alone
-from trainer.agent.processes.checkpoint_writers import CheckpointWriter, CheckpointWriters
+from trainer.agent.rank_processes.checkpoint_writers import CheckpointWriter, CheckpointWriters
 from trainer.protocol.messages.agents import StartGeneration
 
 SIZE = 1 << 20
@@ -155,7 +155,7 @@ def test_killing_the_ranks_of_a_dead_fork_server_spares_the_writers(tmp_path):
 _AGENT = """
 import os, sys, time
 from pathlib import Path
-from trainer.agent.processes.checkpoint_writers import CheckpointWriter
+from trainer.agent.rank_processes.checkpoint_writers import CheckpointWriter
 scribe = CheckpointWriter(0, os.environ, os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT))
 if sys.argv[2] == "serving":
     with scribe.connection():

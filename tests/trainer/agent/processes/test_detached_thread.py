@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainer.agent import main
-from trainer.agent.coordination import message_loop
-from trainer.agent.coordination.message_loop import RequestInbox
+from trainer.agent.coordination import launch_gate, message_loop
+from trainer.agent.coordination.requests import RequestInbox
 from trainer.agent.main import Agent
 from trainer.agent.processes import background_tasks
 from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
@@ -53,7 +53,7 @@ def test_the_gate_gives_up_on_a_token_that_cannot_be_read(
 ) -> None:
     monkeypatch.setattr(message_loop.LaunchToken, "read", hang)
     with pytest.raises(HungFileSystem, match=r"does not answer for .* s: .*GO"):
-        within(15, lambda: message_loop.wait_for_go(tmp_path / "GO", IDENTITY, 1, seconds=0.2))
+        within(15, lambda: launch_gate.wait_for_go(tmp_path / "GO", IDENTITY, 1, seconds=0.2))
 
 
 def test_an_agent_that_cannot_read_the_coordinator_s_address_ends(

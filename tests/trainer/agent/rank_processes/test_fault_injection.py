@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.rank_processes import fault_injection
+from trainer.agent.rank_processes import local_ranks
 from trainer.agent.rank_processes.local_ranks import LocalRanks
 from trainer.protocol.config_sections.fault_detection_config import KINDS
 from trainer.protocol.config_sections.recipe_config import ClusterShape
@@ -22,7 +22,7 @@ def asked(kind: str, at: float | None = None) -> Request:
     ("kill-node", 1, "kill-node strikes node 1"),
 ])  # fmt: skip
 def test_what_there_is_to_hit_is_hit(kind, at, words) -> None:
-    order, answer = fault_injection.drill_order(asked(kind, at), SHAPE)
+    order, answer = local_ranks.drill_order(asked(kind, at), SHAPE)
     assert order is not None
     assert (order.kind, order.at) == (kind, at or 0)
     assert answer == words
@@ -34,7 +34,7 @@ def test_what_there_is_to_hit_is_hit(kind, at, words) -> None:
     ("meteor", None, "no such drill: meteor; there are kill-rank"),
 ])  # fmt: skip
 def test_what_there_is_not_is_refused(kind, at, words) -> None:
-    order, answer = fault_injection.drill_order(asked(kind, at), SHAPE)
+    order, answer = local_ranks.drill_order(asked(kind, at), SHAPE)
     assert order is None
     assert answer.startswith(REFUSED)
     assert words in answer
@@ -42,11 +42,11 @@ def test_what_there_is_not_is_refused(kind, at, words) -> None:
 
 def test_only_the_node_that_is_meant_obeys() -> None:
     ranks = LocalRanks(1, range(2, 4))
-    assert fault_injection.is_here(InjectFault(kind="nan", at=3), ranks, 1)
-    assert not fault_injection.is_here(InjectFault(kind="nan", at=1), ranks, 1)
-    assert fault_injection.is_here(InjectFault(kind="kill-agent", at=1), ranks, 1)
-    assert not fault_injection.is_here(InjectFault(kind="kill-agent", at=0), ranks, 1)
-    fault_injection.inject(InjectFault(kind="nan", at=3, serial=5), ranks)
+    assert local_ranks.is_here(InjectFault(kind="nan", at=3), ranks, 1)
+    assert not local_ranks.is_here(InjectFault(kind="nan", at=1), ranks, 1)
+    assert local_ranks.is_here(InjectFault(kind="kill-agent", at=1), ranks, 1)
+    assert not local_ranks.is_here(InjectFault(kind="kill-agent", at=0), ranks, 1)
+    local_ranks.inject(InjectFault(kind="nan", at=3, serial=5), ranks)
     serial, kind, _ = ranks.by_rank[3].cell.read_drill_order()
     assert (serial, list(KINDS)[kind]) == (5, "nan")
     for local in ranks.by_rank.values():

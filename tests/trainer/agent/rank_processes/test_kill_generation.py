@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.agent.rank_processes import kill_ranks
+from trainer.agent.rank_processes import local_ranks
 from trainer.agent.rank_processes.local_ranks import LocalRanks
 
 
@@ -47,7 +47,7 @@ def ranks(rank) -> Iterator[LocalRanks]:
 
 async def told_later(ranks: LocalRanks, link: Idle) -> None:
     """The rank is gone only after many looks."""
-    task = asyncio.create_task(kill_ranks.kill_generation(ranks, link, politely=False, term=0.05, obey=0.05))
+    task = asyncio.create_task(local_ranks.kill_generation(ranks, link, politely=False, term=0.05, obey=0.05))
     await asyncio.sleep(0.4)
     assert not task.done()
     ranks.mark_never_started()
@@ -73,6 +73,6 @@ def test_a_fork_server_that_cannot_do_it_goes_first(ranks, stopped, known, reaso
     link = Idle(stopped=stopped)
     if not known:
         ranks.by_rank[0].pid = None
-    asyncio.run(asyncio.wait_for(kill_ranks.kill_generation(ranks, link, politely=True, term=0.05, obey=0.05), 5))
+    asyncio.run(asyncio.wait_for(local_ranks.kill_generation(ranks, link, politely=True, term=0.05, obey=0.05), 5))
     assert link.told == [15, 9]
     assert link.killed.startswith(reason)

@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.attempt_state.generation import GenerationState
+from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, Situation, decide
+from trainer.agent.ladder.rank_death import RankEnd
 from trainer.agent.user_command.command_run import CommandRun
-from trainer.agent.watch.root_cause import RankEnd
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog, read_events

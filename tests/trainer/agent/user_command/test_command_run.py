@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.user_command.command_attempt import BUG, Attempt, names, save
-from trainer.agent.attempt_state.attempt_state import AttemptProgress
 from trainer.agent.attempt_state.generation import GenerationState
+from trainer.agent.attempt_state.published_files import AttemptProgress
+from trainer.agent.ladder.command_failures import has_advanced
 from trainer.agent.ladder.in_job_policy import InJobAction
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.agent.user_command.progress import LOOK_SECONDS
-from trainer.agent.watch.command_errors import has_advanced
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import FailureKind

@@ -11,8 +11,8 @@ import pytest
 
 from tests.trainer.agent.user_command.command_attempt import BUG, TORN, Attempt, names, save, save_ranks
 from trainer.agent.ladder.in_job_policy import InJobAction
+from trainer.agent.ladder.rank_death import RankEnd
 from trainer.agent.user_command.command_run import CommandMemory
-from trainer.agent.watch.root_cause import RankEnd
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import FailureKind
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import AttemptProgress
-from trainer.agent.user_command import step_pattern
-from trainer.agent.user_command.step_pattern import CommandStep, StepWatch, newest_step
+from trainer.agent.attempt_state.published_files import AttemptProgress
+from trainer.agent.user_command import progress
+from trainer.agent.user_command.progress import CommandStep, StepWatch, newest_step
 from trainer.protocol.command_progress import CommandProgressConfig
 from trainer.protocol.rank_progress.rank_messages import generation_mark
 
@@ -93,7 +93,7 @@ def test_the_last_word_is_read_when_all_has_ended(tmp_path: Path) -> None:
 def test_a_pattern_that_takes_for_ever_stops_nothing_and_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step_pattern.newest_step, "__defaults__", (0.3,))
+    monkeypatch.setattr(progress.newest_step, "__defaults__", (0.3,))
     program = Program(tmp_path, pattern=r"(a+)+(a+)+(a+)+ step (?P<step>\d+)")
     program.watch.start_generation(1)
     program.writes(f"{generation_mark(1)}\n{'a' * 1000}\n")

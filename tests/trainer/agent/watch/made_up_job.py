@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainer.agent.flight.analysis import Finding
+from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.watch.sampling import children_count, writer_counts
 from trainer.protocol.rank_progress.stage_activity import SentMessages, StageActivity
 

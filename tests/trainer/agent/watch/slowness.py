@@ -5,8 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainer.agent.watch.stragglers import StragglerVerdict, should_report_work
-from trainer.agent.watch.work_windows import WorkWindows
+from trainer.agent.watch.stragglers import StragglerVerdict, WorkWindows, should_report_work
 from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
 from trainer.protocol.rank_progress.progress import SECTIONS
 

@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tests.trainer.agent.watch.made_up_job import FOR_EVER, NORMAL, Actor, Job, Slow
-from trainer.agent.flight.analysis import Finding, analyse
+from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.flight_record import DONE, SCHEDULED, CollectiveEntry, FlightRecord, Group
+from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.watch.hang_limits import RankSample
-from trainer.agent.watch.stragglers import StageNeighbours, never_sent, with_stage_waits
+from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
 from trainer.protocol.config_sections.parallel_config import PipelineConfig
 from trainer.protocol.rank_progress.stage_activity import Activity, SentMessages, StageActivity
 

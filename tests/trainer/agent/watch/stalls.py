@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.trainer.agent.watch.made_up_job import FOR_EVER, Actor, Job, Slow, Stay
-from trainer.agent.flight.analysis import Finding
-from trainer.agent.watch.hang_limits import Limits, RankSample
-from trainer.agent.watch.hangs import HangJudgement, HangKind, HangVerdict, ReportGaps, judge
+from trainer.agent.flight.wait_graph import Finding
+from trainer.agent.watch.hang_limits import Limits, RankSample, ReportGaps
+from trainer.agent.watch.hangs import HangJudgement, HangKind, HangVerdict, judge
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.rank_progress.duration_histogram import BUCKETS, bucket, quantile
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.watch.command_errors import (
+from trainer.agent.ladder.command_failures import (
     LONGEST_SECONDS,
     REPEATS,
     START_SECONDS,
@@ -14,7 +14,7 @@ from trainer.agent.watch.command_errors import (
     NewestCheckpoint,
     command_cause,
 )
-from trainer.agent.watch.root_cause import RankEnd
+from trainer.agent.ladder.rank_death import RankEnd
 from trainer.protocol.failures.outcome import FailureKind
 
 

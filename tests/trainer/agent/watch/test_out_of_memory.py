@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.watch.root_cause import RankEnd, exit_words, find_cause
+from trainer.agent.ladder.rank_death import RankEnd, exit_words, find_cause
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.messages.agents import RankExit
 

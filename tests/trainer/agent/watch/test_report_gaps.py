@@ -2,8 +2,7 @@
 
 import pytest
 
-from trainer.agent.watch.hang_limits import RankSample
-from trainer.agent.watch.hangs import ReportGaps, seconds_still
+from trainer.agent.watch.hang_limits import RankSample, ReportGaps, seconds_still
 
 
 def rank(age: float, node: str = "n1") -> RankSample:

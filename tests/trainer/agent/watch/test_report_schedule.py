@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.watch.hang_detector import ReportSchedule, calm_seconds, report_seconds
+from trainer.agent.watch.hang_limits import ReportSchedule, calm_seconds, report_seconds
 
 
 def told(schedule: ReportSchedule, until: float, **asked: bool) -> list[float]:

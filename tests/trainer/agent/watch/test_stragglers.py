@@ -9,8 +9,7 @@ import pytest
 
 from tests.trainer.agent.watch.slowness import SHARES, Slow, World, live
 from trainer.agent.watch import stragglers
-from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, StragglerVerdict
-from trainer.agent.watch.work_windows import WorkWindows
+from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, StragglerVerdict, WorkWindows
 from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
 from trainer.protocol.config_sections.parallel_config import ParallelConfig, PipelineConfig
 

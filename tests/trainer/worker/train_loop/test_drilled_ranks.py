@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.rank_processes.last_output import last_cpp_exception
+from trainer.agent.rank_processes.rank_exit import last_cpp_exception
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.rank_progress.progress import Phase

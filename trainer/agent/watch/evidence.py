@@ -1,12 +1,11 @@
-"""Evidence of one node about an incident, bounded in time and size.
-evidence/<incident>/ holds logs/, stacks/, proc/ and flight/ with a file per rank, and node-0000/ per node.
-"""
+"""Stacks of all threads of a rank, written by the rank itself or read from outside."""
 
 import asyncio
 import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.agent.control.tcp_transport import CoordinatorPeer
-from trainer.agent.evidence import stacks
 from trainer.agent.flight import recorder
 from trainer.agent.flight.flight_record import newest
 from trainer.agent.flight.recorder import FlightSockets
@@ -24,8 +22,72 @@ from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.sampling import Sampler
 from trainer.protocol.logs.log_rotation import read_tail
 from trainer.protocol.messages.agents import CollectEvidence, EvidenceCollected, FlightRecords, QueryFlights
+from trainer.protocol.rank_progress.rank_messages import STACKS
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.secrets.secret_redaction import in_use
+
+_STACKS_LOOK = 0.05
+_MOST_STACKS = 1 << 20
+
+
+def obstacle(pid: int, memory: int) -> str | None:
+    """Return why the rank cannot be asked for its stacks, or None. A signal without a handler would kill it."""
+    if memory < 0:
+        return "there is no memory for its stacks"
+    signs = proc.read_activity(pid)
+    if signs is None or signs.state in "ZX":
+        return "the process is dead"
+    if signs.state in "Tt":
+        return "the process is stopped and handles no signal"
+    if not _catches(pid, STACKS):
+        return "the process is not ready for the signal (yet)"
+    return None
+
+
+def _catches(pid: int, number: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
+    masks = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)
+
+
+async def ask_for_stacks(pid: int, memory: int) -> bytes:
+    """Make the rank write its stacks into `memory`, a memfd, and wait until it is done; may be cancelled.
+    WARNING: both processes share the file position, so it is reset before the signal and never moved by reading.
+    """
+    os.ftruncate(memory, 0)
+    os.lseek(memory, 0, os.SEEK_SET)
+    os.kill(pid, STACKS)
+    size = 0
+    while True:
+        await asyncio.sleep(_STACKS_LOOK)
+        now = os.fstat(memory).st_size
+        if now and now == size:
+            return os.pread(memory, _MOST_STACKS, 0)
+        size = now
+
+
+def py_spy() -> str | None:
+    """Return the path of py-spy beside this Python or in PATH, or None."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+
+
+def dump_with_py_spy(program: str, pid: int, seconds: float) -> bytes:
+    """Return py-spy's dump of the running process, taken without stopping it; raises OSError with py-spy's message."""
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise OSError(f"py-spy took more than {seconds:.1f} s") from None
+    if not done.stdout:
+        raise OSError(f"py-spy: {done.stderr.decode(errors='replace').strip()[:500]}")
+    return done.stdout
+
 
 _MESSAGES = 500
 """Newest lines kept of the kernel's log."""
@@ -228,20 +290,20 @@ def _running(one: Subject) -> int:
 async def _stacks(one: Subject, seconds: float) -> bytes:
     """Return stacks written by faulthandler in the process, or by torch's worker server if it handles no signal."""
     pid = _running(one)
-    if (obstacle := stacks.obstacle(pid, one.stacks)) is None:
-        return await stacks.ask(pid, one.stacks)
+    if (reason := obstacle(pid, one.stacks)) is None:
+        return await ask_for_stacks(pid, one.stacks)
     if answer := await recorder.ask(one.socket, "dump_traceback", seconds * 0.9):
         return answer
-    raise Unavailable(obstacle)
+    raise Unavailable(reason)
 
 
 async def _py_spy(one: Subject, seconds: float) -> bytes:
     """Return stacks read from outside the process; works for a stopped process too."""
     pid = _living(one)
-    program = stacks.py_spy()
+    program = py_spy()
     if program is None:
         raise Unavailable("py-spy is not installed (pip install 'orch[stacks]')")
-    return await run_detached(lambda: stacks.dump_with_py_spy(program, pid, seconds), seconds)
+    return await run_detached(lambda: dump_with_py_spy(program, pid, seconds), seconds)
 
 
 async def _proc(one: Subject, seconds: float) -> bytes:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from trainer.agent.rank_processes.last_output import RANK_PREFIX, TRACEBACK
-from trainer.agent.watch.root_cause import LIMITS, Cause, CommandFailure, RankEnd, find_cause, find_root, is_outside
+from trainer.agent.ladder.rank_death import LIMITS, Cause, CommandFailure, RankEnd, find_cause, find_root, is_outside
+from trainer.agent.rank_processes.rank_exit import RANK_PREFIX, TRACEBACK
 from trainer.protocol.command_progress import PROGRESS_SECONDS
 from trainer.protocol.failures.failure_patterns import VARYING, Meaning, has_meaning
 from trainer.protocol.failures.outcome import FailureKind, select_kinds

@@ -1,0 +1,75 @@
+"""TODO."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.launch_token import LaunchToken, was_revoked
+from trainer.protocol.node_identity import NodeIdentity
+
+
+class LaunchRefused(Exception):
+    """Raised if this process must not train; the message gives the reason."""
+
+
+async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:
+    """Wait for the attempt's launch token and return it.
+    Raises Refused if it belongs to another job or does not arrive in time, and HungFileSystem if its file system does
+    not answer.
+    """
+    # Slurm restarted this job; it has already trained under the same token.
+    if identity.restarts > 0:
+        raise LaunchRefused(
+            f"Slurm has restarted job {identity.job_id} ({identity.restarts} times); orch starts new jobs instead"
+        )
+    patience = seconds if seconds is not None else traits(identity.kind).go_seconds
+    token = await _read_late(path, patience)
+    if token.attempt != attempt:
+        raise LaunchRefused(f"{path} is for attempt {token.attempt}, this is attempt {attempt}")
+    if token.job_id != identity.job_id:
+        raise LaunchRefused(f"{path} is for job {token.job_id}, this is job {identity.job_id}")
+    return token
+
+
+async def _read_late(path: Path, patience: float) -> LaunchToken:
+    token, pause = RepeatedRead(lambda: LaunchToken.read(path), path), 0.02
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            return await token.result(give_up - time.monotonic())
+        except FileNotFoundError:
+            problem = "is not there"
+        except HungFileSystem as error:
+            raise HungFileSystem(path, patience) from error
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            problem = f"cannot be read: {error}"
+        if time.monotonic() + pause >= give_up:
+            raise LaunchRefused(f"{path} {problem} after {patience:.0f} s")
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.5, 0.25)
+
+
+class Fence:
+    """Repeated check of GO: a missing token, or another job's, means that this attempt must end."""
+
+    def __init__(self, path: Path, token: LaunchToken) -> None:
+        self._path, self._token, self._misses = path, token, 0
+        self.reason = ""  # why it is down
+
+    def is_down(self) -> bool:
+        """Return whether two consecutive reads found no matching token. An unresponsive file system proves nothing."""
+        try:
+            held = self._token.is_same(LaunchToken.read(self._path))
+        except FileNotFoundError:
+            held = False
+            revoked = "its launch token was revoked: the controller has fenced this attempt off"
+            deleted = f"its launch token {self._path} is missing: deleted, but not by orch, and so no save is safe"
+            self.reason = revoked if was_revoked(self._path) else deleted
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+        else:
+            self.reason = f"its launch token {self._path} is that of another job"
+        self._misses = 0 if held else self._misses + 1
+        return self._misses >= 2

@@ -1,0 +1,210 @@
+"""Drills requested of the live job: each is ordered and answered once all ranks train."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.agent.attempt_state.attempt_state import CoordinatorState
+from trainer.agent.processes.background_tasks import RepeatedRead
+from trainer.agent.rank_processes import local_ranks
+from trainer.protocol.heartbeat import AttemptStage
+from trainer.protocol.messages.agents import AskStop, CollectEvidence, EvidenceCollected, InjectFault, ProgressReport
+from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.requests import REFUSED, Request, RequestKind, pending
+
+
+class DrillOrders:
+    """Queue of requested drills, held back until all ranks train.
+    A fault during start-up would hit no rank, or another fault's restart.
+    """
+
+    def __init__(self, state: CoordinatorState) -> None:
+        self._state = state
+        self._waiting: dict[str, tuple[InjectFault, str]] = {}  # request -> order and answer
+        self._serial = 0
+
+    def refuse(self, request: Request) -> str | None:
+        """Return why this drill will never be ordered, or None if `order` answers the request."""
+        if self._state.stopping.stop is not None:
+            return f"{REFUSED}the job is being stopped"
+        order, answer = local_ranks.drill_order(request, self._state.config.cluster)
+        if order is None:
+            return answer
+        self._waiting[request.name] = (order, answer)
+        return None
+
+    def order(self) -> Iterator[tuple[str, str]]:
+        """Order the waiting drills if all ranks train; yields the request names and answers."""
+        if not self._waiting or not _all_train(self._state):
+            return
+        generation, waiting = self._state.generation, self._waiting
+        self._waiting = {}
+        for name, (order, answer) in waiting.items():
+            self._serial += 1
+            generation.note_drill(order.kind)
+            self._state.roster.broadcast(replace(order, generation=generation.number, serial=self._serial))
+            yield name, answer
+
+
+def _all_train(state: CoordinatorState) -> bool:
+    """Return whether every rank of the current generation has trained a step; for a command, has started."""
+    if state.stage is not AttemptStage.RUNNING or state.generation.first_failure is not None:
+        return False
+    reports = state.reports()
+    trained = bool(state.config.command) or all(report.stepped for report in reports)
+    return len(reports) == state.config.cluster.nodes and trained
+
+
+READ_SECONDS = 2.0
+"""Maximum delay in seconds that reading requests may cause to the coordinator's other files."""
+
+
+class RequestInbox:
+    """Reader of the request folder; returns every request once."""
+
+    def __init__(self, folder: Path, attempt: int) -> None:
+        self._seen: set[str] = set()
+        self._requests = RepeatedRead(lambda: pending(folder, attempt, self._seen), folder)
+
+    async def poll(self) -> list[Request]:
+        """Return the new requests; empty while the folder cannot be read."""
+        try:
+            found = await self._requests.result(READ_SECONDS)
+        except OSError:
+            return []
+        self._seen.update(request.name for request in found)
+        return found
+
+
+_SAVE_SECONDS = 3600.0
+
+
+_STACKS_SECONDS = 10.0
+
+
+def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
+    """Return the newest step that this generation saved itself, not restored; 0: none."""
+    saved = max((report.saved for report in reports), default=0)
+    return saved if saved > restored else 0
+
+
+def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
+    """Return the newest step whose save may have begun; a request made now needs a later one.
+    No save follows the last step, so that one always answers a request.
+    """
+    step = max((report.step for report in reports), default=0)
+    return min(step, total - 1) if total else step
+
+
+@dataclass(kw_only=True)
+class _Stacks:
+    """Pending stacks of a request, answered when all agents have written them, or at `until`."""
+
+    request: str
+    folder: str
+    until: float
+    waits: set[int]
+
+
+class RequestHandlers:
+    """Handlers of operator requests, one method per kind. None means that the answer comes later, from `finished`."""
+
+    def __init__(self, state: CoordinatorState) -> None:
+        self._state, self._config, self._roster = state, state.config, state.roster
+        self._saves: dict[str, int] = {}  # request -> step whose save is too old to answer it
+        self._stacks: dict[str, _Stacks] = {}
+        self._drills = DrillOrders(state)
+
+    def handle(self, request: Request, now: float, wall: float) -> str | None:
+        """Carry out the request; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
+        match request.kind:
+            case RequestKind.STOP:
+                self._state.request_stop(self._state.stopping.on_request(request.reason, now))
+                return "the command gets SIGTERM" if self._config.command else "the ranks were asked to save and stop"
+            case RequestKind.DEADLINE if request.value is not None:
+                return self._correct_end(request.value - wall, request.detail, now)
+            case RequestKind.SAVE:
+                return self._request_save(request)
+            case RequestKind.STACKS:
+                return self._request_stacks(request, now)
+            case RequestKind.DRILL:
+                return self._drill(request)
+        return f"{REFUSED}a {request.kind} request needs a value"
+
+    def _correct_end(self, left: float, lasts: str, now: float) -> str:
+        """Record the job's end: in `left` seconds by this node's time of day, `lasts` seconds after the job's start."""
+        stopping = self._state.stopping
+        end = stopping.correct(now + left, float(lasts) if lasts.isascii() and lasts.isdigit() else None)
+        off = left - (end - now)
+        wrong = f"; the clock of this node is off: by its time of day it would be in {left:.0f} s" if off else ""
+        return f"the job ends in {end - now:.0f} s{wrong}"
+
+    def finished(self, now: float) -> Iterator[tuple[str, str]]:
+        """Yield the name and answer of each request that can be answered now; each is returned once."""
+        saved = newest_own_save(self._state.reports(), self._state.generation.restored)
+        for name, before in list(self._saves.items()):
+            if saved > before:
+                del self._saves[name]
+                yield name, f"saved at step {saved}"
+        yield from self._drills.order()
+        for name, stacks in list(self._stacks.items()):
+            if not stacks.waits or now >= stacks.until:
+                del self._stacks[name]
+                yield stacks.request, stacks.folder
+
+    def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
+        """Record that an agent has written the stacks of its ranks as far as possible."""
+        stacks = self._stacks.get(message.incident)
+        if stacks is not None:
+            stacks.waits.discard(node)
+
+    def repeat_save(self) -> None:
+        """Repeat pending save requests to newly started ranks; the first save answers them."""
+        self._saves = dict.fromkeys(self._saves, 0)
+        if self._saves:
+            self._ask_save()
+
+    def _request_save(self, request: Request) -> str | None:
+        if self._config.command:
+            return f"{REFUSED}the ranks are the user's own command, orch cannot ask it to save"
+        if self._state.stopping.stop is not None:
+            return "a stop with a save is under way"
+        self._saves[request.name] = newest_begun_save(self._state.reports(), self._state.progress.total)
+        self._ask_save()
+        return None
+
+    def _ask_save(self) -> None:
+        self._roster.broadcast(AskStop(reason=StopReason.SAVE_AND_GO_ON, seconds=_SAVE_SECONDS))
+
+    def _request_stacks(self, request: Request, now: float) -> str | None:
+        ranks = self._requested_ranks(request)
+        if self._config.command or not ranks:
+            why = "the ranks are the user's own command" if self._config.command else "there is no such rank or node"
+            return f"{REFUSED}{why}"
+        name = f"attach-{request.name.split('.')[2]}"
+        bundle = self._state.attempt_dir.incident(name)
+        waits = {member.node for member in self._roster.training_members()}
+        folder = str(bundle.relative_to(self._state.attempt_dir.path.parent.parent))
+        self._stacks[name] = _Stacks(
+            request=request.name, folder=folder, until=now + _STACKS_SECONDS + 1.0, waits=waits
+        )
+        number = self._state.generation.number
+        full = None if len(ranks) == self._config.cluster.world_size else tuple(ranks)
+        self._roster.broadcast(CollectEvidence(generation=number, incident=name, full=full, seconds=_STACKS_SECONDS))
+        return None
+
+    def _requested_ranks(self, request: Request) -> list[int]:
+        """Return the requested rank, the ranks of the requested node (by node rank), or all."""
+        cluster = self._config.cluster
+        if request.value is not None:
+            return [int(request.value)] if 0 <= request.value < cluster.world_size else []
+        if not request.detail:
+            return list(range(cluster.world_size))
+        if not request.detail.isdigit() or int(request.detail) >= cluster.nodes:
+            return []
+        first = int(request.detail) * cluster.ranks_per_node
+        return list(range(first, first + cluster.ranks_per_node))
+
+    def _drill(self, request: Request) -> str | None:
+        refusal = self._drills.refuse(request)
+        return dict(self._drills.order()).get(request.name) if refusal is None else refusal

@@ -1,1 +1,0 @@
-"""Collection of evidence about an incident before any process is killed."""

@@ -1,0 +1,190 @@
+"""Start of an existing torchrun script as a rank."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from trainer.agent.control import tcp_transport
+from trainer.agent.flight.recorder import FlightSockets
+from trainer.protocol.command_progress import FOLDER_VARIABLE
+from trainer.protocol.config import JobConfig
+from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.messages.agents import StartGeneration
+from trainer.protocol.messages.fork_server import StartRank
+from trainer.protocol.node_identity import NodeIdentity
+from trainer.protocol.rank_progress.rank_messages import RankSpec, place_variables
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.secrets.secret_redaction import LISTED
+
+_INTERPRETERS = ("python", "python3")
+
+
+def torchrun_environment(
+    *, run: RunDir, attempt: AttemptDir, config: JobConfig, node_rank: int, generation: int, local_rank: int,
+    master: tuple[str, int], inherited: Mapping[str, str],
+) -> dict[str, str]:  # fmt: skip
+    """Return torchrun's variables for one rank, plus ours."""
+    per_node, world = config.cluster.ranks_per_node, config.cluster.world_size
+    rank = node_rank * per_node + local_rank
+    threads = inherited.get("OMP_NUM_THREADS") or str(max(1, config.cluster.cpus_per_task // per_node))
+    place = place_variables(
+        rank=rank, local_rank=local_rank, world_size=world, local_world_size=per_node, node_rank=node_rank,
+        generation=generation, run_id=f"{run.name}-{attempt.number}",
+    )  # fmt: skip
+    variables = {
+        **place,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
+        "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
+        # torch would write the exception's text there unredacted, secrets included; its log has the same information.
+        **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": attempt.error_file(rank, generation)}),
+        # The script's own rank 0 hosts the store, a new one in every generation.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "OMP_NUM_THREADS": threads,
+        # The last output of a killed rank must be in its log.
+        "PYTHONUNBUFFERED": "1",
+        "ORCH_RUN": run.name,
+        "ORCH_RUN_DIR": run.path,
+        "ORCH_ATTEMPT": attempt.number,
+        "ORCH_GENERATION": generation,
+    }
+    path = {"PATH": interpreter_first(inherited.get("PATH", os.defpath))}
+    return {**{name: str(value) for name, value in variables.items()}, **path, **config.env}
+
+
+def with_interpreter(config: JobConfig) -> tuple[str, ...]:
+    """Return the command, with this interpreter if it begins with `python` and `env` sets no PATH.
+    PATH may have another interpreter first, or none: running `orch` from a virtual environment does not require
+    activating it.
+    """
+    program, *words = config.command
+    own = program in _INTERPRETERS and "PATH" not in config.env
+    return (sys.executable if own else program, *words)
+
+
+def interpreter_first(path: str) -> str:
+    """Return a PATH on which `python` and programs of its environment belong to this interpreter."""
+    own = os.path.dirname(sys.executable)
+    found = shutil.which("python", path=path)
+    same = found is not None and os.path.dirname(os.path.abspath(found)) == own
+    return path if same else os.pathsep.join([own, path])
+
+
+def working_directory(run: RunDir, config: JobConfig) -> Path:
+    """Return the command's working directory: the submit folder if known, else the run directory.
+
+    It may be absent, its file system not mounted. Elsewhere the program would find no checkpoint.
+    """
+    return Path(config.env.get(FOLDER_VARIABLE) or _from_record(run) or run.path)
+
+
+def _from_record(run: RunDir) -> str | None:
+    try:
+        record = json.loads(run.run.read_bytes())
+        found = record["identity"]["submit_dir"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def free_port(host: str) -> int:
+    """Return a port that is currently free; the script binds it a moment later."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def cores_of_rank(
+    identity: NodeIdentity, config: JobConfig, node_rank: int, local_rank: int, allowed: Collection[int]
+) -> list[int]:
+    """Return a contiguous, equal share of the allowed cores; empty (unbound) if there are fewer cores than ranks.
+    Simulated nodes share one machine, so its cores are divided among all ranks of the job.
+    """
+    per_node = config.cluster.ranks_per_node
+    simulated = traits(identity.kind).simulated_nodes
+    ranks = config.cluster.world_size if simulated else per_node
+    mine = node_rank * per_node + local_rank if simulated else local_rank
+    cores = sorted(allowed)
+    if len(cores) < ranks:
+        return []
+    return cores[mine * len(cores) // ranks : (mine + 1) * len(cores) // ranks]
+
+
+def gpus(identity: NodeIdentity, config: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES for a simulated node if there are enough GPUs for all nodes."""
+    per_node = config.cluster.gpus_per_node
+    if not traits(identity.kind).simulated_nodes or not per_node:
+        return {}
+    visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    if len(visible) < per_node * config.cluster.all_nodes:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[identity.node * per_node : (identity.node + 1) * per_node])}
+
+
+class RankLauncher:
+    """Builder of the launch orders for the ranks of one node."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: AttemptDir,
+        config: JobConfig,
+        identity: NodeIdentity,
+        environ: Mapping[str, str],
+        host: str,
+        sockets: FlightSockets | None = None,
+    ) -> None:
+        """`host`: address at which the coordinator reaches this node's agent; `sockets`: the ranks' flight servers."""
+        self._run, self._attempt, self._config, self._identity = run, attempt, config, identity
+        self._environ, self._reached_at, self._sockets = environ, host, sockets
+
+    def launch_order(self, start: StartGeneration, local_rank: int) -> StartRank:
+        """Return the launch order for one rank of this node."""
+        config, node_rank = self._config, start.node_rank
+        rank = node_rank * config.cluster.ranks_per_node + local_rank
+        bound = cores_of_rank(self._identity, config, node_rank, local_rank, os.sched_getaffinity(0))
+        if start.master is None:
+            return StartRank(
+                rank=rank, generation=start.generation, cores=tuple(bound), env={}, spec=self._spec(start, local_rank)
+            )
+        environ = torchrun_environment(
+            run=self._run, attempt=self._attempt, config=config, node_rank=node_rank, generation=start.generation,
+            local_rank=local_rank, master=start.master, inherited=self._environ,
+        )  # fmt: skip
+        return StartRank(
+            rank=rank, generation=start.generation, cores=tuple(bound), env=environ, command=with_interpreter(config),
+            folder=str(working_directory(self._run, config)),
+        )  # fmt: skip
+
+    def _spec(self, start: StartGeneration, local_rank: int) -> RankSpec:
+        cluster = self._config.cluster
+        rank = start.node_rank * cluster.ranks_per_node + local_rank
+        return RankSpec(
+            run_dir=str(self._run.path),
+            attempt=self._attempt.number,
+            generation=start.generation,
+            rank=rank,
+            local_rank=local_rank,
+            world_size=cluster.world_size,
+            local_world_size=cluster.ranks_per_node,
+            node=start.node_rank,
+            node_name=self._identity.name,
+            cell_fd=-1,  # the fork server fills in what it receives
+            control_fd=-1,
+            host=self._host(),
+            flight=self._sockets.path(rank, start.generation) if self._sockets else "",
+            suspects=start.suspects,
+            skip=start.skip,
+            fit=start.fit,
+            known_as=str(self._run.own_path),
+        )
+
+    def _host(self) -> str:
+        """Return the address peers use for this node's ranks: the named interface, else the coordinator's route."""
+        interface = self._config.cluster.interface
+        return tcp_transport.interface_address(interface) if interface else self._reached_at

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainer.agent import main
-from trainer.agent.coordination import launch_gate, message_loop
+from trainer.agent.coordination import launch_gate
 from trainer.agent.coordination.requests import RequestInbox
 from trainer.agent.main import Agent
 from trainer.agent.processes import background_tasks
@@ -51,7 +51,7 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 def test_the_gate_gives_up_on_a_token_that_cannot_be_read(
     hang: Hang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(message_loop.LaunchToken, "read", hang)
+    monkeypatch.setattr(launch_gate.LaunchToken, "read", hang)
     with pytest.raises(HungFileSystem, match=r"does not answer for .* s: .*GO"):
         within(15, lambda: launch_gate.wait_for_go(tmp_path / "GO", IDENTITY, 1, seconds=0.2))
 
@@ -75,9 +75,9 @@ def test_requests_that_cannot_be_read_delay_no_other_file(
         reads.append(given)
         hang()
 
-    monkeypatch.setattr("trainer.agent.coordination.message_loop.pending", pending)
+    monkeypatch.setattr("trainer.agent.coordination.requests.pending", pending)
     monkeypatch.setattr(background_tasks, "SHORTEST_READ", 0.05)
-    monkeypatch.setattr("trainer.agent.coordination.message_loop.READ_SECONDS", 0.05)
+    monkeypatch.setattr("trainer.agent.coordination.requests.READ_SECONDS", 0.05)
 
     async def look_often() -> list[object]:
         inbox = RequestInbox(tmp_path, 1)

@@ -333,7 +333,7 @@ NOT_FOUND = {
 }
 ONE_BY_ONE = """
 import os, sys
-from trainer.agent.fork_server.launch_order import _run_command
+from trainer.agent.fork_server.server import _run_command
 folder, *programs = sys.argv[1:]
 for program in programs:
     if (pid := os.fork()) == 0:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.processes.proc import OomKills, kill_children, kill_group
-from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.config_sections.fault_detection_config import KINDS
+from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.messages.agents import InjectFault, ProgressReport
 from trainer.protocol.messages.codec import MessageError
 from trainer.protocol.messages.ranks import FROM_RANK, FromRank, ReportedEnd, Store

@@ -21,13 +21,14 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.rank_processes import local_ranks
 from trainer.agent.rank_processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
-from trainer.agent.rank_processes.rank_exit import ExitInfo, ExitReports, decode_shell_exit, exit_report
+from trainer.agent.rank_processes.rank_exit import ExitReports, add_local_facts, complete_end
 from trainer.agent.watch.evidence import EvidenceCollector
 from trainer.agent.watch.hang_limits import ReportSchedule
 from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AgentEnd, ExitCode
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages import agents, fork_server
 from trainer.protocol.messages.ranks import Saves, Speeds, Store
 from trainer.protocol.node_identity import NodeIdentity
@@ -206,8 +207,8 @@ class NodeAgent:
                 self._peer.send(agents.Unloadable(exception=message.exception, message=message.message))
             case fork_server.RankSpawned():
                 self._on_spawned(message, descriptors[0])
-            case fork_server.RankEnded():
-                self._on_exited(message.rank, message.exit_code, message.signal)
+            case RankEnd():
+                self._on_ended(message)
             case fork_server.RankGone():
                 self._gone(message.rank)
             case fork_server.SpawnFailed():
@@ -228,7 +229,7 @@ class NodeAgent:
                 # Report ranks that ended before the fork server first.
                 await self._exit_reports.wait_until_sent()
                 self._peer.send(agents.ForkServerDied(generation=ranks.generation, reason=reason))
-            await local_ranks.kill_orphaned_ranks(ranks, self._on_exited, self._gone, self._pids_of_helpers())
+            await local_ranks.kill_orphaned_ranks(ranks, self._on_ended, self._gone, self._pids_of_helpers())
         self._startup_failures += 1
         if self._startup_failures < _MAX_STARTUP_FAILURES:
             self._start_fork_server()
@@ -304,24 +305,22 @@ class NodeAgent:
 
         asyncio.get_running_loop().call_later(local_ranks.OBEY_SECONDS, doubt)
 
-    def _on_exited(self, rank: int, exit_code: int | None, number: int | None) -> None:
-        """Report everything known about a rank's exit."""
+    def _on_ended(self, end: RankEnd) -> None:
+        """Report everything known about a rank's end."""
         assert self._ranks is not None
-        local = self._ranks.by_rank[rank]
+        ranks, local, command = self._ranks, self._ranks.by_rank[end.rank], bool(self._config.command)
         local.ended = True
-        generation, command = self._ranks.generation, bool(self._config.command)
-        exit_code, number = decode_shell_exit(exit_code, number) if command else (exit_code, number)
-        info = ExitInfo.from_rank(local, self._node.name, self._ranks.memory_kill(rank, number))
-        reason = "killed by its agent" if self._ranks.killed else exit_words(exit_code, number, info.memory_kill)
-        known = {"exit_code": exit_code, "signal": number, "reason": reason}
-        self._events.write(EventKind.RANK_EXITED, rank=rank, node=self._node.name, **known)
-        self._peer.send(self._ranks.summary())
-        end = partial(exit_report, self._attempt, generation, info, exit_code, number, command=command, logs=self._logs)
-        self._exit_reports.add(end, partial(self._send_exit, self._ranks, local))
+        end = add_local_facts(end, local, ranks, self._node.name, command=command)
+        reason = "killed by its agent" if ranks.killed else exit_words(end.exit_code, end.signal, end.out_of_memory)
+        known = {"exit_code": end.exit_code, "signal": end.signal, "reason": reason}
+        self._events.write(EventKind.RANK_EXITED, rank=end.rank, node=self._node.name, **known)
+        self._peer.send(ranks.summary())
+        read = partial(complete_end, self._attempt, end, local.reported_end, command=command, logs=self._logs)
+        self._exit_reports.add(read, partial(self._send_end, ranks, local))
 
-    def _send_exit(self, ranks: LocalRanks, local: LocalRank, report: agents.RankExit) -> None:
+    def _send_end(self, ranks: LocalRanks, local: LocalRank, end: RankEnd) -> None:
         if ranks is self._ranks:
-            self._peer.send(report)
+            self._peer.send(end)
             local.reported = True
             self._send_gone(ranks)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.protocol.failures.missing_installation import describe_missing
-from trainer.protocol.failures.outcome import ExitCode, RankOutcome, legible
-from trainer.protocol.messages.ranks import ReportedEnd
+from trainer.protocol.failures.outcome import ExitCode, legible
+from trainer.protocol.failures.rank_end import RankEnd, append_outcome
 from trainer.protocol.rank_progress.progress import ProgressCell
-from trainer.protocol.rank_progress.rank_messages import RankSpec, append_outcome, send_message
+from trainer.protocol.rank_progress.rank_messages import RankSpec, send_message
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.secrets.secret_redaction import in_use
 from trainer.worker import workload
@@ -25,12 +25,12 @@ _MAX_MESSAGE, _MAX_TRACEBACK = 8000, 1 << 18
 """Maximum characters kept of an exception's message and traceback: a message may contain a whole data set."""
 
 
-def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> RankOutcome:
+def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> RankEnd:
     """Return the outcome of a rank that ended as requested."""
     return _outcome(spec, cell, code)
 
 
-def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankOutcome:
+def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankEnd:
     """Return the outcome of a rank that ended with `error`."""
     text = shorten(in_use().text("".join(traceback.format_exception(error))), _MAX_TRACEBACK)
     write_stderr(text)
@@ -60,15 +60,11 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
-def report_end(spec: RankSpec, control: socket.socket, last: RankOutcome) -> None:
+def report_end(spec: RankSpec, control: socket.socket, last: RankEnd) -> None:
     """Send the outcome to the agent and write it to disk; failures of either do not affect the exit."""
     try:
-        end = ReportedEnd(
-            exit_code=last.exit_code, step=last.step, exception=last.exception,
-            message=None if last.message is None else legible(last.message)[: 2 * _MAX_MESSAGE],
-            secondary=last.secondary, position=last.position,
-        )  # fmt: skip
-        send_message(control, end)
+        message = None if last.message is None else legible(last.message)[: 2 * _MAX_MESSAGE]
+        send_message(control, replace(last, message=message, traceback=None))
     except OSError as error:
         write_stderr(f"orch: could not report the end of this rank to its agent: {error}")
     try:
@@ -88,9 +84,9 @@ def _exit_code(error: BaseException, secondary: bool) -> ExitCode:
     return ExitCode.ERROR
 
 
-def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: Any) -> RankOutcome:
+def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: Any) -> RankEnd:
     reading = cell.read()
-    return RankOutcome(
+    return RankEnd(
         rank=spec.rank,
         generation=spec.generation,
         node=spec.node_name,

@@ -89,7 +89,7 @@ def rank_main(spec: RankSpec) -> int:
         last = crash_report.failed_outcome(spec, cell, error)
     ticker.stop()
     crash_report.report_end(spec, control, last)
-    return last.exit_code
+    return int(last.exit_code or 0)
 
 
 def _end_forked_process(error: BaseException) -> NoReturn:

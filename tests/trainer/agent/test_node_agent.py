@@ -22,13 +22,13 @@ from trainer.agent.rank_processes.local_ranks import LocalRanks
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import EventLog
-from trainer.protocol.failures.outcome import RankOutcome
+from trainer.protocol.failures.rank_end import RankEnd, append_outcome
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.agents import PreflightFault
-from trainer.protocol.messages.ranks import ReportedEnd, Store
+from trainer.protocol.messages.ranks import Store
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
-from trainer.protocol.rank_progress.rank_messages import append_outcome, send_message
+from trainer.protocol.rank_progress.rank_messages import send_message
 from trainer.protocol.run_dir import RunDir
 
 M = TypeVar("M")
@@ -77,13 +77,13 @@ class Alone:
         self.ranks = self.agent._ranks = LocalRanks(1, range(2))
         self.agent._node_rank = 0
 
-    def ended(self, exit_code: int | None, number: int | None = None) -> agents.RankExit:
+    def ended(self, exit_code: int | None, number: int | None = None) -> RankEnd:
         async def end() -> None:
-            self.agent._on_exited(0, exit_code, number)
+            self.agent._on_ended(RankEnd(rank=0, exit_code=exit_code, signal=number, reported=False))
             await self.agent._exit_reports.wait_until_sent()
 
         asyncio.run(end())
-        return self.told.of(agents.RankExit)[-1]
+        return self.told.of(RankEnd)[-1]
 
     def close(self) -> None:
         self.agent._ranks.close()
@@ -97,7 +97,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
     made.close()
 
 
-LAST = ReportedEnd(exit_code=1, exception="OSError", message="[Errno 28] full", step=9)
+LAST = RankEnd(rank=0, exit_code=1, exception="OSError", message="[Errno 28] full", step=9)
 
 
 def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone):
@@ -112,7 +112,7 @@ def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone
 def test_the_outcome_file_comes_before_the_socket(alone):
     send_message(alone.ranks.by_rank[0].theirs, LAST)
     node = alone.agent._node.name
-    append_outcome(alone.attempt, RankOutcome(rank=0, generation=1, node=node, step=10, exit_code=0, time=0.0))
+    append_outcome(alone.attempt, RankEnd(rank=0, generation=1, node=node, step=10, exit_code=0, time=0.0))
     # It died in the interpreter's teardown.
     end = alone.ended(None, 6)
     assert (end.exit_code, end.signal, end.step, end.reported) == (0, None, 10, True)
@@ -124,8 +124,8 @@ def test_a_rank_that_leaves_with_zero_and_says_nothing_has_not_said_so(alone):
 
 
 def test_a_last_word_that_cannot_be_read_is_none(alone):
-    alone.ranks.by_rank[0].theirs.send(b'{"say": "reported_end", "mess')
-    alone.ranks.by_rank[0].theirs.send(b'{"say": "reported_end", "exit_code": 0}')
+    alone.ranks.by_rank[0].theirs.send(b'{"say": "rank_end", "mess')
+    alone.ranks.by_rank[0].theirs.send(b'{"say": "rank_end", "exit_code": 0}')
     assert not alone.ended(0).reported
 
 
@@ -243,52 +243,52 @@ def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, mo
 
     async def scene() -> None:
         before = time.monotonic()
-        alone.agent._on_exited(1, 1, None)
+        alone.agent._on_ended(RankEnd(rank=1, exit_code=1))
         while not reading.is_set():
             await asyncio.sleep(0.01)
         # The other's reading is given up at once, but it died later.
         monkeypatch.setattr(rank_exit, "_READ_SECONDS", 0.0)
-        alone.agent._on_exited(0, None, 9)
+        alone.agent._on_ended(RankEnd(rank=0, signal=9))
         await asyncio.sleep(0.01)
         for rank in (0, 1):
             alone.agent._gone(rank)
         alone.agent._kill(1)
         assert time.monotonic() - before < 1.0
-        assert not alone.told.of(agents.RankExit) + alone.told.of(agents.GenerationGone)
+        assert not alone.told.of(RankEnd) + alone.told.of(agents.GenerationGone)
         await alone.agent._exit_reports.wait_until_sent()
 
     try:
         asyncio.run(scene())
     finally:
         back.set()
-    assert alone.told.names() == ["RankExit", "RankExit", "GenerationGone"]
-    first, second = alone.told.of(agents.RankExit)
+    assert alone.told.names() == ["RankEnd", "RankEnd", "GenerationGone"]
+    first, second = alone.told.of(RankEnd)
     assert (first.rank, first.reported, first.exception) == (1, True, "OSError")
     assert (second.rank, second.reported, second.signal) == (0, False, 9)
 
 
 def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
     async def scene() -> None:
-        alone.agent._on_exited(0, 1, None)
+        alone.agent._on_ended(RankEnd(rank=0, exit_code=1))
         alone.agent._ranks = None
         await alone.agent._exit_reports.wait_until_sent()
 
     asyncio.run(scene())
     alone.agent._ranks = alone.ranks
-    assert not alone.told.of(agents.RankExit)
+    assert not alone.told.of(RankEnd)
 
 
 def test_who_ended_before_its_fork_server_is_told_of_before_it(alone):
     alone.agent._startup_failures = 9  # no other fork server
 
     async def scene() -> None:
-        alone.agent._on_exited(0, 1, None)
+        alone.agent._on_ended(RankEnd(rank=0, exit_code=1))
         alone.agent._on_fork_server_lost("killed by SIGKILL")
         while not alone.told.of(agents.GenerationGone):
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(scene(), 5))
-    assert alone.told.names() == ["Unready", "RankExit", "ForkServerDied", "RankExit", "GenerationGone"]
+    assert alone.told.names() == ["Unready", "RankEnd", "ForkServerDied", "RankEnd", "GenerationGone"]
 
 
 def test_a_fork_server_that_cannot_be_started_ends_the_attempt_with_the_cause(alone, monkeypatch):

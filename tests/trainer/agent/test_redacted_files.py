@@ -19,9 +19,9 @@ from trainer.agent.watch.hangs import HangJudgement, HangVerdict
 from trainer.protocol import skipped_batches
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
-from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult, RankOutcome
+from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult
+from trainer.protocol.failures.rank_end import RankEnd, append_outcome
 from trainer.protocol.heartbeat import Heartbeat
-from trainer.protocol.rank_progress.rank_messages import append_outcome
 from trainer.protocol.restore_test import Outcome, RestoreVerdict
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets import secret_redaction
@@ -56,7 +56,7 @@ def event(attempt: AttemptDir) -> None:
 
 def rank_outcome(attempt: AttemptDir) -> None:
     how = {"exit_code": 1, "time": 1.0, "message": WORDS, "traceback": repr(WORDS)}
-    append_outcome(attempt, RankOutcome(rank=0, generation=1, node="n1", step=3, **how))  # type: ignore[arg-type]
+    append_outcome(attempt, RankEnd(rank=0, generation=1, node="n1", step=3, **how))  # type: ignore[arg-type]
 
 
 def outcome(attempt: AttemptDir) -> None:

@@ -18,6 +18,7 @@ from trainer.agent.nodes.preflight import PreflightFault
 from trainer.protocol import token_shards
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages import agents
 
 TINY = {
@@ -94,7 +95,7 @@ def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tm
         peers = [await scene.join(0), await scene.join(1, fit=False), await scene.join(2)]
         peers[1].send(agents.PreflightReport(faults=(SICK,)))
         assert [(await hear(peers[node], agents.StartGeneration)).node_rank for node in (0, 2)] == [0, 1]
-        peers[2].send(agents.RankExit(generation=1, rank=1, step=3, exit_code=None, signal=9, reported=False))
+        peers[2].send(RankEnd(generation=1, rank=1, step=3, exit_code=None, signal=9, reported=False))
         # Who has no seat is not waited for.
         for node in (0, 2):
             peers[node].send(agents.GenerationGone(generation=1))

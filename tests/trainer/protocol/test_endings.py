@@ -2,22 +2,15 @@
 
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind, RankOutcome
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd, all_outcomes, append_outcome, find_outcome
 from trainer.protocol.launch_token import LaunchToken, holds, revoke
-from trainer.protocol.messages.ranks import FROM_RANK, TO_RANK, ReportedEnd, Store
-from trainer.protocol.rank_progress.rank_messages import (
-    RankSpec,
-    all_outcomes,
-    append_outcome,
-    find_outcome,
-    receive_message,
-    send_message,
-)
+from trainer.protocol.messages.ranks import FROM_RANK, TO_RANK, Store
+from trainer.protocol.rank_progress.rank_messages import RankSpec, receive_message, send_message
 from trainer.protocol.requests import Request, RequestKind, pending
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
@@ -27,8 +20,14 @@ TOKEN = LaunchToken(
 )  # fmt: skip
 
 
+OLDER_OUTCOME = (
+    '{"rank":2,"generation":1,"node":"n","step":7,"exit_code":75,"time":1.5,"exception":"RuntimeError",'
+    '"message":"Connection reset by peer","traceback":"Traceback ...","echo":true,"position":null}'
+)
+
+
 def test_a_ranks_outcome(tmp_path):
-    outcome = RankOutcome(
+    outcome = RankEnd(
         rank=3, generation=2, node="n1", step=7, exit_code=ExitCode.ERROR, time=1.5,
         exception="ValueError", message="wrong", traceback="Traceback ...", secondary=True,
     )  # fmt: skip
@@ -41,7 +40,7 @@ def test_a_ranks_outcome(tmp_path):
 
 
 def test_an_outcome_with_words_that_are_no_unicode(tmp_path):
-    outcome = RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0, message="caf\udce9")
+    outcome = RankEnd(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0, message="caf\udce9")
     append_outcome(AttemptDir(tmp_path), outcome)
     ((found, _),) = all_outcomes(AttemptDir(tmp_path))
     assert found.message == "caf\\udce9"
@@ -51,21 +50,21 @@ def test_a_ranks_outcome_and_the_name_of_its_file_are_durable(tmp_path, monkeypa
     attempt, synced = AttemptDir(tmp_path), []
     attempt.outcomes.mkdir()
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
-    append_outcome(attempt, RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0))
+    append_outcome(attempt, RankEnd(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0))
     assert synced == [attempt.rank_outcomes("n"), attempt.outcomes]
 
 
 def test_torn_outcomes_are_skipped_and_those_of_older_versions_are_read(tmp_path):
     attempt = AttemptDir(tmp_path)
-    outcome = RankOutcome(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0)
+    outcome = RankEnd(rank=0, generation=1, node="n", step=1, exit_code=1, time=1.0)
     attempt.outcomes.mkdir()
     attempt.rank_outcomes("n").write_text('{"rank":1,"generation":1,"no')
     append_outcome(attempt, outcome)
-    older = replace(outcome, rank=2, secondary=True).to_line().replace("secondary", "echo")
-    (attempt.outcomes / "rank-00002.g001.json").write_text(older)
+    line = attempt.rank_outcomes("n").read_text().split("\n")[-2]
+    (attempt.outcomes / "rank-00002.g001.json").write_text(OLDER_OUTCOME)
     (attempt.outcomes / "rank-00005.g001.json").write_text("[1, 2]")
     (attempt.outcomes / "rank-00003.g001.json").write_text('{"rank":3,"gen')
-    (attempt.outcomes / "rank-00004.g001.json").write_text(outcome.to_line().replace('"rank":0', '"rank":null'))
+    (attempt.outcomes / "rank-00004.g001.json").write_text(line.replace('"rank":0', '"rank":null'))
     assert sorted((found.rank, found.secondary) for found, _ in all_outcomes(attempt)) == [(0, False), (2, True)]
     assert find_outcome(attempt, "n", 0, 1) == outcome
 
@@ -85,7 +84,7 @@ def test_an_attempts_outcome_names_files_that_are_no_unicode(tmp_path):
 def test_a_word_that_is_no_unicode_over_the_control_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        end = ReportedEnd(exit_code=1, step=3, message="caf\udce9")
+        end = RankEnd(rank=0, exit_code=1, step=3, message="caf\udce9")
         send_message(ours, end)
         assert receive_message(theirs, FROM_RANK) == end
 

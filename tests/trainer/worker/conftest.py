@@ -15,10 +15,9 @@ from checkpointing.storage.durable import canonical
 from tests.warm_root import WarmChild, start_warm
 from trainer.protocol import token_shards
 from trainer.protocol.events import Event, read_events
-from trainer.protocol.failures.outcome import RankOutcome
+from trainer.protocol.failures.rank_end import RankEnd, find_outcome
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.logs.line_file import work_lines
-from trainer.protocol.rank_progress.rank_messages import find_outcome
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 with warnings.catch_warnings():
@@ -143,7 +142,7 @@ class Run:
         """What this rank wrote, in its order."""
         return [one for one in read_events(self.attempt.rank_events("n0"))[0] if one.source == f"rank-{rank:05d}"]
 
-    def outcome(self, rank: int, generation: int) -> RankOutcome:
+    def outcome(self, rank: int, generation: int) -> RankEnd:
         found = find_outcome(self.attempt, "n0", rank, generation)
         assert found is not None
         return found

@@ -21,8 +21,9 @@ from pathlib import Path
 from tests.trainer.worker.forked_writers import ForkedWriters
 from tests.warm_root import skip_absent_numpy
 from trainer.protocol.config import JobConfig
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.launch_token import revoke
-from trainer.protocol.messages.ranks import FROM_RANK, ReportedEnd, Store
+from trainer.protocol.messages.ranks import FROM_RANK, Store
 from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
 from trainer.protocol.rank_progress.rank_messages import RankSpec, receive_message, send_message
 from trainer.protocol.run_dir import RunDir
@@ -68,7 +69,7 @@ class Rank:
         os.close(memory)
         os.close(writer)
         self.code: int | None = None
-        self.last: ReportedEnd | None = None
+        self.last: RankEnd | None = None
 
     def poll(self) -> bool:
         if self.code is None:
@@ -81,10 +82,10 @@ class Rank:
         reading = self.cell.read()
         return reading.step if reading else -1
 
-    def heard(self) -> ReportedEnd | None:
+    def heard(self) -> RankEnd | None:
         """What the dead rank has said last, if it could."""
         while (message := receive_message(self.control, FROM_RANK)) is not None:
-            if isinstance(message, ReportedEnd):
+            if isinstance(message, RankEnd):
                 self.last = message
         return self.last
 
@@ -135,7 +136,7 @@ def run(scenario: dict, writers: ForkedWriters) -> dict:
     ranks = [Rank(scenario, rank, writers) for rank in range(scenario["world"])]
     first = receive_message(ranks[0].control, FROM_RANK)
     store = first if isinstance(first, Store) else None
-    ranks[0].last = first if isinstance(first, ReportedEnd) else None
+    ranks[0].last = first if isinstance(first, RankEnd) else None
     for rank in ranks[1:] if store else []:
         with contextlib.suppress(OSError):  # it may be dead already
             send_message(rank.control, store)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from checkpointing.storage.durable import dump_line
 from trainer.protocol.events import EventKind, read_events
-from trainer.protocol.failures.outcome import RankOutcome
+from trainer.protocol.failures.rank_end import RankEnd, all_outcomes, pack_error_file
 from trainer.protocol.logs.line_file import work_lines
-from trainer.protocol.rank_progress.rank_messages import RankSpec, all_outcomes, pack_error_file
+from trainer.protocol.rank_progress.rank_messages import RankSpec
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.worker.crash_report import report_end
 from trainer.worker.reporting.metrics import Journal
@@ -30,7 +30,7 @@ def train(attempt: AttemptDir, spec: RankSpec) -> None:
     journal.log_work(spec.generation)
     journal.event(EventKind.DRILL, kind="raise", rank=spec.rank, step=1)
     journal.close()
-    failed = RankOutcome(
+    failed = RankEnd(
         rank=spec.rank, generation=spec.generation, node=spec.node_name, step=1, exit_code=1, time=1.0
     )  # fmt: skip
     agent, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

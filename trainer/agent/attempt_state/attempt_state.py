@@ -12,15 +12,17 @@ from trainer.agent.attempt_state.stopping import Bounds, Stop, Stopping
 from trainer.agent.control.control_server import InboxMessage
 from trainer.agent.ladder import spare_nodes
 from trainer.agent.ladder.command_failures import CommandPast, has_advanced
-from trainer.agent.ladder.in_job_policy import InJobDecision, Situation, record_skip
+from trainer.agent.ladder.in_job_policy import Situation, record_skip
 from trainer.agent.nodes.roster import Roster
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Failure
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.failures.suspect_checkpoints import drill_behind
 from trainer.protocol.heartbeat import AttemptStage, Heartbeat
 from trainer.protocol.launch_token import LaunchToken
-from trainer.protocol.messages.agents import AskStop, ExpectStop, ProgressReport
+from trainer.protocol.messages.agents import AskStop, ExpectStop, ProgressReport, StartGeneration
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -50,8 +52,8 @@ class Timeouts:
     """Limit for writing the outcome. The agents must still learn of the end afterwards, and Slurm's KillWait is 30."""
 
 
-class CoordinatorState:
-    """State of an attempt: agents, current generation, history and stop request."""
+class AttemptState:
+    """Owner of an attempt's state: agents, current generation, history and stop request; changed only by methods."""
 
     def __init__(
         self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, identity: NodeIdentity, events: EventLog,
@@ -88,6 +90,39 @@ class CoordinatorState:
         self.generation = GenerationState(number=self.generation.number + 1, started=time.monotonic())
         self.events.generation, self.stage = self.generation.number, AttemptStage.RUNNING
         return self.generation
+
+    def enter(self, stage: AttemptStage) -> None:
+        """Record the coordinator's activity, for the heartbeat."""
+        self.stage = stage
+
+    def start_ranks(self, master: tuple[str, int] | None) -> None:
+        """Order every training node to start its ranks; `master`: rendezvous address of a user's own command."""
+        history = self.history
+        start = StartGeneration(
+            generation=self.generation.number, fit=history.new_nodes, suspects=tuple(history.suspects),
+            skip=tuple(each.position for each in history.skipped), master=master,
+        )  # fmt: skip
+        self.roster.start_generation(start)
+        history.new_nodes = False
+
+    def note_rank_end(self, end: RankEnd) -> None:
+        """Record the end of a rank of the current generation."""
+        self.generation.note(end)
+        self.history.trained = self.history.trained or end.stepped
+
+    def note_report(self, node: int, report: ProgressReport) -> None:
+        """Record a node's progress in the current generation."""
+        self.roster.members[node].progress = report
+        self.history.add_report(report)
+        self.generation.restored = max(self.generation.restored, report.restored)
+
+    def restart_in_place(self, decision: Decision) -> None:
+        """Prepare the next generation on the same nodes."""
+        # The decision covers the failure it was made for, not another that occurred while ranks were killed.
+        if self.generation.broken is decision.failure:
+            self.generation.broken = None
+        self.history.restarts += decision.action is Action.RESTART and not self.generation.drill
+        self.history.restarted_to_save = self.history.restarted_to_save or self.stopping.stop is not None
 
     def fail(self, failure: Failure) -> None:
         """Fail the current generation, or the wait for the next one."""
@@ -168,7 +203,7 @@ class CoordinatorState:
             **self.history.situation_fields(),
         )
 
-    async def record_decision(self, decision: InJobDecision) -> None:
+    async def record_decision(self, decision: Decision) -> None:
         """Record what ended the current generation; a skipped batch is on disk on return unless the disk fails."""
         self.history.record_failure(
             self.with_drill(decision.failure), decision.mark, self.generation.restored, decision.suspect,
@@ -180,8 +215,8 @@ class CoordinatorState:
         if decision.skip is not None:
             await record_skip(decision.skip, self.attempt_dir, self.events)
 
-    def replace_nodes(self, decision: InJobDecision) -> InJobDecision | None:
-        """Replace lost or blamed nodes with spares; returns an InJobDecision if the attempt ends instead."""
+    def replace_nodes(self, decision: Decision) -> Decision | None:
+        """Replace lost or blamed nodes with spares; returns an Decision if the attempt ends instead."""
         self.generation.broken, self.history.new_nodes = None, True
         failure = self.with_drill(decision.failure)
         return spare_nodes.replace(decision, self.roster, self.events, drill=failure.drill if failure else "")

@@ -5,8 +5,8 @@ from typing import Any
 
 from checkpointing.format.commit import parse_name
 from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART
-from trainer.agent.ladder.rank_death import RankEnd
 from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.failures.suspect_checkpoints import HARMLESS, FailedGeneration, failed_generation
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.agents import ProgressReport
@@ -33,7 +33,7 @@ class AttemptHistory:
     fruitless_before: int = 0  # consecutive restarts that trained no new step
     furthest: int = 0  # furthest step trained by any earlier generation
     reached: int = 0  # furthest step of the running generation; 0: none
-    again: bool = False  # a generation was started only to save and stop
+    restarted_to_save: bool = False  # a generation was started only to save and stop
 
     @classmethod
     def from_token(cls, token: LaunchToken) -> "AttemptHistory":
@@ -62,7 +62,7 @@ class AttemptHistory:
             "skipped": tuple(self.skipped),
             "hung": tuple(self.hung),
             "fruitless": self.fruitless,
-            "again": self.again,
+            "restarted_to_save": self.restarted_to_save,
         }
 
     def record_failure(

@@ -8,31 +8,31 @@ from dataclasses import replace
 from typing import Any
 
 from checkpointing.storage.storage_errors import is_disk_error
-from trainer.agent.attempt_state.attempt_state import CoordinatorState
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.control.control_server import AgentRefused, ControlServer
 from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.message_loop import MessageLoop, Timers
 from trainer.agent.coordination.requests import RequestHandlers
 from trainer.agent.fork_server.launch_order import free_port
 from trainer.agent.ladder import in_job_policy, spare_nodes
-from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.nodes import preflight
 from trainer.agent.processes.background_tasks import describe_error
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
 from trainer.protocol.events import EventKind
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import AttemptOutcome, Failure, FailureKind
 from trainer.protocol.heartbeat import AttemptStage
-from trainer.protocol.messages.agents import End, Hello, KillGeneration, StartGeneration
+from trainer.protocol.messages.agents import End, Hello, KillGeneration
 
 
 class Startup:
-    """Conditions before training; each method waits for one and returns an InJobDecision if it cannot be met."""
+    """Conditions before training; each method waits for one and returns an Decision if it cannot be met."""
 
-    def __init__(self, state: CoordinatorState, messages: MessageLoop) -> None:
+    def __init__(self, state: AttemptState, messages: MessageLoop) -> None:
         self._state, self._roster, self._messages = state, state.roster, messages
 
-    async def run(self) -> InJobDecision | None:
+    async def run(self) -> Decision | None:
         """Wait until the first generation can start."""
         decision = await self._wait_joined()
         if decision is not None:
@@ -47,9 +47,9 @@ class Startup:
         self._roster.assign_node_ranks()
         return await self.wait_ready()
 
-    async def wait_ready(self) -> InJobDecision | None:
+    async def wait_ready(self) -> Decision | None:
         """Wait until every training node can start ranks; spares replace nodes that fail meanwhile."""
-        self._state.stage = AttemptStage.WARMING
+        self._state.enter(AttemptStage.WARMING)
         decision = await self._wait_fork_servers()
         while decision is not None and spare_nodes.can_replace(decision, self._roster):
             if (ended := self._state.replace_nodes(decision)) is not None:
@@ -57,7 +57,7 @@ class Startup:
             decision = await self._wait_fork_servers()
         return decision
 
-    async def _wait_joined(self) -> InJobDecision | None:
+    async def _wait_joined(self) -> Decision | None:
         """Wait until every agent has joined, or enough have and the others have had their time."""
         seconds = self._state.timeouts.join
         settled = self._is_settled(self._roster.complete, self._roster.enough)
@@ -67,7 +67,7 @@ class Startup:
         reason = f"no agent of node(s) {missing} joined within {seconds:.0f} s"
         return in_job_policy.end(reason, Failure(kind=FailureKind.AGENT_LOST, reason=reason))
 
-    async def _wait_preflight(self) -> InJobDecision | None:
+    async def _wait_preflight(self) -> Decision | None:
         """Wait until every node has passed preflight, or enough have."""
         seconds = self._state.timeouts.preflight
         settled = self._is_settled(self._roster.all_examined, self._roster.can_train)
@@ -104,7 +104,7 @@ class Startup:
         of_files = {member.name: member.ahead_of_files for member in fit}
         return preflight.skew({member.name: member.ahead for member in fit}, config, of_files)
 
-    async def _wait_fork_servers(self) -> InJobDecision | None:
+    async def _wait_fork_servers(self) -> Decision | None:
         """Wait until every training node's fork server can start ranks."""
         seconds = self._state.timeouts.ready
         ready = await self._messages.wait_until(lambda: self._roster.all_ready() or self._pointless(), seconds)
@@ -112,7 +112,7 @@ class Startup:
         if broken is not None:
             return in_job_policy.end(broken.reason, broken)
         if stop is not None and not self._state.generation.number:
-            return InJobDecision(action=InJobAction.STOP, reason="asked to stop before training began")
+            return Decision(action=Action.STOP, reason="asked to stop before training began")
         if stop is not None and self._too_late():
             return in_job_policy.stop_failure(stop.reason, "asked to stop between two generations", stop.why)
         if not ready:
@@ -132,7 +132,7 @@ class Startup:
 
         return is_settled
 
-    def _end_on_timeout(self, what: str, names: list[str], seconds: float) -> InJobDecision:
+    def _end_on_timeout(self, what: str, names: list[str], seconds: float) -> Decision:
         reason = f"{', '.join(names)} {what} within {seconds:.0f} s"
         # If exactly one node is late, the node itself is the likeliest cause.
         only = names[0] if len(names) == 1 else None
@@ -163,17 +163,17 @@ class Startup:
 class Teardown:
     """Cleanup between two generations: the first must be gone from every node that runs the second."""
 
-    def __init__(self, state: CoordinatorState, messages: MessageLoop) -> None:
+    def __init__(self, state: AttemptState, messages: MessageLoop) -> None:
         self._state, self._messages = state, messages
 
-    async def kill_generation(self, decision: InJobDecision) -> bool:
+    async def kill_generation(self, decision: Decision) -> bool:
         """Kill the current generation's ranks; returns whether all are gone, ignoring nodes given up by `decision`."""
         number, roster = self._state.generation.number, self._state.roster
         roster.broadcast(KillGeneration(generation=number))
         given_up = spare_nodes.left_behind(decision)
         return await self._messages.wait_until(lambda: roster.all_gone(number, but=given_up), self._state.timeouts.kill)
 
-    def exclude_stuck_nodes(self, decision: InJobDecision) -> InJobDecision:
+    def exclude_stuck_nodes(self, decision: Decision) -> Decision:
         """Return the decision that replaces `decision` if ranks cannot be killed: their nodes are always excluded."""
         instead = spare_nodes.replace_unkillable_nodes(
             decision, self._state.roster, self._state.generation.number, seconds=self._state.timeouts.kill,
@@ -192,7 +192,7 @@ _LOOK_SECONDS, _SOON_SECONDS = 0.25, 0.05
 class Coordinator:
     """Leader of an attempt, generation by generation; its parts share one `AttemptState`."""
 
-    def __init__(self, state: CoordinatorState) -> None:
+    def __init__(self, state: AttemptState) -> None:
         self._state, self._host = state, ""
         self._control_server = ControlServer(
             secrets.token_hex(32), admit=state.roster.admit, serve=state.roster.serve, on_foreign=self._on_foreign
@@ -226,7 +226,7 @@ class Coordinator:
             self._timers.stop()
             await self._control_server.close()
 
-    async def _lead(self) -> InJobDecision:
+    async def _lead(self) -> Decision:
         """Run generations until one ends the attempt. An exception ends it too, and its outcome names the exception."""
         try:
             decision = await self._startup.run()
@@ -241,8 +241,8 @@ class Coordinator:
 
     # -- the life of a generation ------------------------------------------------------------------------------------
 
-    async def _run_generation(self) -> InJobDecision | None:
-        """Run one generation; returns an InJobDecision if the attempt ends with it, None if another follows."""
+    async def _run_generation(self) -> Decision | None:
+        """Run one generation; returns an Decision if the attempt ends with it, None if another follows."""
         await self._launch_ranks()
         decision = await self._watch_ranks()
         await self._state.record_decision(decision)
@@ -251,26 +251,20 @@ class Coordinator:
 
     async def _launch_ranks(self) -> None:
         """Start the ranks on all training nodes and repeat a pending stop or save request to them."""
-        state, history = self._state, self._state.history
+        state = self._state
         generation, cluster = state.begin_generation(), state.config.cluster
         await self._command.start_generation(generation.number)
         state.events.write(EventKind.GENERATION_STARTED, world=cluster.world_size, nodes=cluster.nodes)
-        start = StartGeneration(
-            generation=generation.number, fit=history.new_nodes, suspects=tuple(history.suspects),
-            skip=tuple(each.position for each in history.skipped),
-            master=(self._host, free_port(self._host)) if state.config.command else None,
-        )  # fmt: skip
-        state.roster.start_generation(start)
-        history.new_nodes = False
+        state.start_ranks((self._host, free_port(self._host)) if state.config.command else None)
         self._monitor.start_generation()
         state.stopping.extend_for_new_ranks(generation.started)
         if not state.send_stop():
             self._requests.repeat_save()
 
-    async def _watch_ranks(self) -> InJobDecision:
+    async def _watch_ranks(self) -> Decision:
         """Check the ranks until they have ended or failed and `in_job_policy` has decided what follows."""
         state = self._state
-        while (decision := in_job_policy.decide(state.situation(self._command.past()))).action is InJobAction.WAIT:
+        while (decision := in_job_policy.decide(state.situation(self._command.past()))).action is Action.WAIT:
             # Check often only while a deadline may decide something.
             urgent = state.generation.first_failure or state.stopping.stop
             await self._messages.wait_for_news(_SOON_SECONDS if urgent else _LOOK_SECONDS)
@@ -280,10 +274,10 @@ class Coordinator:
                 state.fail(failure)
         return decision
 
-    async def _tear_down(self, decision: InJobDecision) -> bool:
+    async def _tear_down(self, decision: Decision) -> bool:
         """Kill the rest of the generation; returns whether it is gone from every node that runs the next one."""
         state = self._state
-        state.stage = AttemptStage.CLEARING
+        state.enter(AttemptStage.CLEARING)
         killed = await self._teardown.kill_generation(decision)
         await self._command.end_generation(decision, state.generation, cleared=killed)
         await self._timers.write_status()
@@ -293,29 +287,25 @@ class Coordinator:
         state.events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
         return killed
 
-    async def _prepare_next(self, decision: InJobDecision, *, killed: bool) -> InJobDecision | None:
-        """Wait until the next generation can start; returns an InJobDecision if there will not be one."""
+    async def _prepare_next(self, decision: Decision, *, killed: bool) -> Decision | None:
+        """Wait until the next generation can start; returns an Decision if there will not be one."""
         state = self._state
-        if decision.action not in (InJobAction.RESTART, InJobAction.ROLL_BACK, InJobAction.REPLACE):
+        if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision
         if not killed:
             decision = self._teardown.exclude_stuck_nodes(decision)
-        if decision.action is InJobAction.END:
+        if decision.action is Action.END:
             return decision
-        if decision.action is InJobAction.REPLACE:
+        if decision.action is Action.REPLACE:
             return state.replace_nodes(decision) or await self._startup.wait_ready()
-        # The decision covers the failure it was made for, not another that occurred while ranks were killed.
-        if state.generation.broken is decision.failure:
-            state.generation.broken = None
-        state.history.restarts += decision.action is InJobAction.RESTART and not state.generation.drill
-        state.history.again = state.history.again or state.stopping.stop is not None
+        state.restart_in_place(decision)
         if decision.pause:
             await self._messages.wait_until(
                 lambda: state.stopping.stop is not None or state.generation.broken is not None, decision.pause
             )
         return await self._startup.wait_ready()
 
-    async def _end_attempt(self, decision: InJobDecision) -> int:
+    async def _end_attempt(self, decision: Decision) -> int:
         """Write the outcome, then end every agent with the same exit code."""
         state, stop = self._state, self._state.stopping.stop
         code, result, reason = in_job_policy.final_outcome(decision, "" if stop is None else stop.why)
@@ -331,7 +321,7 @@ class Coordinator:
         )  # fmt: skip
         await state.outbox.leave(outcome)
         state.events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)
-        state.stage = AttemptStage.ENDED
+        state.enter(AttemptStage.ENDED)
         await self._timers.write_status()
         state.roster.broadcast(End(code=int(code), reason=reason))
         await state.roster.wait_until_disconnected(HANG_UP_SECONDS)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, write_durably
-from trainer.agent.attempt_state.attempt_state import CoordinatorState
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.published_files import MOST, rank_readings
 from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.recorder import records_of_dead_ranks
 from trainer.agent.flight.wait_graph import Finding
-from trainer.agent.ladder.rank_death import RankEnd, secondary_order
+from trainer.agent.ladder.rank_death import secondary_order
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.agent.processes import background_tasks
 from trainer.agent.watch.hang_detector import HangDetector, Incident
@@ -25,6 +25,7 @@ from trainer.agent.watch.stragglers import WorkWindows, coordinate
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.agents import EvidenceCollected, FlightRecords, ProgressReport, RankSpeeds
 from trainer.protocol.rank_readings import RankReadings
 from trainer.protocol.run_dir import AttemptDir
@@ -128,7 +129,7 @@ _PLACED = 3
 class JobMonitor:
     """Receiver of the agents' reports; decides when the current generation must fail."""
 
-    def __init__(self, state: CoordinatorState) -> None:
+    def __init__(self, state: AttemptState) -> None:
         self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events
         self._generation, self._hang_detector = 0, self._new_hang_detector(0)
         self._work_windows: WorkWindows | None = None

@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import assert_never
 
-from trainer.agent.attempt_state.attempt_state import CoordinatorState
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.published_files import Reading
 from trainer.agent.control.control_server import (
     AgentJoined,
@@ -19,11 +20,12 @@ from trainer.agent.control.control_server import (
 from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.launch_gate import Fence
 from trainer.agent.coordination.requests import RequestHandlers, RequestInbox
-from trainer.agent.ladder.rank_death import LIMITS, RankEnd
+from trainer.agent.ladder.rank_death import LIMITS
 from trainer.agent.watch.hang_limits import calm_seconds
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
 from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.heartbeat import AttemptStage
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.agents import Ping, Unloadable
@@ -34,7 +36,7 @@ from trainer.protocol.requests import Request
 class NodeFailures:
     """Recorder of node failures; the generation fails only if it needs the node."""
 
-    def __init__(self, state: CoordinatorState) -> None:
+    def __init__(self, state: AttemptState) -> None:
         self._state, self._roster = state, state.roster
 
     def lost(self, node: int, reason: str) -> None:
@@ -99,7 +101,7 @@ SECONDS = 1.0
 class Timers:
     """Two periodic tasks, kept separate because file access may hang for minutes."""
 
-    def __init__(self, state: CoordinatorState, monitor: JobMonitor) -> None:
+    def __init__(self, state: AttemptState, monitor: JobMonitor) -> None:
         self._state, self._monitor = state, monitor
         self._fence = Fence(state.attempt_dir.go, state.token)
         self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
@@ -162,7 +164,7 @@ _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)
 class MessageLoop:
     """Message handling while a part of the coordinator waits for something."""
 
-    def __init__(self, state: CoordinatorState, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
+    def __init__(self, state: AttemptState, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
         self._state, self._monitor, self._requests, self._timers = state, monitor, requests, timers
         self._node_failures = NodeFailures(state)
 
@@ -236,17 +238,15 @@ class MessageLoop:
         match message:
             case agents.GenerationStore():
                 state.roster.broadcast(message)
-            case agents.RankExit():
-                generation.note(RankEnd.from_report(message, member.name, time.monotonic(), self._place(message.rank)))
-                state.history.trained = state.history.trained or message.stepped
+            case RankEnd():
+                place = self._place(message.rank)
+                state.note_rank_end(replace(message, node=member.name, at=time.monotonic(), place=place))
             case agents.ForkServerDied():
                 self._node_failures.fork_server_died(node, message.reason)
             case agents.GenerationGone():
                 member.gone = generation.number
             case agents.ProgressReport():
-                member.progress = message
-                state.history.add_report(message)
-                generation.restored = max(generation.restored, message.restored)
+                state.note_report(node, message)
                 self._monitor.receive(node, message)
             case agents.RankSaves():
                 state.progress.note_saves(message.rank, message.saves.reason, message.saves.size)

@@ -30,12 +30,12 @@ from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig, load
 from trainer.protocol.failures.missing_installation import describe_missing
 from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.fork_server import (
     TO_FORK_SERVER,
     ForkServerReady,
     FromForkServer,
     ImportFailed,
-    RankEnded,
     RankGone,
     RankSpawned,
     SignalRanks,
@@ -260,7 +260,7 @@ class ForkServer:
             if pid in self._leaders:
                 rank = self._groups[pid] = self._leaders.pop(pid)
                 if not silent:
-                    self._say(_exit_report(rank, info))
+                    self._say(_rank_end(rank, info))
         for group in [group for group in self._groups if not proc.kill_group(group, 0)]:
             self._empty[group] = self._groups.pop(group)
         # Reported last: once no rank is alive, any remaining child had left its rank's group.
@@ -290,10 +290,12 @@ def _next_dead() -> os.waitid_result | None:
         return None
 
 
-def _exit_report(rank: int, info: os.waitid_result) -> RankEnded:
-    if info.si_code == os.CLD_EXITED:
-        return RankEnded(rank=rank, exit_code=info.si_status)
-    return RankEnded(rank=rank, signal=info.si_status)
+def _rank_end(rank: int, info: os.waitid_result) -> RankEnd:
+    exited = info.si_code == os.CLD_EXITED
+    return RankEnd(
+        rank=rank, exit_code=info.si_status if exited else None, signal=None if exited else info.si_status,
+        reported=False,
+    )  # fmt: skip
 
 
 def fork_unsafe_reason() -> str:

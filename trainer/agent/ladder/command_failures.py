@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from trainer.agent.ladder.rank_death import LIMITS, Cause, CommandFailure, RankEnd, find_cause, find_root, is_outside
+from trainer.agent.ladder.rank_death import LIMITS, find_cause, find_root, is_outside
 from trainer.agent.rank_processes.rank_exit import RANK_PREFIX, TRACEBACK
 from trainer.protocol.command_progress import PROGRESS_SECONDS
+from trainer.protocol.failures.decision import Action, CommandFailure, Decision
 from trainer.protocol.failures.failure_patterns import VARYING, Meaning, has_meaning
 from trainer.protocol.failures.outcome import FailureKind, select_kinds
+from trainer.protocol.failures.rank_end import RankEnd
 
 _FRAME = re.compile(r'^\s+File "')
 _COMPLAINT = re.compile(r"(?i:error|fail|cannot|could not|unable|corrupt|invalid|truncated|unexpected)")
@@ -157,12 +159,12 @@ def has_advanced(past: CommandPast, seconds: float) -> bool:
     return past.saved or (seconds if past.newest is None else past.saved_after) >= PROGRESS_SECONDS
 
 
-def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Cause:
+def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Decision:
     """Return the cause among `ends`, `seconds` after this generation was started."""
     root = find_root(ends)
     cause = find_cause(ends, trained=True)
-    raised = cause.failure.kind in _OWN_KINDS and cause.retry and root.signal is None
-    failure = replace(cause.failure, step=None, lines=root.lines)
+    raised = cause.known_failure.kind in _OWN_KINDS and cause.retry and root.signal is None
+    failure = replace(cause.known_failure, step=None, lines=root.lines)
     early = _ended_early(ends, root)
     if early is not None:
         reason = f"rank {early.rank} on {early.node} ended with exit code 0 before the others: {failure.reason}"
@@ -170,7 +172,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     limited = has_meaning(_error_text(root), Meaning.NO_PROCESSES)
     outside = limited or is_outside(_error_text(root))
     own = early is not None or (raised and not outside)
-    if cause.failure.kind is FailureKind.EXCEPTION:  # most programs turn every error into one
+    if cause.known_failure.kind is FailureKind.EXCEPTION:  # most programs turn every error into one
         failure = replace(failure, kind=FailureKind.UNKNOWN)
     if limited and LIMITS not in failure.reason:
         failure = replace(failure, reason=f"{failure.reason}; {LIMITS}")
@@ -178,7 +180,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
     # Its last output may be lost for the same reason.
     if own and past.disk:
         failure = replace(failure, kind=FailureKind.STORAGE, reason=f"{failure.reason}: {past.disk}")
-        return replace(cause, failure=failure, retry=False)
+        return replace(cause, action=Action.END, failure=failure)
     if not own and root.signal not in _CRASHES:
         return cause
     mine = CommandFailure(
@@ -194,8 +196,8 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
         reason = f"{reason}{likely_cause(root, past, [*past.failures, mine])}"
         kind = _final_kind(kind, root, past, [*past.failures, mine])
     return replace(
-        cause, failure=replace(failure, kind=kind, reason=reason), retry=not judgement.final, own=mine,
-        set_aside=judgement.set_aside, tries=judgement.tries,
+        cause, action=Action.END if judgement.final else Action.RESTART, own=mine, set_aside=judgement.set_aside,
+        failure=replace(failure, kind=kind, reason=reason), tries=judgement.tries,
     )  # fmt: skip
 
 

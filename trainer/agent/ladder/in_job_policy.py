@@ -4,15 +4,16 @@ Rungs 1 (roll back, skip a batch), 2 (restart in place), 3 (use a spare node) an
 
 import sys
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
 from trainer.agent.ladder.command_failures import CommandPast, command_cause
-from trainer.agent.ladder.rank_death import Cause, CommandFailure, RankEnd, find_cause, secondary_order
+from trainer.agent.ladder.rank_death import find_cause, secondary_order
 from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.watch.hang_limits import PATIENCE
 from trainer.protocol import skipped_batches
 from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind, select_kinds
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.run_dir import AttemptDir
@@ -64,16 +65,6 @@ _NEVER_RETRY = select_kinds(lambda traits: traits.comes_back)
 _COMMAND_LATE = "the command was asked to stop, did not end in time, and was killed"
 
 
-class InJobAction(Enum):
-    WAIT = auto()
-    FINISH = auto()
-    STOP = auto()
-    RESTART = auto()  # in place
-    ROLL_BACK = auto()  # restart in place, skipping a batch
-    REPLACE = auto()  # replace a lost node with a spare
-    END = auto()  # the attempt has failed
-
-
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """All inputs of a decision within an attempt."""
@@ -93,7 +84,7 @@ class Situation:
     stop_why: str = ""  # origin of the stop request, as far as the job knows
     overdue: bool = False  # the stop's deadline has passed
     left: float = 0.0  # seconds until that deadline
-    again: bool = False  # a generation was already started only to save and stop
+    restarted_to_save: bool = False  # a generation was already started only to save and stop
     command: CommandPast | None = None  # set if the ranks run the user's own command
     broken: Failure | None = None  # failure of the machinery: an agent, a fork server, a preflight
     restored: int = 0  # step of the checkpoint that this generation started from; 0: none
@@ -126,22 +117,6 @@ class Situation:
         return 0 if self.advanced else self.rollbacks
 
 
-@dataclass(frozen=True, kw_only=True)
-class InJobDecision:
-    """The next action, its reason and, for failures, the root cause."""
-
-    action: InJobAction
-    reason: str
-    failure: Failure | None = None
-    mark: str = ""
-    suspect: int | None = None  # step whose checkpoints must not be restored from now on
-    skip: Skip | None = None  # batch to skip from now on
-    own: CommandFailure | None = None  # of a command: its own failure
-    set_aside: str = ""  # of a command: why to set aside its newest checkpoint
-    pause: float = 0.0  # seconds before the next generation
-    lost: tuple[str, ...] = ()  # nodes to be replaced by spares
-
-
 _STOP_FAILURES = {
     StopReason.CANCEL: FailureKind.CANCELLED,
     StopReason.PREEMPTION: FailureKind.PREEMPTED,
@@ -149,7 +124,7 @@ _STOP_FAILURES = {
 }
 
 
-def decide(now: Situation) -> InJobDecision:
+def decide(now: Situation) -> Decision:
     """Return the next action for a running generation."""
     # A lost agent's ranks are lost with it; only a spare or a new attempt can replace them.
     if now.broken is not None and now.broken.kind is FailureKind.AGENT_LOST:
@@ -163,13 +138,13 @@ def decide(now: Situation) -> InJobDecision:
     # The first bad exit may not be the cause, so give the other ranks a moment to report theirs.
     settle = 0.0 if asked else SURE_SECONDS if any(secondary_order(end) == 0 for end in now.bad()) else SETTLE_SECONDS
     if now.since_failure < settle and len(now.ends) < now.world:
-        return InJobDecision(action=InJobAction.WAIT, reason="a rank has failed; waiting for the reports of its peers")
+        return Decision(action=Action.WAIT, reason="a rank has failed; waiting for the reports of its peers")
     if now.stopping is not StopReason.NONE:
         return _failed_while_stopping(now)
     return _after_failure(now)
 
 
-def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> InJobDecision | None:
+def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, ...] = ()) -> Decision | None:
     """Rung 3: replace all lost or blamed nodes if there are enough spares."""
     nodes = nodes or lost.nodes
     if not nodes or len(nodes) > now.spares or now.stopping is not StopReason.NONE or now.home in nodes:
@@ -177,32 +152,30 @@ def _replace(now: Situation, lost: Failure, reason: str = "", nodes: tuple[str, 
     takers = "a spare node takes" if len(nodes) == 1 else f"{len(nodes)} spare nodes take"
     left = now.spares - len(nodes)
     reason = f"{reason or lost.reason}; {takers} the place of {', '.join(nodes)}, {left} left after it"
-    return InJobDecision(action=InJobAction.REPLACE, reason=reason, failure=lost, mark="lost", lost=nodes)
+    return Decision(action=Action.REPLACE, reason=reason, failure=lost, mark="lost", lost=nodes)
 
 
-def _without_failure(now: Situation) -> InJobDecision:
+def _without_failure(now: Situation) -> Decision:
     if len(now.ends) == now.world:
         stopped = any(end.exit_code == ExitCode.STOPPED_AFTER_SAVE for end in now.ends)
         # A command may exit 0 when asked to stop; only its own checkpoints show whether it had finished.
         if stopped or (now.command is not None and now.stopping is not StopReason.NONE):
-            return InJobDecision(action=InJobAction.STOP, reason=f"all ranks stopped: {now.stop_words}")
+            return Decision(action=Action.STOP, reason=f"all ranks stopped: {now.stop_words}")
         # Slurm signals every process of a step, so ranks may exit 0 before their agents report the signal.
         if now.command is not None and now.since_end < SETTLE_SECONDS:
-            return InJobDecision(
-                action=InJobAction.WAIT, reason="all ranks have ended; waiting for reports of a signal"
-            )
+            return Decision(action=Action.WAIT, reason="all ranks have ended; waiting for reports of a signal")
         # The ranks finished, so the last save worked; only copies of it to further tiers fail.
         copies = f"; {now.saves_failing}" if now.saves_failing else ""
-        return InJobDecision(action=InJobAction.FINISH, reason=_cut(f"all ranks finished{copies}"))
+        return Decision(action=Action.FINISH, reason=_cut(f"all ranks finished{copies}"))
     if now.overdue:
         if now.command is not None:
             return stop_failure(now.stopping, _COMMAND_LATE, now.stop_words)
         late = "ranks were asked to save and stop, did not do so in time, and were killed"
         return _end_if_saves_fail(now, late) or stop_failure(now.stopping, late, now.stop_words)
-    return InJobDecision(action=InJobAction.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
+    return Decision(action=Action.WAIT, reason=f"{len(now.ends)} of {now.world} ranks have ended")
 
 
-def _end_if_saves_fail(now: Situation, reason: str) -> InJobDecision | None:
+def _end_if_saves_fail(now: Situation, reason: str) -> Decision | None:
     """End an attempt that could not save on its way out because saves have been failing; None otherwise."""
     if not now.saves_failing:
         return None
@@ -210,16 +183,16 @@ def _end_if_saves_fail(now: Situation, reason: str) -> InJobDecision | None:
     return end(reason, Failure(kind=FailureKind.STORAGE, reason=reason))
 
 
-def _failed_while_stopping(now: Situation) -> InJobDecision:
+def _failed_while_stopping(now: Situation) -> Decision:
     if now.command is not None:
         # SIGTERM is the request, so dying of it, or any exit code after it, complies.
         if len(now.ends) == now.world:
-            return InJobDecision(action=InJobAction.STOP, reason=f"the command ended when asked: {now.stop_words}")
+            return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stop_words}")
         if not now.overdue:
-            return InJobDecision(action=InJobAction.WAIT, reason="the command was asked to stop")
+            return Decision(action=Action.WAIT, reason="the command was asked to stop")
         return stop_failure(now.stopping, _COMMAND_LATE, now.stop_words)
     cause = _cause(now)
-    failure = cause.failure
+    failure = cause.known_failure
     reason = f"{failure.reason}, while stopping ({now.stop_words})"
     if failure.kind is FailureKind.NUMERIC:
         return _bad_while_stopping(now, cause, reason)
@@ -228,41 +201,41 @@ def _failed_while_stopping(now: Situation) -> InJobDecision:
     if why_not := _not_again(now):
         return end(f"{reason}, {why_not}", failure, cause.mark)
     reason = f"{reason}; {now.left:.0f} s are left to start again, save and stop"
-    return InJobDecision(action=InJobAction.RESTART, reason=reason, failure=failure, mark=cause.mark)
+    return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
 
 
-def _bad_while_stopping(now: Situation, cause: Cause, reason: str) -> InJobDecision:
+def _bad_while_stopping(now: Situation, cause: Decision, reason: str) -> Decision:
     """Roll back while stopping.
     The batch is skipped even without time to train and save, since the next attempt benefits.
     """
     rollback = _roll_back(now, cause, reason, doubted=False)
-    if rollback.action is not InJobAction.ROLL_BACK or not (why_not := _no_time(now)):
+    if rollback.action is not Action.ROLL_BACK or not (why_not := _no_time(now)):
         return rollback
-    why = f"{cause.failure.reason}, {why_not}; that batch is skipped from now on"
+    why = f"{cause.known_failure.reason}, {why_not}; that batch is skipped from now on"
     stopped = stop_failure(now.stopping, why, now.stop_words)
     return replace(stopped, skip=rollback.skip)
 
 
 def _not_again(now: Situation) -> str:
     """Return why ranks that failed while stopping are not restarted to save; empty if they are."""
-    if now.restarts_used >= now.budget and not now.again:
+    if now.restarts_used >= now.budget and not now.restarted_to_save:
         return f"with {_spent(now.budget, 'restart in place', 'restarts in place')}"
     return _no_time(now)
 
 
 def _no_time(now: Situation) -> str:
     """Return why no time is left for a restart; a rollback checks only this, since it uses no restart."""
-    if now.again:
+    if now.restarted_to_save:
         return "once more after a restart for the save"
     # The deadline also moves while ranks make progress; only the present remainder is certain.
     return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too few to start again"
 
 
-def _after_failure(now: Situation) -> InJobDecision:
+def _after_failure(now: Situation) -> Decision:
     suspect = _new_suspect(now)
     # A repeated failure after loading the same checkpoint may be the checkpoint's fault; first try an older one.
     cause = _cause(now, forgive=suspect is not None)
-    reason = cause.failure.reason
+    reason = cause.known_failure.reason
     if suspect is not None:
         reason = f"{reason}; the checkpoint of step {suspect.step} is suspect: {suspect.reason}"
     if cause.set_aside and not now.drill:
@@ -284,14 +257,14 @@ def _new_suspect(now: Situation) -> _Suspect | None:
     """Return the checkpoint that this generation started from if it is newly suspect, or None."""
     if now.drill:
         return None
-    last = failed_generation(_cause(now, forgive=True).failure, now.restored, None)
+    last = failed_generation(_cause(now, forgive=True).known_failure, now.restored, None)
     found = {} if last is None else suspect_steps([*now.failed_generations, last], now.suspects)
     return _Suspect(now.restored, found[now.restored]) if now.restored in found else None
 
 
-def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> InJobDecision:
+def _rung(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Decision:
     """Choose the lowest rung that may help; `doubted`: another checkpoint will be restored."""
-    failure = cause.failure
+    failure = cause.known_failure
     if failure.kind is FailureKind.NUMERIC:
         return _roll_back(now, cause, reason, doubted=doubted)
     if failure.kind is FailureKind.NODE_SUSPECT:
@@ -303,17 +276,16 @@ def _rung(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> InJobD
         reason = f"{reason}; {', '.join(again)} {verb} blamed for a hang for the second time in this attempt"
         return _replace(now, failure, reason, again) or end(reason, failure, cause.mark)
     decision = _restart(now, cause, reason)
-    if failure.kind is FailureKind.HANG and decision.action is InJobAction.RESTART and not now.drill:
+    if failure.kind is FailureKind.HANG and decision.action is Action.RESTART and not now.drill:
         return replace(decision, reason=f"{decision.reason}, with {PATIENCE:g} times the `detection.hang.least`")
     return decision
 
 
-def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> InJobDecision:
+def _roll_back(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Decision:
     """Rung 1: restore the newest checkpoint and skip the batch of the bad step; uses no restart."""
-    failure, used = cause.failure, now.rollbacks_used
-    assert cause.position is not None
-    assert failure.step is not None
-    if cause.position in {skip.position for skip in now.skipped}:
+    failure, used = cause.known_failure, now.rollbacks_used
+    assert cause.skip is not None
+    if cause.skip.position in {skip.position for skip in now.skipped}:
         return end(f"{reason}; that batch was to be skipped already", failure, cause.mark)
     # The batch was not the cause; an older checkpoint may help. Loss spikes are exempt, as bad batches come in runs.
     if not (doubted or failure.exception == LOSS_SPIKE) and failure.step in {skip.step for skip in now.skipped}:
@@ -321,21 +293,21 @@ def _roll_back(now: Situation, cause: Cause, reason: str, *, doubted: bool) -> I
         return end(reason, failure, cause.mark)
     if used >= now.spike_budget:
         return end(f"{reason}; {_spent(now.spike_budget, 'rollback', 'rollbacks')}", failure, cause.mark)
-    return InJobDecision(
-        action=InJobAction.ROLL_BACK,
+    return Decision(
+        action=Action.ROLL_BACK,
         reason=f"{reason}; rollback {used + 1} of {now.spike_budget}, skipping that batch",
         failure=failure,
         mark=cause.mark,
-        skip=Skip(step=failure.step, position=cause.position, reason=failure.reason),
+        skip=cause.skip,
     )
 
 
-def _restart(now: Situation, cause: Cause, reason: str) -> InJobDecision:
+def _restart(now: Situation, cause: Decision, reason: str) -> Decision:
     """Rung 2: start a new generation on the same nodes."""
-    failure = cause.failure
+    failure = cause.known_failure
     if now.drill and (cause.retry or failure.kind in FIXED_BY_RESTART):
         reason = f"{reason}; restart in place, not counted: drill {now.drill}"
-        return InJobDecision(action=InJobAction.RESTART, reason=reason, failure=failure, mark=cause.mark)
+        return Decision(action=Action.RESTART, reason=reason, failure=failure, mark=cause.mark)
     if not cause.retry:
         return end(reason, failure, cause.mark)
     # The steps of a command are unknown.
@@ -346,8 +318,8 @@ def _restart(now: Situation, cause: Cause, reason: str) -> InJobDecision:
         return end(f"{reason}; {why}", failure, cause.mark)
     pause = _pause(now, cause)
     after = f", in {pause:.0f} s" if pause else ""
-    return InJobDecision(
-        action=InJobAction.RESTART,
+    return Decision(
+        action=Action.RESTART,
         reason=f"{reason}; restart {now.restarts_used + 1} of {now.budget} in place{after}",
         failure=failure,
         mark=cause.mark,
@@ -355,7 +327,7 @@ def _restart(now: Situation, cause: Cause, reason: str) -> InJobDecision:
     )
 
 
-def _pause(now: Situation, cause: Cause) -> float:
+def _pause(now: Situation, cause: Decision) -> float:
     """Return the pause in seconds before retrying a checkpoint that just failed, or an external server."""
     tries = cause.tries or (now.restarts_used + 1 if cause.outside else 0)
     if not tries:
@@ -371,34 +343,35 @@ def _spent(budget: int, one: str, several: str) -> str:
     return f"{budget} {one if budget == 1 else several} used up without a new checkpoint"
 
 
-def _cause(now: Situation, *, forgive: bool = False) -> Cause:
+def _cause(now: Situation, *, forgive: bool = False) -> Decision:
     """Return the root cause of the failure; `forgive`: ignore that it also occurred before at the same step."""
     if now.broken is not None:
-        return Cause(failure=now.broken, retry=now.broken.kind in FIXED_BY_RESTART, mark="broken")
+        action = Action.RESTART if now.broken.kind in FIXED_BY_RESTART else Action.END
+        return Decision(action=action, reason=now.broken.reason, failure=now.broken, mark="broken")
     if now.command is not None:
         return command_cause(now.ends, now.command, now.ran_for)
     quick = now.ran_for < QUICK_SECONDS and not forgive
     return find_cause(now.ends, trained=now.trained, last_mark=now.last_mark if quick else "", restored=now.restored)
 
 
-def stop_failure(stopping: StopReason, reason: str, words: str) -> InJobDecision:
+def stop_failure(stopping: StopReason, reason: str, words: str) -> Decision:
     """End an attempt that was asked to stop and could not save first."""
     reason = f"{reason} ({words})"
     return end(reason, Failure(kind=_STOP_FAILURES.get(stopping, FailureKind.UNKNOWN), reason=reason))
 
 
-def end(reason: str, failure: Failure, mark: str = "") -> InJobDecision:
+def end(reason: str, failure: Failure, mark: str = "") -> Decision:
     """End a failed attempt."""
-    return InJobDecision(action=InJobAction.END, reason=reason, failure=failure, mark=mark)
+    return Decision(action=Action.END, reason=reason, failure=failure, mark=mark)
 
 
-def final_outcome(decision: InJobDecision, stopped: str) -> tuple[ExitCode, AttemptResult, str]:
+def final_outcome(decision: Decision, stopped: str) -> tuple[ExitCode, AttemptResult, str]:
     """Return the attempt's end for this decision: the agents' exit code, the result and its reason.
     `stopped`: why it was asked to stop; empty if it was not.
     """
-    if decision.action is InJobAction.FINISH:
+    if decision.action is Action.FINISH:
         return ExitCode.FINISHED, AttemptResult.FINISHED, decision.reason
-    if decision.action is InJobAction.STOP:
+    if decision.action is Action.STOP:
         return ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, stopped or "the ranks themselves"
     assert decision.failure is not None
     return exit_code(decision.failure), AttemptResult.FAILED, _cut(decision.reason)

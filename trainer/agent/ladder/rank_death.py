@@ -3,7 +3,6 @@
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from checkpointing.errors import (
     NothingFits,
@@ -15,9 +14,11 @@ from checkpointing.errors import (
     UnsavableState,
 )
 from trainer.protocol.cut_text import cut
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.failure_patterns import VARYING, Meaning, has_meaning
 from trainer.protocol.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode, Failure, FailureKind
-from trainer.protocol.messages.agents import RankExit
+from trainer.protocol.failures.rank_end import GOOD, RankEnd
+from trainer.protocol.skipped_batches import Skip
 
 _NOT_STARTED = (126, 127)
 _CHECKPOINTS = frozenset(
@@ -37,77 +38,9 @@ _LESS_OF_A_GPU = (
 )
 _OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
 LIMITS = "`ulimit -u`, and pids.max of the job's cgroup, bound the threads and processes of a user there"
-GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """Exit of one rank; `exception`, `message` and `secondary` are its own report, if it could make one.
-    `reported`: it reported its end, or is a command, which cannot.
-    """
-
-    rank: int
-    node: str
-    at: float  # seconds, on the coordinator's clock
-    exit_code: int | None = None
-    signal: int | None = None
-    step: int | None = 0  # None: unknown, for a command
-    exception: str | None = None
-    message: str | None = None
-    secondary: bool = False
-    reported: bool = True
-    position: int | None = None  # in the data, of the batch of a bad step
-    lines: tuple[str, ...] = ()  # last output lines of a command
-    written: int = 0  # bytes that a command wrote to its log in this generation
-    out_of_memory: str = ""  # description of the kernel's out-of-memory kill
-    place: str = ""  # description of its position in the mesh
-
-    @classmethod
-    def from_report(cls, report: RankExit, node: str, at: float, place: str = "") -> "RankEnd":
-        """Return the exit that an agent has reported."""
-        return cls(
-            rank=report.rank, node=node, at=at, exit_code=report.exit_code, signal=report.signal, step=report.step,
-            exception=report.exception, message=report.message, secondary=report.secondary, reported=report.reported,
-            position=report.position, lines=report.lines, written=report.written, out_of_memory=report.out_of_memory,
-            place=place,
-        )  # fmt: skip
-
-    @property
-    def good(self) -> bool:
-        # Training code can exit 0 in many ways; only a rank that reports completion has trained all its steps.
-        return self.exit_code in GOOD and self.reported
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommandFailure:
-    """A failure of a command in one generation, and its progress until then."""
-
-    mark: str  # equal for failures of the same cause
-    seconds: float  # since it was started
-    written: int  # bytes in the log of the rank that failed first
-    exception: str | None = None
-    crashed: bool = False  # by a signal
-    saved: bool = False  # saved a checkpoint since it was started, as far as known
-    trained: bool = False  # as far as known: it saved, or ran longer than a start takes
-    loading: bool = False  # it failed while loading a file
-    began_from: str = ""  # identity of the newest checkpoint when it was started; empty: none, or unknown
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause:
-    """The root failure; `retry`: the same nodes may try again; `mark`: identifies it for comparison."""
-
-    failure: Failure
-    retry: bool
-    mark: str
-    position: int | None = None  # of the batch to skip
-    own: CommandFailure | None = None  # of a command: its own failure
-    set_aside: str = ""  # of a command: why its newest checkpoint must not be loaded again
-    tries: int = 0  # of a command: failures soon after a start from a checkpoint that is retried
-    outside: bool = False  # the network or a server failed, which may take a while to recover
-
-
-def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", restored: int = 0) -> Cause:
+def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", restored: int = 0) -> Decision:
     """Return the cause among `ends`, at least one of which is bad.
     `trained`: the run has trained at least one step, as far as known; `last_mark`: the `mark` of the previous failure;
     `restored`: the step from which the generation started.
@@ -148,7 +81,9 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
         # orch itself words a bad step; its message differs by the number that is bad.
         message=None if nobody or root.exception is None else _short(root.message or ""),
     )
-    return Cause(failure=failure, retry=retry, mark=mark, position=root.position, outside=outside)
+    skip = None if root.position is None else Skip(step=root.step or 0, position=root.position, reason=failure.reason)
+    action = Action.RESTART if retry else Action.END
+    return Decision(action=action, reason=failure.reason, failure=failure, mark=mark, skip=skip, outside=outside)
 
 
 def is_outside(said: str) -> bool:

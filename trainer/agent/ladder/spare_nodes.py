@@ -1,13 +1,13 @@
 """Rung 3: spare nodes replace lost or blamed nodes within the job."""
 
 from trainer.agent.ladder import in_job_policy
-from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.nodes.roster import Member, Roster
 from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Failure, FailureKind
 
 
-def replace(decision: InJobDecision, roster: Roster, events: EventLog, *, drill: str = "") -> InJobDecision | None:
+def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str = "") -> Decision | None:
     """Replace every lost or excluded node with a spare; returns how the attempt ends if that fails.
     `drill`: kind of the drill that caused the loss, if any.
     Why this is safe although a lost node, or the ranks of a blamed one, may survive out of reach for a while:
@@ -19,8 +19,7 @@ def replace(decision: InJobDecision, roster: Roster, events: EventLog, *, drill:
       message from every rank of its generation. (On a node's own disk only, its first rank may delete.)
     - They cannot corrupt one: files are only created, never overwritten, and each generation uses its own names.
     """
-    failure = decision.failure
-    assert failure is not None
+    failure = decision.known_failure
     _exclude_nodes(decision, roster)
     moves, why = roster.replace_nodes()
     for move in moves:
@@ -38,56 +37,54 @@ def _replacement_cause(left: Member, failure: Failure) -> FailureKind:
     return FailureKind.AGENT_LOST if left.lost else FailureKind.NODE_SUSPECT
 
 
-def _exclude_nodes(decision: InJobDecision, roster: Roster) -> None:
+def _exclude_nodes(decision: Decision, roster: Roster) -> None:
     """Exclude the replaced nodes from training, even if their agents still answer."""
-    failure = decision.failure
-    assert failure is not None
+    failure = decision.known_failure
     for name in _replaced_nodes(decision):
         if failure.kind is not FailureKind.AGENT_LOST and (node := roster.find_node(name)) is not None:
             roster.members[node].excluded = failure.reason
 
 
-def _replaced_nodes(decision: InJobDecision) -> tuple[str, ...]:
+def _replaced_nodes(decision: Decision) -> tuple[str, ...]:
     """Return the names of the nodes that spares replace."""
     return decision.lost or (decision.failure.nodes if decision.failure is not None else ())
 
 
-def left_behind(decision: InJobDecision) -> tuple[str, ...]:
+def left_behind(decision: Decision) -> tuple[str, ...]:
     """Return nodes whose ranks may outlive the start of the next generation; empty if all nodes continue.
     A hung driver or disk keeps a rank from dying, which is why its node is given up.
     """
-    return _replaced_nodes(decision) if decision.action is InJobAction.REPLACE else ()
+    return _replaced_nodes(decision) if decision.action is Action.REPLACE else ()
 
 
 def replace_unkillable_nodes(
-    decision: InJobDecision, roster: Roster, generation: int, *, seconds: float, stopping: bool
-) -> InJobDecision:
+    decision: Decision, roster: Roster, generation: int, *, seconds: float, stopping: bool
+) -> Decision:
     """Return the replacement for `decision` if ranks of this generation could not be killed within `seconds`.
     A node with an unkillable rank must not train, whatever the reason for the kill.
     """
-    assert decision.failure is not None
     stuck = [
         one for one in roster.training_members() if one.gone < generation and one.name not in left_behind(decision)
     ]
-    if decision.action is InJobAction.REPLACE:
+    if decision.action is Action.REPLACE:
         _exclude_nodes(decision, roster)
     for member in stuck:
         member.excluded = f"{member.name}: its ranks could not be killed within {seconds:.0f} s"
     failure = Failure(
         kind=FailureKind.NODE_SUSPECT, reason="; ".join(member.excluded for member in stuck), node=stuck[0].name,
-        step=decision.failure.step,
+        step=decision.known_failure.step,
     )  # fmt: skip
     reason = f"{decision.reason}; {failure.reason}"
     return (
         in_job_policy.end(reason, failure)
         if stopping
-        else InJobDecision(action=InJobAction.REPLACE, reason=reason, failure=failure)
+        else Decision(action=Action.REPLACE, reason=reason, failure=failure)
     )
 
 
-def can_replace(decision: InJobDecision | None, roster: Roster) -> bool:
+def can_replace(decision: Decision | None, roster: Roster) -> bool:
     """Return whether this end, between two generations, was caused by one node alone and spares are left."""
-    if decision is None or decision.action is not InJobAction.END or decision.failure is None or not roster.spares():
+    if decision is None or decision.action is not Action.END or decision.failure is None or not roster.spares():
         return False
     # A program that no node can import will not load on a spare either.
     if decision.failure.kind is FailureKind.USER_ERROR:

@@ -14,9 +14,10 @@ from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.processes.proc import OomKills, kill_children, kill_group
 from trainer.protocol.config_sections.fault_detection_config import KINDS
 from trainer.protocol.config_sections.recipe_config import ClusterShape
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.agents import InjectFault, ProgressReport
 from trainer.protocol.messages.codec import MessageError
-from trainer.protocol.messages.ranks import FROM_RANK, FromRank, ReportedEnd, Store
+from trainer.protocol.messages.ranks import FROM_RANK, FromRank, Store
 from trainer.protocol.rank_progress.progress import Progress, ProgressCell, StopReason
 from trainer.protocol.rank_progress.rank_messages import receive_message, send_message
 from trainer.protocol.requests import REFUSED, Request
@@ -37,7 +38,7 @@ class LocalRank:
     gone: bool = False
     reported: bool = False  # its exit was reported to the coordinator
     last: Progress = field(default_factory=Progress)
-    reported_end: ReportedEnd | None = None  # its own report of its end, over its control socket
+    reported_end: RankEnd | None = None  # its own report of its end, over its control socket
 
     def descriptors(self) -> list[int]:
         assert self.theirs is not None
@@ -57,7 +58,7 @@ class LocalRank:
             return None
         except MessageError as error:  # truncated or forged
             return error
-        if isinstance(message, ReportedEnd):
+        if isinstance(message, RankEnd):
             self.reported_end = message
         return message
 
@@ -211,7 +212,7 @@ _LONGEST = 30.0
 
 async def kill_orphaned_ranks(
     ranks: LocalRanks,
-    exited: Callable[[int, int | None, int | None], None],
+    ended: Callable[[RankEnd], None],
     gone: Callable[[int], None],
     exclude: Collection[int] = (),
 ) -> None:
@@ -225,13 +226,13 @@ async def kill_orphaned_ranks(
         ranks.kill_directly()
         for local in ranks.by_rank.values():
             if not local.gone:
-                _collect(local, exited)
+                _collect(local, ended)
         _collect_other_children(ranks)
         for local in ranks.by_rank.values():
             if not local.gone and (local.pid is None or not kill_group(local.pid, 0)):
                 if not local.ended:
                     local.ended = True
-                    exited(local.rank, None, None)
+                    ended(RankEnd(rank=local.rank, reported=False))
                 local.gone = True
                 gone(local.rank)
         # Without a fork server, every other child of this process is a rank or was started by one.
@@ -239,7 +240,7 @@ async def kill_orphaned_ranks(
         await asyncio.sleep(0.01)
 
 
-def _collect(local: LocalRank, exited: Callable[[int, int | None, int | None], None]) -> None:
+def _collect(local: LocalRank, ended: Callable[[RankEnd], None]) -> None:
     if local.pid is None or local.ended:
         return
     try:
@@ -249,7 +250,8 @@ def _collect(local: LocalRank, exited: Callable[[int, int | None, int | None], N
     if pid:
         local.ended = True
         code = os.waitstatus_to_exitcode(status)
-        exited(local.rank, code if code >= 0 else None, -code if code < 0 else None)
+        exit_code, number = (code, None) if code >= 0 else (None, -code)
+        ended(RankEnd(rank=local.rank, exit_code=exit_code, signal=number, reported=False))
 
 
 def _collect_other_children(ranks: LocalRanks) -> None:

@@ -13,13 +13,11 @@ from typing import Any
 
 from trainer.agent.processes.background_tasks import run_detached
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.rank_processes.local_ranks import LocalRank
+from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
-from trainer.protocol.failures.outcome import RankOutcome
+from trainer.protocol.failures.rank_end import RankEnd, find_outcome, pack_error_file
 from trainer.protocol.logs.log_rotation import read_tail
-from trainer.protocol.messages.agents import RankExit
-from trainer.protocol.messages.ranks import ReportedEnd
-from trainer.protocol.rank_progress.rank_messages import find_outcome, generation_mark, pack_error_file
+from trainer.protocol.rank_progress.rank_messages import generation_mark
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.secrets.secret_redaction import in_use
 
@@ -122,7 +120,7 @@ class ExitReports:
         self._spawn = spawn
         self._last: Task | None = None
 
-    def add(self, read: Callable[[], Awaitable[RankExit]], send: Callable[[RankExit], None]) -> None:
+    def add(self, read: Callable[[], Awaitable[RankEnd]], send: Callable[[RankEnd], None]) -> None:
         """Read the information on an exit now, and send it when its turn comes."""
         self._last = self._spawn(self._send(read, send, self._last))
 
@@ -131,7 +129,7 @@ class ExitReports:
         await _wait(self._last)
 
     async def _send(
-        self, read: Callable[[], Awaitable[RankExit]], send: Callable[[RankExit], None], before: Task | None
+        self, read: Callable[[], Awaitable[RankEnd]], send: Callable[[RankEnd], None], before: Task | None
     ) -> None:
         known = await read()
         await _wait(before)
@@ -155,70 +153,53 @@ def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | 
     return exit_code, number
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExitInfo:
-    """Data on a rank from its socket, its shared memory and the kernel; involves no disk."""
-
-    rank: int
-    node: str
-    step: int
-    stepped: bool
-    reported_end: ReportedEnd | None
-    memory_kill: str = ""  # description of the kernel's out-of-memory kill
-
-    @classmethod
-    def from_rank(cls, local: LocalRank, node: str, memory_kill: str = "") -> "ExitInfo":
-        while local.receive_message() is not None:
-            pass
-        step = local.read_progress().step
-        return cls(
-            rank=local.rank, node=node, step=step, stepped=local.has_stepped(), reported_end=local.reported_end,
-            memory_kill=memory_kill,
-        )  # fmt: skip
+def add_local_facts(end: RankEnd, local: LocalRank, ranks: LocalRanks, node: str, *, command: bool) -> RankEnd:
+    """Add to a rank's end what its agent has in memory; involves no disk.
+    `command`: it was a user's own program, known only by its exit and its log.
+    """
+    while local.receive_message() is not None:
+        pass
+    exit_code, number = decode_shell_exit(end.exit_code, end.signal) if command else (end.exit_code, end.signal)
+    return replace(
+        end, generation=ranks.generation, node=node, exit_code=exit_code, signal=number, reported=command,
+        step=None if command else local.read_progress().step, stepped=local.has_stepped(),
+        out_of_memory=ranks.memory_kill(local.rank, number),
+    )  # fmt: skip
 
 
-async def exit_report(
-    attempt: AttemptDir, generation: int, info: ExitInfo, exit_code: int | None, number: int | None, *, command: bool,
-    logs: LogPipes,
-) -> RankExit:  # fmt: skip
-    """Return the report to the coordinator about this rank.
-    `command`: it was a user's own program, known only by its exit and its log. Files that the file system does not show
-    at once are not awaited: our own rank has reported the same over its socket.
+async def complete_end(
+    attempt: AttemptDir, end: RankEnd, own: RankEnd | None, *, command: bool, logs: LogPipes
+) -> RankEnd:
+    """Complete a rank's end for the coordinator with the rank's own report, from its socket (`own`) or its files.
+    Files that the file system shows late are not awaited: our own rank has reported the same over its socket.
     """
     with suppress(TimeoutError, RuntimeError):  # RuntimeError: the node cannot start another thread
-        await run_detached(lambda: logs.settle(attempt.rank_log(info.rank), _READ_SECONDS), _READ_SECONDS)
-    killed = RankExit(
-        generation=generation, rank=info.rank, reported=False, exit_code=exit_code, signal=number,
-        out_of_memory=info.memory_kill,
-    )  # fmt: skip
+        await run_detached(lambda: logs.settle(attempt.rank_log(end.rank), _READ_SECONDS), _READ_SECONDS)
     if command:
-        return await _command_exit_report(attempt, info, replace(killed, reported=True))
-    own_end: ReportedEnd | RankOutcome | None = info.reported_end
+        return await _complete_command_end(attempt, end)
     cpp_exception = None
     with suppress(TimeoutError, RuntimeError):
-        read = partial(_left_in_files, attempt, generation, info, aborted=number == signal.SIGABRT)
-        written, cpp_exception = await run_detached(read, _READ_SECONDS)
-        own_end = written or own_end
-    if own_end is None:
-        return replace(killed, step=info.step, stepped=info.stepped, message=cpp_exception)
+        written, cpp_exception = await run_detached(partial(_left_in_files, attempt, end), _READ_SECONDS)
+        own = written or own
+    if own is None:
+        return replace(end, message=cpp_exception)
     # It reported everything before it died; a crash in the interpreter's teardown changes nothing.
     return replace(
-        killed, reported=True, exit_code=own_end.exit_code, signal=None, step=own_end.step, stepped=info.stepped,
-        exception=own_end.exception, message=(own_end.message or "")[:_LONGEST], secondary=own_end.secondary,
-        position=own_end.position,
+        end, reported=True, exit_code=own.exit_code, signal=None, step=own.step, exception=own.exception,
+        message=(own.message or "")[:_LONGEST], secondary=own.secondary, position=own.position,
     )  # fmt: skip
 
 
-async def _command_exit_report(attempt: AttemptDir, info: ExitInfo, end: RankExit) -> RankExit:
-    """Return the report of a command, whose step is unknown and whose exception is in its log."""
+async def _complete_command_end(attempt: AttemptDir, end: RankEnd) -> RankEnd:
+    """Complete the end of a command, whose exception is in its log."""
     if end.exit_code == 0:
         return end
-    output, error_file = LastOutput(), attempt.error_file(info.rank, end.generation)
+    output, error_file = LastOutput(), attempt.error_file(end.rank, end.generation)
     with suppress(TimeoutError, RuntimeError):
-        read = partial(last_output, attempt.rank_log(info.rank), end.generation, error_file)
+        read = partial(last_output, attempt.rank_log(end.rank), end.generation, error_file)
         output = await run_detached(read, _READ_SECONDS)
     with suppress(TimeoutError, RuntimeError, OSError):
-        pack = partial(pack_error_file, attempt, info.node, info.rank, end.generation)
+        pack = partial(pack_error_file, attempt, end.node, end.rank, end.generation)
         await run_detached(pack, _READ_SECONDS)
     end = replace(end, lines=output.lines, written=output.written)
     if end.signal is None and output.exception is not None:
@@ -236,11 +217,8 @@ def _of_torch(exception: str) -> bool:
     return name == "RuntimeError" or name.startswith("Dist")
 
 
-def _left_in_files(
-    attempt: AttemptDir, generation: int, info: ExitInfo, *, aborted: bool
-) -> tuple[RankOutcome | None, str | None]:
+def _left_in_files(attempt: AttemptDir, end: RankEnd) -> tuple[RankEnd | None, str | None]:
     """Return the rank's outcome, or the C++ exception in its log if it was aborted and wrote none."""
-    outcome = find_outcome(attempt, info.node, info.rank, generation)
-    if outcome is not None:
-        return outcome, None
-    return None, last_cpp_exception(attempt.rank_log(info.rank), generation) if aborted else None
+    outcome = find_outcome(attempt, end.node, end.rank, end.generation)
+    aborted = outcome is None and end.signal == signal.SIGABRT
+    return outcome, last_cpp_exception(attempt.rank_log(end.rank), end.generation) if aborted else None

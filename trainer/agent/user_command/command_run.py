@@ -17,8 +17,6 @@ from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.fork_server.launch_order import working_directory
 from trainer.agent.ladder.command_failures import START_SECONDS, CommandPast, NewestCheckpoint, same_without
-from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
-from trainer.agent.ladder.rank_death import CommandFailure
 from trainer.agent.user_command.checkpoints import (
     CommandCheckpoint,
     Stamps,
@@ -38,6 +36,7 @@ from trainer.agent.user_command.set_aside import (
 )
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.decision import Action, CommandFailure, Decision
 from trainer.protocol.failures.outcome import FailureKind, legible
 from trainer.protocol.heartbeat import Heartbeat
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -227,7 +226,7 @@ class CommandRun:
             saved = self._memory.saved or self._has_whole()
             await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
 
-    async def end_generation(self, decision: InJobDecision, now: GenerationState, *, cleared: bool) -> None:
+    async def end_generation(self, decision: Decision, now: GenerationState, *, cleared: bool) -> None:
         """Record the end of a generation; `cleared`: no process of it is left that could write."""
         if not self._on:
             return
@@ -240,7 +239,7 @@ class CommandRun:
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
         # An operator must act, so undo what did not help; the next attempt starts without it.
-        failure = decision.failure if decision.action is InJobAction.END else None
+        failure = decision.failure if decision.action is Action.END else None
         if failure is not None and failure.kind in (FailureKind.USER_ERROR, FailureKind.STORAGE):
             if self._is_in_vain():
                 await self._put_back()
@@ -280,7 +279,7 @@ class CommandRun:
     def _has_worked(self, now: GenerationState) -> bool:
         return self._has_saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
 
-    def _remember(self, decision: InJobDecision, now: GenerationState) -> None:
+    def _remember(self, decision: Decision, now: GenerationState) -> None:
         worked = self._has_worked(now)
         self._trained = self._trained or worked
         if worked:  # checkpoints set aside before that no longer matter
@@ -288,7 +287,7 @@ class CommandRun:
         if decision.own is not None:
             saved, trained = self._has_saved(), decision.own.trained or worked
             self._memory.failures.append(replace(decision.own, saved=saved, trained=trained))
-        elif worked or decision.action is InJobAction.REPLACE:
+        elif worked or decision.action is Action.REPLACE:
             self._memory.failures.clear()
 
     def _is_in_vain(self) -> bool:

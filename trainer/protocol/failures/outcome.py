@@ -221,26 +221,6 @@ def _all_legible(value: Any) -> Any:
     return [_all_legible(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankOutcome:
-    """A rank's own report of its end; absent if it was killed."""
-
-    rank: int
-    generation: int
-    node: str
-    step: int
-    exit_code: int
-    time: float
-    exception: str | None = None  # class name
-    message: str | None = None
-    traceback: str | None = None
-    secondary: bool = False  # the exception only reports that a peer is gone
-    position: int | None = None  # data position of a bad step's batch
-
-    def to_line(self) -> str:
-        return dump_line(_all_legible(asdict(self)))
-
-
 class AgentEnd(StrEnum):
     """Cause of an agent's end without an order of its coordinator."""
 

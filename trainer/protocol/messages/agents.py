@@ -8,11 +8,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.codec import Direction
 from trainer.protocol.messages.ranks import Saves, Speeds, Store
 from trainer.protocol.rank_progress.progress import StopReason
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Incremented on every change of the messages except new fields with a default; 0: a process that sends no version."""
 
 
@@ -195,26 +196,6 @@ class RankSaves:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankExit:
-    """End of a rank; `exception`, `message` and `secondary` come from its own report, if it sent one."""
-
-    generation: int
-    rank: int
-    reported: bool  # it reported its end, or is a command, which cannot report
-    exit_code: int | None = None
-    signal: int | None = None
-    step: int | None = None  # unknown for a command
-    stepped: bool = False
-    exception: str | None = None
-    message: str | None = None
-    secondary: bool = False
-    position: int | None = None  # data position of a bad step's batch
-    lines: tuple[str, ...] = ()  # last lines that a command wrote
-    written: int = 0  # bytes that a command wrote to its log in this generation
-    out_of_memory: str = ""  # description of an OOM kill by the kernel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ForkServerDied:
     """The fork server died with the ranks of this generation that it had started."""
 
@@ -250,7 +231,7 @@ class EvidenceCollected:
 
 
 AboutGeneration = (
-    ProgressReport | GenerationStore | RankSpeeds | RankSaves | RankExit | ForkServerDied | GenerationGone
+    ProgressReport | GenerationStore | RankSpeeds | RankSaves | RankEnd | ForkServerDied | GenerationGone
     | FlightRecords | EvidenceCollected
 )  # fmt: skip
 AboutNode = PreflightReport | SignalReceived | Ready | Unready | Unloadable | AgentFailed

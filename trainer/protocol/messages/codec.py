@@ -59,7 +59,7 @@ class Direction(Generic[M_co]):
 
 
 def wire_name(message: type) -> str:
-    """Return the name on the wire, such as `rank_exit` for `RankExit`."""
+    """Return the name on the wire, such as `rank_end` for `RankEnd`."""
     return _shape(message).name
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, get_args
 
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.codec import Direction
 from trainer.protocol.rank_progress.rank_messages import RankSpec
 
@@ -77,20 +78,11 @@ class SpawnFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankEnded:
-    """The process of a rank has exited or was killed by a signal."""
-
-    rank: int
-    exit_code: int | None = None
-    signal: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RankGone:
     """All processes of a rank, including its children, are gone."""
 
     rank: int
 
 
-FromForkServer = ForkServerReady | ImportFailed | RankSpawned | SpawnFailed | RankEnded | RankGone
+FromForkServer = ForkServerReady | ImportFailed | RankSpawned | SpawnFailed | RankEnd | RankGone
 FROM_FORK_SERVER = Direction[FromForkServer](*get_args(FromForkServer))

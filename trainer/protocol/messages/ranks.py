@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import get_args
 
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.codec import Direction
 
 
@@ -32,18 +33,6 @@ class Saves:
     size: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportedEnd:
-    """A rank's own report of its end; it reaches the agent even if no file can be written."""
-
-    exit_code: int
-    step: int
-    exception: str | None = None
-    message: str | None = None
-    secondary: bool = False
-    position: int | None = None
-
-
-FromRank = Store | Speeds | Saves | ReportedEnd
+FromRank = Store | Speeds | Saves | RankEnd
 FROM_RANK = Direction[FromRank](*get_args(FromRank))
 TO_RANK = Direction[Store](Store)

@@ -4,18 +4,13 @@ import contextlib
 import json
 import signal
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from checkpointing.storage.durable import dump_line, fsync_dir, open_regular
-from trainer.protocol.failures.outcome import RankOutcome
-from trainer.protocol.logs.line_file import MAX_READ_BYTES, LineFile
 from trainer.protocol.messages.codec import Direction, encode
 from trainer.protocol.messages.ranks import Saves
-from trainer.protocol.run_dir import AttemptDir
 
 STACKS = signal.SIGRTMIN + 6
 """Signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
@@ -88,77 +83,6 @@ def receive_message(control: socket.socket, direction: Direction[M]) -> M | None
     """Receive the next message; None after the other side has closed. Raises MessageError."""
     packet = control.recv(_MAX_PACKET)
     return direction.read(packet) if packet else None
-
-
-_MAX_TEXT = 1 << 16
-"""Maximum characters of a text kept from an error file."""
-
-
-def append_outcome(attempt: AttemptDir, outcome: RankOutcome) -> None:
-    """Write a rank's outcome durably; raises OSError."""
-    _append(attempt.rank_outcomes(outcome.node), outcome.to_line())
-
-
-def all_outcomes(attempt: AttemptDir) -> list[tuple[RankOutcome, Path]]:
-    """Return every outcome with its file, including those of older versions (a file each); torn lines are skipped."""
-    return [(outcome, path) for path in attempt.all_rank_outcomes() for outcome in _read(path)]
-
-
-def find_outcome(attempt: AttemptDir, node: str, rank: int, generation: int) -> RankOutcome | None:
-    """Return a rank's last outcome from its node's file; None if it was killed."""
-    found = [one for one in _read(attempt.rank_outcomes(node)) if (one.rank, one.generation) == (rank, generation)]
-    return found[-1] if found else None
-
-
-def pack_error_file(attempt: AttemptDir, node: str, rank: int, generation: int) -> None:
-    """Append the error file of a command's rank, if there is one, to the file of its node; raises OSError."""
-    path = attempt.error_file(rank, generation)
-    try:
-        with open_regular(path) as stream:
-            error = json.loads(stream.read(MAX_READ_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return
-    line = {"rank": rank, "generation": generation, "error": _shorten_texts(error)}
-    _append(attempt.rank_errors(node), dump_line(line))
-    path.unlink()
-
-
-def _shorten_texts(value: Any) -> Any:
-    """Truncate each text that torch's `@record` wrote: a message may contain a whole data set."""
-    if isinstance(value, dict):
-        return {key: _shorten_texts(item) for key, item in value.items()}
-    return value[:_MAX_TEXT] if isinstance(value, str) else value
-
-
-def _append(path: Path, line: str) -> None:
-    file = LineFile(path)
-    try:
-        file.append(line)
-        file.sync()
-    finally:
-        file.close()
-    fsync_dir(path.parent)
-
-
-def _read(path: Path) -> Iterator[RankOutcome]:
-    try:
-        with open_regular(path) as stream:
-            block = stream.read(MAX_READ_BYTES)
-    except OSError:
-        return
-    for line in block.splitlines():
-        try:
-            outcome = RankOutcome(**_rename_fields(json.loads(line)))
-        except (ValueError, TypeError, RecursionError):  # torn by a kill
-            continue
-        numbers = (outcome.rank, outcome.generation, outcome.step, outcome.exit_code)
-        if all(isinstance(each, int) for each in numbers) and isinstance(outcome.time, (int, float)):
-            yield outcome
-
-
-def _rename_fields(fields: Any) -> dict[str, Any]:
-    """Rename `echo` of older run directories to `secondary`."""
-    return {("secondary" if key == "echo" else key): value for key, value in dict(fields).items()}
 
 
 MOST = 1_000_000

@@ -17,8 +17,8 @@ from orchestrator.states import RunState
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.forked_orch import ForkedOrch
 from trainer.protocol.events import EventKind, EventLog
-from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind, RankOutcome
-from trainer.protocol.rank_progress.rank_messages import append_outcome
+from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd, append_outcome
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
@@ -99,7 +99,7 @@ def test_the_controllers_words_about_one_run(orch: Type, place: RunDir, home: Pa
 def failed(
     attempt: AttemptDir, rank: int, at: float, *, secondary: bool = False, exception: str = "ValueError"
 ) -> None:
-    outcome = RankOutcome(
+    outcome = RankEnd(
         rank=rank, generation=1, node="n1", step=12, exit_code=1, time=at, exception=exception, message="bad batch",
         traceback=f"Traceback (most recent call last):\n  rank {rank}\n{exception}: bad batch\n", secondary=secondary,
     )  # fmt: skip

@@ -7,8 +7,8 @@ from dataclasses import replace
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.control.tcp_transport import CoordinatorPeer
-from trainer.agent.ladder.rank_death import RankEnd
 from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages import agents
 
 HANG = Failure(kind=FailureKind.HANG, reason="rank 1 stopped first")
@@ -25,7 +25,7 @@ def run(scene: Scene, script) -> None:
 
 async def killed(peers: list[CoordinatorPeer], generation: int = 1) -> None:
     """Rank 0 is killed, and nothing is left of any rank."""
-    peers[0].send(agents.RankExit(generation=generation, rank=0, step=3, exit_code=None, signal=9, reported=False))
+    peers[0].send(RankEnd(generation=generation, rank=0, step=3, exit_code=None, signal=9, reported=False))
     await hear(peers[0], agents.KillGeneration)
     for peer in peers:
         peer.send(agents.GenerationGone(generation=generation))

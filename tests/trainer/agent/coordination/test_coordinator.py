@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import CoordinatorState, Timeouts
+from trainer.agent.attempt_state.attempt_state import AttemptState, Timeouts
 from trainer.agent.attempt_state.published_files import AttemptProgress, Outbox
 from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.coordination.coordinator import Coordinator
@@ -22,6 +22,7 @@ from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import Event, EventKind, EventLog, read_events
 from trainer.protocol.failures.outcome import AttemptOutcome, Failure, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.heartbeat import Heartbeat
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.logs.line_file import LineFile
@@ -49,7 +50,7 @@ class Scene:
         self._token = LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe", checkpoints=checkpoints)
         self._token.write(self.attempt.go)
         self._events = log(self.attempt.event_file("coordinator"), "coordinator", 1)
-        self.state = CoordinatorState(
+        self.state = AttemptState(
             run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2, spare_nodes=spares)),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=2 + spares, name="n0"), events=self._events,
             token=self._token, started=time.monotonic(), timeouts=Timeouts(**timeouts),
@@ -152,9 +153,7 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
 async def leave(peers: list[CoordinatorPeer], exit_code: int, generation: int = 1) -> None:
     """All ranks end, and nothing of them is left."""
     for rank, peer in enumerate(peers):
-        peer.send(
-            agents.RankExit(generation=generation, rank=rank, step=3, exit_code=exit_code, signal=None, reported=True)
-        )
+        peer.send(RankEnd(generation=generation, rank=rank, step=3, exit_code=exit_code, signal=None, reported=True))
         peer.send(agents.GenerationGone(generation=generation))
 
 
@@ -268,9 +267,7 @@ def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
             )
             for rank, peer in enumerate(peers):
                 peer.send(
-                    agents.RankExit(
-                        generation=generation, rank=rank, step=103, exit_code=None, signal=11, reported=False
-                    )
+                    RankEnd(generation=generation, rank=rank, step=103, exit_code=None, signal=11, reported=False)
                 )
             for peer in peers:
                 peer.send(agents.GenerationGone(generation=generation))
@@ -304,7 +301,7 @@ def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_befor
             assert (await hear(peers[1], agents.StartGeneration)).generation == generation
             for rank, peer in enumerate(peers):
                 peer.send(agents.ProgressReport(generation=generation, step=restored, restored=restored, stepped=False))
-                peer.send(agents.RankExit(generation=generation, rank=rank, **raised))
+                peer.send(RankEnd(generation=generation, rank=rank, **raised))
                 peer.send(agents.GenerationGone(generation=generation))
         assert await asyncio.wait_for(scene.leading, 15) == 78
         words = f"for the second time at step {restored}" if again else "before the first step"
@@ -357,7 +354,7 @@ async def die_stuck(scene: Scene, peers: list[CoordinatorPeer], stop: bool = Fal
     if stop:
         Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(scene.run.requests)
         await hear(peers[1], agents.AskStop)
-    peers[0].send(agents.RankExit(generation=1, rank=0, step=3, exit_code=None, signal=9, reported=False))
+    peers[0].send(RankEnd(generation=1, rank=0, step=3, exit_code=None, signal=9, reported=False))
     await hear(peers[0], agents.KillGeneration)
     peers[0].send(agents.GenerationGone(generation=1))
 

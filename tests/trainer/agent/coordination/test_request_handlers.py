@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import CoordinatorState
+from trainer.agent.attempt_state.attempt_state import AttemptState
 from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.coordination.requests import RequestHandlers
 from trainer.protocol.config import JobConfig
@@ -44,7 +44,7 @@ class Desk:
         attempt.make()
         self.log = attempt.event_file("coordinator")
         self.events = EventLog(self.log, "coordinator", 1)
-        self.state = CoordinatorState(
+        self.state = AttemptState(
             run=run, attempt=attempt, config=JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2), **config),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=2, name="n0"), events=self.events,
             token=LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe"), started=time.monotonic(),

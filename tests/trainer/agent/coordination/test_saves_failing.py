@@ -8,6 +8,7 @@ from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.protocol.failures.outcome import AttemptOutcome, ExitCode, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.ranks import Saves
 
@@ -54,7 +55,7 @@ def test_an_attempt_that_ends_on_a_full_disk_keeps_its_outcome(tmp_path: Path) -
             said = {"exception": "SaveFailed", "message": "the last checkpoint was not saved", "secondary": False}
             for rank, peer in enumerate(peers):
                 end = {"step": 9, "exit_code": 1, "signal": None, "reported": True, **said}
-                peer.send(agents.RankExit(generation=1, rank=rank, **end))
+                peer.send(RankEnd(generation=1, rank=rank, **end))
                 peer.send(agents.GenerationGone(generation=1))
             assert (await hear(peers[1], agents.End)).code == ExitCode.STORAGE
             failure = AttemptOutcome.read(scene.attempt.outcome).failure

@@ -9,6 +9,7 @@ from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.coordination.requests import newest_begun_save, newest_own_save
 from trainer.protocol.events import EventKind
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages import agents
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.requests import Request, RequestKind
@@ -77,9 +78,7 @@ def test_ranks_that_start_after_a_save_was_asked_for_hear_of_it(tmp_path: Path) 
                 assert await answers(scene, peers[0], 2) == []
                 if generation == 1:
                     stands(peers, 1, step=1000, saved=900, restored=900)
-                    peers[0].send(
-                        agents.RankExit(generation=1, rank=0, step=1000, exit_code=None, signal=9, reported=False)
-                    )
+                    peers[0].send(RankEnd(generation=1, rank=0, step=1000, exit_code=None, signal=9, reported=False))
                     for peer in peers:
                         peer.send(agents.GenerationGone(generation=1))
             stands(peers, 2, step=902, saved=901, restored=900)

@@ -4,8 +4,8 @@ import pytest
 
 from trainer.agent.coordination.job_monitor import desync_judgement, is_needed
 from trainer.agent.flight.wait_graph import Finding
-from trainer.agent.ladder.rank_death import RankEnd
 from trainer.agent.watch.hangs import HangKind
+from trainer.protocol.failures.rank_end import RankEnd
 
 
 def end(rank: int, **fields) -> RankEnd:

@@ -9,7 +9,7 @@ PROGRAM = """
 import os, resource, sys
 from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.server import ForkServer
-from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, RankEnded, RankGone, RankSpawned, StartRank
+from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, RankEnd, RankGone, RankSpawned, StartRank
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, max(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -21,10 +21,10 @@ if os.fork() == 0:
     ForkServer(theirs, None).serve()
     os._exit(0)
 theirs.close()
-for kind in (RankSpawned, RankEnded, RankGone):
+for kind in (RankSpawned, RankEnd, RankGone):
     message, descriptors = unix_transport.receive(ours, FROM_FORK_SERVER)
     assert isinstance(message, kind), message
-    if kind is RankEnded:
+    if kind is RankEnd:
         assert message.exit_code == 7, message
 ours.close()
 os.wait()

@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 
 from trainer.agent.ladder.command_failures import CommandPast, NewestCheckpoint
-from trainer.agent.ladder.in_job_policy import (
-    LONGEST_REASON,
-    InJobAction,
-    InJobDecision,
-    Situation,
-    decide,
-    exit_code,
-    final_outcome,
-)
-from trainer.agent.ladder.rank_death import RankEnd, find_cause
+from trainer.agent.ladder.in_job_policy import LONGEST_REASON, Situation, decide, exit_code, final_outcome
+from trainer.agent.ladder.rank_death import find_cause
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import AttemptResult, Culprit, ExitCode, Failure, FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.rank_progress.progress import StopReason
 
 
@@ -128,7 +122,7 @@ def test_an_installation_that_is_made_anew_is_waited_for_in_a_new_job():
     cause = find_cause([gone], trained=True)
     assert (cause.failure.kind, cause.retry) == (FailureKind.STORAGE, False)
     assert cause.failure.reason.startswith("rank 1 on n1 could not read its installation: ModuleNotFoundError: No mod")
-    assert decide(situation(gone, trained=True)).action is InJobAction.END
+    assert decide(situation(gone, trained=True)).action is Action.END
     assert find_cause([gone], trained=False).failure.kind is FailureKind.USER_ERROR
 
 
@@ -150,7 +144,7 @@ def test_a_node_that_starts_no_thread_is_waited_for_and_counted_before_the_first
     again = find_cause([raised(1, what, message, step=0)], trained=trained, last_mark=cause.mark)
     assert again.retry
     decision = decide(situation(raised(1, what, message, step=0), trained=trained, backoff=(30.0, 600.0)))
-    assert (decision.action, decision.pause) == (InJobAction.RESTART, 30.0)
+    assert (decision.action, decision.pause) == (Action.RESTART, 30.0)
 
 
 def test_what_code_raises_about_itself_is_no_limit_of_a_node():
@@ -186,113 +180,113 @@ ALL_SAVED = tuple(end(rank, **SAVED) for rank in range(4))
 TERM = StopReason.PREEMPTION
 
 DECISIONS = [
-    (situation(), InJobAction.WAIT, "0 of 4 ranks have ended"),
-    (situation(end(0, **ZERO)), InJobAction.WAIT, "1 of 4"),
-    (situation(*ALL_DONE), InJobAction.FINISH, "all ranks finished"),
+    (situation(), Action.WAIT, "0 of 4 ranks have ended"),
+    (situation(end(0, **ZERO)), Action.WAIT, "1 of 4"),
+    (situation(*ALL_DONE), Action.FINISH, "all ranks finished"),
     (
         situation(*ALL_DONE, saves_failing="copies to /far failing since step 3: away"),
-        InJobAction.FINISH,
+        Action.FINISH,
         "all ranks finished; copies to /far failing since step 3: away",
     ),
     (
         situation(*ALL_DONE[1:], end(0, exit_code=0, reported=False)),
-        InJobAction.RESTART,
+        Action.RESTART,
         "rank 0 on n0 exited 0 without reporting completion",
     ),
-    (situation(*ALL_SAVED, stopping=TERM), InJobAction.STOP, "all ranks stopped: preemption"),
-    (situation(*ALL_DONE, stopping=TERM), InJobAction.FINISH, "all ranks finished"),
-    (situation(*ALL_DONE, stopping=TERM, command=CommandPast()), InJobAction.STOP, "all ranks stopped"),
-    (situation(*ALL_DONE, command=CommandPast(), since_end=0.9), InJobAction.WAIT, "waiting for reports of a signal"),
-    (situation(*ALL_DONE, command=CommandPast(), since_end=1.0), InJobAction.FINISH, "all ranks finished"),
-    (situation(*ALL_DONE, since_end=0.0), InJobAction.FINISH, "all ranks finished"),
-    (situation(broken=HUNG, since_failure=0.0), InJobAction.RESTART, "rank 1 on n1 hangs; restart 1 of 5 in place"),
-    (situation(broken=HUNG, restarts=5, fruitless=2), InJobAction.END, "5 restarts in place used up without a new"),
-    (situation(killed(1), fruitless=3), InJobAction.END, "3 restarts in a row have trained no new step"),
-    (situation(killed(1), fruitless=3, command=CommandPast()), InJobAction.RESTART, "restart 1 of 5 in place"),
-    (situation(killed(1), budget=0), InJobAction.END, "SIGKILL; no restarts in place allowed"),
+    (situation(*ALL_SAVED, stopping=TERM), Action.STOP, "all ranks stopped: preemption"),
+    (situation(*ALL_DONE, stopping=TERM), Action.FINISH, "all ranks finished"),
+    (situation(*ALL_DONE, stopping=TERM, command=CommandPast()), Action.STOP, "all ranks stopped"),
+    (situation(*ALL_DONE, command=CommandPast(), since_end=0.9), Action.WAIT, "waiting for reports of a signal"),
+    (situation(*ALL_DONE, command=CommandPast(), since_end=1.0), Action.FINISH, "all ranks finished"),
+    (situation(*ALL_DONE, since_end=0.0), Action.FINISH, "all ranks finished"),
+    (situation(broken=HUNG, since_failure=0.0), Action.RESTART, "rank 1 on n1 hangs; restart 1 of 5 in place"),
+    (situation(broken=HUNG, restarts=5, fruitless=2), Action.END, "5 restarts in place used up without a new"),
+    (situation(killed(1), fruitless=3), Action.END, "3 restarts in a row have trained no new step"),
+    (situation(killed(1), fruitless=3, command=CommandPast()), Action.RESTART, "restart 1 of 5 in place"),
+    (situation(killed(1), budget=0), Action.END, "SIGKILL; no restarts in place allowed"),
     (
         situation(killed(1), budget=1, restarts=1),
-        InJobAction.END,
+        Action.END,
         "; 1 restart in place used up without a new checkpoint",
     ),
-    (situation(end(1, exit_code=75), drill="kill-rank"), InJobAction.RESTART, "not counted: drill kill-rank"),
-    (situation(end(1, exit_code=78), drill="kill-rank"), InJobAction.END, "never to be retried"),
-    (situation(killed(1), since_failure=0.1), InJobAction.WAIT, "waiting for the reports of its peers"),
-    (situation(killed(1), since_failure=0.3), InJobAction.RESTART, "restart 1 of 5 in place"),
-    (situation(echo(1), since_failure=0.9), InJobAction.WAIT, "waiting for the reports of its peers"),
-    (situation(echo(1), since_failure=1.1), InJobAction.RESTART, "only saw a peer go away"),
+    (situation(end(1, exit_code=75), drill="kill-rank"), Action.RESTART, "not counted: drill kill-rank"),
+    (situation(end(1, exit_code=78), drill="kill-rank"), Action.END, "never to be retried"),
+    (situation(killed(1), since_failure=0.1), Action.WAIT, "waiting for the reports of its peers"),
+    (situation(killed(1), since_failure=0.3), Action.RESTART, "restart 1 of 5 in place"),
+    (situation(echo(1), since_failure=0.9), Action.WAIT, "waiting for the reports of its peers"),
+    (situation(echo(1), since_failure=1.1), Action.RESTART, "only saw a peer go away"),
     (
         situation(killed(1), echo(0), echo(2), echo(3), since_failure=0.0),
-        InJobAction.RESTART,
+        Action.RESTART,
         "rank 1 on n1 was killed",
     ),
-    (situation(killed(1), restarts=5), InJobAction.END, "5 restarts in place used up without a new checkpoint"),
-    (situation(raised(1), trained=False), InJobAction.END, "before the first step"),
-    (situation(end(1, exit_code=1), trained=False, command=CommandPast()), InJobAction.RESTART, "exit code 1"),
-    (situation(end(1, exit_code=77)), InJobAction.END, "suspects its node"),
-    (situation(raised(1, "OSError", "[Errno 28] full")), InJobAction.END, "storage"),
-    (situation(broken=AGENT_LOST, since_failure=0.0), InJobAction.END, "the agent of n1 is lost"),
-    (situation(broken=NURSERY), InJobAction.RESTART, "the fork server of n1 died: SIGKILL; restart 1 of 5"),
-    (situation(killed(1), broken=NURSERY), InJobAction.RESTART, "the fork server of n1 died"),
-    (situation(stopping=TERM, overdue=False), InJobAction.WAIT, "0 of 4"),
-    (situation(stopping=TERM, overdue=True), InJobAction.END, "did not do so in time, and were killed (preemption)"),
+    (situation(killed(1), restarts=5), Action.END, "5 restarts in place used up without a new checkpoint"),
+    (situation(raised(1), trained=False), Action.END, "before the first step"),
+    (situation(end(1, exit_code=1), trained=False, command=CommandPast()), Action.RESTART, "exit code 1"),
+    (situation(end(1, exit_code=77)), Action.END, "suspects its node"),
+    (situation(raised(1, "OSError", "[Errno 28] full")), Action.END, "storage"),
+    (situation(broken=AGENT_LOST, since_failure=0.0), Action.END, "the agent of n1 is lost"),
+    (situation(broken=NURSERY), Action.RESTART, "the fork server of n1 died: SIGKILL; restart 1 of 5"),
+    (situation(killed(1), broken=NURSERY), Action.RESTART, "the fork server of n1 died"),
+    (situation(stopping=TERM, overdue=False), Action.WAIT, "0 of 4"),
+    (situation(stopping=TERM, overdue=True), Action.END, "did not do so in time, and were killed (preemption)"),
     (
         situation(stopping=TERM, overdue=True, saves_failing="saves failing since step 3: disk full (/r)"),
-        InJobAction.END,
+        Action.END,
         "and were killed: saves failing since step 3: disk full (/r)",
     ),
     (
         situation(killed(1), stopping=TERM),
-        InJobAction.END,
+        Action.END,
         "while stopping (preemption), with 0 s left, too few to start",
     ),
-    (situation(killed(1), stopping=TERM, left=29.0), InJobAction.END, "with 29 s left, too few"),
+    (situation(killed(1), stopping=TERM, left=29.0), Action.END, "with 29 s left, too few"),
     (
         situation(killed(1), stopping=TERM, left=30.0),
-        InJobAction.RESTART,
+        Action.RESTART,
         "30 s are left to start again, save and stop",
     ),
     (
         situation(killed(1), stopping=TERM, left=90.0, since_failure=0.1),
-        InJobAction.WAIT,
+        Action.WAIT,
         "waiting for the reports of its peers",
     ),
-    (situation(broken=HUNG, stopping=TERM, left=45.0, since_failure=0.0), InJobAction.RESTART, "45 s are left"),
-    (situation(broken=NURSERY, stopping=TERM, left=45.0), InJobAction.RESTART, "45 s are left to start again"),
+    (situation(broken=HUNG, stopping=TERM, left=45.0, since_failure=0.0), Action.RESTART, "45 s are left"),
+    (situation(broken=NURSERY, stopping=TERM, left=45.0), Action.RESTART, "45 s are left to start again"),
     (
-        situation(killed(1), stopping=TERM, left=90.0, again=True),
-        InJobAction.END,
+        situation(killed(1), stopping=TERM, left=90.0, restarted_to_save=True),
+        Action.END,
         "once more after a restart for the save",
     ),
     (
         situation(killed(1), stopping=TERM, left=90.0, restarts=5),
-        InJobAction.END,
+        Action.END,
         "with 5 restarts in place used up without",
     ),
-    (situation(killed(1), stopping=TERM, left=90.0, restarts=5, advanced=True), InJobAction.RESTART, "90 s are left"),
+    (situation(killed(1), stopping=TERM, left=90.0, restarts=5, advanced=True), Action.RESTART, "90 s are left"),
     (
         situation(raised(1), stopping=TERM, left=90.0),
-        InJobAction.RESTART,
+        Action.RESTART,
         "bad, while stopping (preemption); 90 s are left to",
     ),
-    (situation(raised(1), stopping=TERM), InJobAction.END, "bad, while stopping (preemption), with 0 s left"),
-    (situation(end(1, exit_code=78), stopping=TERM, left=90.0), InJobAction.END, "never to be retried"),
-    (situation(broken=AGENT_LOST, stopping=TERM, left=90.0), InJobAction.END, "the agent of n1 is lost"),
-    (situation(killed(1, 15), stopping=TERM, command=CommandPast(), left=90.0), InJobAction.WAIT, "was asked to stop"),
-    (situation(killed(1, 15), stopping=TERM, command=CommandPast()), InJobAction.WAIT, "was asked to stop"),
+    (situation(raised(1), stopping=TERM), Action.END, "bad, while stopping (preemption), with 0 s left"),
+    (situation(end(1, exit_code=78), stopping=TERM, left=90.0), Action.END, "never to be retried"),
+    (situation(broken=AGENT_LOST, stopping=TERM, left=90.0), Action.END, "the agent of n1 is lost"),
+    (situation(killed(1, 15), stopping=TERM, command=CommandPast(), left=90.0), Action.WAIT, "was asked to stop"),
+    (situation(killed(1, 15), stopping=TERM, command=CommandPast()), Action.WAIT, "was asked to stop"),
     (
         situation(*(killed(r, 15) for r in range(4)), stopping=TERM, command=CommandPast()),
-        InJobAction.STOP,
+        Action.STOP,
         "ended when asked",
     ),
     (
         situation(killed(1, 15), stopping=TERM, command=CommandPast(), overdue=True),
-        InJobAction.END,
+        Action.END,
         "did not end in time",
     ),
     (
         situation(stopping=TERM, command=CommandPast(), overdue=True),
-        InJobAction.END,
+        Action.END,
         "the command was asked to stop, did not",
     ),
 ]
@@ -303,7 +297,7 @@ def test_decisions_and_their_reasons(now, action, words):
     decision = decide(now)
     assert decision.action is action, decision
     assert words in decision.reason
-    assert (decision.failure is not None) == (action in (InJobAction.RESTART, InJobAction.END))
+    assert (decision.failure is not None) == (action in (Action.RESTART, Action.END))
 
 
 def test_a_stop_that_failed_keeps_why_it_was_asked_for():
@@ -349,7 +343,7 @@ def test_a_checkpoint_that_a_command_could_not_load_is_read_again_after_a_pause(
         now = situation(raised(1, f"Error{'abcdefghij'[number]}"), command=past, budget=99, backoff=(10.0, 90.0))
         decision = decide(now)
         row = (*row, decision.own)
-    assert (decision.action, decision.pause) == (InJobAction.RESTART, pause)
+    assert (decision.action, decision.pause) == (Action.RESTART, pause)
     assert decision.reason.endswith(f"in place, in {pause:.0f} s" if pause else "in place")
 
 
@@ -362,22 +356,22 @@ def test_a_drill_moves_no_checkpoint_away(drill: str) -> None:
     assert (decision.own is None) == bool(drill)
 
 
-@pytest.mark.parametrize(("seconds", "action"), [(59.0, InJobAction.END), (60.0, InJobAction.RESTART)])
+@pytest.mark.parametrize(("seconds", "action"), [(59.0, Action.END), (60.0, Action.RESTART)])
 def test_the_same_exception_at_the_same_step_is_final_only_soon_after_the_restart(
-    seconds: float, action: InJobAction
+    seconds: float, action: Action
 ) -> None:
     mark = find_cause([raised(1)], trained=True).mark
     assert decide(situation(raised(1), last_mark=mark, ran_for=seconds)).action is action
 
 
 def test_how_an_attempt_ends() -> None:
-    done = InJobDecision(action=InJobAction.FINISH, reason="all ranks finished")
+    done = Decision(action=Action.FINISH, reason="all ranks finished")
     assert final_outcome(done, "x") == (ExitCode.FINISHED, AttemptResult.FINISHED, "all ranks finished")
-    stopped = InJobDecision(action=InJobAction.STOP, reason="all ranks stopped")
+    stopped = Decision(action=Action.STOP, reason="all ranks stopped")
     assert final_outcome(stopped, "SIGTERM") == (ExitCode.STOPPED_AFTER_SAVE, AttemptResult.STOPPED, "SIGTERM")
     assert final_outcome(stopped, "")[2] == "the ranks themselves"
     for length in (LONGEST_REASON, LONGEST_REASON + 1):
-        ended = InJobDecision(action=InJobAction.END, reason="r" * length, failure=HUNG)
+        ended = Decision(action=Action.END, reason="r" * length, failure=HUNG)
         code, result, reason = final_outcome(ended, "")
         assert (code, result) == (ExitCode.RETRY, AttemptResult.FAILED)
         assert len(reason) == LONGEST_REASON
@@ -389,7 +383,7 @@ def test_what_is_not_known_of_a_situation_changes_no_decision() -> None:
     assert (now.since_failure, now.since_end, now.ran_for, now.left, now.backoff) == (0.0, 60.0, 0.0, 0.0, (0.0, 0.0))
     counted = (now.restarts, now.budget, now.restored, now.spares, now.spike_budget, now.rollbacks, now.fruitless)
     assert counted == (0,) * 7
-    assert [now.trained, now.overdue, now.again, now.advanced] == [False] * 4
+    assert [now.trained, now.overdue, now.restarted_to_save, now.advanced] == [False] * 4
     assert decide(now).pause == 0.0
 
 
@@ -405,11 +399,11 @@ BOTH_HUNG = Failure(kind=FailureKind.HANG, reason="2 ranks stopped", rank=1, nod
 @pytest.mark.parametrize(
     ("more", "action", "lost"),
     [
-        ({}, InJobAction.RESTART, ()),
-        ({"hung": ("n1", "n3"), "spares": 2}, InJobAction.REPLACE, ("n1", "n3")),
-        ({"hung": ("n3",), "spares": 2}, InJobAction.REPLACE, ("n3",)),  # once is an accident
-        ({"hung": ("n1", "n3"), "spares": 1}, InJobAction.END, ()),
-        ({"hung": ("n1", "n3"), "spares": 2, "home": "n3"}, InJobAction.END, ()),
+        ({}, Action.RESTART, ()),
+        ({"hung": ("n1", "n3"), "spares": 2}, Action.REPLACE, ("n1", "n3")),
+        ({"hung": ("n3",), "spares": 2}, Action.REPLACE, ("n3",)),  # once is an accident
+        ({"hung": ("n1", "n3"), "spares": 1}, Action.END, ()),
+        ({"hung": ("n1", "n3"), "spares": 2, "home": "n3"}, Action.END, ()),
     ],
 )
 def test_the_nodes_of_several_roots_are_replaced_together_or_left_together(more, action, lost) -> None:
@@ -436,7 +430,7 @@ def test_an_outage_never_counts_as_a_bug_that_came_back(outage: tuple[str, str])
     again = {"last_mark": mark, "ran_for": 0.3, "backoff": (10.0, 25.0), "restored": 20}
     for restarts, pause in enumerate([10.0, 20.0, 25.0]):
         decision = decide(situation(one, world=1, restarts=restarts, **again))
-        assert (decision.action, decision.pause) == (InJobAction.RESTART, pause)
+        assert (decision.action, decision.pause) == (Action.RESTART, pause)
         assert decision.failure is not None
         assert decision.failure.kind is FailureKind.UNKNOWN
         assert decision.suspect is None
@@ -444,7 +438,7 @@ def test_an_outage_never_counts_as_a_bug_that_came_back(outage: tuple[str, str])
 
 def test_an_outage_before_the_run_has_ever_trained_may_be_a_wrong_name() -> None:
     decision = decide(situation(raised(0, *DNS, step=0), world=1, trained=False))
-    assert decision.action is InJobAction.END
+    assert decision.action is Action.END
     assert decision.failure is not None
     assert decision.failure.kind is FailureKind.USER_ERROR
 

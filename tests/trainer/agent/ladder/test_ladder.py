@@ -7,8 +7,9 @@ import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, killed, raised, situation
 from trainer.agent.attempt_state.generation import AttemptHistory, GenerationState
-from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, decide, exit_code
+from trainer.agent.ladder.in_job_policy import decide, exit_code
 from trainer.agent.ladder.rank_death import find_cause
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import ExitCode, Failure, FailureKind
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.agents import ProgressReport
@@ -26,25 +27,25 @@ OTHER = Skip(step=5, position=32, reason="loss nan")
 HANGS = [
     (
         {},
-        InJobAction.RESTART,
+        Action.RESTART,
         "rank 1 on n1 stopped first; restart 1 of 5 in place, with 4 times the `detection.hang.least`",
     ),
     (
         {"broken": NETWORK, "hung": ("n1",)},
-        InJobAction.RESTART,
+        Action.RESTART,
         "no rank makes progress between n1 and n2; restart 1 of 5",
     ),
-    ({"hung": ("n2",)}, InJobAction.RESTART, "restart 1 of 5 in place"),
-    ({"hung": ("n1",)}, InJobAction.END, "n1 is blamed for a hang for the second time in this attempt"),
+    ({"hung": ("n2",)}, Action.RESTART, "restart 1 of 5 in place"),
+    ({"hung": ("n1",)}, Action.END, "n1 is blamed for a hang for the second time in this attempt"),
     (
         {"hung": ("n1",), "spares": 2},
-        InJobAction.REPLACE,
+        Action.REPLACE,
         "second time in this attempt; a spare node takes the place of n1, 1 ",
     ),
-    ({"hung": ("n1",), "spares": 2, "home": "n1"}, InJobAction.END, "blamed for a hang for the second time"),
-    ({"spares": 2}, InJobAction.RESTART, "restart 1 of 5 in place"),
-    ({"restarts": 5}, InJobAction.END, "5 restarts in place used up without a new checkpoint"),
-    ({"stopping": StopReason.PREEMPTION}, InJobAction.END, "while stopping (preemption)"),
+    ({"hung": ("n1",), "spares": 2, "home": "n1"}, Action.END, "blamed for a hang for the second time"),
+    ({"spares": 2}, Action.RESTART, "restart 1 of 5 in place"),
+    ({"restarts": 5}, Action.END, "5 restarts in place used up without a new checkpoint"),
+    ({"stopping": StopReason.PREEMPTION}, Action.END, "while stopping (preemption)"),
 ]
 
 
@@ -56,7 +57,7 @@ def test_a_hang_is_restarted_once_and_a_node_that_hangs_twice_is_left(fields, ac
 
 
 def test_after_a_hang_nobody_is_waited_for_and_those_we_kill_are_not_the_cause():
-    assert decide(situation(broken=HANG, since_failure=0.0)).action is InJobAction.RESTART
+    assert decide(situation(broken=HANG, since_failure=0.0)).action is Action.RESTART
     decision = decide(situation(killed(0, 15, at=-1.0), killed(2), echo(3), broken=HANG))
     assert decision.failure is HANG
 
@@ -88,24 +89,24 @@ def test_what_a_new_generation_cannot_mend_counts_more_than_what_it_can():
 
 def test_different_collectives_end_the_attempt():
     decision = decide(situation(broken=DESYNC, since_failure=0.0))
-    assert (decision.action, decision.failure, decision.reason) == (InJobAction.END, DESYNC, DESYNC.reason)
+    assert (decision.action, decision.failure, decision.reason) == (Action.END, DESYNC, DESYNC.reason)
 
 
 SPARES = [
-    ({"broken": LOST}, InJobAction.END, "the agent of n1 is lost: reset"),
-    ({"broken": LOST, "spares": 1}, InJobAction.REPLACE, "reset; a spare node takes the place of n1, 0 left after it"),
-    ({"broken": LOST, "spares": 1, "home": "n1"}, InJobAction.END, "the agent of n1 is lost"),
-    ({"broken": LOST, "spares": 1, "stopping": StopReason.CANCEL}, InJobAction.END, "the agent of n1 is lost"),
-    ({"broken": UNFIT}, InJobAction.END, "40 % of its peers"),
-    ({"broken": UNFIT, "spares": 3}, InJobAction.REPLACE, "peers; a spare node takes the place of n1, 2 left after it"),
-    ({"broken": UNFIT, "spares": 3, "restarts": 5}, InJobAction.REPLACE, "2 left after it"),
+    ({"broken": LOST}, Action.END, "the agent of n1 is lost: reset"),
+    ({"broken": LOST, "spares": 1}, Action.REPLACE, "reset; a spare node takes the place of n1, 0 left after it"),
+    ({"broken": LOST, "spares": 1, "home": "n1"}, Action.END, "the agent of n1 is lost"),
+    ({"broken": LOST, "spares": 1, "stopping": StopReason.CANCEL}, Action.END, "the agent of n1 is lost"),
+    ({"broken": UNFIT}, Action.END, "40 % of its peers"),
+    ({"broken": UNFIT, "spares": 3}, Action.REPLACE, "peers; a spare node takes the place of n1, 2 left after it"),
+    ({"broken": UNFIT, "spares": 3, "restarts": 5}, Action.REPLACE, "2 left after it"),
     (
         {"ends": (end(2, exit_code=77),), "spares": 3},
-        InJobAction.REPLACE,
+        Action.REPLACE,
         "suspects its node (exit code 77); a spare node",
     ),
-    ({"ends": (end(2, exit_code=77),), "spares": 3, "home": "n2"}, InJobAction.END, "suspects its node"),
-    ({"ends": (killed(2),), "spares": 3}, InJobAction.RESTART, "restart 1 of 5 in place"),
+    ({"ends": (end(2, exit_code=77),), "spares": 3, "home": "n2"}, Action.END, "suspects its node"),
+    ({"ends": (killed(2),), "spares": 3}, Action.RESTART, "restart 1 of 5 in place"),
 ]
 
 
@@ -120,34 +121,34 @@ def test_bad_batches_with_high_losses_are_skipped_in_a_row():
     earlier = tuple(Skip(step=7, position=position, reason="loss 9") for position in (32, 40, 48))
     spikes = tuple(replace(bad_step(rank), exception="LossSpike") for rank in range(4))
     found = [decide(situation(*spikes, skipped=earlier[:count], rollbacks=count, spike_budget=3)) for count in range(4)]
-    assert [one.action for one in found] == [*[InJobAction.ROLL_BACK] * 3, InJobAction.END]
+    assert [one.action for one in found] == [*[Action.ROLL_BACK] * 3, Action.END]
     assert "3 rollbacks used up without a new checkpoint" in found[-1].reason
 
 
 BAD = [
-    ({}, InJobAction.ROLL_BACK, "rollback 1 of 3, skipping that batch"),
-    ({"skipped": (OTHER,), "rollbacks": 1}, InJobAction.ROLL_BACK, "rollback 2 of 3"),
-    ({"skipped": (OTHER,), "rollbacks": 3, "advanced": True}, InJobAction.ROLL_BACK, "rollback 1 of 3"),
-    ({"restarts": 5}, InJobAction.ROLL_BACK, "rollback 1 of 3"),
-    ({"fruitless": 9}, InJobAction.ROLL_BACK, "rollback 1 of 3"),
-    ({"spike_budget": 0}, InJobAction.END, "no rollbacks allowed"),
-    ({"skipped": (OTHER,), "rollbacks": 1, "spike_budget": 1}, InJobAction.END, "1 rollback used up without"),
+    ({}, Action.ROLL_BACK, "rollback 1 of 3, skipping that batch"),
+    ({"skipped": (OTHER,), "rollbacks": 1}, Action.ROLL_BACK, "rollback 2 of 3"),
+    ({"skipped": (OTHER,), "rollbacks": 3, "advanced": True}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"fruitless": 9}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"spike_budget": 0}, Action.END, "no rollbacks allowed"),
+    ({"skipped": (OTHER,), "rollbacks": 1, "spike_budget": 1}, Action.END, "1 rollback used up without"),
     (
         {"skipped": (Skip(step=7, position=48, reason=""),)},
-        InJobAction.END,
+        Action.END,
         "step 7 was bad before, and the batch it had then",
     ),
-    ({"skipped": (Skip(step=6, position=56, reason=""),)}, InJobAction.END, "that batch was to be skipped already"),
+    ({"skipped": (Skip(step=6, position=56, reason=""),)}, Action.END, "that batch was to be skipped already"),
     (
         {"stopping": StopReason.TIME_LIMIT, "left": 90.0},
-        InJobAction.ROLL_BACK,
+        Action.ROLL_BACK,
         "while stopping (time limit); rollback 1 of 3",
     ),
-    ({"stopping": StopReason.TIME_LIMIT, "left": 90.0, "restarts": 5}, InJobAction.ROLL_BACK, "rollback 1 of 3"),
-    ({"stopping": StopReason.TIME_LIMIT, "spike_budget": 0}, InJobAction.END, "no rollbacks allowed"),
+    ({"stopping": StopReason.TIME_LIMIT, "left": 90.0, "restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"stopping": StopReason.TIME_LIMIT, "spike_budget": 0}, Action.END, "no rollbacks allowed"),
     (
         {"stopping": StopReason.TIME_LIMIT, "skipped": (Skip(step=7, position=48, reason=""),)},
-        InJobAction.END,
+        Action.END,
         "while stopping (time limit); step 7 was bad before",
     ),
 ]
@@ -155,9 +156,9 @@ BAD = [
 
 @pytest.mark.parametrize(("fields", "again"), [({"left": 5.0}, False), ({"left": 90.0}, True)])
 def test_a_bad_step_without_time_to_save_ends_as_the_stop_does_and_leaves_its_batch_out(fields, again):
-    now = situation(bad_step(2), stopping=StopReason.TIME_LIMIT, spike_budget=3, again=again, **fields)
+    now = situation(bad_step(2), stopping=StopReason.TIME_LIMIT, spike_budget=3, restarted_to_save=again, **fields)
     decision = decide(now)
-    assert (decision.action, decision.failure.kind) == (InJobAction.END, FailureKind.TIME_LIMIT)
+    assert (decision.action, decision.failure.kind) == (Action.END, FailureKind.TIME_LIMIT)
     assert decision.skip == Skip(step=7, position=56, reason=find_cause(now.ends, trained=True).failure.reason)
     why = "once more after a restart" if again else "with 5 s left, too few to start again"
     assert f"data, {why}" in decision.reason
@@ -172,7 +173,7 @@ def test_a_bad_step_is_rolled_back_and_its_batch_left_out(fields, action, words)
     assert decision.reason.startswith("step 7: loss nan, gradient norm 1.0; its batch is at position 56 of the data")
     assert decision.failure.kind is FailureKind.NUMERIC
     assert (decision.failure.rank, decision.failure.node, decision.failure.step) == (None, None, 7)
-    if action is InJobAction.ROLL_BACK:
+    if action is Action.ROLL_BACK:
         assert (decision.skip.step, decision.skip.position, decision.suspect) == (7, 56, None)
     else:
         assert decision.skip is None
@@ -184,7 +185,7 @@ class Attempt:
     def __init__(self, **fields: Any) -> None:
         self.past, self.fields = AttemptHistory(), fields
 
-    def over(self, *ends: Any, restored: int = 100, stepped: int = 0, saved: int = 0, **fields: Any) -> InJobDecision:
+    def over(self, *ends: Any, restored: int = 100, stepped: int = 0, saved: int = 0, **fields: Any) -> Decision:
         """One generation that trained up to step `stepped`, committed one of step `saved`, and ended so."""
         past = self.past
         past.add_report(
@@ -201,16 +202,16 @@ class Attempt:
         drill = str(fields.get("drill", ""))
         failure = replace(decision.failure, drill=drill) if decision.failure else None
         past.record_failure(failure, decision.mark, restored, decision.suspect, decision.skip, requested=bool(drill))
-        past.restarts += decision.action is InJobAction.RESTART and not drill
+        past.restarts += decision.action is Action.RESTART and not drill
         return decision
 
 
 def test_two_bad_batches_soon_after_the_same_checkpoint_make_it_suspect():
     attempt = Attempt()
     first = attempt.over(bad_step(0, step=103, position=816), stepped=103)
-    assert (first.action, first.suspect) == (InJobAction.ROLL_BACK, None)
+    assert (first.action, first.suspect) == (Action.ROLL_BACK, None)
     second = attempt.over(bad_step(0, step=105, position=840), stepped=105)
-    assert (second.action, second.suspect) == (InJobAction.ROLL_BACK, 100)
+    assert (second.action, second.suspect) == (Action.ROLL_BACK, 100)
     assert "suspect: BadStep twice soon after loading it, at step 103 and at step 105" in second.reason
     assert [skip.position for skip in attempt.past.skipped] == [816, 840]
 
@@ -225,16 +226,16 @@ def test_the_same_step_bad_again_is_tried_from_an_older_checkpoint_before_it_is_
     attempt = Attempt()
     attempt.over(bad_step(0, step=103, position=816), stepped=103)
     second = attempt.over(bad_step(0, step=103, position=824), stepped=103)
-    assert (second.action, second.suspect) == (InJobAction.ROLL_BACK, 100)
+    assert (second.action, second.suspect) == (Action.ROLL_BACK, 100)
     third = attempt.over(bad_step(0, step=103, position=832), restored=90, stepped=103)
-    assert (third.action, third.failure.kind) == (InJobAction.END, FailureKind.NUMERIC)
+    assert (third.action, third.failure.kind) == (Action.END, FailureKind.NUMERIC)
 
 
 def test_without_a_checkpoint_the_same_step_bad_again_is_the_end():
     attempt = Attempt()
-    assert attempt.over(bad_step(0), restored=0, stepped=7).action is InJobAction.ROLL_BACK
+    assert attempt.over(bad_step(0), restored=0, stepped=7).action is Action.ROLL_BACK
     second = attempt.over(bad_step(0, position=64), restored=0, stepped=7)
-    assert second.action is InJobAction.END
+    assert second.action is Action.END
     assert "step 7 was bad before" in second.reason
 
 
@@ -247,44 +248,44 @@ def test_rollbacks_use_no_restart():
 
 def test_three_restarts_in_a_row_without_a_new_step_are_enough():
     attempt = Attempt()
-    assert attempt.over(killed(1, step=105), stepped=105).action is InJobAction.RESTART
+    assert attempt.over(killed(1, step=105), stepped=105).action is Action.RESTART
     for number, signal in enumerate((9, 7, 4), start=1):
         assert attempt.past.fruitless == number
         decision = attempt.over(killed(number, signal, step=105), stepped=105)
-        assert (decision.action is InJobAction.END) == (number == 3), decision
+        assert (decision.action is Action.END) == (number == 3), decision
     assert "3 restarts in a row have trained no new step" in decision.reason
 
 
 def test_one_new_step_begins_the_count_anew():
     attempt = Attempt()
     for step in (105, 104, 104, 106, 0, 0):
-        assert attempt.over(killed(1), stepped=step, failed_generations=()).action is InJobAction.RESTART
-    assert attempt.over(killed(1), failed_generations=()).action is InJobAction.END
+        assert attempt.over(killed(1), stepped=step, failed_generations=()).action is Action.RESTART
+    assert attempt.over(killed(1), failed_generations=()).action is Action.END
 
 
 def test_of_a_command_no_step_is_known():
     attempt = Attempt(command=True)
     for _ in range(6):
-        assert attempt.over(killed(1), restored=0).action is InJobAction.RESTART
+        assert attempt.over(killed(1), restored=0).action is Action.RESTART
 
 
 def test_a_node_blamed_twice_is_left_even_when_the_ranks_differ():
     attempt = Attempt()
-    assert attempt.over(broken=HANG, stepped=120).action is InJobAction.RESTART
-    assert attempt.over(raised(1), stepped=140).action is InJobAction.RESTART
+    assert attempt.over(broken=HANG, stepped=120).action is Action.RESTART
+    assert attempt.over(raised(1), stepped=140).action is Action.RESTART
     again = Failure(kind=FailureKind.HANG, reason="rank 3 on n1 stopped first", rank=3, node="n1")
-    assert attempt.over(broken=again, stepped=160).action is InJobAction.END
+    assert attempt.over(broken=again, stepped=160).action is Action.END
 
 
 def test_drills_that_somebody_requests_use_up_nothing():
     attempt = Attempt(budget=1)
     for _ in range(5):
         decision = attempt.over(killed(1, step=105), stepped=105, drill="kill-rank")
-        assert (decision.action, decision.suspect) == (InJobAction.RESTART, None)
+        assert (decision.action, decision.suspect) == (Action.RESTART, None)
         assert decision.reason.endswith("restart in place, not counted: drill kill-rank")
     hung = Failure(kind=FailureKind.HANG, reason="rank 3 on n1 stopped first", rank=3, node="n1")
     for _ in range(2):
-        assert attempt.over(broken=hung, stepped=105, drill="stop-rank").action is InJobAction.RESTART
+        assert attempt.over(broken=hung, stepped=105, drill="stop-rank").action is Action.RESTART
     assert (attempt.past.restarts, attempt.past.fruitless, attempt.past.hung) == (0, 0, [])
     assert "restart 1 of 1 in place" in attempt.over(killed(1, step=108), stepped=108).reason
 
@@ -300,7 +301,7 @@ def test_a_drill_forgives_no_failure_before_it():
 
 def test_a_drilled_desync_holds_the_run_all_the_same():
     desync = Failure(kind=FailureKind.DESYNC, reason="rank 1 reduced 2 elements, its peers 1", rank=1, node="n1")
-    assert Attempt().over(broken=desync, stepped=105, drill="desync-shape").action is InJobAction.END
+    assert Attempt().over(broken=desync, stepped=105, drill="desync-shape").action is Action.END
 
 
 # -- an exhausted rung is not the cause
@@ -310,7 +311,7 @@ def test_a_program_that_saves_between_its_failures_keeps_its_restarts():
     attempt = Attempt(budget=2)
     for step in range(105, 205, 5):
         decision = attempt.over(raised(1, step=step), restored=step - 5, stepped=step, saved=step - 1)
-        assert (decision.action, decision.failure.kind) == (InJobAction.RESTART, FailureKind.EXCEPTION), decision
+        assert (decision.action, decision.failure.kind) == (Action.RESTART, FailureKind.EXCEPTION), decision
         assert "restart 1 of 2 in place" in decision.reason
 
 
@@ -321,22 +322,22 @@ def test_only_a_checkpoint_that_is_new_to_the_run_gives_restarts_back():
     )
     for number, step in enumerate((105, 111, 112)):
         decision = attempt.over(raised(1, step=step), restored=100, stepped=step, saved=110)
-        assert decision.action is (InJobAction.END if number == 2 else InJobAction.RESTART), decision
+        assert decision.action is (Action.END if number == 2 else Action.RESTART), decision
     assert decision.reason.endswith("; 2 restarts in place used up without a new checkpoint")
 
 
 def test_an_exception_after_kills_that_used_up_the_restarts_ends_the_attempt_as_what_it_is():
     attempt = Attempt(budget=5)
     for step in range(101, 106):
-        assert attempt.over(killed(1, step=step), stepped=step, failed_generations=()).action is InJobAction.RESTART
+        assert attempt.over(killed(1, step=step), stepped=step, failed_generations=()).action is Action.RESTART
     decision = attempt.over(raised(1, step=120), stepped=120)
-    assert (decision.action, decision.failure.kind) == (InJobAction.END, FailureKind.EXCEPTION)
+    assert (decision.action, decision.failure.kind) == (Action.END, FailureKind.EXCEPTION)
     assert exit_code(decision.failure) is ExitCode.RETRY
 
 
 def test_without_restarts_in_place_an_exception_is_for_the_next_job():
     decision = Attempt(budget=0).over(raised(1, step=120), stepped=120)
-    assert (decision.action, decision.failure.kind) == (InJobAction.END, FailureKind.EXCEPTION)
+    assert (decision.action, decision.failure.kind) == (Action.END, FailureKind.EXCEPTION)
     assert decision.reason.endswith("raised ValueError: bad; no restarts in place allowed")
 
 
@@ -346,9 +347,7 @@ def test_rollbacks_are_given_back_by_a_new_checkpoint():
         bad = bad_step(0, step=step, position=step * 8)
         decision = attempt.over(bad, restored=step - 50, stepped=step, saved=step - 1)
         assert "rollback 1 of 1" in decision.reason
-    assert (
-        attempt.over(bad_step(0, step=380, position=9), restored=349, stepped=380, saved=349).action is InJobAction.END
-    )
+    assert attempt.over(bad_step(0, step=380, position=9), restored=349, stepped=380, saved=349).action is Action.END
 
 
 def test_a_run_that_trained_before_is_not_at_its_first_step():

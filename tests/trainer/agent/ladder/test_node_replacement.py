@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision
 from trainer.agent.ladder.spare_nodes import can_replace, left_behind, replace, replace_unkillable_nodes
 from trainer.agent.nodes.roster import Member, Roster
 from trainer.protocol.events import EventKind, EventLog, read_events
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Culprit, Failure, FailureKind
 
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost", node="n1")
@@ -40,8 +40,8 @@ class Scene:
         self.path, self.roster = folder / "events.jsonl", roster(**shape)
         self.events = EventLog(self.path, "coordinator", 1)
 
-    def replaces(self, failure: Failure, *, drill: str = "", **fields: Any) -> InJobDecision | None:
-        decision = InJobDecision(action=InJobAction.REPLACE, reason="so it is", failure=failure, **fields)
+    def replaces(self, failure: Failure, *, drill: str = "", **fields: Any) -> Decision | None:
+        decision = Decision(action=Action.REPLACE, reason="so it is", failure=failure, **fields)
         return replace(decision, self.roster, self.events, drill=drill)
 
     def told(self) -> list[dict[str, Any]]:
@@ -98,33 +98,31 @@ def test_without_a_spare_the_attempt_ends_with_the_failure(tmp_path: Path) -> No
     scene.roster.members[1].lost = "reset"
     decision = scene.replaces(LOST)
     assert decision is not None
-    assert (decision.action, decision.failure) == (InJobAction.END, LOST)
+    assert (decision.action, decision.failure) == (Action.END, LOST)
     assert decision.reason.startswith("so it is; ")
     assert scene.told() == []
 
 
 def test_ranks_of_a_node_that_is_replaced_are_not_waited_for() -> None:
-    decision = InJobDecision(action=InJobAction.REPLACE, reason="", failure=UNFIT)
+    decision = Decision(action=Action.REPLACE, reason="", failure=UNFIT)
     assert left_behind(decision) == ("n1",)
     assert left_behind(changed(decision, lost=("n0",))) == ("n0",)
-    assert left_behind(changed(decision, action=InJobAction.RESTART)) == ()
-    assert left_behind(InJobDecision(action=InJobAction.REPLACE, reason="")) == ()
+    assert left_behind(changed(decision, action=Action.RESTART)) == ()
+    assert left_behind(Decision(action=Action.REPLACE, reason="")) == ()
 
 
 @pytest.mark.parametrize(
     ("action", "stopping", "wanted"),
     [
-        (InJobAction.RESTART, False, InJobAction.REPLACE),
-        (InJobAction.RESTART, True, InJobAction.END),
-        (InJobAction.ROLL_BACK, False, InJobAction.REPLACE),
+        (Action.RESTART, False, Action.REPLACE),
+        (Action.RESTART, True, Action.END),
+        (Action.ROLL_BACK, False, Action.REPLACE),
     ],
 )
-def test_a_node_whose_ranks_cannot_be_killed_must_not_train(
-    action: InJobAction, stopping: bool, wanted: InJobAction
-) -> None:
+def test_a_node_whose_ranks_cannot_be_killed_must_not_train(action: Action, stopping: bool, wanted: Action) -> None:
     made = roster()
     made.members[0].gone, made.members[1].gone = 3, 2
-    decision = InJobDecision(action=action, reason="rank 0 died", failure=HANG)
+    decision = Decision(action=action, reason="rank 0 died", failure=HANG)
     instead = replace_unkillable_nodes(decision, made, 3, seconds=60.0, stopping=stopping)
     assert instead.action is wanted
     assert instead.reason == "rank 0 died; n1: its ranks could not be killed within 60 s"
@@ -138,7 +136,7 @@ def test_a_node_whose_ranks_cannot_be_killed_must_not_train(
 
 def test_a_stuck_node_beside_one_that_is_replaced_is_named_alone() -> None:
     made = roster()
-    decision = InJobDecision(action=InJobAction.REPLACE, reason="n1 is slow", failure=UNFIT)
+    decision = Decision(action=Action.REPLACE, reason="n1 is slow", failure=UNFIT)
     instead = replace_unkillable_nodes(decision, made, 1, seconds=5.0, stopping=False)
     assert instead.failure is not None
     assert instead.failure.node == "n0"
@@ -150,11 +148,11 @@ def test_a_stuck_node_beside_one_that_is_replaced_is_named_alone() -> None:
 def test_between_two_generations_a_node_alone_can_be_replaced() -> None:
     made = roster()
 
-    def says(failure: Failure | None, action: InJobAction = InJobAction.END) -> bool:
-        return can_replace(InJobDecision(action=action, reason="", failure=failure), made)
+    def says(failure: Failure | None, action: Action = Action.END) -> bool:
+        return can_replace(Decision(action=action, reason="", failure=failure), made)
 
     assert says(LOST)
-    assert not says(LOST, InJobAction.RESTART)
+    assert not says(LOST, Action.RESTART)
     assert not says(None)
     assert not can_replace(None, made)
     assert not says(UNFIT), "nothing is wrong with the node itself"

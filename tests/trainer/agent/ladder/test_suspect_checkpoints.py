@@ -4,7 +4,8 @@ import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised, situation
 from trainer.agent.attempt_state.generation import AttemptHistory
-from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, Situation, decide
+from trainer.agent.ladder.in_job_policy import Situation, decide
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
 from trainer.protocol.messages.agents import ProgressReport
@@ -97,7 +98,7 @@ class Attempt:
     def __init__(self) -> None:
         self.past = AttemptHistory(trained=True)
 
-    def failed_generations(self, restored: int, *ends: object) -> InJobDecision:
+    def failed_generations(self, restored: int, *ends: object) -> Decision:
         past = self.past
         now: Situation = situation(
             *ends, restored=restored, failed_generations=tuple(past.failed_generations), suspects=tuple(past.suspects),
@@ -106,7 +107,7 @@ class Attempt:
         )  # fmt: skip
         decision = decide(now)
         past.record_failure(decision.failure, decision.mark, restored, decision.suspect)
-        past.restarts += decision.action is InJobAction.RESTART
+        past.restarts += decision.action is Action.RESTART
         return decision
 
 
@@ -114,18 +115,18 @@ def test_an_older_checkpoint_is_tried_before_a_program_is_blamed():
     attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
     assert attempt.failed_generations(100, explodes).suspect is None
     second = attempt.failed_generations(100, explodes)
-    assert (second.action, second.suspect, attempt.past.suspects) == (InJobAction.RESTART, 100, [100])
+    assert (second.action, second.suspect, attempt.past.suspects) == (Action.RESTART, 100, [100])
     assert "the checkpoint of step 100 is suspect: NonFinite twice soon after loading it" in second.reason
     # From the older one it comes back at the same step: then it is the program.
     third = attempt.failed_generations(90, explodes)
-    assert (third.action, third.suspect) == (InJobAction.END, None)
+    assert (third.action, third.suspect) == (Action.END, None)
     assert "for the second time at step 103" in third.reason
 
 
 def test_a_failure_at_the_same_step_from_different_checkpoints_is_the_programs():
     attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
     attempt.failed_generations(90, explodes)
-    assert attempt.failed_generations(100, explodes).action is InJobAction.END
+    assert attempt.failed_generations(100, explodes).action is Action.END
 
 
 def test_a_suspect_that_is_all_there_is_ends_as_before():
@@ -133,14 +134,14 @@ def test_a_suspect_that_is_all_there_is_ends_as_before():
     attempt.failed_generations(100, explodes)
     assert attempt.failed_generations(100, explodes).suspect == 100
     again = attempt.failed_generations(100, explodes)  # nothing older was there, so that it was loaded once more
-    assert (again.action, again.suspect) == (InJobAction.END, None)
+    assert (again.action, again.suspect) == (Action.END, None)
 
 
 def test_an_exception_before_the_first_step_is_the_programs():
     attempt = Attempt()
     for number in (1, 2):
         decision = attempt.failed_generations(100, raised(1, "KeyError", step=100))
-        assert (decision.action is InJobAction.END, decision.suspect) == (number == 2, None)
+        assert (decision.action is Action.END, decision.suspect) == (number == 2, None)
     assert decision.failure is not None
     assert decision.failure.kind is FailureKind.USER_ERROR
     assert "for the second time at step 100" in decision.reason
@@ -150,21 +151,21 @@ def test_different_errors_before_the_first_step_are_tried_again():
     attempt = Attempt()
     for message in ("no server", "no data"):
         ended = end(1, step=100, exit_code=1, exception="RuntimeError", message=message)
-        assert attempt.failed_generations(100, ended).action is InJobAction.RESTART
+        assert attempt.failed_generations(100, ended).action is Action.RESTART
 
 
 def test_different_errors_of_one_class_leave_the_checkpoint_alone():
     attempt = Attempt()
     for step, message in ((103, "sample 17 has no label"), (107, "cannot decode image")):
         decision = attempt.failed_generations(100, end(1, step=step, exit_code=1, exception="E", message=message))
-        assert (decision.action, decision.suspect) == (InJobAction.RESTART, None)
+        assert (decision.action, decision.suspect) == (Action.RESTART, None)
 
 
 def test_a_rank_that_dies_twice_after_loading_the_same_checkpoint():
     attempt = Attempt()
     attempt.failed_generations(100, killed(2, 11, step=101))
     second = attempt.failed_generations(100, killed(1, 11, step=102))
-    assert (second.action, second.suspect) == (InJobAction.RESTART, 100)
+    assert (second.action, second.suspect) == (Action.RESTART, 100)
     assert attempt.failed_generations(90, killed(1, 11, step=101)).suspect is None
 
 
@@ -172,7 +173,7 @@ def test_who_asks_never_to_be_retried_is_not():
     attempt = Attempt()
     for _ in range(2):
         decision = attempt.failed_generations(100, end(1, step=103, exit_code=78, exception="Fatal", message="no"))
-        assert decision.action is InJobAction.END
+        assert decision.action is Action.END
 
 
 def test_a_step_that_was_saved_anew_is_doubted_no_longer():

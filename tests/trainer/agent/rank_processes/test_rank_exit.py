@@ -7,9 +7,12 @@ import threading
 import pytest
 
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.rank_processes.rank_exit import ExitInfo, exit_report
+from trainer.agent.rank_processes.rank_exit import complete_end
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.logs.log_rotation import LogFile
 from trainer.protocol.run_dir import AttemptDir
+
+ENDED = RankEnd(rank=0, generation=1, node="n", exit_code=1, step=None)
 
 
 def test_words_that_are_still_on_their_way_to_the_log_are_waited_for(tmp_path, monkeypatch):
@@ -24,8 +27,7 @@ def test_words_that_are_still_on_their_way_to_the_log_are_waited_for(tmp_path, m
     monkeypatch.setattr(LogFile, "write", lambda file, data: (waited_for.wait(60), write(file, data)))
     pipes = Pipes()
     os.write(pipes.descriptor(attempt.rank_log(0)), b"Traceback (most recent call last):\n  ...\nMyError: last words\n")
-    info = ExitInfo(rank=0, node="n", step=0, stepped=False, reported_end=None)
-    report = asyncio.run(exit_report(attempt, 1, info, 1, None, command=True, logs=pipes))
+    report = asyncio.run(complete_end(attempt, ENDED, None, command=True, logs=pipes))
     waited_for.set()
     pipes.close(10)
     assert (report.exception, report.message) == ("MyError", "last words")
@@ -44,9 +46,8 @@ def test_only_what_torch_raises_follows_from_a_lost_peer(tmp_path, raised, follo
     attempt = AttemptDir(tmp_path / "001")
     attempt.make()
     attempt.rank_log(0).write_text(f"Traceback (most recent call last):\n  ...\n{raised}\n")
-    info = ExitInfo(rank=0, node="n", step=0, stepped=False, reported_end=None)
     pipes = LogPipes()
-    report = asyncio.run(exit_report(attempt, 1, info, 1, None, command=True, logs=pipes))
+    report = asyncio.run(complete_end(attempt, ENDED, None, command=True, logs=pipes))
     pipes.close(10)
     assert report.exception == raised.partition(":")[0].rpartition(".")[2]
     assert report.secondary is follows

@@ -7,12 +7,13 @@ from typing import Any
 
 from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
-from trainer.agent.ladder.in_job_policy import InJobAction, InJobDecision, Situation, decide
-from trainer.agent.ladder.rank_death import RankEnd
+from trainer.agent.ladder.in_job_policy import Situation, decide
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog, read_events
+from trainer.protocol.failures.decision import Action, Decision
+from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.run_dir import RunDir
 
 TORN = RankEnd(
@@ -55,10 +56,10 @@ class Attempt:
         )
         self.program = CommandRun(self.run, self.dir, config, events, self.progress)
 
-    def fails(self, end: RankEnd = TORN, while_it_ran: Any = None, **generation: Any) -> InJobDecision:
+    def fails(self, end: RankEnd = TORN, while_it_ran: Any = None, **generation: Any) -> Decision:
         return asyncio.run(self._fails(end, while_it_ran, **generation))
 
-    async def _fails(self, end: RankEnd, while_it_ran: Any, *, cleared: bool = True) -> InJobDecision:
+    async def _fails(self, end: RankEnd, while_it_ran: Any, *, cleared: bool = True) -> Decision:
         self.number += 1
         now = GenerationState(number=self.number, started=100.0, first_failure=105.0)
         await self.program.start_generation(self.number)
@@ -70,7 +71,7 @@ class Attempt:
             backoff=(10.0, 900.0), command=self.program.past(),
         )  # fmt: skip
         decision = decide(situation)
-        self.restarts += decision.action is InJobAction.RESTART
+        self.restarts += decision.action is Action.RESTART
         await self.program.end_generation(decision, now, cleared=cleared)
         return decision
 
@@ -79,9 +80,7 @@ class Attempt:
         self.number += 1
         now = GenerationState(number=self.number, started=time.monotonic() - seconds)
         asyncio.run(self.program.start_generation(self.number))
-        asyncio.run(
-            self.program.end_generation(InJobDecision(action=InJobAction.STOP, reason="preemption"), now, cleared=True)
-        )
+        asyncio.run(self.program.end_generation(Decision(action=Action.STOP, reason="preemption"), now, cleared=True))
 
     def told(self, kind: EventKind) -> list[dict[str, Any]]:
         events, _ = read_events(self.dir.event_file("coordinator"))

@@ -15,11 +15,11 @@ from tests.trainer.agent.user_command.command_attempt import BUG, Attempt, names
 from trainer.agent.attempt_state.generation import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.ladder.command_failures import has_advanced
-from trainer.agent.ladder.in_job_policy import InJobAction
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.agent.user_command.progress import LOOK_SECONDS
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
+from trainer.protocol.failures.decision import Action
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.rank_progress.rank_messages import generation_mark
 from trainer.protocol.run_dir import RunDir
@@ -28,7 +28,7 @@ from trainer.protocol.run_dir import RunDir
 def test_a_checkpoint_in_between_begins_the_row_anew(tmp_path: Path, out: Path) -> None:
     attempt = Attempt(tmp_path, 1, restarts=99)
     for step in range(10, 60, 10):
-        assert attempt.fails(while_it_ran=lambda step=step: save(out, step)).action is InJobAction.RESTART
+        assert attempt.fails(while_it_ran=lambda step=step: save(out, step)).action is Action.RESTART
     assert attempt.progress.saved == 50
     assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [10, 20, 30, 40, 50]
     assert not attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
@@ -39,7 +39,7 @@ def test_failures_are_counted_over_attempts_that_restart_nothing(tmp_path: Path,
     kinds = []
     for number in (1, 2, 3):
         decision = Attempt(tmp_path, number, restarts=0).fails()
-        assert decision.action is InJobAction.END
+        assert decision.action is Action.END
         assert decision.failure is not None
         kinds.append(decision.failure.kind)
     assert kinds == [FailureKind.UNKNOWN, FailureKind.UNKNOWN, FailureKind.USER_ERROR]
@@ -56,7 +56,7 @@ def test_once_it_has_trained_failures_before_are_past_even_if_the_coordinator_di
     asyncio.run(first.program.start_generation(3))
     asyncio.run(first.program.check(GenerationState(number=3, started=time.monotonic() - 3600.0)))
     third = Attempt(tmp_path, 2).fails()
-    assert third.action is InJobAction.RESTART, third.reason
+    assert third.action is Action.RESTART, third.reason
 
 
 def test_what_was_not_foreseen_in_a_checkpoint_ends_no_coordinator(
@@ -67,7 +67,7 @@ def test_what_was_not_foreseen_in_a_checkpoint_ends_no_coordinator(
 
     monkeypatch.setattr("trainer.agent.user_command.progress.assess_damage", raises)
     save(out, 10)
-    assert Attempt(tmp_path, 1).fails().action is InJobAction.RESTART
+    assert Attempt(tmp_path, 1).fails().action is Action.RESTART
     assert (
         "cannot look at the program's checkpoints: AssertionError('what nobody thought of')" in capsys.readouterr().err
     )
@@ -138,7 +138,7 @@ def test_the_only_checkpoint_is_read_again_after_growing_pauses(tmp_path: Path, 
     assert [attempt.fails().pause for _ in range(2)] == [10.0, 20.0]
     last = attempt.fails()
     assert last.failure is not None
-    assert (last.action, last.failure.kind) == (InJobAction.END, FailureKind.STORAGE)
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
     assert "orch sees no whole older one: repair it, or move it away to begin anew" in last.reason
     assert names(out) == ["checkpoint-10"]
 
@@ -154,7 +154,7 @@ def test_checkpoints_that_all_look_damaged_stay_and_count_as_progress(tmp_path: 
     assert {data["damage"] for data in seen} == {"is damaged: state.json is no whole JSON file"}
     last = [attempt.fails() for _ in range(3)][-1]
     assert last.failure is not None
-    assert (last.action, last.failure.kind) == (InJobAction.END, FailureKind.STORAGE)
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
     assert "checkpoint-30, which is damaged: state.json is no whole JSON file" in last.reason
     assert names(out) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
 
@@ -165,7 +165,7 @@ def test_the_programs_own_bug_is_its_own_whatever_its_checkpoints_look_like(tmp_
     attempt = Attempt(tmp_path, 1, restarts=99)
     last = [attempt.fails(BUG) for _ in range(3)][-1]
     assert last.failure is not None
-    assert (last.action, last.failure.kind) == (InJobAction.END, FailureKind.USER_ERROR)
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.USER_ERROR)
     assert "move it away" not in last.reason
 
 
@@ -188,7 +188,7 @@ def test_checkpoints_from_before_the_run_hide_no_progress(tmp_path: Path, out: P
     for number, steps in ((1, (10, 20)), (2, (30, 40))):
         attempt = Attempt(tmp_path, number, restarts=99)
         for step in steps:
-            assert attempt.fails(BUG, while_it_ran=lambda step=step: saves(step)).action is InJobAction.RESTART
+            assert attempt.fails(BUG, while_it_ran=lambda step=step: saves(step)).action is Action.RESTART
             past = attempt.program.past()
             assert past is not None
             assert (past.saved, attempt.progress.saved, attempt.progress.step) == (True, step, step)
@@ -198,7 +198,7 @@ def test_checkpoints_from_before_the_run_hide_no_progress(tmp_path: Path, out: P
     assert attempt.program._command_progress.began_from is not None
     assert attempt.program._command_progress.began_from.step == 40, "it has not gone on from a higher one"
     last = [attempt.fails(BUG) for _ in range(3)][-1]
-    assert last.action is InJobAction.END
+    assert last.action is Action.END
 
 
 def test_what_the_run_begins_from_is_what_it_fails_from_but_no_progress_of_it(tmp_path: Path, out: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_checkpoint_written_anew_counts_half_an_hour_after_the_start(
     advanced = []
     for number in range(5):
         decision = attempt.fails(killed, lambda number=number: saves(f"state {number} {'x' * number}", number % 2))
-        advanced.append(decision.action is InJobAction.RESTART)
+        advanced.append(decision.action is Action.RESTART)
         past = attempt.program.past()
         assert past is not None
         assert has_advanced(past, 5.0) is (minutes == 30 or number < 2)

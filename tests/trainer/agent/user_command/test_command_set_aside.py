@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.user_command.command_attempt import BUG, TORN, Attempt, names, save, save_ranks
-from trainer.agent.ladder.in_job_policy import InJobAction
-from trainer.agent.ladder.rank_death import RankEnd
 from trainer.agent.user_command.command_run import CommandMemory
 from trainer.protocol.events import EventKind
+from trainer.protocol.failures.decision import Action
 from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 
 
 def test_nothing_is_set_aside_while_something_of_the_generation_may_live(tmp_path: Path, out: Path) -> None:
@@ -30,7 +30,7 @@ def test_one_checkpoint_after_another_is_not_set_aside_over_attempts(tmp_path: P
     for step in (10, 20, 30, 40):
         save(out, step)
     for number in (1, 2):
-        assert Attempt(tmp_path, number, restarts=0).fails().action is InJobAction.END
+        assert Attempt(tmp_path, number, restarts=0).fails().action is Action.END
     assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30)]
     last = Attempt(tmp_path, 3, restarts=0).fails()
     assert last.failure is not None
@@ -126,7 +126,7 @@ def test_torn_ones_are_put_back_too_where_the_older_one_made_no_difference(tmp_p
     attempt, last = Attempt(tmp_path, 1, restarts=9), None
     for _ in range(9):
         last = attempt.fails()
-        if last.action is InJobAction.END:
+        if last.action is Action.END:
             break
     assert attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
     assert last is not None
@@ -146,7 +146,7 @@ def test_a_file_that_names_the_newest_one_follows_it_away_and_back(tmp_path: Pat
     assert (names(out), (out / "latest").read_text()) == (["checkpoint-10", "latest"], "checkpoint-10")
     (aside,) = attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
     assert aside["reason"].endswith("; latest names checkpoint-10 from now on")
-    assert attempt.fails().action is InJobAction.END  # alike: it was not the checkpoint
+    assert attempt.fails().action is Action.END  # alike: it was not the checkpoint
     assert (names(out), (out / "latest").read_text()) == (["checkpoint-10", "checkpoint-20", "latest"], "checkpoint-20")
 
 
@@ -160,7 +160,7 @@ def test_ranks_with_a_file_each_all_go_on_from_the_older_step(tmp_path: Path, ou
     assert names(out) == ["step10-rank0.json", "step10-rank1.json"]
     last = attempt.fails(BUG if torn is not None else TORN)
     if torn is None:  # alike: it was not the checkpoint
-        assert last.action is InJobAction.END
+        assert last.action is Action.END
         assert names(out) == [f"step{step}-rank{rank}.json" for step in (10, 20) for rank in (0, 1)]
 
 
@@ -184,7 +184,7 @@ def test_a_step_that_a_rank_has_no_file_of_is_no_older_one(tmp_path: Path, out: 
     attempt, before = Attempt(tmp_path, 1, pattern="step*-rank0.json"), names(out)
     last = [attempt.fails() for _ in range(3)][-1]
     assert last.failure is not None
-    assert (last.action, last.failure.kind) == (InJobAction.END, FailureKind.STORAGE)
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
     assert names(out) == before
 
 
@@ -211,7 +211,7 @@ def test_nothing_is_moved_from_the_folder_of_one_rank(tmp_path: Path, out: Path)
     attempt = Attempt(tmp_path, 1, path="out/rank0")
     last = [attempt.fails() for _ in range(3)][-1]
     assert last.failure is not None
-    assert (last.action, last.failure.kind) == (InJobAction.END, FailureKind.STORAGE)
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
     words = "orch moves none, because checkpoints.path names the folder of one rank: "
     assert f"{words}{out / 'rank1'} is another" in last.reason
     assert names(out / "rank0") == names(out / "rank1") == ["checkpoint-10", "checkpoint-20"]
@@ -226,7 +226,7 @@ def test_nothing_is_moved_where_steps_begin_anew(tmp_path: Path, out: Path) -> N
     attempt = Attempt(tmp_path, 1, pattern="stage*_epoch_*.json")
     last = [attempt.fails() for _ in range(3)][-1]
     assert last.failure is not None
-    assert (last.action, last.failure.kind) == (InJobAction.END, FailureKind.STORAGE)
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
     assert "orch moves none, because steps begin anew: stage2_epoch_20.json was written after it" in last.reason
     assert names(out) == [f"{name}.json" for name in saved]
 
@@ -255,7 +255,7 @@ def test_a_torn_one_stays_away_when_the_older_one_fails_in_another_way(tmp_path:
     for _ in range(3):
         last = attempt.fails(bug)
     assert last.failure is not None
-    assert (last.action, last.failure.kind) == (InJobAction.END, FailureKind.USER_ERROR)
+    assert (last.action, last.failure.kind) == (Action.END, FailureKind.USER_ERROR)
     assert names(out) == ["checkpoint-10"]
 
 
@@ -286,7 +286,7 @@ def test_an_older_torn_one_is_moved_before_a_newest_without_a_sign_of_damage(
         save(out, step, text)
     (out / "latest").write_text("checkpoint-90")
     attempt = Attempt(tmp_path, 1, restarts=9)
-    assert attempt.fails().action is InJobAction.RESTART
+    assert attempt.fails().action is Action.RESTART
     reason = attempt.fails().reason
     assert "checkpoint-90, an older checkpoint, will be moved away before checkpoint-100 is doubted" in reason
     assert (names(out), (out / "latest").read_text()) == (
@@ -313,7 +313,7 @@ def test_the_newest_one_is_moved_when_the_same_error_comes_back_without_the_torn
     for left in (["100", "80", "90"], ["100", "80"], ["80"]):
         attempt.fails(end)
         assert names(out) == [f"checkpoint-{step}" for step in left]
-    assert attempt.fails(end).action is InJobAction.END, "no checkpoint made a difference"
+    assert attempt.fails(end).action is Action.END, "no checkpoint made a difference"
     assert names(out) == ["checkpoint-100", "checkpoint-80", "checkpoint-90"], "so all are back"
 
 
@@ -325,6 +325,6 @@ def test_an_older_torn_one_is_put_back_where_the_error_stays_and_no_other_is_lef
     attempt.fails(end)
     assert names(out) == ["checkpoint-100"]
     last = attempt.fails(end)
-    assert last.action is InJobAction.END
+    assert last.action is Action.END
     assert "; its newest checkpoint is checkpoint-100, and checkpoint-90 was moved away before" in last.reason
     assert names(out) == ["checkpoint-100", "checkpoint-90"]

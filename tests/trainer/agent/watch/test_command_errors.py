@@ -14,8 +14,8 @@ from trainer.agent.ladder.command_failures import (
     NewestCheckpoint,
     command_cause,
 )
-from trainer.agent.ladder.rank_death import RankEnd
 from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.failures.rank_end import RankEnd
 
 
 def end(rank: int = 0, **fields: Any) -> RankEnd:

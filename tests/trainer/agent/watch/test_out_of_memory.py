@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.ladder.rank_death import RankEnd, exit_words, find_cause
+from trainer.agent.ladder.rank_death import exit_words, find_cause
 from trainer.protocol.failures.outcome import FailureKind
-from trainer.protocol.messages.agents import RankExit
+from trainer.protocol.failures.rank_end import RankEnd
 
 KILLED = {"signal": signal.SIGKILL, "out_of_memory": "the kernel killed it, its cgroup may have 4.0 GiB"}
 GPU = {"exit_code": 1, "exception": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 20.00 GiB"}
@@ -75,7 +75,5 @@ def test_it_is_the_root_of_what_its_peers_only_saw() -> None:
     assert (cause.failure.kind, cause.failure.rank) == (FailureKind.OUT_OF_MEMORY, 1)
 
 
-def test_it_travels_in_the_report_of_the_exit() -> None:
-    sent = RankExit(generation=1, rank=1, signal=9, reported=False, step=3, out_of_memory="the kernel killed it")
-    assert RankEnd.from_report(sent, "n1", 1.0).out_of_memory == "the kernel killed it"
+def test_the_event_of_the_exit_names_it() -> None:
     assert exit_words(None, 9, "the kernel killed it") == "out of memory: the kernel killed it"

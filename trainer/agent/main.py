@@ -155,8 +155,6 @@ def run_agent(run_dir: str, attempt: str) -> NoReturn:
 
 
 class Agent:
-    """Agent process of a node in an attempt."""
-
     def __init__(self, run: RunDir, attempt: AttemptDir, early: list[int]) -> None:
         self._run, self._attempt, self._early = run, attempt, early
         self._started = time.monotonic()
@@ -173,7 +171,6 @@ class Agent:
         self._node_logs.close(_STDERR_SECONDS)
 
     async def live(self) -> int:
-        """Run from the launch gate to the exit code."""
         self._main = asyncio.current_task()
         report_exceptions(self._on_error)
         self._listen()
@@ -310,7 +307,6 @@ class Agent:
         return log
 
     async def _lead(self, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
-        """Start the coordinator in this loop; node 0 only."""
         state = AttemptState(
             run=self._run, attempt=self._attempt, config=config, identity=identity, events=self._log("coordinator"),
             token=token, started=self._started,

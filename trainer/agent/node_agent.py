@@ -356,7 +356,6 @@ class NodeAgent:
             self._tasks.spawn(local_ranks.kill_generation(ranks, self._link, politely=politely))
 
     async def _shut_down(self) -> None:
-        """End all processes of this node."""
         clean = self._link is None or await self._link.stop()
         if self._ranks is not None and not clean:
             helpers = self._pids_of_helpers()

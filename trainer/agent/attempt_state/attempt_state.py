@@ -92,7 +92,6 @@ class AttemptState:
         return self.generation
 
     def enter(self, stage: AttemptStage) -> None:
-        """Record the coordinator's activity, for the heartbeat."""
         self.stage = stage
 
     def start_ranks(self, master: tuple[str, int] | None) -> None:
@@ -106,7 +105,6 @@ class AttemptState:
         history.new_nodes = False
 
     def note_rank_end(self, end: RankEnd) -> None:
-        """Record the end of a rank of the current generation."""
         self.generation.note(end)
         self.history.trained = self.history.trained or end.stepped
 
@@ -147,7 +145,6 @@ class AttemptState:
             self.progress.phase = "command"  # phases of a user program are unknown
 
     def heartbeat(self) -> Heartbeat:
-        """Return the next heartbeat."""
         return self.progress.beat(generation=self.generation.number, nodes=self.roster.names(), state=self.stage)
 
     # -- stopping ----------------------------------------------------------------------------------------------------

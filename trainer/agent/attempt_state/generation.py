@@ -37,7 +37,6 @@ class AttemptHistory:
 
     @classmethod
     def from_token(cls, token: LaunchToken) -> "AttemptHistory":
-        """Return the history at the start of an attempt."""
         found = [parse_name(name) for name in (*token.checkpoints, *token.perhaps)]
         newest = max((name.step for name in found if name is not None), default=0)
         return cls(trained=token.trained or newest > 0, saved=newest)
@@ -91,7 +90,6 @@ class AttemptHistory:
             self.suspects.append(suspect)
 
     def add_report(self, report: ProgressReport) -> None:
-        """Update the history from a node's progress report."""
         self.trained = self.trained or report.stepped or report.restored > 0
         if report.stepped:
             self.reached = max(self.reached, report.step)
@@ -118,7 +116,6 @@ class GenerationState:
     drill: str = ""  # kind of the newest requested drill that ends this generation
 
     def note(self, end: RankEnd) -> None:
-        """Record the end of a rank."""
         self.ends[end.rank] = end
         if not end.good and self.first_failure is None:
             self.first_failure = end.at

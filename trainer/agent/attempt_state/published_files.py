@@ -137,7 +137,6 @@ class Outbox:
         self._raise_bugs()
 
     def _write(self, beat: Heartbeat, ranks: RankReadings | None) -> None:
-        """Write the readings to their files; raises OSError."""
         beat.write(self._attempt.heartbeat)
         if ranks is not None:
             ranks.write(self._attempt.ranks)

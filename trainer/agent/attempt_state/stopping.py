@@ -107,7 +107,6 @@ class Stopping:
         return end
 
     def on_signal(self, signal_name: str, now: float) -> Stop:
-        """Handle a signal that an agent received."""
         left = None if self.end is None else self.end - now
         reason = classify_signal(signal_name, kind=self._kind, left=left, lead_seconds=self._lead_now())
         why = f"an agent got {signal_name}"
@@ -115,11 +114,9 @@ class Stopping:
         return self._ask(reason, signal_name, why, now)
 
     def on_request(self, why: str, now: float) -> Stop:
-        """Handle a stop request found in the run directory."""
         return self._ask(StopReason.CANCEL, "", why or "a stop request", now)
 
     def is_due(self, now: float) -> bool:
-        """Return whether the end of the job is near enough to stop now."""
         at = self.stop_time
         return self.stop is None and at is not None and now >= at
 
@@ -145,7 +142,6 @@ class Stopping:
         )
 
     def on_deadline(self, now: float) -> Stop:
-        """Handle the approaching end of the job."""
         return self._ask(StopReason.TIME_LIMIT, "", "the time limit is near", now)
 
     def is_overdue(self, now: float) -> bool:

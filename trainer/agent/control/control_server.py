@@ -95,7 +95,6 @@ class PeerTimeout:
         self._since = self._looked = now
 
     def record_message(self, now: float) -> None:
-        """Record that the peer has sent something."""
         self._since = self._looked = now
 
     def seconds_silent(self, now: float) -> float:

@@ -93,7 +93,6 @@ class Seal:
         self._key, self._count = key, 0
 
     def sign(self, line: bytes) -> bytes:
-        """Return the line prefixed with its proof."""
         return self._proof(line) + b" " + line
 
     def verify(self, line: bytes) -> bytes | None:
@@ -107,7 +106,6 @@ class Seal:
 
 
 def new_nonce() -> str:
-    """Return a random nonce in hexadecimal."""
     return secrets.token_hex(_NONCE_DIGITS // 2)
 
 
@@ -242,7 +240,6 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
         self.send_line(encode(message))
 
     def send_line(self, text: str) -> None:
-        """Queue an already encoded message."""
         if self._transport.is_closing():
             return
         # Lone surrogates are replaced: the receiver could not encode them when writing to a file.

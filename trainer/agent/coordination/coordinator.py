@@ -99,13 +99,11 @@ class Startup:
         return found
 
     def _find_skewed(self, config: PreflightConfig) -> Failure | None:
-        """Return the clock skew failure of the nodes that could train, or None."""
         fit = [member for member in self._roster.present_members() if member.usable and member.faults == []]
         of_files = {member.name: member.ahead_of_files for member in fit}
         return preflight.skew({member.name: member.ahead for member in fit}, config, of_files)
 
     async def _wait_fork_servers(self) -> Decision | None:
-        """Wait until every training node's fork server can start ranks."""
         seconds = self._state.timeouts.ready
         ready = await self._messages.wait_until(lambda: self._roster.all_ready() or self._pointless(), seconds)
         stop, broken = self._state.stopping.stop, self._fatal()

@@ -138,7 +138,6 @@ class JobMonitor:
         self._usual_speeds: asyncio.Future[dict[str, float]] | None = None
 
     def start_generation(self) -> None:
-        """Discard the data of the previous generation."""
         generation = self._state.generation.number
         self._generation, self._hang_detector = generation, self._new_hang_detector(generation)
         cluster, straggler = self._config.cluster, self._config.detection.straggler
@@ -188,7 +187,6 @@ class JobMonitor:
             self._judge_benchmark(self._benchmark)
 
     def _judge_benchmark(self, benchmark: NodeBenchmark) -> None:
-        """Compare the measurements received."""
         known = self._usual_speeds is not None and self._usual_speeds.done()
         slow_node = self._slow_node = benchmark.failure(
             self._usual_speeds.result() if known and self._usual_speeds is not None else None
@@ -200,7 +198,6 @@ class JobMonitor:
         self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
 
     def rank_readings(self, wall: float) -> RankReadings:
-        """Return the content of ranks.json; `wall` is the time of day."""
         snapshot = self._hang_detector.snapshot
         ratios = {verdict.rank: verdict.ratio for verdict in self._work_windows.slow()} if self._work_windows else {}
         seen, command = snapshot.worst(time.monotonic(), MOST, ratios), bool(self._config.command)
@@ -224,7 +221,6 @@ class JobMonitor:
         return await self._find_desync(ends) if is_needed(ends) else None
 
     def _find_slow_node(self) -> Failure | None:
-        """Return the failure of a node that was measured too slow, or None."""
         if self._benchmark is not None and self._benchmark.timed_out(time.monotonic()):
             self._judge_benchmark(self._benchmark)
         slow_node, self._slow_node = self._slow_node, None

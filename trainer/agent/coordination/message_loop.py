@@ -40,7 +40,6 @@ class NodeFailures:
         self._state, self._roster = state, state.roster
 
     def lost(self, node: int, reason: str) -> None:
-        """Record that an agent has disconnected or timed out."""
         member = self._roster.members.get(node)
         if member is None or member.lost:
             return
@@ -80,7 +79,6 @@ class NodeFailures:
             self._fail(FailureKind.USER_ERROR, node, member.excluded)
 
     def agent_failed(self, node: int, reason: str) -> None:
-        """Record that an agent cannot serve its node."""
         self._roster.members[node].excluded = reason
         if self._roster.is_needed(node):
             self._fail(FailureKind.UNKNOWN, node, reason)
@@ -232,7 +230,6 @@ class MessageLoop:
         return "" if config.command else config.parallel.place_words(config.cluster.world_size, rank)
 
     def _handle_generation_message(self, node: int, message: agents.AboutGeneration) -> None:
-        """Handle a message about the current generation."""
         state = self._state
         member, generation = state.roster.members[node], state.generation
         match message:

@@ -67,7 +67,6 @@ class RequestInbox:
         self._requests = RepeatedRead(lambda: pending(folder, attempt, self._seen), folder)
 
     async def poll(self) -> list[Request]:
-        """Return the new requests; empty while the folder cannot be read."""
         try:
             found = await self._requests.result(READ_SECONDS)
         except OSError:

@@ -362,7 +362,6 @@ def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding
 
 
 def _waiting(waits: WaitGraph, found: WaitRoots) -> dict[Node, list[Node]]:
-    """Return the nodes that wait directly for each root."""
     waiting: dict[Node, list[Node]] = {root: [] for root in found}
     for node, after in enumerate(waits.after):
         for other in after:

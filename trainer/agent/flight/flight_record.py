@@ -111,8 +111,6 @@ def _global_rank(place: int, members: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _GroupLifetime:
-    """Newest lifetime of one group so far."""
-
     local: Any = None  # torch's number of the group in its process, unique per lifetime
     last: int = 0  # its newest collective
     before: int = 0  # earlier lifetimes that had collectives
@@ -253,7 +251,6 @@ class FlightRecord:
     whole: bool = False  # it holds an entry completed before every unfinished one, so no unfinished entry is lost
 
     def waits(self) -> set[str]:
-        """Return the groups in which the rank is inside a collective."""
         return {key for key, group in self.groups.items() if group.entered > group.completed}
 
     def to_json(self) -> str:

@@ -325,6 +325,5 @@ def _its_own_fault(path: Path) -> Iterator[None]:
 
 
 def _bytes(path: Path) -> bytes:
-    """Read at most one byte more than the largest accepted pickle."""
     with path.open("rb") as file:
         return file.read(MAX_PICKLE_BYTES + 1)

@@ -36,7 +36,6 @@ class Stall:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Return the ranks that the others wait for."""
         return (self.late or self.queued) + self.silent
 
     def __str__(self) -> str:
@@ -122,7 +121,6 @@ def _by_number(records: Records) -> Numbers:
 
 
 def stalls(records: Records) -> list[Stall]:
-    """Return one stall for each group in which a rank waits."""
     return [stall for key in records.members if (stall := _stall(records, key)) is not None]
 
 
@@ -301,7 +299,6 @@ class WaitGraph:
         return node
 
     def inside(self, node: Node) -> tuple[int, ...]:
-        """Return the ranks that wait at a node."""
         place = self.places[node]
         match place:
             case Stall():
@@ -334,7 +331,6 @@ class WaitGraph:
 
 
 def build(records: Records, stalls: Sequence[Stall]) -> WaitGraph:
-    """Return the graph of these stalls and all unfinished messages."""
     waits = WaitGraph()
     items: dict[int, list[_Item]] = {}
     for stall in stalls:

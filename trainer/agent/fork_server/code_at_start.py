@@ -75,7 +75,6 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
 
 
 def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
-    """Write the events of a fork server that is ready."""
     fields = {"warm": ready.warm, "reason": ready.reason, "seconds": ready.seconds}
     events.write(EventKind.FORK_SERVER, node=node, **fields)
     if ready.code:

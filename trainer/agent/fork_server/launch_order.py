@@ -27,7 +27,6 @@ def torchrun_environment(
     *, run: RunDir, attempt: AttemptDir, config: JobConfig, node_rank: int, generation: int, local_rank: int,
     master: tuple[str, int], inherited: Mapping[str, str],
 ) -> dict[str, str]:  # fmt: skip
-    """Return torchrun's variables for one rank, plus ours."""
     per_node, world = config.cluster.ranks_per_node, config.cluster.world_size
     rank = node_rank * per_node + local_rank
     threads = inherited.get("OMP_NUM_THREADS") or str(max(1, config.cluster.cpus_per_task // per_node))
@@ -127,8 +126,6 @@ def gpus(identity: NodeIdentity, config: JobConfig, environ: Mapping[str, str]) 
 
 
 class RankLauncher:
-    """Builder of the launch orders for the ranks of one node."""
-
     def __init__(
         self,
         run: RunDir,
@@ -144,7 +141,6 @@ class RankLauncher:
         self._environ, self._reached_at, self._sockets = environ, host, sockets
 
     def launch_order(self, start: StartGeneration, local_rank: int) -> StartRank:
-        """Return the launch order for one rank of this node."""
         config, node_rank = self._config, start.node_rank
         rank = node_rank * config.cluster.ranks_per_node + local_rank
         bound = cores_of_rank(self._identity, config, node_rank, local_rank, os.sched_getaffinity(0))

@@ -79,7 +79,6 @@ class ForkServerLink:
         return self._lost
 
     def stopped(self) -> bool:
-        """Return whether it is stopped by a signal or a debugger."""
         signs = None if self._lost else read_activity(self._process.pid)
         return signs is not None and signs.state in "Tt"
 
@@ -88,7 +87,6 @@ class ForkServerLink:
         self._send(order, descriptors)
 
     def signal_ranks(self, number: int) -> None:
-        """Signal the process groups of all ranks."""
         self._send(SignalRanks(number=number))
 
     def _send(self, message: ToForkServer, descriptors: Sequence[int] = ()) -> None:

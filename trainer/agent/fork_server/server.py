@@ -357,7 +357,6 @@ def _torch_words(error: BaseException) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the fork server of the agent that started this process."""
     outlive_step_signals()
     descriptor, agent, attempt = int(arguments[0]), int(arguments[1]), AttemptDir(Path(arguments[2]))
     cold, *recorded = arguments[3:] or [""]

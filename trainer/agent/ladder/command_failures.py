@@ -209,7 +209,6 @@ def _ended_early(ends: Sequence[RankEnd], root: RankEnd) -> RankEnd | None:
 
 
 def judge(row: Sequence[CommandFailure], past: CommandPast) -> CommandJudgement:
-    """Judge the newest of these consecutive failures."""
     last, alike = row[-1], _count_repeats(row)
     # The cause may be what it loads at the start, so try an older checkpoint before blaming the program.
     if reason := _why_set_aside(row, past):

@@ -102,7 +102,6 @@ class Situation:
 
     @property
     def stop_words(self) -> str:
-        """Return the reason of the stop as text."""
         return self.stop_why or self.stopping.name.lower().replace("_", " ")
 
     def bad(self) -> list[RankEnd]:
@@ -361,7 +360,6 @@ def stop_failure(stopping: StopReason, reason: str, words: str) -> Decision:
 
 
 def end(reason: str, failure: Failure, mark: str = "") -> Decision:
-    """End a failed attempt."""
     return Decision(action=Action.END, reason=reason, failure=failure, mark=mark)
 
 
@@ -382,7 +380,6 @@ def _cut(reason: str) -> str:
 
 
 def exit_code(failure: Failure) -> ExitCode:
-    """Return the agents' exit code after this failure."""
     if failure.kind in _NEVER_RETRY:
         return ExitCode.NEVER_RETRY
     if failure.kind is FailureKind.NODE_SUSPECT:

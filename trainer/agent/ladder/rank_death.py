@@ -189,7 +189,6 @@ def _mismatch(end: RankEnd) -> bool:
 
 
 def exit_words(exit_code: int | None, number: int | None, memory_kill: str = "") -> str:
-    """Describe the end of a process."""
     if memory_kill:
         return f"out of memory: {memory_kill}"
     return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"

@@ -31,7 +31,6 @@ def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str 
 
 
 def _replacement_cause(left: Member, failure: Failure) -> FailureKind:
-    """Return the kind of failure for which this node was replaced."""
     if left.name in failure.nodes:
         return failure.kind
     return FailureKind.AGENT_LOST if left.lost else FailureKind.NODE_SUSPECT
@@ -46,7 +45,6 @@ def _exclude_nodes(decision: Decision, roster: Roster) -> None:
 
 
 def _replaced_nodes(decision: Decision) -> tuple[str, ...]:
-    """Return the names of the nodes that spares replace."""
     return decision.lost or (decision.failure.nodes if decision.failure is not None else ())
 
 

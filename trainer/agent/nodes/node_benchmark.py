@@ -111,7 +111,6 @@ def _well_elsewhere(
     seconds: Mapping[frozenset[str], float],
     bad: set[frozenset[str]],
 ) -> bool:
-    """Return whether the partner was fast with another node."""
     return any(partner < pair and pair not in but and pair not in bad for pair in seconds)
 
 
@@ -163,7 +162,6 @@ class NodeBenchmark:
         return True
 
     def missing(self) -> list[int]:
-        """Return the ranks without measurements."""
         return [rank for rank in range(len(self._nodes)) if rank not in self._measured]
 
     def failure(self, history: Mapping[str, float] | None = None) -> Failure | None:
@@ -172,7 +170,6 @@ class NodeBenchmark:
         return find_slow_node(measured, self._nodes, self._config, history) if self._comparable else None
 
     def median_speeds(self) -> dict[str, float]:
-        """Return the median node's speeds, for the record."""
         return median_speeds_of_nodes(self._measured.values(), self._nodes)
 
 

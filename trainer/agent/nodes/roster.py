@@ -119,8 +119,6 @@ _NOTHING_REPORTED = ProgressReport(generation=-1)
 
 @dataclass(kw_only=True)
 class Member:
-    """Agent that has joined."""
-
     node: int
     name: str
     peer: AgentPeer
@@ -225,7 +223,6 @@ class Roster:
         return [member for member in found if member is not None and not member.lost]
 
     def spares(self) -> list[Member]:
-        """Return the members that could replace a training node."""
         training = set(self.node_ranks.values())
         return [member for member in self._usable() if member.node not in training]
 
@@ -234,7 +231,6 @@ class Roster:
         return [member for member in self.members.values() if member.usable and member.faults == []]
 
     def enough(self) -> bool:
-        """Return whether enough nodes have joined, including the leader."""
         return assign_node_ranks_to(self._wanted, [member.node for member in self.present_members()])[0] is not None
 
     def can_train(self) -> bool:
@@ -247,7 +243,6 @@ class Roster:
         return assign_node_ranks_to(self._wanted, set(range(self._nodes)) - gone - self._given_up)[0] is not None
 
     def give_up(self, node: int) -> None:
-        """Stop expecting a node that has not joined."""
         self._given_up.add(node)
 
     def assign_node_ranks(self) -> str:
@@ -275,18 +270,15 @@ class Roster:
         return node in self.node_ranks.values() if self._assigned else not self.could_train()
 
     def find_node(self, name: str | None) -> int | None:
-        """Return the node of this name, if its agent is not lost."""
         return next((member.node for member in self.present_members() if member.name == name), None)
 
     def missing_nodes(self) -> list[int]:
-        """Return the nodes whose agents have never joined."""
         return [node for node in range(self._nodes) if node not in self.members]
 
     def complete(self) -> bool:
         return not self.missing_nodes()
 
     def all_examined(self) -> bool:
-        """Return whether all members have reported their preflight."""
         return all(member.faults is not None for member in self.present_members())
 
     def unexamined_nodes(self) -> list[str]:
@@ -332,7 +324,6 @@ class Roster:
         return quiet, f"it has been silent for {now - quiet.last_message_at:.0f} s{also}"
 
     def broadcast(self, message: ToAgent) -> None:
-        """Send one message to every agent that is not lost."""
         for member in self.present_members():
             member.peer.send(message)
 

@@ -97,7 +97,6 @@ class SupervisedTasks:
         self._tasks: set[Task] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> Task:
-        """Start a task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
@@ -109,7 +108,6 @@ class SupervisedTasks:
             task.result()
 
     def cancel(self) -> None:
-        """Cancel every running task."""
         for task in self._tasks:
             task.cancel()
 
@@ -143,7 +141,6 @@ def report_exceptions(on_error: Callable[[BaseException], None]) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return one line with the error's class, message and origin."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
     message = " ".join(str(error).split())[:500]

@@ -62,7 +62,6 @@ class LogPipes:
             threading.Thread(target=work, name="orch-logs", daemon=True).start()
 
     def limit(self, limits: LogsConfig) -> None:
-        """Rotate by these limits from now on."""
         self._limits = limits
 
     def descriptor(self, path: Path) -> int:
@@ -168,7 +167,6 @@ def _gap(lost: int) -> bytes:
 
 
 def _unread(descriptor: int) -> int:
-    """Return the number of bytes in a pipe."""
     answer = bytearray(4)
     fcntl.ioctl(descriptor, termios.FIONREAD, answer)
     return int.from_bytes(answer, "little")

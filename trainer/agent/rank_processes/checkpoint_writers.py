@@ -107,8 +107,6 @@ class CheckpointWriter:
 
 
 class CheckpointWriters:
-    """Checkpoint writers of all local ranks."""
-
     def __init__(self, ranks: range, environ: Mapping[str, str], output: int) -> None:
         """`output` is the descriptor for the writers' stdout and stderr."""
         self._writers = [CheckpointWriter(rank, environ, output) for rank in ranks]
@@ -119,11 +117,9 @@ class CheckpointWriters:
         return self._writers[local_rank].connection()
 
     def writer_pid(self, rank: int) -> int | None:
-        """Return the PID of this rank's writer, or None once it has exited."""
         return self._writers[rank - self._first].pid
 
     def pids(self) -> set[int]:
-        """Return the PIDs of all live writers."""
         return {checkpoint_writer.pid for checkpoint_writer in self._writers if checkpoint_writer.pid is not None}
 
     async def close(self) -> None:

@@ -70,7 +70,6 @@ class LocalRank:
         return self.last
 
     def has_stepped(self) -> bool:
-        """Return whether this generation has trained a step."""
         return self.last.step > self.last.restored_step
 
 
@@ -291,7 +290,6 @@ _VALUES = {"slow-rank": 0.3}
 
 
 def is_here(order: InjectFault, ranks: LocalRanks, node_rank: int | None) -> bool:
-    """Return whether the order concerns this node."""
     return order.at == node_rank if order.kind in AGENT_KINDS else order.at in ranks.by_rank
 
 

@@ -236,8 +236,6 @@ class SlowPattern(Exception):  # noqa: N818  # it names the pattern
 
 @dataclass(frozen=True, kw_only=True)
 class CommandStep:
-    """Values in the newest matching line."""
-
     step: int
     total: int = 0  # 0: unknown
     loss: float | None = None

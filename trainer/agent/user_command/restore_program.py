@@ -29,7 +29,6 @@ _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$
 
 
 def main(program: list[str]) -> int:
-    """Run the program as this rank; returns its exit code."""
     checkpoint, began = Path(os.environ[CHECKPOINT_VARIABLE]), time.time()
     before = content(checkpoint)
     shielded = can_shield(checkpoint)
@@ -59,7 +58,6 @@ def run(words: list[str]) -> int:
 
 
 def judge(code: int, changed: bool, rank: int) -> tuple[Outcome, str]:
-    """Return the outcome for an exit code of the program, and the reason."""
     if code == BAD:
         return Outcome.SUSPECT, f"the program found it bad: exit code {BAD} of rank {rank}"
     if code in _NOT_STARTED:

@@ -106,7 +106,6 @@ _GPU = "UTILIZATION,MEMORY,ECC,TEMPERATURE,POWER,CLOCK,PERFORMANCE,PAGE_RETIREME
 
 
 def kernel(seconds: float) -> bytes:
-    """Return the end of the kernel's log; raises OSError if it is not readable."""
     return b"\n".join(_run_tool(["dmesg", "--time-format", "iso"], seconds).splitlines()[-_MESSAGES:])
 
 
@@ -346,7 +345,6 @@ class EvidenceCollector:
     async def collect(
         self, order: QueryFlights | CollectEvidence, ranks: LocalRanks, sampler: Sampler, peer: CoordinatorPeer
     ) -> None:
-        """Answer either query."""
         match order:
             case QueryFlights():
                 await self._send_flight_records(order, ranks, peer)

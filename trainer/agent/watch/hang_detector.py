@@ -120,7 +120,6 @@ class HangDetector:
             query.waits.discard(node)
 
     def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
-        """Record that an agent has written its part of the evidence, as far as possible."""
         if self.incident is not None and message.incident == self.incident.name:
             self.incident.waits.discard(node)
             if message.missing:

@@ -151,7 +151,6 @@ class Limits:
         return Allowed(min(most, began + stopped), f"the {format_seconds(stopped)} that a halted process may take")
 
     def _phase_limit(self, phase: str, first: bool) -> _Limit:
-        """Return the limit of a rank that shows no activity."""
         known = self._silent.get((phase, first))
         if known is None:
             known = self._silent[phase, first] = self._measured_limit(phase, first)

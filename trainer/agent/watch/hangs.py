@@ -37,8 +37,6 @@ class HangVerdict(Enum):
 
 
 class HangKind(StrEnum):
-    """Kind of a rank's hang."""
-
     STOPPED = "stopped"  # its process, by a signal
     DEAD = "dead"  # its process, unnoticed
     STUCK_IN_DATA = "stuck_in_data"

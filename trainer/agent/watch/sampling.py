@@ -71,7 +71,6 @@ class JobSnapshot:
         return [_age_sample(sample, max(0.0, now - heard)) for heard, sample in found]
 
     def p99(self) -> dict[str, float]:
-        """Return each phase's 99th percentile on the slowest node, in seconds."""
         return {phase: max(by_node.values()) for phase, by_node in self._p99.items()}
 
     def __len__(self) -> int:
@@ -79,7 +78,6 @@ class JobSnapshot:
 
 
 def _age_sample(sample: RankSample, seconds: float) -> RankSample:
-    """Return the sample aged by `seconds`."""
     return RankSample(
         rank=sample.rank, node=sample.node, step=sample.step, phase=sample.phase, first=sample.first,
         collective=sample.collective, age=sample.age + seconds, alive=sample.alive + seconds,
@@ -167,7 +165,6 @@ class Sampler:
         self._worked: dict[int, int] = {}
 
     def samples(self) -> list[RankSample]:
-        """Return the current sample of every rank."""
         everybody = self._ranks.by_rank.values()
         for local in everybody:
             local.read_progress()

@@ -187,8 +187,6 @@ class _Streak:
 
 @dataclass(kw_only=True)
 class _Found:
-    """Result of one window of a group, as positions of ranks within the group."""
-
     named: list[int] = field(default_factory=list)
     over: list[tuple[int, _Case]] = field(default_factory=list)
 

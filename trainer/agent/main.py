@@ -6,10 +6,12 @@ the user. It is therefore read through the descriptor of a run directory owned b
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,17 +27,17 @@ from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.launch_gate import LaunchRefused, wait_for_go
 from trainer.agent.ladder.rank_death import signal_name
 from trainer.agent.node_agent import NodeAgent
-from trainer.agent.processes import proc
+from trainer.agent.processes import proc, watchdog
 from trainer.agent.processes.background_tasks import (
     HungFileSystem,
     RepeatedRead,
+    SupervisedTasks,
     WriteBehind,
     read_file,
     report_exceptions,
     settle,
 )
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.processes.watchdog_client import WatchdogClient
 from trainer.protocol.config import JobConfig, config_digest, load
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind, EventLog
@@ -45,10 +47,46 @@ from trainer.protocol.logs.line_file import LineFile
 from trainer.protocol.logs.log_rotation import LogsConfig
 from trainer.protocol.messages.agents import PROTOCOL, Hello, installed_release
 from trainer.protocol.node_identity import NodeIdentity, discover
-from trainer.protocol.rank_progress.progress import STEP_SIGNALS
+from trainer.protocol.rank_progress.progress import STEP_SIGNALS, block_step_signals
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets import run_secrets
 from trainer.protocol.secrets.secret_redaction import in_use
+
+BEAT_SECONDS = 0.5
+
+
+class WatchdogClient:
+    """Watchdog process and its heartbeat. Must be created in the event loop; the watchdog ends with this process."""
+
+    def __init__(self, *, seconds: float, report: Path, node: int, name: str) -> None:
+        theirs, self._ours = os.pipe()
+        os.set_blocking(self._ours, False)
+        words = [str(theirs), str(os.getpid()), str(seconds), str(report), str(node), name]
+        command = [sys.executable, "-I", "-S", watchdog.__file__, *words]
+        with block_step_signals():  # Slurm signals every process of a step
+            self._process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL)
+        os.close(theirs)
+        self._tasks = SupervisedTasks()
+        self._tasks.spawn(self._beat())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def _beat(self) -> None:
+        while True:
+            # A watchdog that does not read is suspended or gone; neither may end this agent.
+            with suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._ours, b".")
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def close(self) -> None:
+        """Stop the watchdog when the agent ends normally."""
+        self._tasks.cancel()
+        os.close(self._ours)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(2.0)
+
 
 _WRITABLE_BY_OTHERS = 0o022
 

@@ -29,8 +29,19 @@ from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AgentEnd, ExitCode
 from trainer.protocol.failures.rank_end import RankEnd
-from trainer.protocol.messages import agents, fork_server
-from trainer.protocol.messages.ranks import Saves, Speeds, Store
+from trainer.protocol.messages import agents
+from trainer.protocol.messages.ranks import (
+    ForkServerReady,
+    FromForkServer,
+    ImportFailed,
+    RankGone,
+    RankSpawned,
+    Saves,
+    SpawnFailed,
+    Speeds,
+    StartRank,
+    Store,
+)
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -194,24 +205,24 @@ class NodeAgent:
         per_node = self._config.cluster.ranks_per_node
         return range(self._node_rank * per_node, (self._node_rank + 1) * per_node)
 
-    def _on_fork_server_message(self, message: fork_server.FromForkServer, descriptors: list[int]) -> None:
+    def _on_fork_server_message(self, message: FromForkServer, descriptors: list[int]) -> None:
         match message:
-            case fork_server.ForkServerReady():
+            case ForkServerReady():
                 self._startup_failures = 0
                 code_at_start.write_events(self._events, self._node.node, message)
                 self._warm = message.warm
                 self._peer.send(agents.Ready(warm=message.warm))
-            case fork_server.ImportFailed():
+            case ImportFailed():
                 self._startup_failures = _MAX_STARTUP_FAILURES
                 _log(message.traceback)
                 self._peer.send(agents.Unloadable(exception=message.exception, message=message.message))
-            case fork_server.RankSpawned():
+            case RankSpawned():
                 self._on_spawned(message, descriptors[0])
             case RankEnd():
                 self._on_ended(message)
-            case fork_server.RankGone():
+            case RankGone():
                 self._gone(message.rank)
-            case fork_server.SpawnFailed():
+            case SpawnFailed():
                 assert self._link is not None
                 self._link.kill(f"rank {message.rank} could not be started: {message.reason}")
 
@@ -262,7 +273,7 @@ class NodeAgent:
         if start.generation > 1 and not self._warm and self._node.node == 0:  # its ranks import everything again
             self._tasks.spawn(code_at_start.note_changes(self._attempt, self._config, self._events))
 
-    def _start_rank(self, order: fork_server.StartRank, local: LocalRank, local_rank: int) -> None:
+    def _start_rank(self, order: StartRank, local: LocalRank, local_rank: int) -> None:
         assert self._link is not None
         output = self._logs.descriptor(self._attempt.rank_log(local.rank))
         if self._writers is None:
@@ -288,7 +299,7 @@ class NodeAgent:
 
         loop.add_reader(local.control, read)
 
-    def _on_spawned(self, spawned: fork_server.RankSpawned, handle: int) -> None:
+    def _on_spawned(self, spawned: RankSpawned, handle: int) -> None:
         assert self._ranks is not None
         local = self._ranks.by_rank[spawned.rank]
         local.pid, local.handle = spawned.pid, handle

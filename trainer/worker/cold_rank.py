@@ -2,8 +2,8 @@
 
 import os
 
+from trainer.protocol.messages.ranks import SPEC_VARIABLE, RankSpec
 from trainer.protocol.rank_progress.progress import outlive_step_signals
-from trainer.protocol.rank_progress.rank_messages import SPEC_VARIABLE, RankSpec
 
 
 def main() -> int:

@@ -10,8 +10,8 @@ from typing import Any
 from trainer.protocol.failures.missing_installation import describe_missing
 from trainer.protocol.failures.outcome import ExitCode, legible
 from trainer.protocol.failures.rank_end import RankEnd, append_outcome
+from trainer.protocol.messages.ranks import RankSpec, send_message
 from trainer.protocol.rank_progress.progress import ProgressCell
-from trainer.protocol.rank_progress.rank_messages import RankSpec, send_message
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.secrets.secret_redaction import in_use
 from trainer.worker import workload

@@ -23,8 +23,8 @@ from trainer.parallel.apply import mesh
 from trainer.protocol.config import JobConfig, load
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.launch_token import LaunchToken, holds
+from trainer.protocol.messages.ranks import RankSpec, report_saves
 from trainer.protocol.rank_progress.progress import Phase, ProgressCell, StopReason
-from trainer.protocol.rank_progress.rank_messages import RankSpec, report_saves
 from trainer.protocol.restore_test import read_order
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.secrets.secret_redaction import in_use

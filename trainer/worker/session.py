@@ -15,8 +15,8 @@ from trainer.protocol.config import JobConfig, config_digest
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.protocol.rank_progress.progress import Phase, ProgressCell
-from trainer.protocol.rank_progress.rank_messages import RankSpec
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.worker.data import unwrap_data
 from trainer.worker.optimizer import learning_rate, set_learning_rate

@@ -12,7 +12,7 @@ from trainer.protocol.events import Event, EventKind, read_events
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure
 from trainer.protocol.failures.rank_end import all_outcomes
 from trainer.protocol.logs.log_rotation import read_tail
-from trainer.protocol.rank_progress.rank_messages import generation_mark
+from trainer.protocol.messages.ranks import generation_mark
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _QUIET_ENDS = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)

@@ -25,10 +25,9 @@ from trainer.protocol.events import EventLog
 from trainer.protocol.failures.rank_end import RankEnd, append_outcome
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.agents import PreflightFault
-from trainer.protocol.messages.ranks import Store
+from trainer.protocol.messages.ranks import Store, send_message
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
-from trainer.protocol.rank_progress.rank_messages import send_message
 from trainer.protocol.run_dir import RunDir
 
 M = TypeVar("M")

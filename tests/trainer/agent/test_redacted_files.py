@@ -13,9 +13,8 @@ from trainer.agent.coordination.job_monitor import write_verdict
 from trainer.agent.fork_server.launch_order import torchrun_environment
 from trainer.agent.rank_processes.rank_exit import last_output
 from trainer.agent.user_command.command_run import CommandMemory, SetAsideCheckpoint
+from trainer.agent.watch.declare_hang import HangJudgement, HangVerdict, Incident
 from trainer.agent.watch.evidence import _Bundle
-from trainer.agent.watch.hang_detector import Incident
-from trainer.agent.watch.hangs import HangJudgement, HangVerdict
 from trainer.protocol import skipped_batches
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.server import _import_workload
 from trainer.protocol.config import JobConfig, WorkloadConfig
-from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, ImportFailed
+from trainer.protocol.messages.ranks import FROM_FORK_SERVER, ImportFailed, packet_pair, receive_packet
 
 
 @pytest.mark.parametrize(
@@ -28,13 +27,13 @@ def test_what_the_import_raises_is_told_to_the_agent(
     (tmp_path / "mine_that_ends.py").write_text(source)
     monkeypatch.setattr(sys, "path", [*sys.path])
     config = JobConfig(workload=WorkloadConfig(target="mine_that_ends:Mine", path=(str(tmp_path),)))
-    ours, theirs = unix_transport.pair()
+    ours, theirs = packet_pair()
     with ours, theirs:
         with pytest.raises(SystemExit) as ended:
             _import_workload(config, theirs)
         assert ended.value.code == 1
         ours.settimeout(60)
-        packet, _ = unix_transport.receive(ours, FROM_FORK_SERVER)
+        packet, _ = receive_packet(ours, FROM_FORK_SERVER)
     assert isinstance(packet, ImportFailed)
     assert packet.exception == exception
     assert message in packet.message

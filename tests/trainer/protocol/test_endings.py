@@ -9,8 +9,7 @@ import pytest
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd, all_outcomes, append_outcome, find_outcome
 from trainer.protocol.launch_token import LaunchToken, holds, revoke
-from trainer.protocol.messages.ranks import FROM_RANK, TO_RANK, Store
-from trainer.protocol.rank_progress.rank_messages import RankSpec, receive_message, send_message
+from trainer.protocol.messages.ranks import FROM_RANK, TO_RANK, RankSpec, Store, receive_message, send_message
 from trainer.protocol.requests import Request, RequestKind, pending
 from trainer.protocol.run_dir import AttemptDir, RunDir
 

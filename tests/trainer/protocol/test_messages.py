@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.protocol.messages import agents, fork_server, ranks
+from trainer.protocol.messages import agents, ranks
 from trainer.protocol.messages.codec import LONGEST_ROWS, Direction, MessageError, encode, parse, wire_name
+from trainer.protocol.messages.ranks import TO_FORK_SERVER, StartRank
 
 DIRECTIONS: dict[str, Direction[Any]] = {
     name: value
-    for module in (agents, fork_server, agents, ranks)
+    for module in (agents, ranks, agents, ranks)
     for name, value in vars(module).items()
     if isinstance(value, Direction)
 }
@@ -99,7 +100,7 @@ def test_every_message_has_one_name_and_every_class_a_direction() -> None:
     names = [wire_name(one) for _, one in PAIRS]
     by_class = {one for _, one in PAIRS}
     assert len({*names}) == len(by_class)
-    for module in (agents, fork_server, agents, ranks):
+    for module in (agents, ranks, agents, ranks):
         own = {value for value in vars(module).values() if is_dataclass(value) and value.__module__ == module.__name__}
         nested = {one for kind in by_class for one in _inside(kind)}
         assert own <= by_class | nested
@@ -190,8 +191,8 @@ def test_rows_that_are_too_many_or_malformed_are_refused(field: str, value: Any)
 
 def test_a_command_may_have_more_words_than_a_message_has_rows() -> None:
     words = tuple("x" for _ in range(LONGEST_ROWS + 1))
-    order = fork_server.StartRank(rank=0, generation=1, env={}, command=words)
-    assert fork_server.TO_FORK_SERVER.read(encode(order).encode()) == order
+    order = StartRank(rank=0, generation=1, env={}, command=words)
+    assert TO_FORK_SERVER.read(encode(order).encode()) == order
 
 
 def test_as_many_rows_as_may_be_are_read() -> None:

@@ -6,8 +6,16 @@ import struct
 
 import pytest
 
-from trainer.protocol.rank_progress.progress import SIZE, Phase, ProgressCell, StopReason
-from trainer.protocol.rank_progress.stage_activity import Activity, SentMessages, StageActivity, decode_activity
+from trainer.protocol.rank_progress.progress import (
+    SIZE,
+    Activity,
+    Phase,
+    ProgressCell,
+    SentMessages,
+    StageActivity,
+    StopReason,
+    decode_activity,
+)
 
 
 @pytest.fixture

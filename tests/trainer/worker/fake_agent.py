@@ -23,9 +23,8 @@ from tests.warm_root import skip_absent_numpy
 from trainer.protocol.config import JobConfig
 from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.launch_token import revoke
-from trainer.protocol.messages.ranks import FROM_RANK, Store
+from trainer.protocol.messages.ranks import FROM_RANK, RankSpec, Store, receive_message, send_message
 from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
-from trainer.protocol.rank_progress.rank_messages import RankSpec, receive_message, send_message
 from trainer.protocol.run_dir import RunDir
 from trainer.worker.main import rank_main
 from trainer.worker.startup import node_benchmark

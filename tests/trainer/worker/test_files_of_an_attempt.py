@@ -8,7 +8,7 @@ from checkpointing.storage.durable import dump_line
 from trainer.protocol.events import EventKind, read_events
 from trainer.protocol.failures.rank_end import RankEnd, all_outcomes, pack_error_file
 from trainer.protocol.logs.line_file import work_lines
-from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.worker.crash_report import report_end
 from trainer.worker.reporting.metrics import Journal

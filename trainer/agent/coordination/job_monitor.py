@@ -17,11 +17,10 @@ from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.ladder.rank_death import secondary_order
 from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.agent.processes import background_tasks
-from trainer.agent.watch.hang_detector import HangDetector, Incident
+from trainer.agent.watch.declare_hang import HangDetector, HangJudgement, HangVerdict, Incident
 from trainer.agent.watch.hang_limits import RankSample, after_hangs
-from trainer.agent.watch.hangs import HangJudgement, HangKind, HangVerdict
-from trainer.agent.watch.stage_waits import StageNeighbours
 from trainer.agent.watch.stragglers import WorkWindows, coordinate
+from trainer.agent.watch.waiting_ranks import HangKind, StageNeighbours
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import Failure, FailureKind

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.protocol.rank_progress.rank_messages import decode_runs, encode_runs
+from trainer.protocol.messages.ranks import decode_runs, encode_runs
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 """Exceptions raised by reading a malformed record."""
@@ -366,7 +366,7 @@ def parse(
 ) -> FlightRecord:
     """Parse a dump of torch's flight recorder (format 2.x), ignoring unknown and missing parts.
     `dump` is its text or parsed content. `groups` is the rank's own report of its groups
-    (`trainer.protocol.rank_progress.rank_messages`), needed because gloo's dumps name none. `suffix` is appended to
+    (`trainer.protocol.messages.ranks`), needed because gloo's dumps name none. `suffix` is appended to
     all group names. Raises ValueError if it is not a dump.
     """
     dump = json.loads(dump) if isinstance(dump, (str, bytes)) else dump

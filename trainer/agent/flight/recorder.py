@@ -19,7 +19,7 @@ from typing import Any
 
 from checkpointing.storage.trusted_path import is_trusted
 from trainer.agent.flight.flight_record import UNREADABLE, FlightRecord, parse, read
-from trainer.protocol.rank_progress.rank_messages import groups_file
+from trainer.protocol.messages.ranks import groups_file
 from trainer.protocol.run_dir import AttemptDir
 
 MAX_PICKLE_BYTES = 64 << 20

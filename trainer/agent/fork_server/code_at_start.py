@@ -12,7 +12,7 @@ from trainer.agent.fork_server.launch_order import with_interpreter, working_dir
 from trainer.agent.processes.background_tasks import start_detached
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
-from trainer.protocol.messages.fork_server import ForkServerReady
+from trainer.protocol.messages.ranks import ForkServerReady
 from trainer.protocol.node_identity import discover
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.user_code.code_record import (

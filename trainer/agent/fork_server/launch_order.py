@@ -14,9 +14,8 @@ from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.messages.agents import StartGeneration
-from trainer.protocol.messages.fork_server import StartRank
+from trainer.protocol.messages.ranks import RankSpec, StartRank, place_variables
 from trainer.protocol.node_identity import NodeIdentity
-from trainer.protocol.rank_progress.rank_messages import RankSpec, place_variables
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets.secret_redaction import LISTED
 

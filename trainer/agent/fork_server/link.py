@@ -8,9 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from trainer.agent.control import unix_transport
 from trainer.agent.processes.proc import read_activity
-from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, FromForkServer, SignalRanks, StartRank, ToForkServer
+from trainer.protocol.messages.ranks import (
+    FROM_FORK_SERVER,
+    FromForkServer,
+    SignalRanks,
+    StartRank,
+    ToForkServer,
+    packet_pair,
+    receive_packet,
+    send_packet,
+)
 from trainer.protocol.rank_progress.progress import block_step_signals
 from trainer.protocol.run_dir import AttemptDir
 
@@ -39,7 +47,7 @@ class ForkServerLink:
         self._on_message, self._on_lost = on_message, on_lost
         self._lost = self._listening = False
         self._loop = asyncio.get_running_loop()
-        self._socket, theirs = unix_transport.pair()
+        self._socket, theirs = packet_pair()
         # A fork server that does not read for this long counts as dead.
         self._socket.settimeout(5.0)
         try:
@@ -93,12 +101,12 @@ class ForkServerLink:
         if self._lost:
             return
         try:
-            unix_transport.send(self._socket, message, descriptors)
+            send_packet(self._socket, message, descriptors)
         except OSError as error:
             self._lose(f"it does not listen: {error}")
 
     def _read(self) -> None:
-        message, descriptors = unix_transport.receive(self._socket, FROM_FORK_SERVER)
+        message, descriptors = receive_packet(self._socket, FROM_FORK_SERVER)
         if message is None:
             self._loop.remove_reader(self._socket)
             return
@@ -127,7 +135,7 @@ class ForkServerLink:
         self._socket.setblocking(False)
         try:
             while True:
-                message, descriptors = unix_transport.receive(self._socket, FROM_FORK_SERVER)
+                message, descriptors = receive_packet(self._socket, FROM_FORK_SERVER)
                 if message is None:
                     return
                 self._on_message(message, descriptors)

@@ -22,7 +22,6 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
 from trainer.agent.processes import proc
 from trainer.agent.processes.proc import AGENT_DIED_SIGNAL, set_pdeathsig
@@ -31,17 +30,22 @@ from trainer.protocol.config import JobConfig, load
 from trainer.protocol.failures.missing_installation import describe_missing
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.failures.rank_end import RankEnd
-from trainer.protocol.messages.fork_server import (
+from trainer.protocol.messages.ranks import (
+    SPEC_VARIABLE,
     TO_FORK_SERVER,
     ForkServerReady,
     FromForkServer,
     ImportFailed,
     RankGone,
     RankSpawned,
+    RankSpec,
     SignalRanks,
     SpawnFailed,
     StartRank,
     ToForkServer,
+    generation_mark,
+    receive_packet,
+    send_packet,
 )
 from trainer.protocol.node_identity import process_state
 from trainer.protocol.rank_progress.progress import (
@@ -50,7 +54,6 @@ from trainer.protocol.rank_progress.progress import (
     outlive_step_signals,
     unblock_step_signals,
 )
-from trainer.protocol.rank_progress.rank_messages import SPEC_VARIABLE, RankSpec, generation_mark
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.secrets.secret_redaction import in_use
 
@@ -204,7 +207,7 @@ class ForkServer:
             os.read(self._wake_in, 4096)
         self._reap()
         if self._link.fileno() in ready:
-            order, descriptors = unix_transport.receive(self._link, TO_FORK_SERVER)
+            order, descriptors = receive_packet(self._link, TO_FORK_SERVER)
             if order is None:
                 return False
             self._handle(order, descriptors)
@@ -218,7 +221,7 @@ class ForkServer:
                 self._signal_all(order.number)
 
     def _say(self, message: FromForkServer, descriptors: Sequence[int] = ()) -> None:
-        unix_transport.send(self._link, message, descriptors)
+        send_packet(self._link, message, descriptors)
 
     def _start(self, order: StartRank, descriptors: list[int]) -> None:
         rank, parent = order.rank, os.getpid()
@@ -341,7 +344,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
             message=text(said)[:4000] + missing,
             traceback=text(traceback.format_exc())[-16000:],
         )
-        unix_transport.send(link, failed)
+        send_packet(link, failed)
         sys.exit(1)
     gc.freeze()
     main: RankMain = rank_main
@@ -384,7 +387,7 @@ def main(arguments: list[str]) -> None:
         warm=rank_main is not None, reason=why, seconds=seconds, code=code.digest, code_changes=code.changes,
         code_files=code.files, code_packages=code.packages,
     )  # fmt: skip
-    unix_transport.send(link, ready)
+    send_packet(link, ready)
     fork_server.serve()
 
 

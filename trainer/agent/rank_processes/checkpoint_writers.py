@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from trainer.agent.control import unix_transport
+from trainer.protocol.messages.ranks import packet_pair
 from trainer.protocol.rank_progress.progress import block_step_signals
 
 _LEAVE_SECONDS = 1.0
@@ -27,7 +27,7 @@ class CheckpointWriter:
         self._start()
 
     def _start(self) -> None:
-        self._control, theirs = unix_transport.pair()
+        self._control, theirs = packet_pair()
         self._control.setblocking(False)
         self._untaken = 0  # connections that the writer has not accepted yet
         # The module is named, not imported: agents do not load its dependencies.

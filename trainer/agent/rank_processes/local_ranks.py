@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from trainer.agent.control import unix_transport
 from trainer.agent.fork_server.link import ForkServerLink
 from trainer.agent.processes.proc import OomKills, kill_children, kill_group
 from trainer.protocol.config_sections.fault_detection_config import KINDS
@@ -17,9 +16,8 @@ from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.agents import InjectFault, ProgressReport
 from trainer.protocol.messages.codec import MessageError
-from trainer.protocol.messages.ranks import FROM_RANK, FromRank, Store
+from trainer.protocol.messages.ranks import FROM_RANK, FromRank, Store, packet_pair, receive_message, send_message
 from trainer.protocol.rank_progress.progress import Progress, ProgressCell, StopReason
-from trainer.protocol.rank_progress.rank_messages import receive_message, send_message
 from trainer.protocol.requests import REFUSED, Request
 
 
@@ -82,7 +80,7 @@ class LocalRanks:
         self.oom_kills = OomKills()
         self.by_rank: dict[int, LocalRank] = {}
         for rank in ranks:
-            ours, theirs = unix_transport.pair()
+            ours, theirs = packet_pair()
             ours.setblocking(False)
             cell = ProgressCell.create(f"orch-progress-{rank}")
             stacks = os.memfd_create(f"orch-stacks-{rank}", os.MFD_CLOEXEC)

@@ -17,7 +17,7 @@ from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
 from trainer.protocol.failures.rank_end import RankEnd, find_outcome, pack_error_file
 from trainer.protocol.logs.log_rotation import read_tail
-from trainer.protocol.rank_progress.rank_messages import generation_mark
+from trainer.protocol.messages.ranks import generation_mark
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.secrets.secret_redaction import in_use
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from checkpointing.storage.storage_errors import write_probe
-from trainer.agent.attempt_state.generation import GenerationState
+from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.fork_server.launch_order import working_directory
 from trainer.agent.ladder.command_failures import START_SECONDS, CommandPast, NewestCheckpoint, same_without

@@ -25,7 +25,7 @@ from trainer.agent.user_command.checkpoints import (
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.logs.log_rotation import read_tail
-from trainer.protocol.rank_progress.rank_messages import generation_mark
+from trainer.protocol.messages.ranks import generation_mark
 
 LOOK_SECONDS = 5.0
 """Interval of checks while the program runs."""

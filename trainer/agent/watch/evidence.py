@@ -22,7 +22,7 @@ from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.sampling import Sampler
 from trainer.protocol.logs.log_rotation import read_tail
 from trainer.protocol.messages.agents import CollectEvidence, EvidenceCollected, FlightRecords, QueryFlights
-from trainer.protocol.rank_progress.rank_messages import STACKS
+from trainer.protocol.messages.ranks import STACKS
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.secrets.secret_redaction import in_use
 

@@ -9,7 +9,7 @@ from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.messages.agents import (
     SampleRow,
 )
-from trainer.protocol.rank_progress.stage_activity import (
+from trainer.protocol.rank_progress.progress import (
     AWAITED_SENDS,
     RECEIVES,
     Activity,

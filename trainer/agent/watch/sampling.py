@@ -18,7 +18,7 @@ from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
 from trainer.agent.watch.hang_limits import FAST, HALTED, RankSample
 from trainer.agent.watch.stragglers import should_report_work
 from trainer.protocol.messages.agents import ProgressReport
-from trainer.protocol.rank_progress.duration_histogram import quantile, sum_counts
+from trainer.protocol.rank_progress.progress import quantile, sum_counts
 
 
 class JobSnapshot:

@@ -1,10 +1,62 @@
-"""Messages between an agent and a rank, over the rank's control socket."""
+"""Messages between the agent, the fork server and the ranks of a node, and the packets that carry them."""
 
-from dataclasses import dataclass
-from typing import get_args
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Annotated, TypeVar, get_args
 
 from trainer.protocol.failures.rank_end import RankEnd
-from trainer.protocol.messages.codec import Direction
+from trainer.protocol.messages.codec import Direction, encode
+
+_MAX_INLINE = 1 << 16
+"""Maximum message size in a packet; the kernel limits packets, so longer messages travel in a memfd."""
+_IN_MEMORY_FILE = b"m"
+"""Packet whose message is in the memfd passed as its last descriptor; a JSON object begins with a brace instead."""
+_MAX_DESCRIPTORS = 8
+
+M = TypeVar("M")
+
+
+def packet_pair() -> tuple[socket.socket, socket.socket]:
+    """Return a connected pair that keeps packet boundaries and reports the other side's death as an empty packet."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send_packet(link: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
+    """Send one message of any length; raises OSError if the other side is gone or does not read."""
+    # A lone surrogate, for example from a file name in an exception, must not suppress the rest.
+    data = encode(message).encode(errors="replace")
+    with ExitStack() as stack:
+        packet, attached = data, list(descriptors)
+        if len(data) > _MAX_INLINE:
+            file = stack.enter_context(open(os.memfd_create("orch-message"), "wb", buffering=0))
+            _write_all(file.fileno(), data)
+            packet, attached = _IN_MEMORY_FILE, [*attached, file.fileno()]
+        socket.send_fds(link, [packet], attached)
+
+
+def receive_packet(link: socket.socket, direction: Direction[M]) -> tuple[M | None, list[int]]:
+    """Return the next message and its descriptors (not inheritable); None if the other side is gone.
+    Raises MessageError.
+    """
+    data, descriptors, _, _ = socket.recv_fds(link, _MAX_INLINE, _MAX_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)
+    if data == _IN_MEMORY_FILE:
+        with open(descriptors.pop(), "rb") as file:
+            file.seek(0)
+            data = file.read()
+    return (direction.read(data) if data else None), descriptors
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,3 +88,212 @@ class Saves:
 FromRank = Store | Speeds | Saves | RankEnd
 FROM_RANK = Direction[FromRank](*get_args(FromRank))
 TO_RANK = Direction[Store](Store)
+
+
+STACKS = signal.SIGRTMIN + 6
+"""Signal on which a rank writes the stacks of all its threads; NCCL and users take SIGUSR1."""
+
+_MAX_RANK_PACKET = 1 << 18
+"""Size of the receive buffer in bytes: more than the kernel accepts in a packet."""
+
+SPEC_VARIABLE = "ORCH_RANK_SPEC"
+"""Environment variable with the RankSpec of a cold-started rank (exec instead of fork)."""
+
+
+def generation_mark(generation: int) -> str:
+    """Return the line that opens a generation's part of a rank's log, which continues over generations."""
+    return f"--- generation {generation} ---"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """Start order of a rank in a generation. Descriptors belong to the started process."""
+
+    run_dir: str
+    attempt: int
+    generation: int
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node: int
+    node_name: str
+    cell_fd: int  # progress cell (memfd)
+    control_fd: int  # SOCK_SEQPACKET pair to the agent
+    host: str  # address of this node that peers can reach
+    stacks_fd: int = -1  # memfd of the agent for faulthandler's stacks on STACKS; -1: no stacks
+    flight: str = ""  # path of the Unix socket of torch's worker server; empty: no server
+    arena_fd: int = -1  # memory of the checkpoints' copies (memfd); -1: the rank makes its own
+    writer_fd: int = -1  # stream socket to the checkpoint writer that the agent owns; -1: the rank starts its own
+    suspects: tuple[int, ...] = ()  # steps of checkpoints that must not be loaded
+    skip: tuple[int, ...] = ()  # data positions to skip
+    fit: bool = True  # whether ranks measure their nodes before they train
+    env: dict[str, str] = field(default_factory=dict)
+    known_as: str = ""  # the run folder's own path, if `run_dir` is another way to it
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RankSpec":
+        fields = json.loads(text)
+        return cls(**{**fields, "suspects": tuple(fields["suspects"]), "skip": tuple(fields["skip"])})
+
+
+def send_message(control: socket.socket, message: object, flags: int = 0) -> None:
+    """Send a message to the other end of a control socket; text that is not valid Unicode arrives unchanged."""
+    control.send(encode(message).encode(errors="backslashreplace"), flags)
+
+
+def report_saves(control: socket.socket, trouble: str, size: int) -> None:
+    """Report why saves of `size` bytes fail, or, with an empty text, that they work.
+
+    A busy agent may miss the message.
+    """
+    with contextlib.suppress(OSError):
+        send_message(control, Saves(reason=trouble, size=size), socket.MSG_DONTWAIT)
+
+
+def receive_message(control: socket.socket, direction: Direction[M]) -> M | None:
+    """Receive the next message; None after the other side has closed. Raises MessageError."""
+    packet = control.recv(_MAX_RANK_PACKET)
+    return direction.read(packet) if packet else None
+
+
+MOST = 1_000_000
+"""Maximum number of ranks accepted in a group."""
+
+
+def groups_file(socket: str) -> str:
+    """Return the path of the JSON {name: {"name", "desc", "runs"}} of the rank that listens on `socket`."""
+    return f"{socket}.groups"
+
+
+def encode_runs(ranks: Iterable[int]) -> list[list[int]]:
+    """Encode ranks in ascending order as runs [first, last, step]: ten thousand ranks take a few bytes."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and (found[-1][0] == found[-1][1] or rank - found[-1][1] == found[-1][2]):
+            found[-1][2] = rank - found[-1][1]
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank, 1])
+    return found
+
+
+def decode_runs(encoded: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Decode ranks from runs. Equal results share one object, because ten thousand ranks list the same groups.
+
+    Raises ValueError for malformed runs, or more than `MOST` ranks.
+    """
+    return _decode_runs(tuple(tuple(run) for run in encoded))
+
+
+@lru_cache(maxsize=8192)
+def _decode_runs(encoded: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    ranges = [range(first, last + 1, max(1, step)) for first, last, step in encoded]
+    if sum(map(len, ranges)) > MOST:
+        raise ValueError(f"a group of more than {MOST:,} ranks")
+    return tuple(rank for one in ranges for rank in one)
+
+
+def place_variables(
+    *, rank: int, local_rank: int, world_size: int, local_world_size: int, node_rank: int, generation: int, run_id: str
+) -> dict[str, str]:
+    """Return torchrun's variables, except the store's address and the variables that the launcher sets."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": node_rank,
+        "GROUP_WORLD_SIZE": max(1, world_size // local_world_size),
+        "NODE_RANK": node_rank,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "TORCHELASTIC_RESTART_COUNT": generation - 1,
+        "TORCHELASTIC_RUN_ID": run_id,
+    }
+    return {name: str(value) for name, value in variables.items()}
+
+
+_MOST_WORDS = 1 << 22
+"""Maximum arguments or variables of a program: the 6 MiB that Linux allows cannot hold more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartRank:
+    """Start a rank; the descriptors of its log and of its `spec` are sent along."""
+
+    rank: int
+    generation: int
+    cores: tuple[int, ...] = ()  # CPU cores to bind to; empty: not bound
+    env: Annotated[dict[str, str], _MOST_WORDS]
+    command: Annotated[tuple[str, ...], _MOST_WORDS] = ()  # a user's own program
+    folder: str = ""  # working folder of the command
+    spec: RankSpec | None = None  # for a rank of orch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalRanks:
+    """Signal the process groups of all ranks."""
+
+    number: int
+
+
+ToForkServer = StartRank | SignalRanks
+TO_FORK_SERVER = Direction[ToForkServer](*get_args(ToForkServer))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForkServerReady:
+    """The fork server can start ranks; `warm`: it has imported the workload, else `reason` gives the cause.
+
+    `code`: digest of the user's code, on the first node; `code_changes`: description of its changes; `code_files`: the
+    digests of the changed files; `code_packages`: the versions of changed packages.
+    """
+
+    warm: bool
+    reason: str
+    seconds: float
+    code: str = ""
+    code_changes: str = ""
+    code_files: dict[str, str] = field(default_factory=dict)
+    code_packages: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportFailed:
+    """The workload cannot be imported: the fork server ends."""
+
+    exception: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpawned:
+    """A rank was started; its pidfd is sent along."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpawnFailed:
+    """A rank could not be started."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGone:
+    """All processes of a rank, including its children, are gone."""
+
+    rank: int
+
+
+FromForkServer = ForkServerReady | ImportFailed | RankSpawned | SpawnFailed | RankEnd | RankGone
+FROM_FORK_SERVER = Direction[FromForkServer](*get_args(FromForkServer))

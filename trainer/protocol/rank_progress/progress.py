@@ -4,21 +4,136 @@ Only agents act on these signals. An ignored or blocked signal would stay so in 
 ranks install handlers that do nothing: `exec` resets those, and hooks reset them in forks.
 """
 
+import math
 import mmap
 import os
 import signal
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from functools import cache
 from types import FrameType
+from typing import NamedTuple
 
-from trainer.protocol.rank_progress.duration_histogram import BUCKETS, bucket
-from trainer.protocol.rank_progress.stage_activity import CODES, SentMessages, StageActivity, decode_activity
+BUCKETS = 40
+_SHORTEST = 0.001
+_GROWTH = math.sqrt(2.0)
+_SCALE = 1.0 / math.log(_GROWTH)
+
+
+def bucket(seconds: float) -> int:
+    """Return the bucket of a duration: the first ends at 1 ms, each further one is 1.41 times longer, up to 740 s."""
+    if seconds <= _SHORTEST:
+        return 0
+    return min(BUCKETS - 1, math.ceil(math.log(seconds / _SHORTEST) * _SCALE - 1e-9))
+
+
+def longest(index: int) -> float:
+    """Return the seconds at which a bucket ends; the last one has no end and gets this value."""
+    return _SHORTEST * _GROWTH**index
+
+
+def quantile(counts: Sequence[int], share: float) -> float:
+    """Return the quantile in seconds, at most 1.41 times too large; 0 without durations."""
+    total = sum(counts)
+    if not total:
+        return 0.0
+    wanted, seen = math.ceil(share * total), 0
+    for index, count in enumerate(counts):
+        seen += count
+        if seen >= wanted:
+            return longest(index)
+    raise AssertionError("the counts do not add up to their sum")
+
+
+def sum_counts(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the summed counts of several ranks."""
+    return tuple(map(sum, zip(*rows, strict=True)))
+
+
+class Activity(StrEnum):
+    """Activities of a rank, one at a time; a progress cell stores the index in this order, from 1 on."""
+
+    WAIT_FOR_ACTIVATION = "waits for the activation of"
+    WAIT_FOR_GRADIENT = "waits for the gradient of"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "gradients of activations"
+    WEIGHT_GRADIENT = "gradients of weights"
+    SEND_ACTIVATION = "sends the activation of"
+    SEND_GRADIENT = "sends the gradient of"
+    WAIT_FOR_SENT_ACTIVATION = "waits for a stage to take the activation of"
+    WAIT_FOR_SENT_GRADIENT = "waits for a stage to take the gradient of"
+    REDUCE = "reduces gradients"  # over data-parallel ranks, once per step
+    WAIT_IN_RING = "waits for keys and values of"
+
+
+_ACTIVITIES = tuple(Activity)
+CODES = {activity: code for code, activity in enumerate(_ACTIVITIES, 1)}
+_PASSES = (Activity.FORWARD, Activity.BACKWARD)
+"""Activities with phases of the same names."""
+RECEIVES = (Activity.WAIT_FOR_ACTIVATION, Activity.WAIT_FOR_GRADIENT)
+AWAITED_SENDS = (Activity.WAIT_FOR_SENT_ACTIVATION, Activity.WAIT_FOR_SENT_GRADIENT)
+OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activity.WAIT_FOR_SENT_ACTIVATION)
+"""Activities about activations, which go to the next stage; gradients go to the previous one."""
+
+
+class StageActivity(NamedTuple):
+    """An activity of a stage with a micro-batch; -1 for the reduction, which covers all.
+
+    For a wait in a ring, `stage` is the global rank that this rank waits for.
+    """
+
+    activity: Activity
+    stage: int
+    micro_batch: int
+
+    @property
+    def code(self) -> int:
+        """Return the number of its activity, from 1 on."""
+        return CODES[self.activity]
+
+    def __str__(self) -> str:
+        stage = f"stage {self.stage}"
+        if self.activity is Activity.WAIT_IN_RING:
+            return f"{self.activity} rank {self.stage}"
+        if self.activity is Activity.REDUCE:
+            return f"{self.activity}, {stage}"
+        if self.activity in _PASSES:
+            return f"micro-batch {self.micro_batch}, {stage}"
+        joint = " " if self.activity.endswith("of") else ", "
+        return f"{self.activity}{joint}micro-batch {self.micro_batch}, {stage}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentMessages:
+    """Sending progress of a pipeline rank: counts of micro-batches for each of its stages."""
+
+    after_step: int  # last step finished before these passes
+    activations: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    def to_row(self) -> tuple[int, ...]:
+        """Return the counts as numbers for the wire."""
+        return (self.after_step, *self.activations, *self.gradients)
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> "SentMessages | None":
+        """Parse a row; None if it is invalid."""
+        if len(row) < 3 or not len(row) % 2:
+            return None
+        half = len(row) // 2
+        return cls(after_step=row[0], activations=tuple(row[1 : half + 1]), gradients=tuple(row[half + 1 :]))
+
+
+def decode_activity(code: int, stage: int, micro_batch: int) -> StageActivity | None:
+    """Return the moment for these numbers; None for 0 (no activity) and for unknown codes."""
+    return StageActivity(_ACTIVITIES[code - 1], stage, micro_batch) if 0 < code <= len(_ACTIVITIES) else None
+
 
 STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 """Warnings before a time limit (orch requests USR2, other tools USR1), the end of a step, and `scancel -s INT`."""
@@ -315,7 +430,7 @@ class ProgressCell:
         return self._words[_TICK_AT // 8]
 
     def times(self) -> dict[Phase, tuple[int, ...]]:
-        """Return the durations of each phase as counts in the buckets of `contract.ranks.duration_histogram`."""
+        """Return the durations of each phase as counts in the buckets of `bucket`."""
         rows = {phase: _ROW.unpack_from(self._map, _TIMES_AT + _ROW.size * phase) for phase in Phase}
         return {phase: row for phase, row in rows.items() if any(row)}
 

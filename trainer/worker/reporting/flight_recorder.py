@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer  # typ
 
 from checkpointing.storage.durable import write_atomically
 from trainer.protocol.logs.line_file import LineFile
-from trainer.protocol.rank_progress.rank_messages import STACKS, RankSpec, encode_runs, groups_file
+from trainer.protocol.messages.ranks import STACKS, RankSpec, encode_runs, groups_file
 from trainer.protocol.run_dir import RunDir
 from trainer.worker.reporting.secondary_failure import is_secondary_failure
 from trainer.worker.reporting.stderr_best_effort import write_stderr

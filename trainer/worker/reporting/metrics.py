@@ -21,8 +21,8 @@ from trainer.protocol.config_sections.parallel_config import ParallelConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.save_trouble import SaveTrouble
 from trainer.protocol.logs.line_file import LineFile, Lines
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.protocol.rank_progress.progress import SECTIONS
-from trainer.protocol.rank_progress.rank_messages import RankSpec
 from trainer.protocol.run_dir import AttemptDir
 from trainer.worker.reporting.rank_comparison import EVERY, RankComparison
 from trainer.worker.reporting.stderr_best_effort import write_stderr

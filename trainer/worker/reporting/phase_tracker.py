@@ -12,8 +12,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from trainer.parallel.apply.layer_wrappers import is_compiled
-from trainer.protocol.rank_progress.progress import SECTIONS, Phase, ProgressCell
-from trainer.protocol.rank_progress.stage_activity import Activity, StageActivity
+from trainer.protocol.rank_progress.progress import SECTIONS, Activity, Phase, ProgressCell, StageActivity
 from trainer.protocol.time_spans import parse_span, span
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.reporting.work_timer import (

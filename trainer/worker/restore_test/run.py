@@ -24,8 +24,8 @@ from checkpointing.verification.verify import Fault, Report, read_sealed, verify
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.protocol.rank_progress.progress import Phase
-from trainer.protocol.rank_progress.rank_messages import RankSpec
 from trainer.protocol.restore_test import Outcome, RestoreTestOrder, RestoreVerdict
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.user_code.code_record import CodeRecord, shorten

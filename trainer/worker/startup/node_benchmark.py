@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.protocol.config import JobConfig
-from trainer.protocol.messages.ranks import Speeds
-from trainer.protocol.rank_progress.rank_messages import RankSpec, send_message
+from trainer.protocol.messages.ranks import RankSpec, Speeds, send_message
 
 _REPEATS = 3
 _MATRIX_SIDE = {"cpu": 384, "cuda": 4096}

@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
-from trainer.protocol.messages.ranks import TO_RANK, Store
-from trainer.protocol.rank_progress.rank_messages import RankSpec, place_variables, receive_message, send_message
+from trainer.protocol.messages.ranks import TO_RANK, RankSpec, Store, place_variables, receive_message, send_message
 
 
 class NodeFault(RuntimeError):

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
-from trainer.agent.attempt_state.generation import GenerationState
+from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd

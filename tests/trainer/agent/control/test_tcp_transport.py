@@ -7,11 +7,10 @@ import threading
 import time
 
 from tests.trainer.agent.job import until
-from trainer.agent.control import unix_transport
 from trainer.agent.control.control_server import ControlServer
 from trainer.agent.control.tcp_transport import LONGEST_LINE, AgentPeer, connect
 from trainer.protocol.messages.agents import PROTOCOL, End, Hello, SignalReceived
-from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, ImportFailed
+from trainer.protocol.messages.ranks import FROM_FORK_SERVER, ImportFailed, packet_pair, receive_packet, send_packet
 
 GARBAGE = [
     b"\n",
@@ -51,9 +50,9 @@ async def hung_up(reader: asyncio.StreamReader) -> bool:
 
 
 def test_a_text_that_utf_8_cannot_encode_arrives_without_what_it_cannot():
-    ours, theirs = unix_transport.pair()
-    unix_transport.send(ours, ImportFailed(exception="OSError", message="bad \udcff name", traceback=""))
-    assert unix_transport.receive(theirs, FROM_FORK_SERVER)[0].message == "bad ? name"
+    ours, theirs = packet_pair()
+    send_packet(ours, ImportFailed(exception="OSError", message="bad \udcff name", traceback=""))
+    assert receive_packet(theirs, FROM_FORK_SERVER)[0].message == "bad ? name"
     ours.close()
     theirs.close()
 

@@ -4,13 +4,20 @@ import os
 
 import pytest
 
-from trainer.agent.control import unix_transport
-from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, TO_FORK_SERVER, ImportFailed, StartRank
+from trainer.protocol.messages.ranks import (
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    ImportFailed,
+    StartRank,
+    packet_pair,
+    receive_packet,
+    send_packet,
+)
 
 
 @pytest.fixture
 def link():
-    ends = unix_transport.pair()
+    ends = packet_pair()
     yield ends
     for end in ends:
         end.close()
@@ -23,8 +30,8 @@ def test_an_order_of_any_length_arrives_with_its_descriptors(link, words):
     order = StartRank(rank=3, generation=1, env={f"V{number}": "x" for number in range(5000)}, command=words)
     reading, writing = os.pipe()
     try:
-        unix_transport.send(ours, order, [reading] * 8)
-        received, descriptors = unix_transport.receive(theirs, TO_FORK_SERVER)
+        send_packet(ours, order, [reading] * 8)
+        received, descriptors = receive_packet(theirs, TO_FORK_SERVER)
         assert received == order
         assert {os.fstat(one).st_ino for one in descriptors} == {os.fstat(reading).st_ino}
         assert len(descriptors) == 8
@@ -38,5 +45,5 @@ def test_an_order_of_any_length_arrives_with_its_descriptors(link, words):
 
 def test_a_traceback_whose_signs_each_take_twelve_bytes_arrives(link):
     failed = ImportFailed(exception="OSError", message="\U0001f600" * 4000, traceback="\U0001f600" * 16_000)
-    unix_transport.send(link[0], failed)
-    assert unix_transport.receive(link[1], FROM_FORK_SERVER) == (failed, [])
+    send_packet(link[0], failed)
+    assert receive_packet(link[1], FROM_FORK_SERVER) == (failed, [])

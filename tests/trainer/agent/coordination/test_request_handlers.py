@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import AttemptState
-from trainer.agent.attempt_state.generation import GenerationState
+from trainer.agent.attempt_state.attempt_state import AttemptState, GenerationState
 from trainer.agent.coordination.requests import RequestHandlers
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape

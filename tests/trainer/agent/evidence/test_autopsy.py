@@ -4,7 +4,7 @@ import pytest
 
 from trainer.agent.coordination.job_monitor import desync_judgement, is_needed
 from trainer.agent.flight.wait_graph import Finding
-from trainer.agent.watch.hangs import HangKind
+from trainer.agent.watch.waiting_ranks import HangKind
 from trainer.protocol.failures.rank_end import RankEnd
 
 

@@ -19,7 +19,7 @@ import pytest
 from trainer.agent.processes import proc
 from trainer.agent.watch import evidence
 from trainer.agent.watch.evidence import FILE, Subject, collect
-from trainer.protocol.rank_progress.rank_messages import STACKS
+from trainer.protocol.messages.ranks import STACKS
 
 PROGRAM = """
 import faulthandler, sys, threading

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.worker.reporting import flight_recorder
 
 BAD = 2

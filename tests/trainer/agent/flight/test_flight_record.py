@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.flight_record import WIRE, FlightRecord, Group, newest, parse
-from trainer.protocol.rank_progress.rank_messages import decode_runs, encode_runs
+from trainer.protocol.messages.ranks import decode_runs, encode_runs
 
 
 def call(group: str, number: int, op: str = "gloo:all_reduce", size: int = 4, **over: Any) -> dict[str, Any]:

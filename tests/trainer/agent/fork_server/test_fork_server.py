@@ -7,22 +7,22 @@ from pathlib import Path
 
 PROGRAM = """
 import os, resource, sys
-from trainer.agent.control import unix_transport
+from trainer.protocol.messages.ranks import packet_pair, receive_packet, send_packet
 from trainer.agent.fork_server.server import ForkServer
-from trainer.protocol.messages.fork_server import FROM_FORK_SERVER, RankEnd, RankGone, RankSpawned, StartRank
+from trainer.protocol.messages.ranks import FROM_FORK_SERVER, RankEnd, RankGone, RankSpawned, StartRank
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, max(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])))
 held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-ours, theirs = unix_transport.pair()
+ours, theirs = packet_pair()
 order = StartRank(rank=0, generation=1, env={}, command=("sh", "-c", "exit 7"), folder="/")
-unix_transport.send(ours, order, [os.dup(2)])
+send_packet(ours, order, [os.dup(2)])
 if os.fork() == 0:
     ours.close()
     ForkServer(theirs, None).serve()
     os._exit(0)
 theirs.close()
 for kind in (RankSpawned, RankEnd, RankGone):
-    message, descriptors = unix_transport.receive(ours, FROM_FORK_SERVER)
+    message, descriptors = receive_packet(ours, FROM_FORK_SERVER)
     assert isinstance(message, kind), message
     if kind is RankEnd:
         assert message.exit_code == 7, message

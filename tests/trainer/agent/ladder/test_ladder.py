@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, killed, raised, situation
-from trainer.agent.attempt_state.generation import AttemptHistory, GenerationState
+from trainer.agent.attempt_state.attempt_state import AttemptHistory, GenerationState
 from trainer.agent.ladder.in_job_policy import decide, exit_code
 from trainer.agent.ladder.rank_death import find_cause
 from trainer.protocol.failures.decision import Action, Decision

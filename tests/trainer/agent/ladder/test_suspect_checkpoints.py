@@ -3,7 +3,7 @@
 import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised, situation
-from trainer.agent.attempt_state.generation import AttemptHistory
+from trainer.agent.attempt_state.attempt_state import AttemptHistory
 from trainer.agent.ladder.in_job_policy import Situation, decide
 from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Failure, FailureKind

@@ -17,8 +17,7 @@ from trainer.agent.coordination import job_monitor
 from trainer.agent.main import NonBlockingEventLog, copy_stderr_to_log
 from trainer.agent.processes import background_tasks
 from trainer.agent.processes.background_tasks import WriteBehind, settle
-from trainer.agent.watch.hang_detector import HangDetector, Incident
-from trainer.agent.watch.hangs import HangJudgement, HangVerdict
+from trainer.agent.watch.declare_hang import HangDetector, HangJudgement, HangVerdict, Incident
 from trainer.protocol.events import EventKind, read_events
 from trainer.protocol.logs.line_file import LineFile
 from trainer.protocol.messages import agents

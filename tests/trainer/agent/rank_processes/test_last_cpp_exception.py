@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.agent.rank_processes.rank_exit import last_cpp_exception
-from trainer.protocol.rank_progress.rank_messages import generation_mark
+from trainer.protocol.messages.ranks import generation_mark
 
 CRY = (
     "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"

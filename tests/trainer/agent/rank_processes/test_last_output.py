@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainer.agent.rank_processes.rank_exit import LINES, WIDTH, LastOutput, last_output
-from trainer.protocol.rank_progress.rank_messages import generation_mark
+from trainer.protocol.messages.ranks import generation_mark
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    run()\n'
 

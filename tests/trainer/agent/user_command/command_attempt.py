@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.agent.attempt_state.generation import GenerationState
+from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.ladder.in_job_policy import Situation, decide
 from trainer.agent.user_command.command_run import CommandRun

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.user_command.command_attempt import BUG, Attempt, names, save
-from trainer.agent.attempt_state.generation import GenerationState
+from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.ladder.command_failures import has_advanced
 from trainer.agent.user_command.command_run import CommandRun
@@ -21,7 +21,7 @@ from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.decision import Action
 from trainer.protocol.failures.outcome import FailureKind
-from trainer.protocol.rank_progress.rank_messages import generation_mark
+from trainer.protocol.messages.ranks import generation_mark
 from trainer.protocol.run_dir import RunDir
 
 

@@ -10,7 +10,7 @@ from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.user_command import progress
 from trainer.agent.user_command.progress import CommandStep, StepWatch, newest_step
 from trainer.protocol.command_progress import CommandProgressConfig
-from trainer.protocol.rank_progress.rank_messages import generation_mark
+from trainer.protocol.messages.ranks import generation_mark
 
 STEP = r"step (?P<step>\d+)(/(?P<total>\d+))?( loss (?P<loss>\S+))?"
 TEXTS = {

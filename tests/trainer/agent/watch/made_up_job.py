@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.watch.sampling import children_count, writer_counts
-from trainer.protocol.rank_progress.stage_activity import SentMessages, StageActivity
+from trainer.protocol.rank_progress.progress import SentMessages, StageActivity
 
 NORMAL = {"data": 0.04, "forward": 0.25, "backward": 0.4, "optimizer": 0.06}
 """Seconds of a rank's own work in each phase of an ordinary step."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from tests.trainer.agent.watch.made_up_job import FOR_EVER, Actor, Job, Slow, Stay
 from trainer.agent.flight.wait_graph import Finding
+from trainer.agent.watch.declare_hang import HangJudgement, HangVerdict, judge
 from trainer.agent.watch.hang_limits import Limits, RankSample, ReportGaps
-from trainer.agent.watch.hangs import HangJudgement, HangKind, HangVerdict, judge
+from trainer.agent.watch.waiting_ranks import HangKind
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
-from trainer.protocol.rank_progress.duration_histogram import BUCKETS, bucket, quantile
+from trainer.protocol.rank_progress.progress import BUCKETS, bucket, quantile
 
 LATE = 6.0
 """Seconds that a report, a second look and the answers to it may add to a limit."""

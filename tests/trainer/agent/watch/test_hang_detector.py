@@ -7,9 +7,9 @@ import pytest
 
 from trainer.agent.flight.flight_record import CollectiveEntry, FlightRecord, Group
 from trainer.agent.nodes.roster import Member, Roster
-from trainer.agent.watch.hang_detector import HangDetector
+from trainer.agent.watch.declare_hang import HangDetector
 from trainer.agent.watch.hang_limits import RankSample
-from trainer.agent.watch.hangs import HangKind
+from trainer.agent.watch.waiting_ranks import HangKind
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.messages import agents
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.attempt_state.generation import AttemptHistory
+from trainer.agent.attempt_state.attempt_state import AttemptHistory
 from trainer.agent.watch.hang_limits import FAST, Limits, RankSample, after_hangs, format_seconds
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.failures.outcome import Failure, FailureKind

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.trainer.agent.watch.stalls import STAGED, legal_hour, stage
 from trainer.agent.flight.wait_graph import BlockingRank, Finding
+from trainer.agent.watch.declare_hang import FRESH, LOOK_AT_HALTED, HangJudgement, HangVerdict, judge
 from trainer.agent.watch.hang_limits import HALTED, Limits, RankSample
-from trainer.agent.watch.hangs import FRESH, LOOK_AT_HALTED, HangJudgement, HangKind, HangVerdict, judge
+from trainer.agent.watch.waiting_ranks import HangKind
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.rank_progress.progress import Phase
 

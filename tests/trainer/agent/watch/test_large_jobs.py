@@ -9,7 +9,7 @@ import pytest
 
 from trainer.agent.flight.flight_record import FlightRecord
 from trainer.agent.nodes.roster import Member, Roster
-from trainer.agent.watch.hang_detector import HangDetector, Incident
+from trainer.agent.watch.declare_hang import HangDetector, Incident
 from trainer.agent.watch.hang_limits import RankSample, ReportSchedule
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.messages import agents

@@ -19,8 +19,7 @@ from trainer.agent.watch.sampling import AnswerTimes, JobSnapshot, Sampler
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.messages.agents import FROM_AGENT, ProgressReport
 from trainer.protocol.messages.codec import MessageError, encode
-from trainer.protocol.rank_progress.progress import Phase
-from trainer.protocol.rank_progress.stage_activity import Activity, SentMessages, StageActivity
+from trainer.protocol.rank_progress.progress import Activity, Phase, SentMessages, StageActivity
 
 NOTHING = ProgressReport(generation=1)
 

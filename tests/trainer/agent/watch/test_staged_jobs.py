@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.agent.watch.staged_jobs import LAYOUTS
 from tests.trainer.agent.watch.stalls import legal_hour, stage
-from trainer.agent.watch.hangs import HangVerdict
+from trainer.agent.watch.declare_hang import HangVerdict
 
 
 def plays(layout: str, seed: int, *, records: bool) -> None:

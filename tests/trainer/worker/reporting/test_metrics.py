@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.protocol.events import EventKind
-from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.protocol.run_dir import AttemptDir
 from trainer.worker.reporting.metrics import Journal
 

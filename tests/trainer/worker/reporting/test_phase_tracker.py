@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.trainer.worker.set_clock import SetClock
 from trainer.parallel.apply.layer_wrappers import compile_forward, is_compiled
-from trainer.protocol.rank_progress.progress import SECTIONS, Phase, ProgressCell
-from trainer.protocol.rank_progress.stage_activity import Activity, StageActivity
+from trainer.protocol.rank_progress.progress import SECTIONS, Activity, Phase, ProgressCell, StageActivity
 from trainer.worker.reporting import work_timer
 from trainer.worker.reporting.phase_tracker import PhaseTracker, phase_tracker
 from trainer.worker.reporting.work_timer import CpuStopwatch, CudaStopwatch, WaitMeter, exclude_fsdp_waits

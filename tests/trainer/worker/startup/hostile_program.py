@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.engine.collectives.group import RankGroup
-from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.worker.startup import rendezvous
 
 PATIENCE = timedelta(seconds=300)

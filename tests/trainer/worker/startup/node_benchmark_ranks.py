@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.protocol.config import JobConfig
-from trainer.protocol.messages.ranks import FROM_RANK
-from trainer.protocol.rank_progress.rank_messages import RankSpec
+from trainer.protocol.messages.ranks import FROM_RANK, RankSpec
 from trainer.worker.startup import node_benchmark
 
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.warm_root import WarmChild, start_warm
-from trainer.protocol.messages.ranks import FROM_RANK, Store
-from trainer.protocol.rank_progress.rank_messages import receive_message, send_message
+from trainer.protocol.messages.ranks import FROM_RANK, Store, receive_message, send_message
 
 
 @contextmanager

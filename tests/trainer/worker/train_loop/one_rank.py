@@ -19,8 +19,8 @@ from trainer.protocol.config import JobConfig, build
 from trainer.protocol.events import Event, read_events
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.messages.ranks import RankSpec
 from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
-from trainer.protocol.rank_progress.rank_messages import RankSpec
 from trainer.protocol.run_dir import RunDir
 from trainer.worker import main, workload
 from trainer.worker.reporting.metrics import Journal

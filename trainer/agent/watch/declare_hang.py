@@ -1,8 +1,13 @@
-"""Detection of a hang in one generation, and the collection of its evidence.
-Makes no decisions: `hangs.judge` gives the verdict, and `in_job_policy.decide` the consequence.
+"""Declaration of a hang: the verdict on the rank that stopped first, and the detector that collects its evidence.
+
+Only the rank that stopped first (`first_to_stop`) is checked against its own limit, so ranks that wait for a peer in a
+legal slow phase are never blamed for waiting. `in_job_policy.decide` has the consequence.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.flight_record import FlightRecord
@@ -12,16 +17,31 @@ from trainer.agent.watch.hang_limits import (
     ATTENTION_SECONDS,
     HALTED,
     LONGEST,
+    Allowed,
+    Gaps,
     Limits,
     RankSample,
     ReportGaps,
     calm_seconds,
+    format_seconds,
     report_seconds,
+    seconds_still,
 )
-from trainer.agent.watch.hangs import HangJudgement, HangVerdict, judge
 from trainer.agent.watch.sampling import JobSnapshot
-from trainer.agent.watch.stage_waits import StageNeighbours, never_sent, with_stage_waits
+from trainer.agent.watch.waiting_ranks import (
+    _HALTS,
+    _NOBODY,
+    CONFIRMED,
+    HangKind,
+    StageNeighbours,
+    Suspicion,
+    _kind,
+    first_to_stop,
+    never_sent,
+    with_stage_waits,
+)
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
+from trainer.protocol.failures.outcome import Culprit
 from trainer.protocol.messages.agents import (
     CollectEvidence,
     EvidenceCollected,
@@ -30,6 +50,211 @@ from trainer.protocol.messages.agents import (
     QueryFlights,
     ReportOften,
 )
+
+LOOK_AT_HALTED = 1.0
+"""Seconds without movement of any rank after which a halted process is examined."""
+
+FRESH = 5.0
+"""Maximum age in seconds of flight records on which a kill may be based; older ones are requested again."""
+
+AHEAD = 3.0
+"""Seconds before the end of a limit to request records again that will be too old by then."""
+
+
+_TOLD = 8
+"""Maximum number of roots that a reason lists."""
+_NO_GAPS: Gaps = {}
+
+
+class HangVerdict(Enum):
+    FINE = auto()
+    LOOK = auto()  # query every rank's flight record, then judge again
+    HUNG = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangJudgement:
+    """Action and reason; the other fields are set if the verdict is HUNG."""
+
+    verdict: HangVerdict
+    reason: str
+    culprit: int | None = None
+    node: str | None = None
+    phase: str = ""
+    step: int = 0  # the last step that the culprit finished
+    kind: HangKind = HangKind.UNKNOWN
+    waiting: tuple[int, ...] = ()
+    limit: float = 0.0
+    culprits: tuple[Culprit, ...] = ()  # all roots, that of `culprit` first; empty if none is named
+    chain: str = ""  # path of waits, from the flight records
+
+
+def judge(
+    sightings: Sequence[RankSample],
+    finding: Finding | None,
+    limits: Limits,
+    *,
+    lock_held: AbstractSet[int] = frozenset(),
+    found: float = 0.0,
+    halted_for: Mapping[int, float] = _NOBODY,
+    report_gaps: Gaps = _NO_GAPS,
+    on_gpus: bool = False,
+) -> HangJudgement:
+    """Judge one generation.
+    `finding` is the analysis of flight records requested `found` seconds ago. `lock_held` has the ranks in whose
+    interpreters no thread can run. `halted_for` has the seconds a rank has been seen halted, if known. `report_gaps`
+    has silences of nodes, which do not count against their ranks. `on_gpus`: ranks that wait for a GPU collective spin,
+    so their CPU time does not count as activity.
+    """
+    live = [one for one in sightings if not one.ended]
+    if not live:
+        return fine("all ranks have ended")
+    mover = _newest(live, report_gaps)
+    quiet = seconds_still(mover, report_gaps)
+    if finding is not None and found > quiet:
+        finding = None  # a rank has moved since, so the finding is outdated
+    # Usually a rank moves, and no more information is needed.
+    if quiet < LOOK_AT_HALTED:
+        return fine(_still_moving(mover, quiet, LOOK_AT_HALTED, report_gaps))
+    suspicion = first_to_stop(live, finding, lock_held, on_gpus=on_gpus, halted_for=halted_for)
+    due = LOOK_AT_HALTED if suspicion.is_halted else limits.look_after
+    if quiet < due:
+        return fine(_still_moving(mover, quiet, due, report_gaps))
+    over, allowed = _overdue(suspicion, limits, report_gaps, waited_for=len(live) > 1)
+    if suspicion.is_halted and suspicion.rank is not None:
+        over = min(over, halted_for.get(suspicion.rank.rank, CONFIRMED) - CONFIRMED)
+    certain = over >= 0 and suspicion.is_halted
+    if finding is None and not certain:
+        return HangJudgement(verdict=HangVerdict.LOOK, reason=f"no rank has moved for {format_seconds(quiet)}")
+    if over < 0:
+        if not suspicion.is_halted and over > -AHEAD and found - over > FRESH:
+            return HangJudgement(verdict=HangVerdict.LOOK, reason=f"a limit is over in {format_seconds(-over)}")
+        return _within(suspicion, allowed, len(live) - 1)
+    # A rank may complete many collectives between two writes to its cell.
+    if found > FRESH and not certain:
+        return HangJudgement(verdict=HangVerdict.LOOK, reason=f"the flight records are {format_seconds(found)} old")
+    waited_for = len(live) > 1
+    late = [one for one in suspicion.others if _overdue_alone(one, suspicion, limits, report_gaps, waited_for) >= 0]
+    return _hung(replace(suspicion, others=tuple(late)), allowed, live, lock_held)
+
+
+def _newest(live: Sequence[RankSample], report_gaps: Gaps) -> RankSample:
+    if not report_gaps:
+        return min(live, key=lambda one: one.age)
+    return min(live, key=lambda one: seconds_still(one, report_gaps))
+
+
+def _still_moving(mover: RankSample, quiet: float, due: float, report_gaps: Gaps) -> str:
+    lasting = [began for began, ended in report_gaps.get(mover.node, ()) if not ended]
+    if lasting:
+        return f"nothing has been heard of {mover.node} for {format_seconds(lasting[0])}; its ranks may move"
+    return f"rank {mover.rank} moved {format_seconds(quiet)} ago; nothing is looked into before {format_seconds(due)}"
+
+
+def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_for: bool) -> tuple[float, Allowed]:
+    """Return the seconds above the limit (negative below) and the limit, for the rank with most time left."""
+    over, allowed = float("inf"), Allowed(0.0, "")
+    for one in suspicion.rivals:
+        its = limits.for_rank(one, waited_for=waited_for, spins=suspicion.spins)
+        if seconds_still(one, report_gaps) - its.seconds < over:
+            over, allowed = seconds_still(one, report_gaps) - its.seconds, its
+    return over, allowed
+
+
+def _overdue_alone(one: RankSample, suspicion: Suspicion, limits: Limits, report_gaps: Gaps, waited_for: bool) -> float:
+    """Return the seconds for which one of several roots exceeds its own limit."""
+    return seconds_still(one, report_gaps) - limits.for_rank(one, waited_for=waited_for, spins=suspicion.spins).seconds
+
+
+def fine(reason: str) -> HangJudgement:
+    return HangJudgement(verdict=HangVerdict.FINE, reason=reason)
+
+
+def _within(suspicion: Suspicion, allowed: Allowed, peers: int) -> HangJudgement:
+    first = suspicion.rank
+    if first is None:
+        return fine(f"no rank stopped first: {suspicion.why}; within {allowed.words}")
+    who = f"{_rank_label(first)} has been in {_where(first)}, within {allowed.words}"
+    return fine(f"{who}; {_waiting(peers)}" if peers else who)
+
+
+def _hung(
+    suspicion: Suspicion, allowed: Allowed, live: Sequence[RankSample], lock_held: AbstractSet[int]
+) -> HangJudgement:
+    first = suspicion.rank
+    named = {one.rank for one in suspicion.others} | ({first.rank} if first is not None else set())
+    waiting = tuple(one.rank for one in live if one.rank not in named)
+    limit = f"longer than {allowed.words}"
+    if first is None:
+        return _hung_together(suspicion, allowed, limit, waiting)
+    roots = (first, *sorted(suspicion.others, key=lambda one: one.rank))
+    return HangJudgement(
+        verdict=HangVerdict.HUNG,
+        reason=_who_stopped(roots, suspicion.why, limit, len(waiting)),
+        culprit=first.rank,
+        node=first.node,
+        phase=first.phase,
+        step=first.step,
+        kind=suspicion.kind,
+        waiting=waiting,
+        limit=allowed.seconds,
+        culprits=tuple(_culprit(one, suspicion, lock_held) for one in roots),
+        chain=suspicion.chain,
+    )
+
+
+def _culprit(one: RankSample, suspicion: Suspicion, lock_held: AbstractSet[int]) -> Culprit:
+    kind = suspicion.kind
+    if one is not suspicion.rank and kind is not HangKind.DESYNC:
+        kind = _HALTS[one.state][0] if suspicion.is_halted else kind if suspicion.spins else _kind(one, lock_held)
+    return Culprit(rank=one.rank, node=one.node, kind=str(kind), reason=f"it has been in {_where(one)}")
+
+
+def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int) -> str:
+    if len(roots) == 1:
+        where = f"it has been in {_where(roots[0])}, {limit}"
+        return f"{_rank_label(roots[0])} stopped first: {where}; {_waiting(waiting)}; {why}"
+    who = ", ".join(f"{_rank_label(one)} in {_where(one)}" for one in roots[:_TOLD])
+    more = f" and {len(roots) - _TOLD} more" if len(roots) > _TOLD else ""
+    return f"{len(roots)} ranks stopped, each by itself: {who}{more}, {limit}; {_waiting(waiting, 'them')}; {why}"
+
+
+def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> HangJudgement:
+    """Return the judgement when all have joined without progress.
+    Blames no rank, and a node only if it is the only one.
+    """
+    joined = suspicion.rivals
+    nodes = sorted({one.node for one in joined})
+    oldest = max(joined, key=lambda one: one.age)
+    places = ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
+    what = f"the network between {places} is suspect" if len(nodes) > 1 else f"all of it is on {places}"
+    return HangJudgement(
+        verdict=HangVerdict.HUNG,
+        reason=f"no rank stopped first: {suspicion.why}; "
+        f"no rank has made progress for {format_seconds(oldest.age)}, {limit}; {what}",
+        node=nodes[0] if len(nodes) == 1 else None,
+        phase=oldest.phase,
+        step=oldest.step,
+        kind=suspicion.kind,
+        waiting=waiting,
+        limit=allowed.seconds,
+    )
+
+
+def _rank_label(one: RankSample) -> str:
+    return f"rank {one.rank} on {one.node}"
+
+
+def _waiting(peers: int, whom: str = "it") -> str:
+    return f"1 rank waits for {whom}" if peers == 1 else f"{peers or 'no'} ranks wait for {whom}"
+
+
+def _where(one: RankSample) -> str:
+    """Describe its phase, the last step it finished, and the duration."""
+    after = "before the end of its first step" if one.first else f"after step {one.step}"
+    doing = "" if one.moment is None else f" ({one.moment})"
+    return f"{one.phase}{doing} {after} for {format_seconds(one.age)}"
+
 
 QUIET_SECONDS = 1.0
 """Seconds without any movement before a judgement; most steps are shorter."""

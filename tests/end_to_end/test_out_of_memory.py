@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.user import User
-from tests.trainer.agent.processes.test_oom_kills import cgroup_of
+from tests.trainer.agent.processes.test_proc import cgroup_of
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(400)]
 

@@ -1,14 +1,18 @@
 """Outcomes, launch tokens, requests and rank messages: what is written reads back, and damage is noticed."""
 
+import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.checkpointing.proofs.mounts import small_tmpfs
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd, all_outcomes, append_outcome, find_outcome
-from trainer.protocol.launch_token import LaunchToken, holds, revoke
+from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.launch_token import LaunchToken, holds, is_revoked, revoke
 from trainer.protocol.messages.ranks import FROM_RANK, TO_RANK, RankSpec, Store, receive_message, send_message
 from trainer.protocol.requests import Request, RequestKind, pending
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -177,3 +181,45 @@ def test_a_request_s_details_read_back_and_older_files_have_none(tmp_path):
     drill, stacks = pending(tmp_path, 1, set())
     assert (drill.kind, drill.value, drill.detail) == (RequestKind.DRILL, 3, "stop-rank")
     assert (stacks.kind, stacks.value, stacks.detail) == (RequestKind.STACKS, None, "")
+
+
+def read(folder: Path, **fields: object) -> Heartbeat:
+    (folder / "heartbeat.json").write_text(json.dumps({"schema": "orch.heartbeat/1", "seq": 4, **fields}))
+    return Heartbeat.read(folder / "heartbeat.json")
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    beat = Heartbeat(seq=3, time=5.5, attempt=1, job_id="7", step=9, loss=float("nan"), nodes=["n1"], phase="data")
+    beat.write(tmp_path / "heartbeat.json")
+    found = Heartbeat.read(tmp_path / "heartbeat.json")
+    assert str(found.loss) == "nan"
+    assert found == Heartbeat(**{**vars(beat), "loss": found.loss})
+
+
+@pytest.mark.parametrize("odd", [10**400, float("inf"), "soon", None, [], True])
+def test_numbers_that_nothing_can_hold_count_as_left_out(tmp_path: Path, odd: object) -> None:
+    found = read(tmp_path, time=odd, step=odd, total_steps=odd, loss=None if odd == "soon" else odd)
+    assert found == Heartbeat(seq=4)
+
+
+@pytest.mark.parametrize("odd", [10**400, float("inf"), "4", None])
+def test_one_that_does_not_count_is_refused(tmp_path: Path, odd: object) -> None:
+    with pytest.raises(ValueError, match="heartbeat.json: seq="):
+        read(tmp_path, seq=odd)
+
+
+def test_an_attempt_is_fenced_off_without_a_free_inode(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "disk", "1m,nr_inodes=6") as disk:
+        go, token = disk / "GO", LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
+        token.write(go)
+        with suppress(OSError):
+            for number in range(100):
+                (disk / f"file-{number}").touch()
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "another").touch()
+        assert holds(go, token)
+        revoke(go)
+        assert is_revoked(go)
+        assert not holds(go, token)
+        revoke(go)
+        assert is_revoked(go)

@@ -7,10 +7,18 @@ import threading
 import time
 from contextlib import suppress
 
+import pytest
+
 from tests.trainer.agent.control.open_server import OpenServer, answered, closing, descriptors
 from tests.trainer.agent.control.raw_agent import RawAgent, challenged, sealed
 from trainer.agent.control import control_server, tcp_transport
-from trainer.agent.control.control_server import LONGEST_HELLO, MAX_UNAUTHENTICATED
+from trainer.agent.control.control_server import (
+    LATE_SECONDS,
+    LONGEST_HELLO,
+    MAX_UNAUTHENTICATED,
+    POLL_SECONDS,
+    PeerTimeout,
+)
 from trainer.agent.control.tcp_transport import LONGEST_LINE
 from trainer.protocol.messages.agents import SignalReceived, StartGeneration
 
@@ -218,3 +226,31 @@ def test_messages_in_pieces_and_in_bunches_are_the_same_messages():
             await member.close()
 
     asyncio.run(scene())
+
+
+LATEST = POLL_SECONDS + LATE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("looks", "lasted"),
+    [
+        ([102, 104, 106], 6),
+        ([102 + at for at in range(0, 62, 2)], 62),
+        # Late, but not so late that the process was stopped.
+        ([100 + LATEST * at for at in range(1, 13)], 60),
+        # Stopped for a minute, for a night, twice.
+        ([102, 162], 0),
+        ([40_000], 0),
+        ([102, 162, 164, 224, 226], 2),
+    ],
+)
+def test_time_in_which_the_listener_stood_still_is_no_silence(looks, lasted):
+    silence = PeerTimeout(100.0)
+    assert [silence.seconds_silent(float(now)) for now in looks][-1] == lasted
+
+
+def test_a_word_ends_it():
+    silence = PeerTimeout(100.0)
+    assert silence.seconds_silent(102.0) == 2.0
+    silence.record_message(103.0)
+    assert silence.seconds_silent(105.0) == 2.0

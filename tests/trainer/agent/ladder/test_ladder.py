@@ -1,19 +1,24 @@
 """The ladder within an attempt, on tables: roll back, restart in place, use a spare, leave; always with the reason."""
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, killed, raised, situation
 from trainer.agent.attempt_state.attempt_state import AttemptHistory, GenerationState
-from trainer.agent.ladder.in_job_policy import decide, exit_code
+from trainer.agent.ladder.in_job_policy import decide, exit_code, record_skip
 from trainer.agent.ladder.rank_death import find_cause
+from trainer.protocol import skipped_batches
+from trainer.protocol.events import EventKind, EventLog, read_events
 from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import ExitCode, Failure, FailureKind
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.agents import ProgressReport
 from trainer.protocol.rank_progress.progress import StopReason
+from trainer.protocol.run_dir import RunDir
 from trainer.protocol.skipped_batches import Skip
 
 LOST = Failure(kind=FailureKind.AGENT_LOST, reason="the agent of n1 is lost: reset", node="n1")
@@ -355,3 +360,28 @@ def test_a_run_that_trained_before_is_not_at_its_first_step():
     assert not AttemptHistory.from_token(token).trained
     assert AttemptHistory.from_token(replace(token, trained=True)).trained
     assert AttemptHistory.from_token(replace(token, perhaps=("step-00000110.001-0badcafe",))).trained
+
+
+BAD_BATCH = Skip(step=7, position=56, reason="loss nan")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_skipped_batch_is_recorded_and_told(
+    tmp_path: Path, works: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "run-1")
+    run.make()
+    attempt = run.attempt(1)
+    attempt.make()
+    path = attempt.event_file("coordinator")
+
+    def refuses(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if not works:
+        monkeypatch.setattr(skipped_batches, "add", refuses)
+    asyncio.run(record_skip(BAD_BATCH, attempt, EventLog(path, "coordinator", 1)))
+    (event,) = read_events(path)[0]
+    assert (event.kind, event.data) == (EventKind.BATCH_SKIPPED, {"step": 7, "position": 56, "reason": "loss nan"})
+    assert attempt.skipped_batches.exists() == works
+    assert ("cannot write" in capsys.readouterr().err) != works

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.agent.nodes import preflight
+from trainer.agent.nodes.preflight import complaints, lost_links
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape
@@ -108,3 +109,157 @@ def test_a_hard_limit_on_open_files_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 64))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert preflight.examine(tmp_path, JobConfig()) == [LOW]
+
+
+HEALTHY = """
+    <gpu id="00000000:{bus}:00.0">
+        <product_name>NVIDIA H100 80GB HBM3</product_name>
+        <gpu_recovery_action>None</gpu_recovery_action>
+        <clocks_event_reasons>
+            <clocks_event_reason_gpu_idle>Active</clocks_event_reason_gpu_idle>
+            <clocks_event_reason_sw_power_cap>Active</clocks_event_reason_sw_power_cap>
+            <clocks_event_reason_hw_slowdown>Not Active</clocks_event_reason_hw_slowdown>
+            <clocks_event_reason_hw_thermal_slowdown>Not Active</clocks_event_reason_hw_thermal_slowdown>
+            <clocks_event_reason_hw_power_brake_slowdown>Not Active</clocks_event_reason_hw_power_brake_slowdown>
+            <clocks_event_reason_sw_thermal_slowdown>Not Active</clocks_event_reason_sw_thermal_slowdown>
+        </clocks_event_reasons>
+        <ecc_errors>
+            <volatile>
+                <sram_correctable>3</sram_correctable>
+                <sram_uncorrectable_parity>0</sram_uncorrectable_parity>
+                <sram_uncorrectable_secded>0</sram_uncorrectable_secded>
+                <dram_correctable>7</dram_correctable>
+                <dram_uncorrectable>0</dram_uncorrectable>
+            </volatile>
+            <aggregate>
+                <dram_uncorrectable>4</dram_uncorrectable>
+                <sram_threshold_exceeded>No</sram_threshold_exceeded>
+            </aggregate>
+        </ecc_errors>
+        <remapped_rows>
+            <remapped_row_corr>0</remapped_row_corr>
+            <remapped_row_unc>2</remapped_row_unc>
+            <remapped_row_pending>No</remapped_row_pending>
+            <remapped_row_failure>No</remapped_row_failure>
+        </remapped_rows>
+    </gpu>"""
+OLDER = """
+    <gpu id="00000000:17:00.0">
+        <ecc_errors><volatile><sram_uncorrectable>N/A</sram_uncorrectable></volatile></ecc_errors>
+        <remapped_rows>N/A</remapped_rows>
+        <clocks_throttle_reasons>
+            <clocks_throttle_reason_hw_slowdown>{slow}</clocks_throttle_reason_hw_slowdown>
+        </clocks_throttle_reasons>
+    </gpu>"""
+
+
+def report(*gpus: str) -> str:
+    return f'<?xml version="1.0" ?>\n<nvidia_smi_log>{"".join(gpus)}\n</nvidia_smi_log>\n'
+
+
+def sick(tag: str, said: str) -> str:
+    """A healthy GPU's report with one word changed: the first of this tag."""
+    head, opening, rest = HEALTHY.partition(f"<{tag}>")
+    assert opening
+    return head + opening + said + rest[rest.index("<") :]
+
+
+@pytest.mark.parametrize(
+    ("tag", "said", "words"),
+    [
+        ("sram_threshold_exceeded", "Yes", "has had more errors in its SRAM than its maker allows"),
+        ("remapped_row_failure", "Yes", "has no spare rows left for broken memory"),
+        ("remapped_row_pending", "Yes", "needs a reset before broken rows of its memory are replaced"),
+        ("gpu_recovery_action", "Drain P2P", "asks for recovery: drain p2p"),
+        ("clocks_event_reason_hw_thermal_slowdown", "Active", "is throttled: it is too hot"),
+        ("clocks_event_reason_hw_power_brake_slowdown", "Active", "is throttled: its power supply brakes it"),
+    ],
+)
+def test_what_speaks_against_a_gpu(tag, said, words):
+    assert complaints(report(HEALTHY, sick(tag, said))) == [f"GPU 1 {words}"]
+
+
+def test_corrected_contained_and_remapped_errors_do_not():
+    assert complaints(report(HEALTHY, HEALTHY)) == []
+    assert complaints(report(sick("dram_uncorrectable", "1"), sick("sram_uncorrectable_parity", "2"))) == []
+
+
+def test_where_the_report_does_not_say_what_an_error_needs_any_speaks_against_the_gpu():
+    volta = """<gpu><ecc_errors><volatile><dram_uncorrectable>1</dram_uncorrectable></volatile></ecc_errors>
+        <retired_pages><pending_retirement>{pending}</pending_retirement></retired_pages></gpu>"""
+    seen = "GPU 0 has had 1 uncorrected memory error(s) since its driver was loaded"
+    assert complaints(report(volta.format(pending="No"))) == [seen]
+    reset = "GPU 0 needs a reset before broken pages of its memory are retired"
+    assert complaints(report(volta.format(pending="Yes"))) == [seen, reset]
+
+
+def test_older_drivers_have_other_words():
+    assert complaints(report(OLDER.format(slow="Active"))) == ["GPU 0 is throttled: the hardware slows it down"]
+    assert complaints(report(OLDER.format(slow="Not Active"))) == []
+
+
+@pytest.mark.parametrize("said", ["", "No devices were found\n", "<nvidia_smi_log>", "<html/>"])
+def test_a_report_that_is_none_says_nothing(said):
+    assert complaints(said) == []
+
+
+def links(*up: int) -> str:
+    """A report of GPUs with so many of their links up."""
+    most, lines = max(up), list[str]()
+    for gpu, count in enumerate(up):
+        lines.append(f"GPU {gpu}: NVIDIA (UUID: GPU-{gpu})")
+        lines += [f"\t Link {link}: {'25 GB/s' if link < count else '<inactive>'}" for link in range(most)]
+    return "\n".join(lines)
+
+
+LINKS = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-b)
+\t Link 0: 26.562 GB/s
+\t Link 1: {second}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        (LINKS.format(second="26.562 GB/s"), ""),
+        (LINKS.format(second="<inactive>"), "GPU 1 has 1 of 2 NVLinks up"),
+        (LINKS.format(second="0.000 GB/s"), "GPU 1 has 1 of 2 NVLinks up"),
+        (LINKS.replace("26.562 GB/s", "<inactive>").format(second="<inactive>"), ""),
+        ("GPU 0: NVIDIA L4 (UUID: GPU-a)\nGPU 1: NVIDIA L4 (UUID: GPU-b)\n", ""),
+        (links(4, 4, 0, 0), ""),
+        (links(12, 12, 4, 4, 0), ""),
+        (links(18, 18, 18, 18, 17, 18, 18, 18), "GPU 4 has 17 of 18 NVLinks up"),
+        ("", ""),
+    ],
+)
+def test_a_gpu_with_fewer_links_than_its_neighbours(text, lost):
+    assert lost_links(text) == lost
+
+
+DRIVER = """#!/bin/sh
+case "$1" in
+-L) echo 'GPU 0: X (UUID: a)'; echo 'GPU 1: X (UUID: b)';;
+-q) cat "$(dirname "$0")/report";;
+nvlink) cat "$(dirname "$0")/links";;
+esac
+"""
+
+
+def test_preflight_refuses_a_node_whose_gpus_are_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "_AMD", tmp_path / "kfd")
+    monkeypatch.setattr(preflight, "_LEAST_SHARED", 0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    (tmp_path / "nvidia-smi").write_text(DRIVER)
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    (tmp_path / "report").write_text(report(HEALTHY, sick("remapped_row_failure", "Yes")))
+    (tmp_path / "links").write_text(LINKS.format(second="<inactive>"))
+    config = JobConfig(cluster=ClusterShape(ranks_per_node=2, gpus_per_node=2))
+    (fault,) = preflight.examine(tmp_path, config)
+    assert (fault.check, fault.shared) == ("GPU health", False)
+    assert fault.reason == "GPU 1 has no spare rows left for broken memory; GPU 1 has 1 of 2 NVLinks up"
+    (tmp_path / "report").write_text(report(HEALTHY, HEALTHY))
+    (tmp_path / "links").write_text(LINKS.format(second="26.562 GB/s"))
+    assert preflight.examine(tmp_path, config) == []

@@ -5,7 +5,18 @@ from typing import Any
 import pytest
 
 from trainer.agent.attempt_state.attempt_state import AttemptHistory
-from trainer.agent.watch.hang_limits import FAST, Limits, RankSample, after_hangs, format_seconds
+from trainer.agent.watch.hang_limits import (
+    FAST,
+    Limits,
+    RankSample,
+    ReportGaps,
+    ReportSchedule,
+    after_hangs,
+    calm_seconds,
+    format_seconds,
+    report_seconds,
+    seconds_still,
+)
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.rank_progress.progress import SECTIONS, Phase
@@ -145,3 +156,117 @@ def test_what_was_taken_for_a_hang_may_last_longer_in_the_next_generation() -> N
     drilled = Failure(kind=FailureKind.HANG, reason="stopped by a drill", drill="hang")
     past.record_failure(drilled, "broken", 0, None)
     assert past.hangs == 3
+
+
+def rank(age: float, node: str = "n1") -> RankSample:
+    return RankSample(rank=3, node=node, age=age)
+
+
+def add_report(*times: float, longest: float = 2.0) -> ReportGaps:
+    report_gaps = ReportGaps(longest)
+    for at in times:
+        report_gaps.add_report("n1", at)
+    return report_gaps
+
+
+def test_reports_in_time_are_no_silence():
+    report_gaps = add_report(100.0, 100.5, 102.5, 103.0)
+    assert report_gaps.at(104.9) == {}
+    assert seconds_still(rank(60), report_gaps.at(104.9)) == 60
+
+
+def test_a_silence_that_lasts():
+    gaps = add_report(100.0).at(130.0)
+    assert gaps == {"n1": [(28.0, 0.0)]}
+    assert seconds_still(rank(40), gaps) == 12  # 10 s before the last report, and what a report may take
+    assert seconds_still(rank(5), gaps) == 0
+    assert seconds_still(rank(40, "n2"), gaps) == 40
+
+
+@pytest.mark.parametrize(
+    ("age", "known"),
+    [
+        (60.0, 60.0 - 43.0),  # it stood still before, and all through the silence
+        (30.0, 30.0 - 25.0),  # it began somewhere in the silence
+        (4.0, 4.0),  # it has moved since
+    ],
+)
+def test_a_silence_that_is_over(age, known):
+    gaps = add_report(100.0, 145.0, 146.5, 148.0, 150.0).at(150.0)
+    assert seconds_still(rank(age), gaps) == pytest.approx(known)
+
+
+def test_an_agent_that_is_always_late_does_not_hide_its_ranks():
+    late = add_report(*(100.0 + 2.5 * number for number in range(400)))
+    assert seconds_still(rank(60), late.at(100.0 + 2.5 * 399)) == pytest.approx(60 * 0.8)
+
+
+def test_longer_reports_of_a_big_job():
+    assert add_report(100.0, 125.0, longest=30.0).at(126.0) == {}
+
+
+def test_who_was_asked_to_report_more_often_is_silent_sooner():
+    report_gaps = add_report(100.0, longest=15.0)
+    assert report_gaps.at(112.0) == {}
+    report_gaps.ask(105.0)
+    assert report_gaps.at(112.0) == {"n1": [(10.0, 0.0)]}, "nothing is known since its last report"
+    report_gaps.add_report("n1", 112.0)
+    assert report_gaps.at(112.0) == {"n1": [(5.0, 0.0)]}, "it reported as it should before it was asked"
+    assert report_gaps.at(120.0)["n1"][0] == (13.0, 8.0)
+    report_gaps.ask(None)
+    assert report_gaps.at(125.0) == {"n1": [(18.0, 13.0)]}, "what was silence stays one"
+
+
+def told(schedule: ReportSchedule, until: float, **asked: bool) -> list[float]:
+    """The times at which an agent reports that looks ten times a second, from 0 on."""
+    return [at / 10 for at in range(1, int(until * 10) + 1) if schedule.due(at / 10, **asked)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "close", "calm"),
+    [(1, 0.5, 0.5), (100, 0.5, 0.5), (500, 0.5, 2.0), (1250, 1.25, 5.0), (3000, 3.0, 5.0), (10_000, 10.0, 10.0)],
+)
+def test_a_coordinator_hears_a_bounded_number_of_reports(nodes: int, close: float, calm: float) -> None:
+    assert (report_seconds(nodes), calm_seconds(nodes)) == (close, calm)
+
+
+def test_few_nodes_report_twice_a_second_whatever_happens() -> None:
+    assert len(told(ReportSchedule(1, 4, 0.0), 10)) == 20
+    assert len(told(ReportSchedule(1, 4, 0.0), 10, closely=True)) == 20
+
+
+def test_many_nodes_report_rarely_and_closely_where_there_is_something_to_see() -> None:
+    assert len(told(ReportSchedule(7, 1250, 0.0), 20)) == 4
+    assert len(told(ReportSchedule(7, 1250, 0.0), 20, closely=True)) in range(13, 20)
+
+
+def test_attention_ends_by_itself() -> None:
+    schedule = ReportSchedule(624, 1250, 0.0)
+    schedule.attend(10.0, 0.0)
+    times = told(schedule, 30)
+    assert len([at for at in times if at <= 10]) >= 7
+    assert len([at for at in times if at > 10]) == 4
+
+
+def test_a_job_whose_agents_start_together_is_heard_all_the_time() -> None:
+    agents = [ReportSchedule(node, 1250, 0.0) for node in range(1250)]
+    for agent in agents:  # what all of them do at once must not bring their regular reports together
+        agent.due(0.7, at_once=True)
+        agent.attend(10.0, 1.0)
+    times = sorted(at for agent in agents for at in told(agent, 30))
+    calm = [at for at in times if at > 11.5]
+    assert max(after - before for before, after in zip(calm, calm[1:], strict=False)) < 0.15
+    assert 200 < len(calm) / 18.5 < 300
+
+
+def test_one_report_more_at_once() -> None:
+    schedule = ReportSchedule(0, 1250, 0.0)
+    assert schedule.due(0.002, at_once=True)
+    assert not schedule.due(0.003)
+    assert schedule.due(0.004), "its regular one is not put off"
+
+
+def test_a_pause_of_the_agent_is_not_made_up_for() -> None:
+    schedule = ReportSchedule(624, 1250, 0.0)
+    assert schedule.due(1000.0)
+    assert not schedule.due(1000.1)

@@ -1,10 +1,13 @@
 """Who waits for whom in a pipeline, by the cells of its ranks, and who has left a message out."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.trainer.agent.watch.staged_jobs import LAYOUTS
+from tests.trainer.agent.watch.stalls import legal_hour, stage
 from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.flight_record import DONE, SCHEDULED, CollectiveEntry, FlightRecord, Group
 from trainer.agent.flight.wait_graph import Finding
@@ -213,3 +216,63 @@ def test_without_records_who_waits_for_a_stage_is_not_the_one_that_is_behind() -
     told = judge(seen, Finding(kind="none", reason="no records"), Limits(HangConfig(), {}))
     assert (told.verdict, told.culprit, told.kind) == (HangVerdict.HUNG, 1, HangKind.STUCK_IN_COMPUTE)
     assert "it has been in backward (micro-batch 0, stage 1) after step 120 for 9.5 s" in told.reason
+
+
+def plays(layout: str, seed: int, *, records: bool) -> None:
+    watch, bad = legal_hour(seed, records=records, job=LAYOUTS[layout](seed))
+    assert bad is None, f"{layout}, seed {seed}, records {records}, after {watch.now:.0f} s: {bad.reason}"
+    assert watch.now >= 3600
+    assert watch.judged[HangVerdict.LOOK] > 5  # it was slow indeed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hours_in_which_everything_is_slow_that_may_be(layout: str) -> None:
+    plays(layout, 1, records=layout != "pipeline")
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block", range(10))
+def test_four_hundred_hours_of_each_layout(
+    block: int, layout: str, record_property: Callable[[str, object], None]
+) -> None:
+    for seed in range(100 + block * 20, 120 + block * 20):
+        for records in (True, False):
+            plays(layout, seed, records=records)
+    record_property(f"simulated hours without a false alarm ({layout})", 40)
+
+
+LATER = {"experts": 5.0}
+"""Seconds: where ordinary passes last for seconds, nobody looks closer as soon."""
+HANGS = ("stopped", "dead", "data", "save", "forward", "backward", "spinning", "lock")
+
+
+def is_named(layout: str, what: str, seed: int, *, records: bool) -> None:
+    incident, found, now = stage(seed, what, records=records, job=LAYOUTS[layout](seed))
+    told = f"{layout}, seed {seed}, {what}, records {records}: {incident}, {found}"
+    assert found is not None, told
+    assert (found.culprit, found.kind) == (incident.culprit, incident.kind), told
+    assert incident.began < now <= incident.due + LATER.get(layout, 0.0), f"{told}, at {now}"
+
+
+@pytest.mark.parametrize("what", HANGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_who_hangs_is_named_in_time(layout: str, what: str) -> None:
+    for seed in range(2):
+        is_named(layout, what, seed, records=seed == 0 or layout == "experts")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("what", HANGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hundreds_who_hang_are_named_in_time(
+    layout: str, what: str, record_property: Callable[[str, object], None]
+) -> None:
+    for seed in range(1000, 1050):
+        # Who waits for whom in an exchange only records show.
+        for records in (True,) if layout == "experts" else (True, False):
+            is_named(layout, what, seed, records=records)
+    record_property(
+        f"simulated hangs ({layout}, {what}) with the right culprit, kind and time", 50 if layout == "experts" else 100
+    )

@@ -38,7 +38,7 @@ def test_it_works_when_the_workload_has_opened_a_thousand_files() -> None:
 
 IGNORED = """
 import os, signal
-from trainer.agent.fork_server.launch_order import _run_command
+from trainer.agent.fork_server.server import _run_command
 from trainer.protocol.rank_progress.progress import outlive_step_signals
 
 outlive_step_signals()

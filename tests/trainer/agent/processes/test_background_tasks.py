@@ -157,7 +157,7 @@ def test_an_exception_is_reported_and_printed(source, capsys):
         return await asyncio.wait_for(reported, 10)
 
     error = asyncio.run(scene())
-    assert describe_error(error).startswith("ZeroDivisionError: of nothing (test_supervised_tasks.py:")
+    assert describe_error(error).startswith("ZeroDivisionError: of nothing (test_background_tasks.py:")
     assert "Traceback" in capsys.readouterr().err
 
 

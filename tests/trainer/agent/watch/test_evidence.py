@@ -46,7 +46,7 @@ class Stood:
         assert self.process.stdout.readline() == b"on\n"
         log = folder / f"{rank}.log"
         log.write_text("".join(f"line {number}\n" for number in range(1000)))
-        self.subject = Subject(rank=rank, pid=self.process.pid, log=log, evidence=memory, cell={"step": 7})
+        self.subject = Subject(rank=rank, pid=self.process.pid, log=log, stacks=memory, cell={"step": 7})
 
     def close(self) -> None:
         self.process.kill()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpointing.proofs.mounts import small_tmpfs
+from trainer.protocol.events import read_events
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, ExitCode, Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd, all_outcomes, append_outcome, find_outcome
 from trainer.protocol.heartbeat import Heartbeat
@@ -223,3 +224,44 @@ def test_an_attempt_is_fenced_off_without_a_free_inode(tmp_path: Path) -> None:
         assert not holds(go, token)
         revoke(go)
         assert is_revoked(go)
+
+
+OUTCOME = (
+    '{"schema":"orch.outcome/1","attempt":2,"job_id":"77","result":"failed",'
+    '"reason":"rank 1 on n0 was killed by SIGKILL","exit_code":75,"step":9,"generations":3,"started_at":1.0,"ended_at":2.0,"failure":{"kind":"rank_killed",'
+    '"reason":"rank 1 on n0 was killed by SIGKILL","rank":1,"node":"n0","step":9,"exit_code":null,"signal":9,'
+    '"exception":null,"message":null,"evidence":null,"lines":[],"culprits":[{"rank":1,"node":"n0","kind":"dead",'
+    '"reason":"gone"}],"room":0,"script":false,"drill":""}}'
+)
+RANK_OUTCOME = (
+    '{"rank":2,"generation":1,"node":"n","step":7,"exit_code":1,"time":1.5,"exception":"ValueError","message":"bad",'
+    '"traceback":"Traceback ...","secondary":false,"position":56}\n'
+)
+HEARTBEAT = (
+    '{"schema":"orch.heartbeat/1","seq":4,"time":5.0,"attempt":2,"job_id":"77","generation":3,"step":9,"total_steps":20,'
+    '"loss":1.5,"phase":"forward","saved_step":8,"nodes":["n0"],"state":"running","saves_failing":""}\n'
+)
+EVENT = (
+    '{"time":1.5,"source":"coordinator","seq":1,"kind":"rank.exited","attempt":2,"generation":3,'
+    '"data":{"rank":1,"node":"n0","exit_code":null,"signal":9,"reason":"killed by SIGKILL"}}\n'
+)
+
+
+def test_files_written_before_a_rank_had_one_end_are_read(tmp_path):
+    attempt = AttemptDir(tmp_path / "002")
+    attempt.make()
+    attempt.outcome.write_text(OUTCOME)
+    attempt.rank_outcomes("n").write_text(RANK_OUTCOME)
+    attempt.heartbeat.write_text(HEARTBEAT)
+    attempt.event_file("coordinator").write_text(EVENT)
+    failure = AttemptOutcome.read(attempt.outcome).failure
+    assert failure is not None
+    assert (failure.kind, failure.signal, failure.nodes) == (FailureKind.RANK_KILLED, 9, ("n0",))
+    end = find_outcome(attempt, "n", 2, 1)
+    assert end is not None
+    assert (end.exit_code, end.exception, end.step, end.position, end.good) == (1, "ValueError", 7, 56, False)
+    append_outcome(attempt, end)
+    assert attempt.rank_outcomes("n").read_text() == RANK_OUTCOME * 2, "later versions write the same keys"
+    assert (Heartbeat.read(attempt.heartbeat).step, Heartbeat.read(attempt.heartbeat).nodes) == (9, ["n0"])
+    ((event,), _) = read_events(attempt.event_file("coordinator"))
+    assert (event.kind, event.generation, event.data["signal"]) == ("rank.exited", 3, 9)

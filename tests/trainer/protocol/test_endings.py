@@ -227,9 +227,9 @@ def test_an_attempt_is_fenced_off_without_a_free_inode(tmp_path: Path) -> None:
 
 
 OUTCOME = (
-    '{"schema":"orch.outcome/1","attempt":2,"job_id":"77","result":"failed",'
-    '"reason":"rank 1 on n0 was killed by SIGKILL","exit_code":75,"step":9,"generations":3,"started_at":1.0,"ended_at":2.0,"failure":{"kind":"rank_killed",'
-    '"reason":"rank 1 on n0 was killed by SIGKILL","rank":1,"node":"n0","step":9,"exit_code":null,"signal":9,'
+    '{"schema":"orch.outcome/1","attempt":2,"job_id":"77","result":"failed","reason":"rank 1 was killed by SIGKILL",'
+    '"exit_code":75,"step":9,"generations":3,"started_at":1.0,"ended_at":2.0,"failure":{"kind":"rank_killed",'
+    '"reason":"rank 1 was killed by SIGKILL","rank":1,"node":"n0","step":9,"exit_code":null,"signal":9,'
     '"exception":null,"message":null,"evidence":null,"lines":[],"culprits":[{"rank":1,"node":"n0","kind":"dead",'
     '"reason":"gone"}],"room":0,"script":false,"drill":""}}'
 )

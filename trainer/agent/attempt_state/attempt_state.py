@@ -340,7 +340,7 @@ class AttemptState:
             await record_skip(decision.skip, self.attempt_dir, self.events)
 
     def replace_nodes(self, decision: Decision) -> Decision | None:
-        """Replace lost or blamed nodes with spares; returns an Decision if the attempt ends instead."""
+        """Replace lost or blamed nodes with spares; returns a Decision if the attempt ends instead."""
         self.generation.broken, self.history.new_nodes = None, True
         failure = self.with_drill(decision.failure)
         return spare_nodes.replace(decision, self.roster, self.events, drill=failure.drill if failure else "")

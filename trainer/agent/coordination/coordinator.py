@@ -27,7 +27,7 @@ from trainer.protocol.messages.agents import End, Hello, KillGeneration
 
 
 class Startup:
-    """Conditions before training; each method waits for one and returns an Decision if it cannot be met."""
+    """Conditions before training; each method waits for one and returns a Decision if it cannot be met."""
 
     def __init__(self, state: AttemptState, messages: MessageLoop) -> None:
         self._state, self._roster, self._messages = state, state.roster, messages
@@ -158,29 +158,6 @@ class Startup:
         return None if broken is None or broken.kind in in_job_policy.FIXED_BY_RESTART else broken
 
 
-class Teardown:
-    """Cleanup between two generations: the first must be gone from every node that runs the second."""
-
-    def __init__(self, state: AttemptState, messages: MessageLoop) -> None:
-        self._state, self._messages = state, messages
-
-    async def kill_generation(self, decision: Decision) -> bool:
-        """Kill the current generation's ranks; returns whether all are gone, ignoring nodes given up by `decision`."""
-        number, roster = self._state.generation.number, self._state.roster
-        roster.broadcast(KillGeneration(generation=number))
-        given_up = spare_nodes.left_behind(decision)
-        return await self._messages.wait_until(lambda: roster.all_gone(number, but=given_up), self._state.timeouts.kill)
-
-    def exclude_stuck_nodes(self, decision: Decision) -> Decision:
-        """Return the decision that replaces `decision` if ranks cannot be killed: their nodes are always excluded."""
-        instead = spare_nodes.replace_unkillable_nodes(
-            decision, self._state.roster, self._state.generation.number, seconds=self._state.timeouts.kill,
-            stopping=self._state.stopping.stop is not None,
-        )  # fmt: skip
-        self._state.events.write(EventKind.DECISION, action=instead.action.name.lower(), reason=instead.reason)
-        return instead
-
-
 HANG_UP_SECONDS = 5.0
 
 _LOOK_SECONDS, _SOON_SECONDS = 0.25, 0.05
@@ -200,7 +177,6 @@ class Coordinator:
         self._timers = Timers(state, self._monitor)
         self._messages = MessageLoop(state, self._monitor, self._requests, self._timers)
         self._startup = Startup(state, self._messages)
-        self._teardown = Teardown(state, self._messages)
         self._command = CommandRun(state.run_dir, state.attempt_dir, state.config, state.events, state.progress)
 
     async def open(self, host: str) -> dict[str, Any]:
@@ -240,7 +216,7 @@ class Coordinator:
     # -- the life of a generation ------------------------------------------------------------------------------------
 
     async def _run_generation(self) -> Decision | None:
-        """Run one generation; returns an Decision if the attempt ends with it, None if another follows."""
+        """Run one generation; returns a Decision if the attempt ends with it, None if another follows."""
         await self._launch_ranks()
         decision = await self._watch_ranks()
         await self._state.record_decision(decision)
@@ -276,7 +252,7 @@ class Coordinator:
         """Kill the rest of the generation; returns whether it is gone from every node that runs the next one."""
         state = self._state
         state.enter(AttemptStage.CLEARING)
-        killed = await self._teardown.kill_generation(decision)
+        killed = await self._kill_generation(decision)
         await self._command.end_generation(decision, state.generation, cleared=killed)
         await self._timers.write_status()
         attributed = state.with_drill(decision.failure)
@@ -285,13 +261,30 @@ class Coordinator:
         state.events.write(EventKind.GENERATION_ENDED, reason=decision.reason, step=step, failure=failure)
         return killed
 
+    async def _kill_generation(self, decision: Decision) -> bool:
+        """Kill the current generation's ranks; returns whether all are gone, ignoring nodes given up by `decision`."""
+        number, roster = self._state.generation.number, self._state.roster
+        roster.broadcast(KillGeneration(generation=number))
+        given_up = spare_nodes.left_behind(decision)
+        return await self._messages.wait_until(lambda: roster.all_gone(number, but=given_up), self._state.timeouts.kill)
+
+    def _exclude_stuck_nodes(self, decision: Decision) -> Decision:
+        """Return the decision that replaces `decision` if ranks cannot be killed: their nodes are always excluded."""
+        state = self._state
+        instead = spare_nodes.replace_unkillable_nodes(
+            decision, state.roster, state.generation.number, seconds=state.timeouts.kill,
+            stopping=state.stopping.stop is not None,
+        )  # fmt: skip
+        state.events.write(EventKind.DECISION, action=instead.action.name.lower(), reason=instead.reason)
+        return instead
+
     async def _prepare_next(self, decision: Decision, *, killed: bool) -> Decision | None:
-        """Wait until the next generation can start; returns an Decision if there will not be one."""
+        """Wait until the next generation can start; returns a Decision if there will not be one."""
         state = self._state
         if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision
         if not killed:
-            decision = self._teardown.exclude_stuck_nodes(decision)
+            decision = self._exclude_stuck_nodes(decision)
         if decision.action is Action.END:
             return decision
         if decision.action is Action.REPLACE:

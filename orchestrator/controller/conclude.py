@@ -13,14 +13,7 @@ from orchestrator.recovery import failure_rate
 from orchestrator.recovery.classify_failure import Verdict
 from orchestrator.recovery.doubted_checkpoints import trust_changes
 from orchestrator.recovery.node_exclusion import ExclusionDecision, nodes_to_exclude
-from orchestrator.recovery.retry_policy import (
-    EndedAttempt,
-    RetryDecision,
-    RunAction,
-    after_cancel,
-    attribute_drill,
-    decide,
-)
+from orchestrator.recovery.retry_policy import EndedAttempt, after_cancel, attribute_drill, decide
 from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.bounded_files import RunDirHangs
@@ -28,20 +21,19 @@ from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.run_dirs.run_folder import check_run_folder
 from orchestrator.states import RunState, Trust
 from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Failure
 
 _RUN_AFTER = {
-    RunAction.SUCCEED: RunState.SUCCEEDED,
-    RunAction.FAIL: RunState.FAILED,
-    RunAction.HOLD: RunState.HELD,
-    RunAction.CANCEL: RunState.CANCELLED,
-    RunAction.RETRY: RunState.RECOVERING,
+    Action.SUCCEED: RunState.SUCCEEDED,
+    Action.FAIL: RunState.FAILED,
+    Action.HOLD: RunState.HELD,
+    Action.CANCEL: RunState.CANCELLED,
+    Action.RETRY: RunState.RECOVERING,
 }
 
 
-def conclude(
-    actor: Actor, view: ControlledRun, verdict: Verdict, rng: Random, gone: Sequence[str] = ()
-) -> RetryDecision:
+def conclude(actor: Actor, view: ControlledRun, verdict: Verdict, rng: Random, gone: Sequence[str] = ()) -> Decision:
     """End the newest attempt of a run and decide the next action; `gone`: nodes that the scheduler removed from it."""
     run, attempt = view.run, view.last
     state, why, failure = verdict
@@ -94,11 +86,11 @@ def _note_nodes(
             actor.store.exclude_node(one.node, run.domain, one.until, because, **stamp)
 
 
-def apply(actor: Actor, run: Run, decision: RetryDecision, now: float) -> None:
+def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
     """Move the run to the state that a decision requires; if a person is needed, the reason has the command to type."""
     reason = decision.reason
     cured = f"orch resume {run.name} " in reason  # the reason already includes the change to make
-    if decision.action in (RunAction.HOLD, RunAction.FAIL) and not (cured or is_restore_test(run)):
+    if decision.action in (Action.HOLD, Action.FAIL) and not (cured or is_restore_test(run)):
         reason = f"{reason}; when it is mended: orch resume {run.name}"
     actor.store.move_run(
         run.name, _RUN_AFTER[decision.action], reason, epoch=actor.epoch, now=now, not_before=decision.not_before
@@ -107,14 +99,14 @@ def apply(actor: Actor, run: Run, decision: RetryDecision, now: float) -> None:
 
 def _decision(
     actor: Actor, view: ControlledRun, verdict: Verdict, now: float, rng: Random, blamed: Sequence[ExclusionDecision]
-) -> RetryDecision:
+) -> Decision:
     _, why, failure = verdict
     if failure is None:
-        return RetryDecision(action=RunAction.SUCCEED, reason=why)
+        return Decision(action=Action.SUCCEED, reason=why)
     if view.cancel is not None:
         return cancel_decision(actor, view)
     if is_restore_test(run := view.run):
-        return RetryDecision(action=RunAction.FAIL, reason=f"not finished, and not tried again as {run.name}: {why}")
+        return Decision(action=Action.FAIL, reason=f"not finished, and not tried again as {run.name}: {why}")
     past = history(view, failure, now, _saved_after(actor.store, view))
     return decide(
         past, view.config.recovery, now, rng.random(), run=run.name, steps_known=_steps_known(view),
@@ -122,7 +114,7 @@ def _decision(
     )  # fmt: skip
 
 
-def cancel_decision(actor: Actor, view: ControlledRun) -> RetryDecision:
+def cancel_decision(actor: Actor, view: ControlledRun) -> Decision:
     """Return the decision for a cancelled run; it mentions no checkpoint that is gone from its folder."""
     step = max((attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None), default=None)
     return after_cancel(step, "" if step is None else _missing(actor, view, step))

@@ -30,13 +30,13 @@ from orchestrator.recovery.elastic_policy import (
     resize_config,
     world_sizes,
 )
-from orchestrator.recovery.retry_policy import RetryDecision, RunAction
 from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
 from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.run_dirs.run_folder import missing_room
 from orchestrator.scheduler.interface import LEAVING_STATES, QUEUED_STATES, RUNNING_STATES, JobStatus
 from orchestrator.scheduler.slurm.refusals import waits_for_nodes
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.requests import RequestKind
 from trainer.protocol.time_spans import span
@@ -63,7 +63,7 @@ def _hold_after_hours(actor: Actor, view: ControlledRun, reason: str) -> bool:
     if now - max(moves, default=now) < hours * 3600:
         return False
     spent = f"{reason}, for {hours:g} h: recovery.no_progress_hours is spent"
-    apply(actor, view.run, RetryDecision(action=RunAction.HOLD, reason=spent), now)
+    apply(actor, view.run, Decision(action=Action.HOLD, reason=spent), now)
     return True
 
 

@@ -2,15 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from orchestrator.registry.records import Attempt, Notice
 from trainer.protocol.command_progress import PROGRESS_SECONDS
 from trainer.protocol.config import RecoveryConfig
 from trainer.protocol.events import EventKind
+from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import TRAITS, Budget, Failure, FailureKind
 from trainer.protocol.failures.suspect_checkpoints import HARMLESS, NOT_BY_A_DRILL
 from trainer.protocol.time_spans import stored_moment
@@ -37,14 +36,6 @@ def attribute_drill(
 def drill_words(failure: Mapping[str, object]) -> str:
     """Return the suffix for a drilled failure (as JSON), ` (drill kill-rank)`; empty for other failures."""
     return f" (drill {failure['drill']})" if failure.get("drill") else ""
-
-
-class RunAction(StrEnum):
-    RETRY = "RETRY"
-    SUCCEED = "SUCCEED"
-    FAIL = "FAIL"
-    HOLD = "HOLD"
-    CANCEL = "CANCEL"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +85,6 @@ class EndedAttempt:
         return self.failure is not None and TRAITS[self.failure.kind].free
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetryDecision:
-    """Next action and its reason; `not_before` is seconds since the epoch, `exclude` the nodes to avoid."""
-
-    action: RunAction
-    reason: str
-    not_before: float = 0.0
-    exclude: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "action": str(self.action), "exclude": list(self.exclude)}
-
-
 SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
 
 ANEW_HINT = (
@@ -123,7 +101,7 @@ FREE_PROGRESS = 300.0  # A preempted or timed-out attempt counts as progress aft
 def decide(
     history: Sequence[EndedAttempt], recovery: RecoveryConfig, now: float, jitter: float, *, run: str,
     steps_known: bool = True, exclude: tuple[str, ...] = (),
-) -> RetryDecision:  # fmt: skip
+) -> Decision:  # fmt: skip
     """Decide after the newest attempt of `history`.
 
     `history` holds the attempts that count (since the last `orch resume`), `jitter` is a draw from [0, 1).
@@ -133,7 +111,7 @@ def decide(
     last, failure = history[-1], history[-1].failure
     # All steps are trained and the last checkpoint is committed.
     if failure is None:
-        return RetryDecision(action=RunAction.SUCCEED, reason="all steps are trained")
+        return Decision(action=Action.SUCCEED, reason="all steps are trained")
     has_progress = _has_progress(history, len(history) - 1, steps_known=steps_known)
     # No retry can fix it, and without progress the next job cannot be expected to need less memory.
     out_of_memory = failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress and not last.drilled
@@ -141,10 +119,10 @@ def decide(
         return _final(failure, history, run)
     # An end that orch or a person caused on purpose proves nothing; after a free one, the queue is pause enough.
     if reason := _immediate_retry_reason(last, failure, has_progress):
-        return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=now, exclude=exclude)
+        return Decision(action=Action.RETRY, reason=reason, not_before=now, exclude=exclude)
     # One node may have misread; a second job with the same result is evidence about the bytes.
     if [past.failure.exception for past in history[-2:] if past.failure] == [NONE_INTACT, NONE_INTACT]:
-        return RetryDecision(action=RunAction.HOLD, reason=_NONE_INTACT.format(reason=failure.reason, run=run))
+        return Decision(action=Action.HOLD, reason=_NONE_INTACT.format(reason=failure.reason, run=run))
     row = _without_progress(history, steps_known=steps_known)
     anew = any(past.saved_after for past in row[1:]) and steps_known
     hint = SCRIPT_HINT if last.script_failed else ANEW_HINT if anew else ""
@@ -153,12 +131,12 @@ def decide(
     tries = [past for past in row if past.budget is Budget.TRIES]
     if len(tries) >= recovery.max_failures and last.budget is Budget.TRIES:
         spent = f"{_summarize_failures(tries)} without a new checkpoint: recovery.max_failures is spent"
-        return RetryDecision(action=RunAction.FAIL, reason=f"{spent}; {newest}")
+        return Decision(action=Action.FAIL, reason=f"{spent}; {newest}")
     # An outage is measured by the clock; a few failures with long queues between them do not form one.
     outage = [past for past in row if past.budget is Budget.TIME]
     if len(outage) >= recovery.max_failures and now >= _gives_up(outage, recovery):
         spent = f"{_describe_outage(outage, now)} without a new checkpoint: recovery.no_progress_hours is spent"
-        return RetryDecision(action=RunAction.HOLD, reason=f"{spent}; {newest}")
+        return Decision(action=Action.HOLD, reason=f"{spent}; {newest}")
     start = now + backoff_seconds(len(row), recovery, jitter)
     if last.budget is Budget.TRIES:
         reason = f"{_summarize_failures(tries)} without a new checkpoint (try {len(tries)} of {recovery.max_failures})"
@@ -166,7 +144,7 @@ def decide(
         end = stored_moment(_gives_up(outage, recovery))
         reason = f"{_describe_outage(outage, now)}; holds after {end} unless a checkpoint is saved"
     reason += f"; next try at {stored_moment(start)}; {newest}"
-    return RetryDecision(action=RunAction.RETRY, reason=reason, not_before=start, exclude=exclude)
+    return Decision(action=Action.RETRY, reason=reason, not_before=start, exclude=exclude)
 
 
 def _immediate_retry_reason(last: EndedAttempt, failure: Failure, has_progress: bool) -> str:
@@ -190,20 +168,20 @@ _NONE_INTACT = (
 )
 
 
-def _final(failure: Failure, history: Sequence[EndedAttempt], run: str) -> RetryDecision:
+def _final(failure: Failure, history: Sequence[EndedAttempt], run: str) -> Decision:
     traits = TRAITS[failure.kind]
-    action, words = RunAction.FAIL if traits.ends_run else RunAction.HOLD, traits.final
+    action, words = Action.FAIL if traits.ends_run else Action.HOLD, traits.final
     saved = any(past.row.saved_step is not None for past in history)
     if failure.kind is FailureKind.NUMERIC and not saved and history[0].row.number == 1:
         words = _NEVER_SAVED
-    return RetryDecision(action=action, reason=words.format(reason=failure.reason, run=run))
+    return Decision(action=action, reason=words.format(reason=failure.reason, run=run))
 
 
-def after_cancel(step: int | None, missing: str = "") -> RetryDecision:
+def after_cancel(step: int | None, missing: str = "") -> Decision:
     """Return the decision for a cancelled run without a job; `missing`: why its checkpoint is not visible."""
     saved = f"; the newest checkpoint is of step {step}" if step is not None else "; no checkpoint of it is known"
     saved = f"; the newest checkpoint was of step {step}, and {missing}" if missing else saved
-    return RetryDecision(action=RunAction.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
+    return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
 
 
 def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:

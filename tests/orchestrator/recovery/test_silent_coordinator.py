@@ -18,9 +18,10 @@ from orchestrator.recovery.classify_failure import (
 from orchestrator.recovery.elastic_policy import LastAttempt, WorldSize
 from orchestrator.recovery.failure_rate import FailureCount, NodeHistory
 from orchestrator.recovery.node_exclusion import ExclusionDecision, NodeRecord
-from orchestrator.recovery.retry_policy import EndedAttempt, RetryDecision
+from orchestrator.recovery.retry_policy import EndedAttempt
 from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState
+from trainer.protocol.failures.decision import Decision
 from trainer.protocol.failures.outcome import (
     AgentEnd,
     AgentReport,
@@ -250,7 +251,7 @@ def test_silence_escalates_after_documented_seconds(
     [
         Evidence,
         EndedAttempt,
-        RetryDecision,
+        Decision,
         LastAttempt,
         NodeRecord,
         NodeHistory,

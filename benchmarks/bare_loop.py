@@ -28,9 +28,9 @@ from benchmarks.ddp_script import write_step
 from trainer.costs.micro_batches import micro_batch_count, micro_batch_size
 from trainer.costs.stage_split import split_model
 from trainer.models.llama import Llama
-from trainer.models.parallelize import tensor_parallel
 from trainer.models.pipelined_llama import LlamaStage
 from trainer.parallel.apply import mesh as meshes
+from trainer.parallel.apply.tensor_parallel import split_matrices
 from trainer.protocol.config import JobConfig, load
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.run_dir import RunDir
@@ -54,7 +54,7 @@ def _ddp(model: Llama, mesh: DeviceMesh) -> nn.Module:
 
 
 def _tp(model: Llama, mesh: DeviceMesh) -> nn.Module:
-    tensor_parallel(model, mesh)
+    split_matrices(model, mesh)
     return model
 
 
@@ -98,7 +98,7 @@ class BareStagedPasses:
     """Passes of torch's own pipeline with one stage on each rank and orch's layers there; shapes are known before."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh) -> None:
-        part = split_model(config.parallel.pipeline, config).parts[mesh.get_rank()]
+        part = split_model(config.parallel.pipeline, config.model, config.train).parts[mesh.get_rank()]
         with torch.device("meta"):
             self.model = LlamaStage(config.model, config.train, part)
         self.model.materialize(_CPU, config.train.seed)

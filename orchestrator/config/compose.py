@@ -18,7 +18,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.config.validation import refuse_ineffective
 from orchestrator.errors import ConfigError
 from orchestrator.home import expand_home
-from trainer.parallel.layout_fixes import MayChange
+from trainer.parallel.layout import MayChange
 from trainer.protocol.config import build, hash_config
 from trainer.protocol.config_sections.fault_detection_config import DrillEvent
 

@@ -5,8 +5,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.parallel.data import Strategy
+from trainer.parallel.dimension import Splits
+from trainer.parallel.parallel_config import DIMENSIONS
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import Strategy
 from trainer.protocol.time_spans import parse_span
 
 OFF, NIGHTLY = "off", "nightly"
@@ -114,8 +116,11 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
         nodes, ranks = nodes_and_ranks(layout)
         cluster |= {"nodes": nodes, "ranks_per_node": ranks, "gpus_per_node": ranks if cluster["gpus_per_node"] else 0}
         tp = math.gcd(parallel["tp"], ranks)
-        cp = math.gcd(parallel.get("cp", 1), nodes * ranks // tp)
-        left = nodes * ranks // (cp * tp)
+        left = nodes * ranks // tp
+        sizes = {"tp": tp}
+        for key in (one.key for one in DIMENSIONS if one.splits is Splits.SEQUENCE):
+            sizes[key] = math.gcd(parallel.get(key, 1), left)
+            left //= sizes[key]
         replicas = parallel["dp_replicate"] if left % parallel["dp_replicate"] == 0 else 1
         strategy = parallel.get("strategy", Strategy.AUTO)
         if strategy == Strategy.DDP:  # its single replica degree covers all ranks
@@ -124,9 +129,8 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
             strategy = Strategy.AUTO
         if "pipeline" in parallel:
             parallel["pipeline"] = {**parallel["pipeline"], "stages": 1, "stages_per_rank": 0, "micro_batches": 0}
-        ep = _ep(data, left // replicas * cp * tp)
-        sizes = {"cp": cp, "tp": tp, "ep": ep, "dp_replicate": replicas, "dp_shard": 0}
-        parallel |= {"strategy": str(strategy), **sizes}
+        ep = _ep(data, nodes * ranks // replicas)
+        parallel |= {"strategy": str(strategy), **sizes, "ep": ep, "dp_replicate": replicas, "dp_shard": 0}
         if "train" in data:
             more["train"] = {**data["train"], "micro_batch_size": _micro_batch_size(data["train"], left)}
     return {"cluster": cluster, "parallel": parallel, **more}

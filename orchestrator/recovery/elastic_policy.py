@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.costs.micro_batches import micro_batch_size, takes
-from trainer.parallel.expert import can_share
+from trainer.parallel.data import Strategy
+from trainer.parallel.expert import can_share_experts
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import ParallelConfig, Strategy
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.time_spans import span
 
@@ -84,11 +85,12 @@ def _smaller_mesh(config: JobConfig, ranks: int) -> dict[str, Any] | None:
     """Return the changes in `parallel` for this number of data-parallel ranks: no size grows, replicas shrink first."""
     parallel = config.parallel
     full = parallel.mesh_sizes(config.cluster.world_size)
-    for shards in range(min(full.dp_shard, ranks), 0, -1):
+    shared = parallel.ranks_per_share // parallel.pipeline.ranks
+    for shards in range(min(full["dp_shard"], ranks), 0, -1):
         replicas, rest = divmod(ranks, shards)
-        if replicas > full.dp_replicate:
+        if replicas > full["dp_replicate"]:
             return None  # and fewer shards would need even more
-        if not rest and can_share(config, shards * parallel.cp * parallel.tp, parallel.ep):
+        if not rest and can_share_experts(config, shards * shared, parallel.ep):
             return _mesh_overrides(parallel, replicas, shards)
     return None
 

@@ -4,7 +4,7 @@ One rule for every config key and identity field.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,6 +12,7 @@ from orchestrator.config.compose import diff
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.notifications.channels import NotifyConfig
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.user_code.code_record import (
     CodeDecision,
     CodeRecord,
@@ -85,10 +86,7 @@ _TERMS: Mapping[Term, str] = {
     Term(Rule.ACCEPT, "ranks see other variables"): "env env_from secrets_file",
     _SUMS: """
         cluster.nodes cluster.min_nodes cluster.ranks_per_node cluster.gpus_per_node cluster.cpus_per_task
-        parallel.strategy parallel.dp_replicate parallel.dp_shard parallel.tp parallel.cp parallel.cp_method
-        parallel.ep parallel.pipeline.stages parallel.pipeline.schedule parallel.pipeline.stages_per_rank
-        parallel.pipeline.micro_batches parallel.pipeline.layer_seconds parallel.fsdp.reduce parallel.fsdp.offload
-        parallel.fsdp.wrap train.micro_batch_size train.activation_checkpointing train.compile train.loss_chunks
+        train.micro_batch_size train.activation_checkpointing train.compile train.loss_chunks
     """,
     Term(Rule.ACCEPT, "the node is prepared by other scripts"): "cluster.templates",
     Term(Rule.ACCEPT, "the node is prepared otherwise"): "cluster.template_args",
@@ -109,7 +107,18 @@ _TERMS: Mapping[Term, str] = {
     Term(Rule.ACCEPT, "faults are injected on purpose"): "drill.events",
 }
 """The keys of each rule."""
+
+
+def _parallel_keys() -> Iterator[str]:
+    """Yield the keys of all parallel dimensions; most of them change the order of sums."""
+    for key in fields(ParallelConfig):
+        nested = key.default_factory() if key.default_factory is not MISSING else None
+        inner = fields(nested) if is_dataclass(nested) else ()
+        yield from [f"parallel.{key.name}.{item.name}" for item in inner] or [f"parallel.{key.name}"]
+
+
 CONFIG: Mapping[str, Term] = {
+    **dict.fromkeys(_parallel_keys(), _SUMS),
     **{key: term for term, keys in _TERMS.items() for key in keys.split()},
     **{f"notify.{field.name}": HARMLESS for field in fields(NotifyConfig)},
 }

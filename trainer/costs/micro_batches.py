@@ -1,7 +1,7 @@
 """PURE: number of micro-batches per step, and whether the schedule supports it."""
 
 from trainer.costs.simulation import formula
-from trainer.protocol.config_sections.parallel_config import LARGE_ROUNDS, PipelineConfig, Schedule
+from trainer.protocol.config_sections.pipeline_config import LARGE_ROUNDS, PipelineConfig, Schedule
 from trainer.protocol.config_sections.recipe_config import TrainConfig
 
 SHOWN = 3

@@ -10,17 +10,14 @@ plain replicas, which gradient buckets. Internal copies of a backend (gloo makes
 saves are not included. Shared experts (`parallel.ep`) are gathered while their layer is.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from trainer.costs.model_flops import Parameter
-from trainer.protocol.config_sections.parallel_config import (
-    HOST_COPY_BYTES,
-    ParallelConfig,
-    ParameterSizes,
-    mesh_coordinates,
-)
+from trainer.parallel.data import HOST_COPY_BYTES
+from trainer.parallel.dimension import locate_rank
+from trainer.parallel.parallel_config import ParallelConfig
 
 BUCKET_BYTES = 25 << 20
 """Maximum bytes of a gradient bucket, the default of torch's DDP; a larger gradient has its own bucket."""
@@ -73,19 +70,19 @@ def state_bytes(
     )
 
 
-def local_shape(parameter: Parameter, sizes: ParameterSizes, rank: int, ep: int = 1) -> tuple[int, ...]:
+def local_shape(parameter: Parameter, sizes: Mapping[str, int], rank: int, ep: int = 1) -> tuple[int, ...]:
     """Return the shape of the parameter's shard on `rank`: split along `tp_dim`, then along the first dimension.
 
     Experts shared by `ep` ranks are split into groups of experts, and these along the second dimension; `tp` ranks
     count like any others.
     """
     shape = list(parameter.shape)
-    *_, shard, part = mesh_coordinates(sizes, rank)
+    place = locate_rank(sizes, rank)
     if parameter.is_expert and ep > 1:
-        return (shape[0] // ep, shape[1] * ep // (sizes.dp_shard * sizes.tp), *shape[2:])
+        return (shape[0] // ep, shape[1] * ep // (sizes["dp_shard"] * sizes["tp"]), *shape[2:])
     if parameter.tp_dim is not None:
-        shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes.tp, part)
-    shape[0] = _chunk(shape[0], sizes.dp_shard, shard)
+        shape[parameter.tp_dim] = _chunk(shape[parameter.tp_dim], sizes["tp"], place["tp"])
+    shape[0] = _chunk(shape[0], sizes["dp_shard"], place["dp_shard"])
     return tuple(shape)
 
 
@@ -151,7 +148,7 @@ def _replica_gradient_bytes(
     for positions in pack_buckets((None, nbytes) for nbytes in gradients):
         bucket = sum(gradients[position] for position in positions)
         done += bucket
-        yield done + (bucket if sizes.dp_replicate * sizes.tp > 1 else 0)
+        yield done + (bucket if sizes["dp_replicate"] * sizes["tp"] > 1 else 0)
 
 
 def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> _Units:
@@ -165,11 +162,11 @@ def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size
     return _Units(inside=[unit for (layer, _), unit in units.items() if layer], root=units["", False])
 
 
-def _unit(parameters: Sequence[Parameter], sizes: ParameterSizes, ep: int, *, is_inner: bool) -> _Unit:
-    together = sizes._replace(dp_shard=ep, tp=1) if is_inner else sizes._replace(dp_shard=1)
+def _unit(parameters: Sequence[Parameter], sizes: Mapping[str, int], ep: int, *, is_inner: bool) -> _Unit:
+    together = {**sizes, "dp_shard": ep, "tp": 1} if is_inner else {**sizes, "dp_shard": 1}
     gathered = sum(_FLOAT32 * prod(local_shape(parameter, together, 0, ep)) for parameter in parameters)
     shard = sum(_FLOAT32 * prod(local_shape(parameter, sizes, 0, ep)) for parameter in parameters)
-    several = sizes.dp_shard * sizes.tp > ep if is_inner else sizes.dp_shard > 1
+    several = sizes["dp_shard"] * sizes["tp"] > ep if is_inner else sizes["dp_shard"] > 1
     return _Unit(gathered=gathered, shard=shard, buffer=gathered if several else 0, is_inner=is_inner)
 
 

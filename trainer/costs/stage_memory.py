@@ -14,15 +14,31 @@ from dataclasses import dataclass
 from math import prod
 
 from trainer.costs.micro_batches import micro_batch_size
-from trainer.costs.model_flops import Parameter
+from trainer.costs.model_flops import Parameter, parameters
 from trainer.costs.peak_bytes import local_shape, pack_buckets, state_bytes
 from trainer.costs.simulation import Kind, PipelineAction, Table
-from trainer.costs.stage_split import StagePart, has, parameters_of_rank, parts_of_rank
+from trainer.costs.stage_split import StagePart, has, split_model, stages_of_rank
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import mesh_coordinates
 from trainer.protocol.config_sections.recipe_config import ModelConfig
 
 _FLOAT32 = 4
+
+
+def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
+    """Return the parameters of all stages on `rank` in model order; without a pipeline, of the whole model."""
+    known = list(parameters(config.model))
+    if config.parallel.pipeline.stages == 1:
+        return known
+    parts = parts_of_rank(config, rank)
+    return [parameter for parameter in known if any(has(part, parameter) for part in parts)]
+
+
+def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
+    """Return the stages of `rank`; raises ValueError for a model that cannot be split that way."""
+    pipeline = config.parallel.pipeline
+    place = config.parallel.locate_work(config.cluster.world_size, rank)[0]
+    parts = split_model(pipeline, config.model, config.train).parts
+    return [parts[stage] for stage in stages_of_rank(pipeline, place)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +140,7 @@ def pipeline_peak_bytes(config: JobConfig, table: Table, rank: int = 0) -> int:
     stages = {stage.part.stage: stage for stage in _stages(config, rank)}
     plain = parallel.has_plain_replicas("float32")
     gathered = 0 if plain else sum(stage.weights for stage in stages.values())
-    place, *_ = mesh_coordinates(parallel.mesh_sizes(world), rank)
+    place = parallel.locate_work(world, rank)[0]
     during = gathered + _Step(stages).peak(table[place])
     averaged = held.gradients + (_bucket(config, own, rank) if plain else 0)
     return held.parameters + held.optimizer + max(during, averaged)
@@ -164,7 +180,7 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
 def _gathered_bytes(parameters: Sequence[Parameter], config: JobConfig, rank: int) -> int:
     """Return the bytes of gathered parameters; of shared experts, only this rank's."""
     sizes, ep = config.parallel.parameter_sizes(config.cluster.world_size), config.parallel.ep
-    whole, of_experts = sizes._replace(dp_shard=1), sizes._replace(dp_shard=ep, tp=1)
+    whole, of_experts = {**sizes, "dp_shard": 1}, {**sizes, "dp_shard": ep, "tp": 1}
     shapes = (local_shape(one, of_experts if one.is_expert and ep > 1 else whole, rank, ep) for one in parameters)
     return sum(_FLOAT32 * prod(shape) for shape in shapes)
 
@@ -172,7 +188,7 @@ def _gathered_bytes(parameters: Sequence[Parameter], config: JobConfig, rank: in
 def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> int:
     """Return the largest bucket in which plain replicas average; 0 for a single replica."""
     sizes = config.parallel.parameter_sizes(config.cluster.world_size)
-    if sizes.dp_replicate == 1:
+    if sizes["dp_replicate"] == 1:
         return 0
     gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, rank)) for parameter in reversed(parameters)]
     return max(sum(gradients[place] for place in places) for places in pack_buckets((None, size) for size in gradients))

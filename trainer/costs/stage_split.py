@@ -1,12 +1,11 @@
 """Split of layers into stages: costs, placement, parameters and refusals. Pure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from trainer.costs.model_flops import Parameter, feed_forward_weights, parameters
-from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import PipelineConfig, Schedule, mesh_coordinates
+from trainer.costs.model_flops import Parameter, feed_forward_weights
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 
@@ -182,68 +181,14 @@ def _range(part: StagePart) -> str:
     return f"{part.first}" if part.end == part.first + 1 else f"{part.first}-{part.end - 1}"
 
 
-def problems(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
-    """Yield every reason for refusal, with a fix; nothing for a model in one stage."""
-    if pipeline.stages == 1:
-        return
-    if not config.trains_built_in_workload:
-        yield (
-            f"parallel.pipeline.stages={pipeline.stages}: only the built-in model can be split into stages: "
-            "type parallel.pipeline.stages=1"
-        )
-        return
-    if config.model.tie_embeddings:
-        yield (
-            f"model.tie_embeddings=true with parallel.pipeline.stages={pipeline.stages}: the embedding is in the first "
-            "stage and the output in the last one: type model.tie_embeddings=false"
-        )
-    if pipeline.splits_backward:
-        yield from _of_split_backward(pipeline, config)
-    try:
-        split_model(pipeline, config)
-    except ValueError as error:
-        yield str(error)
-
-
-def _of_split_backward(pipeline: PipelineConfig, config: JobConfig) -> Iterator[str]:
-    """Yield features that torch 2.13 lacks, or runs badly, with separately computed weight gradients."""
-    other = "type parallel.pipeline.schedule=1f1b parallel.pipeline.stages_per_rank=1"
-    key = f"parallel.pipeline.schedule={pipeline.schedule}"
-    if config.train.activation_checkpointing:
-        # 11 times for a layer of the built-in model; with `keep: products` it raises.
-        yield (
-            f"{key} with train.activation_checkpointing=true: torch 2.13 computes a layer again for each of its "
-            f"weights: {other}, or train.activation_checkpointing=false"
-        )
-    if config.train.compile:
-        yield f"{key} with train.compile=true: torch 2.13 cannot split the backward pass of compiled layers: {other}"
-
-
-def split_model(pipeline: PipelineConfig, config: JobConfig) -> Split:
+def split_model(pipeline: PipelineConfig, model: ModelConfig, train: TrainConfig) -> Split:
     """Return the stages, split by measured seconds if given, else by modelled FLOPs; raises ValueError."""
     seconds = pipeline.layer_seconds
-    costs = measured_costs(seconds, config.model) if seconds else modelled_costs(config.model, config.train)
+    costs = measured_costs(seconds, model) if seconds else modelled_costs(model, train)
     return split(costs, pipeline.stages)
 
 
 _OF_FIRST, _OF_LAST = "embedding.", ("norm.", "output.")
-
-
-def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
-    """Return the parameters of all stages on `rank` in model order; without a pipeline, of the whole model."""
-    known = list(parameters(config.model))
-    if config.parallel.pipeline.stages == 1:
-        return known
-    parts = parts_of_rank(config, rank)
-    return [parameter for parameter in known if any(has(part, parameter) for part in parts)]
-
-
-def parts_of_rank(config: JobConfig, rank: int) -> list[StagePart]:
-    """Return the stages of `rank`; raises ValueError for a model that cannot be split that way."""
-    pipeline = config.parallel.pipeline
-    place, *_ = mesh_coordinates(config.parallel.mesh_sizes(config.cluster.world_size), rank)
-    parts = split_model(pipeline, config).parts
-    return [parts[stage] for stage in stages_of_rank(pipeline, place)]
 
 
 def has(part: StagePart, parameter: Parameter) -> bool:

@@ -47,7 +47,7 @@ class LlamaWorkload(BaseWorkload):
 
     def build_sharded(self, layout: Layout) -> Llama | PipelinedLlama:
         """Return this rank's model, or its stages of it, without initial weights."""
-        if layout.sizes.pp > 1:
+        if layout.sizes["pp"] > 1:
             return pipelined_llama(self.config, layout)
         return self._shard(self.build_model(), layout)
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from trainer.models.mixture_of_experts import MixtureOfExperts, Router
-from trainer.parallel.apply.context_parallel import SequencePart
 from trainer.parallel.apply.gradient_buckets import own_part
 from trainer.parallel.apply.layer_wrappers import Recompute, choose_recompute
+from trainer.parallel.apply.sequence_part import SequencePart
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 from trainer.worker.workload import WorkloadError
 
@@ -236,8 +236,8 @@ class Llama(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         if self.part is not None and targets is None:
             raise WorkloadError(
-                f"parallel.cp={self.part.ranks}: no rank has all logits of a sequence: call the model with its "
-                "targets, for their mean loss, or type parallel.cp=1"
+                f"{self.part.ranks} ranks share each sequence, and none has all of its logits: call the model with its "
+                "targets, for their mean loss"
             )
         return self.result(self.through_layers(self.embed_tokens(tokens)), targets)
 

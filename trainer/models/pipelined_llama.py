@@ -90,12 +90,12 @@ class PipelinedLlama(StagesOfRank, PipelinedModel):
 
 def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
     """Build this rank's stages, sharded, without initial weights."""
-    pipeline, train, place = config.parallel.pipeline, config.train, layout.place.pp
-    parts = split_model(pipeline, config).parts
+    pipeline, train, place = config.parallel.pipeline, config.train, layout.place["pp"]
+    parts = split_model(pipeline, config.model, train).parts
     modules = [stage_module(config, parts[number], layout) for number in stages_of_rank(pipeline, place)]
     sequences = micro_batch_size(pipeline, train, layout.dp_size)
     stages = [
-        stage(module, train, layout.pp.get_group(), layout.device, sequences=sequences, tp=layout.sizes.tp)
+        stage(module, train, layout.pp.get_group(), layout.device, sequences=sequences, tp=layout.sizes["tp"])
         for module in modules
     ]
     model = PipelinedLlama(modules, Pipeline(pipeline, stages, micro_batch_count(pipeline, train, layout.dp_size)))

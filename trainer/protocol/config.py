@@ -11,10 +11,10 @@ from typing import Any
 
 from checkpointing.config import CheckpointConfig
 from checkpointing.storage.durable import canonical, read_json
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.config_sections.fault_detection_config import DetectionConfig, DrillConfig
 from trainer.protocol.config_sections.moved_keys import in_present_keys
-from trainer.protocol.config_sections.parallel_config import ParallelConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
 from trainer.protocol.logs.log_rotation import LogsConfig
 from trainer.protocol.run_dir import RunDir

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from trainer.parallel.layout_problems import batch_problems
+from trainer.parallel.data import batch_problems
 from trainer.protocol.config_sections.recipe_config import TrainConfig
 from trainer.protocol.token_shards import TokenIndex
 
@@ -179,7 +179,7 @@ class TokenData:
         """
         self._stream = TokenStream(folder)
         for problem in batch_problems(train, dp_size):
-            raise ValueError(problem.what)
+            raise ValueError(problem)
         self._seq_len, self._batch_size = train.seq_len, train.batch_size
         self._micro = train.micro_batch_size or train.batch_size // dp_size
         self._seed, self._shuffle = train.seed, shuffle

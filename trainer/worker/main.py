@@ -205,7 +205,7 @@ def _checkpointer(
     inherit = (*token.checkpoints, *token.perhaps)
     facts = {
         "size": spec.world_size,
-        **config.parallel.mesh_sizes(spec.world_size)._asdict(),
+        **config.parallel.mesh_sizes(spec.world_size),
         "generation": spec.generation,
     }
     tiers = resolve_tiers(

@@ -12,8 +12,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from trainer.parallel.apply.expert_parallel import ExpertStacks
 from trainer.parallel.apply.gradient_buckets import like_own_part, own_part
+from trainer.parallel.data import HOST_COPY_BYTES
 from trainer.protocol.config import OptimizerConfig
-from trainer.protocol.config_sections.parallel_config import HOST_COPY_BYTES
 
 
 class HostAdamW(torch.optim.AdamW):

@@ -11,17 +11,19 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trainer.costs.micro_batches import micro_batch_size
-from trainer.parallel.apply.data_parallel import apply_data_parallel, offloads_optimizer
+from trainer.parallel.apply.data_parallel import apply_data_parallel, mixed_precision, offloads_optimizer
 from trainer.parallel.apply.fsdp_units import CannotShard, fsdp_units
 from trainer.parallel.apply.mesh import Layout
+from trainer.parallel.dimension import Splits
+from trainer.parallel.parallel_config import DIMENSIONS
 from trainer.protocol.config import JobConfig, WorkloadConfig
 from trainer.protocol.rank_progress.progress import Phase
 from trainer.protocol.token_shards import TokensError
@@ -214,13 +216,12 @@ def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
     """Return why a class that inherits BaseWorkload's `parallelize` cannot have this layout; empty if it can."""
     if getattr(kind, "parallelize", None) is not BaseWorkload.parallelize:
         return ""
-    parallel = config.parallel
-    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pipeline.stages": parallel.pipeline.stages, "ep": parallel.ep}
-    large = next((name for name, size in sizes.items() if size > 1), None)
-    if large is None:
-        return ""
-    remedy = f"write one, or set parallel.{large}=1"
-    return f"parallel.{large}={sizes[large]}, but {kind.__name__} does not override `parallelize`: {remedy}"
+    for dimension in DIMENSIONS:
+        if dimension.splits is not Splits.BATCH and dimension.size(config.parallel) > 1:
+            remedy = f"write one, or set parallel.{dimension.key}=1"
+            size = attrgetter(dimension.key)(config.parallel)
+            return f"parallel.{dimension.key}={size}, but {kind.__name__} does not override `parallelize`: {remedy}"
+    return ""
 
 
 def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> None:
@@ -252,14 +253,6 @@ def build_scheduler(workload: object, optimizer: torch.optim.Optimizer) -> Sched
     if made is not None and missing:
         raise WorkloadError(f"{type(made).__name__}, which build_scheduler() returns, has no {missing[0]}()")
     return made
-
-
-def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
-    """Return the policy: half precision with gradients reduced in float32, or float32 throughout."""
-    if config.train.dtype == "float32":
-        return MixedPrecisionPolicy()
-    half = torch.float16 if config.train.dtype == "float16" else torch.bfloat16
-    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
 
 
 def find(config: WorkloadConfig) -> type[Any]:

@@ -7,8 +7,8 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
-from tests.trainer.parallel.grid import drawn, ways, words
-from trainer.parallel.layout_problems import refusal
+from tests.trainer.parallel.grid import drawn, words, words_of_hint
+from trainer.parallel.layout import refusal
 
 WRONG = (
     "parallel.tp=3", "parallel.tp=8", "parallel.dp_shard=3", "parallel.dp_shard=0 parallel.tp=3",
@@ -22,8 +22,8 @@ WRONG = (
     "train.batch_size=36",
     "parallel.tp=6 cluster.nodes=3 train.batch_size=36", "cluster.nodes=3 train.batch_size=36",
     "parallel.strategy=ddp", "parallel.strategy=hsdp", "parallel.strategy=zero3 parallel.dp_replicate=2",
-    "parallel.strategy=fsdp parallel.dp_replicate=4", "model.heads=5", "model.heads=3 model.dim=48",
-    "parallel.tp=4 parallel.dp_shard=1", "train.loss_chunks=7 train.batch_size=3 model.kv_heads=3",
+    "parallel.strategy=fsdp parallel.dp_replicate=4", "parallel.tp=4 parallel.dp_shard=1",
+    "train.loss_chunks=7 train.batch_size=3",
 )  # fmt: skip
 
 
@@ -46,8 +46,7 @@ def test_what_is_offered_is_accepted(typed: str, environ: dict[str, str]) -> Non
     error = refused(typed.split(), environ)
     assert error is not None
     assert "override #" in error.where
-    for way in ways(error.hint):
-        assert refused([*typed.split(), *way], environ) is None, way
+    assert refused([*typed.split(), *words_of_hint(error.hint)], environ) is None
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.proof)])
@@ -61,8 +60,8 @@ def test_random_layouts_are_mended_by_what_is_offered(count: int, environ: dict[
             accepted += 1
             continue
         assert "\n" not in error.what
-        for way in ways(error.hint):
-            assert refused([*typed, *way], environ) is None, (typed, way)
-        mended += 1
+        if error.hint.startswith("type "):  # no layout fits a model whose own sizes conflict
+            assert refused([*typed, *words_of_hint(error.hint)], environ) is None, (typed, error.hint)
+            mended += 1
     assert accepted
     assert mended

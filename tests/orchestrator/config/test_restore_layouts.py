@@ -6,8 +6,8 @@ import pytest
 
 from orchestrator.config.restore_tests_config import rank_count, with_layout
 from orchestrator.config.run_config import ClusterConfig, RunConfig
-from trainer.parallel.layout_problems import refusal
-from trainer.protocol.config_sections.parallel_config import ParallelConfig
+from trainer.parallel.layout import refusal
+from trainer.parallel.parallel_config import ParallelConfig
 
 DATA: dict[str, Any] = {
     "cluster": {"nodes": 8, "ranks_per_node": 8, "gpus_per_node": 8, "spare_nodes": 1, "partition": "gpu"},

@@ -266,10 +266,10 @@ def test_every_smaller_world_fits_and_none_asks_more_of_a_rank(
         mesh = small.parallel.mesh_sizes(small.cluster.world_size)
         assert math.prod(mesh) == size.nodes * per_node
         assert (mesh.cp, mesh.tp) == (cp, tp)
-        assert mesh.dp_replicate <= full.dp_replicate
-        assert mesh.dp_shard <= full.dp_shard
+        assert mesh["dp_replicate"] <= full["dp_replicate"]
+        assert mesh["dp_shard"] <= full["dp_shard"]
         assert small.train.batch_size == run.train.batch_size
-        share, rest = divmod(small.train.batch_size, mesh.dp_replicate * mesh.dp_shard)
+        share, rest = divmod(small.train.batch_size, mesh["dp_replicate"] * mesh["dp_shard"])
         assert (rest, share % small.train.micro_batch_size) == (0, 0)
         assert 1 <= small.train.micro_batch_size <= (micro or per_rank)
         assert {key for key, value in asdict(small).items() if value != asdict(run)[key]} <= {

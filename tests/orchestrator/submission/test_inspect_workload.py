@@ -11,8 +11,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.submission import user_code
 from orchestrator.submission.user_code import ChildAnswer, _judge, inspecting, job_environment
 from tests.orchestrator.submission.forked_inspection import FORKING
+from trainer.parallel.data import FsdpConfig
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import WorkloadConfig
-from trainer.protocol.config_sections.parallel_config import FsdpConfig, ParallelConfig
 from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 
 FAILED = {"failed": "importing mine:Mine raised ValueError: bad", "is_import": False}

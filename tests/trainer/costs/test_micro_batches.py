@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.costs.micro_batches import MicroBatchError, micro_batch_count, too_few
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import TrainConfig
 
 INTERLEAVED = {"stages": 8, "schedule": "interleaved_1f1b"}

@@ -4,7 +4,8 @@ import pytest
 
 from trainer.costs.model_flops import Parameter, parameters
 from trainer.costs.peak_bytes import local_shape, state_bytes
-from trainer.protocol.config_sections.parallel_config import FsdpConfig, ParallelConfig, ParameterSizes
+from trainer.parallel.data import FsdpConfig
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config_sections.recipe_config import ExpertsConfig, ModelConfig
 
 SEVEN_BILLION = ModelConfig(vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008)
@@ -25,14 +26,14 @@ def test_sixteen_bytes_for_each_parameter_that_a_rank_has(strategy, share):
 
 def test_shards_that_do_not_divide_are_smaller_at_the_end():
     rows = Parameter(name="weight", shape=(10, 3))
-    sizes = ParameterSizes(pp=1, dp_replicate=1, dp_shard=4, tp=1)
+    sizes = dict(pp=1, dp_replicate=1, dp_shard=4, tp=1)
     assert [local_shape(rows, sizes, rank) for rank in range(4)] == [(3, 3), (3, 3), (3, 3), (1, 3)]
     short = Parameter(name="weight", shape=(5,))
     assert [local_shape(short, sizes, rank) for rank in range(4)] == [(2,), (2,), (1,), (0,)]
 
 
 def test_tensor_parallel_ranks_share_their_dimension_first():
-    sizes = ParameterSizes(pp=1, dp_replicate=2, dp_shard=2, tp=2)
+    sizes = dict(pp=1, dp_replicate=2, dp_shard=2, tp=2)
     columns = Parameter(name="wo", shape=(6, 8), tp_dim=1)
     assert {local_shape(columns, sizes, rank) for rank in range(8)} == {(3, 4)}
     norm = Parameter(name="norm", shape=(6,))
@@ -40,12 +41,12 @@ def test_tensor_parallel_ranks_share_their_dimension_first():
 
 
 def test_ranks_that_share_experts_have_some_and_share_these_along_their_width():
-    sizes = ParameterSizes(pp=1, dp_replicate=2, dp_shard=4, tp=1)
+    sizes = dict(pp=1, dp_replicate=2, dp_shard=4, tp=1)
     stack = Parameter(name="w1", shape=(8, 6, 3), is_expert=True)
     assert {local_shape(stack, sizes, rank, 2) for rank in range(8)} == {(4, 3, 3)}
     assert {local_shape(stack, sizes, rank, 4) for rank in range(8)} == {(2, 6, 3)}
     assert local_shape(stack, sizes, 0) == (2, 6, 3)  # without expert parallelism as any other parameter
-    shared = ParameterSizes(pp=2, dp_replicate=1, dp_shard=2, tp=2)
+    shared = dict(pp=2, dp_replicate=1, dp_shard=2, tp=2)
     assert {local_shape(stack, shared, rank, 2) for rank in range(8)} == {(4, 3, 3)}  # ranks of tp as any others
     assert local_shape(stack, shared, 0) == (4, 6, 3)  # or with all that other ranks of tp have
     router = Parameter(name="router", shape=(8, 3))

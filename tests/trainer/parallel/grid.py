@@ -6,15 +6,11 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from trainer.parallel.context import CpMethod
+from trainer.parallel.data import FsdpConfig, Strategy
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import (
-    CpMethod,
-    FsdpConfig,
-    ParallelConfig,
-    PipelineConfig,
-    Schedule,
-    Strategy,
-)
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ExpertsConfig, ModelConfig, TrainConfig
 
 MOST_RANKS = 64
@@ -135,19 +131,19 @@ def words(values: dict[str, Any]) -> list[str]:
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
 
 
-def ways(hint: str) -> list[list[str]]:
-    """The words that a hint offers to type, once for each way that it names."""
+def words_of_hint(hint: str) -> list[str]:
+    """Return the words that a hint suggests to type."""
     assert hint.startswith("type "), hint
-    offered = [way.split() for way in hint.removeprefix("type ").split(", or ")]
-    assert all(re.fullmatch(r"[a-z_.]+=\w+", word) for way in offered for word in way), hint
-    return offered
+    words = hint.removeprefix("type ").split()
+    assert all(re.fullmatch(r"[a-z_.]+=(\w+|\[\])", word) for word in words), hint
+    return words
 
 
 def typed(config: JobConfig, way: list[str]) -> JobConfig:
     """The config with these words."""
     for word in way:
         key, _, text = word.partition("=")
-        value = int(text) if text.isdigit() else {"true": True, "false": False}.get(text, text)
+        value = int(text) if text.isdigit() else {"true": True, "false": False, "[]": ()}.get(text, text)
         config = _replaced(config, key.split("."), value)
     return config
 

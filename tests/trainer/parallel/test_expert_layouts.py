@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.parallel.grid import typed, ways
-from trainer.parallel.layout_problems import refusal
+from tests.trainer.parallel.grid import typed, words_of_hint
+from trainer.parallel.layout import refusal
 from trainer.protocol.config import JobConfig, build
 
 EXPERTS = {"count": 8, "per_token": 2, "ffn_dim": 96}
@@ -53,7 +53,7 @@ RECOMPUTED = {"activation_checkpointing": True, "recompute": {"keep": "products"
         (
             config({"ep": 4, "strategy": "hsdp", "dp_replicate": 4}),
             "parallel.ep=4: must divide the 2 ranks that share layers (parallel.dp_shard x cp)",
-            "type parallel.ep=2",
+            "type parallel.dp_replicate=2",
         ),
         (
             config({"ep": 3}, ranks=6),
@@ -99,8 +99,7 @@ def test_what_does_not_fit_is_refused_with_what_does(given: JobConfig, what: str
     assert found is not None
     assert what in found.what
     assert found.hint == hint
-    for way in ways(found.hint):
-        assert refusal(typed(given, way)) is None
+    assert refusal(typed(given, words_of_hint(found.hint))) is None
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.parallel.grid import drawn, job, staged, typed, ways
-from trainer.parallel.layout_problems import refusal
+from tests.trainer.parallel.grid import drawn, job, staged, typed
+from tests.trainer.parallel.grid import words_of_hint as words
+from trainer.parallel.layout import model_problems, refusal
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig, WorkloadConfig
-from trainer.protocol.config_sections.parallel_config import ParallelConfig, PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ExpertsConfig, ModelConfig, TrainConfig
 
 CONFIGS = 10_000
@@ -107,11 +109,13 @@ def test_every_refusal_names_sizes_that_fit(stages: bool, count: int, seed: int)
         assert (refused is None) is can_train(config), config
         if refused is None:
             accepted += 1
-            assert math.prod(config.parallel.mesh_sizes(config.cluster.world_size)) == config.cluster.world_size
+            config.parallel.mesh_sizes(config.cluster.world_size)  # raises unless their product is the world size
             continue
         assert "\n" not in str(refused)
-        for way in ways(refused.hint):  # not in three turns: in one
-            fixed = typed(config, way)
+        is_model = not list(model_problems(config.model))
+        assert bool(refused.hint) is is_model, config
+        if is_model:
+            fixed = typed(config, words(refused.hint))
             assert can_train(fixed), (refused.hint, config)
             assert refusal(fixed) is None
     assert (0.03 if stages else 0.1) * count < accepted < 0.7 * count  # the grid holds both
@@ -126,9 +130,9 @@ def test_a_run_that_has_trained_is_offered_no_other_model_and_batch(count: int) 
         values = drawn(rng, most_odd=2)
         config = job(staged(rng, values) if number % 4 == 3 else values)
         refused = refusal(config, lambda key: key.startswith(free))
-        for way in ways(refused.hint) if refused is not None and refused.fixes else ():
-            assert all(word.startswith(free) for word in way)
-            assert can_train(typed(config, way)), (way, config)
+        if refused is not None and refused.fix:
+            assert all(key.startswith(free) for key in refused.fix)
+            assert can_train(typed(config, words(refused.hint))), (refused.hint, config)
             offers += 1
     assert offers > count // 10
 
@@ -154,12 +158,12 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
         (
             of(SMALL, {"tp": 4}, model=ModelConfig(kv_heads=4)),
             "parallel.tp=4 reaches across nodes of cluster.ranks_per_node=2",
-            "type parallel.tp=2, or parallel.tp_across_nodes=true",
+            "type parallel.tp=2",
         ),
         (
             of({"ranks_per_node": 2}, {"tp": 2, "dp_shard": 1}, model=ModelConfig(kv_heads=1)),
-            "model.kv_heads=1: must be a multiple of parallel.tp=2; parallel.tp may be 1",
-            "type parallel.tp=1 parallel.dp_shard=0, or model.kv_heads=2",
+            "model.kv_heads=1: must be a multiple of parallel.tp=2",
+            "type parallel.tp=1 parallel.dp_shard=0",
         ),
         (
             of({"ranks_per_node": 3}, {"tp": 3}, model=ModelConfig(heads=6, kv_heads=3, dim=96)),
@@ -170,15 +174,14 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
         (
             of(SMALL, {"tp": 3}, train=TrainConfig(batch_size=7), model=ModelConfig(kv_heads=3)),
             "parallel.dp_replicate=1 x dp_shard=1 x tp=3 = 3, but cluster.nodes x cluster.ranks_per_node = 4; "
-            "model.kv_heads=3: must divide model.heads=4; "
-            "train.batch_size=7: must be a multiple of the 2 data-parallel ranks (parallel.dp_replicate x dp_shard)",
-            "type parallel.tp=2 train.batch_size=6 model.kv_heads=4",
+            "model.kv_heads=3: must divide model.heads=4",
+            "",
         ),
         (
             of({}, {}, model=ModelConfig(heads=3), train=TrainConfig(loss_chunks=3)),
             "train.loss_chunks=3: must divide train.seq_len=128; model.kv_heads=2: must divide model.heads=3; "
             "model.heads=3: must divide model.dim=128",
-            "type train.loss_chunks=2 model.heads=4",
+            "",
         ),
         (
             of(SMALL, {"cp": 4, "cp_method": "ulysses"}, model=ModelConfig(heads=2)),
@@ -207,8 +210,8 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
         ),
         (
             of({"ranks_per_node": 4}, {"pipeline": PipelineConfig(stages=3)}),
-            "parallel.pipeline.stages=3 is a pipeline of 3 ranks, which must divide the 4 of cluster.nodes x "
-            "cluster.ranks_per_node",
+            "parallel.dp_replicate=1 x dp_shard=1 x tp=1 x 3 ranks of a pipeline = 3, but cluster.nodes x "
+            "cluster.ranks_per_node = 4",
             "type parallel.pipeline.stages=4",
         ),
         (
@@ -221,13 +224,13 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
             of(SMALL, {"pipeline": PipelineConfig(stages=2)}, model=ModelConfig(tie_embeddings=True, heads=3)),
             "parallel.pipeline.stages=2: the embedding is in the first stage and the output in the last one; "
             "model.kv_heads=2: must divide model.heads=3",
-            "type model.tie_embeddings=false model.heads=4",
+            "",
         ),
         (
             of(SMALL, {"pipeline": PipelineConfig(stages=2, micro_batches=3)}, train=TrainConfig(batch_size=16)),
             "parallel.pipeline.micro_batches=3: each data-parallel rank has 8 sequences of a step, which must be "
             "divided into equal micro-batches",
-            "type parallel.pipeline.micro_batches=4",
+            "type parallel.pipeline.micro_batches=0",
         ),
         (
             of(
@@ -245,7 +248,8 @@ def test_a_refusal_says_what_does_not_fit_and_what_to_type(config: JobConfig, wh
     refused = refusal(config)
     assert refused is not None
     assert what in refused.what
-    assert refused.hint == (hint or refused.hint)
+    if hint:
+        assert set(refused.hint.split()) == set(hint.split())
 
 
 def test_orch_does_not_judge_what_it_does_not_split() -> None:

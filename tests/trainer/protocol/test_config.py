@@ -5,18 +5,13 @@ from dataclasses import asdict
 
 import pytest
 
+from trainer.parallel.data import FsdpConfig
+from trainer.parallel.dimension import mesh_coordinates
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol import config as configs
 from trainer.protocol.config import JobConfig, OptimizerConfig
 from trainer.protocol.config_sections.fault_detection_config import DrillEvent
-from trainer.protocol.config_sections.parallel_config import (
-    FsdpConfig,
-    MeshSizes,
-    ParallelConfig,
-    ParameterSizes,
-    PipelineConfig,
-    mesh_coordinates,
-    place_words,
-)
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
 from trainer.protocol.run_dir import RunDir
 
@@ -50,7 +45,7 @@ def test_an_integer_serves_as_a_float(tmp_path):
     ("world", "parallel", "shard"), [(8, {"tp": 2}, 4), (8, {"dp_replicate": 2, "tp": 2}, 2), (1, {}, 1)]
 )
 def test_zero_shards_over_what_is_left(world, parallel, shard):
-    assert ParallelConfig(**parallel).mesh_sizes(world).dp_shard == shard
+    assert ParallelConfig(**parallel).mesh_sizes(world)["dp_shard"] == shard
 
 
 @pytest.mark.parametrize(
@@ -70,7 +65,7 @@ def test_zero_shards_over_what_is_left(world, parallel, shard):
 )
 def test_every_strategy_is_a_mesh_and_a_time_to_free_parameters(parallel, sizes, reshards):
     config = ParallelConfig(**parallel)
-    assert config.parameter_sizes(8) == (1, *sizes)
+    assert tuple(config.parameter_sizes(8).values()) == (1, *sizes)
     assert config.reshard_after_forward is reshards
     assert config.data_parallel_size(8) * config.tp == 8
 
@@ -87,8 +82,8 @@ def test_every_strategy_is_a_mesh_and_a_time_to_free_parameters(parallel, sizes,
 )
 def test_ranks_that_share_sequences_are_shards_or_replicas_of_parameters(parallel, sizes, of_parameters):
     config = ParallelConfig(**parallel)
-    assert config.mesh_sizes(8) == MeshSizes(1, *sizes)
-    assert config.parameter_sizes(8) == ParameterSizes(1, *of_parameters)
+    assert tuple(config.mesh_sizes(8).values()) == (1, *sizes)
+    assert tuple(config.parameter_sizes(8).values()) == (1, *of_parameters)
     assert config.data_parallel_size(8) * config.ranks_per_share == 8
 
 
@@ -100,11 +95,10 @@ def test_a_rank_has_its_place_in_every_dimension_and_in_the_inner_ones():
 
 
 def test_the_place_of_a_rank_is_told_where_its_number_alone_does_not():
-    sizes = ParallelConfig(cp=2, tp=2).mesh_sizes(8)
-    assert place_words(sizes, 5) == "dp_shard 1, cp 0, tp 1"
-    assert place_words(ParallelConfig(cp=4).mesh_sizes(8), 6) == "dp_shard 1, cp 2"
-    assert place_words(ParallelConfig().mesh_sizes(8), 6) == ""
-    assert place_words(ParallelConfig(pipeline=PipelineConfig(stages=4)).mesh_sizes(4), 2) == "pp 2"
+    assert ParallelConfig(cp=2, tp=2).place_words(8, 5) == "dp_shard 1, cp 0, tp 1"
+    assert ParallelConfig(cp=4).place_words(8, 6) == "dp_shard 1, cp 2"
+    assert ParallelConfig().place_words(8, 6) == ""
+    assert ParallelConfig(pipeline=PipelineConfig(stages=4)).place_words(4, 2) == "pp 2"
     assert ParallelConfig(ep=2).place_words(8, 5) == "dp_shard 5, ep 1"
     assert ParallelConfig(ep=2, cp=2, dp_replicate=2).place_words(8, 5) == "dp_replicate 1, dp_shard 0, cp 1, ep 1"
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.parallel.data import FsdpConfig
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig, OptimizerConfig
-from trainer.protocol.config_sections.parallel_config import FsdpConfig, ParallelConfig
 from trainer.worker.optimizer import HostAdamW, adamw, prime
 from trainer.worker.workload import BaseWorkload, WorkloadError, build_optimizer
 

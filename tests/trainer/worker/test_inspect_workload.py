@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from trainer.parallel.data import FsdpConfig
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig, WorkloadConfig
-from trainer.protocol.config_sections.parallel_config import FsdpConfig, ParallelConfig, PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.worker.startup import inspect_workload
 
 WORKLOAD = """

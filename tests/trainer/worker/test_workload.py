@@ -7,8 +7,8 @@ import torch
 
 from trainer.models.built_in import LlamaWorkload
 from trainer.models.llama import generator
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig, WorkloadConfig
-from trainer.protocol.config_sections.parallel_config import ParallelConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
 from trainer.worker import workload
 from trainer.worker.workload import BaseWorkload, WorkloadError

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.agent.processes import background_tasks
 from trainer.agent.watch.declare_hang import HangDetector, HangJudgement, HangVerdict, Incident
 from trainer.agent.watch.hang_limits import RankSample, after_hangs
-from trainer.agent.watch.stragglers import WorkWindows, coordinate
+from trainer.agent.watch.stragglers import WorkWindows
 from trainer.agent.watch.waiting_ranks import HangKind, StageNeighbours
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind
@@ -142,7 +143,7 @@ class JobMonitor:
         cluster, straggler = self._config.cluster, self._config.detection.straggler
         nodes = [member.name for member in self._roster.training_members() for _ in range(cluster.ranks_per_node)]
         known = straggler.on and len(nodes) == cluster.world_size
-        alike = coordinate(self._config.parallel, cluster.world_size)
+        alike = partial(self._config.parallel.locate_work, cluster.world_size)
         self._work_windows = WorkWindows(cluster.world_size, alike, nodes, straggler) if known else None
         machines = {member.name: member.machine for member in self._roster.training_members()}
         preflight = self._config.detection.preflight
@@ -160,10 +161,9 @@ class JobMonitor:
         hang = after_hangs(self._config.detection.hang, self._state.history.hangs)
         world = self._config.cluster.world_size
         gpus, pipeline = bool(self._config.cluster.gpus_per_node), self._config.parallel.pipeline
-        sends = pipeline.ranks > 1 or self._config.parallel.cp > 1
         return HangDetector(
             hang, self._roster, generation, time.monotonic(), world=world, seen=seen, on_gpus=gpus,
-            stages=StageNeighbours(pipeline, world) if sends else None,
+            stages=StageNeighbours(pipeline, world) if self._config.parallel.sends_messages else None,
         )  # fmt: skip
 
     def receive(self, node: int, message: ProgressReport | RankSpeeds | FlightRecords | EvidenceCollected) -> None:

@@ -34,7 +34,7 @@ _BAD_STEPS = ("BadStep", LOSS_SPIKE)
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
 _LESS_OF_A_GPU = (
     "use less of the GPU (train.micro_batch_size, train.activation_checkpointing=true), or share the model among more "
-    "ranks (parallel.dp_shard, parallel.tp, parallel.cp)"
+    "ranks (parallel.dp_shard, parallel.tp)"
 )
 _OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
 LIMITS = "`ulimit -u`, and pids.max of the job's cgroup, bound the threads and processes of a user there"

@@ -15,7 +15,6 @@ from operator import sub, truediv
 from statistics import fmean, median
 
 from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
-from trainer.protocol.config_sections.parallel_config import ParallelConfig, mesh_coordinates
 from trainer.protocol.rank_progress.progress import SECTIONS
 
 WINDOW = 4
@@ -55,18 +54,6 @@ class StragglerVerdict:
     gpu_hours: float  # lost by the whole world, which waits for it
     reason: str
     over: bool = False
-
-
-def coordinate(parallel: ParallelConfig, world_size: int) -> Callable[[int], Hashable]:
-    """Return a function whose value is equal for ranks with the same work: same pipeline stage, cp and tp position."""
-    stages = parallel.pipeline.ranks
-    sizes = (stages, world_size // (stages * parallel.cp * parallel.tp), parallel.cp, parallel.tp)
-
-    def place(rank: int) -> Hashable:
-        stage, _, *shares = mesh_coordinates(sizes, rank)
-        return stage, *shares
-
-    return place
 
 
 def should_report_work(told: int, steps: int) -> bool:

@@ -12,7 +12,7 @@ from trainer.agent.flight.flight_record import FlightRecord, P2PMessage
 from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.watch.hang_limits import HALTED, RankSample
 from trainer.costs.stage_split import rank_of_stage
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.rank_progress.progress import AWAITED_SENDS, OF_ACTIVATIONS, RECEIVES, Activity, StageActivity
 
 CONFIRMED = 1.0

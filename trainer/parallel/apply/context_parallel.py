@@ -14,22 +14,20 @@ step.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from trainer.parallel.apply.mesh import Layout
-from trainer.parallel.context import chunks_per_rank, cp_method, padded_length
+from trainer.parallel.apply.sequence_part import SequenceAttention, SequencePart
+from trainer.parallel.context import CONTEXT, CpMethod, chunks_per_rank, cp_method, padded_length
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import CpMethod, ParallelConfig
-from trainer.worker.reporting.phase_tracker import current_tracker
+from trainer.worker.reporting.phase_tracker import current_tracker, waiting_for_peers
 
 _aten = torch.ops.aten
 _FLASH_WIDTH = 8
@@ -143,63 +141,6 @@ def _scores(query: torch.Tensor, key: torch.Tensor, *, is_causal: bool) -> torch
     return scores
 
 
-@contextmanager
-def waiting(device: torch.device) -> Iterator[None]:
-    """Mark a collective or a wait for a message: a stream waits for it as for a kernel.
-
-    On the CPU a waiting thread does not run, so there is nothing to exclude from the measurement.
-    """
-    tracker = current_tracker()
-    if tracker is None or device.type == "cpu":
-        yield
-        return
-    tracker.pause()
-    try:
-        yield
-    finally:
-        tracker.resume()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequencePart:
-    """Chunks of a sequence on a rank, in order; the last ones contain padding if the length does not divide."""
-
-    length: int
-    """Tokens of the whole sequence, without padding."""
-
-    ranks: int
-    """Number of ranks that share it."""
-
-    chunk: int
-    """Tokens per chunk."""
-
-    chunks: tuple[int, ...]
-    """Numbers of this rank's chunks."""
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """Return the positions of this rank's tokens in the sequence, int64; padding has positions past its end."""
-        return torch.cat(
-            [torch.arange(number * self.chunk, (number + 1) * self.chunk, device="cpu") for number in self.chunks]
-        )
-
-    @property
-    def real(self) -> int:
-        """Return the number of this rank's tokens that are not padding; these come first."""
-        return int((self.positions < self.length).sum())
-
-    def select_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of whole rows [batch, length]; padding is 0."""
-        missing = max(0, (max(self.chunks) + 1) * self.chunk - self.length)
-        padded = functional.pad(tokens, (0, missing))
-        return torch.cat([padded[:, number * self.chunk : (number + 1) * self.chunk] for number in self.chunks], dim=1)
-
-    def select_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a table [.., length, ..] with a row per position; padding gets any row."""
-        places = self.positions.clamp(max=self.length - 1).to(table.device)
-        return table.index_select(1, places)
-
-
 def sequence_part(length: int, parallel: ParallelConfig, method: CpMethod, rank: int) -> SequencePart:
     """Return the part of rank `rank` among `parallel.cp` ranks.
 
@@ -212,8 +153,10 @@ def sequence_part(length: int, parallel: ParallelConfig, method: CpMethod, rank:
     return SequencePart(length=length, ranks=ranks, chunk=chunk, chunks=chunks)
 
 
-class UlyssesAttention:
+class UlyssesAttention(SequenceAttention):
     """Causal attention over sequences divided into consecutive parts among the ranks of `group`."""
+
+    dimension = CONTEXT.name
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -268,7 +211,7 @@ class _AllToAll(torch.autograd.Function):
 def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     sent = parts.contiguous()
     received = torch.empty_like(sent)
-    with waiting(sent.device):
+    with waiting_for_peers(sent.device):
         dist.all_to_all_single(received, sent, group=group)
     return received
 
@@ -332,29 +275,29 @@ class RingTransfer(NamedTuple):
     def wait(self) -> torch.Tensor:
         """Wait for the message and return the received tensor."""
         tracker = current_tracker()
-        told = nullcontext() if tracker is None else tracker.show_ring_wait(self.source)
-        with told, waiting(self.sent.device):
+        shown = nullcontext() if tracker is None else tracker.show_ring_wait(self.source)
+        with shown, waiting_for_peers(self.sent.device):
             for work in self.works:
                 work.wait()
         return self.received
 
 
-class RingAttention:
+class RingAttention(SequenceAttention):
     """Causal attention over sequences of which each rank of `group` has a chunk from the head and one from the tail."""
+
+    dimension = CONTEXT.name
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ring = Ring(group)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.ring.sent_bytes
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend with `query` [batch, heads, tokens, width] of this rank; `key` and `value` may have fewer heads."""
         mixed: torch.Tensor = _RingAttention.apply(query, key, value, self.ring)  # type: ignore[no-untyped-call]
         return mixed
-
-
-def find_ring(model: nn.Module) -> Ring | None:
-    """Return the ring in which keys and values of `model` circulate, or None."""
-    found = (getattr(module, "attend", None) for module in model.modules())
-    return next((attend.ring for attend in found if isinstance(attend, RingAttention)), None)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -440,9 +383,9 @@ def _sum_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
-    """Divide the sequences of `model` (a Llama) among the ranks of `layout.cp`."""
-    method, group = cp_method(config.model.heads, config.parallel), layout.cp.get_group()
-    model.part = sequence_part(config.train.seq_len, config.parallel, method, layout.place.cp)
+    """Divide the sequences of `model` (a Llama) among the ranks of `layout.sequence_ranks`."""
+    method, group = cp_method(config.model.heads, config.parallel), layout.sequence_ranks.get_group()
+    model.part = sequence_part(config.train.seq_len, config.parallel, method, layout.place["cp"])
     attend = RingAttention(group) if method is CpMethod.RING else UlyssesAttention(group)
     for layer in model.layers:
         layer.attention.attend = attend
@@ -452,5 +395,5 @@ def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
 
 def _count_real_tokens(part: SequencePart, layout: Layout) -> int:
     """Return this rank's tokens without padding for its experts; tensor-parallel ranks share the part."""
-    each = len(part.positions) // layout.sizes.tp
-    return min(max(part.real - layout.place.tp * each, 0), each)
+    each = len(part.positions) // layout.sizes["tp"]
+    return min(max(part.real - layout.place["tp"] * each, 0), each)

@@ -1,6 +1,7 @@
 """Data parallelism: FSDP2 or plain replicas, refused models, and the comparison of replicas."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from trainer.parallel.apply.gradient_buckets import (
 )
 from trainer.parallel.apply.layer_wrappers import copy_views
 from trainer.parallel.apply.mesh import Layout
+from trainer.parallel.data import Offload, Reduce
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import Offload, Reduce
 
 _MODULUS = 65_521
 """Small enough that the squares of a million ranks add up exactly in float64."""
@@ -58,6 +59,22 @@ def require_equal(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGro
             "ranks begin with different weights, and parallel.strategy=ddp averages gradients alone: build the model "
             "from the same random numbers on every rank (orch has seeded them), or from the same file"
         )
+
+
+def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
+    """Return the policy: half precision with gradients reduced in float32, or float32 throughout."""
+    if config.train.dtype == "float32":
+        return MixedPrecisionPolicy()
+    half = torch.float16 if config.train.dtype == "float16" else torch.bfloat16
+    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
+def layer_precision(config: JobConfig) -> MixedPrecisionPolicy:
+    """Return the policy of the built-in model's layers, whose inputs arrive in the right precision.
+
+    Casting them would round the rotary table.
+    """
+    return replace(mixed_precision(config), cast_forward_inputs=False)
 
 
 _DDP = "type parallel.strategy=ddp train.dtype=float32"
@@ -184,10 +201,10 @@ class GradientSync:
         self._reduces, self._is_first = True, True
         bucketed = {id(parameter) for parameter in self._buckets.parameters} if self._buckets else set()
         self._averaged = [one for one in model.parameters() if isinstance(one, DTensor) or id(one) in bucketed]
-        has_whole = layout.sizes.tp == layout.sizes.pp == 1 and layout.world_size > 1
+        has_whole = layout.sizes["tp"] == layout.sizes["pp"] == 1 and layout.world_size > 1
         self._makes_equal = self._buckets is not None and has_whole
         self._compares = self._buckets is None and has_whole
-        self._stages = layout.sizes.pp
+        self._stages = layout.sizes["pp"]
         self._gradients: list[torch.Tensor] = []
 
     def begin_step(self) -> None:
@@ -276,7 +293,7 @@ def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> G
     if group.size() == 1 and not any(isinstance(one, DTensor) for one in replicated.values()):
         return None
     require_equal(replicated, group)
-    return GradientBuckets(replicated, group, on_wait, is_told=layout.sizes.pp == 1)
+    return GradientBuckets(replicated, group, on_wait, is_told=layout.sizes["pp"] == 1)
 
 
 def _gather_unused_units(model: FSDPModule) -> None:

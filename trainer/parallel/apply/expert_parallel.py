@@ -10,12 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from trainer.parallel.apply.context_parallel import waiting
-from trainer.parallel.apply.data_parallel import fsdp_options
+from trainer.parallel.apply.data_parallel import fsdp_options, layer_precision
 from trainer.parallel.apply.mesh import Layout
 from trainer.parallel.apply.pipeline_runtime import PipelinedModel
 from trainer.protocol.config import JobConfig
-from trainer.worker.reporting.phase_tracker import current_tracker
+from trainer.worker.reporting.phase_tracker import current_tracker, waiting_for_peers
 
 
 def permute_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -148,7 +147,7 @@ class TokenExchange:
     def _exchange_counts(self, sent: torch.Tensor) -> torch.Tensor:
         """Return the rows from each rank for each of this rank's experts [ranks, experts of a rank]."""
         received = torch.empty_like(sent)
-        with waiting(sent.device):
+        with waiting_for_peers(sent.device):
             dist.all_to_all_single(received, sent.contiguous(), group=self._group)
         return received
 
@@ -186,21 +185,21 @@ def _exchange_rows(
     if tracker is not None and not opens:
         tracker.resume()
     received = rows.new_empty((sum(of), *rows.shape[1:]))
-    with waiting(rows.device):
+    with waiting_for_peers(rows.device):
         dist.all_to_all_single(received, rows.contiguous(), list(of), list(to), group=group)
     if tracker is not None and opens:
         tracker.pause()
     return received
 
 
-def expert_parallel(model: Any, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> None:
+def expert_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
     """Divide the experts of `model` (a Llama on the meta device) among the ranks of `layout.ep`."""
     exchange = TokenExchange(layout.ep.get_group())
     for layer in model.layers:
         mixture = layer.feed_forward
         mixture.dispatch = exchange
         _split(mixture.experts, layout.ep)
-        _shard(mixture.experts, layout, config, policy)
+        _shard(mixture.experts, layout, config, layer_precision(config))
 
 
 def share_tokens(model: Any, layout: Layout) -> None:
@@ -240,7 +239,7 @@ def _shard(experts: ExpertStacks, layout: Layout, config: JobConfig, policy: Mix
     mesh = layout.fsdp_of_experts
     fully_shard(experts, mesh=mesh, shard_placement_fn=lambda _: Shard(1), **fsdp_options(layout, config, policy))
     assert isinstance(experts, FSDPModule)
-    experts.set_gradient_divide_factor(mesh.size() * layout.ep.size() / layout.sizes.tp)
+    experts.set_gradient_divide_factor(mesh.size() * layout.ep.size() / layout.sizes["tp"])
     # gloo cannot divide while summing; for a single shard torch 2.13 would then divide twice.
     shards = mesh.size(mesh.ndim - 1)
     experts.set_force_sum_reduction_for_comms(layout.device.type == "cpu" and shards > 1)

@@ -5,20 +5,16 @@ among the replicas: they differ only in their tokens.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.protocol.config_sections.parallel_config import (
-    ExpertSizes,
-    MeshSizes,
-    ParallelConfig,
-    ParameterSizes,
-    mesh_coordinates,
-)
+from trainer.parallel.dimension import Splits, locate_rank
+from trainer.parallel.expert import expert_sizes
+from trainer.parallel.parallel_config import DIMENSIONS, ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +27,8 @@ class Layout:
     sequence_mesh: DeviceMesh | None
     """Mesh dp, cp, tp if ranks share sequences; else None."""
 
-    sizes: MeshSizes
+    sizes: Mapping[str, int]
+    """Size of each dimension, outermost first; several of its ranks may share the state of one."""
     device: torch.device
     rank: int
     world_size: int
@@ -65,10 +62,11 @@ class Layout:
         return self.mesh["tp"]
 
     @property
-    def cp(self) -> DeviceMesh:
+    def sequence_ranks(self) -> DeviceMesh:
         """Return the ranks that share this rank's sequences; only if there are several."""
         assert self.sequence_mesh is not None
-        return self.sequence_mesh["cp"]
+        _, name, _ = self.sequence_mesh.mesh_dim_names or ()
+        return self.sequence_mesh[name]
 
     @property
     def pp(self) -> DeviceMesh:
@@ -76,14 +74,22 @@ class Layout:
         return self.mesh["pp"]
 
     @property
-    def place(self) -> MeshSizes:
+    def place(self) -> dict[str, int]:
         """Return this rank's index in each dimension."""
-        return MeshSizes(*mesh_coordinates(self.sizes, self.rank))
+        return locate_rank(self.sizes, self.rank)
+
+    def _index(self, *, without: Collection[Splits]) -> int:
+        """Return this rank's index in a mesh without the dimensions that split something of `without`."""
+        left_out = {dimension.name for dimension in DIMENSIONS if dimension.splits in without}
+        index, place = 0, self.place
+        for name, size in self.sizes.items():
+            index = index if name in left_out else index * size + place[name]
+        return index
 
     @property
     def dp_size(self) -> int:
         """Return the number of ranks that read different data."""
-        return self.sizes.dp_replicate * self.sizes.dp_shard
+        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
     @property
     def ranks_per_share(self) -> int:
@@ -93,41 +99,44 @@ class Layout:
     @property
     def dp_rank(self) -> int:
         """Return the share of every batch that this rank reads; equal on ranks that share its layers or sequences."""
-        return self.place.dp_replicate * self.sizes.dp_shard + self.place.dp_shard
+        return self._index(without=(Splits.LAYERS, Splits.SEQUENCE, Splits.MATRICES))
 
     @property
     def token_rank(self) -> int:
         """Return the tokens of a batch that this rank computes, as an index; equal within a tensor-parallel group."""
-        return self.dp_rank * self.sizes.cp + self.place.cp
+        return self._index(without=(Splits.LAYERS, Splits.MATRICES))
 
     @property
     def generator_rank(self) -> int:
         """Return the random stream of this rank, as an index; equal within a tensor-parallel group."""
-        return self.place.pp * self.dp_size * self.sizes.cp + self.token_rank
+        return self._index(without=(Splits.MATRICES,))
 
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
     """Build the meshes over the initialized world; raises ValueError unless the product of the sizes is its size."""
-    sizes, of_parameters = parallel.mesh_sizes(world_size), parallel.parameter_sizes(world_size)
+    sizes = parallel.mesh_sizes(world_size)
     meshes = _Meshes(device, rank, world_size)
+    sequence_mesh = None
+    for dimension in DIMENSIONS:
+        size, tp = dimension.size(parallel), sizes["tp"]
+        if dimension.splits is not Splits.SEQUENCE or size == 1:
+            continue
+        by_sequence = {"dp": world_size // (size * tp), dimension.name: size, "tp": tp}
+        sequence_mesh = meshes.build_mesh(by_sequence, own_group=dimension.name)
     return Layout(
-        mesh=meshes.build_mesh(_dimensions(of_parameters)),
-        sequence_mesh=meshes.build_mesh(_sequence_dimensions(sizes), own_group="cp") if sizes.cp > 1 else None,
+        mesh=meshes.build_mesh(_without_one_stage(parallel.parameter_sizes(world_size))),
+        sequence_mesh=sequence_mesh,
         sizes=sizes, device=device, rank=rank, world_size=world_size,
         expert_mesh=(
-            meshes.build_mesh(_dimensions(parallel.expert_sizes(world_size)), own_group="ep")
+            meshes.build_mesh(_without_one_stage(expert_sizes(parallel, world_size)), own_group="ep")
             if parallel.ep > 1 else None
         ),
     )  # fmt: skip
 
 
-def _dimensions(sizes: ParameterSizes | ExpertSizes) -> dict[str, int]:
+def _without_one_stage(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the mesh dimensions, with pp only for several stages; ranks that share experts are neighbours."""
-    return {name: size for name, size in sizes._asdict().items() if name != "pp" or size > 1}
-
-
-def _sequence_dimensions(sizes: MeshSizes) -> dict[str, int]:
-    return {"dp": sizes.pp * sizes.dp_replicate * sizes.dp_shard, "cp": sizes.cp, "tp": sizes.tp}
+    return {name: size for name, size in sizes.items() if name != "pp" or size > 1}
 
 
 class _Meshes:

@@ -21,7 +21,7 @@ from trainer.parallel.apply.pipeline_stage import (
     Watcher,
     with_communication,
 )
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.worker.reporting.work_timer import DeviceClock, HostClock, StreamClock
 
 Mark = TypeVar("Mark")

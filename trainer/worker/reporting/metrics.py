@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.storage.durable import dump_line, write_durably
 from trainer.costs.model_flops import peak_flops
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import ParallelConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.save_trouble import SaveTrouble
 from trainer.protocol.logs.line_file import LineFile, Lines

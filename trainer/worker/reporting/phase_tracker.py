@@ -296,3 +296,20 @@ def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) ->
     if device.type != "cpu":  # on the CPU a waiting thread does not run, and is not measured
         exclude_fsdp_waits(model, tracker.pause, tracker.resume)
     return tracker
+
+
+@contextmanager
+def waiting_for_peers(device: torch.device) -> Iterator[None]:
+    """Mark a collective or a wait for a message: a stream waits for it as for a kernel.
+
+    On the CPU a waiting thread does not run, so there is nothing to exclude from the measurement.
+    """
+    tracker = current_tracker()
+    if tracker is None or device.type == "cpu":
+        yield
+        return
+    tracker.pause()
+    try:
+        yield
+    finally:
+        tracker.resume()

@@ -11,9 +11,9 @@ from torch import nn
 from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.parallel.apply.context_parallel import find_ring
 from trainer.parallel.apply.mesh import Layout
 from trainer.parallel.apply.pipeline_runtime import find_pipeline
+from trainer.parallel.apply.sequence_part import find_shared_attention
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 _SIZES = {
@@ -87,7 +87,10 @@ def group_dimensions(layout: Layout) -> dict[str, str]:
 
     Parameters and gradients sent between ranks that share sequences count as those of shards or replicas.
     """
-    own = [*([layout.cp] if layout.sequence_mesh else []), *([layout.expert_mesh] if layout.expert_mesh else [])]
+    own = [
+        *([layout.sequence_ranks] if layout.sequence_mesh else []),
+        *([layout.expert_mesh] if layout.expert_mesh else []),
+    ]
     found = {key: name for mesh in (*own, layout.mesh) for key, name in _mesh_dimensions(mesh).items()}
     world = dist.group.WORLD
     return found if world is None else {str(world.group_name): "world", **found}
@@ -97,12 +100,12 @@ def message_counters(model: nn.Module, device: torch.device) -> dict[str, Callab
     """Return bytes of messages between stages or ranks that share sequences, which NCCL records but gloo does not."""
     if device.type != "cpu":
         return {}
-    ring, pipeline = find_ring(model), find_pipeline(model)
+    attention, pipeline = find_shared_attention(model), find_pipeline(model)
     found: dict[str, Callable[[], int]] = {}
     if pipeline is not None:
         found["pp"] = lambda: pipeline.sent_bytes
-    if ring is not None:
-        found["cp"] = lambda: ring.sent_bytes
+    if attention is not None:
+        found[attention.dimension] = lambda: attention.sent_bytes
     return found
 
 

@@ -224,7 +224,7 @@ def weights_digest(model: nn.Module, layout: Layout) -> str | None:
 
     A collective: every rank must call it.
     """
-    tensors = _own_tensors(model) if layout.sizes.pp == 1 else _tensors_of_stages(model, layout)
+    tensors = _own_tensors(model) if layout.sizes["pp"] == 1 else _tensors_of_stages(model, layout)
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
         if layout.rank == 0:
@@ -242,7 +242,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of all stages by name on rank 0; other ranks send theirs one at a time and yield nothing."""
-    group, place = layout.pp.get_group(), layout.place.pp
+    group, place = layout.pp.get_group(), layout.place["pp"]
     ranks = dist.get_process_group_ranks(group)
     tensors = {
         name: [str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in model_tensors(model).items()

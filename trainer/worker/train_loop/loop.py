@@ -394,7 +394,7 @@ class Loop:
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)
         gradients = [p.grad for p in objects.model.parameters() if p.grad is not None]
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
-        about = GradientFacts(stages=objects.layout.sizes.pp)
+        about = GradientFacts(stages=objects.layout.sizes["pp"])
         found = reduction.reduce(step, gradients, loss, StopReason.NONE, RankZeroMessage(), about=about).result()
         self._clear_gradients()
         return {

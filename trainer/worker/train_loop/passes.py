@@ -11,7 +11,7 @@ from trainer.parallel.apply.data_parallel import GradientSync
 from trainer.parallel.apply.fsdp_units import CannotShard, explain_uncalled_units
 from trainer.parallel.apply.pipeline_runtime import Pipeline, bubble_meter, find_pipeline
 from trainer.parallel.apply.pipeline_stage import Activity, Call, StageActivity
-from trainer.protocol.config_sections.parallel_config import Reduce
+from trainer.parallel.data import Reduce
 from trainer.protocol.rank_progress.progress import Phase
 from trainer.worker.data import unwrap_data
 from trainer.worker.reporting.phase_tracker import PhaseTracker
@@ -173,7 +173,7 @@ class StagedPasses:
         self._step = 0  # an evaluation does not belong to the step
         self._phases.enter(Phase.BACKWARD)
         self.gradients.reduce_now()
-        return loss * self._objects.layout.sizes.pp
+        return loss * self._objects.layout.sizes["pp"]
 
 
 def require_batches(objects: TrainObjects, step: int, batches: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from trainer.agent.flight.flight_record import DONE, SCHEDULED, CollectiveEntry,
 from trainer.agent.flight.wait_graph import Finding
 from trainer.agent.watch.hang_limits import RankSample
 from trainer.agent.watch.waiting_ranks import StageNeighbours, never_sent, with_stage_waits
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.rank_progress.progress import Activity, SentMessages, StageActivity
 
 MICRO_BATCHES = 6

@@ -4,14 +4,16 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from tests.trainer.agent.watch.slowness import SHARES, Slow, World, live
 from trainer.agent.watch import stragglers
 from trainer.agent.watch.stragglers import LONG, SHORT, WINDOW, StragglerVerdict, WorkWindows
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config_sections.fault_detection_config import StragglerConfig
-from trainer.protocol.config_sections.parallel_config import ParallelConfig, PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 
 CONFIG = StragglerConfig()
 SECOND = 10**9
@@ -45,13 +47,13 @@ EXACT = [name for name in WORLDS if name not in (*SMALL, *ALONE, "quiet, many hi
 
 
 def test_ranks_are_compared_within_their_coordinate():
-    of = stragglers.coordinate(ParallelConfig(tp=2), 8)
+    of = partial((ParallelConfig(tp=2)).locate_work, 8)
     assert (of(0) == of(2), of(0) == of(1)) == (True, False)
-    of = stragglers.coordinate(ParallelConfig(cp=2, tp=2), 8)
+    of = partial((ParallelConfig(cp=2, tp=2)).locate_work, 8)
     assert [of(rank) for rank in range(8)] == 2 * [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
-    of = stragglers.coordinate(ParallelConfig(tp=2, pipeline=PipelineConfig(stages=2)), 8)
+    of = partial((ParallelConfig(tp=2, pipeline=PipelineConfig(stages=2))).locate_work, 8)
     assert [of(rank) for rank in range(8)] == [*2 * [(0, 0, 0), (0, 0, 1)], *2 * [(1, 0, 0), (1, 0, 1)]]
-    of = stragglers.coordinate(ParallelConfig(), 8)
+    of = partial((ParallelConfig()).locate_work, 8)
     assert of(0) == of(7)
 
 

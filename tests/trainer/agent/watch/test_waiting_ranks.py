@@ -15,7 +15,7 @@ from trainer.agent.watch.declare_hang import HangVerdict, judge
 from trainer.agent.watch.hang_limits import Limits, RankSample
 from trainer.agent.watch.waiting_ranks import HangKind, StageNeighbours, never_sent, with_stage_waits
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.rank_progress.progress import Activity, SentMessages, StageActivity
 
 A = Activity

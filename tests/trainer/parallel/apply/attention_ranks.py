@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tests.trainer.worker.forked_ranks import report
-from trainer.parallel.apply.context_parallel import RingAttention, SequencePart, UlyssesAttention, sequence_part
-from trainer.protocol.config_sections.parallel_config import CpMethod, ParallelConfig
+from trainer.parallel.apply.context_parallel import RingAttention, UlyssesAttention, sequence_part
+from trainer.parallel.apply.sequence_part import SequencePart
+from trainer.parallel.context import CpMethod
+from trainer.parallel.parallel_config import ParallelConfig
 
 BATCH, WIDTH = 2, 8
 

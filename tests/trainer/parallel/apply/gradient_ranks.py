@@ -60,7 +60,9 @@ def trained(case: dict[str, Any]) -> Found:
     layout = mesh.build(made.parallel, torch.device("cpu"), dist.get_rank(), world)
     own = batch(made.train.seq_len).chunk(layout.dp_size)[layout.dp_rank]
     model = (
-        _in_stages(made, layout, own) if layout.sizes.pp > 1 else _whole(made, layout, own.chunk(case.get("micro", 1)))
+        _in_stages(made, layout, own)
+        if layout.sizes["pp"] > 1
+        else _whole(made, layout, own.chunk(case.get("micro", 1)))
     )
     return _ended(model)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer.parallel.grid import drawn, job, staged
 from trainer.models.built_in import LlamaWorkload
-from trainer.parallel.layout_problems import problems
+from trainer.parallel.layout import problems
 
 pytestmark = pytest.mark.multi
 

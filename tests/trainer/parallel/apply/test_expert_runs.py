@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.trainer.conftest import TINY, Run, merged
 
 from tests.trainer.parallel.apply.layout_table import WITH_EXPERTS
-from tests.trainer.worker.conftest import TINY, Run, merged
 from tests.trainer.worker.memory.test_state_bytes import LARGE
 from trainer.costs.model_flops import parameters
 from trainer.costs.peak_bytes import peak_bytes

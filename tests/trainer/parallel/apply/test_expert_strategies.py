@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.trainer.conftest import Ranks, Run
 
 from tests.trainer.parallel.apply.layout_table import (
     WITH_EXPERTS,
@@ -14,9 +15,8 @@ from tests.trainer.parallel.apply.layout_table import (
     check_restored,
     pairs,
 )
-from tests.trainer.worker.conftest import Ranks, Run
 from trainer.costs.peak_bytes import state_bytes
-from trainer.costs.stage_split import parameters_of_rank
+from trainer.costs.stage_memory import parameters_of_rank
 from trainer.protocol.events import EventKind
 
 pytestmark = pytest.mark.multi

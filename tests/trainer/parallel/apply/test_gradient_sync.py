@@ -20,8 +20,8 @@ from trainer.parallel.apply.fsdp_units import (
     refuse_stale_parameters,
 )
 from trainer.parallel.apply.gradient_buckets import CannotAverage, mark_replica
+from trainer.parallel.data import Reduce
 from trainer.protocol.config import JobConfig, build
-from trainer.protocol.config_sections.parallel_config import Reduce
 
 pytestmark = pytest.mark.usefixtures("world")
 CPU = torch.device("cpu")

@@ -1,5 +1,6 @@
 """Where a rank stands in a layout, and which meshes it has; the ranks' own meshes are built in other tests."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,27 +9,26 @@ import torch
 
 from trainer.parallel.apply import mesh
 from trainer.parallel.apply.mesh import Layout
-from trainer.protocol.config_sections.parallel_config import MeshSizes, ParallelConfig
+from trainer.parallel.parallel_config import ParallelConfig
 
 CPU = torch.device("cpu")
-SIZES = MeshSizes(2, 3, 2, 2, 2)
-"""pp, dp_replicate, dp_shard, cp, tp."""
+SIZES = {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 2}
 
 
 class Dimensions:
     """A mesh of so many ranks in each dimension."""
 
     def __init__(self, **sizes: int) -> None:
-        self.sizes = sizes
+        self.sizes, self.mesh_dim_names = sizes, tuple(sizes)
 
     def __getitem__(self, names: Any) -> Any:
         found = names if isinstance(names, tuple) else (names,)
         return SimpleNamespace(names=found, size=lambda: self.sizes[found[0]])
 
 
-def layout(rank: int, sizes: MeshSizes = SIZES, **more: Any) -> Layout:
-    world = sizes.pp * sizes.dp_replicate * sizes.dp_shard * sizes.cp * sizes.tp
-    whole: Any = Dimensions(pp=sizes.pp, dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
+def layout(rank: int, sizes: dict[str, int] = SIZES, **more: Any) -> Layout:
+    world = math.prod(sizes.values())
+    whole: Any = Dimensions(**sizes)
     return Layout(
         **{
             "mesh": whole,
@@ -44,7 +44,7 @@ def layout(rank: int, sizes: MeshSizes = SIZES, **more: Any) -> Layout:
 
 def test_ranks_count_from_tensor_parallelism_outwards() -> None:
     one = layout(2 * (2 * (2 * (3 * 1 + 2) + 1) + 0) + 1)
-    assert tuple(one.place) == (1, 2, 1, 0, 1)
+    assert tuple(one.place.values()) == (1, 2, 1, 0, 1)
     assert (one.dp_size, one.dp_rank) == (6, 5)
     assert one.ranks_per_share == 8
     assert one.token_rank == 10
@@ -61,7 +61,7 @@ def test_those_that_share_a_sequence_draw_other_numbers_and_those_of_one_tensor_
 
 def test_replicas_are_a_dimension_of_fsdp_only_where_there_are_several() -> None:
     assert layout(0).fsdp.names == ("dp_replicate", "dp_shard")  # type: ignore[attr-defined]
-    assert layout(0, MeshSizes(1, 1, 2, 1, 1)).fsdp.names == ("dp_shard",)  # type: ignore[attr-defined]
+    assert layout(0, {**SIZES, "dp_replicate": 1}).fsdp.names == ("dp_shard",)  # type: ignore[attr-defined]
     experts: Any = Dimensions(dp_replicate=2, dp_shard=2, ep=2)
     assert layout(0, expert_mesh=experts).fsdp_of_experts.names == ("dp_replicate", "dp_shard")  # type: ignore[attr-defined]
     one: Any = Dimensions(dp_replicate=1, dp_shard=2, ep=2)
@@ -73,7 +73,7 @@ def test_replicas_are_a_dimension_of_fsdp_only_where_there_are_several() -> None
 def test_dimensions_by_their_names() -> None:
     sequences: Any = Dimensions(dp=6, cp=2, tp=2)
     one = layout(0, sequence_mesh=sequences)
-    assert (one.tp.names, one.pp.names, one.cp.names) == (("tp",), ("pp",), ("cp",))  # type: ignore[attr-defined]
+    assert (one.tp.names, one.pp.names, one.sequence_ranks.names) == (("tp",), ("pp",), ("cp",))  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("world")
@@ -81,7 +81,7 @@ def test_one_rank_has_a_group_for_every_dimension() -> None:
     made = mesh.build(ParallelConfig(), CPU, 0, 1)
     assert made.mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
     assert (made.sequence_mesh, made.expert_mesh) == (None, None)
-    assert tuple(made.sizes) == (1, 1, 1, 1, 1)
+    assert set(made.sizes.values()) == {1}
     assert (made.rank, made.world_size, made.device) == (0, 1, CPU)
     assert made.tp.size() == made.fsdp.size() == 1
 

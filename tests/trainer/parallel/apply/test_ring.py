@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from trainer.parallel.apply.context_parallel import sequence_part, visible_slices
-from trainer.protocol.config_sections.parallel_config import CpMethod, ParallelConfig
+from trainer.parallel.context import CpMethod
+from trainer.parallel.parallel_config import ParallelConfig
 
 LENGTH = 48
 

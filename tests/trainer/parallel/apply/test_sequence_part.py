@@ -9,9 +9,11 @@ import torch
 
 from trainer.models.llama import Llama
 from trainer.parallel.apply import context_parallel as of_sequences
-from trainer.parallel.apply.context_parallel import UlyssesAttention, context_parallel, sequence_part, waiting
-from trainer.protocol.config_sections.parallel_config import CpMethod, ParallelConfig
+from trainer.parallel.apply.context_parallel import UlyssesAttention, context_parallel, sequence_part
+from trainer.parallel.context import CpMethod
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
+from trainer.worker.reporting.phase_tracker import waiting_for_peers
 from trainer.worker.workload import WorkloadError
 
 
@@ -93,7 +95,7 @@ def test_a_wait_is_left_out_of_the_measurement_where_it_would_be_measured(
     calls: list[str] = []
     tracker = SimpleNamespace(pause=lambda: calls.append("pause"), resume=lambda: calls.append("resume"))
     monkeypatch.setattr(of_sequences, "current_tracker", lambda: tracker)
-    with suppress(OSError), waiting(torch.device(device)):
+    with suppress(OSError), waiting_for_peers(torch.device(device)):
         calls.append("act")
         raise OSError
     assert calls == due

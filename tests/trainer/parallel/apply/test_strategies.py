@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.trainer.conftest import Ranks, Run
 
 from tests.trainer.parallel.apply.layout_table import DENSE, cases, check_killed, check_losses, check_restored, pairs
-from tests.trainer.worker.conftest import Ranks, Run
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof]
 """A sample of all is in test_expert_strategies.py."""

@@ -30,8 +30,10 @@ from trainer.models.pipelined_llama import LlamaStage, StagesOfRank, stage, stag
 from trainer.parallel.apply.mesh import Layout
 from trainer.parallel.apply.pipeline_runtime import Pipeline
 from trainer.parallel.apply.pipeline_stage import Call, StageActivity
+from trainer.parallel.data import FsdpConfig
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import FsdpConfig, MeshSizes, ParallelConfig, PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, RecomputeConfig, TrainConfig
 
 CPU = torch.device("cpu")
@@ -164,7 +166,7 @@ def sharded_stage(job: JobConfig, part: StagePart, layout: Layout) -> LlamaStage
 def pipeline_of(job: JobConfig, schedule: str, layout: Layout, recorder: Recorder, *, sharded: bool) -> Pipeline:
     group = layout.mesh["pp"].get_group()
     chosen = PipelineConfig(stages=group.size() * STAGES_PER_RANK[schedule], schedule=schedule)
-    parts = split_model(chosen, job).parts
+    parts = split_model(chosen, job.model, job.train).parts
     make: Callable[[StagePart], LlamaStage] = (
         (lambda part: sharded_stage(job, part, layout)) if sharded else (lambda part: whole_stage(job, part))
     )
@@ -204,7 +206,7 @@ def main() -> None:
         "cpu", (world // ranks // tp, replicas, ranks // replicas, tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
     )  # fmt: skip
-    sizes = MeshSizes(world // ranks // tp, replicas, ranks // replicas, 1, tp)
+    sizes = {"pp": world // ranks // tp, "dp_replicate": replicas, "dp_shard": ranks // replicas, "tp": tp}
     layout = Layout(mesh=mesh, sequence_mesh=None, sizes=sizes, device=CPU, rank=rank, world_size=world)
     dp_rank = mesh["dp_replicate"].get_local_rank() * (ranks // replicas) + mesh["dp_shard"].get_local_rank()
     twice = 2 * mesh["pp"].size()

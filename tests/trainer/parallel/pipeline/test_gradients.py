@@ -11,7 +11,7 @@ from tests.trainer.parallel.pipeline.gradient_program import SCALED, STAGES_PER_
 from tests.warm_programs import WarmPrograms
 from trainer.costs.simulation import COMPUTES, Kind
 from trainer.parallel.apply.pipeline_stage import EXPOSED_SENDS, WAITS, Activity, with_communication
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 
 pytestmark = pytest.mark.multi
 

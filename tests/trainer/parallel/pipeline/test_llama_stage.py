@@ -8,7 +8,7 @@ from trainer.models.llama import Llama
 from trainer.models.pipelined_llama import LlamaStage, StagesOfRank
 from trainer.parallel.apply.fsdp_units import chosen_units
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ JOB = JobConfig(
 
 def stages(count: int) -> list[LlamaStage]:
     made = []
-    for part in split_model(PipelineConfig(stages=count), JOB).parts:
+    for part in split_model(PipelineConfig(stages=count), JOB.model, JOB.train).parts:
         with torch.device("meta"):
             made.append(LlamaStage(JOB.model, JOB.train, part))
         made[-1].materialize(CPU, JOB.train.seed)

@@ -12,7 +12,7 @@ from tests.warm_programs import WarmPrograms
 from trainer.costs.simulation import RankSeconds, StageSeconds, bubbles, formula, simulate
 from trainer.parallel.apply.pipeline_runtime import BubbleMeter, bubble_meter
 from trainer.parallel.apply.pipeline_stage import Activity, StageActivity, Watched, with_communication
-from trainer.protocol.config_sections.parallel_config import PipelineConfig, Schedule
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 
 PROGRAM = "tests.trainer.parallel.pipeline.sleeping_program"
 SECONDS, MICRO_BATCHES, STEPS = 0.1, 8, 4

@@ -19,7 +19,7 @@ from trainer.parallel.apply.expert_parallel import build_expert_balance
 from trainer.parallel.apply.pipeline_runtime import Pipeline, find_pipeline
 from trainer.parallel.apply.pipeline_stage import Activity, Call, StageActivity, with_communication
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def config_of(schedule: str) -> PipelineConfig:
 
 def rank_of(schedule: str, number: int) -> Rank:
     config, group, watch = config_of(schedule), Group(number), Watch()
-    parts, modules = split_model(config, JOB).parts, []
+    parts, modules = split_model(config, JOB.model, JOB.train).parts, []
     for at in stages_of_rank(config, number):
         with torch.device("meta"):
             modules.append(LlamaStage(JOB.model, JOB.train, parts[at]))
@@ -233,7 +233,7 @@ def test_a_model_in_stages_knows_its_pipeline_and_its_layers() -> None:
     (_, second) = ranks_of("1f1b")
     assert find_pipeline(second.model) is second.pipeline
     assert find_pipeline(torch.nn.Linear(1, 1)) is None
-    part = split_model(config_of("1f1b"), JOB).parts[1]
+    part = split_model(config_of("1f1b"), JOB.model, JOB.train).parts[1]
     assert (second.model.layer_numbers, second.model.depth) == (list(part.layers), 4)
     before = {name: one.detach().clone() for name, one in second.model.named_parameters()}
     second.model.set_initial_weights(JOB.train.seed + 1)

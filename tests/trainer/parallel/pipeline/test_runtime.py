@@ -12,7 +12,7 @@ from trainer.models.pipelined_llama import LlamaStage, stage
 from trainer.parallel.apply.pipeline_runtime import Pipeline
 from trainer.parallel.apply.pipeline_stage import Activity, Call, LocalStage, StageActivity
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def watch() -> Watch:
 def pipeline(group: dist.ProcessGroup, watch: Watch) -> Pipeline:
     config = PipelineConfig()
     with torch.device("meta"):
-        module = LlamaStage(JOB.model, JOB.train, split_model(config, JOB).parts[0])
+        module = LlamaStage(JOB.model, JOB.train, split_model(config, JOB.model, JOB.train).parts[0])
     module.materialize(CPU, JOB.train.seed)
     return Pipeline(config, [stage(module, JOB.train, group, CPU, sequences=SEQUENCES)], MICRO_BATCHES, [watch])
 

@@ -14,7 +14,7 @@ from trainer.models.pipelined_llama import LlamaStage, stage_module
 from trainer.parallel.apply import mesh
 from trainer.parallel.apply.pipeline_stage import LocalStage
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import PipelineConfig
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 def stage(group: dist.ProcessGroup, number: int, *, half: bool = False) -> LocalStage:
     """Sharded over one rank where it is in half precision."""
     job = JobConfig(model=MODEL, train=TrainConfig(seq_len=LENGTH, dtype="bfloat16" if half else "float32"))
-    part = split_model(PipelineConfig(stages=STAGES), job).parts[number]
+    part = split_model(PipelineConfig(stages=STAGES), job.model, job.train).parts[number]
     if half:
         module = stage_module(job, part, mesh.build(job.parallel, CPU, 0, 1))
         module.set_initial_weights(3)

@@ -9,11 +9,9 @@ from tests.trainer.parallel.pipeline.memory_ranks import job
 from tests.trainer.worker import forked_ranks
 from tests.warm_programs import WarmPrograms
 from trainer.costs.peak_bytes import state_bytes
-from trainer.costs.stage_memory import pipeline_peak_bytes
-from trainer.costs.stage_split import parameters_of_rank
+from trainer.costs.stage_memory import parameters_of_rank, pipeline_peak_bytes
 from trainer.parallel.apply.pipeline_stage import with_communication
 from trainer.protocol.config import JobConfig
-from trainer.protocol.config_sections.parallel_config import mesh_coordinates
 
 pytestmark = pytest.mark.multi
 
@@ -121,9 +119,8 @@ def test_peaks_are_within_three_hundredths_of_the_formula(
 
 def test_stages_of_all_ranks_are_the_whole_model_once() -> None:
     config = job(case(2, 4, "zbv", 4))
-    sizes = config.parallel.mesh_sizes(2)
     names = [[one.name for one in parameters_of_rank(config, rank)] for rank in range(2)]
-    assert [mesh_coordinates(sizes, rank)[0] for rank in range(2)] == [0, 1]
+    assert [config.parallel.locate_work(2, rank)[0] for rank in range(2)] == [0, 1]
     assert {"embedding.weight", "norm.weight", "output.weight"} <= set(names[0])  # a V comes back to where it began
     assert not set(names[0]) & set(names[1])
     assert len(names[0]) + len(names[1]) == 3 + 9 * 4

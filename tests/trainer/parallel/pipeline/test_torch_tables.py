@@ -17,7 +17,7 @@ from trainer.costs.simulation import (
 )
 from trainer.costs.stage_split import stages_of_rank
 from trainer.parallel.apply.pipeline_stage import with_communication
-from trainer.protocol.config_sections.parallel_config import PipelineConfig, Schedule
+from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 
 EVEN = StageSeconds(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 PER_RANK = {

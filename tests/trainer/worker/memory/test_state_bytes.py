@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.trainer.conftest import TINY, Run, merged
 
 from tests.trainer.parallel.apply.layout_table import DENSE
-from tests.trainer.worker.conftest import TINY, Run, merged
 from trainer.costs.model_flops import parameters
 from trainer.costs.peak_bytes import peak_bytes, state_bytes
-from trainer.costs.stage_split import parameters_of_rank
+from trainer.costs.stage_memory import parameters_of_rank
 from trainer.protocol.config import JobConfig, build
 from trainer.protocol.events import EventKind
 

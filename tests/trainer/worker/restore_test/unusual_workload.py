@@ -31,7 +31,7 @@ class Unusual(Plane):
         return model
 
     def parallelize(self, model: nn.Module, layout: Any) -> nn.Module:
-        return super().parallelize(model, layout) if layout.sizes.dp_shard > 1 else model.to(layout.device)
+        return super().parallelize(model, layout) if layout.sizes["dp_shard"] > 1 else model.to(layout.device)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.parallel.apply import mesh
-from trainer.protocol.config_sections.parallel_config import ParallelConfig
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.worker.saved_state import checkpoint_contents, object_state
 from trainer.worker.saved_state.loss_scale import FIRST, LossScale
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState

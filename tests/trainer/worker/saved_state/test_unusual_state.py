@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.trainer.conftest import hang
 from torch import nn
 
 from checkpointing.engine.checkpointer import Checkpointer
@@ -16,13 +17,12 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.in_process_writer import InProcessWriter
-from tests.trainer.worker.conftest import hang
 from tests.trainer.worker.unusual_state import targets
 from tests.trainer.worker.unusual_state.cases import KEPT, REFUSED, Usual
 from tests.trainer.worker.unusual_state.objects import FORGOTTEN
 from tests.trainer.worker.unusual_state.optimizers import LATE_TENSORS
 from trainer.parallel.apply import mesh
-from trainer.protocol.config_sections.parallel_config import ParallelConfig
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.worker import workload as workloads
 from trainer.worker.data import with_position

@@ -1,0 +1,125 @@
+"""Parallel dimension: the interface, and the parts of a job's configuration that every dimension reads."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
+
+Fix = dict[str, Any]
+"""Config keys and values to set together."""
+
+
+class Splits(Enum):
+    """What the ranks of a dimension divide; it decides which tokens and which part of the state a rank has."""
+
+    LAYERS = "layers"
+    BATCH = "batch"
+    SEQUENCE = "sequence"
+    MATRICES = "matrices"
+    EXPERTS = "experts"
+
+
+class Recipe(Protocol):
+    """The parts of `JobConfig` that decide whether a layout fits; `parallel` is the `ParallelConfig`."""
+
+    @property
+    def command(self) -> tuple[str, ...]: ...
+    @property
+    def parallel(self) -> Any: ...
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def train(self) -> TrainConfig: ...
+    @property
+    def cluster(self) -> ClusterShape: ...
+    @property
+    def trains_built_in_workload(self) -> bool: ...
+
+
+class Section:
+    """Base of a dimension's config section, whose fields are keys of `parallel`."""
+
+    def check(self) -> None:
+        """Raise ValueError for values that no layout can have."""
+
+
+class Dimension:
+    """One way to divide a model or its data among ranks.
+
+    A dimension is a file with its config section and an instance of a subclass, and its rows in
+    `trainer/parallel/parallel_config.py`. Methods take the `ParallelConfig`, or the job's `Recipe`.
+    """
+
+    name: str
+    """Name of the mesh dimension."""
+    key: str
+    """Config key of its size, below `parallel`."""
+    splits: Splits
+    sends_messages = False
+    """Whether ranks send tensors to single ranks, and not only in collectives."""
+
+    def size(self, parallel: Any) -> int:
+        """Return the number of ranks along this dimension."""
+        size: int = getattr(parallel, self.key)
+        return size
+
+    def mesh(self, parallel: Any, data_ranks: int) -> dict[str, int]:
+        """Return this dimension's part of the mesh; `data_ranks`: ranks that read different data."""
+        return {self.name: self.size(parallel)}
+
+    def describe(self, name: str, size: int) -> str:
+        """Describe a size in a product of sizes; empty: not worth mentioning."""
+        return f"{name}={size}" if size > 1 else ""
+
+    def problems(self, job: Recipe) -> Iterator[str]:
+        """Yield the reasons why the job cannot have this size; the sizes already multiply to the world size."""
+        yield from ()
+
+    def resize(self, parallel: Any, size: int) -> Fix:
+        """Return the keys that give this dimension another size."""
+        return {f"parallel.{self.key}": size}
+
+    def relaxations(self, job: Recipe) -> Fix:
+        """Return settings, other than sizes, that remove some of the problems."""
+        return {}
+
+    def place(self, rank: int, parallel: Any) -> str:
+        """Describe the place of `rank` in a dimension that is no part of the mesh; empty if it is one."""
+        return ""
+
+    def apply(self, model: Any, layout: Any, config: Any) -> None:
+        """Divide the built-in `model`, on the meta device, among the ranks of `layout`."""
+
+
+def mesh_coordinates(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the index of `rank` in each dimension of a mesh, outermost first; the inner dimensions alone also work."""
+    place: list[int] = []
+    for size in reversed(sizes):
+        rank, index = divmod(rank, size)
+        place.append(index)
+    return tuple(reversed(place))
+
+
+def locate_rank(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Return the index of `rank` in each dimension of a mesh, by name."""
+    return dict(zip(sizes, mesh_coordinates(tuple(sizes.values()), rank), strict=True))
+
+
+def join_alternatives(words: Sequence[str]) -> str:
+    """Join words as `a, b or c`."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_size(name: str, size: int, least: int = 1) -> None:
+    """Raise ValueError if a size is below its minimum."""
+    if size < least:
+        raise ValueError(f"parallel.{name}={size}: must be at least {least}: type parallel.{name}={least}")
+
+
+def divisors(whole: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
+    small = [number for number in range(1, math.isqrt(whole) + 1) if whole % number == 0]
+    return sorted({*small, *(whole // number for number in small)})

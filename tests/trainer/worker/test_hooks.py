@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import hang
 
+from tests.trainer.conftest import hang
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
 

@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from tests.trainer.conftest import hang
 
 from checkpointing.engine.audit.audit import audit_checkpoint
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
+from tests.trainer.conftest import hang
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.worker.saved_state.checkpoint_contents import expected_entries
 from trainer.worker.saved_state.loss_scale import FIRST, SMALLEST, LossScale

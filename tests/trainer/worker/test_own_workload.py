@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer.conftest import hang, merged
 
+from tests.trainer.conftest import hang, merged
 from trainer.protocol.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi

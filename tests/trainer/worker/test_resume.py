@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from tests.trainer.conftest import hang
 
+from tests.trainer.conftest import hang
 from trainer.protocol import token_shards
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode

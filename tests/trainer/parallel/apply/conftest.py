@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.trainer.conftest import Ranks, Run, hang, new_run
 
+from tests.trainer.conftest import Ranks, Run, hang, new_run
 from tests.trainer.parallel.apply.layout_table import Layout, check_retrained
 from tests.trainer.worker.train_loop.one_rank import world
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import TINY, Ranks, Run, hang, merged
 
+from tests.trainer.conftest import TINY, Ranks, Run, hang, merged
 from tests.trainer.worker.restore_test.conftest import Subject
 from trainer.protocol.config import JobConfig, build
 from trainer.protocol.events import EventKind

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import TINY, Run, merged
 
+from tests.trainer.conftest import TINY, Run, merged
 from tests.trainer.parallel.apply.layout_table import WITH_EXPERTS
 from tests.trainer.worker.memory.test_state_bytes import LARGE
 from trainer.costs.model_flops import parameters

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.trainer.conftest import Ranks, Run
 
+from tests.trainer.conftest import Ranks, Run
 from tests.trainer.parallel.apply.layout_table import (
     WITH_EXPERTS,
     Layout,

@@ -125,7 +125,7 @@ def replicas(monkeypatch: pytest.MonkeyPatch, *, ranks: int = 2, pp: int = 1, tp
     monkeypatch.setattr(data_parallel, "require_equal", lambda replicated, group: None)
     group = SimpleNamespace(size=lambda: ranks)
     layout = SimpleNamespace(
-        world_size=ranks * pp * tp, sizes=SimpleNamespace(pp=pp, tp=tp),
+        world_size=ranks * pp * tp, sizes={"pp": pp, "tp": tp},
         mesh={"dp_replicate": SimpleNamespace(get_group=lambda: group)},
     )  # fmt: skip
     return made, layout
@@ -166,7 +166,7 @@ def test_replicas_know_their_norm_where_each_has_all_gradients(
 
 def test_plain_gradients_that_somebody_else_averages_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     made = model()
-    layout: Any = SimpleNamespace(world_size=2, sizes=SimpleNamespace(pp=1, tp=1), mesh={})
+    layout: Any = SimpleNamespace(world_size=2, sizes={"pp": 1, "tp": 1}, mesh={})
     sync = GradientSync(made, layout, Reduce.LAST)
     made(torch.ones(1, 2)).sum().backward()
     gradients = sync.end_step()

@@ -1,8 +1,8 @@
 """The same model in every layout: equal weights from the seed, the same data, nearly the same numbers."""
 
 import pytest
-from tests.trainer.conftest import hang, merged
 
+from tests.trainer.conftest import hang, merged
 from trainer.protocol.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi

@@ -1,4 +1,4 @@
-"""Dividing the built-in model: which ways are taken for a layout, from the inside of a layer to the outside."""
+"""Division of the built-in model: the dimensions of a layout are applied from the inside of a layer to the outside."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,23 +6,27 @@ from typing import Any
 import pytest
 
 from trainer.models import parallelize
+from trainer.parallel.apply import (
+    context_parallel,
+    data_parallel,
+    expert_parallel,
+    layer_wrappers,
+    tensor_parallel,
+)
 from trainer.parallel.apply.fsdp_units import CannotShard
+from trainer.parallel.parallel_config import ParallelConfig
 from trainer.worker.workload import WorkloadError
 
-WAYS = ("tensor_parallel", "share_tokens", "context_parallel", "compile_forward", "expert_parallel")
 
-
-class Model:
-    def __init__(self, calls: list[str]) -> None:
-        self.layers = ["layer 0", "layer 1"]
-        self.tie = lambda: calls.append("tie")
-
-
-def divided(monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False, **sizes: Any) -> list[str]:
-    """The calls for a layout of these sizes."""
+def divide(
+    monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False, compiles: bool = False, **sizes: Any
+) -> list[str]:
+    """Return the names of the functions that a layout of these sizes calls."""
     calls: list[str] = []
-    for way in WAYS:
-        monkeypatch.setattr(parallelize, way, lambda *what, way=way: calls.append(way))
+    for module in (tensor_parallel, context_parallel, expert_parallel):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, name, lambda model, layout, config, name=name: calls.append(name))
+    monkeypatch.setattr(layer_wrappers, "compile_forward", lambda layer: calls.append("compile_forward"))
 
     def apply_data_parallel(layers: Any, model: Any, layout: Any, config: Any, policy: Any) -> None:
         assert (layers, policy.cast_forward_inputs) == (model.layers, False)
@@ -30,16 +34,11 @@ def divided(monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False, **sizes: 
         if refuses:
             raise CannotShard("no dimension")
 
-    monkeypatch.setattr(parallelize, "apply_data_parallel", apply_data_parallel)
-    layout: Any = SimpleNamespace(
-        tp=SimpleNamespace(size=lambda: sizes.get("tp", 1)), sizes=SimpleNamespace(cp=sizes.get("cp", 1)),
-        expert_mesh=sizes.get("ep"),
-    )  # fmt: skip
-    config: Any = SimpleNamespace(
-        model=SimpleNamespace(experts=SimpleNamespace(count=sizes.get("experts", 0))),
-        train=SimpleNamespace(compile=sizes.get("compile", False), dtype="bfloat16"),
-    )
-    parallelize.shard(Model(calls), layout, config)
+    monkeypatch.setattr(data_parallel, "apply_data_parallel", apply_data_parallel)
+    train = SimpleNamespace(compile=compiles, dtype="bfloat16")
+    config: Any = SimpleNamespace(parallel=ParallelConfig(**sizes), train=train)
+    model: Any = SimpleNamespace(layers=["layer 0", "layer 1"])
+    parallelize.shard(model, SimpleNamespace(), config)  # type: ignore[arg-type]
     return calls
 
 
@@ -47,20 +46,31 @@ def divided(monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False, **sizes: 
     ("sizes", "due"),
     [
         ({}, []),
-        ({"tp": 2}, ["tensor_parallel", "tie"]),
-        ({"experts": 4}, []),
-        ({"tp": 2, "experts": 4}, ["tensor_parallel", "tie", "share_tokens"]),
+        ({"tp": 2}, ["tensor_parallel"]),
         ({"cp": 2}, ["context_parallel"]),
-        ({"compile": True}, ["compile_forward", "compile_forward"]),
-        ({"ep": "a mesh", "compile": True}, ["compile_forward", "compile_forward", "expert_parallel"]),
+        ({"tp": 2, "cp": 2, "ep": 2}, ["tensor_parallel", "context_parallel", "expert_parallel"]),
+        ({"compiles": True, "ep": 2}, ["expert_parallel", "compile_forward", "compile_forward"]),
     ],
 )
 def test_a_model_is_divided_in_the_ways_of_its_layout(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], due: list[str]
 ) -> None:
-    assert divided(monkeypatch, **sizes) == [*due, "data_parallel"]
+    assert divide(monkeypatch, **sizes) == [*due, "data_parallel"]
 
 
 def test_what_cannot_be_sharded_is_an_error_of_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkloadError, match="^no dimension$"):
-        divided(monkeypatch, refuses=True)
+        divide(monkeypatch, refuses=True)
+
+
+@pytest.mark.parametrize(("tp", "experts", "due"), [(2, 0, ["split", "tie"]), (2, 4, ["split", "tie", "share_tokens"])])
+def test_tensor_parallel_ranks_share_the_tokens_of_experts(
+    monkeypatch: pytest.MonkeyPatch, tp: int, experts: int, due: list[str]
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(tensor_parallel, "split_matrices", lambda *_, has_experts: calls.append("split"))
+    monkeypatch.setattr(tensor_parallel, "share_tokens", lambda *_: calls.append("share_tokens"))
+    config: Any = SimpleNamespace(model=SimpleNamespace(experts=SimpleNamespace(count=experts)))
+    model = SimpleNamespace(tie=lambda: calls.append("tie"))
+    tensor_parallel.tensor_parallel(model, SimpleNamespace(tp=tp), config)  # type: ignore[arg-type]
+    assert calls == due

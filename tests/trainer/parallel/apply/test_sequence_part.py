@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from trainer.models.llama import Llama
-from trainer.parallel.apply import context_parallel as of_sequences
 from trainer.parallel.apply.context_parallel import UlyssesAttention, context_parallel, sequence_part
 from trainer.parallel.context import CpMethod
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
+from trainer.worker.reporting import phase_tracker
 from trainer.worker.reporting.phase_tracker import waiting_for_peers
 from trainer.worker.workload import WorkloadError
 
@@ -51,7 +51,8 @@ def test_a_model_that_is_asked_for_all_logits_says_that_no_rank_has_them() -> No
     model = Llama(ModelConfig(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=8), TrainConfig(seq_len=8))
     model.part = sequence_part(8, ParallelConfig(cp=2), CpMethod.RING, 0)
     with pytest.raises(
-        WorkloadError, match=r"parallel\.cp=2: no rank has all logits .* call the model with its targets"
+        WorkloadError,
+        match="2 ranks share each sequence, .* call the model with its targets",
     ):
         model(torch.zeros(1, 8, dtype=torch.int64))
 
@@ -73,8 +74,8 @@ def test_experts_are_given_the_real_tokens_of_each_rank_alone(
         for of_tp, due in enumerate(row):
             group: Any = SimpleNamespace(rank=lambda at=of_cp: at, size=lambda: cp)
             layout: Any = SimpleNamespace(
-                cp=SimpleNamespace(get_group=lambda found=group: found), place=SimpleNamespace(cp=of_cp, tp=of_tp),
-                sizes=SimpleNamespace(tp=tp),
+                sequence_ranks=SimpleNamespace(get_group=lambda found=group: found), place={"cp": of_cp, "tp": of_tp},
+                sizes={"tp": tp},
             )  # fmt: skip
             for experts in (0, 4):
                 config: Any = SimpleNamespace(
@@ -94,7 +95,7 @@ def test_a_wait_is_left_out_of_the_measurement_where_it_would_be_measured(
 ) -> None:
     calls: list[str] = []
     tracker = SimpleNamespace(pause=lambda: calls.append("pause"), resume=lambda: calls.append("resume"))
-    monkeypatch.setattr(of_sequences, "current_tracker", lambda: tracker)
+    monkeypatch.setattr(phase_tracker, "current_tracker", lambda: tracker)
     with suppress(OSError), waiting_for_peers(torch.device(device)):
         calls.append("act")
         raise OSError

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import Run, hang
 
+from tests.trainer.conftest import Run, hang
 from trainer.protocol.failures.outcome import ExitCode
 
 pytestmark = pytest.mark.multi

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.trainer.conftest import Ranks, Run
 
+from tests.trainer.conftest import Ranks, Run
 from tests.trainer.parallel.apply.layout_table import DENSE, cases, check_killed, check_losses, check_restored, pairs
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.trainer.conftest import TINY, Run, merged
 
+from tests.trainer.conftest import TINY, Run, merged
 from tests.trainer.parallel.apply.layout_table import DENSE
 from trainer.costs.model_flops import parameters
 from trainer.costs.peak_bytes import peak_bytes, state_bytes

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 import pytest
-from tests.trainer.conftest import Run
 
+from tests.trainer.conftest import Run
 from trainer.worker.reporting.rank_comparison import EVERY, RankComparison
 
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import Run
 
+from tests.trainer.conftest import Run
 from trainer.costs.model_flops import parameters
 from trainer.protocol.config_sections.recipe_config import ModelConfig
 from trainer.worker.reporting.traffic import TrafficMeter

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import Ranks, Run, merged, ranks_of_node
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical
 from checkpointing.verification.verdicts import read_manifest_digest
+from tests.trainer.conftest import Ranks, Run, merged, ranks_of_node
 from trainer.protocol.config import hash_config
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.restore_test import RestoreTestOrder, RestoreVerdict, write_order

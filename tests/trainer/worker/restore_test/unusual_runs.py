@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.trainer.conftest import Run, merged, ranks_of_node
-
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.restore_test.damages import read_all, save_anew
 from tests.trainer.worker.restore_test.unusual_workload import ODD_MODELS, OPTIMIZERS

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.conftest import hang
 from torch import nn
 
+from tests.trainer.conftest import hang
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.worker.saved_state.group_values import GroupValues
 from trainer.worker.workload import WorkloadError

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.trainer.conftest import hang
 
+from tests.trainer.conftest import hang
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
 

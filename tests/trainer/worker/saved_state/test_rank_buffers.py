@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import hang
 
 from checkpointing.storage.durable import canonical
+from tests.trainer.conftest import hang
 
 WORKLOAD = {"target": "tests.trainer.worker.my_workload:CountsByRank", "args": {"width": 8}}
 OVER: dict[str, Any] = {

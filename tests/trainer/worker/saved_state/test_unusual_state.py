@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.trainer.conftest import hang
 from torch import nn
 
 from checkpointing.engine.checkpointer import Checkpointer
@@ -17,6 +16,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.in_process_writer import InProcessWriter
+from tests.trainer.conftest import hang
 from tests.trainer.worker.unusual_state import targets
 from tests.trainer.worker.unusual_state.cases import KEPT, REFUSED, Usual
 from tests.trainer.worker.unusual_state.objects import FORGOTTEN

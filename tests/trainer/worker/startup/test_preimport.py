@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
 from tests.trainer.conftest import Ranks, hang, merged, rank_environment
 
 pytestmark = pytest.mark.multi

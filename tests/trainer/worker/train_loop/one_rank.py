@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.trainer.conftest import TINY, merged
 
 from checkpointing.errors import SaveFailed
 from checkpointing.storage.durable import canonical
+from tests.trainer.conftest import TINY, merged
 from trainer.parallel.apply import mesh
 from trainer.protocol.config import JobConfig, build
 from trainer.protocol.events import Event, read_events

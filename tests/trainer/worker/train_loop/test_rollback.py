@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from tests.trainer.conftest import hang
 
+from tests.trainer.conftest import hang
 from trainer.protocol import skipped_batches
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.launch_token import LaunchToken

@@ -4,8 +4,8 @@ import shutil
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import hang
 
+from tests.trainer.conftest import hang
 from trainer.protocol.events import Event, EventKind
 
 pytestmark = pytest.mark.multi

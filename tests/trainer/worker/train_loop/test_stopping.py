@@ -1,8 +1,8 @@
 """Stops: asked of one rank, agreed by all at the same step, served with a save."""
 
 import pytest
-from tests.trainer.conftest import new_run
 
+from tests.trainer.conftest import new_run
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
 

@@ -56,7 +56,7 @@ def hang(rank: int, step: int) -> dict[str, Any]:
 
 def rank_environment() -> dict[str, str]:
     """Variables of the stand-in: it finds the tests before what the environment has."""
-    path = os.pathsep.join(filter(None, [str(HERE.parents[2]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
 from orchestrator.submission.create_run import prepare_data
-from tests.trainer.parallel.grid import ways
+from tests.trainer.parallel.grid import words_of_hint
 from trainer.protocol import token_shards
 
 
@@ -43,4 +43,4 @@ def test_sizes_that_fit_the_data_are_offered(tmp_path: Path, typed: str, what: s
     offered = refused.value.hint.removesuffix(", or give more text")
     assert offered == hint
     fits = "train.seq_len=20" if "vocab" in typed else ""
-    check(tmp_path / "tokens", tmp_path, *typed.split(), *fits.split(), *ways(offered)[0])
+    check(tmp_path / "tokens", tmp_path, *typed.split(), *fits.split(), *words_of_hint(offered))

@@ -9,8 +9,8 @@ Names are imported on first use: `import orch` costs a few milliseconds and load
 `__all__` keep their meaning within a major version; everything else in orch's packages may change.
 """
 
+import difflib
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,31 +77,12 @@ def __getattr__(name: str) -> Any:
 
         return metadata.version("orch")
     if name not in _HOME_OF:
-        raise _unknown_name_error(name, imported=sys._getframe(1).f_code.co_name == "_handle_fromlist")
+        # `from orch import` must still find the modules of this package, so this is no ImportError.
+        near = difflib.get_close_matches(name, __all__, n=1)
+        hint = f"did you mean orch.{near[0]}?" if near else f"it has {', '.join(__all__)}"
+        raise AttributeError(f"module 'orch' has no attribute {name!r}; {hint}")
     value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
     return value
-
-
-_MEANT = {"Trainer": "BaseWorkload", "Module": "BaseWorkload", "Model": "BaseWorkload", "Dataset": "Data"}
-"""Names of the same concepts in other libraries; keys are compared without case."""
-
-
-def _unknown_name_error(name: str, *, imported: bool) -> Exception:
-    """Return the error for an unknown name; `imported`: the name comes from `from orch import`."""
-    import difflib
-    from importlib.util import find_spec
-
-    by_word = {key.lower(): home for key, home in _MEANT.items()} | {key.lower(): key for key in reversed(__all__)}
-    exact = [key for key in __all__ if key.lower() == name.lower()]
-    near = exact or [by_word[word] for word in difflib.get_close_matches(name.lower(), by_word, n=1, cutoff=0.7)]
-    meant = f"; did you mean orch.{near[0]}?" if near else ""
-    if imported and not name.startswith("_") and find_spec(f"orch.{name}") is None:
-        return ImportError(f"orch has no {name}{meant or _whole()}", name="orch", path=__file__)
-    return AttributeError(f"module 'orch' has no attribute {name!r}{meant or _whole()}")
-
-
-def _whole() -> str:
-    return f"; it has {', '.join(__all__)}"
 
 
 def __dir__() -> list[str]:

@@ -37,18 +37,24 @@ def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[
     words = (verb, *options, "--", *names)
     if not sys.executable:
         raise errors.OrchError("this process does not know its Python", hint="set sys.executable")
-    answer, code = _run_command(words)
-    if "error" in answer:
+    text, code = _run_command(words)
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict) and "error" in answer:
         raise _public_error(answer["error"], code)
+    if not isinstance(answer, dict) or (code != 0 and code not in accept):
+        end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        typed = " ".join(word for word in words if word != "--")
+        raise errors.OrchError(f"orch {end} without an answer", where=typed, hint="see its messages on stderr")
     for warning in answer["warnings"]:
         warnings.warn(warning["message"], OrchWarning, stacklevel=3)
-    if code != 0 and code not in accept:
-        raise _no_answer_error(words, code)
     return answer["data"]
 
 
-def _run_command(words: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """Return the object that the command prints, and its exit code."""
+def _run_command(words: Sequence[str]) -> tuple[str, int]:
+    """Return what the command prints, and its exit code."""
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONINSPECT", "PYTHONIOENCODING")}
     command = [sys.executable, "-P", "-c", _PROGRAM, "--json", "--quiet", *words]
     try:
@@ -61,46 +67,28 @@ def _run_command(words: Sequence[str]) -> tuple[dict[str, Any], int]:
         raise errors.OrchError(f"orch cannot be started: {error}", where=" ".join(words)[:200]) from error
     with process:
         try:
-            text = process.communicate()[0]
+            return process.communicate()[0], process.returncode
         except KeyboardInterrupt as interrupt:
             process.send_signal(signal.SIGINT)
-            _tell(interrupt, process.communicate()[0])
+            _add_message(interrupt, process.communicate()[0])
             raise
-    return _parse_answer(text, words, process.returncode), process.returncode
 
 
-def _tell(interrupt: KeyboardInterrupt, text: str) -> None:
+def _add_message(interrupt: KeyboardInterrupt, text: str) -> None:
     """Report what the interrupted command left behind: a run that continues, a request that is still pending."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        told = json.loads(text)["error"]
-        said = "; ".join(filter(None, (told["message"], told["hint"])))
-        interrupt.add_note(said)
-        warnings.warn(said, OrchWarning, stacklevel=5)
+        error = json.loads(text)["error"]
+        message = "; ".join(filter(None, (error["message"], error["hint"])))
+        interrupt.add_note(message)
+        warnings.warn(message, OrchWarning, stacklevel=5)
 
 
-def _parse_answer(text: str, words: Sequence[str], code: int) -> dict[str, Any]:
-    try:
-        answer = json.loads(text)
-    except ValueError as error:
-        raise _no_answer_error(words, code) from error
-    if not isinstance(answer, dict):
-        raise _no_answer_error(words, code)
-    return answer
-
-
-def _no_answer_error(words: Sequence[str], code: int) -> errors.OrchError:
-    end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    typed = " ".join(word for word in words if word != "--")
-    return errors.OrchError(f"orch {end} without an answer", where=typed, hint="stderr may say why")
-
-
-def _public_error(told: dict[str, str], code: int) -> errors.OrchError:
+def _public_error(fields: dict[str, str], code: int) -> errors.OrchError:
     """Return the error with its public class, else its nearest public ancestor, else one with its exit code."""
-    own = getattr(errors, told["code"], None)
-    ancestors = own.__mro__ if isinstance(own, type) else ()
-    of_code = [kind for kind in PUBLIC_ERRORS if kind.exit_code == code]
-    kind = next((one for one in ancestors if one in PUBLIC_ERRORS), next(iter(of_code), errors.OrchError))
-    error: errors.OrchError = kind(told["message"], where=told["where"], hint=told["hint"])
-    for note in filter(None, (told["where"], told["hint"])):  # a traceback prints them below the error
+    own = getattr(errors, fields["code"], None)
+    candidates = [*(own.__mro__ if isinstance(own, type) else ()), *(k for k in PUBLIC_ERRORS if k.exit_code == code)]
+    kind = next((one for one in candidates if one in PUBLIC_ERRORS), errors.OrchError)
+    error: errors.OrchError = kind(fields["message"], where=fields["where"], hint=fields["hint"])
+    for note in filter(None, (fields["where"], fields["hint"])):  # a traceback prints them below the error
         error.add_note(f"  {note}")
     return error

@@ -145,19 +145,18 @@ def _yaml(key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     try:
-        return _ESCAPE.sub(_whole_character, json.dumps(value, default=os.fspath, allow_nan=False))
+        text = json.dumps(value, default=os.fspath, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{key}={value!r} has no place in a configuration: {error}") from error
+    return _ESCAPE.sub(_join_halves, text)
 
 
-_ESCAPE = re.compile(r"\\(?:u(d[89ab]..)\\u(d[c-f]..)|.)")
+def _join_halves(found: re.Match[str]) -> str:
+    """Return YAML's escape of a character that JSON escapes in two halves; ASCII is safe in any locale."""
+    return f"\\U{ord(json.loads(chr(34) + found[0] + chr(34))):08x}" if found[1] else found[0]
 
 
-def _whole_character(found: re.Match[str]) -> str:
-    """Return YAML's escape of a character that JSON escapes in two halves; it is safe in any locale."""
-    if found[1] is None:
-        return found[0]
-    return f"\\U{0x10000 + ((int(found[1], 16) - 0xD800) << 10) + int(found[2], 16) - 0xDC00:08x}"
+_ESCAPE = re.compile(r"\\(?:(u)d[89ab]..\\ud[c-f]..|.)")
 
 
 def _run(row: Mapping[str, Any]) -> Run:

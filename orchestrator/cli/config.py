@@ -1,7 +1,8 @@
 """`orch config`: resolve, validate and compare configurations."""
 
 import os
-import re
+import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from orchestrator.cli.terminal.render import Column, Screen
 from orchestrator.config.redaction import redact_config, redacted_origins, redacted_value
 from orchestrator.errors import ConfigError, NotFound, OrchError
 from orchestrator.home import registry_path
+from orchestrator.run_view import find_run
 
 SOURCE = click.argument("source", metavar="CONFIG")
 DIGITS = 6
@@ -35,7 +37,7 @@ def config() -> None:
 @click.pass_obj
 def show(screen: Screen, source: str, overrides: tuple[str, ...], origin: bool) -> None:
     """Print the resolved configuration, every value with its origin."""
-    composed = _compose(source, overrides)
+    composed = compose_config(source, overrides)
     if screen.json:
         answer = {"config": redact_config(composed.data), "origins": redacted_origins(composed.origins)}
         screen.data("config.show", {"digest": composed.digest, **answer})
@@ -68,7 +70,7 @@ def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
     """
     from orchestrator.submission import user_code  # ast: only where code is inspected
 
-    composed = _compose(source, overrides)
+    composed = compose_config(source, overrides)
     user_code.check(composed.config)
     warn_about_config(screen, composed.config)
     if screen.json:
@@ -89,7 +91,7 @@ def diff(screen: Screen, first: str, second: str) -> None:
     """
     from orchestrator.config import compose
 
-    differs = compose.diff(find_config(first), find_config(second))
+    differs = compose.diff(_find_config(first), _find_config(second))
     changed = {key: (redacted_value(key, old), redacted_value(key, new)) for key, (old, new) in differs.items()}
     if screen.json:
         rows = [{"key": key, "first": old, "second": new} for key, (old, new) in changed.items()]
@@ -101,81 +103,46 @@ def diff(screen: Screen, first: str, second: str) -> None:
         screen.note("no difference")
 
 
-def _compose(source: str, overrides: tuple[str, ...]) -> Any:
+def compose_config(source: str, overrides: tuple[str, ...]) -> Any:
+    """Return the configuration. Raises NotFound; for a run's name, with the commands for that run."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     try:
         return compose(source, overrides, environ=os.environ)
     except NotFound as error:
-        if (run := find_exact_run(source)) is not None:
-            shows = f"`orch show {run}` shows it; `orch config diff {run} CONFIG` compares its configuration"
-            raise NotFound(f"{source} is a run, and no preset or file", where=error.where, hint=shows) from error
+        with suppress(OrchError):  # without a run of this name, or with an unreadable registry
+            run = find_run(source).run
+            if source in (run, "@last"):
+                more = shlex.join([run, *overrides])
+                error.what = f"{source} is a run, and no preset or file"
+                error.hint = f"orch show {run}   orch resume {more}   or a new run:  orch submit --from {more}"
         raise
 
 
 def warn_about_config(screen: Screen, config: Any) -> None:
     """Warn of misspelled method names, modules that a job resolves elsewhere, and pipelines with much idle time."""
+    from orchestrator.submission import user_code  # ast: only where code is inspected
     from orchestrator.submission.pipeline_warning import few_micro_batches
-    from orchestrator.submission.user_code import (
-        near_methods,  # ast: only where code is inspected
-        shadowed_helpers,
-    )
 
-    for words in near_methods(config):
+    for words in user_code.near_methods(config):
         screen.warn("near_method", words)
-    for words in shadowed_helpers(config):
+    for words in user_code.shadowed_helpers(config):
         screen.warn("shadowed_module", words)
     if waits := few_micro_batches(config):
         screen.warn("few_micro_batches", waits)
 
 
-def find_exact_run(name: str) -> str | None:
-    """Return the run with exactly this name, or `@last`; None without one or if the registry is unreadable."""
-    from orchestrator.cli.runs.status import one_row  # only after a mistake
-
-    try:
-        run = str(one_row(name)["run"]) if name.strip() and registry_path().exists() else None
-    except OrchError:
-        return None
-    return run if name in (run, "@last") else None
-
-
-def find_config(name: str) -> dict[str, Any]:
+def _find_config(name: str) -> dict[str, Any]:
     """Return the configuration called `name`: a file, a preset, or a run or digest in the registry."""
-    if name.endswith((".yaml", ".yml")) or Path(name).is_file():
-        return _data(_compose(name, ()))
     try:
-        return _data(_compose(name, ()))
+        return dict(compose_config(name, ()).data)
     except (ConfigError, NotFound) as error:
-        stored = _find_stored_config(name)
-        if stored is not None:
+        is_file = name.endswith((".yaml", ".yml")) or Path(name).is_file()
+        if not is_file and (stored := _find_stored_config(name)) is not None:
             return stored
-        if isinstance(error, NotFound) and (near := _near_run(name)):
-            raise NotFound(f"no preset, file or run `{name}`", where=error.where, hint=near) from error
-        if isinstance(error, NotFound) and re.fullmatch(r"[0-9a-f]{4,64}", name):
-            what = f"no preset, file or run `{name}`, and no stored configuration whose digest begins so"
-            hint = f"type {DIGITS} or more digits of a digest in `orch show RUN`, or the run"
-            raise NotFound(what, where=error.where, hint=hint) from error
+        if isinstance(error, NotFound):
+            error.hint += f"; or type a run, or {DIGITS} or more digits of a digest in `orch show RUN`"
         raise
-
-
-def _near_run(name: str) -> str:
-    """Return the registry's suggestion for a misspelled run name; empty if none is close."""
-    from orchestrator.cli.access.registry import open_store
-
-    if not registry_path().exists():
-        return ""
-    try:
-        with open_store(readonly=True) as store:
-            store.run(name)
-    except NotFound as error:
-        return error.hint if error.hint.startswith("did you mean") else ""
-    return ""
-
-
-def _data(composed: Any) -> dict[str, Any]:
-    data: dict[str, Any] = composed.data
-    return data
 
 
 def _find_stored_config(name: str) -> dict[str, Any] | None:

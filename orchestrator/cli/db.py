@@ -5,12 +5,12 @@ from pathlib import Path
 
 import click
 
-from orchestrator.cli.access.registry import require_registry
 from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.errors import ConfigError, NotFound, RegistryError
 from orchestrator.home import registry_path
+from orchestrator.run_view import require_registry
 
 
 @click.group(cls=Noun)
@@ -50,7 +50,7 @@ def backup(screen: Screen, to: Path) -> None:
     """
     from orchestrator.registry.backup import backup as copy
 
-    require_registry(registry_path())
+    require_registry()
     if to.is_dir():
         to = to / registry_path().name
     if to.exists() and to.samefile(registry_path()):
@@ -85,14 +85,9 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
         if not root.is_dir():
             raise NotFound(f"no such folder: {root}", where="command line: ROOTS", hint="name the `cluster.root`")
     if not roots:
-        raise ConfigError(
-            "which folders hold the runs?",
-            where="command line: orch db rebuild",
-            hint="name every `cluster.root`:  orch db rebuild --root ~/orch-runs",
-        )
-    from orchestrator.registry_rebuild.rebuild import (
-        rebuild as make,
-    )  # sqlalchemy: after the checks
+        hint = "name every `cluster.root`:  orch db rebuild --root ~/orch-runs"
+        raise ConfigError("which folders hold the runs?", where="command line: orch db rebuild", hint=hint)
+    from orchestrator.registry_rebuild.rebuild import rebuild as make  # sqlalchemy: after the checks
 
     screen.if_interrupted = lambda: "interrupted: nothing is lost; the same command begins again"
     old: list[Path] = []

@@ -243,7 +243,7 @@ def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool =
     screen.table(_columns(screen)[0 if with_run else 1 :], [_cells(test) for test in tests])
 
 
-@click.group("restore-tests", cls=Noun, of_a_run="history")
+@click.group("restore-tests", cls=Noun)
 def restore_tests() -> None:
     """List restore tests of checkpoints, and which are due.
 

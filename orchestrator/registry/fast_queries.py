@@ -78,14 +78,7 @@ def newest(
 
     `tests`: include restore tests. `tags`: only runs with all of these tags.
 
-    Keys: run, state, reason, cluster, run_dir, config_digest, step, total_steps, loss, created_at, updated_at,
-    not_before, scheduler, slurm_cluster, attempts and generations (counts), attempt (number of the newest), job_id,
-    job_state, nodes (list), last_checkpoint ({step, trust, committed_at} or None), failure (of the newest attempt, or
-    None), restore_test ({step, layout, verdict, ended_at} of the newest finished one, or None), bad_test (the same with
-    its reason, if the newest tested checkpoint was found bad), test_of ({run, step, layout} if the run is a restore
-    test itself, or None), tags (list), notified, removal (as in orchestrator.registry.records.Run), speed_since ({step,
-    at, saved}: reference point of the newest generation, its first saved checkpoint or else its start). Times are
-    seconds since the epoch.
+    The keys are the fields of orchestrator.run_view.RunView, and last_checkpoint ({step, trust, committed_at} or None).
     """
     where, wanted = _among("state", states)
     tagged = list(tags)

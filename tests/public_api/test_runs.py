@@ -39,7 +39,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return seen
 
 
-def test_the_errors_are_those_of_the_command_line_and_their_tracebacks_have_the_hint() -> None:
+def test_errors_have_hints() -> None:
     with pytest.raises(orch.ConfigError, match="unknown key `train.step`") as typo:
         orch.submit("tiny-gpt", {"train.step": 3})
     assert "did you mean `train.steps`?" in typo.value.hint
@@ -52,7 +52,7 @@ def test_the_errors_are_those_of_the_command_line_and_their_tracebacks_have_the_
         orch.wait("nope", timeout=-1)
 
 
-def test_a_row_becomes_a_run(typed: list[tuple[str, ...]]) -> None:
+def test_run_fields(typed: list[tuple[str, ...]]) -> None:
     (run,) = orch.status("a")
     assert (run.name, run.state, run.step, run.total_steps, run.reason) == ("a-1", "RUNNING", 7, 9, "")
     assert run.loss is not None
@@ -63,7 +63,7 @@ def test_a_row_becomes_a_run(typed: list[tuple[str, ...]]) -> None:
     assert not run.is_over
 
 
-def test_values_of_python_are_typed_as_a_configuration_means_them(typed: list[tuple[str, ...]]) -> None:
+def test_python_values(typed: list[tuple[str, ...]]) -> None:
     values = {"optimizer.lr": 1e-4, "data.shuffle": False, "command": ["python", "a b.py"], "data.path": None}
     orch.submit(
         Path("x.yaml"), values, name="n", cluster="local", tags=["t", "u"], begin_with="a-1@5", weights_only=True
@@ -83,9 +83,7 @@ def test_values_of_python_are_typed_as_a_configuration_means_them(typed: list[tu
     ("state", "error"),
     [("SUCCEEDED", None), ("FAILED", orch.RunFailed), ("HELD", orch.RunFailed), ("CANCELLED", orch.RunCancelled)],
 )
-def test_waiting_ends_as_the_run_did(
-    monkeypatch: pytest.MonkeyPatch, state: str, error: type[Exception] | None
-) -> None:
+def test_wait_result(monkeypatch: pytest.MonkeyPatch, state: str, error: type[Exception] | None) -> None:
     monkeypatch.setattr(runs, "ask", lambda *words, options, accept: ROW | {"state": state, "reason": "why"})
     if error is None:
         assert orch.wait("a-1").is_over
@@ -94,7 +92,7 @@ def test_waiting_ends_as_the_run_did(
         orch.wait("a-1")
 
 
-def test_warnings_are_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     program = 'import json; print(json.dumps({"data": 3, "warnings": [{"code": "c", "message": "look"}]}))'
     monkeypatch.setattr(command_line, "_PROGRAM", program)
     with pytest.warns(orch.OrchWarning, match="look"):
@@ -112,16 +110,14 @@ def test_warnings_are_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
         ("print([])", "ended with exit code 0 without an answer"),
     ],
 )
-def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, program: str, told: str) -> None:
+def test_no_answer(monkeypatch: pytest.MonkeyPatch, program: str, told: str) -> None:
     monkeypatch.setattr(command_line, "_PROGRAM", program)
     with pytest.raises(orch.OrchError, match=f"orch {told}") as error:
         command_line.ask("status", "x")
     assert error.value.where == "status x"
 
 
-def test_whatever_stands_in_the_current_folder_and_changes_how_python_prints_without_runs_there_are_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_modules_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONINSPECT", "1")
     monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
     for name in ("trainer.py", "orchestrator.py", "click.py"):
@@ -136,9 +132,7 @@ def test_whatever_stands_in_the_current_folder_and_changes_how_python_prints_wit
         (Path("/a b"), 'k="/a b"'), ("a\x85b", 'k="a\\u0085b"'), ("null", 'k="null"'), ({"a": [1]}, 'k={"a": [1]}'),
     ],
 )  # fmt: skip
-def test_each_value_is_written_so_that_it_is_read_as_it_was(
-    typed: list[tuple[str, ...]], value: Any, word: str
-) -> None:
+def test_values_round_trip(typed: list[tuple[str, ...]], value: Any, word: str) -> None:
     orch.submit("x.yaml", {"k": value})
     assert typed[0] == ("submit", "x.yaml", word)
 
@@ -153,26 +147,26 @@ def test_each_value_is_written_so_that_it_is_read_as_it_was(
         ({"overrides": [3]}, "an override is 3, and must be a string"),
     ],
 )  # fmt: skip
-def test_what_is_no_argument_is_refused_by_name(arguments: dict[str, Any], what: str) -> None:
+def test_invalid_arguments(arguments: dict[str, Any], what: str) -> None:
     with pytest.raises((TypeError, ValueError), match=what):
         orch.submit("x.yaml", **arguments)
 
 
-def test_a_run_may_be_given_by_itself(typed: list[tuple[str, ...]]) -> None:
+def test_run_as_argument(typed: list[tuple[str, ...]]) -> None:
     (run,) = orch.status("a-1")
     orch.status(run)
     run.refresh()
     assert typed[1:] == [("status", "a-1"), ("status", "a-1")]
 
 
-def test_names_that_look_like_options_are_names() -> None:
+def test_names_like_options() -> None:
     with pytest.raises(orch.NotFound):
         orch.status("--help")
     with pytest.raises(orch.NotFound):
         orch.submit("--help")
 
 
-def test_the_command_s_own_words_of_a_ctrl_c_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_of_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import json, os, signal, sys, time\n"
         "def stop(*_):\n"
@@ -188,7 +182,7 @@ def test_the_command_s_own_words_of_a_ctrl_c_are_told(monkeypatch: pytest.Monkey
     assert interrupt.value.__notes__ == ["detached: a-1 goes on; orch cancel a-1"]
 
 
-def test_a_run_is_not_made_of_a_name(typed: list[tuple[str, ...]]) -> None:
+def test_run_is_not_constructed(typed: list[tuple[str, ...]]) -> None:
     with pytest.raises(TypeError, match=r"orch\.status\('a-1'\)\[0\]"):
         orch.Run("a-1")
     assert typed == []
@@ -197,7 +191,7 @@ def test_a_run_is_not_made_of_a_name(typed: list[tuple[str, ...]]) -> None:
 @pytest.mark.parametrize(
     "text", ["\U0001f680 \xe4", "\\ud83d\\ude80", 'a"\\\U0001f680\\', "\u2028\n\t", "\U0010ffff\U00010000"]
 )
-def test_any_text_reaches_the_configuration_in_any_locale(text: str) -> None:
+def test_any_text(text: str) -> None:
     (word,) = runs._words({"+env.MOOD": text})
     assert word.isascii()
     assert from_overrides([word])[0].value == text

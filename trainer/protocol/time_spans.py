@@ -48,6 +48,13 @@ def span(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+def iso(moment: float | None) -> str | None:
+    """Return seconds since the epoch as UTC ISO 8601, the format of every JSON answer."""
+    if moment is None:
+        return None
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 _MOMENT = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)Z(?!\w)", re.ASCII)
 
 

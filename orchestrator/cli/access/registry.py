@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from orchestrator.cli.terminal.render import Screen
-from orchestrator.errors import NotFound
 from orchestrator.home import make_state_home, registry_path
+from orchestrator.run_view import require_registry
 
 if TYPE_CHECKING:
     from orchestrator.registry.store import Store
@@ -26,7 +25,7 @@ def open_store(*, readonly: bool = False, create: bool = False) -> "Iterator[Sto
     if create:
         make_state_home()
     else:
-        require_registry(path)
+        require_registry()
     with Store.open(path, readonly=readonly) as store:
         store.database.after_commit = lambda runs: write_records(store, runs, missed=_warn_of_record)
         yield store
@@ -36,16 +35,6 @@ def _warn_of_record(words: str) -> None:
     context = click.get_current_context(silent=True)
     screen = context.find_object(Screen) if context is not None else None
     (screen or Screen()).warn("record_not_written", words)
-
-
-def require_registry(path: Path) -> None:
-    """Raise NotFound if the registry does not exist yet."""
-    if not path.exists():
-        raise NotFound(
-            "there is no registry yet: nothing was submitted from here",
-            where=str(path),
-            hint="`orch submit tiny-gpt` makes the first run; ORCH_REGISTRY names another registry",
-        )
 
 
 def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> str:

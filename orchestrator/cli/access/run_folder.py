@@ -6,13 +6,13 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 from orchestrator.registry.lease import LeaseState, displayed_state, holder_host
 from orchestrator.run_dirs.run_folder import foreign_reason
+from orchestrator.run_view import RunView
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.run_dir import RunDir
 
@@ -39,27 +39,26 @@ def warn_of_missing(screen: Screen, run: str, run_dir: str) -> None:
         screen.warn("folder_missing", f"{_missing(run)}: {run_dir}; {PUT_BACK}")
 
 
-def warn_of_moved(screen: Screen, row: dict[str, Any]) -> None:
-    """Warn if the folder of a status row is missing. A run that never had a job may not have one yet."""
-    if has_moved(row):
-        screen.warn("folder_missing", f"{_missing(row['run'])}: {row['run_dir']}; {PUT_BACK}")
+def warn_of_moved(screen: Screen, view: RunView) -> None:
+    """Warn if the folder of a run is missing. A run that never had a job may not have one yet."""
+    if has_moved(view):
+        warn_of_missing(screen, view.run, view.run_dir)
 
 
-def has_moved(row: dict[str, Any]) -> bool:
-    """Return whether the run of a status row has had a job but its folder is gone."""
-    return bool(row["job_id"] or row["attempts"] > 1) and _is_missing(row["run_dir"])
+def has_moved(view: RunView) -> bool:
+    """Return whether the run has had a job but its folder is gone."""
+    return bool(view.job_id or view.attempts > 1) and _is_missing(view.run_dir)
 
 
-def warn_of_lost_checkpoint(screen: Screen, row: dict[str, Any]) -> None:
-    """Warn if the newest checkpoint in the registry, by a status row, is gone from the run's folder."""
-    last, path = row["last_checkpoint"], row["saved_path"] or ""
+def warn_of_lost_checkpoint(screen: Screen, view: RunView) -> None:
+    """Warn if the newest checkpoint in the registry is gone from the run's folder."""
+    last, path = view.last_checkpoint, view.saved_path or ""
     home = os.path.dirname(path)
-    if last is None or home != str(RunDir(Path(row["run_dir"])).checkpoints) or not _answers(home, there=True):
+    if last is None or home != str(RunDir(Path(view.run_dir)).checkpoints) or not _answers(home, there=True):
         return
     if _answers(path, there=False):
-        run, step = row["run"], last["step"]
-        words = f"the folder of step {step} of {run} is gone; `orch ckpt ls {run}` shows which checkpoints are there"
-        screen.warn("checkpoint_gone", words)
+        listed = f"`orch ckpt ls {view.run}` shows which checkpoints are there"
+        screen.warn("checkpoint_gone", f"the folder of step {last['step']} of {view.run} is gone; {listed}")
 
 
 def _is_missing(run_dir: str) -> bool:
@@ -135,9 +134,8 @@ class RunLocation:
             )
 
 
-def locate_run(row: dict[str, Any]) -> RunLocation:
-    """Return the location of a run from its status row. Queries Slurm only if no controller for the run is alive."""
-    run, kind, scheduler = row["run"], row["cluster"], row["scheduler"]
+def locate_run(run: str, kind: str, scheduler: str) -> RunLocation:
+    """Return the location of a run. Queries Slurm only if no controller for the run is alive."""
     lives = controller_lives(time.time(), scheduler)
     return RunLocation(run=run, scheduler=scheduler, lives=lives, reached=lives or reaches(kind, scheduler))
 

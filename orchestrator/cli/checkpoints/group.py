@@ -5,29 +5,20 @@ import click
 from orchestrator.cli.terminal.command_classes import LazyGroup
 
 VERBS = {
-    "ls": ("orchestrator.cli.checkpoints.ls:ls", "List the checkpoints of a run, newest first."),
-    "verify": (
-        "orchestrator.cli.checkpoints.verify:verify",
-        "Compare a checkpoint's bytes with its digests.",
-    ),
-    "restore-test": (
-        "orchestrator.cli.restore_tests:restore_test",
-        "Restore a checkpoint in a job of its own, and compare.",
-    ),
-    "diff": ("orchestrator.cli.checkpoints.verify:diff", "Compare two checkpoints, tensor by tensor."),
-    "export": (
-        "orchestrator.cli.checkpoints.export_import:export",
-        "Write the model as safetensors or a torch file.",
-    ),
-    "import": ("orchestrator.cli.checkpoints.export_import:import_", "Submit a run that begins with existing weights."),
-    "pin": ("orchestrator.cli.checkpoints.ls:pin", "Keep a checkpoint regardless of retention."),
-    "unpin": ("orchestrator.cli.checkpoints.ls:unpin", "Return a checkpoint to retention."),
-    "du": ("orchestrator.cli.checkpoints.gc:du", "Print bytes by run, tier and trust."),
-    "gc": ("orchestrator.cli.checkpoints.gc:gc", "Delete half-written checkpoints of ended attempts."),
+    "ls": ("checkpoints.ls:ls", "List the checkpoints of a run, newest first."),
+    "verify": ("checkpoints.verify:verify", "Compare a checkpoint's bytes with its digests."),
+    "restore-test": ("restore_tests:restore_test", "Restore a checkpoint in a job of its own, and compare."),
+    "diff": ("checkpoints.verify:diff", "Compare two checkpoints, tensor by tensor."),
+    "export": ("checkpoints.export_import:export", "Write the model as safetensors or a torch file."),
+    "import": ("checkpoints.export_import:import_", "Submit a run that begins with existing weights."),
+    "pin": ("checkpoints.ls:pin", "Keep a checkpoint regardless of retention."),
+    "unpin": ("checkpoints.ls:unpin", "Return a checkpoint to retention."),
+    "du": ("checkpoints.gc:du", "Print bytes by run, tier and trust."),
+    "gc": ("checkpoints.gc:gc", "Delete half-written checkpoints of ended attempts."),
 }
 
 
-@click.group(cls=LazyGroup, table=VERBS, of_a_run="ls")
+@click.group(cls=LazyGroup, table=VERBS)
 def ckpt() -> None:
     """List, verify, compare, export, import, pin and clean up checkpoints.
 

@@ -16,9 +16,9 @@ from checkpointing.tiers.catalog import Catalog
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.checkpoints.tiers import best_checkpoints, own_checkpoints, read_config, visible_tiers
-from orchestrator.cli.runs.status import restore_test_again
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.run_dirs.reader_pins import pin_for_reading
+from orchestrator.run_view import repeat_test_command
 from orchestrator.states import Trust
 from trainer.protocol.run_dir import RunDir
 
@@ -105,7 +105,7 @@ def saving_run(name: str) -> "Run":
         raise NotFound(
             f"{run.name} is a restore test: it has no checkpoint of its own",
             where=f"it restores {order['run']}@{order['step']}",
-            hint=f"write {order['run']}@{order['step']}; to restore it again: {restore_test_again(order)}",
+            hint=f"write {order['run']}@{order['step']}; to restore it again: {repeat_test_command(order)}",
         )
     return run
 
@@ -209,12 +209,8 @@ def _not_a_checkpoint(name: str, folder: Path | None, words: str) -> ConfigError
         return ConfigError(f"{words} is a run's folder, not a checkpoint's", where=str(folder), hint=_of_run(folder))
     if folder is not None and is_export(folder):
         hint = f"`orch ckpt import {shlex.quote(words)} CONFIG` begins a run with its weights"
-        return ExportGiven(f"{words} has exported weights, not a run's checkpoint", where=str(folder), hint=hint)
+        return ConfigError(f"{words} has exported weights, not a run's checkpoint", where=str(folder), hint=hint)
     return ConfigError(f"`{name}` is not the name of a checkpoint's folder", where=words, hint=WAYS)
-
-
-class ExportGiven(ConfigError):
-    """Error for exported weights given where a run's checkpoint is needed."""
 
 
 def is_export(folder: Path) -> bool:

@@ -174,7 +174,7 @@ def _request_per_cluster(
         if run is None:
             continue
         ask = store.add_user_request(run.name, verb, {"node": name, **args}, now=now)
-        where = locate_run({"run": run.name, "cluster": run.cluster, "scheduler": run.scheduler})
+        where = locate_run(run.name, run.cluster, run.scheduler)
         asked.append({"node": name, "run": run.name, "kind": run.cluster, "ask": ask, "answer": "", "where": where})
     if not asked:
         raise Precondition(

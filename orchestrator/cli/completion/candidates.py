@@ -1,4 +1,4 @@
-"""Shell completion: runs, checkpoints, configurations, keys, tags and nodes."""
+"""Candidates of shell completion: runs, checkpoints, configurations, keys, tags and nodes."""
 
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -169,21 +169,13 @@ def _drill(context: click.Context, incomplete: str) -> Iterator[Item]:
         yield from _keys(context, incomplete)
 
 
-def _tags(context: click.Context, incomplete: str) -> Iterator[Item]:
-    yield from map(CompletionItem, fast_queries.tag_names(registry_path()))
-
-
 def _signed_tags(context: click.Context, incomplete: str) -> Iterator[Item]:
     sign = incomplete[:1] if incomplete[:1] == "+" else ""
     yield from (CompletionItem(f"{sign}{name}") for name in fast_queries.tag_names(registry_path()))
 
 
-def _nodes(context: click.Context, incomplete: str) -> Iterator[Item]:
-    yield from map(CompletionItem, fast_queries.node_names(registry_path()))
-
-
-def _states(context: click.Context, incomplete: str) -> Iterator[Item]:
-    yield from (CompletionItem(str(state)) for state in RunState)
+def _words(read: Callable[[], Iterable[str]]) -> Source:
+    return lambda context, incomplete: map(CompletionItem, read())
 
 
 def _acceptable_keys(context: click.Context, incomplete: str) -> Iterator[Item]:
@@ -193,10 +185,6 @@ def _acceptable_keys(context: click.Context, incomplete: str) -> Iterator[Item]:
     yield from (CompletionItem(key) for key, term in {**IDENTITY, **CONFIG}.items() if term.rule is Rule.ACCEPT)
 
 
-def _files(context: click.Context, incomplete: str) -> Iterator[Item]:
-    yield CompletionItem(incomplete, type=FILE)
-
-
 def _configs_and_runs(context: click.Context, incomplete: str) -> Iterator[Item]:
     yield from _runs(context, incomplete)
     yield from _configs(context, incomplete)
@@ -204,7 +192,9 @@ def _configs_and_runs(context: click.Context, incomplete: str) -> Iterator[Item]
 
 _SOURCES: dict[str, Source] = {
     "run": _runs, "runs": _runs, "target": _checkpoints, "begin": _checkpoints, "source": _configs, "preset": _configs,
-    "overrides": _keys, "tags": _tags, "states": _states, "names": _nodes, "paths": _files, "accept": _acceptable_keys,
+    "overrides": _keys, "tags": _words(lambda: fast_queries.tag_names(registry_path())),
+    "states": _words(lambda: map(str, RunState)), "names": _words(lambda: fast_queries.node_names(registry_path())),
+    "paths": lambda context, incomplete: [CompletionItem(incomplete, type=FILE)], "accept": _acceptable_keys,
     "resume words": _runs_and_keys, "drill words": _drill, "demo words": _keys, "tag words": _signed_tags,
     "config diff first": _configs_and_runs, "config diff second": _configs_and_runs, "ckpt diff first": _checkpoints,
     "ckpt diff second": _checkpoints,

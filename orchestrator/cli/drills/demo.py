@@ -13,10 +13,10 @@ from checkpointing.config import MEMORY
 from checkpointing.format.manifest import INDEX, parse_index
 from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.restore_tests import restore_test_json, show_tests
-from orchestrator.cli.runs.events import end_error, following, wait_until_end
+from orchestrator.cli.runs.events import following, wait_until_end
 from orchestrator.cli.runs.run_reader import EventFeed, StepLines
 from orchestrator.cli.runs.show import attempt_json, attempt_table
-from orchestrator.cli.runs.status import public, status_table
+from orchestrator.cli.runs.status import status_table
 from orchestrator.cli.runs.submit import launch
 from orchestrator.cli.terminal.argument_types import NonEmptyPath, timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
@@ -25,6 +25,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError, OrchError, Precondition, RunFailed
 from orchestrator.home import make_state_home
 from orchestrator.registry.records import Checkpoint, RestoreTest
+from orchestrator.run_view import RunView
 from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.events import Event, EventKind
 from trainer.protocol.restore_test import Outcome
@@ -112,10 +113,10 @@ def _demonstrate_recovery(screen: Screen, overrides: tuple[str, ...], root: Path
     started = time.monotonic()
     note = "demo: 2 simulated nodes x 2 ranks train on real text; a rank is killed on the way"
     run, run_dir = launch_demo(screen, overrides, (f"cluster.root={demo_root(root)}",), note)
-    row = wait_until_end(screen, run, timeout=timeout, follow=True)
+    view = wait_until_end(screen, run, timeout=timeout, follow=True)
     report = read_demo_report(run_dir)
-    _show_recovery(screen, row, report, time.monotonic() - started)
-    trouble = end_error(row)
+    _show_recovery(screen, view, report, time.monotonic() - started)
+    trouble = view.end_error
     if trouble is None and not report.has_recovered:
         what = "no fault hit the run" if report.fault is None else "the run ended without having recovered"
         trouble = RunFailed(what, where=str(run_dir), hint=f"orch show {run}")
@@ -206,17 +207,17 @@ def _replayed_losses(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return [(found[0], found[-1]) for found in losses.values() if len(found) > 1]
 
 
-def _show_recovery(screen: Screen, row: dict[str, Any], report: DemoReport, seconds: float) -> None:
-    run = row["run"]
+def _show_recovery(screen: Screen, view: RunView, report: DemoReport, seconds: float) -> None:
+    run = view.run
     with open_store(readonly=True) as store:
         attempts, generations = store.attempts(run), store.generations(run)
     if screen.json:
-        document = {**public([row])[0], "seconds": round(seconds, 2), "story": report.__dict__}
+        document = {**view.to_json(), "seconds": round(seconds, 2), "story": report.__dict__}
         shown = [attempt_json(attempt, generations) for attempt in attempts]
         screen.data("demo", {**document, "recovered": report.has_recovered, "attempts": shown})
         return
     screen.say("")
-    status_table(screen, [row], aligned=True)
+    status_table(screen, [view], aligned=True)
     screen.say("\nattempts and their generations")
     attempt_table(screen, attempts, generations)
     screen.say("\n" + "\n".join(report.lines()))
@@ -248,7 +249,7 @@ def _demonstrate_restore_tests(screen: Screen, overrides: tuple[str, ...], root:
     started = time.monotonic()
     note = "demo: 2 simulated nodes x 2 ranks train on real text; then their checkpoints are tested"
     run, run_dir = launch_demo(screen, overrides, (f"cluster.root={demo_root(root)}", *WITHOUT_KILL), note)
-    trouble = end_error(wait_until_end(screen, run, timeout=timeout, follow=True))
+    trouble = wait_until_end(screen, run, timeout=timeout, follow=True).end_error
     if trouble is not None:
         raise trouble
     newest, older, oldest = _newest_three(run, run_dir)
@@ -274,7 +275,7 @@ def _demonstrate_restore_tests(screen: Screen, overrides: tuple[str, ...], root:
 
 def _newest_three(run: str, run_dir: Path) -> list[Checkpoint]:
     with open_store(readonly=True) as store:
-        found = [row for row in store.checkpoints(run) if Path(row.path).is_dir()]
+        found = [view for view in store.checkpoints(run) if Path(view.path).is_dir()]
     if len(found) < 3:
         hint = "leave train.steps, checkpoint.every, checkpoint.keep and checkpoint.tiers as they are"
         what = f"{run} has {len(found)} checkpoints, the demo needs three"

@@ -10,14 +10,14 @@ from orchestrator.cli.drills.demo import demo_root, launch_demo
 from orchestrator.cli.drills.drill_run import DrillRun, extra_cost, why_undetectable
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, Scorecard
 from orchestrator.cli.live_jobs.live_attempt import find_live_attempt
-from orchestrator.cli.runs.events import RunFollower, following, is_over
+from orchestrator.cli.runs.events import RunFollower, following
 from orchestrator.cli.runs.run_reader import StepLines
-from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.argument_types import NonEmptyPath, timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, RunFailed, WaitTimeout
 from orchestrator.near_words import hint_with_choices, nearest
+from orchestrator.run_view import find_run
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import KINDS
 from trainer.protocol.run_dir import RunDir
@@ -157,8 +157,8 @@ def _in_a_demo(
 def _await_demo_end(screen: Screen, follower: RunFollower, run: str, timeout: float) -> None:
     """Wait for the end of a demo, since no other command watches it. The score does not depend on it."""
     try:
-        if not is_over(one_row(run)):
-            follower.until(is_over, timeout)
+        if not find_run(run).is_over:
+            follower.until(lambda view: view.is_over, timeout)
     except WaitTimeout as late:
         screen.warn("goes_on", f"{late}; end it:  orch cancel {run}")
 

@@ -16,12 +16,12 @@ from checkpointing.tiers.catalog import Catalog, Entry
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.drills.scorecard import ALIASES, EXPECTED, NODE_KINDS, Scorecard, score
 from orchestrator.cli.live_jobs.live_attempt import LiveAttempt, await_end
-from orchestrator.cli.runs.events import RunFollower, is_over
+from orchestrator.cli.runs.events import RunFollower
 from orchestrator.cli.runs.run_reader import StepLines
-from orchestrator.cli.runs.status import one_row
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition, RunFailed, WaitTimeout
 from orchestrator.registry.records import Attempt
+from orchestrator.run_view import RunView, find_run
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.fault_detection_config import BETWEEN_STAGES
 from trainer.protocol.events import Event, EventKind
@@ -153,7 +153,7 @@ class DrillRun:
         self._command = command
         self._done: list[Event] = []  # injections by this process, as events
         self._nodes: list[str] = []
-        self._refused: Callable[[], None] = lambda: None  # raises if the job refuses the request
+        self._refused: Callable[[], object] = lambda: None  # raises if the job refuses the request
 
     def inject(self, screen: Screen, found: LiveAttempt, at: int | None, seconds: float) -> None:
         """Inject the fault, from this process or by a request to the job, and wait until it strikes.
@@ -185,18 +185,18 @@ class DrillRun:
 
     def _await_strike(self, screen: Screen, found: LiveAttempt, request: str, seconds: float) -> None:
         """Wait until the job injects the fault and answers, which it does once all its ranks train."""
-        self._refused = partial(found.raise_if_refused, request)
+        self._refused = partial(found.answer, request)
         began, told = time.monotonic(), False
 
-        def struck(row: dict[str, Any]) -> bool:
+        def struck(view: RunView) -> bool:
             nonlocal told
             self._refused()
             # With kill-agent, the agent may die before it answers.
             if found.answer(request) is not None or any(each.kind == EventKind.DRILL for each in self._follower.events):
                 return True
-            if is_over(row) or row["attempts"] > found.attempt_dir.number:
+            if view.is_over or view.attempts > found.attempt_dir.number:
                 why = f"attempt {found.attempt_dir.number} of {self._run} ended before {self._kind} struck"
-                raise Precondition(why, where=row["reason"] or row["state"], hint=f"orch show {self._run}")
+                raise Precondition(why, where=view.reason or view.state, hint=f"orch show {self._run}")
             if not told and time.monotonic() - began >= _SLOW:
                 told = True
                 screen.note(f"{self._run}: its ranks do not train yet; {self._kind} strikes when they do")
@@ -219,32 +219,37 @@ class DrillRun:
 
     def until_saved(self, seconds: float) -> None:
         """Wait until the demo has trained and saved enough steps. Raises RunFailed if it ends first."""
-        row = self._follower.until(lambda row: is_over(row) or _last_saved_step(row) >= SAVED, seconds)
-        if is_over(row):
-            what = f"{self._run} was {row['state']} before anything could strike"
-            raise RunFailed(what, where=row["reason"], hint=f"orch show {self._run}")
+        view = self._follower.until(lambda view: view.is_over or _last_saved_step(view) >= SAVED, seconds)
+        if view.is_over:
+            what = f"{self._run} was {view.state} before anything could strike"
+            raise RunFailed(what, where=view.reason, hint=f"orch show {self._run}")
 
     def until_over(self, seconds: float) -> Scorecard:
         """Wait until the drill is over or `seconds` have passed, and return the score."""
         try:
-            row = self._follower.until(self._is_over, seconds)
+            view = self._follower.until(self._is_over, seconds)
         except WaitTimeout:
-            row = one_row(self._run)
-        return self._card(row)
+            view = find_run(self._run)
+        return self._card(view)
 
-    def _is_over(self, row: dict[str, Any]) -> bool:
+    def _is_over(self, view: RunView) -> bool:
         self._refused()
-        return self._card(row).over
+        return self._card(view).over
 
-    def _card(self, row: dict[str, Any]) -> Scorecard:
+    def _card(self, view: RunView) -> Scorecard:
         events = sorted([*self._done, *map(self._with_node, self._follower.events)], key=lambda event: event.time)
         struck = max((event.attempt for event in events if event.kind == EventKind.DRILL), default=0)
-        ended = _find_attempt(self._run, struck) if struck < row["attempts"] or is_over(row) else None
+        ended = _find_attempt(self._run, struck) if struck < view.attempts or view.is_over else None
         # The controller has the last step, which a full disk may have kept out of the files.
         newest = [{"attempt": struck, "generation": 0, "step": ended.last_step}] if ended and ended.last_step else []
         failure = ended.failure if ended else None
         running_for = SETTLED if self._command else None
-        about = {"state": row["state"], "failure": failure, "now": time.time(), "running_for": running_for}
+        about: dict[str, Any] = {
+            "state": view.state,
+            "failure": failure,
+            "now": time.time(),
+            "running_for": running_for,
+        }
         return score(self._kind, events, [*self._steps.read(), *newest], **about)
 
     def _with_node(self, event: Event) -> Event:
@@ -256,8 +261,8 @@ class DrillRun:
         return replace(event, data={"node": name, **event.data, "rank": None})
 
 
-def _last_saved_step(row: dict[str, Any]) -> int:
-    last = row["last_checkpoint"]
+def _last_saved_step(view: RunView) -> int:
+    last = view.last_checkpoint
     return int(last["step"]) if last is not None else 0
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
+from checkpointing.storage.durable import read_json
 from orchestrator.cli.live_jobs.live_attempt import (
     LiveAttempt,
     await_answer,
     find_live_attempt,
-    newest_ranks,
     require_rank_and_node,
 )
-from orchestrator.cli.runs.run_reader import json_object
+from orchestrator.cli.runs.run_reader import newest_ranks
 from orchestrator.cli.terminal.argument_types import timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
@@ -28,6 +28,15 @@ _RANK = re.compile(r"rank-(\d+)(\.py-spy)?\.txt")
 _THREAD = re.compile(r"^(Current thread|Thread) (\S+)(.*?)(?: \(most recent call first\))?:?\s*(\".*\")?$")
 _FRAME = re.compile(r'^\s+File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _OUTSIDE = re.compile(r"^\s+(.+?) \((.+):(\d+)\)$")
+_MOST_NAMED = 3
+"""Maximum number of ranks that an error names one by one."""
+_STATES = {
+    "T": "its process is stopped", "t": "a debugger holds its process", "D": "its process waits for a device",
+    "Z": "its process is dead", "X": "its process is gone",
+}  # fmt: skip
+ATTACH_JSON = """
+{run, folder, threads: [{node, rank, thread, frames: [{file, line, function}]}], missing: [{rank, node, why}]}
+"""
 
 
 @dataclass(frozen=True)
@@ -91,15 +100,6 @@ def _frame(line: str) -> Frame | None:
     return Frame(outside[2], int(outside[3]), outside[1]) if outside is not None else None
 
 
-Row = dict[str, Any]
-Seen = Mapping[int, RankReading]
-
-
-ATTACH_JSON = """
-{run, folder, threads: [{node, rank, thread, frames: [{file, line, function}]}], missing: [{rank, node, why}]}
-"""
-
-
 @click.command(cls=Verb, json_data=ATTACH_JSON)
 @click.argument("run")
 @click.option("--stack", is_flag=True, help="Print the stack of every thread of the ranks. Required.")
@@ -118,50 +118,38 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     """
     found = find_live_attempt(run)  # first, so that the hint below names a command that works
     if not stack:
-        raise ConfigError(
-            "attach to what?", where="command line", hint=f"where its ranks stand: orch attach {run} --stack"
-        )
+        hint = f"where its ranks stand: orch attach {run} --stack"
+        raise ConfigError("attach to what?", where="command line", hint=hint)
     if rank is not None and node is not None:
         raise ConfigError("--rank and --node at once", where="command line", hint="give one of them")
     require_rank_and_node(found.cluster, rank, node)
     detail = "" if node is None else str(node)
     request = found.send_request(RequestKind.STACKS, "orch attach", value=rank, detail=detail)
     screen.if_interrupted = lambda: f"interrupted: {found.run} goes on; the stacks are still written to its evidence"
-    answer = await_answer(found, request, timeout)
-    folder = found.folder.path / answer
+    folder = found.folder.path / await_answer(found, request, timeout)
     threads = read_stacks(folder / "stacks")
-    seen, told = _seen(found, folder), {thread.rank for thread in threads}
+    readings, answered = _read_ranks(found, folder), {thread.rank for thread in threads}
     missing = [
-        {"rank": one, "node": _node(seen.get(one)), "why": _why(seen.get(one))}
+        {"rank": one, "node": _node(readings, one), "why": _explain_silence(readings.get(one))}
         for one in _selected_ranks(found.cluster, rank, node)
-        if one not in told
+        if one not in answered
     ]
     if not threads:
         raise Precondition(
-            f"{found.run}: no rank reported its stack: {'; '.join(_silence(row) for row in missing[:_NAMED])}",
+            f"{found.run}: no rank reported its stack: {'; '.join(map(_describe_missing, missing[:_MOST_NAMED]))}",
             where=str(folder), hint="a rank that is stopped cannot; what else there is lies in that folder",
         )  # fmt: skip
-    _show(screen, found, folder, threads, seen, missing)
-
-
-_NAMED = 3
-"""Maximum number of ranks that an error names one by one."""
-
-
-def _show(
-    screen: Screen, found: LiveAttempt, folder: Path, threads: list[Thread], seen: Seen, missing: list[Row]
-) -> None:
     if screen.json:
-        rows = [{"node": _node(seen.get(thread.rank)), **thread.to_json()} for thread in threads]
+        rows = [{"node": _node(readings, thread.rank), **thread.to_json()} for thread in threads]
         screen.data("attach", {"run": found.run, "folder": str(folder), "threads": rows, "missing": missing})
         return
     for thread in threads:
-        where = _node_suffix(_node(seen.get(thread.rank)))
+        where = _node_suffix(_node(readings, thread.rank))
         screen.raw(f"rank {thread.rank}{where}, thread {thread.name} (newest call last)")
         for frame in thread.frames:
             screen.raw(f"  {frame}")
     for row in missing:
-        screen.raw(_silence(row))
+        screen.raw(_describe_missing(row))
     screen.note(f"kept in {folder}")
 
 
@@ -173,7 +161,7 @@ def _selected_ranks(cluster: ClusterShape, rank: int | None, node: int | None) -
     return range(first, cluster.world_size if node is None else first + cluster.ranks_per_node)
 
 
-def _silence(row: Row) -> str:
+def _describe_missing(row: Mapping[str, Any]) -> str:
     why = f": {row['why']}" if row["why"] else ""
     return f"rank {row['rank']}{_node_suffix(row['node'])} did not answer{why}"
 
@@ -182,30 +170,33 @@ def _node_suffix(node: str | None) -> str:
     return f" on {node}" if node else ""
 
 
-def _node(seen: RankReading | None) -> str | None:
-    return seen.node if seen is not None else None
+def _node(readings: Mapping[int, RankReading], rank: int) -> str | None:
+    return readings[rank].node if rank in readings else None
 
 
-def _why(seen: RankReading | None) -> str:
+def _explain_silence(reading: RankReading | None) -> str:
     """Return the agent's explanation for a rank that did not answer; empty without one."""
-    if seen is None:
+    if reading is None:
         return ""
-    return "it has ended" if seen.ended else _STATES.get(seen.state, "")
+    return "it has ended" if reading.ended else _STATES.get(reading.state, "")
 
 
-_STATES = {
-    "T": "its process is stopped", "t": "a debugger holds its process", "D": "its process waits for a device",
-    "Z": "its process is dead", "X": "its process is gone",
-}  # fmt: skip
-
-
-def _seen(found: LiveAttempt, folder: Path) -> Seen:
-    """Return node and state of each rank, as its agent saw it during the request, or else as the job last reported."""
-    told = newest_ranks(found.attempt_dir)
-    seen = {one.rank: one for one in told.ranks} if told is not None else {}
+def _read_ranks(found: LiveAttempt, folder: Path) -> dict[int, RankReading]:
+    """Return each rank as its agent saw it during the request, or else as the job last reported it."""
+    newest = newest_ranks(found.attempt_dir)
+    readings = {one.rank: one for one in newest.ranks} if newest is not None else {}
     for path in sorted(folder.glob("node-*/cells.json")):
-        for cell in json_object(path).values():
+        for cell in _read_cells(path):
             one = RankReading.from_json(cell.get("seen")) if isinstance(cell, dict) else None
             if one is not None:
-                seen[one.rank] = one
-    return seen
+                readings[one.rank] = one
+    return readings
+
+
+def _read_cells(path: Path) -> list[Any]:
+    """Return the values of a JSON object; empty if the file is missing, unreadable or holds something else."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return []
+    return list(found.values()) if isinstance(found, dict) else []

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,23 +38,19 @@ class RootFailure:
 
     @property
     def headline(self) -> str:
-        who = "" if self.rank is None else f", rank {self.rank}" + (f" on {self.node}" if self.node else "")
+        rank = "" if self.rank is None else f", rank {self.rank}" + (f" on {self.node}" if self.node else "")
         step = "" if self.step is None else f", step {self.step}"
         generation = f", generation {self.generation}" if self.generation else ""
-        return plain(f"attempt {self.attempt}{generation}{who}{step}: {self.reason}")
+        return plain(f"attempt {self.attempt}{generation}{rank}{step}: {self.reason}")
 
     def to_json(self) -> dict[str, Any]:
-        return {**{key: getattr(self, key) for key in self.__dataclass_fields__}, "path": str(self.path)}
+        return {**vars(self), "path": str(self.path)}
 
 
 def first_error(place: RunDir, attempt: int | None) -> RootFailure | None:
     """Return the root failure of the given attempt, or of the newest attempt that has one; None if none has."""
-    for folder in reversed(place.all_attempts()):
-        if attempt is None or folder.number == attempt:
-            found = _of_attempt(place, folder)
-            if found is not None:
-                return found
-    return None
+    folders = (folder for folder in reversed(place.all_attempts()) if attempt in (None, folder.number))
+    return next((found for folder in folders if (found := _root_failure(place, folder)) is not None), None)
 
 
 def controller_failure(place: RunDir, run: str, attempt: int | None) -> RootFailure | None:
@@ -64,93 +61,92 @@ def controller_failure(place: RunDir, run: str, attempt: int | None) -> RootFail
         return None
     last = attempts[-1]
     failure, folder = Failure.from_json(last.failure or {}), place.attempt(last.number)
-    wrote = [*sorted(folder.submission.glob("*.err")), *sorted(folder.logs.glob("agent-*.log"))]
-    texts = [(path, text) for path in wrote if (text := _around(path, last.generations))]
-    path, text = next(iter(texts), (folder.path, ""))
-    return RootFailure(
-        attempt=last.number, generation=last.generations, rank=failure.rank, node=failure.node, step=failure.step,
-        time=last.ended_at, reason=f"{failure.kind}: {failure.reason}", path=path, text=text,
-    )  # fmt: skip
+    written = [*sorted(folder.submission.glob("*.err")), *sorted(folder.logs.glob("agent-*.log"))]
+    texts = ((path, text) for path in written if (text := _around(path, last.generations)))
+    path, text = next(texts, (folder.path, ""))
+    reason = f"{failure.kind}: {failure.reason}"
+    return _make(folder, failure, last.generations, last.ended_at, path, text=text, reason=reason)
 
 
-def _of_attempt(place: RunDir, folder: AttemptDir) -> RootFailure | None:
+def _root_failure(place: RunDir, folder: AttemptDir) -> RootFailure | None:
     """Return the root failure by the coordinator, with the rank's own message if it left one.
 
     For an attempt that a failure ended, that failure is the root; otherwise it is the earliest failure, which the run
     survived. Without a coordinator's report it is the earliest primary failure reported by ranks or agents.
     """
-    told, seen, judged = _from_rank_outcomes(folder), _from_agents(folder), _from_coordinator(folder)
-    if (end := _end(folder)) is not None and end[0].result == AttemptResult.FAILED:
+    events = list(_events(folder))
+    reported, seen = list(_rank_failures(folder)), list(_killed_ranks(folder, events))
+    judged = list(_judged_failures(folder, events))
+    end = _end(folder)
+    if end is not None and end[0].result == AttemptResult.FAILED:
         outcome, failure = end
         judged = [found for found in judged if found.reason == failure.reason][-1:] or judged[-1:]
-        last = [found for found in (*told, *seen) if found.generation == outcome.generations]
-        told = [found for found in told if found in last] if last and not judged else told
-        seen = [found for found in seen if found in last] if last and not judged else seen
+        last = [found for found in (*reported, *seen) if found.generation == outcome.generations]
+        if last and not judged:
+            reported, seen = last, []
     if judged:
         root = min(judged, key=lambda found: found.generation)
-        own = [found for found in told if (found.generation, found.rank) == (root.generation, root.rank)]
-        return own[0] if own else root
-    if told or seen:
-        return min([*told, *seen], key=lambda found: (found.time or 0.0, not found.text))
-    return _from_attempt_outcome(place, folder)
+        own = (found for found in reported if (found.generation, found.rank) == (root.generation, root.rank))
+        return next(own, root)
+    if reported or seen:
+        return min([*reported, *seen], key=lambda found: (found.time or 0.0, not found.text))
+    if end is None:
+        return None
+    # Neither ranks nor agents left an error: the coordinator's conclusion with its evidence.
+    outcome, failure = end
+    path = place.path / failure.evidence if failure.evidence else folder.agent_log(0)
+    return _make(folder, failure, outcome.generations, outcome.ended_at, path)
 
 
-def _from_rank_outcomes(folder: AttemptDir) -> list[RootFailure]:
-    found = []
+def _make(
+    folder: AttemptDir, failure: Failure, generation: int, time: float | None, path: Path, *, reason: str = "",
+    text: str | None = None,
+) -> RootFailure:  # fmt: skip
+    return RootFailure(
+        attempt=folder.number, generation=generation, rank=failure.rank, node=failure.node, step=failure.step,
+        time=time, reason=reason or failure.reason, path=path,
+        text=_around(path, generation) if text is None else text,
+    )  # fmt: skip
+
+
+def _rank_failures(folder: AttemptDir) -> Iterator[RootFailure]:
+    """Yield the failures that ranks reported."""
     for outcome, path in all_outcomes(folder):
-        if outcome.secondary or outcome.exit_code in _QUIET_ENDS:
-            continue
-        found.append(
-            RootFailure(
-                attempt=folder.number,
-                generation=outcome.generation,
-                rank=outcome.rank,
-                node=outcome.node,
-                step=outcome.step,
-                time=outcome.time,
-                path=path,
-                reason=f"{outcome.exception}: {outcome.message}" if outcome.exception else f"exit {outcome.exit_code}",
-                text=outcome.traceback or _around(folder.rank_log(outcome.rank), outcome.generation),
+        if not outcome.secondary and outcome.exit_code not in _QUIET_ENDS:
+            reason = f"{outcome.exception}: {outcome.message}" if outcome.exception else f"exit {outcome.exit_code}"
+            text = outcome.traceback or _around(folder.rank_log(outcome.rank), outcome.generation)
+            yield RootFailure(
+                attempt=folder.number, generation=outcome.generation, rank=outcome.rank, node=outcome.node,
+                step=outcome.step, time=outcome.time, path=path, reason=reason, text=text,
             )  # fmt: skip
-        )
-    return found
 
 
-def _from_coordinator(folder: AttemptDir) -> list[RootFailure]:
-    """Return the failures with which the coordinator ended generations."""
-    return [
-        _from_failure(folder, Failure.from_json(event.data["failure"]), event)
-        for event in _events(folder)
-        if event.kind == EventKind.GENERATION_ENDED and event.data.get("failure")
-    ]
+def _judged_failures(folder: AttemptDir, events: list[Event]) -> Iterator[RootFailure]:
+    """Yield the failures with which the coordinator ended generations."""
+    for event in events:
+        if event.kind == EventKind.GENERATION_ENDED and event.data.get("failure"):
+            yield _from_event(folder, event, event.data["failure"])
 
 
-def _from_agents(folder: AttemptDir) -> list[RootFailure]:
-    """Return the ranks killed by a signal. They leave no outcome, but their agents report it."""
-    found = []
-    for event in _events(folder):
+def _killed_ranks(folder: AttemptDir, events: list[Event]) -> Iterator[RootFailure]:
+    """Yield the ranks killed by a signal. They leave no outcome, but their agents report it."""
+    for event in events:
         signal = event.data.get("signal") if event.kind == EventKind.RANK_EXITED else None
         if signal:
-            fields = {"kind": "rank_killed", "reason": f"killed by signal {signal}", **_who(event.data)}
-            found.append(_from_failure(folder, Failure.from_json(fields), event))
-    return found
+            node = event.data.get("node")
+            place = {"rank": event.data.get("rank"), "node": None if node is None else str(node)}
+            yield _from_event(folder, event, {"kind": "rank_killed", "reason": f"killed by signal {signal}", **place})
 
 
-def _who(data: dict[str, Any]) -> dict[str, Any]:
-    return {"rank": data.get("rank"), "node": None if data.get("node") is None else str(data["node"])}
-
-
-def _events(folder: AttemptDir) -> list[Event]:
-    names = sorted(os.listdir(folder.events)) if folder.events.is_dir() else []
-    return [event for name in names for event in read_events(folder.events / name)[0]]
-
-
-def _from_failure(folder: AttemptDir, failure: Failure, event: Event) -> RootFailure:
+def _from_event(folder: AttemptDir, event: Event, fields: dict[str, Any]) -> RootFailure:
+    failure = Failure.from_json(fields)
     path = folder.rank_log(failure.rank) if failure.rank is not None else folder.agent_log(0)
-    return RootFailure(
-        attempt=folder.number, generation=event.generation, rank=failure.rank, node=failure.node, step=failure.step,
-        time=event.time, reason=failure.reason, path=path, text=_around(path, event.generation),
-    )  # fmt: skip
+    return _make(folder, failure, event.generation, event.time, path)
+
+
+def _events(folder: AttemptDir) -> Iterator[Event]:
+    for name in sorted(os.listdir(folder.events)) if folder.events.is_dir() else []:
+        yield from read_events(folder.events / name)[0]
 
 
 def _end(folder: AttemptDir) -> tuple[AttemptOutcome, Failure] | None:
@@ -160,18 +156,6 @@ def _end(folder: AttemptDir) -> tuple[AttemptOutcome, Failure] | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return (outcome, outcome.failure) if outcome.failure is not None else None
-
-
-def _from_attempt_outcome(place: RunDir, folder: AttemptDir) -> RootFailure | None:
-    """Return the coordinator's conclusion with its evidence, for an attempt without errors from ranks and agents."""
-    if (end := _end(folder)) is None:
-        return None
-    outcome, failure = end
-    path = place.path / failure.evidence if failure.evidence else folder.agent_log(0)
-    return RootFailure(
-        attempt=folder.number, generation=outcome.generations, rank=failure.rank, node=failure.node, step=failure.step,
-        time=outcome.ended_at, reason=failure.reason, path=path, text=_around(path, outcome.generations),
-    )  # fmt: skip
 
 
 def _around(path: Path, generation: int) -> str:

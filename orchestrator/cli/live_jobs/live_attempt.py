@@ -1,22 +1,63 @@
-"""Requests to a live attempt, and checks of rank and node numbers."""
+"""Requests to a live attempt: `orch save`, and checks of rank and node numbers."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import click
+
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.runs.run_reader import newest_heartbeat
-from orchestrator.cli.runs.status import after_end, one_row
+from orchestrator.cli.terminal.argument_types import timeout_option
+from orchestrator.cli.terminal.command_classes import Verb
+from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, Precondition, WaitTimeout
-from orchestrator.states import ENDED_RUNS, RunState
+from orchestrator.interrupts import interrupts_held
+from orchestrator.run_view import find_run
 from trainer.protocol.config import JobConfig, load
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.events import EventKind, read_events
 from trainer.protocol.failures.outcome import AttemptOutcome
 from trainer.protocol.heartbeat import Heartbeat
-from trainer.protocol.rank_readings import RankReadings
 from trainer.protocol.requests import REFUSED, Request, RequestKind
 from trainer.protocol.run_dir import AttemptDir, RunDir
+
+LOOK_EVERY = 0.2
+STOPPED = 5.0
+"""Seconds without a heartbeat after which a killed agent is considered dead."""
+SILENT = 90.0
+"""Seconds without a heartbeat after which a request would not be answered; allows for clock skew between nodes."""
+_SAVED = re.compile(r"^saved at step (\d+)")
+
+
+@click.command(cls=Verb, json_data="{run, attempt, answer, step}")
+@click.argument("run")
+@click.option("--wait/--no-wait", "wait_", default=True, help="Wait until the checkpoint is committed (default).")
+@timeout_option(600.0)
+@click.pass_obj
+def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
+    """Save a checkpoint now, at the next step boundary; training continues.
+
+    A save that is already under way does not count. The request survives restarts within the attempt, and stands
+    after a timeout (exit code 124). The exit code is 4 if nothing runs, or if the ranks are a `command:` of yours.
+    """
+    screen.if_interrupted = lambda: "interrupted: nothing was asked for"
+    found = find_live_attempt(run)
+    stands = f"interrupted: the request stands, and {found.run} saves at its next step boundary"
+    with interrupts_held():
+        request = found.send_request(RequestKind.SAVE, "orch save")
+        screen.if_interrupted = lambda: stands
+    answer = await_answer(found, request, timeout) if wait_ else None
+    saved = _SAVED.match(answer or "")
+    if screen.json:
+        step = int(saved[1]) if saved else None
+        screen.data("save", {"run": found.run, "attempt": found.attempt_dir.number, "answer": answer, "step": step})
+    elif answer is None:
+        screen.say(f"{found.run}: asked to save; training goes on")
+        screen.note(f"  look:  orch ckpt ls {found.run}")
+    else:
+        screen.say(f"{found.run}: {answer}")
 
 
 def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | None) -> None:
@@ -25,16 +66,8 @@ def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | N
     for what, given, count in there:
         if given is not None and given >= count:
             known = f"only 0 to {count - 1}" if count > 1 else "only 0"
-            raise ConfigError(
-                f"there is no {what} {given}, {known}", where=f"command line: --{what}", hint=f"--{what} {count - 1}"
-            )
-
-
-LOOK_EVERY = 0.2
-STOPPED = 5.0
-"""Seconds without a heartbeat after which a killed agent is considered dead."""
-SILENT = 90.0
-"""Seconds without a heartbeat after which a request would not be answered; allows for clock skew between nodes."""
+            where, hint = f"command line: --{what}", f"--{what} {count - 1}"
+            raise ConfigError(f"there is no {what} {given}, {known}", where=where, hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,62 +100,60 @@ class LiveAttempt:
         """Nodes and ranks of the attempt. Raises Precondition if its configuration cannot be read."""
         return self.config.cluster
 
-    def raise_if_refused(self, request: str) -> None:
-        """Raise Precondition if the attempt has refused the request."""
-        answer = self.answer(request)
-        if answer is not None and answer.startswith(REFUSED):
-            raise Precondition(f"{self.run}: {answer}", where=str(self.folder.path), hint=f"orch show {self.run}")
+    @property
+    def end_reason(self) -> str | None:
+        """Reason in the attempt's outcome; None before it has one."""
+        try:
+            return AttemptOutcome.read(self.attempt_dir.outcome).reason
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError):
+            return "its outcome cannot be read"
 
     def answer(self, request: str) -> str | None:
-        """Return the attempt's answer to the request; None before it has answered."""
+        """Return the attempt's answer to the request; None before it has one. Raises Precondition if it refuses."""
         events, _ = read_events(self.attempt_dir.event_file("coordinator"))
         answers = (event.data for event in events if event.kind == EventKind.REQUEST_ANSWERED)
-        return next((str(data.get("answer", "")) for data in answers if data.get("name") == request), None)
+        answer = next((str(data.get("answer", "")) for data in answers if data.get("name") == request), None)
+        if answer is not None and answer.startswith(REFUSED):
+            raise Precondition(f"{self.run}: {answer}", where=str(self.folder.path), hint=f"orch show {self.run}")
+        return answer
 
 
-def find_live_attempt(name: str, now: float | None = None) -> LiveAttempt:
+def find_live_attempt(name: str) -> LiveAttempt:
     """Return the live attempt of a run. Raises NotFound, or Precondition if no job could answer."""
-    row = one_row(name)
-    run, state = row["run"], row["state"]
-    if state in ENDED_RUNS or state == RunState.HELD:
-        raise Precondition(f"{run} is {state}: nothing runs", where=row["reason"], hint=after_end(row))
-    folder = existing_folder(run, row["run_dir"])
+    view = find_run(name)
+    run, later = view.run, f"wait for it:  orch status {view.run} -w"
+    if view.is_over:
+        raise Precondition(f"{run} is {view.state}: nothing runs", where=view.reason, hint=view.after_end)
+    folder = existing_folder(run, view.run_dir)
     attempts = folder.all_attempts()
     heartbeat = newest_heartbeat(attempts[-1]) if attempts else None
     if heartbeat is None:
-        raise Precondition(
-            f"{run} is {state}: its job has not begun", where=row["reason"], hint=f"wait for it:  orch status {run} -w"
-        )
-    attempt_dir = attempts[-1]
-    over = _end_reason(attempt_dir)
-    if over is not None:
-        raise Precondition(
-            f"attempt {attempt_dir.number} of {run} has ended, the next one has not begun", where=over,
-            hint=f"wait for it:  orch status {run} -w",
-        )  # fmt: skip
-    silent = (time.time() if now is None else now) - heartbeat.time
+        raise Precondition(f"{run} is {view.state}: its job has not begun", where=view.reason, hint=later)
+    found = LiveAttempt(run=run, folder=folder, attempt_dir=attempts[-1], heartbeat=heartbeat)
+    number = found.attempt_dir.number
+    if (over := found.end_reason) is not None:
+        what = f"attempt {number} of {run} has ended, the next one has not begun"
+        raise Precondition(what, where=over, hint=later)
+    silent = time.time() - heartbeat.time
     if silent > SILENT:
-        raise Precondition(
-            f"attempt {attempt_dir.number} of {run} has been silent for {silent:.0f} s: it would not answer",
-            where=str(attempt_dir.heartbeat), hint=f"orch logs {run} --node 0",
-        )  # fmt: skip
-    return LiveAttempt(run=run, folder=folder, attempt_dir=attempt_dir, heartbeat=heartbeat)
+        what = f"attempt {number} of {run} has been silent for {silent:.0f} s: it would not answer"
+        raise Precondition(what, where=str(found.attempt_dir.heartbeat), hint=f"orch logs {run} --node 0")
+    return found
 
 
 def await_answer(found: LiveAttempt, request: str, timeout: float, clock: Callable[[], float] = time.monotonic) -> str:
     """Wait for the answer to a request. Raises Precondition on refusal or if the attempt ends first, WaitTimeout."""
     give_up = clock() + timeout
     while True:
-        over = _end_reason(found.attempt_dir)
-        found.raise_if_refused(request)
+        over = found.end_reason
         answer = found.answer(request)
         if answer is not None:
             return answer
         if over is not None:
-            raise Precondition(
-                f"attempt {found.attempt_dir.number} of {found.run} ended before it answered",
-                where=over, hint=f"orch show {found.run}",
-            )  # fmt: skip
+            what = f"attempt {found.attempt_dir.number} of {found.run} ended before it answered"
+            raise Precondition(what, where=over, hint=f"orch show {found.run}")
         if clock() >= give_up:
             raise WaitTimeout(
                 f"{found.run} has not answered within {timeout:g} s", where=str(found.folder.requests / request),
@@ -138,34 +169,14 @@ def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[
     """
     began = clock()
     heartbeat, still = newest_heartbeat(found.attempt_dir), began
-    while _end_reason(found.attempt_dir) is None:
-        found.raise_if_refused(request)
+    while found.end_reason is None:
+        found.answer(request)
         now, newest = clock(), newest_heartbeat(found.attempt_dir)
         if newest != heartbeat:
             heartbeat, still = newest, now
         elif now - still >= STOPPED:
             return
         if now - began >= timeout:
-            raise WaitTimeout(
-                f"attempt {found.attempt_dir.number} of {found.run} goes on", where=str(found.attempt_dir.path),
-                hint=f"orch show {found.run}",
-            )  # fmt: skip
+            what, place = f"attempt {found.attempt_dir.number} of {found.run} goes on", str(found.attempt_dir.path)
+            raise WaitTimeout(what, where=place, hint=f"orch show {found.run}")
         time.sleep(LOOK_EVERY)
-
-
-def newest_ranks(attempt_dir: AttemptDir) -> RankReadings | None:
-    """Return the coordinator's newest readings of its ranks; None if none can be read."""
-    try:
-        return RankReadings.read(attempt_dir.ranks)
-    except (OSError, ValueError):
-        return None
-
-
-def _end_reason(attempt_dir: AttemptDir) -> str | None:
-    """Return the reason in the attempt's outcome; None before it has one."""
-    try:
-        return AttemptOutcome.read(attempt_dir.outcome).reason
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError):
-        return "its outcome cannot be read"

@@ -14,13 +14,13 @@ import click
 from orchestrator.cli.access.run_folder import existing_folder
 from orchestrator.cli.live_jobs.first_error import controller_failure, first_error
 from orchestrator.cli.live_jobs.live_attempt import require_rank_and_node
-from orchestrator.cli.runs.events import detach_message, end_error
-from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.runs.events import detach_message, end_follow
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.errors import ConfigError, NotFound
-from orchestrator.home import state_home
-from orchestrator.states import ENDED_RUNS, RunState
+from orchestrator.home import controller_log
+from orchestrator.run_view import RunView, find_run
+from orchestrator.states import RunState
 from trainer.protocol.config import load
 from trainer.protocol.logs.log_rotation import LogReader, log_files, read_files, read_tail
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -35,10 +35,10 @@ _RANK_LOG = re.compile(r"rank-(\d+)\.log(?:\.\d+)?")
 class LogSelection:
     """Selection of logs. At most one of the fields after `attempt` is set; rank 0 is the default."""
 
-    attempt: int | None
-    rank: str | None
-    node: int | None
-    controller: bool
+    attempt: int | None = None
+    rank: str | None = None
+    node: int | None = None
+    controller: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,14 @@ class LogSource:
 
 @click.command(cls=Verb)
 @click.argument("run")
+@click.option("--rank", metavar="R|all|first-error", help="One rank's log, all with a prefix, or the root failure.")
+@click.option("--node", type=click.IntRange(0), metavar="N", help="The agent's log of this node (0 is the first).")
 @click.option(
-    "--rank",
-    default=None,
-    metavar="R|all|first-error",
-    help="A rank's log, those of all ranks with a prefix, or the root failure.",
-)
-@click.option(
-    "--node", type=click.IntRange(0), metavar="N", default=None, help="The agent's log of this node (0 is the first)."
-)
-@click.option(
-    "--attempt",
-    type=click.IntRange(1),
-    metavar="N",
-    default=None,
+    "--attempt", type=click.IntRange(1), metavar="N",
     help="Read this attempt; default: the newest (for first-error: the newest that failed).",
-)
+)  # fmt: skip
 @click.option("-f", "--follow", is_flag=True, help="Continue over generations and attempts until the run ends.")
-@click.option("--tail", type=click.IntRange(0), default=None, metavar="N", help="Print only the last N lines.")
+@click.option("--tail", type=click.IntRange(0), metavar="N", help="Print only the last N lines.")
 @click.option("--controller", is_flag=True, help="Print what the controller wrote about this run.")
 @click.option("--path", "only_path", is_flag=True, help="Print file names instead of lines.")
 @click.pass_obj
@@ -89,38 +79,36 @@ def logs(
     characters. The exit code with -f is 0, 8 if the run failed or is held, or 10 if it was cancelled.
     """
     _check(rank, node, controller, follow and screen.json)
-    row = one_row(run)
-    place = RunDir(Path(row["run_dir"])) if controller else existing_folder(row["run"], row["run_dir"])
+    view = find_run(run)
+    place = RunDir(Path(view.run_dir)) if controller else existing_folder(view.run, view.run_dir)
     wanted = LogSelection(attempt=attempt, rank=rank, node=node, controller=controller)
     if rank == "first-error":
-        return _first_error(screen, place, row["run"], attempt, only_path)
-    sources = _sources(place, wanted, row["run"])
+        return _first_error(screen, place, view.run, attempt, only_path)
+    sources = _sources(place, wanted, view.run)
     if not sources:
-        _require_there(place, wanted)
-        _require_folder(place, wanted, row)
+        _require_existence(place, wanted)
+        _require_folder(place, wanted, view)
     if only_path or (not follow and not sources):
-        return _paths(screen, sources, place, wanted)
-    only = row["run"] if controller else ""
+        _print_paths(screen, sources, place, wanted)
+        return 0
     if follow:
-        return _follow(screen, place, wanted, row["run"], 20 if tail is None else tail)
-    _dump(screen, sources, tail, only)
+        return _follow(screen, place, wanted, view.run, 20 if tail is None else tail)
+    _dump(screen, sources, tail, view.run if controller else "")
     return 0
 
 
 def _check(rank: str | None, node: int | None, controller: bool, follow_json: bool) -> None:
+    where = "command line: orch logs"
     if rank is not None and not rank.isdigit() and rank not in ("all", "first-error"):
         raise ConfigError(f"`{rank}` is no rank", where="command line: --rank", hint="a number, all or first-error")
     if sum((rank is not None, node is not None, controller)) > 1:
-        raise ConfigError(
-            "--rank, --node and --controller exclude each other",
-            where="command line: orch logs",
-            hint="give one of them",
-        )
+        what = "--rank, --node and --controller exclude each other"
+        raise ConfigError(what, where=where, hint="give one of them")
     if follow_json:
-        raise ConfigError("-f has no end, --json is one object", where="command line: orch logs", hint="leave one out")
+        raise ConfigError("-f has no end, --json is one object", where=where, hint="leave one out")
 
 
-def _require_there(place: RunDir, wanted: LogSelection) -> None:
+def _require_existence(place: RunDir, wanted: LogSelection) -> None:
     """Raise ConfigError for a rank or node that the job does not have, since its log will never appear."""
     attempts = [item.number for item in place.all_attempts() if wanted.attempt in (None, item.number)]
     rank = int(wanted.rank) if wanted.rank is not None and wanted.rank.isdigit() else None
@@ -128,25 +116,23 @@ def _require_there(place: RunDir, wanted: LogSelection) -> None:
         require_rank_and_node(load(place, attempts[-1] if attempts else 0).cluster, rank, wanted.node)
 
 
-def _require_folder(place: RunDir, wanted: LogSelection, row: dict[str, Any]) -> None:
+def _require_folder(place: RunDir, wanted: LogSelection, view: RunView) -> None:
     """Raise NotFound if the log folder of a started attempt is gone, since no logs will appear there."""
-    number = wanted.attempt or row["attempt"]
-    if wanted.controller or not number or row["state"] not in {*ENDED_RUNS, RunState.HELD, RunState.RUNNING}:
+    number = wanted.attempt or view.attempt
+    if wanted.controller or not number or not (view.is_over or view.state == RunState.RUNNING):
         return
     attempt = place.attempt(number)
     gone = next((str(folder) for folder in (attempt.path, attempt.logs) if not folder.is_dir()), "")
-    if gone and row["generations"]:
-        what = f"the logs of attempt {number} of {row['run']} are gone: its folder was deleted or moved"
-        raise NotFound(what, where=gone, hint=f"`orch show {row['run']}` shows the record in the registry")
+    if gone and view.generations:
+        what = f"the logs of attempt {number} of {view.run} are gone: its folder was deleted or moved"
+        raise NotFound(what, where=gone, hint=f"`orch show {view.run}` shows the record in the registry")
 
 
 def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, only_path: bool) -> int:
     found = first_error(place, attempt) or controller_failure(place, run, attempt)
     if found is None:
-        raise NotFound(
-            f"no failure is on record for {run}" + (f", attempt {attempt}" if attempt else ""),
-            where=str(place.path), hint=f"orch events {run}",
-        )  # fmt: skip
+        what = f"no failure is on record for {run}" + (f", attempt {attempt}" if attempt else "")
+        raise NotFound(what, where=str(place.path), hint=f"orch events {run}")
     if screen.json:
         screen.data("logs.first-error", found.to_json())
     elif only_path:
@@ -162,7 +148,7 @@ def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, o
 def _sources(place: RunDir, wanted: LogSelection, run: str) -> list[LogSource]:
     """Return the selected logs that exist, of the newest attempt unless one is given."""
     if wanted.controller:
-        path = state_home() / "controller.log"
+        path = controller_log()
         return [LogSource("controller", path)] if path.exists() else []
     attempts = place.all_attempts()
     if wanted.attempt is not None:
@@ -195,25 +181,14 @@ def _existing(sources: list[LogSource]) -> list[LogSource]:
     return [source for source in sources if log_files(source.path)]
 
 
-def _paths(screen: Screen, sources: list[LogSource], place: RunDir, wanted: LogSelection) -> int:
+def _print_paths(screen: Screen, sources: list[LogSource], place: RunDir, wanted: LogSelection) -> None:
     if not sources:
-        where = str(place.path) if not wanted.controller else str(state_home())
-        raise NotFound("there is no such log (yet)", where=where, hint=_what_there_is(place, wanted))
+        where = str(place.path) if not wanted.controller else str(controller_log().parent)
+        raise NotFound("there is no such log (yet)", where=where, hint=f"orch events {place.name}")
     if screen.json:
         screen.data("logs.path", [{"source": source.label, "path": str(source.path)} for source in sources])
-    for source in sources if not screen.json else []:
+    for source in sources:
         screen.say(str(source.path))
-    return 0
-
-
-def _what_there_is(place: RunDir, wanted: LogSelection) -> str:
-    """Return a command that lists logs of the same attempt, or else the run's events."""
-    attempts = [item for item in place.all_attempts() if wanted.attempt in (None, item.number)]
-    of = ["--attempt", str(wanted.attempt)] if wanted.attempt is not None else []
-    for option, rank in ((["--rank", "all"], "all"), ([], None)):
-        if attempts and _of_attempt(attempts[-1], LogSelection(attempt=None, rank=rank, node=None, controller=False)):
-            return " ".join(["orch logs", place.name, *option, *of, "--path"])
-    return f"orch events {place.name}"
 
 
 def _dump(screen: Screen, sources: list[LogSource], tail: int | None, only: str) -> None:
@@ -287,7 +262,7 @@ def _follow(screen: Screen, place: RunDir, wanted: LogSelection, run: str, lines
     screen.if_interrupted = lambda: detach_message(run)
     try:
         while True:
-            row = one_row(run)
+            view = find_run(run)
             # The first pass shows the ends of existing files; files that appear later are shown in full.
             begin = None if tails else lines
             for source in _sources(place, wanted, run):
@@ -295,7 +270,7 @@ def _follow(screen: Screen, place: RunDir, wanted: LogSelection, run: str, lines
                     with suppress(FileNotFoundError):  # during a rotation; the next pass finds it
                         tails[source.path] = _Tail(source, begin)
             fresh = [(tail, line) for tail in tails.values() for line in tail.read()]
-            dry = not fresh and (row["state"] in ENDED_RUNS or row["state"] == RunState.HELD)
+            dry = not fresh and view.is_over
             fresh += [(tail, line) for tail in tails.values() for line in tail.rest()] if dry else []
             several = len({tail.source.label for tail in tails.values()}) > 1
             for tail, line in fresh:
@@ -303,9 +278,7 @@ def _follow(screen: Screen, place: RunDir, wanted: LogSelection, run: str, lines
                     screen.raw(f"{tail.source.label} | {line}" if several else line)
             screen.flush()
             if dry:
-                trouble = end_error(row)
-                screen.note(f"{run} is {row['state']}" + (f": {row['reason']}" if row["reason"] else ""))
-                return trouble.exit_code if trouble else 0
+                return end_follow(screen, view)
             time.sleep(POLL)
     finally:
         for tail in tails.values():

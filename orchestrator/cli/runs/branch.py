@@ -33,7 +33,7 @@ from trainer.protocol.user_code.record_code import with_packages
 
 @contextmanager
 def branch(
-    screen: Screen, store: Store, words: str, preset: str | None, overrides: tuple[str, ...]
+    screen: Screen, words: str, preset: str | None, overrides: tuple[str, ...]
 ) -> Iterator[tuple[Composed, dict[str, Any]]]:
     """Yield the config of the new run (without `preset`, the other run's), and its initial checkpoint.
 
@@ -42,7 +42,9 @@ def branch(
     """
     chosen = find_one(words, screen.warn)
     with kept_while_read(chosen):
-        yield _branch(screen, store, chosen, words, preset, overrides)
+        with open_store(create=True) as store:
+            found = _branch(screen, store, chosen, words, preset, overrides)
+        yield found
 
 
 def _branch(

@@ -14,11 +14,11 @@ from orchestrator.cli.access.registry import open_store, wake_controller
 from orchestrator.cli.access.run_folder import PUT_BACK, existing_folder
 from orchestrator.cli.access.slurm_environment import warn_of_silence
 from orchestrator.cli.runs.config_changes import warn_of_edited_config
-from orchestrator.cli.runs.status import one_row, restore_test_again
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import ConfigError, NotFound, OrchError, Precondition, SlurmUnreachable
-from orchestrator.registry.records import REFUSED, Run
+from orchestrator.registry.records import REFUSED, Attempt, Run
+from orchestrator.run_view import find_run, repeat_test_command
 from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, RunState, may_move
 from trainer.protocol.config_sections.scheduler_kinds import traits
 
@@ -47,10 +47,9 @@ def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
 @click.argument("words", metavar="RUN... [KEY=VALUE...]", nargs=-1, required=True)
 @NO_CONTROLLER
 @click.option(
-    "--here",
-    is_flag=True,
+    "--here", is_flag=True,
     help="Move a run of another cluster to the one that this host reaches, if none of its jobs may be alive.",
-)
+)  # fmt: skip
 @click.option(
     "--accept", multiple=True, metavar="KEY", help="Go on although this differs from the run's (code.user); repeatable."
 )
@@ -72,25 +71,15 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     runs = tuple(word for word in words if word not in overrides)
     if not runs:
         raise ConfigError("no run is named", where=" ".join(words), hint="orch resume RUN KEY=VALUE")
-    _check_overrides(overrides)
-    for run in runs:
-        _warn_of_edited_config(screen, run)
-    change = ResumeOptions(overrides=overrides, accepted=accept, note=screen.note)
-    return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
-
-
-def _check_overrides(overrides: tuple[str, ...]) -> None:
-    """Raise ConfigError for overrides that are invalid for any run."""
     if overrides:
         from orchestrator.config.layers import from_overrides  # yaml: only where a configuration changes
 
-        from_overrides(overrides)
-
-
-def _warn_of_edited_config(screen: Screen, run: str) -> None:
-    """Warn if the config in the run's folder was edited, since a resume ignores such edits."""
-    with suppress(OrchError):  # a wrong name is reported by the request itself
-        warn_of_edited_config(screen, one_row(run))
+        from_overrides(overrides)  # invalid ones are refused before anything is asked for
+    for run in runs:
+        with suppress(OrchError):  # a wrong name is reported by the request itself
+            warn_of_edited_config(screen, find_run(run))
+    change = ResumeOptions(overrides=overrides, accepted=accept, note=screen.note)
+    return _request_each(screen, "resume", runs, RunState.RECOVERING, no_controller, here=here, change=change)
 
 
 @dataclass(frozen=True)
@@ -103,15 +92,9 @@ class ResumeOptions:
 
 
 def _request_each(
-    screen: Screen,
-    verb: str,
-    names: tuple[str, ...],
-    target: RunState,
-    no_controller: bool,
-    *,
-    here: bool = False,
+    screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no_controller: bool, *, here: bool = False,
     change: ResumeOptions | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Record one request per run, let the controller act, and print its answers.
 
     With several runs, a refused request does not stop the others; the exit code is that of the first refusal.
@@ -134,14 +117,14 @@ def _request_each(
     if refused is not None and not asked:
         raise refused
     unanswered = any_silent(screen, asked, silent)
-    _tell(screen, verb, asked)
-    lost = [item["where"] for item in asked if not item["answer"] and not _is_answerable(item)]
-    if lost and refused is None:
-        lost[0].require_answer()
-    if refused is None and any(item["answer"].startswith(REFUSED) for item in asked):
-        return Precondition.exit_code
+    _print_answers(screen, verb, asked)
     if refused is not None:
         return refused.exit_code
+    for item in asked:
+        if not item["answer"] and not _is_answerable(item):
+            item["where"].require_answer()
+    if any(item["answer"].startswith(REFUSED) for item in asked):
+        return Precondition.exit_code
     return SlurmUnreachable.exit_code if unanswered else 0
 
 
@@ -179,66 +162,58 @@ def _request(
     store: Any, verb: str, name: str, target: RunState, here: bool, change: ResumeOptions | None
 ) -> dict[str, Any]:
     run = store.run(name)
-    if name not in (run.name, "@last"):
-        raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
-    if verb == "resume" and (order := run.identity.get("restore_test")) is not None:
-        raise Precondition(
-            f"{run.name} is a restore test: it is done once, and not resumed",
-            where=f"it restores {order['run']}@{order['step']}",
-            hint=restore_test_again(order),
-        )
-    if verb == "resume" and run.removal:
-        raise Precondition(
-            f"{run.name} is being removed", where=run.run_dir, hint=f"`orch rm {run.name} -y` finishes that"
-        )
+    _check_request(verb, name, run)
+    attempts = store.attempts(run.name)
     key = _key_here(run.cluster, must=here) if here or not run.scheduler else ""
-    still = run.state not in (*LIVE_RUNS, RunState.CANCELLED)
-    if still and not run.scheduler and not traits(run.cluster).simulated_nodes:
-        _require_cluster(verb, run, key, store.attempts(run.name))
-    where = run_folder.locate_run({"run": run.name, "cluster": run.cluster, "scheduler": key or run.scheduler})
+    is_stopped = run.state not in (*LIVE_RUNS, RunState.CANCELLED)
+    if is_stopped and not run.scheduler and not traits(run.cluster).simulated_nodes:
+        _require_cluster(verb, run, key, attempts)
+    where = run_folder.locate_run(run.name, run.cluster, key or run.scheduler)
+    moves = here and key not in ("", run.scheduler)
     item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
-    item["here"] = key not in ("", run.scheduler)
-    if here and item["here"] and run.scheduler and _may_have_job(store.attempts(run.name)):
-        raise Precondition(
-            f"{run.name} may have a live job on {run.scheduler}, and a controller here has not found it",
-            where=run.reason,
-            hint=f"let it end, or type `orch cancel {run.name}` there",
-        )
+    if moves and run.scheduler and _may_have_job(attempts):
+        what = f"{run.name} may have a live job on {run.scheduler}, and a controller here has not found it"
+        hint = f"let it end, or type `orch cancel {run.name}` there"
+        raise Precondition(what, where=run.reason, hint=hint)
     if verb == "cancel" and run.state is RunState.CANCELLED:
         return {**item, "answer": "was cancelled already"}
     if verb == "resume":
-        _require_folder(run, store.attempts(run.name), store.path)
-    moves = here and item["here"] and not (change is not None and change.overrides)
-    if verb == "resume" and not moves and run.state in LIVE_RUNS:
-        return _already_live(store, run, item, change)
+        _require_folder(run, attempts, store.path)
+        if run.state in LIVE_RUNS and not (moves and not (change and change.overrides)):
+            return _already_live(store, run, item, change)
     if not may_move(run.state, target) and run.state not in LIVE_RUNS:
-        raise Precondition(
-            f"{run.name} is {run.state}: it cannot be {'cancelled' if verb == 'cancel' else 'resumed'}",
-            where=run.reason,
-            hint=f"`orch show {run.name}` tells what happened",
-        )
+        what = f"{run.name} is {run.state}: it cannot be {'cancelled' if verb == 'cancel' else 'resumed'}"
+        raise Precondition(what, where=run.reason, hint=f"`orch show {run.name}` shows what happened")
     changed = _store_changes(store, run, change) if change is not None else {}
     ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
     return {**item, "ask": ask}
 
 
-def _require_cluster(verb: str, run: Run, key: str, attempts: list[Any]) -> None:
+def _check_request(verb: str, name: str, run: Run) -> None:
+    """Raise NotFound for the beginning of a name, Precondition for a resume of a restore test or a removed run."""
+    if name not in (run.name, "@last"):
+        raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
+    if verb == "resume" and (order := run.identity.get("restore_test")) is not None:
+        what = f"{run.name} is a restore test: it is done once, and not resumed"
+        where = f"it restores {order['run']}@{order['step']}"
+        raise Precondition(what, where=where, hint=repeat_test_command(order))
+    if verb == "resume" and run.removal:
+        hint = f"`orch rm {run.name} -y` finishes that"
+        raise Precondition(f"{run.name} is being removed", where=run.run_dir, hint=hint)
+
+
+def _require_cluster(verb: str, run: Run, key: str, attempts: list[Attempt]) -> None:
     """Raise SlurmUnreachable or Precondition for a stopped run of an unknown cluster that no controller can serve."""
+    unknown = f"it is not known which cluster has the jobs of {run.name}"
     if not key:
-        raise SlurmUnreachable(
-            f"{run.cluster} does not answer, and it is not known which cluster has the jobs of {run.name}",
-            where=run.reason,
-            hint="in a shell where `sinfo` answers, type the same again; nothing was asked for",
-        )
+        hint = "in a shell where `sinfo` answers, type the same again; nothing was asked for"
+        raise SlurmUnreachable(f"{run.cluster} does not answer, and {unknown}", where=run.reason, hint=hint)
     if verb == "cancel" and may_move(run.state, RunState.CANCELLED) and _may_have_job(attempts):
-        raise Precondition(
-            f"it is not known which cluster has the jobs of {run.name}",
-            where=run.reason,
-            hint=f"if it is this one ({key}): `orch resume {run.name} --here`, then `orch cancel {run.name}`",
-        )
+        hint = f"if it is this one ({key}): `orch resume {run.name} --here`, then `orch cancel {run.name}`"
+        raise Precondition(unknown, where=run.reason, hint=hint)
 
 
-def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
+def _require_folder(run: Run, attempts: list[Attempt], registry: Path) -> None:
     """Raise Precondition if the run's folder is missing, has lost its `run.json`, or is used by another registry.
 
     The folder of a live run that was never submitted may not exist yet.
@@ -252,8 +227,8 @@ def _require_folder(run: Run, attempts: list[Any], registry: Path) -> None:
     folder = existing_folder(run.name, run.run_dir)
     if not never_submitted(attempts) and (why := check_run_folder(run, attempts[0])):
         anew = f"or begin a new run: `orch submit --from {folder.checkpoints}/STEP`"
-        said = f"{why}; nothing shows that the folder there is that of {run.name}"
-        raise Precondition(said, where=str(folder.path), hint=f"{PUT_BACK}; {anew}")
+        what = f"{why}; nothing shows that the folder there is that of {run.name}"
+        raise Precondition(what, where=str(folder.path), hint=f"{PUT_BACK}; {anew}")
     refuse_other_registry(run, attempts, registry)
 
 
@@ -264,11 +239,9 @@ def _already_live(store: Any, run: Run, item: dict[str, Any], change: ResumeOpti
         hint = f"`orch wait {run.name}` returns when it has stopped; then the same again"
         raise Precondition(f"{run.name} is being cancelled", where=run.reason, hint=hint)
     if change is not None and change.overrides:
-        raise Precondition(
-            f"{run.name} is {run.state}: its configuration changes only while no job of it lives",
-            where=" ".join(change.overrides),
-            hint=f"`orch cancel {run.name}` stops it; then the same again",
-        )
+        what = f"{run.name} is {run.state}: its configuration changes only while no job of it lives"
+        hint = f"`orch cancel {run.name}` stops it; then the same again"
+        raise Precondition(what, where=" ".join(change.overrides), hint=hint)
     return {**item, "answer": "is going on already"}
 
 
@@ -279,7 +252,7 @@ def _store_changes(store: Any, run: Run, change: ResumeOptions) -> dict[str, Any
     return resume_request(store, run, change.overrides, change.accepted, change.note)
 
 
-def _may_have_job(attempts: list[Any]) -> bool:
+def _may_have_job(attempts: list[Attempt]) -> bool:
     from orchestrator.controller.ownership import never_submitted
 
     return attempts[-1].state in LIVE_ATTEMPTS and not never_submitted(attempts)
@@ -328,19 +301,17 @@ def _record_answers(store: Any, asked: list[dict[str, Any]]) -> bool:
     return all(item["answer"] for item in asked)
 
 
-def _tell(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> None:
+def _print_answers(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> None:
     if screen.json:
         screen.data(verb, [{key: item[key] for key in ("run", "state", "answer")} for item in asked])
         return
     for item in asked:
-        answer = item["answer"] or _pending(item)
-        said = answer if answer.startswith(item["run"]) else f"{item['run']}: {answer} ({item['state']})"
-        screen.say(said)
+        answer = item["answer"] or _pending_words(item)
+        screen.say(answer if answer.startswith(item["run"]) else f"{item['run']}: {answer} ({item['state']})")
         screen.note(f"  look:  orch status {item['run']}")
 
 
-def _pending(item: dict[str, Any]) -> str:
-    if item["where"].reached and not item["where"].lives:
-        return "asked; the controller has not answered yet"
-    who = f"the controller of {item['where'].scheduler}" if item["where"].scheduler else "the controller"
-    return f"asked; {who} has not answered yet"
+def _pending_words(item: dict[str, Any]) -> str:
+    where = item["where"]
+    is_other = where.scheduler and (where.lives or not where.reached)
+    return f"asked; the controller{f' of {where.scheduler}' if is_other else ''} has not answered yet"

@@ -16,7 +16,8 @@ from orchestrator.config.compose import diff
 from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import NotFound
 from orchestrator.registry.records import Attempt, Notice, Run
-from orchestrator.states import LIVE_RUNS, RunState
+from orchestrator.run_view import RunView
+from orchestrator.states import RunState
 from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.events import EventKind
 from trainer.protocol.run_dir import RunDir
@@ -24,14 +25,18 @@ from trainer.protocol.run_dir import RunDir
 if TYPE_CHECKING:  # `orch status` does not open the store
     from orchestrator.registry.store import Store
 
+READ_WITHIN = 2.0
+"""Seconds to wait for the folder. A hung file system must not block a status query."""
+_MOST_LISTED = 3
+"""Maximum number of changed keys listed one by one."""
 _DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
-def code_words(code: dict[str, Any], notices: Sequence[Notice]) -> str:
+def describe_code(code: dict[str, Any], notices: Sequence[Notice]) -> str:
     """Describe the code in an identity, with the digest of the files that trained last or else were submitted."""
     ours = code.get("orch")
     words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
-    words += map(_place_words, code.get("user") or [])
+    words += map(_describe_place, code.get("user") or [])
     kinds = (EventKind.CODE_RECORDED, EventKind.CODE_CHANGED)
     trained = [notice for notice in notices if notice.kind in kinds and notice.data.get("digest")]
     if trained:
@@ -41,11 +46,10 @@ def code_words(code: dict[str, Any], notices: Sequence[Notice]) -> str:
     return "   ".join(words)
 
 
-def _place_words(place: dict[str, Any]) -> str:
+def _describe_place(place: dict[str, Any]) -> str:
     unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
-    dirty = " with changes" if place.get("dirty") else unknown
     commit = f" {short_digests(place['git'])}" if place.get("git") else ""
-    return f"{place.get('path')}{commit}{dirty}"
+    return f"{place.get('path')}{commit}{' with changes' if place.get('dirty') else unknown}"
 
 
 def short_digests(value: Any) -> str:
@@ -59,44 +63,31 @@ def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> lis
     digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
     digests.append((len(attempts) + 1, run.config_digest))
     return [
-        {
-            "attempt": number,
-            "key": key,
-            "before": redacted_value(key, before),
-            "now": redacted_value(key, now),
-        }  # fmt: skip
+        {"attempt": number, "key": key, "before": redacted_value(key, before), "now": redacted_value(key, now)}
         for (_, old), (number, new) in pairwise(digests)
         if old != new
         for key, (before, now) in diff(store.config(old), store.config(new)).items()
     ]
 
 
-READ_WITHIN = 2.0
-"""Seconds to wait for the folder. A hung file system must not block a status query."""
-_TOLD = 3
-"""Maximum number of changed keys listed one by one."""
-
-
-def warn_of_edited_config(screen: Screen, row: dict[str, Any]) -> None:
-    """Warn of edits in the run's config.json that have no effect, with the command to type; `row` is the status row."""
-    edited = _find_edited_config(RunDir(Path(row["run_dir"])))
+def warn_of_edited_config(screen: Screen, view: RunView) -> None:
+    """Warn of edits in the run's config.json that have no effect, with the command to type."""
+    edited = _find_edited_config(RunDir(Path(view.run_dir)))
     if edited is None:
         return
     path, content, digest = edited
-    asked = _edited_overrides(content, digest, row["config_digest"])
-    if asked is None:
-        return
-    command = _command(row, asked or "KEY=VALUE")
-    screen.warn("edited_config", f"{path} was edited: that changes nothing; type {command}")
+    overrides = _edited_overrides(content, digest, view.config_digest)
+    if overrides is not None:
+        command = _command(view, overrides or "KEY=VALUE")
+        screen.warn("edited_config", f"{path} was edited: that changes nothing; type {command}")
 
 
-def _command(row: dict[str, Any], change: str) -> str:
+def _command(view: RunView, change: str) -> str:
     """Return the command that applies a changed configuration."""
-    run, saved = row["run"], row["last_checkpoint"]
-    if row["state"] == RunState.SUCCEEDED and saved is not None:
-        return f"orch submit --from {run} {change}"  # its newest checkpoint at that time; this one may be replaced
-    resume = f"orch resume {run} {change}"
-    return f"`orch cancel {run}`, then `{resume}`" if row["state"] in LIVE_RUNS else resume
+    if view.state == RunState.SUCCEEDED and view.last_checkpoint is not None:
+        return f"orch submit --from {view.run} {change}"  # its newest checkpoint at that time
+    resume = f"orch resume {view.run} {change}"
+    return f"`orch cancel {view.run}`, then `{resume}`" if view.is_live else resume
 
 
 def _find_edited_config(folder: RunDir) -> tuple[Path, Any, str] | None:
@@ -126,8 +117,6 @@ def _find_edited_config(folder: RunDir) -> tuple[Path, Any, str] | None:
 
 def _edited_overrides(content: Any, submitted: str, current: str) -> str | None:
     """Return overrides for the edited values; empty if they are not clear, None if all are in force."""
-    from orchestrator.config.compose import diff  # omegaconf: only after an edit
-
     if not isinstance(content, dict):
         return ""
     try:
@@ -137,11 +126,11 @@ def _edited_overrides(content: Any, submitted: str, current: str) -> str | None:
         return ""
     # Changes made by `orch resume RUN KEY=VALUE` are not edits; edits that it repeated are already in force.
     content = in_present_keys(content)
-    wanted = {key: after for key, (_, after) in diff(known, content).items()}
+    wanted = diff(known, content)
     missing = {key: after for key, (before, after) in diff(now, content).items() if key in wanted}
     if not missing:
         return None
-    return " ".join(_override(key, value) for key, value in missing.items()) if len(missing) <= _TOLD else ""
+    return " ".join(_override(key, value) for key, value in missing.items()) if len(missing) <= _MOST_LISTED else ""
 
 
 def _override(key: str, value: Any) -> str:

@@ -1,6 +1,7 @@
 """`orch show`: one run in full."""
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,25 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import has_moved, warn_of_missing
 from orchestrator.cli.restore_tests import reason_beside_tests
-from orchestrator.cli.runs.config_changes import code_words, config_changes, short_digests
-from orchestrator.cli.runs.notified import notified_json, notified_words, warn_of_untold
+from orchestrator.cli.runs.config_changes import config_changes, describe_code, short_digests
 from orchestrator.cli.runs.show_tables import (
     compared_table,
+    describe_own_test,
     find_proven_checkpoint,
     incident_tables,
     incidents_json,
-    own_lines,
     restore_tests_json,
     say_restore_tests,
 )
 from orchestrator.cli.runs.status import (
-    continue_command,
-    look_closer,
-    one_row,
-    public,
     say_last_lines,
     warn_of_bad_tests,
+    warn_of_undelivered,
     warn_without_controller,
 )
-from orchestrator.cli.runs.training_figures import figures_json, figures_of_run, figures_words
+from orchestrator.cli.runs.training_figures import describe_figures, figures_json, figures_of_run
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
-from orchestrator.home import registry_path
 from orchestrator.recovery.elastic_policy import size_words
 from orchestrator.recovery.retry_policy import drill_words
 from orchestrator.registry.records import (
@@ -47,7 +43,7 @@ from orchestrator.registry.records import (
     Run,
     Transition,
 )
-from orchestrator.states import LIVE_RUNS
+from orchestrator.run_view import RunView, find_run, newest_runs
 from trainer.protocol.run_dir import RunDir
 
 SHOW_JSON = """
@@ -88,22 +84,20 @@ def show(screen: Screen, run: str, history: bool) -> None:
         copies, notices = store.copies(found.name), store.notices(found.name)
         changes = config_changes(store, found, attempts)
         tests, own_test = store.restore_tests(found.name), store.restore_test(found.name)
-    proven, kept = (
-        find_proven_checkpoint(tests, checkpoints, copies),
-        _existing_checkpoints(checkpoints, copies, _pins(found)),
-    )
-    row = one_row(found.name)
-    warn_without_controller(screen, [row])
+    proven = find_proven_checkpoint(tests, checkpoints, copies)
+    kept = _existing_checkpoints(checkpoints, copies, _pins(found))
+    incidents = incidents_json(found, notices, generations)
+    view = find_run(found.name)
+    warn_without_controller(screen, [view])
     warn_of_missing(screen, found.name, found.run_dir)
-    warn_of_bad_tests(screen, [row])
-    warn_of_untold(screen, [row])
+    warn_of_bad_tests(screen, [view])
+    warn_of_undelivered(screen, [view])
     if screen.json:
-        document = _document(found, row, attempts, generations, kept, transitions)
-        more = {**incidents_json(found, notices, generations), "config_changes": changes}
-        own = {**restore_tests_json(tests, proven, own_test), "notified": notified_json(row)}
-        screen.data("show", {**document, **more, **own})
+        document = _document(found, view, attempts, generations, kept, transitions)
+        own = {**restore_tests_json(tests, proven, own_test), "notified": _notified_json(view)}
+        screen.data("show", {**document, **incidents, "config_changes": changes, **own})
         return
-    _head(screen, found, row, own_test, notices)
+    _head(screen, found, view, own_test, notices)
     for change in changes:
         before, now = dump_line(change["before"]), dump_line(change["now"])
         screen.say(f"changed  from attempt {change['attempt']} on: {change['key']} {before} -> {now}", hang=9)
@@ -112,84 +106,80 @@ def show(screen: Screen, run: str, history: bool) -> None:
     if own_test is not None:
         compared_table(screen, own_test)
     screen.say("")
-    attempt_table(screen, attempts, generations, said=found.reason)
-    say_last_lines(screen, found.name, attempts[-1].failure if attempts else None)
-    incident_tables(screen, incidents_json(found, notices, generations))
+    attempt_table(screen, attempts, generations, known=found.reason)
+    say_last_lines(screen, view)
+    incident_tables(screen, incidents)
     _checkpoint_table(screen, kept)
     if tests or (checkpoints and own_test is None):
         say_restore_tests(screen, found.name, tests, proven)
     if history or screen.verbose:
-        _history(screen, transitions)
-    _next(screen, row)
+        screen.say("")
+        for move in transitions:
+            subject = f"{move.kind} {move.subject}".strip()
+            screen.say(f"{screen.when(move.time)}  {subject}: {move.before or 'new'} -> {move.after}  {move.reason}")
+    _say_next(screen, view)
+
+
+def _pick(record: object, *names: str) -> dict[str, Any]:
+    """Return attributes of a record as plain JSON data; names that end in `_at` are times."""
+    found = {name: getattr(record, name) for name in names}
+    return {name: iso(value) if name.endswith("_at") else value for name, value in found.items()}
 
 
 def _document(
-    run: Run, row: dict[str, Any], attempts: list[Attempt], generations: list[Generation],
-    kept: list[dict[str, Any]], transitions: list[Transition],
+    run: Run, view: RunView, attempts: Sequence[Attempt], generations: Sequence[Generation],
+    kept: Sequence[dict[str, Any]], transitions: Sequence[Transition],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the promised keys of `orch show --json`, followed by further ones."""
-    identity = run.identity
+    moves = ("kind", "subject", "before", "after", "reason")
     return {
-        **public([row])[0],
+        **view.to_json(),
         "config_digest": run.config_digest,
-        "code": identity.get("code"),
-        "env": identity.get("env"),
+        **{key: run.identity.get(key) for key in ("code", "env")},
         "attempts": [attempt_json(attempt, generations) for attempt in attempts],
         "checkpoints": kept,
-        "data": identity.get("data"),
-        "imported": identity.get("imported"),
+        **{key: run.identity.get(key) for key in ("data", "imported")},
         "run_dir": run.run_dir,
         "figures": figures_json(figures_of_run(RunDir(Path(run.run_dir)))),
         "created_at": iso(run.created_at),
-        "transitions": [
-            {
-                "kind": move.kind, "subject": move.subject, "before": move.before, "after": move.after,
-                "reason": move.reason, "time": iso(move.time),
-            }
-            for move in transitions
-        ],
-    }  # fmt: skip
+        "transitions": [{**_pick(move, *moves), "time": iso(move.time)} for move in transitions],
+    }
 
 
-FAILURE_KEYS = ("kind", "reason", "rank", "node", "evidence")
-
-
-def attempt_json(attempt: Attempt, generations: list[Generation]) -> dict[str, Any]:
+def attempt_json(attempt: Attempt, generations: Sequence[Generation]) -> dict[str, Any]:
     """Return an attempt as plain JSON data."""
+    names = ("state", "job_id", "nodes", "excluded", "started_at", "ended_at", "resumed_from", "last_step")
     return {
         "attempt": attempt.number,
-        "state": str(attempt.state),
-        "job_id": attempt.job_id,
-        "nodes": list(attempt.nodes),
-        "excluded": list(attempt.excluded),
-        "started_at": iso(attempt.started_at),
-        "ended_at": iso(attempt.ended_at),
-        "resumed_from": attempt.resumed_from,
-        "last_step": attempt.last_step,
-        "generations": attempt.generations,
-        "failure": _failure(attempt.failure),
-        "decision": attempt.decision,
-        "reason": attempt.reason,
-        "job_state": attempt.job_state,
-        "config_digest": attempt.config_digest,
-        "smaller_world": attempt.smaller_world,
+        **_pick(attempt, *names, "generations"),
+        "failure": _failure_json(attempt.failure),
+        **_pick(attempt, "decision", "reason", "job_state", "config_digest", "smaller_world"),
         "slurm_cluster": None if attempt.scheduler.startswith("local@") else attempt.scheduler or None,
         "generation_list": [
             {
-                "generation": item.number, "started_at": iso(item.started_at), "ended_at": iso(item.ended_at),
-                "resumed_from": item.resumed_from, "tier": item.tier, "last_step": item.last_step,
-                "reason": item.reason, "failure": _failure(item.failure),
+                "generation": item.number,
+                **_pick(item, "started_at", "ended_at", "resumed_from", "tier", "last_step", "reason"),
+                "failure": _failure_json(item.failure),
             }
             for item in generations
             if item.attempt == attempt.number
         ],
-    }  # fmt: skip
+    }
 
 
-def _failure(failure: dict[str, Any] | None) -> dict[str, Any] | None:
-    if failure is None:
+def _failure_json(failure: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a failure with its promised keys first."""
+    keys = ("kind", "reason", "rank", "node", "evidence")
+    return None if failure is None else {**{key: failure.get(key) for key in keys}, **failure}
+
+
+def _notified_json(view: RunView) -> dict[str, Any] | None:
+    """Return the newest message of a run; None if none was sent."""
+    newest = view.notified.get("newest")
+    if not newest:
         return None
-    return {**{key: failure.get(key) for key in FAILURE_KEYS}, **failure}
+    kept = {key: newest[key] for key in ("state", "delivered", "failed", "tries")}
+    return {**kept, "at": iso(newest["at"]), "next_at": iso(newest["next_at"] or None)}
 
 
 def _pins(run: Run) -> dict[str, str]:
@@ -207,55 +197,39 @@ def _pins(run: Run) -> dict[str, str]:
 
 
 def _existing_checkpoints(
-    checkpoints: list[Checkpoint], copies: list[CheckpointCopy], pins: dict[str, str]
+    checkpoints: Sequence[Checkpoint], copies: Sequence[CheckpointCopy], pins: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Return the checkpoints that still exist, if only as copies."""
-    places: dict[str, list[CheckpointCopy]] = {}
+    places: dict[str, list[dict[str, Any]]] = {}
     for copy in copies:
-        places.setdefault(copy.name, []).append(copy)
+        places.setdefault(copy.name, []).append(_pick(copy, "tier", "path", "bytes", "copied_at"))
+    names = ("step", "trust", "bytes", "path", "attempt", "name", "committed_at", "reason", "tier", "seconds", "stall")
     return [
         {
-            **checkpoint_json(item),
-            "copies": [copy_json(copy) for copy in places.get(item.name, ())],
-            "pin": pins.get(item.name),
+            **_pick(item, *names), "copies": places.get(item.name, []), "pin": pins.get(item.name),
             "pinned": item.name in pins,
-        }  # fmt: skip
+        }
         for item in checkpoints
         if item.trust != "DELETED" or item.name in places
-    ]
+    ]  # fmt: skip
 
 
-def copy_json(copy: CheckpointCopy) -> dict[str, Any]:
-    """Return a copy in a further tier as plain JSON data."""
-    return {"tier": copy.tier, "path": copy.path, "bytes": copy.bytes, "copied_at": iso(copy.copied_at)}
-
-
-def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint as plain JSON data."""
-    return {
-        "step": checkpoint.step, "trust": str(checkpoint.trust), "bytes": checkpoint.bytes, "path": checkpoint.path,
-        "attempt": checkpoint.attempt, "name": checkpoint.name, "committed_at": iso(checkpoint.committed_at),
-        "reason": checkpoint.reason, "tier": checkpoint.tier, "seconds": checkpoint.seconds, "stall": checkpoint.stall,
-    }  # fmt: skip
-
-
-def _head(
-    screen: Screen, run: Run, row: dict[str, Any], own_test: RestoreTest | None, notices: list[Notice]
-) -> None:  # fmt: skip
-    code, env = run.identity.get("code") or {}, run.identity.get("env") or {}
+def _head(screen: Screen, run: Run, view: RunView, own_test: RestoreTest | None, notices: Sequence[Notice]) -> None:
+    identity, message = run.identity, view.notified.get("newest") or {}
+    delivered = ", ".join(message.get("delivered", ()))
     lines = {
         "run": f"{run.name}  {run.state}" + (f"  {run.reason}" if run.reason else ""),
-        **(own_lines(own_test) if own_test else {}),
-        "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(row['loss'])}",
-        **figures_words(figures_of_run(RunDir(Path(run.run_dir)))),
-        "created": f"{screen.when(run.created_at)}   updated {span(row['age_s'])} ago",
+        **(describe_own_test(own_test) if own_test else {}),
+        "step": f"{progress(run.step, run.total_steps, ' of ')}   loss {decimal(view.loss)}",
+        **describe_figures(figures_of_run(RunDir(Path(run.run_dir)))),
+        "created": f"{screen.when(run.created_at)}   updated {span(view.age_s)} ago",
         "tags": ", ".join(run.tags),
         "config": run.config_digest[:12] + _compare_command(run),
-        "code": code_words(code, notices),
-        "env": _words(env),
-        "data": _words(run.identity.get("data") or {}),
-        "told": notified_words(row),
-        "begins": _beginning(run.identity.get("imported")),
+        "code": describe_code(identity.get("code") or {}, notices),
+        "env": _describe_identity(identity.get("env") or {}),
+        "data": _describe_identity(identity.get("data") or {}),
+        "message": f"{message['state']} sent by {delivered}" if delivered else "",
+        "begins": _describe_beginning(identity.get("imported")),
         "cluster": run.scheduler or run.cluster,
         "folder": run.run_dir,
     }
@@ -266,71 +240,55 @@ def _head(
 
 def _compare_command(run: Run) -> str:
     """Return the command that compares this run with the newest earlier one of its name; empty if they are equal."""
-    from orchestrator.registry import fast_queries
-
     slug = run.name.rpartition("-")[0]
-    for row in fast_queries.newest(registry_path(), 200):
-        if row["created_at"] < run.created_at and row["run"].rpartition("-")[0] == slug:
-            return f"   orch config diff {row['run']} {run.name}" if row["config_digest"] != run.config_digest else ""
+    for view in newest_runs(200):
+        if view.created_at < run.created_at and view.run.rpartition("-")[0] == slug:
+            return f"   orch config diff {view.run} {run.name}" if view.config_digest != run.config_digest else ""
     return ""
 
 
-def _beginning(imported: Any) -> str:
+def _describe_beginning(imported: Any) -> str:
     """Describe the imported beginning of a run; empty if it began from scratch."""
     if not isinstance(imported, dict):
         return ""
     how = "and its optimizer state" if imported.get("optimizer") else "with a fresh optimizer"
-    skipped = count(len(imported.get("skipped", ())))
-    left_out = "" if skipped == "0" else f"; skips {skipped} of its batches, as that run does"
+    skipped = len(imported.get("skipped", ()))
+    left_out = f"; skips {skipped} of its batches, as that run does" if skipped else ""
     return f"at step {imported.get('step')} from {imported.get('source')} {how}{left_out}"
 
 
-def _words(fields: Any) -> str:
+def _describe_identity(fields: Any) -> str:
     """Return the values of an identity that fit a line; packages, variables and diffs are only in --json."""
     if not isinstance(fields, dict):
         return short_digests(fields)
-    return "  ".join(f"{key} {short_digests(value)}" for key, value in fields.items() if _fits(value))
-
-
-def _fits(value: Any) -> bool:
-    return value is not None and not isinstance(value, (dict, list)) and "\n" not in str(value)
+    short = {key: value for key, value in fields.items() if value is not None and not isinstance(value, (dict, list))}
+    return "  ".join(f"{key} {short_digests(value)}" for key, value in short.items() if "\n" not in str(value))
 
 
 def attempt_table(
-    screen: Screen, attempts: list[Attempt], generations: list[Generation], said: str = ""
+    screen: Screen, attempts: Sequence[Attempt], generations: Sequence[Generation], known: str = ""
 ) -> None:  # fmt: skip
     """Print every attempt, and below it its generations.
 
-    A reason is omitted if the row of its attempt has it, or for the newest attempt, `said` (printed above).
+    A reason is omitted if the row of its attempt has it, or for the newest attempt, `known` (printed above).
     """
     rows = []
     for attempt in attempts:
-        above = said if attempt is attempts[-1] else ""
-        row = _attempt_row(attempt, above)
-        known = f"{above}\n{row['failure']}"
-        rows.append(row | {"decision": _decision(attempt, known)})
-        mine = [_generation_row(item, attempt) for item in generations if item.attempt == attempt.number]
-        rows += [one | {"failure": ""} if one["failure"] in known else one for one in mine]
-    for row in rows:
-        row |= {"start": _short_time(screen, row["started_at"]), "end": _short_time(screen, row["ended_at"])}
+        above = known if attempt is attempts[-1] else ""
+        row = _attempt_row(screen, attempt, above)
+        above = f"{above}\n{row['failure']}"
+        decision = attempt.decision or {}
+        why = decision.get("reason", "")
+        row["decision"] = f"{decision['action']}: {why}" if why not in above else decision.get("action", "")
+        mine = [_generation_row(screen, item, attempt) for item in generations if item.attempt == attempt.number]
+        rows += [row, *(one | {"failure": ""} if one["failure"] in above else one for one in mine)]
     screen.table(ATTEMPTS, rows, aligned=True)
-
-
-def _short_time(screen: Screen, moment: float | None) -> str:
-    """Return the time without the year, which `orch events` and --json include."""
-    return screen.when(moment)[5:] if moment is not None else ""
-
-
-def _decision(attempt: Attempt, said: str) -> str:
-    decision = attempt.decision or {}
-    why = decision.get("reason", "")
-    return f"{decision['action']}: {why}" if why not in said else str(decision.get("action", ""))
 
 
 ATTEMPTS = [
     Column("ATT.GEN", "number"),
     Column("STATE", "state"),
-    Column("JOB", "job", drop_order=2),
+    Column("JOB", "job_id", drop_order=2),
     Column("NODES", "nodes", lambda names: host_list(names or ()) or "-", drop_order=3),
     Column("FROM", "resumed_from", count, right=True),
     Column("TO", "last_step", count, right=True),
@@ -342,93 +300,61 @@ ATTEMPTS = [
 ]
 
 
-def _attempt_row(attempt: Attempt, said: str) -> dict[str, Any]:
+def _attempt_row(screen: Screen, attempt: Attempt, known: str) -> dict[str, Any]:
     failure = attempt.failure or {}
     why = f"{failure['reason']}{drill_words(failure)}" if failure else ""
     return {
-        "number": str(attempt.number),
-        "state": str(attempt.state),
-        "job": attempt.job_id,
-        "nodes": attempt.nodes,
-        "resumed_from": attempt.resumed_from,
-        "last_step": attempt.last_step,
-        "started_at": attempt.started_at,
-        "ended_at": attempt.ended_at,
-        "took": _took(attempt.started_at, attempt.ended_at),
-        "failure": f"{failure['kind']}{'' if why in said else f': {why}'}" if failure else attempt.reason,
+        **_pick(attempt, "number", "state", "job_id", "nodes", "resumed_from", "last_step"),
+        **_times(screen, attempt.started_at, attempt.ended_at),
+        "failure": f"{failure['kind']}{'' if why in known else f': {why}'}" if failure else attempt.reason,
     }
 
 
-def _generation_row(item: Generation, attempt: Attempt) -> dict[str, Any]:
+def _generation_row(screen: Screen, item: Generation, attempt: Attempt) -> dict[str, Any]:
     # A killed job may end before it reports the end of its ranks.
     unreported = item.ended_at is None and attempt.ended_at is not None
-    end = attempt.ended_at if unreported else item.ended_at
+    failure = f"{item.failure['reason']}{drill_words(item.failure)}" if item.failure else ""
     return {
-        "number": f"{item.attempt}.{item.number}",
-        "state": "",
-        "job": "",
-        "nodes": (),
-        "resumed_from": item.resumed_from,
-        "last_step": item.last_step,
-        "started_at": item.started_at,
-        "ended_at": end,
-        "took": _took(item.started_at, end),
-        "failure": _describe_end(item, unreported),
+        "number": f"{item.attempt}.{item.number}", "state": "", "job_id": "", "nodes": (),
+        **_pick(item, "resumed_from", "last_step"),
+        **_times(screen, item.started_at, attempt.ended_at if unreported else item.ended_at),
+        "failure": failure or ("with its attempt" if unreported else item.reason),
         "decision": "resumed from memory" if item.tier == MEMORY else "",
-    }
+    }  # fmt: skip
 
 
-def _describe_end(item: Generation, unreported: bool) -> str:
-    """Describe the end of a generation."""
-    if item.failure:
-        return f"{item.failure['reason']}{drill_words(item.failure)}"
-    return "with its attempt" if unreported else item.reason
+def _times(screen: Screen, start: float | None, end: float | None) -> dict[str, Any]:
+    """Return the cells of a period, without the year, which `orch events` and --json include."""
+    took = None if start is None else (end if end is not None else time.time()) - start
+    short = {"start": start, "end": end}
+    return {"took": took, **{key: "" if at is None else screen.when(at)[5:] for key, at in short.items()}}
 
 
-def _took(start: float | None, end: float | None) -> float | None:
-    return None if start is None else (end if end is not None else time.time()) - start
+CHECKPOINTS = [
+    Column("CHECKPOINT", "step", count, right=True),
+    Column("TRUST", "trust"),
+    Column("SIZE", "bytes", size, right=True),
+    Column("TOOK", "seconds", span, right=True, drop_order=1),
+    Column("STALL", "stall", lambda s: "-" if s is None else f"{1000 * s:.0f} ms", right=True, drop_order=1),
+    Column("ATT", "attempt", right=True),
+    Column("FOLDER", "path", lambda path: Path(path).name),
+    Column("PIN", "pin", lambda note: "" if note is None else note or "pinned", wraps=True),
+    Column("ALSO IN", "copies", lambda copies: ", ".join(copy["tier"] for copy in copies), wraps=True),
+    Column("WHY", "reason"),
+]
 
 
-def _checkpoint_table(screen: Screen, kept: list[dict[str, Any]]) -> None:
-    if not kept:
-        screen.say("\nno checkpoint")
-        return
-    columns = [
-        Column("CHECKPOINT", "step", count, right=True),
-        Column("TRUST", "trust"),
-        Column("SIZE", "bytes", size, right=True),
-        Column("TOOK", "seconds", span, right=True, drop_order=1),
-        Column("STALL", "stall", _milliseconds, right=True, drop_order=1),
-        Column("ATT", "attempt", right=True),
-        Column("FOLDER", "path", lambda path: Path(path).name),
-        Column("PIN", "pin", _pin_words, wraps=True),
-        Column("ALSO IN", "copies", lambda copies: ", ".join(copy["tier"] for copy in copies), wraps=True),
-        Column("WHY", "reason"),
-    ]
+def _checkpoint_table(screen: Screen, kept: Sequence[dict[str, Any]]) -> None:
+    screen.say("" if kept else "\nno checkpoint")
     rows = [{**row, "reason": reason_beside_tests(row["trust"], row["reason"])} for row in kept]
-    screen.say("")
-    screen.table(columns, rows, aligned=True)
+    screen.table(CHECKPOINTS, rows, aligned=True)
 
 
-def _pin_words(note: str | None) -> str:
-    return "" if note is None else note or "pinned"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
-
-
-def _history(screen: Screen, transitions: list[Transition]) -> None:
-    screen.say("")
-    for move in transitions:
-        subject = f"{move.kind} {move.subject}".strip()
-        screen.say(f"{screen.when(move.time)}  {subject}: {move.before or 'new'} -> {move.after}  {move.reason}")
-
-
-def _next(screen: Screen, row: dict[str, Any]) -> None:
-    run, more = row["run"], "" if has_moved(row) else continue_command(row)
-    if more and row["state"] in ("HELD", "FAILED"):
-        screen.note(f"\nwhy:      {look_closer(row)[-1]}\n{'again: ' if row['test_of'] else 'go on: '}   {more}")
+def _say_next(screen: Screen, view: RunView) -> None:
+    more = "" if has_moved(view) else view.continue_command
+    if more and view.state in ("HELD", "FAILED"):
+        label = "again: " if view.test_of else "go on: "
+        screen.note(f"\nwhy:      {view.look_closer[-1]}\n{label}   {more}")
         return
-    live = row["state"] in LIVE_RUNS
-    screen.note(f"\nevents:   orch events {run}{' -f' if live else ''}" + (f"\ngo on:    {more}" if more else ""))
+    follow = " -f" if view.is_live else ""
+    screen.note(f"\nevents:   orch events {view.run}{follow}" + (f"\ngo on:    {more}" if more else ""))

@@ -16,37 +16,37 @@ from trainer.protocol.events import EventKind
 from trainer.protocol.restore_test import Outcome
 
 Row = dict[str, Any]
-Found = dict[str, list[Row]]
+Rows = dict[str, list[Row]]
+
+_KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "stragglers": (
+        EventKind.STRAGGLER, ("rank", "node", "section", "ratio", "step", "steps", "gpu_hours", "over"),
+    ),
+    "code_recorded": (EventKind.CODE_RECORDED, ("digest",)),
+    "code_changes": (EventKind.CODE_CHANGED, ("digest", "reason", "accepted")),
+    "skipped": (EventKind.BATCH_SKIPPED, ("step", "position", "reason")),
+    "restart_differs": (EventKind.RESTART_DIFFERS, ("step", "restored", "reason")),
+    "incomplete": (EventKind.CHECKPOINT_INCOMPLETE, ("step", "reason")),
+    "spares": (EventKind.SPARE_USED, ("node", "name", "instead", "reason")),
+    "unfit": (EventKind.PREFLIGHT, ("reason",)),
+    "unreadable": (UNREADABLE_EVENT, ("unread", "reason")),
+}  # fmt: skip
+"""Kind of notice and its fields, by key of the answer."""
 
 
-def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Generation]) -> Found:
+def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Generation]) -> Rows:
     """Return notices as lists of plain JSON data by kind, oldest first."""
-    by_kind: dict[str, list[Notice]] = {}
-    for notice in notices:
-        by_kind.setdefault(notice.kind, []).append(notice)
-
-    def rows(kind: str, *keys: str) -> list[Row]:
-        return [{**_when(item), **{key: item.data.get(key) for key in keys}} for item in by_kind.get(kind, ())]
-
-    return {
-        "incidents": [_incident(run, item, generations) for item in by_kind.get(EventKind.INCIDENT, ())],
-        "stragglers": rows(
-            EventKind.STRAGGLER, "rank", "node", "section", "ratio", "step", "steps", "gpu_hours", "over"
-        ),
-        "code_recorded": rows(EventKind.CODE_RECORDED, "digest"),
-        "code_changes": rows(EventKind.CODE_CHANGED, "digest", "reason", "accepted"),
-        "skipped": rows(EventKind.BATCH_SKIPPED, "step", "position", "reason"),
-        "restart_differs": rows(EventKind.RESTART_DIFFERS, "step", "restored", "reason"),
-        "incomplete": rows(EventKind.CHECKPOINT_INCOMPLETE, "step", "reason"),
-        "spares": rows(EventKind.SPARE_USED, "node", "name", "instead", "reason"),
-        "unfit": [_unfit(item) for item in by_kind.get(EventKind.PREFLIGHT, ())],
-        "unreadable": rows(UNREADABLE_EVENT, "unread", "reason"),
-    }
+    found = {"incidents": [_incident(run, item, generations) for item in notices if item.kind == EventKind.INCIDENT]}
+    for key, (kind, fields) in _KINDS.items():
+        found[key] = [{**_when(item), **_fields(item, *fields)} for item in notices if item.kind == kind]
+    # The `node` of this event is an index in the job.
+    unfit = [item for item in notices if item.kind == EventKind.PREFLIGHT]
+    found["unfit"] = [{**_when(item), "node": item.data.get("name"), **_fields(item, "reason")} for item in unfit]
+    return found
 
 
-def _unfit(notice: Notice) -> Row:
-    """Return the row with the node's name; the event's `node` is an index in the job."""
-    return {**_when(notice), "node": notice.data.get("name"), "reason": notice.data.get("reason")}
+def _fields(notice: Notice, *keys: str) -> Row:
+    return {key: notice.data.get(key) for key in keys}
 
 
 def _when(notice: Notice) -> Row:
@@ -54,40 +54,37 @@ def _when(notice: Notice) -> Row:
 
 
 def _incident(run: Run, notice: Notice, generations: Sequence[Generation]) -> Row:
-    told = notice.data
-    path = Path(run.run_dir) / told["evidence"] if told.get("evidence") else None
-    keys = ("name", "kind", "rank", "node", "phase", "step", "reason", "waiting", "detected")
+    data = notice.data
+    path = Path(run.run_dir) / data["evidence"] if data.get("evidence") else None
     return {
         **_when(notice),
-        **{key: told.get(key) for key in keys},
-        **{key: told[key] for key in ("culprits", "chain") if key in told},
-        "withdrawn": bool(told.get("withdrawn")),
+        **_fields(notice, "name", "kind", "rank", "node", "phase", "step", "reason", "waiting", "detected"),
+        **{key: data[key] for key in ("culprits", "chain") if key in data},
+        "withdrawn": bool(data.get("withdrawn")),
         "evidence": str(path) if path is not None else None,
         "evidence_there": path is not None and path.is_dir(),
-        "done": _done(notice, generations),
+        "done": _outcome(notice, generations),
     }
 
 
-def _done(notice: Notice, generations: Sequence[Generation]) -> str:
+def _outcome(notice: Notice, generations: Sequence[Generation]) -> str:
     """Return the outcome of an incident: the reason with which its generation ended."""
     if notice.data.get("withdrawn"):
         return "nothing: it went on by itself"
     place = (notice.attempt, notice.generation)
-    own = next((item for item in generations if (item.attempt, item.number) == place), None)
-    return own.reason if own is not None and own.ended_at is not None else ""
+    ended = (item.reason for item in generations if (item.attempt, item.number) == place and item.ended_at is not None)
+    return next(ended, "")
 
 
-def incident_tables(screen: Screen, found: Found) -> None:
+def incident_tables(screen: Screen, found: Rows) -> None:
     """Print one table for each kind of notice that occurred."""
     for title, key, columns in TABLES:
         if found[key]:
             screen.say(f"\n{title}")
-            screen.table(columns, [_flat(screen, row) for row in found[key]], aligned=True)
+            screen.table(columns, [_cells(screen, row) for row in found[key]], aligned=True)
 
 
-def _flat(screen: Screen, row: Row) -> Row:
-    """Return the row with combined columns for display."""
-    there = row.get("evidence_there")
+def _cells(screen: Screen, row: Row) -> Row:
     folder = "/".join(Path(row["evidence"]).parts[-4:]) if row.get("evidence") else "none"
     culprits = row.get("culprits") or ()
     return {
@@ -97,24 +94,13 @@ def _flat(screen: Screen, row: Row) -> Row:
         "at": screen.when(datetime.fromisoformat(row["time"]).timestamp()),
         "place": f"{row['attempt']}.{row['generation']}",
         "done": row.get("done") or row.get("reason"),
-        "folder": folder if there or there is None else f"{folder} (gone)",
+        "folder": folder if row.get("evidence_there", True) else f"{folder} (gone)",
     }
 
 
-def _ratio(ratio: Any) -> str:
-    return f"{ratio:.2f} x" if isinstance(ratio, (int, float)) else "-"
-
-
-def _hours(hours: Any) -> str:
-    return f"{hours:.3g}" if isinstance(hours, (int, float)) else "-"
-
-
-def _still(over: Any) -> str:
-    return "as fast again" if over else "slow"
-
-
-def _yes(accepted: Any) -> str:
-    return "by resume" if accepted else "no"
+def _format(pattern: str) -> Any:
+    """Return a column format for numbers; words such as nan stay as they are."""
+    return lambda value: pattern.format(value) if isinstance(value, (int, float)) else value or "-"
 
 
 _WHEN = Column("WHEN", "at", drop_order=2)
@@ -123,35 +109,37 @@ _RANK = Column("RANK", "rank", right=True)
 _NODE = Column("NODE", "node")
 _STEP = Column("STEP", "step", count, right=True)
 _REASON = Column("WHY", "reason", wraps=True)
-_INCIDENTS = [
-    _WHEN, _GENERATION, Column("KIND", "kind"), Column("RANK", "ranks", right=True), Column("NODE", "nodes"),
-    Column("PHASE", "phase", drop_order=1), _STEP,
-    Column("WHAT WAS DONE", "done", wraps=True), Column("EVIDENCE", "folder"),
-]  # fmt: skip
-_STRAGGLERS = [
-    _WHEN, _GENERATION, _RANK, _NODE, Column("SECTION", "section"), Column("WORK", "ratio", _ratio, right=True), _STEP,
-    Column("GPU HOURS LOST", "gpu_hours", _hours, right=True), Column("NOW", "over", _still),
-]  # fmt: skip
-_SKIPPED = [_WHEN, _GENERATION, _STEP, Column("POSITION", "position", count, right=True), _REASON]
-_SPARES = [_WHEN, _GENERATION, Column("SPARE", "name"), Column("INSTEAD OF", "instead"), _REASON]
-_CODE = [_WHEN, _GENERATION, Column("OTHER CODE TRAINS", "reason", wraps=True), Column("ACCEPTED", "accepted", _yes)]
-_UNFIT = [_WHEN, Column("ATT", "attempt", right=True), _NODE, _REASON]
-_UNREADABLE = [_WHEN, _GENERATION, Column("EVENT", "unread"), _REASON]
 TABLES = (
-    ("incidents", "incidents", _INCIDENTS),
-    ("stragglers", "stragglers", _STRAGGLERS),
-    ("changes of the code", "code_changes", _CODE),
-    ("batches left out", "skipped", _SKIPPED),
+    ("incidents", "incidents", [
+        _WHEN, _GENERATION, Column("KIND", "kind"), Column("RANK", "ranks", right=True), Column("NODE", "nodes"),
+        Column("PHASE", "phase", drop_order=1), _STEP, Column("WHAT WAS DONE", "done", wraps=True),
+        Column("EVIDENCE", "folder"),
+    ]),
+    ("stragglers", "stragglers", [
+        _WHEN, _GENERATION, _RANK, _NODE, Column("SECTION", "section"),
+        Column("WORK", "ratio", _format("{:.2f} x"), right=True), _STEP,
+        Column("GPU HOURS LOST", "gpu_hours", _format("{:.3g}"), right=True),
+        Column("NOW", "over", lambda over: "as fast again" if over else "slow"),
+    ]),
+    ("changes of the code", "code_changes", [
+        _WHEN, _GENERATION, Column("OTHER CODE TRAINS", "reason", wraps=True),
+        Column("ACCEPTED", "accepted", lambda accepted: "by resume" if accepted else "no"),
+    ]),
+    ("batches left out", "skipped", [
+        _WHEN, _GENERATION, _STEP, Column("POSITION", "position", count, right=True), _REASON,
+    ]),
     ("restarts that trained differently", "restart_differs", [_WHEN, _GENERATION, _STEP, _REASON]),
     ("state that checkpoints lack", "incomplete", [_WHEN, _GENERATION, _STEP, _REASON]),
-    ("spare nodes used", "spares", _SPARES),
-    ("nodes that failed their checks", "unfit", _UNFIT),
-    ("events that cannot be read", "unreadable", _UNREADABLE),
-)
+    ("spare nodes used", "spares", [
+        _WHEN, _GENERATION, Column("SPARE", "name"), Column("INSTEAD OF", "instead"), _REASON,
+    ]),
+    ("nodes that failed their checks", "unfit", [_WHEN, Column("ATT", "attempt", right=True), _NODE, _REASON]),
+    ("events that cannot be read", "unreadable", [_WHEN, _GENERATION, Column("EVENT", "unread"), _REASON]),
+)  # fmt: skip
 """Title, key in the answer, and columns."""
 
-
-SHOWN = 5
+NEWEST = 5
+"""Number of restore tests that `orch show` prints."""
 UNDER_WAY = "under way"
 
 
@@ -176,49 +164,36 @@ def restore_tests_json(tests: Sequence[RestoreTest], proven: Proven | None, own:
 
 def say_restore_tests(screen: Screen, run: str, tests: Sequence[RestoreTest], proven: Proven | None) -> None:
     """Print the newest tests of a run's checkpoints and the proven checkpoint."""
+    now = time.time()
     if tests:
         screen.say("\nrestore tests")
-        screen.table(TESTS, [_row(test, time.time()) for test in tests[: -SHOWN - 1 : -1]], aligned=True)
-    if len(tests) > SHOWN:
-        screen.note(f"{len(tests) - SHOWN} more:  orch restore-tests history {run}")
-    screen.say(("" if tests else "\n") + _proven_words(tests, proven))
-
-
-def _proven_words(tests: Sequence[RestoreTest], proven: Proven | None) -> str:
+        ages = [{"age": now - (test.ended_at or test.begun_at)} for test in tests]
+        rows = [{**test.evidence, **vars(test), **age} for test, age in zip(tests, ages, strict=True)]
+        screen.table(TESTS, rows[: -NEWEST - 1 : -1], aligned=True)
+    if len(tests) > NEWEST:
+        screen.note(f"{len(tests) - NEWEST} more:  orch restore-tests history {run}")
+    words = "no checkpoint of it has been restored by a test"
     if proven is not None:
-        ago = span(time.time() - proven.ended_at)
-        return f"newest proven restorable: step {count(proven.step)}, {ago} ago, on {', '.join(proven.layouts)}"
-    if any(test.verdict == Outcome.RESTORED for test in tests):
-        return "no checkpoint that is there now, and good, has been restored by a test"
-    return "no checkpoint of it has been restored by a test"
-
-
-def _row(test: RestoreTest, now: float) -> Row:
-    found = test.evidence
-    return {
-        "step": test.step, "layout": test.layout, "verdict": test.verdict or UNDER_WAY, "reason": test.reason,
-        "age": now - (test.ended_at or test.begun_at), "rto": found.get("rto_seconds"),
-        "rate": found.get("bytes_per_second"), "compared": found.get("compared"),
-    }  # fmt: skip
-
-
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{size(rate)}/s"
+        words = f"newest proven restorable: step {count(proven.step)}, {span(now - proven.ended_at)} ago, "
+        words += f"on {', '.join(proven.layouts)}"
+    elif any(test.verdict == Outcome.RESTORED for test in tests):
+        words = "no checkpoint that is there now, and good, has been restored by a test"
+    screen.say(("" if tests else "\n") + words)
 
 
 TESTS = [
     Column("STEP", "step", count, right=True),
     Column("LAYOUT", "layout"),
-    Column("VERDICT", "verdict"),
+    Column("VERDICT", "verdict", lambda verdict: verdict or UNDER_WAY),
     Column("AGE", "age", span, right=True),
-    Column("RTO", "rto", span, right=True),
-    Column("RATE", "rate", _rate, right=True, drop_order=1),
+    Column("RTO", "rto_seconds", span, right=True),
+    Column("RATE", "bytes_per_second", lambda rate: "-" if rate is None else f"{size(rate)}/s", True, 1),
     Column("COMPARED", "compared", right=True, drop_order=2),
     Column("WHY", "reason"),
 ]
 
 
-def own_lines(test: RestoreTest) -> dict[str, str]:
+def describe_own_test(test: RestoreTest) -> dict[str, str]:
     """Return the head lines of a run that is a restore test."""
     return {
         "tests": f"step {count(test.step)} of {test.run} on {test.layout}   {test.checkpoint}",
@@ -229,9 +204,8 @@ def own_lines(test: RestoreTest) -> dict[str, str]:
 def compared_table(screen: Screen, test: RestoreTest) -> None:
     """Print the steps that a restore test trained beside the run's own."""
     recorded = test.evidence.get("run_steps") or {}
-    rows = [
-        _join_recorded_step(step, recorded.get(str(step["step"])) or []) for step in test.evidence.get("steps") or ()
-    ]
+    steps = test.evidence.get("steps") or ()
+    rows = [_join_recorded_step(step, recorded.get(str(step["step"])) or []) for step in steps]
     if rows:
         screen.say("")
         screen.table(COMPARED, rows, aligned=True)
@@ -250,16 +224,13 @@ def _distance(one: Any, other: Any) -> float:
     return found if found == found else float("inf")
 
 
-def _digits(number: Any) -> str:
-    return f"{number:.7g}" if isinstance(number, (int, float)) else str("-" if number is None else number)
-
-
+_DIGITS = _format("{:.7g}")
 COMPARED = [
     Column("STEP", "step", count, right=True),
-    Column("LOSS", "loss", _digits, right=True),
-    Column("RUN'S LOSS", "run_loss", _digits, right=True),
-    Column("GRAD NORM", "grad_norm", _digits, right=True),
-    Column("RUN'S NORM", "run_grad_norm", _digits, right=True),
-    Column("LR", "lr", _digits, right=True, drop_order=1),
-    Column("RUN'S LR", "run_lr", _digits, right=True, drop_order=1),
+    Column("LOSS", "loss", _DIGITS, right=True),
+    Column("RUN'S LOSS", "run_loss", _DIGITS, right=True),
+    Column("GRAD NORM", "grad_norm", _DIGITS, right=True),
+    Column("RUN'S NORM", "run_grad_norm", _DIGITS, right=True),
+    Column("LR", "lr", _DIGITS, right=True, drop_order=1),
+    Column("RUN'S LR", "run_lr", _DIGITS, right=True, drop_order=1),
 ]

@@ -2,10 +2,9 @@
 
 import json
 import os
-import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,19 @@ import click
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import START, TAKE_OVER, controller_state
 from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_reason, unset_words
-from orchestrator.cli.config import OVERRIDES, find_exact_run, print_config, warn_about_config
-from orchestrator.cli.runs.events import detach_message, end_error, wait_until_end
-from orchestrator.cli.runs.status import one_row
+from orchestrator.cli.config import OVERRIDES, compose_config, print_config, warn_about_config
+from orchestrator.cli.runs.events import detach_message, report_end, wait_until_end
 from orchestrator.cli.runs.tags import check_tags
 from orchestrator.cli.terminal.argument_types import ClusterKind
 from orchestrator.cli.terminal.command_classes import Verb
-from orchestrator.cli.terminal.render import Screen, progress
+from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.redaction import redact_config, redacted_origins
-from orchestrator.errors import ConfigError, Fenced, NotFound, Precondition, SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Run
+from orchestrator.run_view import RunView, find_run
 from orchestrator.scheduler.available_schedulers import FACTORIES
-from orchestrator.states import ENDED_RUNS, RunState
+from orchestrator.states import RunState
 
 JOB_WITHIN = 30.0
 """Seconds that submit waits for the job's id; the controller keeps trying afterwards."""
@@ -61,8 +60,8 @@ state, step, reason
     help="With --from: take only the weights; begin at step 0 and at the start of the data, with a fresh optimizer.",
 )
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
-@click.option("-n", "--name", default=None, help="Name of the run; orch adds a number.")
-@click.option("--cluster", type=ClusterKind(), default=None, help="Where to run; overrides cluster.kind.")
+@click.option("-n", "--name", help="Name of the run; orch adds a number.")
+@click.option("--cluster", type=ClusterKind(), help="Where to run; overrides cluster.kind.")
 @click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended.")
 @click.option("--follow", is_flag=True, help="As --wait, and print events and a progress line.")
 @click.option(
@@ -71,10 +70,9 @@ state, step, reason
     help="Start no controller: launch from here and return. Restarts need `orch wait` or a controller.",
 )
 @click.option(
-    "--dry-run",
-    is_flag=True,
+    "--dry-run", is_flag=True,
     help="Print the configuration with origins and the sbatch script, and ask Slurm; write and submit nothing.",
-)
+)  # fmt: skip
 @click.option("--print-sbatch", is_flag=True, help="Print the sbatch script; write and submit nothing.")
 @click.pass_obj
 def submit(
@@ -104,41 +102,27 @@ def submit(
         overrides, source = (source, *overrides), None
     if cluster is not None:
         overrides = (*overrides, f"cluster.kind={cluster}")
-    if name is not None:
-        overrides = (
-            *overrides,
-            f"name={json.dumps(name, ensure_ascii=False)}",
-        )  # checked like the key; YAML reads JSON's quotes
+    if name is not None:  # checked like the key; YAML reads JSON's quotes
+        overrides = (*overrides, f"name={json.dumps(name, ensure_ascii=False)}")
     if weights_only and begin is None:
         raise ConfigError("--weights-only needs a checkpoint", where="command line", hint="add --from RUN@STEP")
     only_look = dry_run or print_sbatch
     begun_with = _beginning(screen, source, overrides, begin, weights_only=weights_only, write=not only_look)
-    with offered_import(begin, source, screen.words), begun_with as begun:
-        composed, imported = begun
+    with begun_with as (composed, imported):
         warn_about_config(screen, composed.config)
         if only_look:
             preview(screen, composed, cluster, only_script=print_sbatch and not dry_run)
             return 0
         launched = launch(screen, composed, cluster, no_controller=no_controller, imported=imported, tags=tags)
-    if not (wait_ or follow):
-        _tell(screen, launched)
+    is_waiting = wait_ or follow
+    if not (is_waiting and screen.json):
+        _print_launched(screen, launched)
+    if not is_waiting:
         return 0
-    if not screen.json:
-        _tell(screen, launched)
-    return _wait(screen, launched, follow=follow)
-
-
-def _wait(screen: Screen, launched: dict[str, Any], *, follow: bool) -> int:
-    """Wait for the end of the run, print its state and return the exit code."""
-    row = wait_until_end(screen, launched["run"], follow=follow)
-    trouble = end_error(row)
+    view = wait_until_end(screen, launched["run"], follow=follow)
     if screen.json:
-        screen.data("submit", {**launched, "state": row["state"], "step": row["step"], "reason": row["reason"]})
-        return trouble.exit_code if trouble else 0
-    if trouble:
-        raise trouble
-    screen.say(f"{row['run']} succeeded: step {progress(row['step'], row['total_steps'], ' of ')}")
-    return 0
+        screen.data("submit", {**launched, "state": view.state, "step": view.step, "reason": view.reason})
+    return report_end(screen, view)
 
 
 @contextmanager
@@ -147,23 +131,19 @@ def _beginning(
     write: bool,
 ) -> Iterator[tuple[Any, dict[str, Any] | None]]:  # fmt: skip
     """Yield the config of the run and its initial checkpoint, which exists within the block if `write`."""
-    if begin is not None and weights_only:
-        from orchestrator.cli.runs.branch import branch_weights  # sqlalchemy, omegaconf
-
-        with branch_weights(screen, begin, source, overrides, write=write) as found:
-            yield found
-        return
     if begin is not None:
-        from orchestrator.cli.runs.branch import branch  # sqlalchemy, omegaconf
+        from orchestrator.cli.runs.branch import branch, branch_weights  # sqlalchemy, omegaconf
 
-        with ExitStack() as stack:
-            with open_store(create=True) as store:
-                whole = stack.enter_context(branch(screen, store, begin, source, overrides))
-            yield whole
+        if weights_only:
+            with branch_weights(screen, begin, source, overrides, write=write) as found:
+                yield found
+        else:
+            with branch(screen, begin, source, overrides) as found:
+                yield found
         return
     if source is None:
         raise ConfigError("CONFIG is missing", hint="`orch submit tiny-gpt`, or `orch submit FILE.yaml`")
-    composed = _compose_config(source, overrides)
+    composed = compose_config(source, overrides)
     if not write:
         from orchestrator.submission import user_code  # ast: a real submit checks it on creating the run
 
@@ -171,82 +151,27 @@ def _beginning(
     yield composed, None
 
 
-@contextmanager
-def offered_import(begin: str | None, source: str | None, words: Sequence[str]) -> Iterator[None]:
-    """If `--from` names exported weights, add the command that imports them, with the same settings, to the error."""
-    from orchestrator.cli.checkpoints.target import ExportGiven
-
-    try:
-        yield
-    except ExportGiven as error:
-        if source is not None and begin is not None:
-            typed = ["ckpt", "import", begin, source, *_import_options(begin, source, words)]
-            error.hint = f"orch {shlex.join(typed)}"
-        raise
-
-
-def _import_options(begin: str, source: str, words: Sequence[str]) -> list[str]:
-    """Return the words of a submit command that `orch ckpt import` accepts, too."""
-    kept, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
-        if word in ("-n", "--name", "--cluster") and rest:
-            kept += [word, rest.pop(0)]
-        elif word in ("--from", "-t", "--tag") and rest:
-            rest.pop(0)
-        elif word.startswith(("--name=", "--cluster=", "+", "~")) or word in _FOR_IMPORT or _is_setting(word):
-            kept += [word] if word not in (begin, source) else []
-    return kept
-
-
-def _is_setting(word: str) -> bool:
-    return "=" in word and not word.startswith("-")
-
-
-_FOR_IMPORT = ("--weights-only", "--no-controller", "--dry-run", "--json")
-
-
-def _compose_config(source: str, overrides: tuple[str, ...]) -> Any:
-    """Return the configuration. Raises NotFound; for a run's name, with the commands that continue that run."""
-    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
-
-    try:
-        return compose(source, overrides, environ=os.environ)
-    except NotFound as error:
-        if (run := find_exact_run(source)) is None:
-            raise
-        more = shlex.join([run, *overrides])
-        hint = f"orch resume {more}   (goes on with it)   or   orch submit --from {more}   (a new run beside it)"
-        raise NotFound(f"{source} is a run, and no preset or file", where=error.where, hint=hint) from error
-
-
 def launch(
-    screen: Screen,
-    composed: Any,
-    cluster: str | None,
-    *,
-    no_controller: bool,
-    imported: dict[str, Any] | None = None,
-    tags: tuple[str, ...] = (),
-) -> dict[str, Any]:
+    screen: Screen, composed: Any, cluster: str | None, *, no_controller: bool,
+    imported: dict[str, Any] | None = None, tags: tuple[str, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Record the run, ensure that a controller launches it, and wait for its job; return the data of `orch submit`."""
     from orchestrator.scheduler.available_schedulers import resolve
     from orchestrator.submission import create_run as launching
     from orchestrator.submission import user_code
-    from orchestrator.submission.create_run import checking_tiers
-    from orchestrator.submission.user_code import inspecting
 
     screen.if_interrupted = lambda: "interrupted: no run was made"
 
     def set_interrupt_message(run: Run) -> None:
         screen.if_interrupted = lambda: detach_message(run.name)
 
-    if not no_controller:
-        compare_with_controller(screen, resolve(cluster or composed.config.cluster.kind))
     config, kind = composed.config, resolve(cluster or composed.config.cluster.kind)
+    if not no_controller:
+        compare_with_controller(screen, kind)
     user_code.check(config)
-    with inspecting(config, kind, os.environ) as inspection, checking_tiers(config, os.environ) as finish_tiers:
-        _ask_slurm(screen, composed, cluster)
+    tiers = launching.checking_tiers(config, os.environ)
+    with user_code.inspecting(config, kind, os.environ) as inspection, tiers as finish_tiers:
+        _ask_slurm(screen, composed, kind)
         finish_tiers(screen.note)
         code = inspection.finish(screen.note, lambda words: screen.warn("workload_import", words))
     with open_store(create=True) as store, screen.bar("tokenizing") as meter:
@@ -255,106 +180,96 @@ def launch(
             origin=launching.RunOrigin(imported=imported, code=code, tags=tags),
         )  # fmt: skip
     if not no_controller:
-        _begin(run)
-    row, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
-    if row["state"] in (RunState.HELD, RunState.FAILED) and row["job_id"] is None:
-        trouble = end_error(row)
-        assert trouble is not None
-        raise trouble
-    if row["job_id"] is None and run.cluster in silent:
-        raise SlurmUnreachable(
-            f"{run.cluster} does not answer: {run.name} is written down, and whether it has a job is not known",
-            where=run.run_dir,
-            hint=f"{START}, which goes on with it: do not submit it again",
-        )
-    if row["job_id"] is None and not (state := controller_state(time.time(), run.scheduler)).alive:
-        raise Precondition(
-            f"{run.name} is recorded, but no controller runs it: {state.reason}",
-            where=run.run_dir,
-            hint=f"do not submit it again; {TAKE_OVER if state.stalled else START}",
-        )
-    if row["job_id"] is None:
-        screen.warn("no_job_yet", _no_job_yet(row))
+        _start_controller(run)
+    view, silent = _await_job(screen, run.name, run.cluster, no_controller=no_controller)
+    if view.job_id is None:
+        _explain_missing_job(screen, run, view, silent)
     return {
-        "run": run.name, "attempt": attempt.number, "job_id": row["job_id"], "cluster": run.cluster,
+        "run": run.name, "attempt": attempt.number, "job_id": view.job_id, "cluster": run.cluster,
         "run_dir": run.run_dir, "config_digest": run.config_digest, "tags": list(tags),
     }  # fmt: skip
 
 
-def _begin(run: Run) -> None:
+def _start_controller(run: Run) -> None:
     """Start a controller for the recorded run. Raises Precondition if this machine cannot start a process."""
     from orchestrator.controller import service
 
     try:
         service.ensure_running(registry_path(), run.cluster)
     except OSError as error:
-        raise Precondition(
-            f"{run.name} is recorded, but no controller can be started: {error.strerror}",
-            where=run.run_dir,
-            hint=f"do not submit it again; {START}",
-        ) from error
+        what = f"{run.name} is recorded, but no controller can be started: {error.strerror}"
+        raise Precondition(what, where=run.run_dir, hint=f"do not submit it again; {START}") from error
 
 
-def _ask_slurm(screen: Screen, composed: Any, cluster: str | None) -> None:
+def _explain_missing_job(screen: Screen, run: Run, view: RunView, silent: tuple[str, ...]) -> None:
+    """Warn of a run without a job, or raise if no controller will submit one."""
+    if view.state in (RunState.HELD, RunState.FAILED):
+        assert view.end_error is not None
+        raise view.end_error
+    if run.cluster in silent:
+        what = f"{run.cluster} does not answer: {run.name} is recorded, and whether it has a job is not known"
+        hint = f"{START}, which goes on with it: do not submit it again"
+        raise SlurmUnreachable(what, where=run.run_dir, hint=hint)
+    if not (state := controller_state(time.time(), run.scheduler)).alive:
+        what = f"{run.name} is recorded, but no controller runs it: {state.reason}"
+        hint = f"do not submit it again; {TAKE_OVER if state.stalled else START}"
+        raise Precondition(what, where=run.run_dir, hint=hint)
+    screen.warn("no_job_yet", _no_job_yet(view))
+
+
+def _ask_slurm(screen: Screen, composed: Any, kind: str) -> None:
     """Raise SubmitRejected for a job that Slurm would refuse, before creating a run that could only be held."""
-    from orchestrator.scheduler.available_schedulers import kinds, resolve
+    from orchestrator.scheduler.available_schedulers import kinds
     from orchestrator.submission.create_run import check_script, check_with_scheduler
 
-    kind = resolve(cluster or composed.config.cluster.kind)
     if kind in kinds():
         check_script(composed.config, kind)
         check_with_scheduler(composed.config, kind, lambda words: screen.warn("slurm_refuses_now", words))
 
 
-def _no_job_yet(row: dict[str, Any]) -> str:
+def _no_job_yet(view: RunView) -> str:
     """Explain why the run has no job, by its controller, and whether SLURM_CONF is not set here."""
     from orchestrator.registry import fast_queries
 
-    why = row["reason"] or silence_reason(fast_queries.lease(registry_path(), row["scheduler"] or None))
-    unset = "" if row["scheduler"] or not unset_words(row["cluster"]) else _UNSET
-    said = f"no job yet{f': {why}' if why else ''}{unset}"
-    return f"{said}; the controller goes on trying: orch status {row['run']}"
+    why = view.reason or silence_reason(fast_queries.lease(registry_path(), view.scheduler or None))
+    unset = "" if view.scheduler or not unset_words(view.cluster) else _UNSET
+    return f"no job yet{f': {why}' if why else ''}{unset}; the controller goes on trying: orch status {view.run}"
 
 
 _UNSET = "; SLURM_CONF is not set here: where it must be, set it, then `orch controller stop`, `orch controller start`"
 
 
-def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the run's row once it has a job or has ended, or after the timeout.
+def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[RunView, tuple[str, ...]]:
+    """Return the run once it has a job or has ended, or after the timeout.
 
     Also returns the schedulers that did not answer this process's last pass.
     """
+    from orchestrator.controller import service
     from orchestrator.registry import fast_queries  # sqlite3: not for `orch --help`
 
     now = time.monotonic()
     deadline, check_at = now + (JOB_WITHIN_ALONE if no_controller else JOB_WITHIN), now + CHECK_CONTROLLER_EVERY
-    key = one_row(run)["scheduler"] or None
+    key = find_run(run).scheduler or None
     latest, before = deadline + TAKEN_OVER_WITHIN, fast_queries.lease(registry_path(), key)
     silent: tuple[str, ...] = ()
     while True:
         if no_controller:
             silent = _tick(screen, kind, silent)
-        row = one_row(run)
-        if row["job_id"] is not None or row["state"] in ENDED_RUNS or row["state"] == RunState.HELD:
-            return row, silent
+        view = find_run(run)
+        if view.job_id is not None or view.is_over:
+            return view, silent
         now = time.monotonic()
         # An unrenewed lease means that its holder stalls, and a successor waits until it expires.
         if now >= deadline and (no_controller or now >= latest or fast_queries.lease(registry_path(), key) != before):
-            return row, silent
+            return view, silent
         if not no_controller and now >= check_at:
-            _ensure_controller(kind)
+            service.ensure_running(registry_path(), kind)  # the earlier one may have been a single pass that ended
             check_at = now + CHECK_CONTROLLER_EVERY
         time.sleep(LOOK_EVERY if not no_controller else 1.0)
 
 
-def _ensure_controller(kind: str) -> None:
-    """Start a controller if none is alive; an earlier holder of the lease may have been a single pass that ended."""
-    from orchestrator.controller import service
-
-    service.ensure_running(registry_path(), kind)
-
-
-def _tick(screen: Screen, kind: str, said: tuple[str, ...]) -> tuple[str, ...]:
+def _tick(screen: Screen, kind: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Run a controller pass, and return the schedulers that did not answer; `known` ones are not printed again."""
     from orchestrator.controller import service
 
     try:
@@ -362,31 +277,37 @@ def _tick(screen: Screen, kind: str, said: tuple[str, ...]) -> tuple[str, ...]:
     except Fenced:
         return ()
     silent: tuple[str, ...] = report.unreachable if report is not None else ()
-    if silent and silent != said:
-        screen.note(f"{' and '.join(silent)} does not answer; the run is written down, asking again")
+    if silent and silent != known:
+        screen.note(f"{' and '.join(silent)} does not answer; the run is recorded, asking again")
     return silent
 
 
-def _tell(screen: Screen, launched: dict[str, Any]) -> None:
+def _print_launched(screen: Screen, launched: dict[str, Any]) -> None:
     if screen.json:
         screen.data("submit", launched)
         return
-    run, where = launched["run"], launched["run_dir"]
+    run = launched["run"]
     job = f"job {launched['job_id']}" if launched["job_id"] else "no job yet"
     screen.say(f"{run} submitted ({launched['cluster']}, {job}, config {launched['config_digest'][:12]})")
     screen.note(f"  status   orch status {run}\n  logs     orch logs {run} -f\n  wait     orch wait {run} --follow")
-    screen.note(f"  cancel   orch cancel {run}\n  folder   {where}")
+    screen.note(f"  cancel   orch cancel {run}\n  folder   {launched['run_dir']}")
 
 
 def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: bool) -> None:
     """Print the resolved config with origins and the sbatch script. Writes nothing."""
+    from orchestrator.scheduler.available_schedulers import kinds, resolve
+    from orchestrator.submission.create_run import first_job
     from orchestrator.submission.secret_values import separate_secrets  # omegaconf
 
     separate_secrets(composed, os.environ)  # refused as by a submit
-    kind = _kind(screen, cluster or composed.config.cluster.kind)
-    script = _script(composed, kind)
+    kind = resolve(cluster or composed.config.cluster.kind)
+    if kind not in kinds():  # its script can be previewed all the same
+        screen.warn("no_slurm", "there is no Slurm on this machine: submitting from here would be refused")
+    make_script = FACTORIES[kind].script
+    # The script of the first attempt, with placeholders for the run's number and nonce.
+    script = make_script(first_job(composed.config, kind)) if make_script is not None else None
     try:
-        _ask_slurm(screen, composed, cluster)
+        _ask_slurm(screen, composed, kind)
     except SubmitRejected as error:
         screen.warn("slurm_refuses", f"{error.what}; {error.hint}")
     if screen.json:
@@ -399,21 +320,3 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
     for line in (script or f"# {kind}: no sbatch script; the agents are processes of this machine").splitlines():
         screen.raw(line)
     screen.note("nothing was submitted")
-
-
-def _kind(screen: Screen, wanted: str) -> str:
-    """Return the kind of scheduler; a Slurm script can be previewed on a machine without Slurm."""
-    from orchestrator.scheduler.available_schedulers import kinds, resolve
-
-    kind = resolve(wanted)
-    if kind not in kinds():
-        screen.warn("no_slurm", "there is no Slurm on this machine: submitting from here would be refused")
-    return kind
-
-
-def _script(composed: Any, kind: str) -> str | None:
-    """Return the sbatch script of the first attempt, with placeholders for the run's number and nonce."""
-    from orchestrator.submission.create_run import first_job
-
-    script = FACTORIES[kind].script
-    return script(first_job(composed.config, kind)) if script is not None else None

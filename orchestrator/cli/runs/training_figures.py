@@ -1,14 +1,14 @@
-"""Speed, MFU, memory and time shares of a run's newest steps."""
+"""Speed, MFU, memory, time shares and loss trend of a run's newest steps."""
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import linear_regression, mean, median
 from typing import Any
 
-from orchestrator.cli.runs.run_reader import RECENT_STEPS, file_size, shares_of_step
-from orchestrator.cli.terminal.render import count, size
+from orchestrator.cli.runs.run_reader import RECENT_STEPS, StepLine, file_size, parse_steps
+from orchestrator.cli.terminal.render import size
 from trainer.protocol.config import load
 from trainer.protocol.logs.line_file import read_new_lines
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -23,6 +23,7 @@ _COMMUNICATION = {
     "reductions": "in reductions",
 }
 _SECTIONS = ("data", "forward", "backward", "optimizer")
+_FEWEST_FOR_TREND = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +48,19 @@ class TrainingFigures:
     experts: Mapping[str, float] = field(default_factory=dict)
 
 
-def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> TrainingFigures | None:
+def training_figures(lines: Sequence[StepLine], world_size: int) -> TrainingFigures | None:
     """Return the figures of lines of steps.jsonl, oldest first; None without lines."""
-    if not lines:
+    own = newest_generation(lines)[-RECENT_STEPS:]
+    if not own:
         return None
-    newest = lines[-1].get("generation")
-    own = [line for line in lines if line.get("generation") == newest][-RECENT_STEPS:]
-    speed = _median([line.get("tokens_per_s") for line in own])
-    shares = [shares_of_step(line) for line in own]
+    speed = median_of(own, "tokens_per_s")
+    shares = [time_shares(line) for line in own]
     return TrainingFigures(
         steps=len(own),
         tokens_per_s_per_rank=speed / world_size if speed is not None else None,
-        tflops_per_rank=_median([line.get("tflops_per_rank") for line in own]),
-        mfu=_median([line.get("mfu") for line in own]),
-        shares={name: median(one.get(name, 0.0) for one in shares if one) for one in shares[-1:] for name in one},
+        tflops_per_rank=median_of(own, "tflops_per_rank"),
+        mfu=median_of(own, "mfu"),
+        shares={name: median(one.get(name, 0.0) for one in shares if one) for name in shares[-1]},
         exposed=_exposed_shares(own),
         memory=dict(own[-1].get("memory") or {}),
         ranks=_newest(own, "ranks"),
@@ -69,15 +69,66 @@ def training_figures(lines: Sequence[Mapping[str, Any]], world_size: int) -> Tra
     )
 
 
+def newest_generation(lines: Sequence[StepLine]) -> list[StepLine]:
+    """Return the steps of the generation that wrote the last line."""
+
+    def place(line: StepLine) -> tuple[Any, Any]:
+        return line.get("attempt"), line.get("generation")
+
+    return [line for line in lines if place(line) == place(lines[-1])]
+
+
+def median_of(lines: Sequence[StepLine], key: str) -> float | None:
+    """Return the median of a figure over the steps that have it; None if none has."""
+    known = [line[key] for line in lines if isinstance(line.get(key), (int, float))]
+    return median(known) if known else None
+
+
+def time_shares(line: StepLine) -> dict[str, float]:
+    """Return the shares of a step's time on rank 0 (its own work by section, waiting, saving).
+
+    Empty for a line of an older orch.
+    """
+    if "work" not in line or not line["seconds"]:
+        return {}
+    parts = {**line["work"], "waiting": line["waiting"], "saving": line.get("stall", 0.0)}
+    return {name: value / line["seconds"] for name, value in parts.items()}
+
+
+def step_seconds(lines: Sequence[StepLine]) -> float | None:
+    """Return the mean time of a step of the newest generation, without the time between steps."""
+    took = [line["seconds"] for line in newest_generation(lines) if isinstance(line.get("seconds"), (int, float))]
+    return mean(took) if took else None
+
+
+def loss_trend(lines: Sequence[StepLine]) -> tuple[float | None, int]:
+    """Return the change of a line fitted to the newest generation's losses, and its number of steps; (None, 0) if few.
+
+    In a fitted line a noisy step does not make a trend.
+    """
+    own = newest_generation(lines)
+    losses = [(line["step"], line["loss"]) for line in own if isinstance(line.get("loss"), (int, float))]
+    points = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+    if len(points) < _FEWEST_FOR_TREND or points[-1][0] == points[0][0]:
+        return None, 0
+    slope = linear_regression([step for step, _ in points], [loss for _, loss in points]).slope
+    return slope * (points[-1][0] - points[0][0]), own[-1]["step"] - own[0]["step"]
+
+
 def figures_of_run(place: RunDir) -> TrainingFigures | None:
     """Return the figures of the newest attempt that has trained; None without one or if its files cannot be read."""
     try:
         for attempt in reversed(place.all_attempts()):
             if lines := _newest_lines(attempt):
-                return training_figures(lines, _world_size(place, attempt))
+                return training_figures(lines, load(place, attempt.number).cluster.world_size)
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return None
+
+
+def _newest_lines(attempt: AttemptDir) -> list[StepLine]:
+    start = max(0, file_size(attempt.metrics) - RECENT_STEPS * _LINE_BYTES)
+    return list(parse_steps(read_new_lines(attempt.metrics, start)[0]))
 
 
 def figures_json(figures: TrainingFigures | None) -> dict[str, Any] | None:
@@ -85,54 +136,61 @@ def figures_json(figures: TrainingFigures | None) -> dict[str, Any] | None:
     return None if figures is None else asdict(figures)
 
 
-def figures_words(figures: TrainingFigures | None) -> dict[str, str]:
+def describe_figures(figures: TrainingFigures | None) -> dict[str, str]:
     """Return the lines of `orch show` by their labels, without shares below half a percent."""
     if figures is None:
         return {}
     speed = figures.tokens_per_s_per_rank
-    words = [f"{count(round(speed))} tokens/s per rank"] if speed is not None else []
+    words = [f"{round(speed)} tokens/s per rank"] if speed is not None else []
     words += [f"{figures.tflops_per_rank:.3g} TFLOP/s per rank"] if figures.tflops_per_rank is not None else []
     words += [f"MFU {100 * figures.mfu:.1f} %"] if figures.mfu is not None else []
-    shares = {name: share for name, share in figures.shares.items() if share >= _LEAST_SHARE}
-    parts = [f"{name} {100 * share:.0f} %{_waits(name, figures.exposed)}" for name, share in shares.items()]
-    peaks = [f"{name} {size(peak)}" for name, peak in figures.memory.items()]
     steps = f"median of {figures.steps} steps" if figures.steps > 1 else "one step"
+    parts = describe_shares(figures.shares, figures.exposed)
+    peaks = ", ".join(f"{name} {size(peak)}" for name, peak in figures.memory.items())
+    traffic = ", ".join(f"{name} {size(total)}" for name, total in figures.traffic.items())
     return {
         "speed": "   ".join([*words, f"({steps})"]) if words else "",
-        "time": f"{', '.join(parts)} of a step of rank 0" if parts else "",
-        "memory": f"{', '.join(peaks)} at most on rank 0" if peaks else "",
-        "ranks": _slowest(figures.ranks),
-        "bubble": _bubble(figures.ranks),
-        "traffic": f"{', '.join(_traffic(figures.traffic))} in each step of rank 0" if figures.traffic else "",
-        "experts": _experts(figures.experts),
+        "time": f"{parts} of a step of rank 0" if parts else "",
+        "memory": f"{peaks} at most on rank 0" if peaks else "",
+        "ranks": _describe_slowest(figures.ranks),
+        "bubble": _describe_bubble(figures.ranks),
+        "traffic": f"{traffic} in each step of rank 0" if traffic else "",
+        "experts": _describe_experts(figures.experts),
     }
 
 
-def _exposed_shares(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def describe_shares(shares: Mapping[str, float], exposed: Mapping[str, float]) -> str:
+    """Return the shares of a step's time above half a percent, with the known parts of `waiting`."""
+    parts = [f"{words} {100 * exposed[kind]:.0f} %" for kind, words in _COMMUNICATION.items() if kind in exposed]
+    waits = f" ({', '.join(parts)})" if parts else ""
+    known = {name: share for name, share in shares.items() if share >= _LEAST_SHARE}
+    return ", ".join(f"{name} {100 * share:.0f} %{waits * (name == 'waiting')}" for name, share in known.items())
+
+
+def _exposed_shares(lines: Sequence[StepLine]) -> dict[str, float]:
     """Return shares of a step by kind of communication; each line has the communication of the step before it.
 
     Empty for lines of older releases.
     """
     pairs = [(before["seconds"], line["exposed"]) for before, line in pairwise(lines) if line.get("exposed")]
-    known = [{**exposed, "": seconds} for seconds, exposed in pairs if seconds]
-    names = [name for name in _COMMUNICATION if known and name in known[-1]]
-    return {name: median(one.get(name, 0.0) / one[""] for one in known) for name in names}
+    known = [(seconds, exposed) for seconds, exposed in pairs if seconds]
+    names = [name for name in _COMMUNICATION if known and name in known[-1][1]]
+    return {name: median(exposed.get(name, 0.0) / seconds for seconds, exposed in known) for name in names}
 
 
-def _waits(name: str, exposed: Mapping[str, float]) -> str:
-    """Return the known parts of `waiting`; empty for other names."""
-    told = [f"{words} {100 * exposed[kind]:.0f} %" for kind, words in _COMMUNICATION.items() if kind in exposed]
-    return f" ({', '.join(told)})" if name == "waiting" and told else ""
+def _newest(lines: Sequence[StepLine], key: str) -> dict[str, Any]:
+    """Return the value of the newest line that has it; empty for lines of older releases."""
+    return next((dict(line[key]) for line in reversed(lines) if line.get(key)), {})
 
 
-def _slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:
+def _describe_slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:
     """Describe the rank with the most work in each relevant section, relative to the median."""
-    told = {name: one for name, one in ranks.items() if name in _SECTIONS and one["median"] >= _LEAST_SECONDS}
-    parts = [f"{name} rank {one['rank']:.0f} ({one['most'] / one['median']:.2f} x)" for name, one in told.items()]
+    known = {name: one for name, one in ranks.items() if name in _SECTIONS and one["median"] >= _LEAST_SECONDS}
+    parts = [f"{name} rank {one['rank']:.0f} ({one['most'] / one['median']:.2f} x)" for name, one in known.items()]
     return f"slowest, beside the median of all: {', '.join(parts)}" if parts else ""
 
 
-def _bubble(ranks: Mapping[str, Mapping[str, float]]) -> str:
+def _describe_bubble(ranks: Mapping[str, Mapping[str, float]]) -> str:
     """Describe the share of a step that pipeline ranks wait for other stages; empty without a pipeline."""
     if (found := ranks.get("bubble")) is None:
         return ""
@@ -140,42 +198,9 @@ def _bubble(ranks: Mapping[str, Mapping[str, float]]) -> str:
     return f"ranks wait {shares} of a step for other stages, rank {found['rank']:.0f} most"
 
 
-def _traffic(traffic: Mapping[str, int]) -> list[str]:
-    return [f"{name} {size(total)}" for name, total in traffic.items()]
-
-
-def _experts(experts: Mapping[str, float]) -> str:
+def _describe_experts(experts: Mapping[str, float]) -> str:
     """Describe the imbalance of tokens between experts."""
     if not experts:
         return ""
-    whose = f"expert {experts['expert']:.0f} of layer {experts['layer']:.0f}"
-    return f"{experts['least']:.2f} to {experts['most']:.2f} x the mean tokens of their layer, most {whose}"
-
-
-def _newest(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    """Return the value of the newest line that has it; empty for lines of older releases."""
-    return next((dict(line[key]) for line in reversed(lines) if line.get(key)), {})
-
-
-def _newest_lines(attempt: AttemptDir) -> list[dict[str, Any]]:
-    start = max(0, file_size(attempt.metrics) - RECENT_STEPS * _LINE_BYTES)
-    found = (_fields(line) for line in read_new_lines(attempt.metrics, start)[0])
-    return [line for line in found if line is not None]
-
-
-def _fields(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; None if it was torn by a kill or begins before the part that is read."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and "step" in found else None
-
-
-def _world_size(place: RunDir, attempt: AttemptDir) -> int:
-    return load(place, attempt.number).cluster.world_size
-
-
-def _median(values: Sequence[Any]) -> float | None:
-    known = [value for value in values if isinstance(value, int | float)]
-    return median(known) if known else None
+    most = f"expert {experts['expert']:.0f} of layer {experts['layer']:.0f}"
+    return f"{experts['least']:.2f} to {experts['most']:.2f} x the mean tokens of their layer, most {most}"

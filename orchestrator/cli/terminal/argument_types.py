@@ -62,27 +62,12 @@ class NonEmptyPath(click.Path):
 
 
 class ClusterKind(click.Choice[str]):
-    """A kind of cluster. For the name of a preset, the error shows how to include that preset."""
+    """A kind of cluster."""
 
     def __init__(self) -> None:
         from trainer.protocol.config_sections.scheduler_kinds import choices
 
         super().__init__(choices())
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in self.choices:
-            return super().convert(value, param, ctx)
-        from orchestrator.config import yaml_text  # only for a mistake
-        from orchestrator.near_words import nearest
-
-        kinds = [str(kind) for kind in self.choices]
-        near = nearest(value, kinds)
-        part = "" if near else yaml_text.nearest_part("cluster", value)
-        said = f", did you mean {near}?" if near else f", and no {value!r}"
-        more = f"; a YAML file brings the preset {part} in: `includes: [{part}]`" if part else ""
-        parts = ", ".join(name for name in yaml_text.names() if name.startswith("cluster/"))
-        more = more or ("" if near else f"; presets of clusters, for `includes` of a YAML file: {parts}")
-        raise click.BadParameter(f"it is {', '.join(kinds[:-1])} or {kinds[-1]}{said}{more}", ctx, param)
 
 
 def _metavar(param: click.Parameter | None) -> str:

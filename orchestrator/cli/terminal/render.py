@@ -16,6 +16,7 @@ from orchestrator.cli.terminal.tables import as_text as as_text
 from orchestrator.cli.terminal.tables import shorten_text as shorten_text
 from orchestrator.cli.terminal.tables import table_lines, wrap_line
 from trainer.protocol import time_spans
+from trainer.protocol.time_spans import iso as iso
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])")
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
@@ -59,13 +60,6 @@ def size(count: float | None) -> str:
 def span(seconds: float | None) -> str:
     """Format a duration: `45s`, `6m10s`, `7h02m`, `3d04h`."""
     return "-" if seconds is None else time_spans.span(seconds)
-
-
-def iso(moment: float | None) -> str | None:
-    """Return seconds since the epoch as UTC ISO 8601, the format of every JSON answer."""
-    if moment is None:
-        return None
-    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 
 def count(number: int | float | None) -> str:

@@ -1,10 +1,10 @@
 """Standard streams, and remedies for errors of the operating system."""
 
 import codecs
+import contextlib
 import errno
 import io
 import os
-import pwd
 import re
 import shlex
 import sys
@@ -13,64 +13,43 @@ from typing import TextIO
 
 from orchestrator.errors import Precondition
 
-_AGAIN = "then type the same command again"
 _STATE = re.compile(r"(ORCH_HOME|XDG_STATE_HOME)=")
 
 
-def cure(error: OSError) -> str:
+def find_remedy(error: OSError) -> str:
     """Return a remedy for the error: the command or the variable, with the path."""
     name = str(error.filename or "")
     if named := _STATE.match(name):
-        return f"export {named[1]}=FOLDER, a folder in which you may write; {_AGAIN}"
-    if not name:
-        return f"mend that, {_AGAIN}"
-    home = os.environ.get("HOME", "")
-    if home and Path(name).is_relative_to(home) and not os.path.isdir(home):
-        return f"HOME={home} is no folder: export HOME=FOLDER, or ORCH_HOME=FOLDER for orch alone; {_AGAIN}"
-    place = _nearest(Path(name))
-    if error.errno in (errno.EACCES, errno.EPERM) and "://" in name:
-        return f"{name} is in an object store: give this shell credentials that may read and write there; {_AGAIN}"
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return f"{_permission_hint(_closed(place))}; {_AGAIN}"
-    if error.errno == errno.ENOENT and place != Path(name).parent:
-        return f"`mkdir -p {shlex.quote(str(Path(name).parent))}`, {_AGAIN}"
-    if error.errno == errno.EROFS:
-        return f"{place} is mounted read-only: name another place"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"make room in {place if place.is_dir() else place.parent}, {_AGAIN}"
-    return f"mend that, {_AGAIN}"
+        remedy = f"export {named[1]}=FOLDER, a folder in which you may write"
+    elif not name and error.errno == errno.ENOENT:
+        remedy = "if the current folder was deleted, cd to another one"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        remedy = _permission_hint(name)
+    elif error.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(name)):
+        remedy = f"`mkdir -p {shlex.quote(os.path.dirname(name))}`"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = f"free some space in {os.path.dirname(name)}"
+    else:
+        remedy = "correct that, or name another place"
+    return f"{remedy}; then type the same command again"
 
 
-def _nearest(path: Path) -> Path:
-    """Return the path, or its lowest ancestor that exists."""
-    return next((place for place in (path, *path.parents) if os.path.lexists(place)), Path("/"))
-
-
-def _closed(place: Path) -> Path:
-    """Return the highest ancestor that cannot be entered, or else the path that cannot be written."""
-    ways = [folder for folder in reversed(place.parents) if not os.access(folder, os.X_OK)]
-    if ways:
-        return ways[0]
-    return place if not os.access(place, os.W_OK) or place.is_dir() else place.parent
-
-
-def _permission_hint(place: Path) -> str:
-    try:
-        owner = place.stat().st_uid
-    except OSError:
-        return f"name a place in which you may write, not {place}"
-    if owner == os.getuid():
-        return f"`chmod u+rwX {shlex.quote(str(place))}`"
-    try:
-        who = pwd.getpwuid(owner).pw_name
-    except KeyError:
-        who = str(owner)
-    return f"{place} belongs to {who}: name a place of your own"
+def _permission_hint(name: str) -> str:
+    if "://" in name:
+        return f"{name} is in an object store: give this shell credentials that may read and write there"
+    lowest = next((place for place in (Path(name), *Path(name).parents) if os.path.lexists(place)), Path("/"))
+    closed = [folder for folder in reversed(lowest.parents) if not os.access(folder, os.X_OK)]
+    place = closed[0] if closed else lowest if lowest.is_dir() or not os.access(lowest, os.W_OK) else lowest.parent
+    with contextlib.suppress(OSError):
+        if place.stat().st_uid == os.getuid():
+            return f"`chmod u+rwX {shlex.quote(str(place))}`"
+    return f"{place} belongs to another user: name a place of your own"
 
 
 READER_GONE = 141
 """Exit code if the reader of stdout is gone (`| head`), the same as after SIGPIPE."""
 _PLAIN = {"·": "-", "…": "...", "×": "x", "→": "->", "−": "-", "–": "-", "—": "-", "\u202f": " ", "\xa0": " "}
+_PLAIN |= dict(zip("▁▂▃▄▅▆▇█", "_.-=*#%@", strict=True))
 _ERRORS = "orch.plain"
 
 

@@ -36,6 +36,7 @@ class Typed:
 
 
 Type = Callable[..., Typed]
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from orchestrator.home import make_state_home
 from orchestrator.scheduler import available_schedulers
 from orchestrator.states import RunState
 from tests.checkpointing.made_checkpoint import make
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 from trainer.protocol.token_shards import TokenIndex
 
@@ -174,9 +174,7 @@ def test_nodes_release_takes_an_exclusion_back(orch: Type, seeds: Seeds) -> None
     assert orch("nodes", "release", "n7", "--no-controller").code == 3
 
 
-def test_db_path_and_backup(
-    orch: Type, seeds: Seeds, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_db_backup(orch: Type, seeds: Seeds, home: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     run = seeds.run()
     assert orch("db", "path").out == f"{home / 'registry.db'}\n"
     copy = tmp_path / "copy.db"
@@ -190,7 +188,7 @@ def test_db_path_and_backup(
 
 
 @pytest.fixture
-def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tables(tmp_path: Path, monkeypatch: Patch) -> Path:
     """`crontab` and `scrontab` that keep their table in a file, as the real ones do."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -238,9 +236,7 @@ def test_install_into_scrontab_brings_its_options(orch: Type, home: Path, tables
     assert crontab.without(text.splitlines()) == []
 
 
-def test_cron_gets_no_options_of_slurm_and_no_bare_per_cent_sign(
-    orch: Type, tables: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cron_entry(orch: Type, tables: Path, monkeypatch: Patch) -> None:
     strange = tables / "100%$HOME"
     strange.mkdir()
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{strange}")
@@ -257,9 +253,7 @@ def test_the_lines_of_scrontab_are_no_template_of_a_job(orch: Type) -> None:
 
 
 @pytest.mark.parametrize("via", ["cron", "scrontab"])
-def test_what_cron_starts_finds_slurm_and_keeps_its_log_private(
-    orch: Type, home: Path, tables: Path, via: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cron_runs(orch: Type, home: Path, tables: Path, via: str, monkeypatch: Patch) -> None:
     slurm = tables / "slurm bin"
     slurm.mkdir()
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:{slurm}:/not/there")
@@ -299,7 +293,7 @@ def test_a_table_that_cannot_be_read_is_not_replaced(orch: Type, tables: Path, s
     assert table.read_text() == "0 4 * * * backup\n"
 
 
-def test_without_cron_install_says_what_else(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cron_install_says_what_else(orch: Type, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     refused = orch("controller", "install", "--via", "cron")
     assert refused.code == 4
@@ -317,7 +311,7 @@ SlurmdTimeout           = 20 sec
 """
 
 
-def test_what_a_site_means_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_site_means_for_runs(monkeypatch: Patch) -> None:
     settings = doctor.parse_config(CONFIG)
     said = {check.name: check for check in doctor.promises(settings)}
     assert "SlurmdTimeout 20 s" in said["node failure"].text
@@ -337,9 +331,7 @@ def test_no_accounting_is_known_not_mended() -> None:
         assert "heartbeats" in found.text
 
 
-def test_a_configuration_of_slurm_that_is_not_there_must_be_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_of_slurm_that_is_not_there_must_be_mended(tmp_path: Path, monkeypatch: Patch) -> None:
     for name in doctor.COMMANDS:
         (tmp_path / name).touch(mode=0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -348,9 +340,7 @@ def test_a_configuration_of_slurm_that_is_not_there_must_be_mended(
     assert (found.level, f"SLURM_CONF={tmp_path}/slurm.conf: no such file" in found.text) == (machine_checks.FAIL, True)
 
 
-def test_doctor_is_content_with_a_machine_without_slurm(
-    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_without_slurm(orch: Type, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     seen = orch("doctor", "--root", tmp_path / "runs", "--json")
     assert seen.code == 0
@@ -360,7 +350,7 @@ def test_doctor_is_content_with_a_machine_without_slurm(
     assert not (tmp_path / "runs").exists()
 
 
-def test_doctor_names_what_must_be_mended(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_what_must_be_mended(orch: Type, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
@@ -407,9 +397,7 @@ def test_the_controller_is_asked_about_and_ticked(orch: Type, home: Path) -> Non
     assert orch("controller", "status", "--json").data["alive"] is False
 
 
-def test_a_pass_without_an_answer_of_slurm_says_so_by_its_exit_code(
-    orch: Type, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pass_without_answer(orch: Type, home: Path, monkeypatch: Patch) -> None:
     report = TickReport(live=1, changed=False, unreachable=("slurm",))
     monkeypatch.setattr(service, "tick_once", lambda path, kind: report if kind == "slurm" else None)
     monkeypatch.setattr(available_schedulers, "kinds", lambda: ("slurm", "local"))

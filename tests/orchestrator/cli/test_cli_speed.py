@@ -1,13 +1,17 @@
-"""What a verb loads: the quick ones must stay quick."""
+"""Modules that a verb loads, state folders that it makes, and modules that hide those of orch."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from orchestrator.cli import main
+from orchestrator.config.compose import compose
+from orchestrator.errors import ConfigError
+from orchestrator.submission import user_code
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 HEAVY = [
@@ -72,3 +76,71 @@ def test_every_verb_explains_itself_and_takes_the_global_options(orch: Type, ver
 
 def test_version(orch: Type) -> None:
     assert orch("--version").out.startswith("orch 0.")
+
+
+READING = [
+    "status", "status --all", "status x", "show x", "show @last", "wait x", "events x", "logs x --controller", "top x",
+    "compare x y", "attach x", "ckpt ls x", "ckpt verify x", "tag x", "nodes ls", "db path", "db backup copy.db",
+    "doctor", "controller status", "controller stop", "controller install --print --via cron", "config show tiny-gpt",
+    "restore-tests ls",
+]  # fmt: skip
+OF_A_KNOWN_RUN = ["save x", "cancel x", "resume x", "tag x y", "rm x", "ckpt pin x", "ckpt gc x", "ckpt restore-test x"]
+
+
+@pytest.mark.parametrize("command", [*READING, *OF_A_KNOWN_RUN])
+def test_a_verb_that_has_nothing_to_write_makes_no_state_folder(orch: Type, home: Path, command: str) -> None:
+    assert orch(*command.split()).code in (0, 3, 4), "its words are right"
+    assert not home.exists()
+
+
+def test_the_first_write_makes_the_state_folder_private(orch: Type, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert orch("db", "rebuild", "--root", tmp_path / "run").code == 0
+    assert home.stat().st_mode & 0o777 == 0o700
+
+
+def test_doctor_tries_the_folder_in_which_the_state_folder_will_be_made(orch: Type, home: Path) -> None:
+    state = [line for line in orch("doctor").out.splitlines() if "state folder" in line]
+    assert state == [f"ok    state folder {home}; it will be made"]
+    assert not [name for name in os.listdir(home.parent) if "probe" in name]
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = "from orchestrator.cli.entry import main; main()"
+CONTROLLER = "import orchestrator.controller.service, checkpointing, trainer; print(trainer.__path__[0])"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of somebody who calls his modules what orch calls its packages."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("trainer", "checkpointing"):
+        (folder / f"{name}.py").write_text("x = 1\n")
+    return folder
+
+
+@pytest.mark.parametrize(("code", "printed"), [(PROGRAM, "registry.db"), (CONTROLLER, str(ROOT / "trainer"))])
+def test_own_packages_come_first(folder: Path, tmp_path: Path, code: str, printed: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "ORCH_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "db", "path"], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+
+
+def test_a_job_is_not_given_a_pythonpath_that_hides_them(folder: Path) -> None:
+    """The shell's own does not reach a job; one of the configuration does."""
+    config = compose("tiny-gpt", [f"+env.PYTHONPATH=/other:{folder}"]).config
+    with pytest.raises(ConfigError, match=f"{folder / 'trainer.py'} has the name of one of orch's own") as refused:
+        user_code.check(config)
+    assert refused.value.where == "env.PYTHONPATH"
+    assert f"without {folder}" in refused.value.hint
+
+
+def test_a_job_is_not_given_such_a_pythonpath_of_the_shell(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    user_code.check(compose("tiny-gpt", []).config)
+    with pytest.raises(ConfigError, match=r"trainer\.py"):
+        user_code.check(compose("tiny-gpt", ["env_from=[PYTHONPATH]"]).config)

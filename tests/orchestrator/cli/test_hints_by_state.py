@@ -1,6 +1,5 @@
 """What verbs offer next, in every state of a run: each command is typed, and none is refused for that state."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,11 @@ from orchestrator.controller import service as real_service
 from orchestrator.registry.records import Checkpoint, NewRun, RestoreTest
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.run_folder import ensure_run_dir
+from orchestrator.run_view import RunView
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission import resume_request
 from orchestrator.submission.run_identity import code, environment
-from tests.orchestrator.cli.conftest import Type, Typed
+from tests.orchestrator.cli.conftest import Patch, Type, Typed
 from tests.orchestrator.cli.printed_commands import commands_in, is_name, why_not_typed
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import Failure, FailureKind
@@ -138,7 +138,7 @@ def config() -> dict[str, Any]:
 
 @pytest.fixture
 def world(
-    home: Path, tmp_path: Path, identity: dict[str, Any], config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, identity: dict[str, Any], config: dict[str, Any], monkeypatch: Patch
 ) -> Iterator[World]:
     """Nobody starts anything, and nobody waits."""
 
@@ -249,10 +249,9 @@ def test_a_failure_that_no_log_tells_of_is_told_from_the_registry(orch: Type, wo
     assert f"from {caught}" in said.err
 
 
-def test_this_test_types_what_is_offered(orch: Type, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_test_types_what_is_offered(orch: Type, world: World, monkeypatch: Patch) -> None:
     """A hint that the state does not allow is found."""
     run = world.run(RunState.SUCCEEDED)
-    module = sys.modules["orchestrator.cli.live_jobs.live_attempt"]
-    monkeypatch.setattr(module, "after_end", lambda row: f"go on with it:  orch resume {row['run']}")
+    monkeypatch.setattr(RunView, "after_end", property(lambda view: f"go on with it:  orch resume {view.run}"))
     with pytest.raises(AssertionError, match=f"`orch attach {{run}} --stack` offers `orch resume {run}`: exit code 4"):
         check(orch, run, ["attach {run} --stack"])

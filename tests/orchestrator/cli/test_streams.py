@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestrator.cli.conftest import Seeds
+from tests.orchestrator.cli.conftest import Patch, Seeds
 from tests.orchestrator.cli.forked_orch import ForkedOrch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,7 +82,7 @@ def test_an_encoding_with_few_signs_gets_plain_ones(program: Program) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 150, 200])
-def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, monkeypatch: Patch, width: int) -> None:
     """On a real terminal."""
     seeds.run(reason="a long reason " * 20)
     ours, theirs = pty.openpty()

@@ -14,7 +14,8 @@ from orchestrator.cli.checkpoints import verify as verification
 from orchestrator.cli.runs import submit
 from orchestrator.controller import service
 from orchestrator.registry.records import Checkpoint
-from orchestrator.states import RunState, Trust
+from orchestrator.run_view import RunView, find_run
+from orchestrator.states import Trust
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 with warnings.catch_warnings():
@@ -227,16 +228,9 @@ def test_the_run_s_folder_comes_with_the_checkpoint(
     """Whoever sees the run sees its first checkpoint, sealed: nobody can launch it without."""
     seen: list[list[Any]] = []
 
-    def no_job(_screen: Any, name: str, _kind: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def no_job(_screen: Any, name: str, _kind: str, **_more: Any) -> tuple[RunView, tuple[str, ...]]:
         seen.append(Catalog(tmp_path / "made" / name / "checkpoints").committed_entries())
-        return {
-            "run": "x-1",
-            "state": RunState.CREATED,
-            "job_id": None,
-            "reason": "",
-            "scheduler": "",
-            "cluster": "local",
-        }, ()
+        return find_run(name), ()
 
     monkeypatch.setattr(submit, "_await_job", no_job)
     monkeypatch.setattr(service, "ensure_running", lambda _path, _kind: None)
@@ -274,15 +268,8 @@ def test_export_of_what_the_format_has_no_word_for(orch: Type, seeds: Seeds, tmp
 
 
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_job(_screen: Any, _name: str, _kind: str, **_more: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-        return {
-            "run": "x-1",
-            "state": RunState.CREATED,
-            "job_id": None,
-            "reason": "",
-            "scheduler": "",
-            "cluster": "local",
-        }, ()
+    def no_job(_screen: Any, name: str, _kind: str, **_more: Any) -> tuple[RunView, tuple[str, ...]]:
+        return find_run(name), ()
 
     monkeypatch.setattr(submit, "_await_job", no_job)
     monkeypatch.setattr(service, "ensure_running", lambda _path, _kind: None)

@@ -20,7 +20,7 @@ from orchestrator.cli.completion.completion import SHELLS
 from orchestrator.cli.terminal.argument_types import CompletedText
 from orchestrator.cli.terminal.render import plain
 from orchestrator.states import RunState
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 
 FREE_TEXT = {
     "submit name", "ckpt import name", "ckpt pin note", "ckpt restore-test layouts", "ckpt restore-test tier",
@@ -111,9 +111,7 @@ def test_without_a_registry_nothing_is_offered_and_nothing_fails(home: Path) -> 
     assert offered("orch show ") == []
 
 
-def test_a_tab_says_nothing_where_the_state_folder_cannot_be(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tab_without_state(home: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ORCH_HOME", "/dev/null")
     monkeypatch.setenv("_ORCH_COMPLETE", "orch show t")
     monkeypatch.setattr(main, "prepare", lambda: None)  # it would take over the streams of the tests
@@ -163,7 +161,7 @@ def test_the_script_is_printed_whole(orch: Type, shell: str) -> None:
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def program(tmp_path: Path, monkeypatch: Patch) -> None:
     """`orch` on the PATH of a shell that has no settings of whoever runs the tests."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -221,9 +219,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh"])
-def test_a_real_shell_completes(
-    runs: list[str], program: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_real_shell_completes(runs: list[str], program: None, tmp_path: Path, monkeypatch: Patch, name: str) -> None:
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
     (tmp_path / "mine.yaml").write_text("")
@@ -236,7 +232,7 @@ def test_a_real_shell_completes(
         shell.close()
 
 
-def test_fish_completes(runs: list[str], program: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fish_completes(runs: list[str], program: None, tmp_path: Path, monkeypatch: Patch) -> None:
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     (tmp_path / "mine.yaml").write_text("")

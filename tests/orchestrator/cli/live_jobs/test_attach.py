@@ -122,7 +122,7 @@ def test_attach_says_what_to_ask_for(orch: Type, seeds: Seeds) -> None:
         (("logs", "--node", 2), "there is no such log (yet)"),
     ],
 )
-def test_a_rank_or_node_that_the_job_does_not_have(
+def test_unknown_rank_or_node(
     orch: Type, seeds: Seeds, asked: tuple[str, ...], told: str
 ) -> None:  # fmt: skip
     run = seeds.run()

@@ -10,7 +10,7 @@ from checkpointing.storage.durable import dump_line
 from orchestrator.cli.live_jobs import live_attempt
 from orchestrator.errors import WaitTimeout
 from orchestrator.states import RunState
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.protocol.requests import Request, RequestKind, pending
@@ -90,9 +90,7 @@ def test_a_no_is_told_as_one(orch: Type, seeds: Seeds) -> None:
     assert "the ranks are the user's own command" in said.err
 
 
-def test_an_attempt_that_ends_first_is_not_waited_for(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempt_ends_before_it_answers(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
     monkeypatch.setattr(live_attempt.time, "sleep", lambda _: over(folder, "its node was lost"))
@@ -114,7 +112,7 @@ def test_waiting_ends_with_124_and_says_that_the_request_stands(orch: Type, seed
 class Clock:
     """Seconds that pass when somebody sleeps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: Patch) -> None:
         self.now = 0.0
         self.then = lambda: None
         monkeypatch.setattr(live_attempt.time, "sleep", self._sleep)
@@ -127,9 +125,7 @@ class Clock:
         self.then()
 
 
-def test_the_end_of_an_attempt_is_its_last_word_or_its_last_beat(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_await_end_of_attempt(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
     found, clock = live_attempt.find_live_attempt(run), Clock(monkeypatch)

@@ -14,7 +14,7 @@ from orchestrator.cli.live_jobs.first_error import _around
 from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.cli.runs.timeline import describe_event
 from orchestrator.states import RunState
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from tests.orchestrator.cli.forked_orch import ForkedOrch
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Failure, FailureKind
@@ -166,9 +166,7 @@ def test_following_goes_on_over_attempts_until_the_run_ends(seeds: Seeds, place:
     assert "is FAILED: a bug" in err
 
 
-def test_following_all_ranks_begins_with_the_end_of_each_and_leaves_out_no_last_word(
-    orch: Type, seeds: Seeds, place: RunDir
-) -> None:
+def test_follow_all_ranks(orch: Type, seeds: Seeds, place: RunDir) -> None:
     for rank in (0, 1):
         write_log(place.attempt(1), rank, *(f"line {n}" for n in range(50)))
     with place.attempt(1).rank_log(1).open("a") as log:
@@ -253,7 +251,7 @@ def test_the_feed_gives_every_event_once_in_words(place: RunDir) -> None:
     assert "attempt 1 generation 1: rank 1 on n1 ended: killed by signal 9" in said
     assert "attempt 1 generation 2: trains: step 3 done after 1.0 s" in said
     assert feed.latest is not None
-    assert (feed.latest.step, feed.latest.loss) == (6, 1.0)
+    assert (feed.latest["step"], feed.latest["loss"]) == (6, 1.0)
     assert feed.poll() == []
 
 
@@ -267,7 +265,7 @@ def test_the_demo_says_what_it_went_on_from(place: RunDir, tier: str, words: str
 
 @pytest.mark.parametrize(("hit", "state", "code"), [(True, "SUCCEEDED", 0), (False, "SUCCEEDED", 8), (True, "HELD", 8)])
 def test_the_demo_judges_by_what_happened(
-    orch: Type, seeds: Seeds, place: RunDir, monkeypatch: pytest.MonkeyPatch, hit: bool, state: str, code: int
+    orch: Type, seeds: Seeds, place: RunDir, monkeypatch: Patch, hit: bool, state: str, code: int
 ) -> None:
     from orchestrator.cli.drills import demo
 

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.live_jobs.top import LiveRunReader, _print, select_ranks, worst
+from orchestrator.cli.live_jobs.top import LiveRunReader, print_reading, select_ranks, worst_ranks
 from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.registry.records import Generation
 from orchestrator.states import RunState, Trust
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from tests.orchestrator.cli.forked_orch import on_a_terminal
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
 from trainer.protocol.events import EventKind, EventLog
@@ -75,9 +75,7 @@ def test_one_picture_of_a_live_run(orch: Type, seeds: Seeds) -> None:
         ("ended", "done", "generation 0   ended: done   heartbeat"),
     ],
 )
-def test_a_job_whose_ranks_do_not_run_says_what_it_does(
-    orch: Type, seeds: Seeds, state: str, phase: str, said: str
-) -> None:
+def test_stage_without_ranks(orch: Type, seeds: Seeds, state: str, phase: str, said: str) -> None:
     run = seeds.run()
     beat = {"seq": 1, "time": time.time(), "attempt": 1, "generation": 0, "step": 0, "phase": phase, "state": state}
     begun(seeds, run).attempt(1).heartbeat.write_text(dump_line(beat))
@@ -192,11 +190,11 @@ def test_a_large_job_shows_the_ranks_to_look_at(orch: Type, seeds: Seeds) -> Non
 def test_the_worst_ranks(odd: dict[str, Any], why: str) -> None:
     ranks = [rank(number) for number in range(20)]
     ranks[13] = rank(13, **odd)
-    assert [one.rank for one in worst(ranks, 1)] == [13], why
+    assert [one.rank for one in worst_ranks(ranks, 1)] == [13], why
 
 
 def test_a_rank_that_has_ended_is_no_stopped_one() -> None:
-    assert worst([rank(0, state="X", ended=True), rank(1, ratio=1.1)], 1)[0].rank == 1
+    assert worst_ranks([rank(0, state="X", ended=True), rank(1, ratio=1.1)], 1)[0].rank == 1
 
 
 def test_a_run_that_has_not_begun_is_shown_as_far_as_it_is_known(orch: Type, seeds: Seeds) -> None:
@@ -210,14 +208,14 @@ def test_on_a_terminal_it_draws_until_the_run_is_over(seeds: Seeds) -> None:
     assert "tiny-1  SUCCEEDED  all ranks finished" in on_a_terminal(seeds.store, "top", run)
 
 
-def drawn(seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch, *, height: int, width: int = 80) -> list[str]:
+def drawn(seeds: Seeds, run: str, monkeypatch: Patch, *, height: int, width: int = 80) -> list[str]:
     """What a live picture shows on a terminal of this size; at its end it would show all of it."""
     paper = io.StringIO()
     console = Console(file=paper, width=width, height=height, force_terminal=True, no_color=True, highlight=False)
     monkeypatch.setattr(Screen, "_console", lambda _self, _stream: console)
     screen, reading = Screen(), LiveRunReader(run, seeds.root / run).read()
     with screen.live_page() as draw:
-        draw(partial(_print, screen, reading))
+        draw(partial(print_reading, screen, reading))
         text = paper.getvalue()
     return plain(text.replace("\r", "")).splitlines()
 
@@ -235,9 +233,7 @@ def plentiful(seeds: Seeds, ranks: int) -> str:
 
 
 @pytest.mark.parametrize(("height", "width"), [(24, 80), (24, 200), (16, 80), (40, 80)])
-def test_what_is_live_shows_the_worst_rank_and_the_newest_event(
-    seeds: Seeds, monkeypatch: pytest.MonkeyPatch, height: int, width: int
-) -> None:
+def test_live_display_fits(seeds: Seeds, monkeypatch: Patch, height: int, width: int) -> None:
     lines = drawn(seeds, plentiful(seeds, 32), monkeypatch, height=height, width=width)
     assert len(lines) <= height
     text = " ".join(" ".join(lines).split())
@@ -249,7 +245,7 @@ def test_what_is_live_shows_the_worst_rank_and_the_newest_event(
     assert len([line for line in lines if " forward" in line]) > 1
 
 
-def test_where_all_ranks_fit_all_are_live(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_ranks_fit_all_are_live(seeds: Seeds, monkeypatch: Patch) -> None:
     lines = drawn(seeds, plentiful(seeds, 32), monkeypatch, height=60)
     assert [line.split()[0] for line in lines if " forward" in line and " n" in line] == [str(n) for n in range(32)]
 

@@ -16,7 +16,7 @@ from orchestrator.cli.terminal.render import Screen
 from orchestrator.states import Trust
 from tests.checkpointing.made_checkpoint import make
 from tests.installed_distributions import install
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from tests.orchestrator.tiny_config import tiny_config
 from trainer.protocol import skipped_batches
 from trainer.protocol.run_dir import RunDir
@@ -103,9 +103,7 @@ def test_a_branch_sees_the_folder_that_its_checkpoint_is_put_into(orch: Type, se
     assert "checkpoint.tiers has no `run`" in refused.err
 
 
-def test_the_packages_of_a_branch_are_those_of_this_interpreter(
-    orch: Type, seeds: Seeds, run: str, tmp_path: Path
-) -> None:
+def test_branch_uses_packages_of_this_interpreter(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
     """Those of the other run are as they were, in a folder that the new run does not have."""
     install(tmp_path / "site", "torch", "1.0")
     attempt, folders = RunDir(seeds.root / run).attempt(1), (str(tmp_path / "site"),)
@@ -124,7 +122,7 @@ def test_a_branch_trains_the_code_that_was_copied(orch: Type, seeds: Seeds, run:
     (folder / "config.json").write_bytes(canonical(config))
     copy = str(folder / "code" / "0")
     assert preview(orch, "--from", f"{run}@50")["workload"]["path"] == [copy]
-    with branch(Screen(), seeds.store, f"{run}@50", None, ()) as (composed, _):
+    with branch(Screen(), f"{run}@50", None, ()) as (composed, _):
         pass
     assert composed.config.workload.path == (copy,), "its class is imported when it is submitted"
 
@@ -132,7 +130,7 @@ def test_a_branch_trains_the_code_that_was_copied(orch: Type, seeds: Seeds, run:
 def test_a_live_run_does_not_delete_what_a_branch_begins_with(seeds: Seeds, run: str) -> None:
     """Between the choice and the copy, which take seconds."""
     storage = LocalStorage(RunDir(seeds.root / run).checkpoints)
-    with branch(Screen(), seeds.store, f"{run}@50", None, ()) as (_, begins):
+    with branch(Screen(), f"{run}@50", None, ()) as (_, begins):
         assert pinned_names(storage) == {Path(begins["checkpoint"]).name}
     assert not pinned_names(storage)
 
@@ -142,7 +140,7 @@ BAD = Skip(step=60, position=59, reason="loss nan")
 
 def test_a_branch_skips_the_batches_that_its_run_has_skipped(seeds: Seeds, run: str) -> None:
     def begins() -> dict[str, Any]:
-        with branch(Screen(), seeds.store, f"{run}@50", None, ()) as (_, begins):
+        with branch(Screen(), f"{run}@50", None, ()) as (_, begins):
             return begins
 
     assert "skipped" not in begins()
@@ -170,7 +168,7 @@ def test_a_default_may_be_restored_in_a_branch(orch: Type, seeds: Seeds, run: st
     assert preview(orch, "~optimizer.warmup_steps", "--from", f"{run}@50")["optimizer"]["warmup_steps"] == 10
 
 
-def test_a_config_file_may_lie_in_the_home_folder(orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_file_may_lie_in_the_home_folder(orch: Type, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.yaml").write_text("includes: [tiny-gpt]\noptimizer: {lr: 1e-4}\n")
     assert preview(orch, "~/mine.yaml")["optimizer"]["lr"] == 1e-4

@@ -1,4 +1,4 @@
-"""What is typed on one cluster about runs of another: where they are, and where to type it instead."""
+"""Commands about runs of another cluster, and about a Slurm that does not answer this shell or the controller."""
 
 import os
 import socket
@@ -6,13 +6,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access import run_folder
+from orchestrator.cli.access.slurm_environment import compare_with_controller
+from orchestrator.cli.runs.submit import _no_job_yet
 from orchestrator.controller import service
+from orchestrator.errors import Precondition
+from orchestrator.home import registry_path
+from orchestrator.registry.lease import host_file
+from orchestrator.scheduler import available_schedulers
+from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 from orchestrator.states import AttemptState, RunState
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 
 HERE, FAR = "lab@login1:6817/aaaaaaaa", "lab@login2:6817/bbbbbbbb"
 
@@ -50,14 +60,14 @@ class Sites:
 
 
 @pytest.fixture
-def sites(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sites]:
+def sites(seeds: Seeds, monkeypatch: Patch) -> Iterator[Sites]:
     monkeypatch.setattr(run_folder, "reaches", lambda kind, scheduler: scheduler in ("", HERE))
     for name in ("ensure_running", "tick_once"):
         monkeypatch.setattr(service, name, lambda path, kind: pytest.fail("nothing may be started here for another"))
     return Sites(seeds)
 
 
-def test_status_says_which_cluster_a_run_belongs_to(orch: Type, sites: Sites) -> None:
+def test_cluster_of_run(orch: Type, sites: Sites) -> None:
     runs = [sites.run(HERE), sites.run(FAR), sites.run("")]
     rows = {row["run"]: row for row in orch("status", "--json").data}
     assert [rows[run]["slurm_cluster"] for run in runs] == [HERE, FAR, None]
@@ -67,7 +77,7 @@ def test_status_says_which_cluster_a_run_belongs_to(orch: Type, sites: Sites) ->
     assert FAR in orch("show", runs[1]).out
 
 
-def test_each_cluster_without_a_controller_is_warned_of(orch: Type, sites: Sites) -> None:
+def test_cluster_without_controller(orch: Type, sites: Sites) -> None:
     sites.run(HERE)
     sites.run(FAR)
     sites.alone()
@@ -95,7 +105,7 @@ def test_controller_status_lists_every_cluster(orch: Type, sites: Sites) -> None
     assert f"alive for {FAR}: pid 7 on login2" in said
 
 
-def test_waiting_for_a_run_that_nobody_serves_from_here_ends_with_what_to_type(orch: Type, sites: Sites) -> None:
+def test_wait_without_controller(orch: Type, sites: Sites) -> None:
     run = sites.run(FAR)
     sites.alone()
     refused = orch("wait", run)
@@ -104,7 +114,7 @@ def test_waiting_for_a_run_that_nobody_serves_from_here_ends_with_what_to_type(o
     assert f"`orch controller start` on a login node of {FAR}" in refused.err
 
 
-def test_waiting_goes_on_while_the_other_cluster_s_controller_lives(orch: Type, sites: Sites) -> None:
+def test_wait_for_other_cluster(orch: Type, sites: Sites) -> None:
     run = sites.run(FAR)
     sites.alone()
     sites.controller(FAR)
@@ -112,9 +122,7 @@ def test_waiting_goes_on_while_the_other_cluster_s_controller_lives(orch: Type, 
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_request_waits_for_the_run_s_own_controller(
-    orch: Type, sites: Sites, lives: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_waits_for_controller(orch: Type, sites: Sites, lives: bool, monkeypatch: Patch) -> None:
     monkeypatch.setattr("orchestrator.cli.runs.cancel_resume.ANSWER_TIMEOUT", 0.1)
     monkeypatch.setattr(service, "ensure_running", lambda path, kind: False)
     run = sites.run(FAR)
@@ -128,7 +136,7 @@ def test_a_request_waits_for_the_run_s_own_controller(
     assert (f"no controller of {FAR} runs" in done.err) is not lives
 
 
-def test_a_node_of_a_cluster_that_nobody_serves_from_here_is_not_said_to_be_released(orch: Type, sites: Sites) -> None:
+def test_release_on_other_cluster(orch: Type, sites: Sites) -> None:
     sites.run(FAR)
     now, epoch = time.time(), sites.seeds.epoch
     sites.store.saw_node("n2", FAR, epoch=epoch, now=now, failure="it hung")
@@ -140,9 +148,7 @@ def test_a_node_of_a_cluster_that_nobody_serves_from_here_is_not_said_to_be_rele
     assert f"no controller of {FAR} runs" in refused.err
 
 
-def test_taking_a_run_over_needs_that_no_job_of_it_may_live(
-    orch: Type, sites: Sites, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_take_over_needs_ended_job(orch: Type, sites: Sites, monkeypatch: Patch) -> None:
     monkeypatch.setattr("orchestrator.cli.runs.cancel_resume.ANSWER_TIMEOUT", 0.1)
     monkeypatch.setattr("orchestrator.cli.runs.cancel_resume._key_here", lambda kind, must: HERE)
     started: list[str] = []
@@ -157,7 +163,7 @@ def test_taking_a_run_over_needs_that_no_job_of_it_may_live(
     assert (ask.verb, ask.args, started) == ("resume", {"here": HERE}, ["slurm"])
 
 
-def test_local_runs_belong_to_their_host(orch: Type, seeds: Seeds) -> None:
+def test_local_runs(orch: Type, seeds: Seeds) -> None:
     assert run_folder.reaches("local", f"local@{socket.gethostname()}")
     assert not run_folder.reaches("local", "local@elsewhere")
     there = run_folder.RunLocation(run="a-1", scheduler="local@elsewhere", reached=False, lives=False)
@@ -165,7 +171,7 @@ def test_local_runs_belong_to_their_host(orch: Type, seeds: Seeds) -> None:
 
 
 @pytest.fixture
-def silent_slurm(seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def silent_slurm(seeds: Seeds, tmp_path: Path, monkeypatch: Patch) -> None:
     """A shell in which Slurm's commands are there, and reach nobody; no controller lives."""
     for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "sacct"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
@@ -182,7 +188,7 @@ def silent_slurm(seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("verb", "state"), [("cancel", RunState.RUNNING), ("resume", RunState.HELD), ("nodes", RunState.RUNNING)]
 )
-def test_a_request_that_waits_for_a_silent_slurm_says_so(orch: Type, seeds: Seeds, verb: str, state: RunState) -> None:
+def test_request_to_silent_slurm(orch: Type, seeds: Seeds, verb: str, state: RunState) -> None:
     run = next(run.name for run in seeds.store.runs() if run.state is state)
     words = ("nodes", "exclude", "n1") if verb == "nodes" else (verb, run)
     said = orch(*words, "--no-controller")
@@ -195,7 +201,7 @@ def test_a_request_that_waits_for_a_silent_slurm_says_so(orch: Type, seeds: Seed
 
 
 @pytest.mark.usefixtures("silent_slurm")
-def test_a_run_that_was_never_given_to_a_silent_slurm_is_cancelled(orch: Type, seeds: Seeds) -> None:
+def test_cancel_of_unsubmitted_run(orch: Type, seeds: Seeds) -> None:
     new = replace(seeds.new("fresh"), cluster="slurm")
     run = seeds.store.create_run(new, now=time.time(), nonce="0123abcd")[0].name
     said = orch("cancel", run, "--no-controller")
@@ -205,7 +211,7 @@ def test_a_run_that_was_never_given_to_a_silent_slurm_is_cancelled(orch: Type, s
 
 @pytest.mark.usefixtures("silent_slurm")
 @pytest.mark.parametrize("verb", ["cancel", "resume"])
-def test_nothing_is_asked_for_that_nobody_could_ever_do(orch: Type, seeds: Seeds, verb: str) -> None:
+def test_impossible_request(orch: Type, seeds: Seeds, verb: str) -> None:
     """A registry that was made anew from a folder without a record: no cluster is known, and none answers."""
     run = next(run.name for run in seeds.store.runs() if run.state is RunState.HELD)
     Sites(seeds).belongs(run, "")
@@ -216,12 +222,95 @@ def test_nothing_is_asked_for_that_nobody_could_ever_do(orch: Type, seeds: Seeds
     assert seeds.store.user_requests() == []
 
 
-def test_a_run_of_no_known_cluster_is_cancelled_by_way_of_this_one(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_on_unknown_cluster(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
     monkeypatch.setattr("orchestrator.cli.runs.cancel_resume._key_here", lambda kind, must: HERE)
     run = Sites(seeds).run("", RunState.HELD)
     said = orch("cancel", run)
     assert said.code == 4
     assert f"if it is this one ({HERE}): `orch resume {run} --here`, then" in " ".join(said.err.split())
     assert seeds.store.user_requests() == []
+
+
+SILENT = "scontrol gave no answer within 10 s"
+
+
+@pytest.fixture
+def screen(monkeypatch: Patch) -> Any:
+    monkeypatch.setattr(available_schedulers, "lease_key", lambda kind: "")
+    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
+    monkeypatch.delenv("SLURM_JWT", raising=False)
+    said: list[str] = []
+    return SimpleNamespace(said=said, note=said.append, warn=lambda code, text: said.append(f"{code}: {text}"))
+
+
+def controller(seeds: Seeds, silence: str = "", **client: Any) -> None:
+    """What the one of the seeds (pid 7 on login1) has written down."""
+    same = ClientEnvironment.from_environ().to_json()
+    fields = {"pid": 7, "client": {**same, **client}, "silence": silence}
+    host_file(registry_path(), "slurm", "", "login1").write_text(dump_line(fields))
+
+
+def test_an_answered_controller_and_one_that_says_nothing_are_nobodys_business(seeds: Seeds, screen: Any) -> None:
+    compare_with_controller(screen, "slurm")
+    controller(seeds, variables={"SLURM_CONF": "/etc/there.conf"})
+    compare_with_controller(screen, "slurm")
+    controller(seeds, SILENT)
+    compare_with_controller(screen, "slurm")
+    compare_with_controller(screen, "local")
+    assert screen.said == []
+
+
+def test_what_a_controller_can_take_over_is_told(seeds: Seeds, screen: Any) -> None:
+    controller(seeds, SILENT, variables={})
+    compare_with_controller(screen, "slurm")
+    assert screen.said == [
+        "the controller (pid 7 on login1) gets no answer from Slurm; it goes on with this shell's environment"
+    ]
+
+
+def test_what_it_cannot_take_over_is_refused_with_the_cure(seeds: Seeds, screen: Any) -> None:
+    controller(seeds, SILENT, variables={}, token="0badcafe0bad")
+    with pytest.raises(Precondition) as refused:
+        compare_with_controller(screen, "slurm")
+    assert refused.value.what == f"the controller (pid 7 on login1) gets no answer from Slurm: {SILENT}"
+    assert refused.value.where == "its SLURM_CONF is unset, not /etc/here.conf; its SLURM_JWT is another one"
+    assert refused.value.hint.startswith("`orch controller stop`, then the same again")
+
+
+def test_another_sbatch_is_warned_of(seeds: Seeds, screen: Any) -> None:
+    controller(seeds, sbatch="/opt/old/bin/sbatch")
+    compare_with_controller(screen, "slurm")
+    (said,) = screen.said
+    assert said.startswith("other_sbatch: the controller (pid 7 on login1) submits with /opt/old/bin/sbatch, not with")
+
+
+def test_a_controller_that_gets_no_answer_is_not_ok(orch: Type, seeds: Seeds) -> None:
+    run = seeds.run()
+    assert "controller ok" in orch("status", run).err
+    controller(seeds, SILENT)
+    said = orch("status", run)
+    assert "controller gets no answer from Slurm" in said.err
+    assert "controller ok" not in said.err
+    assert f"gets no answer from Slurm: {SILENT}" in orch("controller", "status").out
+    told = orch("controller", "status", "--json").data["controllers"]
+    assert [one["silence"] for one in told] == [SILENT]
+
+
+@pytest.mark.parametrize(
+    ("row", "conf", "words"),
+    [
+        ({"reason": "waits for room"}, "/a", "no job yet: waits for room; the controller goes on trying"),
+        ({}, "/a", f"no job yet: {SILENT}; the controller goes on trying: orch status a-1"),
+        ({}, "", f"no job yet: {SILENT}; SLURM_CONF is not set here"),
+        ({"scheduler": "lab@login1:6817/0badcafe"}, "", "no job yet; the controller goes on trying"),
+        ({"cluster": "local"}, "", f"no job yet: {SILENT}; the controller goes on trying"),
+    ],
+)
+def test_no_job_yet(row: dict[str, str], conf: str, words: str, seeds: Seeds, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("SLURM_CONF", conf)
+    controller(seeds, SILENT)
+    monkeypatch.setattr(
+        "orchestrator.registry.fast_queries.lease", lambda path, key: seeds.store.lease() if key is None else None
+    )
+    whole = {"run": "a-1", "reason": "", "scheduler": "", "cluster": "slurm", **row}
+    assert _no_job_yet(SimpleNamespace(**whole)).startswith(words)

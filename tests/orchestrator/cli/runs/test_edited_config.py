@@ -12,7 +12,7 @@ from orchestrator.config.compose import compose
 from orchestrator.config.layers import is_override
 from orchestrator.states import RunState
 from orchestrator.submission import create_run
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from trainer.protocol.run_dir import RunDir
 
 
@@ -70,9 +70,7 @@ def test_what_is_written_otherwise_and_means_the_same_is_no_edit(orch: Type, mad
     [(RunState.QUEUED, "`orch cancel {run}`, then `orch resume {run} cluster.mem=2G`"),
      (RunState.FAILED, "orch resume {run} cluster.mem=2G")],
 )  # fmt: skip
-def test_the_command_is_one_that_the_state_of_the_run_allows(
-    orch: Type, made: Callable[..., Submitted], state: RunState, command: str
-) -> None:
+def test_command_fits_state(orch: Type, made: Callable[..., Submitted], state: RunState, command: str) -> None:
     run = made(state)
     run.edit(lambda data: data["cluster"].update(mem="2G"))
     assert warning(orch("status", run.name, "--json")).endswith(f"type {command.format(run=run.name)}")
@@ -88,9 +86,7 @@ def test_what_cannot_be_read_or_told_is_noticed_too(orch: Type, made: Callable[.
     assert warning(orch("status", run.name, "--json")) == ""
 
 
-def test_resume_says_it_and_what_was_typed_is_said_no_more(
-    orch: Type, made: Callable[..., Submitted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_warns_of_edits(orch: Type, made: Callable[..., Submitted], monkeypatch: Patch) -> None:
     monkeypatch.setattr("orchestrator.controller.service.tick_once", lambda *_, **__: None)
     run = made()
     run.edit(lambda data: data["cluster"].update(mem="2G"))

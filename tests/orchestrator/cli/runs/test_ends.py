@@ -1,15 +1,17 @@
 """`orch wait` and the ends of runs; `orch cancel` and `orch resume` as requests."""
 
+import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.cli.runs import cancel_resume
 from orchestrator.states import RunState
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from tests.orchestrator.cli.forked_orch import ForkedOrch
 from tests.orchestrator.registry.newer_record import record_newer_attempt
 
@@ -18,7 +20,7 @@ from tests.orchestrator.registry.newer_record import record_newer_attempt
     ("state", "code"),
     [(RunState.SUCCEEDED, 0), (RunState.FAILED, 8), (RunState.HELD, 8), (RunState.CANCELLED, 10)],
 )
-def test_the_exit_code_says_how_a_run_ended(orch: Type, seeds: Seeds, state: RunState, code: int) -> None:
+def test_exit_codes_of_wait(orch: Type, seeds: Seeds, state: RunState, code: int) -> None:
     run = seeds.run(state=state, reason="because of that")
     ended = orch("wait", run)
     assert ended.code == code
@@ -30,7 +32,7 @@ def test_the_exit_code_says_how_a_run_ended(orch: Type, seeds: Seeds, state: Run
     assert as_json.data["state"] == state
 
 
-def test_waiting_gives_up_in_time_and_the_run_goes_on(orch: Type, seeds: Seeds) -> None:
+def test_wait_timeout(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     late = orch("wait", run, "--timeout", 0)
     assert late.code == 124
@@ -39,9 +41,7 @@ def test_waiting_gives_up_in_time_and_the_run_goes_on(orch: Type, seeds: Seeds) 
 
 
 @pytest.mark.parametrize("words", [["--follow"], []])
-def test_waiting_says_why_the_job_waits_each_reason_once(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
+def test_wait_reasons(orch: Type, seeds: Seeds, service: SimpleNamespace, monkeypatch: Patch, words: list[str]) -> None:
     run, reasons = seeds.run(), ["job 41 is PENDING (Priority): jobs of higher priority are first", "queued again"]
     looks = iter([*reasons, *reasons, ""])
 
@@ -57,7 +57,7 @@ def test_waiting_says_why_the_job_waits_each_reason_once(
     assert [done.err.count(reason) for reason in reasons] == [1, 1]
 
 
-def test_waiting_drives_a_run_that_nobody_drives(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
+def test_wait_acts_as_controller(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
     run = seeds.run()
     lease = seeds.store.lease()
     assert lease is not None
@@ -77,7 +77,7 @@ def test_waiting_drives_a_run_that_nobody_drives(orch: Type, seeds: Seeds, servi
     assert service.knocks == ["tick_once"]
 
 
-def test_ctrl_c_detaches_and_says_that_the_run_goes_on(seeds: Seeds) -> None:
+def test_interrupted_wait(seeds: Seeds) -> None:
     run = seeds.run()
     words = ["wait", run, "--follow"]
     child = ForkedOrch(seeds.store, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -91,9 +91,7 @@ def test_ctrl_c_detaches_and_says_that_the_run_goes_on(seeds: Seeds) -> None:
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])
-def test_a_request_is_written_and_somebody_is_woken(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, verb: str
-) -> None:
+def test_request_wakes_controller(orch: Type, seeds: Seeds, service: SimpleNamespace, verb: str) -> None:
     run = seeds.run(state=RunState.HELD if verb == "resume" else RunState.RUNNING)
 
     def answer(path: object, kind: str) -> None:
@@ -109,7 +107,7 @@ def test_a_request_is_written_and_somebody_is_woken(
     assert service.knocks == ["tick_once"]
 
 
-def test_what_cannot_be_cancelled_or_resumed_is_refused(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
+def test_refused_requests(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
     done = seeds.run(state=RunState.SUCCEEDED, reason="all steps")
     for verb in ("cancel", "resume"):
         refused = orch(verb, done)
@@ -129,7 +127,7 @@ def test_what_cannot_be_cancelled_or_resumed_is_refused(orch: Type, seeds: Seeds
 
 @pytest.mark.parametrize("state", [RunState.CANCELLED, RunState.RECOVERING])
 @pytest.mark.parametrize("changes", [(), ("train.steps=300",)])
-def test_a_run_with_which_another_registry_goes_on_is_not_resumed(
+def test_owned_elsewhere(
     orch: Type, seeds: Seeds, service: SimpleNamespace, state: RunState, changes: tuple[str, ...]
 ) -> None:
     run, other = seeds.run(state=state), seeds.root.parent / "other" / "registry.db"
@@ -142,9 +140,7 @@ def test_a_run_with_which_another_registry_goes_on_is_not_resumed(
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])
-def test_the_beginning_of_a_name_is_not_enough_to_end_a_run(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, verb: str
-) -> None:
+def test_requests_need_whole_names(orch: Type, seeds: Seeds, service: SimpleNamespace, verb: str) -> None:
     run = seeds.run(state=RunState.HELD)
     refused = orch(verb, run[:-1], "--no-controller")
     assert refused.code == 3
@@ -153,7 +149,7 @@ def test_the_beginning_of_a_name_is_not_enough_to_end_a_run(
     assert orch(verb, "@last", "--no-controller").code == 0
 
 
-def test_of_several_runs_those_are_cancelled_that_can_be(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
+def test_cancel_several_runs(orch: Type, seeds: Seeds, service: SimpleNamespace) -> None:
     run = seeds.run()
     some = orch("cancel", run, "nobody-7", "--no-controller")
     assert some.code == 3
@@ -161,12 +157,26 @@ def test_of_several_runs_those_are_cancelled_that_can_be(orch: Type, seeds: Seed
     assert [ask.run for ask in seeds.store.user_requests()] == [run]
 
 
-def test_whoever_waits_for_an_answer_is_told_so(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_answer(orch: Type, seeds: Seeds, service: SimpleNamespace, monkeypatch: Patch) -> None:
     run = seeds.run()
     monkeypatch.setattr(cancel_resume, "ANSWER_TIMEOUT", 0.5)
     monkeypatch.setattr(cancel_resume, "QUIET", 0.0)
     told = orch("cancel", run)
     assert f"asked; waiting for the controller's answer about {run}" in told.err
     assert f"{run}: asked; " in told.out
+
+
+@pytest.mark.parametrize("state", [RunState.HELD, RunState.CANCELLED, RunState.RUNNING, RunState.RECOVERING])
+@pytest.mark.parametrize("left", [None, "checkpoints/step-00000100.001-0123abcd"])
+def test_deleted_folder(orch: Type, seeds: Seeds, service: SimpleNamespace, state: RunState, left: str | None) -> None:
+    """A rank that still saves makes parts of a deleted folder again: that is not the run's folder."""
+    run = seeds.run(state=state)
+    folder = Path(seeds.store.run(run).run_dir)
+    shutil.rmtree(folder)
+    if left is not None:
+        (folder / left).mkdir(parents=True)
+    before = sorted(seeds.root.rglob("*"))
+    refused = orch("resume", run, "--no-controller")
+    assert (refused.code, str(folder) in refused.err) == (4, True), refused.err
+    assert seeds.store.user_requests() == []
+    assert sorted(seeds.root.rglob("*")) == before

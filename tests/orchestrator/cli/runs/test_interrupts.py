@@ -17,7 +17,7 @@ from orchestrator.controller import service
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
 from orchestrator.submission import create_run
-from tests.orchestrator.cli.conftest import Seeds, Type, Typed
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type, Typed
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
 from trainer.protocol.requests import Request, pending
 
@@ -27,7 +27,7 @@ def ctrl_c(*_: Any, **__: Any) -> Any:
 
 
 @pytest.fixture
-def no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_controller(monkeypatch: Patch) -> None:
     monkeypatch.setattr(service, "ensure_running", lambda path, kind: False)
 
 
@@ -45,18 +45,14 @@ def runs(orch: Type) -> list[str]:
 @pytest.mark.parametrize(
     "where", ["orchestrator.config.compose.compose", "orchestrator.submission.create_run.identify"]
 )
-def test_submit_before_there_is_a_run(
-    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, no_controller: None
-) -> None:
+def test_before_run(orch: Type, tmp_path: Path, monkeypatch: Patch, where: str, no_controller: None) -> None:
     monkeypatch.setattr(where, ctrl_c)
     done = submitted(orch, tmp_path)
     assert (done.code, done.out, done.err.strip()) == (130, "", "interrupted: no run was made")
     assert runs(orch) == []
 
 
-def test_submit_once_the_run_is_recorded(
-    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controller: None
-) -> None:
+def test_recorded_run(orch: Type, tmp_path: Path, monkeypatch: Patch, no_controller: None) -> None:
     monkeypatch.setattr(create_run, "ensure_run_dir", ctrl_c)
     done = submitted(orch, tmp_path)
     assert done.code == 130
@@ -67,9 +63,7 @@ def test_submit_once_the_run_is_recorded(
     assert runs(orch) == ["tiny-gpt-1"]
 
 
-def test_ctrl_c_while_the_run_is_being_recorded_comes_after_it(
-    orch: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controller: None
-) -> None:
+def test_deferred_interrupt(orch: Type, tmp_path: Path, monkeypatch: Patch, no_controller: None) -> None:
     """Nobody can be told that there is no run while its row is being written."""
     really = Store.create_run
 
@@ -89,7 +83,7 @@ def test_ctrl_c_while_the_run_is_being_recorded_comes_after_it(
 
 @pytest.mark.parametrize("json", [False, True])
 def test_submit_while_it_waits_for_the_job(
-    orch: Type, seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controller: None, json: bool
+    orch: Type, seeds: Seeds, tmp_path: Path, monkeypatch: Patch, no_controller: None, json: bool
 ) -> None:
     monkeypatch.setattr(submit, "_await_job", ctrl_c)
     done = submitted(orch, tmp_path, *(["--json"] if json else []))
@@ -108,9 +102,7 @@ def test_a_run_that_is_over_does_not_go_on(seeds: Seeds) -> None:
 
 
 @pytest.mark.parametrize("words", [("wait",), ("events", "-f"), ("logs", "-f")])
-def test_whoever_watches_is_told_whether_the_run_goes_on(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+def test_detach_message(orch: Type, seeds: Seeds, monkeypatch: Patch, words: tuple[str, ...]) -> None:
     run, lease = seeds.run(), seeds.store.lease()
     assert lease is not None
     monkeypatch.setattr(service, "tick_once", lambda path, kind, **_: SimpleNamespace(unreachable=()))
@@ -123,9 +115,7 @@ def test_whoever_watches_is_told_whether_the_run_goes_on(
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])
-def test_a_request_is_there_or_not(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, no_controller: None, verb: str
-) -> None:
+def test_request(orch: Type, seeds: Seeds, monkeypatch: Patch, no_controller: None, verb: str) -> None:
     run = seeds.run(state=RunState.HELD)
     monkeypatch.setattr(cancel_resume, "_store_changes", lambda *_: {})
     with monkeypatch.context() as early:
@@ -140,7 +130,7 @@ def test_a_request_is_there_or_not(
     assert [ask.verb for ask in seeds.store.user_requests()] == [verb]
 
 
-def test_a_request_to_save_stands(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_save_stands(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
     monkeypatch.setattr(live_attempt.time, "sleep", ctrl_c)
@@ -150,13 +140,11 @@ def test_a_request_to_save_stands(orch: Type, seeds: Seeds, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("where", "left"), [("begin", 0), ("written", 1)])
-def test_a_save_says_whether_it_was_asked_for(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, where: str, left: int
-) -> None:
+def test_save_request(orch: Type, seeds: Seeds, monkeypatch: Patch, where: str, left: int) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
     if where == "begin":
-        monkeypatch.setattr("orchestrator.cli.live_jobs.live_attempt.one_row", ctrl_c)
+        monkeypatch.setattr("orchestrator.cli.live_jobs.live_attempt.find_run", ctrl_c)
     else:
         write = Request.write
         monkeypatch.setattr(
@@ -170,9 +158,7 @@ def test_a_save_says_whether_it_was_asked_for(
     assert len(pending(folder.requests, 1, set())) == left
 
 
-def test_an_export_says_that_nothing_was_written(
-    orch: Type, seeds: Seeds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_export(orch: Type, seeds: Seeds, tmp_path: Path, monkeypatch: Patch) -> None:
     run = seeds.run()
     monkeypatch.setattr("orchestrator.cli.checkpoints.export_import.find_one", ctrl_c)
     (tmp_path / "full").mkdir()
@@ -182,16 +168,14 @@ def test_an_export_says_that_nothing_was_written(
         assert (done.code, " ".join(done.err.split())) == (130, f"interrupted: {tmp_path / name} is not written")
 
 
-def test_a_display_ends_without_a_word(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_display_ends_without_a_word(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
     seeds.run()
     monkeypatch.setattr(time, "sleep", ctrl_c)
     done = orch("status", "-w", "-q")
     assert (done.code, done.err.strip()) == (130, "")
 
 
-def test_what_only_reads_says_no_more_than_that_it_was_interrupted(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_reader(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
     monkeypatch.setattr("orchestrator.registry.fast_queries.newest", ctrl_c)
     done = orch("status", "-q")
     assert (done.code, done.err.strip()) == (130, "interrupted")

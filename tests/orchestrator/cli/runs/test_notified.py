@@ -24,7 +24,7 @@ def mine(tmp_path: Path, home: Path) -> str:
     return str(file)
 
 
-def test_what_was_not_told_is_warned_of(orch: Type, seeds: Seeds) -> None:
+def test_undelivered_messages(orch: Type, seeds: Seeds) -> None:
     run, other = seeds.run(), seeds.run()
     told = DeliveryRecord(
         index=0, state="HELD", at=1.0, tries=2, next_at=9.0, delivered=("mail",), failed={"webhook": "HTTP 500"}
@@ -38,13 +38,13 @@ def test_what_was_not_told_is_warned_of(orch: Type, seeds: Seeds) -> None:
         "state": "HELD", "delivered": ["mail"], "failed": {"webhook": "HTTP 500"}, "tries": 2,
         "at": "1970-01-01T00:00:01.000Z", "next_at": "1970-01-01T00:00:09.000Z",
     }  # fmt: skip
-    assert "told     that it is HELD, by mail\n" in orch("show", run).out
+    assert "message  HELD sent by mail\n" in orch("show", run).out
     assert orch("show", other, "--json").data["notified"] is None
     seeds.store.note_notified(other, asdict(failed), epoch=seeds.epoch)
-    assert f"2 runs could not tell everybody of their state: {other}, {run}" in orch("status").err
+    assert f"not all notifications of 2 runs were delivered: {other}, {run}" in orch("status").err
 
 
-def test_the_secret_of_a_webhook_is_never_shown(orch: Type, seeds: Seeds, mine: str) -> None:
+def test_webhook_secret_is_hidden(orch: Type, seeds: Seeds, mine: str) -> None:
     override = f"notify.webhook={WEBHOOK}2"
     said = [
         orch("config", "show", mine), orch("config", "show", mine, "--json"), orch("config", "show", "demo", override),
@@ -60,7 +60,7 @@ def test_the_secret_of_a_webhook_is_never_shown(orch: Type, seeds: Seeds, mine: 
     assert "SECRET" not in redact_command_line(["submit", "demo", f"notify={{webhook: {WEBHOOK}}}"])
 
 
-def test_a_changed_webhook_is_shown_as_changed_and_not_as_it_is(orch: Type, seeds: Seeds) -> None:
+def test_changed_webhook(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     seeds.store.note_run(
         run, epoch=seeds.epoch, now=1.0,
@@ -84,7 +84,7 @@ def test_a_changed_webhook_is_shown_as_changed_and_not_as_it_is(orch: Type, seed
         (f'why: <urlopen "{WEBHOOK}"> failed', f'why: <urlopen "{SHOWN}"> failed'),
     ],
 )
-def test_of_a_url_only_the_host_is_shown(url: str, shown: str) -> None:
+def test_redacted_url(url: str, shown: str) -> None:
     assert redacted_url(url) == shown
 
 
@@ -98,14 +98,14 @@ def test_of_a_url_only_the_host_is_shown(url: str, shown: str) -> None:
         ("notify.on=[DONE]", "notify.on: DONE: must be one of CREATED, QUEUED"),
     ],
 )
-def test_a_mistake_is_found_before_a_run_exists(override: str, why: str) -> None:
+def test_invalid_notify_settings(override: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose("tiny-gpt", [override])
     assert why in caught.value.what
     assert "word@" not in caught.value.what
 
 
-def test_a_command_is_a_line_for_the_shell_or_a_list(tmp_path: Path) -> None:
+def test_notify_command(tmp_path: Path) -> None:
     def command(*overrides: str) -> object:
         return compose("tiny-gpt", overrides).data["notify"]["command"]
 

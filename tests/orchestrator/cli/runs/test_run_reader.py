@@ -10,7 +10,7 @@ import pytest
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.live_jobs.top import LiveRunReader
 from orchestrator.cli.runs.run_reader import TAIL, EventFeed, StepLines
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from tests.orchestrator.cli.drills.test_drill import Job
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
 from trainer.protocol.events import EventKind, EventLog
@@ -31,7 +31,7 @@ class Reads:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+def reads(monkeypatch: Patch) -> Reads:
     counted, really = Reads(), Path.open
 
     class Counted(io.FileIO):
@@ -150,7 +150,7 @@ def test_whoever_follows_opens_what_has_grown_and_no_attempt_that_is_over(reads:
     grown = {f"003/events/{name}.jsonl" for name in ("coordinator", "rank-00000", "rank-00039")}
     assert set(reads.opens) == {*grown, "003/metrics/steps.jsonl"}
     assert feed.latest is not None
-    assert feed.latest.step == 4499
+    assert feed.latest["step"] == 4499
 
 
 def test_what_is_skipped_is_not_even_read(reads: Reads, tmp_path: Path) -> None:

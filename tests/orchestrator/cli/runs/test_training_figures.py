@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from checkpointing.storage.durable import dump_line
-from orchestrator.cli.runs.training_figures import figures_of_run, figures_words, training_figures
+from orchestrator.cli.runs.training_figures import (
+    describe_figures,
+    figures_of_run,
+    loss_trend,
+    step_seconds,
+    training_figures,
+)
 from tests.orchestrator.cli.conftest import Seeds, Type
 from tests.orchestrator.cli.live_jobs.test_live_attempt import begun
 from trainer.protocol.run_dir import RunDir
@@ -46,7 +52,7 @@ def test_a_generation_before_it_is_no_measure() -> None:
     figures = training_figures([line(1, 9.0), line(2, 9.0), line(2, generation=2)], world_size=2)
     assert figures is not None
     assert (figures.steps, figures.tokens_per_s_per_rank) == (1, 2000.0)
-    assert figures_words(figures)["speed"].endswith("(one step)")
+    assert describe_figures(figures)["speed"].endswith("(one step)")
 
 
 def test_all_ranks_are_compared_and_traffic_is_told_by_dimension() -> None:
@@ -56,7 +62,7 @@ def test_all_ranks_are_compared_and_traffic_is_told_by_dimension() -> None:
     newer = line(100, ranks={"forward": forward, "data": idle, "waiting": forward}, bytes={"tp": 1 << 20, "world": 72})
     figures = training_figures([older, newer, line(101)], world_size=4)
     assert figures is not None
-    words = figures_words(figures)
+    words = describe_figures(figures)
     assert words["ranks"] == "slowest, beside the median of all: forward rank 3 (2.50 x)"
     assert words["traffic"] == "tp 1.0 MiB, world 72 B in each step of rank 0"
 
@@ -68,15 +74,15 @@ def test_waiting_is_told_apart_into_stages_sends_and_reductions() -> None:
     assert figures is not None
     assert figures.exposed == pytest.approx({"receives": 0.1, "sends": 0.01, "reductions": 0.05})
     told = "waiting 20 % (for other stages 10 %, until they take what is sent 1 %, in reductions 5 %), saving 10 %"
-    assert told in figures_words(figures)["time"]
+    assert told in describe_figures(figures)["time"]
     plain = training_figures([line(1), line(2, exposed={"reductions": 0.05})], world_size=4)
-    assert "waiting 20 % (in reductions 5 %), saving" in figures_words(plain)["time"]
+    assert "waiting 20 % (in reductions 5 %), saving" in describe_figures(plain)["time"]
 
 
 def test_how_even_experts_are() -> None:
     loads = {"least": 0.5, "median": 1.0, "most": 2.25, "layer": 1, "expert": 6}
     figures = training_figures([line(50, experts=loads), line(51)], world_size=4)
-    words = figures_words(figures)["experts"]
+    words = describe_figures(figures)["experts"]
     assert words == "0.50 to 2.25 x the mean tokens of their layer, most expert 6 of layer 1"
 
 
@@ -85,7 +91,7 @@ def test_what_nobody_knows_is_left_out() -> None:
     bare = {"attempt": 1, "generation": 1, "step": 3, "loss": 1.0, "time": 1.0, "seconds": 1.0}
     figures = training_figures([bare], world_size=1)
     assert figures is not None
-    assert not any(figures_words(figures).values())
+    assert not any(describe_figures(figures).values())
     assert training_figures([], world_size=1) is None
 
 
@@ -123,3 +129,25 @@ def test_files_that_cannot_be_read_are_no_figures(seeds: Seeds) -> None:
     assert figures.steps == 1
     place.config.write_text("{")
     assert figures_of_run(place) is None
+
+
+def test_the_time_and_the_trend_are_those_of_the_newest_generation() -> None:
+    first = [line(step, 0.1, loss=4.0 - step / 100) for step in range(1, 102)]
+    assert step_seconds(first) == pytest.approx(0.1)
+    assert loss_trend(first) == (pytest.approx(-1.0), 100)
+    again = [line(step, generation=2) for step in range(60, 71)]
+    assert (step_seconds([*first, *again]), loss_trend([*first, *again])) == (1.0, (0.0, 10))
+
+
+def test_a_noisy_step_is_no_trend() -> None:
+    steps = [*(line(step) for step in range(1, 101)), line(101, loss=40.0), line(102, loss="nan")]
+    change, count = loss_trend(steps)
+    assert change is not None
+    assert change < 3.0
+    assert count == 101
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_steps_have_no_trend(count: int) -> None:
+    steps = [line(step, 0.1) for step in range(count)]
+    assert (step_seconds(steps), loss_trend(steps)) == (0.1 if count else None, (None, 0))

@@ -1,6 +1,8 @@
 """`orch resume RUN KEY=VALUE`: what may change of a run that goes on, what needs a word, and what is refused."""
 
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +18,18 @@ from orchestrator.submission import create_run, resume_request
 from orchestrator.submission.create_run import data_identity, read_index
 from orchestrator.submission.run_identity import code, environment
 from tests.fakes.slurm_commands import refusing, write_commands
-from tests.orchestrator.cli.conftest import Seeds, Type
+from tests.installed_distributions import install
+from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from tests.orchestrator.tiny_config import tiny_config
 from trainer.protocol import skipped_batches
 from trainer.protocol.config import build
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.token_shards import TokenIndex, prepare
+from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
+from trainer.protocol.user_code.installed_packages import read_versions
+
+pytestmark = pytest.mark.usefixtures("service")
 
 
 class Resumable:
@@ -47,8 +54,12 @@ class Resumable:
         return dict(request.args)
 
 
-def test_resume_changes_what_may_change(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:
-    run = Resumable(seeds, tmp_path)
+@pytest.fixture
+def run(seeds: Seeds, tmp_path: Path) -> Resumable:
+    return Resumable(seeds, tmp_path)
+
+
+def test_resume_with_changes(orch: Type, run: Resumable) -> None:
     words = ["optimizer.lr=0.5", "cluster.nodes=4", "parallel.dp_shard=0"]
     assert orch("resume", run.name, *words, "--no-controller").code == 0
     changed = run.store.config(run.asked()["config"])
@@ -56,13 +67,10 @@ def test_resume_changes_what_may_change(orch: Type, seeds: Seeds, service: Simpl
     assert changed["data"] == run.store.config(run.digest)["data"]
 
 
-def test_data_may_move_and_may_not_be_other_data(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_data_may_move(orch: Type, run: Resumable, seeds: Seeds, tmp_path: Path) -> None:
     for name, text in (("here", "abc" * 999), ("there", "abc" * 999), ("other", "abd" * 999)):
         (tmp_path / f"{name}.txt").write_text(text)
         prepare([str(tmp_path / f"{name}.txt")], tmp_path / name)
-    run = Resumable(seeds, tmp_path)
     identity = run.store.run(run.name).identity
     data = data_identity(str(tmp_path / "here"), read_index(str(tmp_path / "here")))
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "data": data})
@@ -81,14 +89,11 @@ def test_data_may_move_and_may_not_be_other_data(
 
 
 @pytest.mark.parametrize("changes", [(), ("optimizer.lr=0.5",)])
-def test_data_that_was_overwritten_is_refused_whatever_is_typed(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, changes: tuple[str, ...]
-) -> None:
+def test_overwritten_data_is_refused(orch: Type, run: Resumable, tmp_path: Path, changes: tuple[str, ...]) -> None:
     (tmp_path / "text.txt").write_text("abc" * 999)
     prepare([str(tmp_path / "text.txt")], tmp_path / "tokens")
     for path in list((tmp_path / "tokens").iterdir()):
         path.rename(tmp_path / path.name)
-    run = Resumable(seeds, tmp_path)
     with (tmp_path / "shard-00000.bin").open("r+b", buffering=0) as shard:
         before = shard.read(1)
         shard.seek(0)
@@ -100,12 +105,9 @@ def test_data_that_was_overwritten_is_refused_whatever_is_typed(
     assert orch("resume", run.name, *changes, "--no-controller").code == 0
 
 
-def test_resume_shows_slurm_what_it_would_submit(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_checks_change(orch: Type, run: Resumable, seeds: Seeds, tmp_path: Path, monkeypatch: Patch) -> None:
     said = "allocation failure: Invalid partition name specified"
     monkeypatch.setenv("PATH", write_commands(tmp_path / "bin", refusing(said)))
-    run = Resumable(seeds, tmp_path)
     seeds.store.note_run(run.name, epoch=seeds.epoch, now=1.0, cluster="slurm", scheduler=make_instance("slurm")())
     refused = orch("resume", run.name, "cluster.partition=nope", "--no-controller")
     assert refused.code == 4
@@ -116,10 +118,7 @@ def test_resume_shows_slurm_what_it_would_submit(
 
 
 @pytest.mark.parametrize("bad", ["lots", "1h"])
-def test_a_run_that_was_taken_with_a_wrong_value_can_be_cured(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, bad: str
-) -> None:
-    run = Resumable(seeds, tmp_path)
+def test_correct_invalid_value(orch: Type, run: Resumable, seeds: Seeds, bad: str) -> None:
     data = run.store.config(run.digest)
     data["cluster"] |= {"mem": "lots"} if bad == "lots" else {"time": "1h"}
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, config_digest=run.store.put_config(data))
@@ -130,10 +129,7 @@ def test_a_run_that_was_taken_with_a_wrong_value_can_be_cured(
     assert run.store.config(run.asked()["config"])["cluster"][key] == value
 
 
-def test_resume_without_changes_asks_for_none(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
-) -> None:
-    run = Resumable(seeds, tmp_path)
+def test_resume_without_changes(orch: Type, run: Resumable) -> None:
     assert orch("resume", run.name, "--no-controller").code == 0
     assert "config" not in run.asked()
 
@@ -150,10 +146,7 @@ def test_resume_without_changes_asks_for_none(
         (["~train.seed", "model.layers=9"], "model.layers cannot change", "leave it as it was"),
     ],
 )
-def test_resume_refuses_what_may_not_change(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, words: list[str], what: str, hint: str
-) -> None:
-    run = Resumable(seeds, tmp_path)
+def test_refused_change(orch: Type, run: Resumable, words: list[str], what: str, hint: str) -> None:
     refused = orch("resume", run.name, *words)
     assert refused.code in (2, 4)
     assert what in refused.err
@@ -164,18 +157,14 @@ def test_resume_refuses_what_may_not_change(
 @pytest.mark.parametrize(
     "words", [["train.seed=5"], ["model.dim=256"], ["train.batch_size=32"], ["data.shuffle=false"]]
 )
-def test_a_run_that_has_saved_nothing_begins_anew_with_anything(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, words: list[str]
-) -> None:
+def test_unsaved_run_may_change(orch: Type, seeds: Seeds, tmp_path: Path, words: list[str]) -> None:
     run = Resumable(seeds, tmp_path, saved=False)
     assert orch("resume", run.name, *words, "--no-controller").code == 0
     refused = orch("resume", run.name, *words, f"cluster.root={tmp_path / 'elsewhere'}")
     assert (refused.code, "cluster.root cannot change" in refused.err) == (4, True)
 
 
-def test_a_run_that_has_saved_nothing_may_be_given_its_data(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_unsaved_run_may_get_data(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("once upon a time " * 999)
     run = Resumable(seeds, tmp_path, RunState.FAILED, saved=False)
     assert orch("resume", run.name, f"data.text=[{tmp_path / 'book.txt'}]", "~data.path", "--no-controller").code == 0
@@ -186,9 +175,7 @@ def test_a_run_that_has_saved_nothing_may_be_given_its_data(
 
 
 @pytest.mark.parametrize("beginning", ["a checkpoint on disk", "another run's", "a tier elsewhere", "a batch to skip"])
-def test_what_the_registry_does_not_know_may_be_kept_all_the_same(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, beginning: str
-) -> None:
+def test_unregistered_progress_counts(orch: Type, seeds: Seeds, tmp_path: Path, beginning: str) -> None:
     tiers = ["checkpoint.tiers=[{path: run}, {path: /scratch}]"] if beginning == "a tier elsewhere" else []
     run = Resumable(seeds, tmp_path, RunState.HELD, *tiers, saved=False)
     found = run.store.run(run.name)
@@ -212,9 +199,7 @@ def test_what_the_registry_does_not_know_may_be_kept_all_the_same(
         (["train.batch_size=7"], "leave it as it was"),
     ],
 )
-def test_resume_never_offers_what_it_would_refuse(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, words: list[str], hint: str
-) -> None:
+def test_hint_is_accepted(orch: Type, seeds: Seeds, tmp_path: Path, words: list[str], hint: str) -> None:
     run = Resumable(seeds, tmp_path, RunState.HELD, "parallel.dp_shard=0")
     refused = orch("resume", run.name, *words)
     assert hint in refused.err
@@ -236,9 +221,7 @@ def test_resume_never_offers_what_it_would_refuse(
         (RunState.CANCELLED, None, True),
     ],
 )
-def test_code_that_was_to_be_fixed_needs_no_word(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, state: RunState, kind: str | None, asks: bool
-) -> None:
+def test_fixed_code(orch: Type, seeds: Seeds, tmp_path: Path, state: RunState, kind: str | None, asks: bool) -> None:
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "my_model.py").write_text("class Mine: ...\n")
@@ -252,17 +235,14 @@ def test_code_that_was_to_be_fixed_needs_no_word(
     assert ("trains on with fixed code" in typed.err) == (not asks)
 
 
-def test_a_key_that_there_is_not_is_told_before_a_run_is_cancelled_for_it(orch: Type, seeds: Seeds) -> None:
+def test_unknown_key_of_live_run(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     refused = orch("resume", run, "train.lrr=1")
     assert (refused.code, "unknown key `train.lrr`" in refused.err) == (2, True)
     assert f"`orch cancel {run}` stops it" in orch("resume", run, "optimizer.lr=1").err
 
 
-def test_resume_wants_a_word_for_other_code(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Resumable(seeds, tmp_path)
+def test_accept_other_software(orch: Type, run: Resumable, monkeypatch: Patch) -> None:
     monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
     refused = orch("resume", run.name, "--no-controller")
     assert "env.torch differs from what the run was trained with" in refused.err
@@ -271,11 +251,8 @@ def test_resume_wants_a_word_for_other_code(
     assert run.asked()["identity"]["env"]["torch"] == "9.9"
 
 
-def test_what_a_run_goes_on_with_is_the_code_that_was_compared(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compared_code_continues(orch: Type, run: Resumable, seeds: Seeds, monkeypatch: Patch) -> None:
     """Two source trees with one interpreter: the next attempt is of the tree whose `orch resume` was typed."""
-    run = Resumable(seeds, tmp_path)
     identity = run.store.run(run.name).identity
     job = {"python": sys.executable, "package_root": "/home/mia/older", "variables": {"LANG": "C"}}
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "job": job})
@@ -284,9 +261,7 @@ def test_what_a_run_goes_on_with_is_the_code_that_was_compared(
     assert run.asked()["identity"]["job"] == {**job, "package_root": package_root()}
 
 
-def test_what_differs_from_a_run_that_never_trained_needs_no_word(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untrained_run_accepts_software(orch: Type, seeds: Seeds, tmp_path: Path, monkeypatch: Patch) -> None:
     """A package that its training code lacked is installed, for instance."""
     run = Resumable(seeds, tmp_path, saved=False)
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, step=0)
@@ -295,11 +270,8 @@ def test_what_differs_from_a_run_that_never_trained_needs_no_word(
     assert run.asked()["identity"]["env"]["torch"] == "9.9", "it is recorded all the same"
 
 
-def test_what_another_interpreter_has_is_not_compared(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_interpreter_is_not_compared(orch: Type, run: Resumable, seeds: Seeds, monkeypatch: Patch) -> None:
     """Jobs of the run have the interpreter that it was submitted with, whoever types `orch resume`."""
-    run = Resumable(seeds, tmp_path)
     identity = run.store.run(run.name).identity
     job = {"python": "/opt/other/bin/python", "package_root": "", "variables": {}}
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "job": job})
@@ -309,18 +281,13 @@ def test_what_another_interpreter_has_is_not_compared(
     assert "its attempts have not recorded them, and its jobs have another interpreter" in " ".join(found.err.split())
 
 
-def test_a_key_that_cannot_be_accepted_is_named(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
-) -> None:
-    run = Resumable(seeds, tmp_path)
+def test_unknown_accept_key(orch: Type, run: Resumable) -> None:
     refused = orch("resume", run.name, "--accept", "code.usr")
     assert refused.code == 2
     assert "did you mean --accept code.user?" in refused.err
 
 
-def test_a_finished_run_goes_on_with_more_steps_only(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_finished_run_needs_more_steps(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     run = Resumable(seeds, tmp_path, RunState.SUCCEEDED)
     refused = orch("resume", run.name)
     assert "is SUCCEEDED: it has finished" in refused.err
@@ -328,9 +295,7 @@ def test_a_finished_run_goes_on_with_more_steps_only(
     assert orch("resume", run.name, "train.steps=400", "--no-controller").code == 0
 
 
-def test_a_finished_program_says_what_to_type(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_finished_program(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     run = Resumable(seeds, tmp_path, RunState.SUCCEEDED, "command=[true]")
     refused = orch("resume", run.name)
     assert refused.code == 4
@@ -338,24 +303,20 @@ def test_a_finished_program_says_what_to_type(
     assert refused.err.endswith(f"  `orch show {run.name}` tells how its program ended\n")
 
 
-def test_the_config_of_a_live_run_stays(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:
+def test_live_run_keeps_config(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     run = Resumable(seeds, tmp_path, RunState.RUNNING)
     refused = orch("resume", run.name, "optimizer.lr=0.5")
     assert "its configuration changes only while no job of it lives" in refused.err
     assert f"orch cancel {run.name}" in refused.err
 
 
-def test_further_tiers_may_be_added(orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path) -> None:
-    run = Resumable(seeds, tmp_path)
+def test_added_tiers(orch: Type, run: Resumable, tmp_path: Path) -> None:
     tiers = f"checkpoint.tiers=[{{path: run}}, {{path: {tmp_path}}}]"
     assert orch("resume", run.name, tiers, "--no-controller").code == 0
     assert run.asked()["base"] == run.digest
 
 
-def test_a_further_tier_is_refused_that_is_one_of_the_others_or_has_another_user_s_folder(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Resumable(seeds, tmp_path)
+def test_unusable_tier_is_refused(orch: Type, run: Resumable, tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "scratch" / run.name).mkdir(parents=True)
     (tmp_path / "link").symlink_to("scratch")
     both = f"checkpoint.tiers=[{{path: run}}, {{path: {tmp_path / 'scratch'}}}, {{path: {tmp_path / 'link'}}}]"
@@ -369,11 +330,8 @@ def test_a_further_tier_is_refused_that_is_one_of_the_others_or_has_another_user
     assert asked == [tmp_path / "scratch" / run.name]
 
 
-def test_a_change_that_is_refused_by_the_controller_is_no_success(
-    orch: Type, seeds: Seeds, service: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_refusal_by_controller(orch: Type, run: Resumable, seeds: Seeds, service: SimpleNamespace) -> None:
     """Somebody else has resumed it meanwhile."""
-    run = Resumable(seeds, tmp_path)
 
     def tick(path: object, kind: str, **_: object) -> None:
         (request,) = run.store.user_requests()
@@ -383,3 +341,116 @@ def test_a_change_that_is_refused_by_the_controller_is_no_success(
     refused = orch("resume", run.name, "optimizer.lr=0.5", "--no-controller")
     assert refused.code == 4
     assert "is RECOVERING" in refused.out
+
+
+class Repository:
+    """A workload of two modules under git, one of them ignored, whose run has trained."""
+
+    def __init__(self, seeds: Seeds, tmp_path: Path) -> None:
+        self.folder = tmp_path / "code"
+        self.folder.mkdir()
+        (self.folder / "my_model.py").write_text("import hidden_part\nclass Mine: ...\n")
+        (self.folder / "hidden_part.py").write_text("width = 1\n")
+        (self.folder / ".gitignore").write_text("hidden_part.py\n")
+        self.commit("init", "-q")
+        self.commit("add", ".")
+        self.commit("commit", "-qm", "one")
+        self.run = Resumable(
+            seeds, tmp_path, RunState.HELD, f"workload.path=[{self.folder}]", "workload.target=my_model:Mine"
+        )
+
+    def commit(self, *words: str) -> None:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", "-C", str(self.folder), *author, *words], check=True)
+
+
+def test_files_beside_the_code(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    code = Repository(seeds, tmp_path)
+    for name in ("README.md", "out.log", "runs.db"):
+        (code.folder / name).write_text("grows")
+    code.commit("add", "README.md")
+    code.commit("commit", "-qm", "words")
+    (code.folder / "out.log").write_text("grows further")
+    assert orch("resume", code.run.name, "--no-controller").code == 0
+
+
+def test_ignored_file_is_code(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    code = Repository(seeds, tmp_path)
+    (code.folder / "hidden_part.py").write_text("width = 2\n")
+    refused = orch("resume", code.run.name, "--no-controller")
+    assert (refused.code, "code.user: hidden_part changed" in refused.err) == (4, True), refused.err
+    assert orch("resume", code.run.name, "--accept", "code.user", "--no-controller").code == 0
+
+
+def test_compares_with_trained_code(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    """The code was edited before the job began: that code trained, and to go on with it needs no word."""
+    code = Repository(seeds, tmp_path)
+    (code.folder / "hidden_part.py").write_text("width = 2\n")
+    attempt = RunDir(Path(code.run.store.run(code.run.name).run_dir)).attempt(1)
+    attempt.path.mkdir(parents=True, exist_ok=True)
+    recorded = {"hidden_part": code.folder / "hidden_part.py", "found_late": tmp_path / "found_late.py"}
+    (tmp_path / "found_late.py").write_text("")
+    CodeRecord(files={name: CodeFile.read(path) for name, path in recorded.items()}).write(attempt.code)
+    assert orch("resume", code.run.name, "--no-controller").code == 0
+    (tmp_path / "found_late.py").write_text("other = 1")
+    assert "code.user: found_late changed" in orch("resume", code.run.name, "--no-controller").err
+
+
+def test_missing_module(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    module = folder / "my_model.py"
+    module.write_text("class Mine: ...\n")
+    run = Resumable(seeds, tmp_path, RunState.HELD, f"workload.path=[{folder}]", "workload.target=my_model:Mine")
+    module.rename(folder / "my_model2.py")
+    refused = orch("resume", run.name, "optimizer.lr=0.5")
+    assert (refused.code, "put the file back" in refused.err, "my_model2" in refused.err) == (2, True, False)
+
+
+class TrainedPackages:
+    """A run whose attempt recorded that it trained with timm 2.0, in the folder of another interpreter."""
+
+    def __init__(self, seeds: Seeds, tmp_path: Path, *overrides: str) -> None:
+        self.run, self.site = Resumable(seeds, tmp_path, RunState.HELD, *overrides), tmp_path / "site"
+        identity = self.run.store.run(self.run.name).identity
+        env = {**identity["env"], "packages": {"timm": "1.0", "torch": "1.0"}, "torch": "1.0"}  # of the submit
+        job = {"python": "/opt/other/bin/python", "package_root": "", "variables": {}}
+        self.run.store.note_run(
+            self.run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "env": env, "job": job}
+        )
+        for name, version in (("timm", "2.0"), ("torch", "2.0"), ("black", "1.0")):
+            install(self.site, name, version)
+        attempt = RunDir(Path(self.run.store.run(self.run.name).run_dir)).attempt(1)
+        attempt.path.mkdir(parents=True, exist_ok=True)
+        folders = (str(self.site),)
+        CodeRecord(packages=read_versions(folders), imported=("timm",), site_folders=folders).write(attempt.code)
+
+
+@pytest.mark.parametrize("overrides", [(), ("cluster.python=/opt/other/bin/python",)])
+def test_compared_packages(orch: Type, seeds: Seeds, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    trained = TrainedPackages(seeds, tmp_path, *overrides)
+    run, install_here = trained.run, partial(install, trained.site)
+    install_here("black", "2.0")
+    same = orch("resume", run.name, "--no-controller")
+    assert (same.code, "packages" in same.err) == (0, False), "with what trained, and whatever the submit had"
+    install_here("timm", "1.0")
+    refused = orch("resume", run.name, "--no-controller")
+    assert (refused.code, "env.packages: timm 2.0 -> 1.0" in refused.err) == (4, True), refused.err
+    assert "env.packages differs from what the run was trained with" in refused.err
+    assert orch("resume", run.name, "--accept", "env.packages", "--no-controller").code == 0
+    install_here("torch", "2.1")
+    assert "env.torch: 2.0 -> 2.1; env.packages: timm 2.0 -> 1.0, torch 2.0 -> 2.1" in orch("resume", run.name).err
+
+
+def test_snapshot_without_packages(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    trained = TrainedPackages(seeds, tmp_path, "workload.snapshot=true")
+    install(trained.site, "timm", "3.0")
+    assert "env.packages: timm 2.0 -> 3.0" in orch("resume", trained.run.name, "--no-controller").err
+
+
+def test_unreadable_packages(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+    trained = TrainedPackages(seeds, tmp_path)
+    trained.site.rename(tmp_path / "elsewhere")
+    found = orch("resume", trained.run.name, "--no-controller")
+    words = f"packages that {trained.run.name} trained with could not be compared: {trained.site} cannot be read here"
+    assert (found.code, words in " ".join(found.err.split())) == (0, True), found.err

@@ -1,72 +1,93 @@
-"""`orch compare`: configuration, software, speed and losses of several runs."""
+"""`orch compare`: configuration, software, speed, losses and equality of several runs."""
 
+import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
-from checkpointing.storage.durable import dump_line, number
+from checkpointing.storage.durable import dump_line, number, open_regular
 from orchestrator.cli.access.registry import open_store
-from orchestrator.cli.comparison.equality import (
-    Computed,
-    Equality,
-    compare_computed,
-    computed_part,
-    metrics_lines,
-    read_validations,
-)
-from orchestrator.cli.runs.status import one_row, rows_with_tags
-from orchestrator.cli.runs.tags import unknown_tags
+from orchestrator.cli.runs.run_reader import StepLine, parse_steps
+from orchestrator.cli.runs.tags import check_tags, unknown_tags
+from orchestrator.cli.runs.training_figures import median_of
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, progress, span
 from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import ConfigError
-from orchestrator.home import registry_path
 from orchestrator.registry.records import Attempt, Run
+from orchestrator.run_view import RunView, find_run, newest_runs
 from orchestrator.states import LIVE_RUNS
 from trainer.protocol.run_dir import RunDir
 
-BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=*#%@"
-"""Characters from the lowest to the highest loss; the second set for terminals that cannot show the first."""
+BARS = "▁▂▃▄▅▆▇█"
+"""Characters from the lowest to the highest loss; `streams` has others for encodings that lack them."""
 NOT_FINITE = "x"
 _OUTLIERS = 0.02
 """Share of the highest losses that are excluded from the scale."""
+POINTS = 10
+WIDE, NARROW = 60, 24
+"""Width of a curve in characters, on wide and on narrow terminals."""
+BESIDE = 74
+"""Columns of the run table beside the names."""
+SOFTWARE = ("code.orch", "code.user", "env.python", "env.torch", "env.driver", "data.fingerprint")
+"""Identity fields that may differ between runs of one configuration."""
+COMPARE_JSON = """
+{runs: [{run, state, reason, step, total_steps, loss, tokens_per_s, running_s, elapsed_s, attempts, generations, tags,
+config_digest, steps, sparkline}], config: [{key, values}], software: [{key, values}], losses: [{step, values}],
+equality: {equal, steps, validations, first_difference: {step, what, values} | null}}; values are by run; tokens_per_s
+is a median over all steps; equal is null if the runs share no step
+"""
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss by step, including NaN and infinities; for a step that was trained again, the newest value."""
+    """Numbers of a run by step, including NaN and infinities; for a step that was trained again, the newest."""
 
     losses: Mapping[int, float] = field(default_factory=dict)
     tokens_per_s: float | None = None  # median over all steps
-    computed: Mapping[int, str] = field(default_factory=dict)  # all computed numbers, by `computed_part`
+    computed: Mapping[int, str] = field(default_factory=dict)  # all computed numbers, by `_computed_part`
+    validations: Mapping[int, str] = field(default_factory=dict)  # likewise
 
     @classmethod
     def read(cls, run_dir: Path) -> "LossCurve":
         """Read the metrics of a run's attempts; empty if it has not trained or its folder is not visible."""
+        attempts = RunDir(run_dir).all_attempts()
+        speeds: list[StepLine] = []
         losses: dict[int, float] = {}
-        speeds: list[float] = []
         computed: dict[int, str] = {}
-        for attempt in RunDir(run_dir).all_attempts():
-            _read_into(attempt.metrics, losses, speeds, computed)
-        return cls(losses, statistics.median(speeds) if speeds else None, computed)
+        for line in (line for attempt in attempts for line in _read_lines(attempt.metrics)):
+            try:
+                losses[line["step"]] = number(line["loss"])
+            except (ValueError, KeyError, TypeError):
+                continue  # written by a version with another format
+            computed[line["step"]] = _computed_part(line)
+            speeds.append({"tokens_per_s": line.get("tokens_per_s")})
+        validated = (line for attempt in attempts for line in _read_lines(attempt.validation))
+        return cls(
+            losses, median_of(speeds, "tokens_per_s"), computed,
+            {line["step"]: _computed_part(line) for line in validated},
+        )  # fmt: skip
 
 
-def _read_into(path: Path, losses: dict[int, float], speeds: list[float], computed: dict[int, str]) -> None:
-    for step, fields in metrics_lines(path):
-        try:
-            losses[step] = number(fields["loss"])
-        except (ValueError, KeyError, TypeError):
-            continue  # written by a version with another format
-        computed[step] = computed_part(fields)
-        if isinstance(speed := fields.get("tokens_per_s"), (int, float)):
-            speeds.append(speed)
+def _read_lines(path: Path) -> Iterator[StepLine]:
+    """Yield every complete line; nothing if the file is missing or not visible."""
+    try:
+        stream = open_regular(path)
+    except OSError:
+        return
+    with stream:
+        yield from parse_steps(stream)
+
+
+def _computed_part(line: StepLine) -> str:
+    """Return loss, gradient norm and the workload's numbers of a line as compact JSON, without times and speeds."""
+    return json.dumps([line.get("loss"), line.get("grad_norm"), line.get("metrics")], separators=(",", ":"))
 
 
 def common_steps(curves: Sequence[LossCurve], most: int) -> list[int]:
@@ -97,17 +118,17 @@ class Scale:
         return cls(first=min(steps), last=max(steps), low=finite[0], high=high)
 
 
-def sparkline(curve: LossCurve, scale: Scale | None, width: int, bars: str = BARS) -> str:
+def sparkline(curve: LossCurve, scale: Scale | None, width: int) -> str:
     """Draw the curve in at most `width` characters, with blanks for missing steps; empty for a run without losses."""
     if scale is None or not curve.losses:
         return ""
     cells: list[list[float]] = [[] for _ in range(min(width, scale.last - scale.first + 1))]
     for step, loss in curve.losses.items():
         cells[(step - scale.first) * len(cells) // (scale.last - scale.first + 1)].append(loss)
-    return "".join(_bar(cell, scale, bars) for cell in cells).rstrip()
+    return "".join(_bar(cell, scale) for cell in cells).rstrip()
 
 
-def _bar(losses: Sequence[float], scale: Scale, bars: str) -> str:
+def _bar(losses: Sequence[float], scale: Scale) -> str:
     """Return the mean of a few steps as one character."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not losses:
@@ -115,41 +136,103 @@ def _bar(losses: Sequence[float], scale: Scale, bars: str) -> str:
     if not finite:
         return NOT_FINITE
     height = (statistics.fmean(finite) - scale.low) / ((scale.high - scale.low) or 1.0)
-    return bars[min(len(bars) - 1, max(0, int(height * len(bars))))]
+    return BARS[min(len(BARS) - 1, max(0, int(height * len(BARS))))]
 
 
-POINTS = 10
-WIDE, NARROW = 60, 24
-"""Width of a curve in characters, on wide and on narrow terminals."""
-BESIDE = 74
-"""Columns of the run table beside the names."""
-SOFTWARE = ("code.orch", "code.user", "env.python", "env.torch", "env.driver", "data.fingerprint")
-"""Identity fields that may differ between runs of one configuration."""
+LOSS, GRADIENT_NORM = "loss", "gradient norm"
+_METRIC, _VALIDATION = "metric ", "validation "
+"""Prefixes of the names of the workload's numbers; the second sorts after the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first number that differs between runs. `values` is in the order of the runs, with None if missing."""
+
+    step: int
+    what: str
+    values: tuple[float | None, ...]
+
+    def __str__(self) -> str:
+        *others, last = ("none" if value is None else repr(value) for value in self.values)
+        return f"first difference at step {self.step}: {self.what} {', '.join(others)} and {last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equality:
+    """Number of shared steps and validations, the compared quantities, and the first difference, if any."""
+
+    steps: int
+    validations: int
+    compared: tuple[str, ...]
+    difference: Difference | None
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether all shared numbers are equal; None without a shared step."""
+        return self.difference is None if self.steps else None
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return str(self.difference)
+        counts = ((self.steps, "shared step"), (self.validations, "validation"))
+        steps, validations = (f"{n} of {n} {what}{'' if n == 1 else 's'}" for n, what in counts)
+        text = f"equal bit for bit: {steps} ({', '.join(self.compared)})"
+        return text + (f", {validations}" if self.validations else "")
+
+
+def compare_curves(curves: Sequence[LossCurve]) -> Equality:
+    """Compare two or more runs step by step. The validation of a step comes after the step itself."""
+    steps = set.intersection(*(set(curve.computed) for curve in curves))
+    validations = set.intersection(*(set(curve.validations) for curve in curves))
+    lines = sorted([*((step, _METRIC) for step in steps), *((step, _VALIDATION) for step in validations)])
+    found = (_difference(step, kind, curves) for step, kind in lines)
+    with_metrics = any(not curve.computed[step].endswith(",null]") for curve in curves for step in steps)
+    return Equality(
+        steps=len(steps), validations=len(validations),
+        compared=(LOSS, GRADIENT_NORM, *(("metrics",) if with_metrics else ())),
+        difference=next((one for one in found if one is not None), None),
+    )  # fmt: skip
+
+
+def _difference(step: int, kind: str, curves: Sequence[LossCurve]) -> Difference | None:
+    parts = [(curve.validations if kind == _VALIDATION else curve.computed)[step] for curve in curves]
+    if len(set(parts)) == 1:
+        return None
+    numbers = [_numbers(part, kind) for part in parts]
+    for name in dict.fromkeys(name for one in numbers for name in one):
+        values = tuple(one.get(name) for one in numbers)
+        if len({repr(value) for value in values}) > 1:  # bitwise: NaN equals NaN, and 0.0 differs from -0.0
+            return Difference(step=step, what=name, values=values)
+    return None
+
+
+def _numbers(part: str, kind: str) -> dict[str, float | None]:
+    loss, grad_norm, metrics = json.loads(part)
+    own = {f"{kind}{name}": value for name, value in metrics.items()} if isinstance(metrics, dict) else {}
+    return {name: _number(value) for name, value in {LOSS: loss, GRADIENT_NORM: grad_norm, **own}.items()}
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return number(value)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """A compared run. `config` is resolved and flat; times are in seconds."""
 
-    row: dict[str, Any]  # as in `orch status`
+    view: RunView
     config: Mapping[str, Any]
     software: Mapping[str, Any]
     curve: LossCurve
-    computed: Computed
     running_s: float
     elapsed_s: float
 
     @property
     def name(self) -> str:
-        return str(self.row["run"])
-
-
-COMPARE_JSON = """
-{runs: [{run, state, reason, step, total_steps, loss, tokens_per_s, running_s, elapsed_s, attempts, generations, tags,
-config_digest, steps, sparkline}], config: [{key, values}], software: [{key, values}], losses: [{step, values}],
-equality: {equal, steps, validations, first_difference: {step, what, values} | null}}; values are by run; tokens_per_s
-is a median over all steps; equal is null if the runs share no step
-"""
+        return self.view.run
 
 
 @click.command(cls=Verb, json_data=COMPARE_JSON)
@@ -163,13 +246,9 @@ is a median over all steps; equal is null if the runs share no step
     help="Also runs with this tag (with all of several); repeatable.",
 )
 @click.option(
-    "--points",
-    type=click.IntRange(1),
-    metavar="N",
-    default=POINTS,
-    show_default=True,
+    "--points", type=click.IntRange(1), metavar="N", default=POINTS, show_default=True,
     help="Steps whose losses to list.",
-)
+)  # fmt: skip
 @click.pass_obj
 def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points: int) -> None:
     """Compare runs: whether they are equal, where they differ, speed, losses at the steps they share.
@@ -181,64 +260,54 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
     Otherwise the first difference is printed with all its digits. NaN equals NaN. If a step was trained again, its
     newest line counts. Losses in tables are rounded.
     """
-    tagged = list(reversed(rows_with_tags(tags))) if tags else []
-    chosen = list({row["run"]: row for row in [*map(one_row, dict.fromkeys(runs)), *tagged]}.values())
+    tagged = newest_runs(None, tests=True, tags=check_tags(tags))[::-1] if tags else []
+    chosen = list({view.run: view for view in [*map(find_run, dict.fromkeys(runs)), *tagged]}.values())
     if len(chosen) < 2:
-        raise _too_few([str(row["run"]) for row in chosen], tags, bool(tagged))
-    found = [_read(row) for row in chosen]
-    steps = common_steps([run.curve for run in found], points)
-    equality = compare_computed([run.computed for run in found])
+        raise _too_few([view.run for view in chosen], tags)
+    found = [_read(view) for view in chosen]
+    curves = [run.curve for run in found]
+    steps, equality = common_steps(curves, points), compare_curves(curves)
+    config, software = (_differences([getattr(run, part) for run in found]) for part in ("config", "software"))
     if screen.json:
-        screen.data("compare", {**_document(found, steps), "equality": _equality(found, equality)})
+        screen.data("compare", _document(found, config, software, steps, equality))
         return
     labels = _labels(found, screen.width)
     _run_table(screen, found, labels)
     if equality.steps or equality.difference:
         screen.say(f"\n{equality}")
-    _difference_table(screen, "configuration", _differences([run.config for run in found]), labels)
-    software = _differences([run.software for run in found])
+    _difference_table(screen, "configuration", config, labels)
     if software:
         _difference_table(screen, "software and data", software, labels)
     _loss_table(screen, found, steps, labels)
 
 
-def _too_few(names: Sequence[str], tags: Sequence[str], tagged: bool) -> ConfigError:
-    """Return the error for fewer than two runs, with a command that works. `tagged`: a run has all of the tags."""
-    pair, listed = _pair(names), ", ".join(f"`orch status -t {tag}`" for tag in dict.fromkeys(tags))
-    having = f"all of the tags {', '.join(tags)}" if len(tags) > 1 else f"the tag {', '.join(tags)}"
-    if unknown := unknown_tags(tags):
-        return ConfigError(unknown[0][0], hint=f"{unknown[0][1]}  {pair}")
-    if tags and not tagged:
-        return ConfigError(f"no run has {having}", hint=f"{pair}, {listed}")
-    if tags:
-        return ConfigError(f"compare takes two or more runs, only {names[0]} has {having}", hint=f"{pair}, {listed}")
-    said = f"only {names[0]} is named" if names else "no run is named"
-    return ConfigError(f"compare takes two or more runs, {said}", hint=pair)
+def _too_few(names: Sequence[str], tags: Sequence[str]) -> ConfigError:
+    """Return the error for fewer than two runs, with a command that works."""
+    unknown = [f"{what}; {offer}" for what, offer in unknown_tags(tags)]
+    found = f"only {names[0]} was found" if names else "none was found"
+    listed = [f"`orch status -t {tag}`" for tag in dict.fromkeys(tags)]
+    return ConfigError(f"compare takes two or more runs, {found}", hint=",  ".join([*unknown, _pair(names), *listed]))
 
 
 def _pair(names: Sequence[str]) -> str:
     """Return a command that compares the named run with the newest of the others."""
-    from orchestrator.registry import fast_queries
-
-    others = [row["run"] for row in fast_queries.newest(registry_path(), 2 + len(names)) if row["run"] not in names]
+    others = [view.run for view in newest_runs(2 + len(names)) if view.run not in names]
     chosen = [*reversed(others[: 2 - len(names)]), *names][:2]
     return f"`orch compare {' '.join(chosen)}`" if len(chosen) == 2 else "there is no other run: `orch status -a`"
 
 
-def _read(row: dict[str, Any]) -> Compared:
+def _read(view: RunView) -> Compared:
     from orchestrator.config.compose import flat  # yaml: only where configurations are read
 
     with open_store(readonly=True) as store:
-        run, attempts = store.run(row["run"]), store.attempts(row["run"])
+        run, attempts = store.run(view.run), store.attempts(view.run)
         config = store.config(run.config_digest)
-    now, folder = time.time(), Path(run.run_dir)
-    curve = LossCurve.read(folder)
+    now = time.time()
     return Compared(
-        row=row,
+        view=view,
         config=flat(config),
         software={key: _software(run.identity, key) for key in SOFTWARE},
-        curve=curve,
-        computed=Computed(steps=curve.computed, validations=read_validations(folder)),
+        curve=LossCurve.read(Path(run.run_dir)),
         running_s=sum((attempt.ended_at or now) - attempt.started_at for attempt in attempts if attempt.started_at),
         elapsed_s=_end(run, attempts, now) - run.created_at,
     )
@@ -258,11 +327,11 @@ def _software(identity: Mapping[str, Any], key: str) -> Any:
         return f"{value.get('version')} {str(value.get('sha256'))[:12]}"
     if key == "code.user" and isinstance(value, list):
         files = (identity["code"].get("files") or {}).get("digest")
-        return [*map(_place, value), *([f"files {files[:12]}"] if files else [])]
+        return [*map(_describe_place, value), *([f"files {files[:12]}"] if files else [])]
     return value[:12] if key == "data.fingerprint" and isinstance(value, str) else value
 
 
-def _place(place: Mapping[str, Any]) -> str:
+def _describe_place(place: Mapping[str, Any]) -> str:
     changed = str(place.get("diff_sha256") or "")[:8] if place.get("dirty") else ""
     known = f" {str(place['git'])[:12]}" if place.get("git") else ""
     return f"{place.get('path')}{known}" + (f" with changes {changed}" if changed else "")
@@ -276,35 +345,36 @@ def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: [redacted_value(key, value) for value in row] for key, row in differing.items()}
 
 
-def _document(found: Sequence[Compared], steps: Sequence[int]) -> dict[str, Any]:
-    names, scale = [run.name for run in found], Scale.from_curves([run.curve for run in found])
+def _document(
+    found: Sequence[Compared], config: Mapping[str, Sequence[Any]], software: Mapping[str, Sequence[Any]],
+    steps: Sequence[int], equality: Equality,
+) -> dict[str, Any]:  # fmt: skip
+    names, first = [run.name for run in found], equality.difference
+    scale = Scale.from_curves([run.curve for run in found])
 
-    def by_run(rows: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-        return [{"key": key, "values": dict(zip(names, row, strict=True))} for key, row in rows.items()]
+    def by_run(row: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(names, row, strict=True))
+
+    def pick(run: Compared, *keys: str) -> dict[str, Any]:
+        return {key: getattr(run.view, key) for key in keys}
 
     return {
         "runs": [
             {
-                **{key: run.row[key] for key in ("run", "state", "reason", "step", "total_steps", "loss")},
+                **pick(run, "run", "state", "reason", "step", "total_steps", "loss"),
                 "tokens_per_s": run.curve.tokens_per_s, "running_s": run.running_s, "elapsed_s": run.elapsed_s,
-                "attempts": run.row["attempts"], "generations": run.row["generations"], "tags": run.row["tags"],
-                "config_digest": run.row["config_digest"], "steps": len(run.curve.losses),
+                **pick(run, "attempts", "generations", "tags", "config_digest"), "steps": len(run.curve.losses),
                 "sparkline": sparkline(run.curve, scale, WIDE),
             }
             for run in found
         ],
-        "config": by_run(_differences([run.config for run in found])),
-        "software": by_run(_differences([run.software for run in found])),
-        "losses": [{"step": step, "values": {run.name: run.curve.losses[step] for run in found}} for step in steps],
-    }  # fmt: skip
-
-
-def _equality(found: Sequence[Compared], equality: Equality) -> dict[str, Any]:
-    first = equality.difference
-    values = dict(zip([run.name for run in found], first.values, strict=True)) if first is not None else {}
-    return {
-        "equal": equality.equal, "steps": equality.steps, "validations": equality.validations,
-        "first_difference": {"step": first.step, "what": first.what, "values": values} if first is not None else None,
+        "config": [{"key": key, "values": by_run(row)} for key, row in config.items()],
+        "software": [{"key": key, "values": by_run(row)} for key, row in software.items()],
+        "losses": [{"step": step, "values": by_run([run.curve.losses[step] for run in found])} for step in steps],
+        "equality": {
+            "equal": equality.equal, "steps": equality.steps, "validations": equality.validations,
+            "first_difference": first and {"step": first.step, "what": first.what, "values": by_run(first.values)},
+        },
     }  # fmt: skip
 
 
@@ -320,31 +390,18 @@ def _run_table(screen: Screen, found: Sequence[Compared], labels: Sequence[str])
     width = WIDE if screen.width > 140 else NARROW
     rows = [
         {
-            **run.row,
-            "label": label,
-            "progress": progress(run.row["step"], run.row["total_steps"]),
-            "tries": f"{run.row['attempts']}.{run.row['generations']}",
-            "speed": run.curve.tokens_per_s,
-            "running": run.running_s,
-            "elapsed": run.elapsed_s,
-            "curve": sparkline(run.curve, scale, width, _bars()),
+            **vars(run.view), "label": label, "progress": progress(run.view.step, run.view.total_steps),
+            "tries": f"{run.view.attempts}.{run.view.generations}", "speed": run.curve.tokens_per_s,
+            "running": run.running_s, "elapsed": run.elapsed_s, "curve": sparkline(run.curve, scale, width),
         }
         for run, label in zip(found, labels, strict=True)
-    ]
+    ]  # fmt: skip
     for run, label in zip(found, labels, strict=True):
         if label != run.name:
             screen.say(f"{label:<3} {run.name}")
     if labels[0] != found[0].name:
         screen.say("")
     screen.table(RUNS, rows, aligned=True)
-
-
-def _bars() -> str:
-    try:
-        BARS.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return PLAIN_BARS
-    return BARS
 
 
 RUNS = [
@@ -402,8 +459,8 @@ def _describe_progress(found: Sequence[Compared], labels: Sequence[str]) -> str:
     if not any(run.config.get("command") for run in found):
         return ""
     stands = [
-        f"{label} at step {progress(run.row['step'], run.row['total_steps'], ' of ')}, loss {decimal(run.row['loss'])}"
-        if run.row["step"]
+        f"{label} at step {progress(run.view.step, run.view.total_steps, ' of ')}, loss {decimal(run.view.loss)}"
+        if run.view.step
         else f"{label} reports no step: `progress.pattern` finds it in its log"
         for run, label in zip(found, labels, strict=True)
     ]

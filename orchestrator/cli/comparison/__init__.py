@@ -1,1 +1,0 @@
-"""`orch compare`: runs side by side, and whether they computed the same."""

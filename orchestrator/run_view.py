@@ -1,0 +1,213 @@
+"""The read model of runs: one view feeds every screen, JSON answer and script."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import NotFound, RunCancelled, RunFailed
+from orchestrator.home import registry_path
+from orchestrator.registry import fast_queries
+from orchestrator.states import ENDED_RUNS, LIVE_RUNS, RunState
+from trainer.protocol.time_spans import iso
+
+KEYS = (
+    "run", "state", "step", "total_steps", "loss", "attempts", "generations", "job_id", "cluster", "nodes",
+    "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
+    "tags", "eta_s",
+)  # fmt: skip
+"""Promised keys of a run in JSON answers, in this order."""
+_START_SECONDS = 600.0
+"""Seconds after which the start of a generation (imports, compilation) is a small part of its time."""
+_WITHOUT_LOG = frozenset({
+    "submit_rejected", "submit_deferred", "submission_lost", "cancelled", "preempted", "time_limit", "job_lost",
+})  # fmt: skip
+"""Failures without logs of ranks or agents; their reason is all that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """A run as the registry has it at the time `now`. Times are seconds since the epoch."""
+
+    now: float
+    run: str
+    state: str
+    reason: str
+    cluster: str  # kind of scheduler
+    scheduler: str  # its instance; empty if unknown
+    slurm_cluster: str | None
+    run_dir: str
+    config_digest: str
+    step: int
+    total_steps: int  # 0 if unknown
+    loss: float | None
+    tags: list[str]
+    created_at: float
+    updated_at: float
+    not_before: float | None
+    removal: Mapping[str, Any]
+    notified: Mapping[str, Any]
+    """`orchestrator.notifications.channels.NotificationState` as JSON."""
+    attempts: int
+    generations: int
+    attempt: int | None
+    """Number of the newest attempt, to which job, nodes and failure belong."""
+    job_id: str | None
+    job_state: str | None
+    nodes: list[str]
+    failure: Mapping[str, Any] | None
+    checkpoint: Mapping[str, Any] | None
+    """Newest usable checkpoint: step, trust, committed_at."""
+    saved_path: str | None
+    restore_test: Mapping[str, Any] | None
+    """Newest finished restore test: step, layout, verdict, ended_at."""
+    bad_test: Mapping[str, Any] | None
+    """The same with its reason, if the newest tested checkpoint was found bad."""
+    test_of: Mapping[str, Any] | None
+    """Run, step and layout that this run tests, if it is a restore test."""
+    speed_since: Mapping[str, Any] | None
+    """Reference point of the newest generation, its first saved checkpoint or else its start: step, at, saved."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in LIVE_RUNS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended or is held."""
+        return self.state in ENDED_RUNS or self.state == RunState.HELD
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the registry learned of a change."""
+        return max(0.0, self.now - self.updated_at)
+
+    @property
+    def last_checkpoint(self) -> dict[str, Any] | None:
+        """Step, trust and age_s of the newest usable checkpoint."""
+        last = self.checkpoint
+        if last is None:
+            return None
+        age = round(max(0.0, self.now - last["committed_at"]), 3)
+        return {"step": last["step"], "trust": last["trust"], "age_s": age}
+
+    @property
+    def last_lines(self) -> list[str]:
+        """Last lines of the rank of a user's own program that failed first."""
+        return list((self.failure or {}).get("lines", ()))
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step at the speed of the newest generation.
+
+        None if the run is not training, has no known end, or may have spent most of its time starting.
+        """
+        since, left = self.speed_since, self.total_steps - self.step
+        if self.state != RunState.RUNNING or since is None or left <= 0 or self.step <= since["step"]:
+            return None
+        took = self.updated_at - since["at"]
+        if not since["saved"] and took < _START_SECONDS:
+            return None
+        ends = self.updated_at + left * took / (self.step - since["step"])
+        return round(ends - self.now, 1) if took > 0 and ends > self.now else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the promised keys in the promised order."""
+        test = self.restore_test and summarize_test(self.restore_test)
+        fields = {key: getattr(self, key) for key in KEYS}
+        return {**fields, "updated_at": iso(self.updated_at), "restore_test": test}
+
+    @property
+    def look_closer(self) -> list[str]:
+        """Commands that show why the run ended."""
+        has_log = self.failure is not None and self.failure["kind"] not in _WITHOUT_LOG
+        more = f"orch logs {self.run} --rank first-error" if has_log else f"orch events {self.run}"
+        return [f"orch show {self.run}", more]
+
+    @property
+    def continue_command(self) -> str:
+        """Command that continues the run or repeats a restore test; empty for a live run or if none exists."""
+        if self.is_live:
+            return ""
+        if self.test_of is not None:
+            return repeat_test_command(self.test_of)
+        if self.state != RunState.SUCCEEDED:
+            return f"orch resume {self.run}"
+        # A user's own program decides itself when it ends.
+        return f"orch resume {self.run} train.steps={2 * self.total_steps}" if self.total_steps else ""
+
+    @property
+    def after_end(self) -> str:
+        """Hint for a command that needs a live job, if the run has none."""
+        command = self.continue_command
+        if self.state == RunState.SUCCEEDED and self.test_of is None:
+            more = f"   train on:  {command}" if command else ""
+            return f"it has finished:  orch show {self.run}{more}"
+        return f"{'test again' if self.test_of else 'go on with it'}:  {command}"
+
+    @property
+    def end_error(self) -> RunFailed | RunCancelled | None:
+        """Error for the final state, with the command to type; None if the run succeeded."""
+        if self.state == RunState.SUCCEEDED:
+            return None
+        if self.state == RunState.CANCELLED:
+            return RunCancelled(self.sentence, where=self.run_dir, hint=self.after_end)
+        looks = f"look:  {'   '.join(self.look_closer)}"
+        cured = f"orch resume {self.run} " in self.reason  # the reason has the change without which it fails again
+        return RunFailed(self.sentence, where=self.run_dir, hint=looks if cured else f"{looks}   {self.after_end}")
+
+    @property
+    def sentence(self) -> str:
+        """State and reason."""
+        return f"{self.run} is {self.state}" + (f": {self.reason}" if self.reason else "")
+
+
+def summarize_test(test: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a restore test of a view as plain JSON data."""
+    return {**{key: test[key] for key in ("step", "layout", "verdict")}, "ended_at": iso(test["ended_at"])}
+
+
+def repeat_test_command(order: Mapping[str, Any]) -> str:
+    """Return the command for another restore test with the settings of this order from `Run.identity`."""
+    return f"orch ckpt restore-test {order['run']}@{order['step']} --layout {order['layout']}"
+
+
+def newest_runs(
+    limit: int | None = 50,
+    states: Iterable[str] | None = None,
+    *,
+    tests: bool = False,
+    tags: Iterable[str] = (),
+) -> list[RunView]:
+    """Return the newest runs; empty without a registry. `tests`: include restore tests. `tags`: with all of these."""
+    return _views(fast_queries.newest(registry_path(), limit, states, tests=tests, tags=tags))
+
+
+def runs_by_name(names: Iterable[str]) -> list[RunView]:
+    """Return the runs with exactly these names."""
+    return _views(fast_queries.runs_by_name(registry_path(), names))
+
+
+def find_run(name: str) -> RunView:
+    """Return the run by its name, a unique beginning of it, or `@last`. Raises NotFound with similar names."""
+    path = registry_path()
+    require_registry()
+    found = newest_runs(1) if name == "@last" else runs_by_name([name])
+    if not found:
+        from orchestrator.registry.store import Store  # slower: needed for beginnings of names and for similar names
+
+        with Store.open(path, readonly=True) as store:
+            found = runs_by_name([store.run(name).name])
+    return found[0]
+
+
+def require_registry() -> None:
+    """Raise NotFound if the registry does not exist yet."""
+    if not (path := registry_path()).exists():
+        hint = "`orch submit tiny-gpt` makes the first run; ORCH_REGISTRY names another registry"
+        raise NotFound("there is no registry yet: nothing was submitted from here", where=str(path), hint=hint)
+
+
+def _views(rows: Iterable[dict[str, Any]]) -> list[RunView]:
+    now = time.time()
+    return [RunView(now=now, checkpoint=row.pop("last_checkpoint"), **row) for row in rows]

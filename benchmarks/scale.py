@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runner import Result, Row, run_table
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ClusterShape
@@ -96,7 +96,7 @@ class ScaleBenchmark:
     def _make_coordinator(self) -> Coordinator:
         options, token = self._options, LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe")
         token.write(self._attempt.go)
-        state = AttemptState(
+        state = RunningAttempt(
             run=self._run, attempt=self._attempt, token=token, started=time.monotonic(),
             config=JobConfig(cluster=ClusterShape(nodes=options.nodes, ranks_per_node=options.ranks_per_node)),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=options.nodes, name="node0000"),

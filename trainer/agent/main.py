@@ -20,7 +20,7 @@ from setproctitle import setproctitle
 from checkpointing.storage.durable import read_json
 from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.trusted_path import NotPrivate, pin_path
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.control import tcp_transport
 from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, NotGreeted, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
@@ -345,7 +345,7 @@ class Agent:
         return log
 
     async def _lead(self, identity: NodeIdentity, config: JobConfig, token: LaunchToken) -> "asyncio.Task[int]":
-        state = AttemptState(
+        state = RunningAttempt(
             run=self._run, attempt=self._attempt, config=config, identity=identity, events=self._log("coordinator"),
             token=token, started=self._started,
         )  # fmt: skip

@@ -179,7 +179,7 @@ class Timeouts:
     """Limit for writing the outcome. The agents must still learn of the end afterwards, and Slurm's KillWait is 30."""
 
 
-class AttemptState:
+class RunningAttempt:
     """Owner of an attempt's state: agents, current generation, history and stop request; changed only by methods."""
 
     def __init__(

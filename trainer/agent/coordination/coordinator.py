@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from checkpointing.storage.storage_errors import is_disk_error
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.control.control_server import AgentRefused, ControlServer
 from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.message_loop import MessageLoop, Timers
@@ -29,7 +29,7 @@ from trainer.protocol.messages.agents import End, Hello, KillGeneration
 class Startup:
     """Conditions before training; each method waits for one and returns a Decision if it cannot be met."""
 
-    def __init__(self, state: AttemptState, messages: MessageLoop) -> None:
+    def __init__(self, state: RunningAttempt, messages: MessageLoop) -> None:
         self._state, self._roster, self._messages = state, state.roster, messages
 
     async def run(self) -> Decision | None:
@@ -165,9 +165,9 @@ _LOOK_SECONDS, _SOON_SECONDS = 0.25, 0.05
 
 
 class Coordinator:
-    """Leader of an attempt, generation by generation; its parts share one `AttemptState`."""
+    """Leader of an attempt, generation by generation; its parts share one `RunningAttempt`."""
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: RunningAttempt) -> None:
         self._state, self._host = state, ""
         self._control_server = ControlServer(
             secrets.token_hex(32), admit=state.roster.admit, serve=state.roster.serve, on_foreign=self._on_foreign

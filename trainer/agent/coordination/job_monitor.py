@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, write_durably
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.attempt_state.published_files import MOST, rank_readings
 from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.recorder import records_of_dead_ranks
@@ -129,7 +129,7 @@ _PLACED = 3
 class JobMonitor:
     """Receiver of the agents' reports; decides when the current generation must fail."""
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: RunningAttempt) -> None:
         self._state, self._config, self._roster, self._events = state, state.config, state.roster, state.events
         self._generation, self._hang_detector = 0, self._new_hang_detector(0)
         self._work_windows: WorkWindows | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
 
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.attempt_state.published_files import Reading
 from trainer.agent.control.control_server import (
     AgentJoined,
@@ -36,7 +36,7 @@ from trainer.protocol.requests import Request
 class NodeFailures:
     """Recorder of node failures; the generation fails only if it needs the node."""
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: RunningAttempt) -> None:
         self._state, self._roster = state, state.roster
 
     def lost(self, node: int, reason: str) -> None:
@@ -99,7 +99,7 @@ SECONDS = 1.0
 class Timers:
     """Two periodic tasks, kept separate because file access may hang for minutes."""
 
-    def __init__(self, state: AttemptState, monitor: JobMonitor) -> None:
+    def __init__(self, state: RunningAttempt, monitor: JobMonitor) -> None:
         self._state, self._monitor = state, monitor
         self._fence = Fence(state.attempt_dir.go, state.token)
         self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
@@ -162,7 +162,7 @@ _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)
 class MessageLoop:
     """Message handling while a part of the coordinator waits for something."""
 
-    def __init__(self, state: AttemptState, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
+    def __init__(self, state: RunningAttempt, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
         self._state, self._monitor, self._requests, self._timers = state, monitor, requests, timers
         self._node_failures = NodeFailures(state)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.agent.attempt_state.attempt_state import AttemptState
+from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.processes.background_tasks import RepeatedRead
 from trainer.agent.rank_processes import local_ranks
 from trainer.protocol.heartbeat import AttemptStage
@@ -18,7 +18,7 @@ class DrillOrders:
     A fault during start-up would hit no rank, or another fault's restart.
     """
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: RunningAttempt) -> None:
         self._state = state
         self._waiting: dict[str, tuple[InjectFault, str]] = {}  # request -> order and answer
         self._serial = 0
@@ -46,7 +46,7 @@ class DrillOrders:
             yield name, answer
 
 
-def _all_train(state: AttemptState) -> bool:
+def _all_train(state: RunningAttempt) -> bool:
     """Return whether every rank of the current generation has trained a step; for a command, has started."""
     if state.stage is not AttemptStage.RUNNING or state.generation.first_failure is not None:
         return False
@@ -108,7 +108,7 @@ class _Stacks:
 class RequestHandlers:
     """Handlers of operator requests, one method per kind. None means that the answer comes later, from `finished`."""
 
-    def __init__(self, state: AttemptState) -> None:
+    def __init__(self, state: RunningAttempt) -> None:
         self._state, self._config, self._roster = state, state.config, state.roster
         self._saves: dict[str, int] = {}  # request -> step whose save is too old to answer it
         self._stacks: dict[str, _Stacks] = {}

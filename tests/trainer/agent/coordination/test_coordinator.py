@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import AttemptState, Timeouts
+from trainer.agent.attempt_state.attempt_state import RunningAttempt, Timeouts
 from trainer.agent.attempt_state.published_files import AttemptProgress, Outbox
 from trainer.agent.control.tcp_transport import CoordinatorPeer, connect
 from trainer.agent.coordination.coordinator import Coordinator
@@ -50,7 +50,7 @@ class Scene:
         self._token = LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe", checkpoints=checkpoints)
         self._token.write(self.attempt.go)
         self._events = log(self.attempt.event_file("coordinator"), "coordinator", 1)
-        self.state = AttemptState(
+        self.state = RunningAttempt(
             run=self.run, attempt=self.attempt, config=JobConfig(cluster=ClusterShape(nodes=2, spare_nodes=spares)),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=2 + spares, name="n0"), events=self._events,
             token=self._token, started=time.monotonic(), timeouts=Timeouts(**timeouts),

@@ -11,7 +11,7 @@ import pytest
 from checkpointing.storage.durable import read_json
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
-from trainer.agent.attempt_state.attempt_state import AttemptState, GenerationState
+from trainer.agent.attempt_state.attempt_state import GenerationState, RunningAttempt
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.coordination.requests import RequestHandlers, newest_begun_save, newest_own_save
 from trainer.protocol.config import JobConfig
@@ -50,7 +50,7 @@ class Desk:
         attempt.make()
         self.log = attempt.event_file("coordinator")
         self.events = EventLog(self.log, "coordinator", 1)
-        self.state = AttemptState(
+        self.state = RunningAttempt(
             run=run, attempt=attempt, config=JobConfig(cluster=ClusterShape(nodes=2, ranks_per_node=2), **config),
             identity=NodeIdentity(kind="slurm", job_id="7", node=0, nodes=2, name="n0"), events=self.events,
             token=LaunchToken(attempt=1, epoch=1, job_id="7", nonce="0badcafe"), started=time.monotonic(),

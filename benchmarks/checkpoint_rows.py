@@ -71,7 +71,7 @@ def stall_lazy(folder: Path, rounds: int, scale: float, set_name: str) -> Result
     state = BenchmarkState.from_set(set_name, scale)
     ours = Ours(folder / "ours", state, mode="lazy")
     copy = sides.memcpy_side(state.nbytes)
-    training = sides.Passes(8 * min(copy() for _ in range(5)))
+    training = sides.SavePasses(8 * min(copy() for _ in range(5)))
     lengths: list[float] = []
 
     def ours_stall() -> float:

@@ -396,7 +396,7 @@ def replace_numpy_conversions() -> None:
     c10d._object_to_tensor, c10d._tensor_to_object = pack, unpack
 
 
-class Passes:
+class SavePasses:
     """Matrix products in one thread that take about `seconds`, like a forward and backward pass."""
 
     def __init__(self, seconds: float) -> None:

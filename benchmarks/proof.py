@@ -69,7 +69,7 @@ def _fractions(values: list[str]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Group:
+class ProofGroup:
     """A row of the page."""
 
     title: str
@@ -82,43 +82,43 @@ class Group:
 
 
 GROUPS = (
-    Group(
+    ProofGroup(
         "damaged checkpoints are refused, intact ones load",
         ("tests/checkpointing/engine/restore/test_corruption", "tests/checkpointing/proofs/test_corruption"),
         "faults refused with the model untouched",
         "faults refused",
     ),
-    Group(
+    ProofGroup(
         "crashes and disk errors during a save lose no committed checkpoint",
         ("tests/checkpointing/",),
         "kills of ranks, writers and jobs",
         "times the ",
     ),
-    Group(
+    ProofGroup(
         "malicious files run no code",
         ("tests/checkpointing/proofs/test_no_code",),
         "malicious files read",
         "malicious files read",
     ),
-    Group(
+    ProofGroup(
         "any layout restores any checkpoint, also with plain torch",
         ("tests/checkpointing/engine/restore/test_layouts", "tests/checkpointing/proofs/test_interop"),
     ),
-    Group(
+    ProofGroup(
         "restore tests find damage and pass intact checkpoints",
         ("tests/trainer/worker/restore_test/", "tests/slurm/test_restore_tests", "tests/end_to_end/test_restore_tests"),
         "damaged checkpoints found",
         "damaged checkpoints",
     ),
-    Group("killed and rolled-back runs end with equal bits", ("tests/trainer/worker/",)),
-    Group(
+    ProofGroup("killed and rolled-back runs end with equal bits", ("tests/trainer/worker/",)),
+    ProofGroup(
         "all layouts train like one rank",
         ("tests/trainer/parallel/apply/", "tests/trainer/parallel/pipeline/"),
         "largest relative difference of 20 losses",
         "largest relative difference of 20 losses",
         _largest,
     ),
-    Group(
+    ProofGroup(
         "memory is as the formula predicts",
         (
             "tests/trainer/worker/memory/",
@@ -129,13 +129,13 @@ GROUPS = (
         "peak of a step",
         _range,
     ),
-    Group(
+    ProofGroup(
         "hangs are detected in time, with the right rank and kind",
         ("tests/trainer/agent/watch/", "tests/trainer/agent/blame/", "tests/trainer/agent/flight/"),
         "simulated hangs",
         "simulated hangs",
     ),
-    Group(
+    ProofGroup(
         "healthy runs raise no false alarm",
         (
             "tests/trainer/agent/watch/test_hangs.py::test_four_hundred",
@@ -145,16 +145,16 @@ GROUPS = (
         "simulated hours",
         "simulated hours",
     ),
-    Group(
+    ProofGroup(
         "stragglers are named",
         ("tests/trainer/agent/watch/test_stragglers", "tests/trainer/agent/blame/test_slow_stages"),
         "healthy runs of 1,000 steps with a rank named",
         "false names",
     ),
-    Group("faults in simulated clusters", ("tests/scenarios/",)),
-    Group("faults on a real Slurm of four nodes", ("tests/slurm/",)),
-    Group("faults on one machine", ("tests/end_to_end/", "tests/orchestrator/", "tests/trainer/agent/")),
-    Group(
+    ProofGroup("faults in simulated clusters", ("tests/scenarios/",)),
+    ProofGroup("faults on a real Slurm of four nodes", ("tests/slurm/",)),
+    ProofGroup("faults on one machine", ("tests/end_to_end/", "tests/orchestrator/", "tests/trainer/agent/")),
+    ProofGroup(
         "unchanged training scripts as a `command:`",
         (
             "tests/slurm/test_commands",
@@ -163,13 +163,13 @@ GROUPS = (
             "tests/trainer/agent/test_command_programs",
         ),
     ),
-    Group(
+    ProofGroup(
         "suggestions for layouts that do not fit are accepted",
         ("tests/trainer/parallel/", "tests/orchestrator/config/"),
     ),
-    Group("packaging and dependencies", ("tests/end_to_end/test_wheel", "tests/test_")),
+    ProofGroup("packaging and dependencies", ("tests/end_to_end/test_wheel", "tests/test_")),
 )
-_OTHER = Group("others", ())
+_OTHER = ProofGroup("others", ())
 
 
 def machine() -> str:
@@ -301,14 +301,14 @@ def group_title(name: str) -> str:
     return max(found)[1] if found else _OTHER.title
 
 
-def _row(group: Group, tests: list[Result]) -> str:
+def _row(group: ProofGroup, tests: list[Result]) -> str:
     cases, passed = (sum(test[count] for test in tests) for count in ("cases", "passed"))
     dates = sorted({test["date"] for test in tests})
     date = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     return f"| {group.title} | {cases:,} | {passed:,} | {date} | {_figure(group, tests)} |"
 
 
-def _figure(group: Group, tests: list[Result]) -> str:
+def _figure(group: ProofGroup, tests: list[Result]) -> str:
     found = [
         value
         for test in tests

@@ -36,11 +36,11 @@ from trainer.protocol.messages.ranks import (
     ImportFailed,
     RankGone,
     RankSpawned,
+    RendezvousStore,
     Saves,
     SpawnFailed,
     Speeds,
     StartRank,
-    Store,
 )
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
@@ -290,7 +290,7 @@ class NodeAgent:
             match message := local.receive_message():
                 case None:
                     loop.remove_reader(local.control)
-                case Store():
+                case RendezvousStore():
                     self._peer.send(agents.GenerationStore(generation=ranks.generation, store=message))
                 case Speeds():
                     self._peer.send(agents.RankSpeeds(generation=ranks.generation, rank=local.rank, speeds=message))

@@ -25,7 +25,7 @@ from trainer.protocol.events import EventLog
 from trainer.protocol.failures.rank_end import RankEnd, append_outcome
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.agents import PreflightFault
-from trainer.protocol.messages.ranks import Store, send_message
+from trainer.protocol.messages.ranks import RendezvousStore, send_message
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.run_dir import RunDir
@@ -101,7 +101,7 @@ LAST = RankEnd(rank=0, exit_code=1, exception="OSError", message="[Errno 28] ful
 
 def test_a_rank_that_could_not_write_its_outcome_is_believed_by_its_socket(alone):
     theirs = alone.ranks.by_rank[0].theirs
-    send_message(theirs, Store(host="h", port=1, key="00"))
+    send_message(theirs, RendezvousStore(host="h", port=1, key="00"))
     send_message(theirs, LAST)
     end = alone.ended(1)
     assert (end.exit_code, end.exception, end.message, end.step) == (1, "OSError", "[Errno 28] full", 9)

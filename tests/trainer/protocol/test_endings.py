@@ -14,7 +14,7 @@ from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult, Exi
 from trainer.protocol.failures.rank_end import RankEnd, all_outcomes, append_outcome, find_outcome
 from trainer.protocol.heartbeat import Heartbeat
 from trainer.protocol.launch_token import LaunchToken, holds, is_revoked, revoke
-from trainer.protocol.messages.ranks import FROM_RANK, TO_RANK, RankSpec, Store, receive_message, send_message
+from trainer.protocol.messages.ranks import FROM_RANK, TO_RANK, RankSpec, RendezvousStore, receive_message, send_message
 from trainer.protocol.requests import Request, RequestKind, pending
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
@@ -157,7 +157,7 @@ def test_a_rank_spec_travels_as_text():
 
 def test_words_over_the_control_socket():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    store = Store(host="n0", port=29500, key="00")
+    store = RendezvousStore(host="n0", port=29500, key="00")
     send_message(ours, store)
     assert receive_message(theirs, TO_RANK) == store
     ours.close()

@@ -23,7 +23,7 @@ from tests.warm_root import skip_absent_numpy
 from trainer.protocol.config import JobConfig
 from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.launch_token import revoke
-from trainer.protocol.messages.ranks import FROM_RANK, RankSpec, Store, receive_message, send_message
+from trainer.protocol.messages.ranks import FROM_RANK, RankSpec, RendezvousStore, receive_message, send_message
 from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
 from trainer.protocol.run_dir import RunDir
 from trainer.worker.main import rank_main
@@ -134,7 +134,7 @@ def run(scenario: dict, writers: ForkedWriters) -> dict:
     begin = time.monotonic()
     ranks = [Rank(scenario, rank, writers) for rank in range(scenario["world"])]
     first = receive_message(ranks[0].control, FROM_RANK)
-    store = first if isinstance(first, Store) else None
+    store = first if isinstance(first, RendezvousStore) else None
     ranks[0].last = first if isinstance(first, RankEnd) else None
     for rank in ranks[1:] if store else []:
         with contextlib.suppress(OSError):  # it may be dead already

@@ -11,10 +11,10 @@ from typing import Literal
 from trainer.agent.flight.flight_record import SCHEDULED, CollectiveEntry, FlightRecord, Group
 from trainer.agent.flight.wait_graph import (
     BlockingRank,
-    Channel,
     Finding,
     Host,
     Kind,
+    MessageChannel,
     Node,
     Records,
     Stall,
@@ -133,7 +133,7 @@ def _waits_for_messages_only(waits: WaitGraph, node: Node) -> bool:
     if not isinstance(place, Host):
         return False
     called = [waits.places[other] for other in waits.calls.get(place.rank, ())]
-    return all(isinstance(one, Channel) and one.target == place.rank for one in called)
+    return all(isinstance(one, MessageChannel) and one.target == place.rank for one in called)
 
 
 def fronts(waits: WaitGraph, explained: Mapping[Node, object]) -> list[Node]:
@@ -344,7 +344,7 @@ def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding
         reasons.append(reason)
         place = waits.places[node]
         sequence = place.sequence if isinstance(place, Stall) else 0
-        group = place.group if isinstance(place, Stall | Channel) else ""
+        group = place.group if isinstance(place, Stall | MessageChannel) else ""
         culprits += [
             BlockingRank(rank=rank, kind=kind, group=group, sequence=sequence, reason=reason) for rank in sorted(ranks)
         ]
@@ -389,7 +389,7 @@ def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) 
     place, who = waits.places[node], ranks_text(ranks)
     if not isinstance(place, Stall):
         others = tuple(rank for rank in waits.inside(node) if rank not in ranks)
-        sends = isinstance(place, Channel) and place.what and tuple(ranks) == (place.source,)
+        sends = isinstance(place, MessageChannel) and place.what and tuple(ranks) == (place.source,)
         sent = "never sent" if sends else "never called"
         how = "did not answer, and" if kind == "no_answer" else sent
         return f"{who} {how} {place}, for which {ranks_text(others)} {wait_word(others)}"
@@ -409,7 +409,7 @@ def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
     """Return a finding without a culprit: all ranks came and none makes progress, or they wait in a ring."""
     places = [place for place in stuck if isinstance(place, Stall)] or [s for s in stalled if not s.missing]
     if not places and not stalled:
-        return _lost_message([place for place in stuck if isinstance(place, Channel)])
+        return _lost_message([place for place in stuck if isinstance(place, MessageChannel)])
     stall = max(places or stalled, key=lambda stall: len(stall.inside))
     ranks = tuple(sorted({rank for place in places or [stall] for rank in place.inside}))
     rest = (
@@ -430,7 +430,7 @@ def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
     )
 
 
-def _lost_message(channels: Sequence[Channel]) -> Finding:
+def _lost_message(channels: Sequence[MessageChannel]) -> Finding:
     if not channels:
         return Finding(kind="none", reason="no rank waits inside a collective")
     ranks = tuple(sorted({rank for one in channels for rank in (one.source, one.target)}))

@@ -224,7 +224,7 @@ Node = int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Channel:
+class MessageChannel:
     """First unfinished message of one direction between two ranks."""
 
     group: str
@@ -259,7 +259,7 @@ class Gpu:
     rank: int
 
 
-Place = Stall | Channel | Host | Gpu
+Place = Stall | MessageChannel | Host | Gpu
 
 
 @dataclass(slots=True)
@@ -303,7 +303,7 @@ class WaitGraph:
         match place:
             case Stall():
                 return place.inside if place.late else (*place.inside, *place.queued)
-            case Channel():
+            case MessageChannel():
                 ends = ((place.source, place.sender), (place.target, place.receiver))
                 return tuple(rank for rank, message in ends if message is not None)
             case Host() | Gpu():
@@ -344,7 +344,7 @@ def build(records: Records, stalls: Sequence[Stall]) -> WaitGraph:
     return waits
 
 
-def channels(records: Records) -> list[Channel]:
+def channels(records: Records) -> list[MessageChannel]:
     """Return the first unfinished message of every direction, as both ends recorded it."""
     sends: dict[tuple[str, int, int], P2PMessage] = {}
     receives: dict[tuple[str, int, int], P2PMessage] = {}
@@ -356,7 +356,7 @@ def channels(records: Records) -> list[Channel]:
             (sends if message.sends else receives).setdefault(key, message)
     keys = dict.fromkeys([*sends, *receives])
     return [
-        Channel(group=key[0], source=key[1], target=key[2], sender=sends.get(key), receiver=receives.get(key))
+        MessageChannel(group=key[0], source=key[1], target=key[2], sender=sends.get(key), receiver=receives.get(key))
         for key in keys
     ]
 
@@ -390,7 +390,7 @@ def _first_order(records: Records, key: str, rank: int) -> int:
     return entry.order if entry is not None and entry.state != DONE else -1
 
 
-def _add_channel(waits: WaitGraph, records: Records, channel: Channel, items: dict[int, list[_Item]]) -> None:
+def _add_channel(waits: WaitGraph, records: Records, channel: MessageChannel, items: dict[int, list[_Item]]) -> None:
     node = waits.add(channel)
     for rank, message in ((channel.source, channel.sender), (channel.target, channel.receiver)):
         if message is not None:
@@ -459,5 +459,5 @@ def chain(waits: WaitGraph, way: dict[Node, Node | None], most: int = 6) -> str:
     return ", behind ".join(links) if len(links) > 1 else ""
 
 
-def _short(place: Stall | Channel) -> str:
+def _short(place: Stall | MessageChannel) -> str:
     return f"#{place.sequence} of group {place.group}" if isinstance(place, Stall) else str(place)

@@ -16,7 +16,14 @@ from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.agents import InjectFault, ProgressReport
 from trainer.protocol.messages.codec import MessageError
-from trainer.protocol.messages.ranks import FROM_RANK, FromRank, Store, packet_pair, receive_message, send_message
+from trainer.protocol.messages.ranks import (
+    FROM_RANK,
+    FromRank,
+    RendezvousStore,
+    packet_pair,
+    receive_message,
+    send_message,
+)
 from trainer.protocol.rank_progress.progress import Progress, ProgressCell, StopReason
 from trainer.protocol.requests import REFUSED, Request
 
@@ -100,7 +107,7 @@ class LocalRanks:
         for local in self.by_rank.values():
             local.cell.expect_stop(at)
 
-    def forward_store(self, store: Store) -> None:
+    def forward_store(self, store: RendezvousStore) -> None:
         """Send the store's address, created by rank 0, to every other rank."""
         for local in self.by_rank.values():
             if local.rank != 0 and not local.ended:

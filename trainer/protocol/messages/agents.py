@@ -10,7 +10,7 @@ from typing import get_args
 
 from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.codec import Direction
-from trainer.protocol.messages.ranks import Saves, Speeds, Store
+from trainer.protocol.messages.ranks import RendezvousStore, Saves, Speeds
 from trainer.protocol.rank_progress.progress import StopReason
 
 PROTOCOL = 3
@@ -174,7 +174,7 @@ class GenerationStore:
     """Rendezvous store of this generation, sent from the agent of rank 0 to all agents."""
 
     generation: int
-    store: Store
+    store: RendezvousStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

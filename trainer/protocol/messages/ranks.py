@@ -60,7 +60,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Store:
+class RendezvousStore:
     """Rendezvous store of a generation, sent by rank 0 and passed on by agents to every other rank."""
 
     host: str
@@ -85,9 +85,9 @@ class Saves:
     size: int
 
 
-FromRank = Store | Speeds | Saves | RankEnd
+FromRank = RendezvousStore | Speeds | Saves | RankEnd
 FROM_RANK = Direction[FromRank](*get_args(FromRank))
-TO_RANK = Direction[Store](Store)
+TO_RANK = Direction[RendezvousStore](RendezvousStore)
 
 
 STACKS = signal.SIGRTMIN + 6

@@ -14,7 +14,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainer.protocol.config_sections.recipe_config import ClusterShape
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
-from trainer.protocol.messages.ranks import TO_RANK, RankSpec, Store, place_variables, receive_message, send_message
+from trainer.protocol.messages.ranks import (
+    TO_RANK,
+    RankSpec,
+    RendezvousStore,
+    place_variables,
+    receive_message,
+    send_message,
+)
 
 
 class NodeFault(RuntimeError):
@@ -135,7 +142,7 @@ def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]
         host, key = spec.host, secrets.token_bytes(KEY_BYTES)
         store = _host_store(host)
         port = store.port
-        send_message(control, Store(host=host, port=port, key=key.hex()))
+        send_message(control, RendezvousStore(host=host, port=port, key=key.hex()))
     else:
         host, port, key = _receive_store(control)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)

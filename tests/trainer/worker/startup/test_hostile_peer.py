@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.warm_root import WarmChild, start_warm
-from trainer.protocol.messages.ranks import FROM_RANK, Store, receive_message, send_message
+from trainer.protocol.messages.ranks import FROM_RANK, RendezvousStore, receive_message, send_message
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     with ours, started("victim", descriptors=(theirs.fileno(),)):
         theirs.close()
         store = receive_message(ours, FROM_RANK)
-        assert isinstance(store, Store)
+        assert isinstance(store, RendezvousStore)
         elsewhere = reaches("127.0.0.2", store.port)
         with started("stranger", str(store.port), str(canary)) as stranger:
             # The stranger was faster than rank 0: the agent, which is honest, tells of a store that is not.

@@ -62,6 +62,7 @@ class ContextParallelism(Dimension):
     """Ulysses (Jacobs et al. 2023) or ring attention (Liu et al. 2023); takes sequences of any length."""
 
     name, key, splits = "cp", "cp", Splits.SEQUENCE
+    torch_module = "context_parallel"
     sends_messages = True
 
     def problems(self, job: Recipe) -> Iterator[str]:
@@ -77,11 +78,6 @@ class ContextParallelism(Dimension):
 
     def relaxations(self, job: Recipe) -> Fix:
         return {"parallel.cp_method": str(CpMethod.AUTO)} if job.parallel.cp_method == CpMethod.ULYSSES else {}
-
-    def apply(self, model: Any, layout: Any, config: Any) -> None:
-        from trainer.parallel.apply.context_parallel import context_parallel  # torch
-
-        context_parallel(model, layout, config)
 
 
 CONTEXT = ContextParallelism()

@@ -156,6 +156,7 @@ class DataParallelism(Dimension):
     """Replicas and shards; the shards of a parameter are gathered layer by layer (FSDP2), or averaged (DDP)."""
 
     name, key, splits = "dp", "dp_shard", Splits.BATCH
+    torch_module = "data_parallel"
 
     def mesh(self, parallel: Any, data_ranks: int) -> dict[str, int]:
         replicas = parallel.dp_replicate
@@ -175,15 +176,6 @@ class DataParallelism(Dimension):
             yield "parallel.strategy=hsdp needs 2 replicas or more, but dp_replicate=1"
         if parallel.strategy == Strategy.DDP and parallel.dp_shard > 1:
             yield f"parallel.strategy=ddp shards nothing, but dp_shard={parallel.dp_shard}"
-
-    def apply(self, model: Any, layout: Any, config: Any) -> None:
-        from trainer.parallel.apply.data_parallel import apply_data_parallel, layer_precision  # torch
-        from trainer.parallel.apply.layer_wrappers import compile_forward
-
-        if config.train.compile:
-            for layer in model.layers:
-                compile_forward(layer)
-        apply_data_parallel(model.layers, model, layout, config, layer_precision(config))
 
 
 DATA = DataParallelism()

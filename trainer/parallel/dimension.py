@@ -57,6 +57,9 @@ class Dimension:
     key: str
     """Config key of its size, below `parallel`."""
     splits: Splits
+    torch_module = ""
+    """Module in `trainer/parallel/apply/` whose `apply(model, layout, config)` divides the built-in model, on the meta
+    device, among the ranks of a layout; the login node never imports it. Empty: there is nothing to apply."""
     sends_messages = False
     """Whether ranks send tensors to single ranks, and not only in collectives."""
 
@@ -88,9 +91,6 @@ class Dimension:
     def place(self, rank: int, parallel: Any) -> str:
         """Describe the place of `rank` in a dimension that is no part of the mesh; empty if it is one."""
         return ""
-
-    def apply(self, model: Any, layout: Any, config: Any) -> None:
-        """Divide the built-in `model`, on the meta device, among the ranks of `layout`."""
 
 
 def mesh_coordinates(sizes: Sequence[int], rank: int) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ class ExpertParallelism(Dimension):
     """A part of the mesh is used twice: ranks with the same layers have different experts of them."""
 
     name, key, splits = "ep", "ep", Splits.EXPERTS
+    torch_module = "expert_parallel"
 
     def mesh(self, parallel: Any, data_ranks: int) -> dict[str, int]:
         return {}
@@ -83,11 +84,6 @@ class ExpertParallelism(Dimension):
         elif job.trains_built_in_workload and experts.ffn_dim % (same := sharding // ep):
             ranks = f"the {same} ranks that have the same experts ({product} / ep)"
             yield f"model.experts.ffn_dim={experts.ffn_dim}: must be a multiple of {ranks}"
-
-    def apply(self, model: Any, layout: Any, config: Any) -> None:
-        from trainer.parallel.apply.expert_parallel import expert_parallel  # torch
-
-        expert_parallel(model, layout, config)
 
 
 EXPERT = ExpertParallelism()

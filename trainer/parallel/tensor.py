@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.parallel.dimension import Dimension, Fix, Recipe, Section, Splits, check_size
 
@@ -25,6 +24,7 @@ class TensorParallelism(Dimension):
     """Heads, feed-forward and vocabulary are split; norms have parts of the sequence (Korthikanti et al. 2022)."""
 
     name, key, splits = "tp", "tp", Splits.MATRICES
+    torch_module = "tensor_parallel"
 
     def describe(self, name: str, size: int) -> str:
         return f"{name}={size}"
@@ -49,11 +49,6 @@ class TensorParallelism(Dimension):
 
     def relaxations(self, job: Recipe) -> Fix:
         return {} if job.parallel.tp_across_nodes or job.parallel.tp == 1 else {"parallel.tp_across_nodes": True}
-
-    def apply(self, model: Any, layout: Any, config: Any) -> None:
-        from trainer.parallel.apply.tensor_parallel import tensor_parallel  # torch
-
-        tensor_parallel(model, layout, config)
 
 
 TENSOR = TensorParallelism()

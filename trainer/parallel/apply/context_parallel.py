@@ -382,7 +382,7 @@ def _sum_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     return by_head.sum(dim=2)
 
 
-def context_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
+def apply(model: Any, layout: Layout, config: JobConfig) -> None:
     """Divide the sequences of `model` (a Llama) among the ranks of `layout.sequence_ranks`."""
     method, group = cp_method(config.model.heads, config.parallel), layout.sequence_ranks.get_group()
     model.part = sequence_part(config.train.seq_len, config.parallel, method, layout.place["cp"])

@@ -27,7 +27,7 @@ from trainer.parallel.apply.gradient_buckets import (
     replicated_parameters,
     usage_mark,
 )
-from trainer.parallel.apply.layer_wrappers import copy_views
+from trainer.parallel.apply.layer_wrappers import compile_forward, copy_views
 from trainer.parallel.apply.mesh import Layout
 from trainer.parallel.data import Offload, Reduce
 from trainer.protocol.config import JobConfig
@@ -139,6 +139,14 @@ def _refuse_one(name: str, parameter: nn.Parameter) -> None:
         raise CannotShard(f"{name} has {hooks}: use optimizer.register_step_pre_hook in build_optimizer()")
     if parameter._backward_hooks:
         raise CannotShard(f"{name} has {hooks}: {_DDP}")
+
+
+def apply(model: Any, layout: Layout, config: JobConfig) -> None:
+    """Shard or replicate the built-in model, with a unit for each layer; compile its layers first."""
+    if config.train.compile:
+        for layer in model.layers:
+            compile_forward(layer)
+    apply_data_parallel(model.layers, model, layout, config, layer_precision(config))
 
 
 def apply_data_parallel(

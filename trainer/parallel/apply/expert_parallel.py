@@ -192,7 +192,7 @@ def _exchange_rows(
     return received
 
 
-def expert_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
+def apply(model: Any, layout: Layout, config: JobConfig) -> None:
     """Divide the experts of `model` (a Llama on the meta device) among the ranks of `layout.ep`."""
     exchange = TokenExchange(layout.ep.get_group())
     for layer in model.layers:

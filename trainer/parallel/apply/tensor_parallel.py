@@ -18,7 +18,7 @@ from trainer.parallel.apply.mesh import Layout
 from trainer.protocol.config import JobConfig
 
 
-def tensor_parallel(model: Any, layout: Layout, config: JobConfig) -> None:
+def apply(model: Any, layout: Layout, config: JobConfig) -> None:
     """Split the layers of `model` (a Llama on the meta device) among the ranks of `layout.tp`."""
     split_matrices(model, layout.tp, has_experts=config.model.experts.count > 0)
     model.tie()

@@ -10,7 +10,6 @@ from trainer.parallel.apply import (
     context_parallel,
     data_parallel,
     expert_parallel,
-    layer_wrappers,
     tensor_parallel,
 )
 from trainer.parallel.apply.fsdp_units import CannotShard
@@ -25,8 +24,8 @@ def divide(
     calls: list[str] = []
     for module in (tensor_parallel, context_parallel, expert_parallel):
         name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(module, name, lambda model, layout, config, name=name: calls.append(name))
-    monkeypatch.setattr(layer_wrappers, "compile_forward", lambda layer: calls.append("compile_forward"))
+        monkeypatch.setattr(module, "apply", lambda model, layout, config, name=name: calls.append(name))
+    monkeypatch.setattr(data_parallel, "compile_forward", lambda layer: calls.append("compile_forward"))
 
     def apply_data_parallel(layers: Any, model: Any, layout: Any, config: Any, policy: Any) -> None:
         assert (layers, policy.cast_forward_inputs) == (model.layers, False)
@@ -72,5 +71,5 @@ def test_tensor_parallel_ranks_share_the_tokens_of_experts(
     monkeypatch.setattr(tensor_parallel, "share_tokens", lambda *_: calls.append("share_tokens"))
     config: Any = SimpleNamespace(model=SimpleNamespace(experts=SimpleNamespace(count=experts)))
     model = SimpleNamespace(tie=lambda: calls.append("tie"))
-    tensor_parallel.tensor_parallel(model, SimpleNamespace(tp=tp), config)  # type: ignore[arg-type]
+    tensor_parallel.apply(model, SimpleNamespace(tp=tp), config)  # type: ignore[arg-type]
     assert calls == due

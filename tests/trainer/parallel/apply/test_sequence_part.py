@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.models.llama import Llama
-from trainer.parallel.apply.context_parallel import UlyssesAttention, context_parallel, sequence_part
+from trainer.parallel.apply.context_parallel import UlyssesAttention, apply, sequence_part
 from trainer.parallel.context import CpMethod
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
@@ -84,7 +84,7 @@ def test_experts_are_given_the_real_tokens_of_each_rank_alone(
                 )  # fmt: skip
                 layer = SimpleNamespace(attention=SimpleNamespace(), feed_forward=SimpleNamespace(real=None))
                 model = SimpleNamespace(layers=[layer])
-                context_parallel(model, layout, config)
+                apply(model, layout, config)
                 assert layer.feed_forward.real == (due if experts else None)
                 assert isinstance(layer.attention.attend, UlyssesAttention)
 

@@ -139,7 +139,7 @@ GROUPS = (
         "healthy runs raise no false alarm",
         (
             "tests/trainer/agent/watch/test_hangs.py::test_four_hundred",
-            "tests/trainer/agent/watch/test_staged_jobs.py::test_four_hundred",
+            "tests/trainer/agent/watch/test_waiting_ranks.py::test_four_hundred",
             "tests/trainer/agent/blame/test_no_false_alarm",
         ),
         "simulated hours",

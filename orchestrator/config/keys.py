@@ -14,7 +14,7 @@ from orchestrator.config import yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
-from trainer.protocol.config_sections.moved_keys import present_path
+from trainer.protocol.config_sections.moved_keys import MOVED, present_path
 
 Path = tuple[str, ...]
 INCLUDES = "includes"
@@ -84,10 +84,11 @@ def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> Co
 
 def nearest_key(typed: str, siblings: Sequence[str] = ()) -> str:
     """Return the key spelled most like this one, or one with the same last part; empty if nothing matches."""
-    known = [*map(dotted_key, every_key()), INCLUDES, *siblings]
+    present = [*map(dotted_key, every_key()), INCLUDES, *siblings]
+    known = {dotted_key(old): dotted_key(new) for old, new in MOVED.items()} | dict(zip(present, present, strict=True))
     last = typed.rpartition(".")[2]
-    same = (key for key in known if key.rpartition(".")[2] == last)
-    return nearest(typed, known, 0.8) or next(same, "") or nearest(typed, known)
+    same = (key for key in present if key.rpartition(".")[2] == last)
+    return known.get(nearest(typed, known, 0.8)) or next(same, "") or nearest(typed, present)
 
 
 meant = nearest_key

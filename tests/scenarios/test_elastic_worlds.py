@@ -299,8 +299,8 @@ def test_a_successor_cancels_at_once_what_was_given_up_before(tmp_path: Path) ->
 class ElasticTrace(Trace):
     """Bad weather over a run that may be smaller: nodes come and go, too."""
 
-    def __init__(self, root: Path, seed: int, monkeypatch: Any, store: Any = None) -> None:
-        super().__init__(root, seed, monkeypatch, store, partial(elastic, patience=30.0))
+    def __init__(self, root: Path, seed: int, monkeypatch: Any) -> None:
+        super().__init__(root, seed, monkeypatch, partial(elastic, patience=30.0))
 
     def _fault(self) -> None:
         super()._fault()

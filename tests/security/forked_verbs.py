@@ -23,7 +23,7 @@ def _begin(order: dict[str, Any]) -> None:
 
 def main() -> None:
     for target, _ in VERBS.values():
-        importlib.import_module(target.partition(":")[0])
+        importlib.import_module(f"orchestrator.cli.{target.partition(':')[0]}")
     for line in sys.stdin:
         if (pid := os.fork()) == 0:
             as_program(partial(_begin, json.loads(line)))

@@ -264,8 +264,8 @@ def test_every_smaller_world_fits_and_none_asks_more_of_a_rank(
     for size in world_sizes(run)[1:]:
         small = build(RunConfig, resize_config(asdict(run), size))
         mesh = small.parallel.mesh_sizes(small.cluster.world_size)
-        assert math.prod(mesh) == size.nodes * per_node
-        assert (mesh.cp, mesh.tp) == (cp, tp)
+        assert math.prod(mesh.values()) == size.nodes * per_node
+        assert (mesh["cp"], mesh["tp"]) == (cp, tp)
         assert mesh["dp_replicate"] <= full["dp_replicate"]
         assert mesh["dp_shard"] <= full["dp_shard"]
         assert small.train.batch_size == run.train.batch_size

@@ -66,7 +66,7 @@ def test_a_users_module_comes_after_ours(tmp_path, monkeypatch):
         (
             ModelConfig(),
             TrainConfig(seq_len=33),
-            "train.seq_len=33: must be a multiple of parallel.tp=2; .*: type train.seq_len=32",
+            "train.seq_len=33: must be a multiple of parallel.tp=2: type parallel.tp=1",
         ),
     ],
 )

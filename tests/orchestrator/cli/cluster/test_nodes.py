@@ -14,7 +14,7 @@ from orchestrator.controller.user_requests import answer_idle
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.registry.records import UNTIL_RELEASED, NewRun
 from orchestrator.scheduler import available_schedulers
-from orchestrator.scheduler.slurm import command_output
+from orchestrator.scheduler.slurm import slurm_scheduler
 from tests.orchestrator.cli.conftest import Seeds, Type
 
 CLUSTER = "lab@login1:6817/0badcafe"
@@ -137,7 +137,7 @@ def test_a_node_that_no_run_has_used_is_known_by_slurm(
         return CompletedProcess(command, 0, "n9\n" if "n9" in command else "", "")
 
     monkeypatch.setattr(available_schedulers, "kinds", lambda: ("slurm", "local"))
-    monkeypatch.setattr(command_output, "run_command", sinfo)
+    monkeypatch.setattr(slurm_scheduler, "run_command", sinfo)
     monkeypatch.setattr(available_schedulers, "make_instance", lambda kind: lambda: CLUSTER)
     assert orch("nodes", "exclude", "n8").code == 3
     assert orch("nodes", "exclude", "n9").out == "n9 is excluded until it is released\n"

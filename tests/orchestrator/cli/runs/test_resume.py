@@ -195,7 +195,7 @@ def test_unregistered_progress_counts(orch: Type, seeds: Seeds, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["cluster.nodes=3"], "type cluster.nodes=2, or cluster.nodes=4"),
+        (["cluster.nodes=3"], "type cluster.nodes=2"),
         (["train.batch_size=7"], "leave it as it was"),
     ],
 )

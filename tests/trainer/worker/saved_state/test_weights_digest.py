@@ -48,7 +48,7 @@ class Group:
 
 def layout(rank: int, *, pp: int = 1, place: int = 0, group: Any = None) -> Any:
     return SimpleNamespace(
-        rank=rank, device=CPU, sizes=SimpleNamespace(pp=pp), place=SimpleNamespace(pp=place),
+        rank=rank, device=CPU, sizes={"pp": pp}, place={"pp": place},
         pp=SimpleNamespace(get_group=lambda: group),
     )  # fmt: skip
 

@@ -74,9 +74,7 @@ def drill(*events: DrillEvent) -> Drill:
 
 
 def objects(**more: Any) -> Any:
-    return SimpleNamespace(
-        layout=SimpleNamespace(device=CPU, sizes=SimpleNamespace(pp=STAGES)), data=SimpleNamespace(), **more
-    )
+    return SimpleNamespace(layout=SimpleNamespace(device=CPU, sizes={"pp": STAGES}), data=SimpleNamespace(), **more)
 
 
 def staged(number: int, *events: DrillEvent) -> tuple[StagedPasses, OneStage, Phases, Gradients]:

@@ -158,7 +158,7 @@ def test_steps_that_only_memory_holds_count_as_unsaved() -> None:
     services = SimpleNamespace(saver=saver, cell=None, test_until=0, phases=phases, drill=None)
     config = JobConfig(checkpoint=CheckpointConfig(max_unsaved_steps=200))
     objects = SimpleNamespace(
-        workload=None, layout=SimpleNamespace(sizes=SimpleNamespace(tp=1, pp=1), world_size=1), model=nn.Linear(1, 1)
+        workload=None, layout=SimpleNamespace(sizes={"tp": 1, "pp": 1}, world_size=1), model=nn.Linear(1, 1)
     )
     loop: Any = Loop(config, objects, now, services)  # type: ignore[arg-type]
     loop._check_saved(700)

@@ -60,8 +60,8 @@ _HOMES = {
         "BaseWorkload", "Mean", "Metric", "Rank0", "Scheduler", "Sum", "Workload", "WorkloadError", "evaluating",
     ),
 }  # fmt: skip
-"""Names by defining module."""
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+"""Public names, keyed by the module that defines them."""
+_HOME_BY_NAME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: PLE0604, RUF022 (a test compares it with `_HOMES`)
     "BaseWorkload", "CheckpointInvalid", "ConfigError", "Data", "JobConfig", "LastCheckpoint", "Layout", "Mean",
@@ -76,12 +76,12 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         return metadata.version("orch")
-    if name not in _HOME_OF:
-        # `from orch import` must still find the modules of this package, so this is no ImportError.
+    if name not in _HOME_BY_NAME:
+        # `from orch import` must still find this package's modules, so this is not an ImportError.
         near = difflib.get_close_matches(name, __all__, n=1)
         hint = f"did you mean orch.{near[0]}?" if near else f"it has {', '.join(__all__)}"
         raise AttributeError(f"module 'orch' has no attribute {name!r}; {hint}")
-    value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_HOME_BY_NAME[name]), name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""Runs of `orch ... --json` for a script, with the same checks and messages as at a terminal."""
+"""Run `orch ... --json` from a script, with the same checks and messages as in a terminal."""
 
 import contextlib
 import json
@@ -25,18 +25,18 @@ PUBLIC_ERRORS = (
 
 
 class OrchWarning(UserWarning):
-    """Warning of an `orch` command; `warnings.filterwarnings` can silence it or turn it into an error."""
+    """Warning issued by an `orch` command; `warnings.filterwarnings` can silence it or turn it into an error."""
 
 
 def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[int] = ()) -> Any:
-    """Return the data that a command prints; raises the OrchError that it reports.
+    """Run a command and return the data that it prints. Raises the OrchError that it reports.
 
-    `names` are passed verbatim, even with a leading dash. Data with an exit code in `accept` is not an error. Ctrl-C is
-    sent to the command once, and the command's message about it becomes a note of the KeyboardInterrupt.
+    `names` are passed verbatim, even with a leading dash. An exit code in `accept` is not an error. Ctrl-C is sent
+    to the command once, and the command's message is added to the KeyboardInterrupt as a note.
     """
     words = (verb, *options, "--", *names)
     if not sys.executable:
-        raise errors.OrchError("this process does not know its Python", hint="set sys.executable")
+        raise errors.OrchError("the path of this process's Python is unknown", hint="set sys.executable")
     text, code = _run_command(words)
     try:
         answer = json.loads(text)
@@ -54,11 +54,11 @@ def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[
 
 
 def _run_command(words: Sequence[str]) -> tuple[str, int]:
-    """Return what the command prints, and its exit code."""
+    """Return the command's output and its exit code."""
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONINSPECT", "PYTHONIOENCODING")}
     command = [sys.executable, "-P", "-c", _PROGRAM, "--json", "--quiet", *words]
     try:
-        # In its own process group, because a terminal would interrupt it a second time, which means at once.
+        # In its own process group: a terminal would interrupt it a second time, and that ends it immediately.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environ, text=True, encoding="utf-8",
             errors="replace", process_group=0,
@@ -75,7 +75,7 @@ def _run_command(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _add_message(interrupt: KeyboardInterrupt, text: str) -> None:
-    """Report what the interrupted command left behind: a run that continues, a request that is still pending."""
+    """Report the state after an interrupted command: a run that continues, a request that is still pending."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = json.loads(text)["error"]
         message = "; ".join(filter(None, (error["message"], error["hint"])))
@@ -84,10 +84,10 @@ def _add_message(interrupt: KeyboardInterrupt, text: str) -> None:
 
 
 def _public_error(fields: dict[str, str], code: int) -> errors.OrchError:
-    """Return the error with its public class, else its nearest public ancestor, else one with its exit code."""
+    """Return the error as its own class if that is public, else as a public ancestor, else by its exit code."""
     own = getattr(errors, fields["code"], None)
     candidates = [*(own.__mro__ if isinstance(own, type) else ()), *(k for k in PUBLIC_ERRORS if k.exit_code == code)]
-    kind = next((one for one in candidates if one in PUBLIC_ERRORS), errors.OrchError)
+    kind = next((candidate for candidate in candidates if candidate in PUBLIC_ERRORS), errors.OrchError)
     error: errors.OrchError = kind(fields["message"], where=fields["where"], hint=fields["hint"])
     for note in filter(None, (fields["where"], fields["hint"])):  # a traceback prints them below the error
         error.add_note(f"  {note}")

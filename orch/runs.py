@@ -1,4 +1,4 @@
-"""Runs for a script on a login node: submit one, inspect it, wait for its end."""
+"""Submit a run from a script on a login node, inspect it, and wait for it to end."""
 
 import json
 import math
@@ -45,18 +45,18 @@ class Run:
     updated_at: datetime
 
     def __new__(cls, *names: Any, **_fields: Any) -> "Run":
-        """Raise TypeError with the call that finds a run by name."""
+        """Raise TypeError for a name; the message has the call that finds a run by name."""
         if names:
-            raise TypeError(f"a Run is made by orch.status and orch.submit: orch.status({_name(names[0])!r})[0]")
+            raise TypeError(f"a Run comes from orch.status or orch.submit: orch.status({_name(names[0])!r})[0]")
         return super().__new__(cls)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has succeeded, failed, was cancelled, or is held until a user acts."""
+        """Whether the run has succeeded, failed or been cancelled, or is held until a user acts."""
         return self.state not in LIVE_RUNS
 
     def refresh(self) -> "Run":
-        """Return the run in its present state."""
+        """Return the run in its current state."""
         return status(self.name)[0]
 
     def wait(self, timeout: float | None = None) -> "Run":
@@ -64,11 +64,11 @@ class Run:
         return wait(self.name, timeout=timeout)
 
     def cancel(self) -> None:
-        """Request its end: the ranks save and stop; `wait` then raises RunCancelled."""
+        """Request cancellation: the ranks save and stop, and `wait` raises RunCancelled."""
         ask("cancel", self.name)
 
     def resume(self, overrides: Overrides = ()) -> None:
-        """Resume it, with changed values if `orch resume` allows them."""
+        """Resume the run, with overrides that `orch resume` allows."""
         ask("resume", self.name, *_words(overrides))
 
     def details(self) -> dict[str, Any]:
@@ -88,11 +88,11 @@ def submit(
 ) -> Run:
     """Submit a run, as `orch submit` does; orch restarts it until it is finished.
 
-    `config` is a preset or a YAML file; `begin_with` is a checkpoint, RUN@STEP, whose configuration is then the
+    `config` is a preset or a YAML file. `begin_with` is a checkpoint, RUN@STEP; its configuration becomes the
     default. Raises ConfigError, SubmitRejected, SlurmUnreachable, or another OrchError.
     """
     if isinstance(tags, str):
-        raise TypeError(f"tags are a list of words: [{tags!r}]")
+        raise TypeError(f"tags must be a list of strings: [{tags!r}]")
     options = ["--weights-only"] if weights_only else []
     for option, value in (("--name", name), ("--cluster", cluster), ("--from", begin_with)):
         options += [] if value is None else [f"{option}={_text(option, value)}"]
@@ -125,18 +125,18 @@ def _name(run: str | Run) -> str:
 
 def _text(what: str, value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{what} is {value!r}, and must be a string")
+        raise TypeError(f"{what} must be a string, not {value!r}")
     return value
 
 
 def _words(overrides: Overrides) -> list[str]:
     if isinstance(overrides, str):
-        raise TypeError(f"overrides are a mapping or a list of words: [{overrides!r}]")
+        raise TypeError(f"overrides must be a mapping or a list of strings: [{overrides!r}]")
     if isinstance(overrides, Mapping):
         return [f"{key}={_yaml(key, value)}" for key, value in overrides.items()]
     words = [_text("an override", word) for word in overrides]
     if options := [word for word in words if word.startswith("-")]:
-        raise ValueError(f"{options[0]} is an option, and no override KEY=VALUE")
+        raise ValueError(f"{options[0]} is an option, not an override (KEY=VALUE)")
     return words
 
 
@@ -147,13 +147,13 @@ def _yaml(key: str, value: Any) -> str:
     try:
         text = json.dumps(value, default=os.fspath, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{key}={value!r} has no place in a configuration: {error}") from error
-    return _ESCAPE.sub(_join_halves, text)
+        raise TypeError(f"{key}={value!r} cannot be written into a configuration: {error}") from error
+    return _ESCAPE.sub(_join_surrogates, text)
 
 
-def _join_halves(found: re.Match[str]) -> str:
-    """Return YAML's escape of a character that JSON escapes in two halves; ASCII is safe in any locale."""
-    return f"\\U{ord(json.loads(chr(34) + found[0] + chr(34))):08x}" if found[1] else found[0]
+def _join_surrogates(match: re.Match[str]) -> str:
+    """Return the YAML escape for a surrogate pair in JSON; ASCII is safe in any locale."""
+    return f"\\U{ord(json.loads(chr(34) + match[0] + chr(34))):08x}" if match[1] else match[0]
 
 
 _ESCAPE = re.compile(r"\\(?:(u)d[89ab]..\\ud[c-f]..|.)")

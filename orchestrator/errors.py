@@ -12,7 +12,7 @@ OrchError                       1
  +- RegistryError               6   locked, damaged, or of a newer version
  |   +- Fenced                  6   another controller now holds the lease
  |       +- ForeignRun          6   the run belongs to another scheduler
- |       +- SchedulerChanged    6   commands reach a scheduler other than that of the lease
+ |       +- SchedulerChanged    6   commands reach a scheduler other than the lease's
  +- CheckpointInvalid           7
  +- RunFailed                   8
  +- RunCancelled               10
@@ -52,7 +52,7 @@ class RunExpected(NotFound):
     """`given`: the checkpoint as typed; `run`: its run."""
 
     def __init__(self, given: str, run: str) -> None:
-        super().__init__(f"{given} is a checkpoint, and a run is needed", hint=f"the run is {run}")
+        super().__init__(f"{given} is a checkpoint, but a run is required", hint=f"the run is {run}")
         self.given, self.run = given, run
 
 
@@ -76,7 +76,7 @@ class SubmitRejected(OrchError):
     """The scheduler refused a job.
 
     `retryable`: whether a later try may be accepted; `unknown_nodes`: nodes that orch avoided but Slurm does not know;
-    `change`: key changes that may help, as typed by users.
+    `change`: overrides that may help, as a user types them.
     """
 
     exit_code = 4

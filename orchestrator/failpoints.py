@@ -1,4 +1,4 @@
-"""Points at which a test may kill the controller through the environment, e.g. `ORCH_FAILPOINT=after_sbatch`."""
+"""Points at which a test can kill orch by setting a variable, e.g. `ORCH_FAILPOINT=after_sbatch`."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ POINTS = (
     "after_cancel",
     "after_ask",
 )
-"""Names that a controller or submit passes to `reach`, in the order of a run's life."""
+"""Names that a controller or `orch submit` passes to `reach`, in the order in which a run reaches them."""
 
 REMOVAL_POINTS = ("rm_begun", "rm_copies", "rm_renamed", "rm_set_aside", "rm_deleted")
 """Names that `orch rm` passes to `reach`."""

@@ -1,4 +1,4 @@
-"""Delayed Ctrl-C around an indivisible step."""
+"""Delay Ctrl-C around an indivisible step."""
 
 import signal
 import threading
@@ -12,11 +12,11 @@ def interrupts_held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
+    if received:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Durations for which a value stayed unchanged, by this host's clock; clocks of other hosts are never compared."""
+"""Measures how long values stay unchanged, by this host's clock; other hosts' clocks are never compared."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 from checkpointing.storage.durable import dump_line, write_atomically
 
 LOOK = 20.0
-"""Maximum seconds between two looks that count as watched in full; passes are at most 15 s apart."""
+"""Maximum seconds between two observations that count in full; passes are at most 15 s apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,20 +21,20 @@ class Clock:
 
 
 class ObservedSince:
-    """Record of when each key was first seen with its present value.
+    """Record of when each key was first seen with its current value.
 
-    With a `path` it survives the process, so that single passes from cron measure durations too. Another boot of the
-    host (`boot`) starts anew because its monotonic clock did.
+    With a `path` the record survives the process, so that single passes from cron can measure durations too. After a
+    reboot (another `boot`) it starts empty, because the monotonic clock starts again.
     """
 
     def __init__(self, mono: Callable[[], float], path: Path | None = None, boot: str = "") -> None:
         self._mono, self._path, self._boot = mono, path, boot
         self._seen: dict[str, tuple[str, float]] = {}
-        self._lasted: dict[str, tuple[str, float, float]] = {}  # value, last look, seconds so far
+        self._lasted: dict[str, tuple[str, float, float]] = {}  # value, last observation, seconds so far
         self._load()
 
     def age(self, key: str, value: object) -> float:
-        """Return the seconds for which `key` has been seen with this value; 0.0 on the first sight."""
+        """Return the seconds since `key` was first seen with this value; 0.0 on the first call."""
         now, text = self._mono(), str(value)
         before = self._seen.get(key)
         if before is None or before[0] != text or before[1] > now:
@@ -43,9 +43,9 @@ class ObservedSince:
         return now - before[1]
 
     def watched_seconds(self, key: str, value: object) -> float:
-        """Return the seconds for which `key` was *watched* with this value; at most `LOOK` counts between two looks.
+        """Return the seconds for which `key` was *watched* with this value, at most `LOOK` between two calls.
 
-        Time in which this process stalled too (a suspended machine, a frozen VM) is therefore not counted.
+        Time in which this process itself stalled (a suspended machine, a frozen VM) is therefore not counted.
         """
         now, text = self._mono(), str(value)
         before = self._lasted.get(key)
@@ -79,6 +79,6 @@ class ObservedSince:
             if kept["boot"] == self._boot:
                 self._seen = {key: (str(value), float(at)) for key, (value, at) in kept["seen"].items()}
                 lasted = kept.get("lasted", {}).items()
-                self._lasted = {key: (str(value), float(at), float(so)) for key, (value, at, so) in lasted}
+                self._lasted = {key: (str(value), float(at), float(total)) for key, (value, at, total) in lasted}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self._seen, self._lasted = {}, {}

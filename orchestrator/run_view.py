@@ -16,18 +16,18 @@ KEYS = (
     "last_checkpoint", "reason", "updated_at", "last_lines", "slurm_cluster", "restore_test",
     "tags", "eta_s",
 )  # fmt: skip
-"""Promised keys of a run in JSON answers, in this order."""
+"""Stable keys of a run in JSON output, in this order."""
 _START_SECONDS = 600.0
 """Seconds after which the start of a generation (imports, compilation) is a small part of its time."""
 _WITHOUT_LOG = frozenset({
     "submit_rejected", "submit_deferred", "submission_lost", "cancelled", "preempted", "time_limit", "job_lost",
 })  # fmt: skip
-"""Failures without logs of ranks or agents; their reason is all that is known."""
+"""Kinds of failure without logs of ranks or agents; only their reason is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """A run as the registry has it at the time `now`. Times are seconds since the epoch."""
+    """A run as recorded in the registry at the time `now`. Times are seconds since the epoch."""
 
     now: float
     run: str
@@ -51,7 +51,7 @@ class RunView:
     attempts: int
     generations: int
     attempt: int | None
-    """Number of the newest attempt, to which job, nodes and failure belong."""
+    """Number of the newest attempt; job, nodes and failure belong to this attempt."""
     job_id: str | None
     job_state: str | None
     nodes: list[str]
@@ -62,11 +62,11 @@ class RunView:
     restore_test: Mapping[str, Any] | None
     """Newest finished restore test: step, layout, verdict, ended_at."""
     bad_test: Mapping[str, Any] | None
-    """The same with its reason, if the newest tested checkpoint was found bad."""
+    """Restore test that found the newest tested checkpoint bad, with its reason; None if it is good."""
     test_of: Mapping[str, Any] | None
     """Run, step and layout that this run tests, if it is a restore test."""
     speed_since: Mapping[str, Any] | None
-    """Reference point of the newest generation, its first saved checkpoint or else its start: step, at, saved."""
+    """Start of the speed measurement: the newest generation's first save, or else its start (step, at, saved)."""
 
     @property
     def is_live(self) -> bool:
@@ -79,7 +79,7 @@ class RunView:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the registry learned of a change."""
+        """Seconds since the registry last recorded a change."""
         return max(0.0, self.now - self.updated_at)
 
     @property
@@ -93,7 +93,7 @@ class RunView:
 
     @property
     def last_lines(self) -> list[str]:
-        """Last lines of the rank of a user's own program that failed first."""
+        """Last lines from the rank that failed first; only for a user's own program."""
         return list((self.failure or {}).get("lines", ()))
 
     @property
@@ -112,7 +112,7 @@ class RunView:
         return round(ends - self.now, 1) if took > 0 and ends > self.now else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the promised keys in the promised order."""
+        """Return the stable keys, in their documented order."""
         test = self.restore_test and summarize_test(self.restore_test)
         fields = {key: getattr(self, key) for key in KEYS}
         return {**fields, "updated_at": iso(self.updated_at), "restore_test": test}
@@ -133,12 +133,12 @@ class RunView:
             return repeat_test_command(self.test_of)
         if self.state != RunState.SUCCEEDED:
             return f"orch resume {self.run}"
-        # A user's own program decides itself when it ends.
+        # A user's own program decides when it ends.
         return f"orch resume {self.run} train.steps={2 * self.total_steps}" if self.total_steps else ""
 
     @property
     def after_end(self) -> str:
-        """Hint for a command that needs a live job, if the run has none."""
+        """Hint for a command that needs a live job when the run has none."""
         command = self.continue_command
         if self.state == RunState.SUCCEEDED and self.test_of is None:
             more = f"   train on:  {command}" if command else ""
@@ -152,23 +152,23 @@ class RunView:
             return None
         if self.state == RunState.CANCELLED:
             return RunCancelled(self.sentence, where=self.run_dir, hint=self.after_end)
-        looks = f"look:  {'   '.join(self.look_closer)}"
-        cured = f"orch resume {self.run} " in self.reason  # the reason has the change without which it fails again
-        return RunFailed(self.sentence, where=self.run_dir, hint=looks if cured else f"{looks}   {self.after_end}")
+        see = f"see:  {'   '.join(self.look_closer)}"
+        has_fix = f"orch resume {self.run} " in self.reason  # the reason names the change that the resume needs
+        return RunFailed(self.sentence, where=self.run_dir, hint=see if has_fix else f"{see}   {self.after_end}")
 
     @property
     def sentence(self) -> str:
-        """State and reason."""
+        """The run's state and its reason, as a sentence."""
         return f"{self.run} is {self.state}" + (f": {self.reason}" if self.reason else "")
 
 
 def summarize_test(test: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a restore test of a view as plain JSON data."""
+    """Return a view's restore test as plain JSON data."""
     return {**{key: test[key] for key in ("step", "layout", "verdict")}, "ended_at": iso(test["ended_at"])}
 
 
 def repeat_test_command(order: Mapping[str, Any]) -> str:
-    """Return the command for another restore test with the settings of this order from `Run.identity`."""
+    """Return the command that repeats a restore test; `order` is its entry in `Run.identity`."""
     return f"orch ckpt restore-test {order['run']}@{order['step']} --layout {order['layout']}"
 
 
@@ -179,7 +179,7 @@ def newest_runs(
     tests: bool = False,
     tags: Iterable[str] = (),
 ) -> list[RunView]:
-    """Return the newest runs; empty without a registry. `tests`: include restore tests. `tags`: with all of these."""
+    """Return the newest runs; empty without a registry. `tests`: with restore tests. `tags`: require all of them."""
     return _views(fast_queries.newest(registry_path(), limit, states, tests=tests, tags=tags))
 
 
@@ -189,12 +189,12 @@ def runs_by_name(names: Iterable[str]) -> list[RunView]:
 
 
 def find_run(name: str) -> RunView:
-    """Return the run by its name, a unique beginning of it, or `@last`. Raises NotFound with similar names."""
+    """Return the run with this name or unique prefix, or the newest (`@last`). Raises NotFound with similar names."""
     path = registry_path()
     require_registry()
     found = newest_runs(1) if name == "@last" else runs_by_name([name])
     if not found:
-        from orchestrator.registry.store import Store  # slower: needed for beginnings of names and for similar names
+        from orchestrator.registry.store import Store  # slower: needed for prefixes and for similar names
 
         with Store.open(path, readonly=True) as store:
             found = runs_by_name([store.run(name).name])
@@ -204,8 +204,8 @@ def find_run(name: str) -> RunView:
 def require_registry() -> None:
     """Raise NotFound if the registry does not exist yet."""
     if not (path := registry_path()).exists():
-        hint = "`orch submit tiny-gpt` makes the first run; ORCH_REGISTRY names another registry"
-        raise NotFound("there is no registry yet: nothing was submitted from here", where=str(path), hint=hint)
+        hint = "`orch submit tiny-gpt` starts the first run; ORCH_REGISTRY names another registry"
+        raise NotFound("there is no registry yet: nothing has been submitted from here", where=str(path), hint=hint)
 
 
 def _views(rows: Iterable[dict[str, Any]]) -> list[RunView]:

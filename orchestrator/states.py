@@ -61,9 +61,9 @@ TRANSITIONS: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         Trust.COMMITTED: frozenset({Trust.VERIFIED, Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
         Trust.VERIFIED: frozenset({Trust.RESTORED, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
         Trust.RESTORED: frozenset({Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED}),
-        # RESTORED, COMMITTED: by a restore test, or by failures that show the program to be the cause.
+        # To RESTORED or COMMITTED: by a restore test, or by failures that prove the program to be the cause.
         Trust.SUSPECT: frozenset({Trust.COMMITTED, Trust.VERIFIED, Trust.RESTORED, Trust.CORRUPT, Trust.DELETED}),
-        # Restoring verifies every byte, so a good copy exists by then or the file is readable again.
+        # A restore verifies every byte, so afterwards a good copy exists or the file is readable again.
         Trust.CORRUPT: frozenset({Trust.RESTORED, Trust.DELETED}),
         Trust.DELETED: frozenset(),
     },

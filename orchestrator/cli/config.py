@@ -18,7 +18,7 @@ from orchestrator.run_view import find_run
 
 SOURCE = click.argument("source", metavar="CONFIG")
 DIGITS = 6
-"""Minimum number of digits that identify a stored configuration."""
+"""Minimum number of digits of a digest that select a stored configuration."""
 OVERRIDES = click.argument("overrides", metavar="[KEY=VALUE ...]", nargs=-1)
 
 
@@ -65,7 +65,7 @@ def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
     """Check keys, types, ranges and sizes, and that the code exists.
 
     It looks for the script of a `command:`, and for the class and methods of a workload, without importing
-    anything. It checks that Slurm can read every value of `cluster`, but does not ask Slurm; `orch submit
+    anything. It checks that Slurm can parse every value in `cluster`, but does not query Slurm; `orch submit
     --dry-run` does. The exit code is 2, with the reason, if the configuration is invalid.
     """
     from orchestrator.submission import user_code  # ast: only where code is inspected
@@ -84,10 +84,10 @@ def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
 @click.argument("second")
 @click.pass_obj
 def diff(screen: Screen, first: str, second: str) -> None:
-    """List the keys in which two configurations differ.
+    """List the keys whose values differ between two configurations.
 
-    Each is a preset, a YAML file, a run, or the digest of a stored configuration (6 digits or more). The exit code
-    is 0 whether or not they differ.
+    FIRST and SECOND are each a preset, a YAML file, a run, or the digest of a stored configuration (6 digits or
+    more). The exit code is 0 whether or not they differ.
     """
     from orchestrator.config import compose
 
@@ -104,32 +104,32 @@ def diff(screen: Screen, first: str, second: str) -> None:
 
 
 def compose_config(source: str, overrides: tuple[str, ...]) -> Any:
-    """Return the configuration. Raises NotFound; for a run's name, with the commands for that run."""
+    """Return the configuration. Raises NotFound; for the name of a run, the hint has the commands for that run."""
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
 
     try:
         return compose(source, overrides, environ=os.environ)
     except NotFound as error:
-        with suppress(OrchError):  # without a run of this name, or with an unreadable registry
+        with suppress(OrchError):  # no run has this name, or the registry is unreadable
             run = find_run(source).run
             if source in (run, "@last"):
                 more = shlex.join([run, *overrides])
-                error.what = f"{source} is a run, and no preset or file"
+                error.what = f"{source} is a run, not a preset or file"
                 error.hint = f"orch show {run}   orch resume {more}   or a new run:  orch submit --from {more}"
         raise
 
 
 def warn_about_config(screen: Screen, config: Any) -> None:
-    """Warn of misspelled method names, modules that a job resolves elsewhere, and pipelines with much idle time."""
+    """Warn about misspelled methods, modules that a job would import from elsewhere, and idle pipeline stages."""
     from orchestrator.submission import user_code  # ast: only where code is inspected
     from orchestrator.submission.pipeline_warning import few_micro_batches
 
-    for words in user_code.near_methods(config):
-        screen.warn("near_method", words)
-    for words in user_code.shadowed_helpers(config):
-        screen.warn("shadowed_module", words)
-    if waits := few_micro_batches(config):
-        screen.warn("few_micro_batches", waits)
+    for message in user_code.near_methods(config):
+        screen.warn("near_method", message)
+    for message in user_code.shadowed_helpers(config):
+        screen.warn("shadowed_module", message)
+    if idle_warning := few_micro_batches(config):
+        screen.warn("few_micro_batches", idle_warning)
 
 
 def _find_config(name: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _find_config(name: str) -> dict[str, Any]:
         if not is_file and (stored := _find_stored_config(name)) is not None:
             return stored
         if isinstance(error, NotFound):
-            error.hint += f"; or type a run, or {DIGITS} or more digits of a digest in `orch show RUN`"
+            error.hint += f"; or name a run, or give {DIGITS} or more digits of a digest from `orch show RUN`"
         raise
 
 

@@ -1,4 +1,4 @@
-"""`orch data prepare`: conversion of text files to memory-mapped token shards."""
+"""`orch data prepare`: convert text files to memory-mapped token shards."""
 
 import shlex
 import time
@@ -24,8 +24,8 @@ def data() -> None:
 def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
     """Tokenize text files and folders, byte by byte, into shards for `data.path`.
 
-    `python-stdlib` is the source text of Python's standard library. If the folder already holds the same tokens, it
-    is kept after its shards were read and compared. The exit code is 2 if it holds something else or a changed
+    `python-stdlib` is the source text of Python's standard library. If the folder already holds the same tokens, its
+    shards are read and compared, and it is kept. The exit code is 2 if the folder holds anything else or a changed
     shard, or if there is nothing to read.
     """
     from trainer.protocol import token_shards

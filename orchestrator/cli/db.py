@@ -18,12 +18,12 @@ def db() -> None:
     """Locate, back up or rebuild the registry.
 
     The registry is an SQLite file and needs locks that every host sees. The file system determines its journal.
-    ext4, xfs, btrfs, zfs, tmpfs, overlay and others of one host: write-ahead log, for one login node. NFS without
+    ext4, xfs, btrfs, zfs, tmpfs, overlay and other local file systems: write-ahead log, for one login node. NFS without
     `nolock`, `local_lock=all` or `local_lock=posix`, Lustre with `flock`, GPFS, CephFS, GFS2 without `localflocks`:
     rollback journal. All others (BeeGFS, WekaFS, JuiceFS, GlusterFS, SMB, sshfs, mounted object stores) and other
     mount options are refused.
 
-    A registry at a refused place can be read. To write, move it: `orch db backup /local/disk/registry.db`, then
+    A registry in a refused place can still be read. To write, move it: `orch db backup /local/disk/registry.db`, then
     `export ORCH_REGISTRY=/local/disk/registry.db`.
     """
 
@@ -45,8 +45,8 @@ def path(screen: Screen) -> None:
 def backup(screen: Screen, to: Path) -> None:
     """Write a consistent copy of the registry to a file, while it is in use.
 
-    An older backup or an empty file is replaced; anything else is left as it is (exit code 4). It also copies a
-    registry that cannot be opened where it is: on a read-only mount, or in a folder without write permission.
+    An older backup or an empty file is replaced; any other file is left unchanged (exit code 4). It also copies
+    a registry that cannot be opened in place: on a read-only mount, or in a folder without write permission.
     """
     from orchestrator.registry.backup import backup as copy
 
@@ -54,7 +54,7 @@ def backup(screen: Screen, to: Path) -> None:
     if to.is_dir():
         to = to / registry_path().name
     if to.exists() and to.samefile(registry_path()):
-        raise ConfigError("a backup over the registry itself", where=str(to), hint="name another file")
+        raise ConfigError("the backup would overwrite the registry", where=str(to), hint="name another file")
     screen.if_interrupted = lambda: f"interrupted: no backup was written to {to}"
     copy(registry_path(), to)
     screen.if_interrupted = lambda: f"interrupted: {to} is complete"
@@ -72,13 +72,13 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
     """Create a new registry from run directories.
 
     ROOTS are the folders that hold runs (`cluster.root`). An existing registry is renamed, never overwritten; its
-    new name is printed. Stop the controllers first: those of this registry, and of any other one that serves one of
+    new name is printed. First stop the controllers of this registry, and of any other registry that serves one of
     the runs.
 
-    Two registries may then have the same run. `record.json` in the run's folder names the one that serves it. Once
-    that one has begun an attempt, the other one holds the run, refuses `orch resume` and `orch rm` (exit code 4),
-    and its `orch ckpt gc` leaves what that attempt may use. `orch db rebuild` takes in the attempts; `orch rm
-    --forget` removes the rows. A registry restored from its own backup to its own place counts as the same.
+    Two registries may then list the same run. `record.json` in the run's folder names the registry that serves it.
+    Once that registry has begun an attempt, the other one holds the run, refuses `orch resume` and `orch rm` (exit
+    code 4), and its `orch ckpt gc` keeps the files that the attempt may use. `orch db rebuild` imports the attempts;
+    `orch rm --forget` removes the rows. A registry restored from its backup to its original path counts as the same.
     """
     roots += more
     for root in roots:
@@ -86,26 +86,26 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
             raise NotFound(f"no such folder: {root}", where="command line: ROOTS", hint="name the `cluster.root`")
     if not roots:
         hint = "name every `cluster.root`:  orch db rebuild --root ~/orch-runs"
-        raise ConfigError("which folders hold the runs?", where="command line: orch db rebuild", hint=hint)
+        raise ConfigError("no folder with runs was given", where="command line: orch db rebuild", hint=hint)
     from orchestrator.registry_rebuild.rebuild import rebuild as make  # sqlalchemy: after the checks
 
-    screen.if_interrupted = lambda: "interrupted: nothing is lost; the same command begins again"
+    screen.if_interrupted = lambda: "interrupted: nothing is lost; run the same command again"
     old: list[Path] = []
     before = _known_folders()
-    found = make(registry_path(), [root.resolve() for root in roots], on_aside=old.append)
+    run_count = make(registry_path(), [root.resolve() for root in roots], on_aside=old.append)
     screen.note(f"registry {registry_path()}")
     for path in old:
-        screen.note(f"the one before is {path}")
+        screen.note(f"the old registry is now {path}")
     _warn_of_runs_left_out(screen, before, roots)
     if screen.json:
         kept = str(old[0]) if old else None
-        screen.data("db.rebuild", {"path": str(registry_path()), "runs": found, "old": kept})
+        screen.data("db.rebuild", {"path": str(registry_path()), "runs": run_count, "old": kept})
     else:
-        screen.say(f"rebuilt with {found} run{'' if found == 1 else 's'}")
+        screen.say(f"rebuilt with {run_count} run{'' if run_count == 1 else 's'}")
 
 
 def _known_folders() -> dict[str, str]:
-    """Return the folders of the runs in the registry, by name; empty if the registry is unreadable."""
+    """Return the folder of each run in the registry, keyed by name; empty if the registry is unreadable."""
     from orchestrator.registry import fast_queries
 
     try:
@@ -115,7 +115,7 @@ def _known_folders() -> dict[str, str]:
 
 
 def _warn_of_runs_left_out(screen: Screen, before: dict[str, str], roots: tuple[Path, ...]) -> None:
-    """Warn of runs that were known before and still exist, but are in none of the named folders."""
+    """Warn about runs of the old registry that still exist, but are in none of the named folders."""
     from orchestrator.registry import fast_queries
 
     now = fast_queries.run_folders(registry_path())
@@ -128,5 +128,5 @@ def _warn_of_runs_left_out(screen: Screen, before: dict[str, str], roots: tuple[
     if lost:
         every = dict.fromkeys([*(str(root.resolve()) for root in roots), *sorted(map(str, set(lost.values())))])
         command = " ".join(["orch db rebuild", *(f"--root {shlex.quote(root)}" for root in every)])
-        what = f"{len(lost)} known runs lie in folders that were not named; with all of them: {command}"
+        what = f"{len(lost)} known runs are in folders that were not named; to include them: {command}"
         screen.warn("runs_left_out", what)

@@ -1,4 +1,4 @@
-"""Start of the `orch` program: few imports, so Ctrl-C ends it quietly while the others load."""
+"""Entry point of the `orch` program: few imports, so that Ctrl-C exits quietly while the rest load."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """Load the program, then run it. Until then Ctrl-C kills the process; there is nothing to report."""
-    before = signal.getsignal(signal.SIGINT)  # ignored in the background of a script; keep that
+    before = signal.getsignal(signal.SIGINT)  # a script's background jobs ignore it; keep that
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _use_utf8()

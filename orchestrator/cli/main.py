@@ -42,7 +42,7 @@ VERBS = {
     "drill": ("drills.drill:drill", "Inject a fault and score the reaction."),
     "demo": ("drills.demo:demo", "Run a small training here that is killed and recovers."),
 }
-"""Module below orchestrator.cli with the function, and purpose, of each verb."""
+"""Function of each verb (`module:function` below orchestrator.cli) and its purpose."""
 
 
 @click.group(
@@ -85,7 +85,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except ReaderGone:
         return READER_GONE
     except OutputLost as error:
-        screen.json = False  # no place to write an object to
+        screen.json = False  # there is nowhere to write a JSON object
         return _report_error(screen, error)
     except OrchError as error:
         return _report_error(screen, error)
@@ -104,7 +104,7 @@ def run(args: Sequence[str] | None = None) -> int:
         what = f"{error.object[error.start : error.end]!a} is not UTF-8 text"
         return _report_error(screen, ConfigError(what, hint="type it in a UTF-8 terminal (`locale` shows yours)"))
     except MemoryError:
-        hint = "`ulimit -v` shows this shell's limit; free some memory or raise it, then type the same again"
+        hint = "`ulimit -v` shows this shell's limit; free some memory or raise it, then run the same command again"
         return _report_error(screen, Precondition("not enough memory", hint=hint))
     except Exception as error:  # outermost edge: recorded and reported  # noqa: BLE001
         return _internal(screen, error, words)
@@ -124,7 +124,7 @@ def _without_home() -> Precondition:
     with suppress(RuntimeError):
         Path.home()
         what = "a path begins with ~NAME, and NAME has no account here"
-    return Precondition(what, hint="type the whole path, or set HOME: `export HOME=FOLDER`")
+    return Precondition(what, hint="type the full path, or set HOME: `export HOME=FOLDER`")
 
 
 def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) -> int:
@@ -134,7 +134,7 @@ def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) ->
     hint = f"see `{path} -h`"
     params = context.command.params if isinstance(error, click.NoSuchOption) and context else []
     if any("KEY=VALUE" in str(item.metavar) for item in params):
-        hint = f"a configuration key is typed without dashes, KEY=VALUE, and a value with blanks in quotes; {hint}"
+        hint = f"type configuration keys without dashes (KEY=VALUE), and quote values that contain spaces; {hint}"
     what = " ".join(error.format_message().split()).rstrip(".").replace(*_WHOLE_NUMBER)
     is_file = isinstance(error, click.FileError)
     screen.error("NotFound" if is_file else "Usage", what, f"command line: {path}", hint)
@@ -145,7 +145,7 @@ _WHOLE_NUMBER = ("is not a valid integer range", "is not a whole number")
 
 
 def redact_command_line(words: Sequence[str]) -> str:
-    """Return a command line fit for storage: without values of `env` and `notify` and without credentials in URLs."""
+    """Return a command line that may be stored: no values of `env` or `notify`, and no credentials in URLs."""
     from checkpointing.storage.backends import without_secrets
 
     return without_secrets(
@@ -172,7 +172,7 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
         screen.note(text)
     hint = "this is a defect in orch; please report it with that file"
     if os.environ.get("PYTHONPATH"):
-        hint = "a module on PYTHONPATH may hide one that orch needs: `unset PYTHONPATH`, then type the same again"
+        hint = "a module on PYTHONPATH may hide one that orch needs: `unset PYTHONPATH`, then run the command again"
     screen.error("Internal", f"internal error: {type(error).__name__}: {error}", where, hint)
     return 1
 

@@ -1,4 +1,4 @@
-"""`orch ckpt restore-test` and `orch restore-tests`: begin restore tests, list them, and what they prove."""
+"""`orch ckpt restore-test` and `orch restore-tests`: start restore tests, list them, and show what they prove."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,14 +20,14 @@ from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome
 
 LOOK_EVERY = 0.5
-"""Seconds between two looks for verdicts."""
+"""Seconds between two checks for verdicts."""
 BY_A_TEST = "restore test "
-"""Prefix of a trust's reason that comes from a restore test, and of the note of a pin that a restore test holds."""
+"""Prefix of trust reasons set by a restore test, and of the notes of pins held by a restore test."""
 
 
 RESTORE_TEST_JSON = """
 list of {test, run, checkpoint, step, layout, begun_at, ended_at, verdict, reason, forced, evidence}; verdict is null
-until it is known; evidence has, as far as the test came, ranks, level, place, bytes, verify_seconds, restore_seconds,
+until it is known; evidence has, if the test got that far, ranks, level, place, bytes, verify_seconds, restore_seconds,
 bytes_read, bytes_per_second, rto_seconds, seconds, compared, exact, bounds, largest_difference, steps, run_steps,
 other_software, notes
 """
@@ -43,12 +43,12 @@ other_software, notes
     help="One test for each: same, RANKS (1) or NODESxRANKS (2x4). Default: restore_tests.layouts.",
 )
 @click.option(
-    "--steps", type=click.IntRange(1, 1000), metavar="N", default=None, help="Steps to train from it, and to compare."
+    "--steps", type=click.IntRange(1, 1000), metavar="N", default=None, help="Number of steps to train and compare."
 )
-@click.option("--level", type=click.IntRange(2, 4), metavar="N", default=None, help="Verify it at this level first.")
+@click.option("--level", type=click.IntRange(2, 4), metavar="N", default=None, help="First verify it at this level.")
 @click.option("--tier", default=None, help="Path of the tier whose copy is tested; `run` is the run's own folder.")
-@click.option("--wait", "wait_", is_flag=True, help="Return when there is a verdict.")
-@click.option("--local", is_flag=True, help="On this machine, not on the cluster.")
+@click.option("--wait", "wait_", is_flag=True, help="Wait for the verdict.")
+@click.option("--local", is_flag=True, help="Run the test on this machine, not on the cluster.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")
 @click.pass_obj
 def restore_test(
@@ -57,7 +57,7 @@ def restore_test(
 ) -> int:  # fmt: skip
     """Restore a checkpoint in a separate job, train a few steps from it, and compare them with the run's own.
 
-    Without @STEP it takes the newest one. Nothing is written to the tested run. Its budget and schedule
+    Without @STEP the newest checkpoint is tested. Nothing is written to the tested run. Budget and schedule
     (`restore_tests` in the run's configuration) do not apply here. docs/restore-tests.md explains the verdicts.
 
     With --wait the exit code is 0 for RESTORED, 7 for SUSPECT or CORRUPT, 4 for NOT_COMPARABLE or NOT_FINISHED. It
@@ -69,7 +69,7 @@ def restore_test(
     from orchestrator.scheduler.available_schedulers import resolve
 
     if wait_ and no_controller:
-        what = "--wait needs a controller that sees the test through"
+        what = "--wait needs a controller to finish the test"
         raise ConfigError(what, where="--no-controller", hint="leave one of the two out")
     chosen = _parse_layouts(layouts)
     with open_store() as store:
@@ -104,14 +104,12 @@ def _interrupt_message(run: Run, started: float) -> str:
     with open_store(readonly=True) as store:
         begun = [test.test for test in store.restore_tests(run.name, going_on=True) if test.begun_at >= started]
     if not begun:
-        return "interrupted: no restore test was begun, or all have ended"
-    return (
-        f"detached: {', '.join(begun)} go{'es' if len(begun) == 1 else ''} on\n  orch restore-tests history {run.name}"
-    )
+        return "interrupted: no restore test was started, or all have ended"
+    return f"detached: {', '.join(begun)} continue{'s' * (len(begun) == 1)}\n  orch restore-tests history {run.name}"
 
 
 def _find_checkpoint(screen: Screen, store: Any, target: str) -> tuple[Run, Checkpoint]:
-    """Return a checkpoint's run and its row in the registry, or one made from a folder that is not registered yet."""
+    """Return a checkpoint's run and its registry row; a folder that is not registered yet gets a new row."""
     from orchestrator.cli.checkpoints.target import find_one, saving_run, split_target
 
     if "/" in target:
@@ -129,7 +127,7 @@ def _find_checkpoint(screen: Screen, store: Any, target: str) -> tuple[Run, Chec
         if not same:
             steps = ", ".join(str(row.step) for row in rows[:8])
             what = f"{run.name} has no checkpoint{f' of step {step}' if step else ''}"
-            raise NotFound(what, where=run.run_dir, hint=f"there are: {steps or 'none'}")
+            raise NotFound(what, where=run.run_dir, hint=f"available steps: {steps or 'none'}")
         return run, same[0]
     found = find_one(target, screen.warn)
     parts = found.parts
@@ -142,7 +140,7 @@ def _find_checkpoint(screen: Screen, store: Any, target: str) -> tuple[Run, Chec
 
 
 def _parse_layouts(words: str | None) -> list[str]:
-    """Parse the layouts of the option; empty without it. Raises ConfigError."""
+    """Parse the value of --layout; empty if it is not given. Raises ConfigError."""
     from orchestrator.config.restore_tests_config import RestoreTestsConfig
 
     if words is None:
@@ -183,12 +181,12 @@ def _exit_code(tests: Sequence[RestoreTest]) -> int:
 def _show_verdict(screen: Screen, test: RestoreTest) -> None:
     """Print a verdict with its evidence in a few lines."""
     screen.say(f"step {test.step} of {test.run} on {test.layout}: {test.verdict}\n  {test.reason}")
-    found = test.evidence
-    known = [(text, show, found.get(key)) for key, text, show in _TIMES]
+    evidence = test.evidence
+    known = [(text, show, evidence.get(key)) for key, text, show in _TIMES]
     times = [text.format(show(value)) for text, show, value in known if isinstance(value, (int, float))]
     if times:
         screen.say(f"  {', '.join(times)}")
-    for note in found.get("notes", ()) if not screen.json else ():
+    for note in evidence.get("notes", ()) if not screen.json else ():
         screen.note(f"  {note}")
     if not screen.json:
         screen.note(f"  more:  orch show {test.test}")
@@ -260,7 +258,7 @@ def ls(screen: Screen) -> None:
         every = store.restore_tests()
     newest = {test.run: test for test in every}
     rows = [_cells(test) for test in reversed(every) if test.ended_at is None or newest[test.run] is test]
-    empty = "no restore test yet: `orch restore-tests due` says when one is"
+    empty = "no restore test yet: `orch restore-tests due` shows the next ones"
     screen.listing("restore-tests.ls", _columns(screen), rows, empty=empty)
 
 
@@ -270,8 +268,8 @@ def ls(screen: Screen) -> None:
 def history(screen: Screen, run: str | None) -> None:
     """List every restore test of a run, or of all runs, newest first.
 
-    RTO is the recovery time, from the start of the job to the first step. RATE is the speed at which the restore
-    read. STEPS is the number of steps that were compared.
+    RTO is the recovery time, from the start of the job to the first step. RATE is the read speed of the
+    restore. STEPS is the number of steps that were compared.
     """
     with open_store(readonly=True) as store:
         name = store.run(run).name if run is not None else None
@@ -314,14 +312,14 @@ def due(screen: Screen) -> None:
 
 
 @restore_tests.command("run")
-@click.option("--due", "only_due", is_flag=True, required=True, help="Begin what is due.")
-@click.option("--force", is_flag=True, help="Begin the next test of every run, regardless of schedule and budget.")
+@click.option("--due", "only_due", is_flag=True, required=True, help="Start the tests that are due.")
+@click.option("--force", is_flag=True, help="Start the next test of every run, regardless of schedule and budget.")
 @click.pass_obj
 def run(screen: Screen, only_due: bool, force: bool) -> int:
-    """Begin the tests that are due, in one controller pass from here, for cron.
+    """Start the tests that are due, in one controller pass on this host. For use in cron.
 
-    A live controller begins due tests automatically. With --force the next test of every run is due now; as many
-    begin as `restore_tests.max_parallel` allows.
+    A live controller starts due tests automatically. With --force the next test of every run is due now;
+    `restore_tests.max_parallel` limits how many start.
     """
     from orchestrator.controller import service
     from orchestrator.scheduler.available_schedulers import kinds
@@ -335,7 +333,7 @@ def run(screen: Screen, only_due: bool, force: bool) -> int:
     for line in lines:
         screen.say(line)
     for kind in served:
-        screen.note(f"{kind}: a controller lives, and begins what is due by itself")
+        screen.note(f"{kind}: a controller is alive and starts due tests")
     if not (lines or served):
         screen.note("nothing is due: `orch restore-tests due` lists the next tests")
     return 0
@@ -360,7 +358,7 @@ def by_checkpoint(tests: Iterable[RestoreTest]) -> dict[str, list[RestoreTest]]:
 
 
 def _newest_by_layout(tests: Iterable[RestoreTest]) -> dict[str, RestoreTest]:
-    """Return, from the tests of one checkpoint, the newest test with a verdict on each layout."""
+    """Map each layout to the newest test with a verdict, from the tests of one checkpoint."""
     finished = [test for test in tests if test.ended_at is not None and test.verdict not in UNDECIDED]
     newest = {test.layout: test for test in sorted(finished, key=_end_time)}
     return dict(sorted(newest.items(), key=lambda item: (item[0] != SAME, len(item[0]), item[0])))
@@ -389,7 +387,7 @@ def newest_proven(tests: Iterable[RestoreTest], there: Mapping[str, float]) -> P
 
 
 def _proven(tests: list[RestoreTest]) -> Proven | None:
-    """Return the layouts that one checkpoint is proven on. CORRUPT on any layout voids all earlier restores."""
+    """Return the layouts on which tests restored one checkpoint. CORRUPT on any layout voids all earlier restores."""
     newest = _newest_by_layout(tests).values()
     corrupt_at = max((_end_time(test) for test in newest if test.verdict == Outcome.CORRUPT), default=0.0)
     good = [test for test in newest if test.verdict == Outcome.RESTORED and _end_time(test) > corrupt_at]

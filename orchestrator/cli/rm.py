@@ -1,7 +1,7 @@
-"""`orch rm`: removal of ended runs, with their folders, copies and registry rows.
+"""`orch rm`: remove ended runs with their folders, copies and registry rows.
 
-Order: record the intent in the registry (so that the run is not resumed), delete the copies in further tiers, rename
-the folder, delete it, delete the rows. After a kill the same command finishes the removal.
+Order: record the intent in the registry (so that the run is not resumed), delete the copies in other tiers, rename
+the folder, delete it, delete the rows. If the command is killed, running it again finishes the removal.
 """
 
 import os
@@ -47,7 +47,7 @@ OTHER_WITHIN = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class TierCopies:
-    """A run's checkpoints in one further tier; `left` describes what stays there, with the reason."""
+    """A run's checkpoints in a tier outside its folder; `left` describes what is kept there, and why."""
 
     tier: Tier
     names: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class TierCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class RemovalPlan:
-    """A run that may be removed. `folder` has its files now; None if there is nothing to delete."""
+    """Plan for the removal of a run. `folder` holds its files now; None if there is nothing to delete."""
 
     run: Run
     first: Attempt
@@ -77,7 +77,7 @@ class RemovalPlan:
     bytes: int = 0
     copies: tuple[TierCopies, ...] = ()
     left: tuple[str, ...] = ()  # kept items, each with the reason
-    tests: tuple["RemovalPlan", ...] = ()  # its restore tests, which are removed with it
+    tests: tuple["RemovalPlan", ...] = ()  # restore tests that are removed with the run
 
     @property
     def all_bytes(self) -> int:
@@ -107,25 +107,25 @@ RM_JSON = "list of {run, state, removed, folder, bytes, copies: [{tier, checkpoi
 
 @click.command(cls=Verb, json_data=RM_JSON)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True)
-@click.option("-y", "--yes", is_flag=True, help="Do not ask. Needed without a terminal.")
-@click.option("--keep-copies", is_flag=True, help="Leave copies of checkpoints in further tiers.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation. Required without a terminal.")
+@click.option("--keep-copies", is_flag=True, help="Keep copies of checkpoints in other tiers.")
 @click.option(
     "--forget",
     is_flag=True,
-    help="Remove only the rows of the registry and touch no file: for a folder that is gone or not the run's.",
+    help="Remove only the registry rows and touch no files, for a folder that is gone or not the run's.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
 @click.pass_obj
 def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forget: bool, dry_run: bool) -> int:
     """Remove runs that are over: folder, checkpoints, registry rows, and their restore tests.
 
-    RUN is a whole name. Copies in further tiers are deleted too, if this machine reaches them. The command names
+    RUN is a full name. Copies in other tiers are deleted too, if this machine can reach them. The command lists
     what it leaves: unreachable tiers, disks of other nodes, checkpoints that your own program wrote elsewhere. The
-    number of a removed run may be used again.
+    number of a removed run may be reused.
 
-    It refuses (exit code 4) a live run, a pinned checkpoint, a restore test under way, a folder that may not be the
-    run's own or has another run's folder in it, and a run with which another registry has gone on
-    (`orch db rebuild -h`). If it is killed, the same command finishes; until then the run cannot be resumed.
+    It refuses to remove (exit code 4) a live run, a pinned checkpoint, a run with a restore test in progress, a folder
+    that may not be the run's own or contains another run's folder, and a run that another registry has continued
+    (`orch db rebuild -h`). If it is killed, run it again; until it finishes, the run cannot be resumed.
     """
     with open_store() as store:
         plans, refused = _plan_all(screen, store, runs, keep_copies=keep_copies, forget=forget)
@@ -133,7 +133,7 @@ def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forg
         if plans and not (dry_run or yes or _is_confirmed(screen, plans, options)):
             screen.note("nothing was removed")
             return 0
-        done = [] if dry_run else [plan.run.name for plan in plans if _is_removed(screen, store, plan)]
+        done = [] if dry_run else [plan.run.name for plan in plans if _try_remove(screen, store, plan)]
     if screen.json:
         screen.data("rm", [plan.to_json(removed=plan.run.name in done) for plan in plans])
     else:
@@ -165,7 +165,7 @@ def _plan_all(
         try:
             run = store.run(name)
             if run.name != name:
-                raise NotFound(f"no run {name}", hint=f"rm takes whole names; did you mean {run.name}?")
+                raise NotFound(f"no run {name}", hint=f"rm needs the full name; did you mean {run.name}?")
             plans.append(plan_removal(store, run, keep_copies=keep_copies, forget=forget))
         except FileNotFoundError:
             refusals.append(_removed_meanwhile(store, name))
@@ -192,9 +192,9 @@ def _is_confirmed(screen: Screen, plans: list[RemovalPlan], options: list[str]) 
 
 
 def plan_removal(store: Store, run: Run, *, keep_copies: bool, forget: bool) -> RemovalPlan:
-    """Plan the removal without changing anything. Raises Precondition for a run that is live, foreign or has pins.
+    """Plan the removal without changing anything. Raises Precondition for a run that is live, foreign or pinned.
 
-    `keep_copies` keeps copies in further tiers, `forget` every file.
+    `keep_copies` keeps copies in other tiers; `forget` keeps every file.
     """
     tests = [store.run(test.test) for test in store.restore_tests(run.name) if test.ended_at is not None]
     under_way = [test.test for test in store.restore_tests(run.name, going_on=True)]
@@ -215,7 +215,7 @@ def plan_removal(store: Store, run: Run, *, keep_copies: bool, forget: bool) -> 
         folder=folder,
         bytes=bytes_below(run, folder) if folder is not None else 0,
         copies=tuple(item for item in copies if item.names),
-        left=(f"{run.run_dir}: no file was touched (--forget)",) if forget else (*left, *_own_programs(store, run)),
+        left=(f"{run.run_dir}: no file was touched (--forget)",) if forget else (*left, *_own_copies(store, run)),
         tests=tuple(plan_removal(store, test, keep_copies=keep_copies, forget=forget) for test in tests),
     )
 
@@ -231,20 +231,20 @@ def _find_copies(tier: Tier, own: OwnCheckpoints, keep: bool) -> TierCopies:
     except OSError as error:
         return TierCopies(tier=tier, left=f"it cannot be read from here: {error_words(error)}")
     others = f"{len(names) - len(mine)} checkpoints of another run" if len(mine) < len(names) else ""
-    elsewhere = "" if tier.shared else "what other nodes have on their own disks"
+    elsewhere = "" if tier.shared else "copies on the disks of other nodes"
     return TierCopies(tier=tier, names=mine, bytes=size, left="; ".join(filter(None, (others, elsewhere))))
 
 
 def _is_deletable(tier: Tier, name: str, own: OwnCheckpoints) -> bool:
-    """Return whether the run's own attempts wrote it. An inherited checkpoint may be another run's; a link stays."""
+    """Return whether the run's own attempts wrote this checkpoint, and it is not a link."""
     if not own.has_written(name):
         return False
     local = isinstance(tier.storage, LocalStorage)
     return not (local and any(os.path.islink(place) for place in (tier.catalog.root, tier.catalog.root / name)))
 
 
-def _aside(run: Run, first: Attempt) -> Path:
-    """Return the unique name of the run's folder during its deletion."""
+def _deletion_path(run: Run, first: Attempt) -> Path:
+    """Return the unique path to which the run's folder is renamed before it is deleted."""
     folder = Path(run.run_dir)
     return folder.with_name(f".{run.name}.{first.nonce}.removed")
 
@@ -254,8 +254,8 @@ def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
 
     Raises Precondition for a folder that is not provably this run's, or that cannot be read.
     """
-    renamed, folder = _aside(run, first), Path(run.run_dir)
-    # Only `orch rm` creates the first name, and a half-deleted folder may have lost its run.json.
+    renamed, folder = _deletion_path(run, first), Path(run.run_dir)
+    # Only `orch rm` renames folders, and a half-deleted folder may have lost its run.json.
     if _is_own_folder(run, renamed):
         return renamed
     if _is_own_folder(run, folder):
@@ -267,25 +267,25 @@ def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
 
 
 def _is_own_folder(run: Run, folder: Path) -> bool:
-    """Return whether there is a folder of this user. Raises Precondition for anything else of this name."""
+    """Return whether this user's folder exists. Raises Precondition if anything else has its name."""
     try:
         found = os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise _unreadable(run, error, folder, "see that you may enter the folders above it") from error
+        raise _unreadable(run, error, folder, "make sure that you may enter the folders above it") from error
     if not stat.S_ISDIR(found.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
-        raise _foreign_folder(run, f"{folder} is {what}: orch made a folder there", "remove it yourself")
+        raise _foreign_folder(run, f"{folder} is {what}: orch created a folder there", "remove it yourself")
     if found.st_uid != os.geteuid():
         raise _foreign_folder(run, f"{folder} belongs to another user (uid {found.st_uid})", "ask its owner")
     return True
 
 
-def _unreadable(run: Run, error: OSError, place: Path, cure: str) -> Precondition:
-    """Return the refusal for an unreadable folder, without --forget as a remedy: it may well be the run's own."""
+def _unreadable(run: Run, error: OSError, place: Path, remedy: str) -> Precondition:
+    """Return the error for an unreadable folder. It does not offer --forget: the folder may be the run's own."""
     what = f"the folder of {run.name} cannot be read: {error.strerror or error}"
-    hint = f"{cure}, then type the same command again" if isinstance(error, PermissionError) else "orch doctor"
+    hint = f"{remedy}, then run the same command again" if isinstance(error, PermissionError) else "orch doctor"
     return Precondition(what, where=str(place), hint=hint)
 
 
@@ -297,19 +297,19 @@ def _require_owner(run: Run, folder: Path, first: Attempt) -> None:
     except OSError as error:
         raise _unreadable(run, error, RunDir(folder).run, f"chmod u+rwx {shlex.quote(str(folder))}") from error
     if not isinstance(owner, dict) or (owner.get("name"), owner.get("nonce")) != (run.name, first.nonce):
-        raise _foreign_folder(run, f"the folder is not known to be that of {run.name}", "look at its run.json")
+        raise _foreign_folder(run, f"the folder may not belong to {run.name}", "check its run.json")
 
 
-def _foreign_folder(run: Run, what: str, cure: str) -> Precondition:
-    """Return the refusal to delete a folder that is not exclusively this run's."""
-    hint = f"{cure}; to forget the run and touch no file: orch rm {run.name} --forget"
+def _foreign_folder(run: Run, what: str, remedy: str) -> Precondition:
+    """Return the error for a folder that may not belong to this run alone."""
+    hint = f"{remedy}; to forget the run without touching any file: orch rm {run.name} --forget"
     return Precondition(what, where=run.run_dir, hint=hint)
 
 
 def bytes_below(run: Run, folder: Path) -> int:
-    """Return the bytes that deleting a run's folder frees. Files with further hard links do not count.
+    """Return the bytes that deleting a run's folder frees. Files with other hard links do not count.
 
-    Raises Precondition if another run's folder is inside, except in the copy of the code.
+    Raises Precondition if another run's folder is inside, except inside the copy of the code.
     """
     code, run_json = RunDir(folder).code, RunDir(folder).run
     total, places = 0, [folder]
@@ -329,7 +329,7 @@ def bytes_below(run: Run, folder: Path) -> int:
 
 def _refuse_inner_run(run: Run, place: Path) -> None:
     if inner := name_in_folder(place):
-        hint = f"rm deletes all that is in the folder: `orch rm {inner}` first, or keep both"
+        hint = f"rm deletes everything in the folder: first `orch rm {inner}`, or keep both"
         raise Precondition(f"the folder of {inner} is inside that of {run.name}", where=str(place), hint=hint)
 
 
@@ -337,7 +337,7 @@ def _refuse_pins(run: Run, folder: RunDir) -> None:
     """Raise Precondition if a pinned checkpoint exists."""
     storage = LocalStorage(folder.checkpoints)
     remove_dead_readers(storage)
-    pinned = [] if run.removal else pinned_names(storage)  # a begun removal has passed this check
+    pinned = [] if run.removal else pinned_names(storage)  # a removal in progress has already passed this check
     there = {name for tier in visible_tiers(folder) for name in pinned if tier.catalog.is_committed(name)}
     steps = sorted({parts.step for name in there if (parts := parse_name(name))})
     if not steps:
@@ -347,11 +347,11 @@ def _refuse_pins(run: Run, folder: RunDir) -> None:
     raise Precondition(
         f"{run.name} has pinned checkpoints: step{'' if len(steps) == 1 else 's'} {words}",
         where=str(folder.checkpoints),
-        hint=f"{unpin}; then the same again",
+        hint=f"{unpin}; then run the same command again",
     )
 
 
-def _own_programs(store: Store, run: Run) -> list[str]:
+def _own_copies(store: Store, run: Run) -> list[str]:
     """Describe checkpoints written by the user's own program, which orch knows but never deletes."""
     rows = [row for row in store.checkpoints(run.name) if row.trust is not Trust.DELETED]
     places = dict.fromkeys(str(Path(row.path).parent) for row in rows if parse_name(row.name) is None)
@@ -359,7 +359,7 @@ def _own_programs(store: Store, run: Run) -> list[str]:
     return [f"{place}: the program's own checkpoints" for place in places if not f"{place}/".startswith(inside)]
 
 
-def _is_removed(screen: Screen, store: Store, plan: RemovalPlan) -> bool:
+def _try_remove(screen: Screen, store: Store, plan: RemovalPlan) -> bool:
     """Remove one run and its restore tests. Returns False, with a warning, if that fails."""
     try:
         for each in (*plan.tests, plan):
@@ -367,21 +367,21 @@ def _is_removed(screen: Screen, store: Store, plan: RemovalPlan) -> bool:
         return True
     except (OSError, ImportError, OrchError) as error:
         if isinstance(error, (FileNotFoundError, NotFound)) and _is_gone(store, plan.run.name, plan.first.nonce):
-            screen.note(f"{plan.run.name}: another command removed it just now, too")
+            screen.note(f"{plan.run.name}: another command has just removed it")
             return True
         if isinstance(error, OrchError) and not isinstance(error, NotFound):
             screen.warn(type(error).__name__, f"{error.what}; {error.hint}")
             return False
         words = error.what if isinstance(error, OrchError) else getattr(error, "strerror", None) or error
         place = getattr(error, "filename", None) or plan.folder
-        screen.warn("NotRemoved", f"{plan.run.name}: {place}: {words}; the same command finishes what was begun")
+        screen.warn("NotRemoved", f"{plan.run.name}: {place}: {words}; run the same command again to finish")
         return False
 
 
 def _is_gone(store: Store, name: str, nonce: str = "") -> bool:
-    """Return whether another command has finished the removal, after waiting a while for it.
+    """Return whether another command has finished the removal, after waiting at most `OTHER_WITHIN` seconds.
 
-    With another `nonce` of its first attempt, the name belongs to another run by now.
+    If the first attempt has a different `nonce`, the name already belongs to a new run.
     """
     give_up = time.monotonic() + OTHER_WITHIN
     while time.monotonic() < give_up:
@@ -400,11 +400,11 @@ def _removed_meanwhile(store: Store, name: str) -> OrchError:
     if _is_gone(store, name):
         return NotFound(f"{name} has just been removed by another command", hint="orch status")
     hint = "`orch status` shows whether it is gone"
-    return Precondition(f"files of {name} go away while they are looked at", where=name, hint=hint)
+    return Precondition(f"files of {name} disappear while they are counted", where=name, hint=hint)
 
 
 def remove(store: Store, plan: RemovalPlan) -> None:
-    """Remove one run; continues a removal that was interrupted by a kill. Raises OSError, Precondition."""
+    """Remove one run, or finish a removal that was killed. Raises OSError, Precondition."""
     run = plan.run.name
     store.begin_removal(run)
     failpoints.reach("rm_begun")
@@ -413,7 +413,7 @@ def remove(store: Store, plan: RemovalPlan) -> None:
     failpoints.reach("rm_copies")
     if plan.folder is not None:
         # A half-deleted folder must never be found under the run's name.
-        renamed = _aside(plan.run, plan.first)
+        renamed = _deletion_path(plan.run, plan.first)
         if plan.folder != renamed:
             os.rename(plan.folder, renamed)
             fsync_dir(renamed.parent)

@@ -37,7 +37,7 @@ SMTP = ("localhost", 25)
 _SENDMAIL_PLACES = "/usr/sbin:/usr/lib:/usr/local/sbin"
 _ADDRESS = re.compile(r"(?!-)[^\s<>,;:\"'\\]+")
 _EXCERPT = 300
-"""Maximum characters of a server's or program's output in a message."""
+"""Maximum number of characters from a server's or program's output in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Order:
     environ: dict[str, str]
     folder: str
     secrets: str = ""
-    """The run's file with the whole webhook URL; a config has only its host."""
+    """Path of the run's secrets file, which has the full webhook URL; the config has only its host."""
 
     @property
     def json(self) -> bytes:
@@ -67,14 +67,14 @@ class Channel(Protocol):
 
 
 class Webhook:
-    """POST to a URL, which is read from the run's secrets."""
+    """Channel that POSTs to a URL from the run's secrets."""
 
     def check(self, url: str) -> None:
         if not re.fullmatch(r"https?://[^\s/?#@]+([/?#]\S*)?", url, re.ASCII):
-            raise ValueError("notify.webhook: must be a http:// or https:// URL without spaces, user and password")
+            raise ValueError("notify.webhook: must be a http:// or https:// URL without spaces, user or password")
 
     def send(self, url: str, order: Order) -> str:
-        """POST to the whole URL, read in this process so that a hanging file system delays only this delivery."""
+        """POST to the full URL, read in this process so that a hanging file system delays only this delivery."""
         if redacted_url(url) == url:
             try:
                 url = RunSecrets.read(Path(order.secrets)).webhooks.get(url, "")
@@ -84,7 +84,7 @@ class Webhook:
                 return f"{order.secrets} cannot be read: {error.strerror or error}"
         if not url:
             hint = f"`orch resume {Path(order.secrets).parent.name} notify.webhook=URL`"
-            return f"{order.secrets} has no URL of it; once the run has stopped: {hint}"
+            return f"{order.secrets} does not have its URL; once the run has stopped: {hint}"
         return self._post(url, order.json)
 
     def _post(self, url: str, content: bytes) -> str:
@@ -116,7 +116,7 @@ class Webhook:
 
 
 class Mail:
-    """Mail by `sendmail` if installed, else by SMTP."""
+    """Channel that sends mail with `sendmail` if installed, else by SMTP."""
 
     def check(self, addresses: str) -> None:
         if not all(map(_ADDRESS.fullmatch, self._split(addresses))):
@@ -144,15 +144,15 @@ class Mail:
             with smtplib.SMTP(*SMTP, timeout=MAIL_WITHIN) as server:
                 refused = server.send_message(letter)
         except (OSError, smtplib.SMTPException) as error:
-            return f"there is no sendmail, and SMTP on {SMTP[0]}:{SMTP[1]} fails: {error}"
+            return f"sendmail is not installed, and SMTP to {SMTP[0]}:{SMTP[1]} failed: {error}"
         return f"refused for {', '.join(refused)}" if refused else ""
 
 
 class Command:
-    """A program of the user's, in the environment and folder of `orch submit`."""
+    """Channel that runs a user's program, in the environment and folder of `orch submit`."""
 
     def check(self, command: Sequence[str]) -> None:
-        """Accept every command: whether it exists is known when it runs."""
+        """Accept every command; a missing program is reported when it runs."""
 
     def send(self, command: Sequence[str], order: Order) -> str:
         return run_program(command, order.json, order.environ, order.folder, COMMAND_WITHIN)
@@ -182,7 +182,7 @@ def run_program(
 
 
 def channel(way: Channel, unset: Any) -> Any:
-    """Return the field of a channel's setting, whose default `unset` means that it is not used."""
+    """Return the config field of a channel; its default `unset` means that the channel is not used."""
     return field(default=unset, metadata={"channel": way})
 
 
@@ -191,13 +191,13 @@ class NotifyConfig:
     """Notifications about this run, sent by the controller once for each change of state."""
 
     webhook: str = channel(Webhook(), "")
-    """URL that receives a POST with JSON; its `text` is a sentence, in the format of Slack and Mattermost."""
+    """URL that receives a JSON POST; its `text` field is a sentence, as Slack and Mattermost expect."""
 
     mail: str = channel(Mail(), "")
-    """Mail addresses, separated by commas; sent with `sendmail`, or by SMTP on localhost if it is missing."""
+    """Mail addresses, separated by commas. orch uses `sendmail`, or SMTP on localhost if that is missing."""
 
     command: tuple[str, ...] = channel(Command(), ())
-    """A program with arguments, or one line for `sh`; it gets `ORCH_*` variables, and the JSON on stdin."""
+    """A program with arguments, or one line for `sh`; it receives `ORCH_*` variables, and the JSON on stdin."""
 
     on: tuple[str, ...] = ("HELD", "FAILED", "SUCCEEDED")
     """Run states that trigger a notification."""
@@ -212,17 +212,17 @@ class NotifyConfig:
 
     @classmethod
     def channels(cls) -> dict[str, Channel]:
-        """Return every channel by the name of its setting."""
+        """Return all channels, keyed by the names of their settings."""
         return {each.name: each.metadata["channel"] for each in fields(cls) if "channel" in each.metadata}
 
     @property
     def targets(self) -> dict[str, Any]:
-        """The settings of the channels that are used, by name."""
+        """Settings of the channels in use, by name."""
         return {name: value for name in self.channels() if (value := getattr(self, name))}
 
 
 def main() -> None:
-    """Deliver the order on stdin through each of its channels in turn; print by channel why it failed, or ""."""
+    """Deliver the order on stdin through each of its channels; print the error of each channel, or ""."""
     order, channels = Order(**json.load(sys.stdin)), NotifyConfig.channels()
     sys.stdout.write(json.dumps({name: channels[name].send(value, order) for name, value in order.targets.items()}))
 

@@ -1,6 +1,6 @@
 """Notifications after each pass of a controller: find new state changes, send messages, record the results.
 
-Results are recorded after delivery: if a controller dies in between, its successor sends the message again under the
+Results are recorded after delivery: if a controller dies in between, its successor sends the message again with the
 same id. No run is changed here.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger("orch.controller")
 STALE = 86400.0
 """Seconds after which a change is too old to be sent."""
 AGAIN = (30.0, 120.0, 600.0, 1800.0)
-"""Seconds before each further try."""
+"""Seconds before each retry."""
 TOGETHER = 4
 """Maximum concurrent delivery processes."""
 
@@ -75,7 +75,7 @@ class Notifications:
         return done
 
     def _look(self, name: str, epoch: int, now: float) -> None:
-        """Send the oldest unsent change, or a message due for another try; without either, stop watching the run."""
+        """Send the oldest unsent change, or a message due for a retry; if there is neither, stop watching the run."""
         try:
             run = self.store.run(name)
         except NotFound:
@@ -112,7 +112,7 @@ class Notifications:
             try:
                 made = build(NotifyConfig, self.store.config(digest).get("notify", {}))
             except (RegistryError, NotFound, ValueError, TypeError, KeyError) as error:
-                log.warning("%s: it cannot be said who is to be told of it: %s", run.name, error)
+                log.warning("%s: cannot read its notification settings: %s", run.name, error)
                 made = NotifyConfig()
             assert isinstance(made, NotifyConfig)
             self._configs[digest] = made
@@ -132,7 +132,7 @@ class Notifications:
         try:
             self._sending[run.name] = Sender.begin(order), trying
         except OSError as error:
-            self._write(run.name, trying, dict.fromkeys(targets, f"no process: {error.strerror}"), epoch)
+            self._write(run.name, trying, dict.fromkeys(targets, f"cannot start a process: {error.strerror}"), epoch)
 
     def _collect_result(self, run: str, epoch: int, now: float) -> str:
         """Record the result of a finished delivery; return "" while it is in progress."""
@@ -146,10 +146,10 @@ class Notifications:
     def _write(self, run: str, trying: DeliveryRecord, result: Mapping[str, str], epoch: int) -> str:
         failed = {way: why for way, why in result.items() if why}
         reached = sorted(set(result) - set(failed))
-        again = AGAIN[trying.tries - 1] if failed and trying.tries <= len(AGAIN) else None
+        retry_delay = AGAIN[trying.tries - 1] if failed and trying.tries <= len(AGAIN) else None
         record = replace(
             trying, failed=failed, delivered=tuple(sorted({*trying.delivered, *reached})),
-            next_at=0.0 if again is None else trying.at + again,
+            next_at=0.0 if retry_delay is None else trying.at + retry_delay,
         )  # fmt: skip
         try:
             notified = NotificationState.from_json(self.store.run(run).notified).after(record)
@@ -158,9 +158,9 @@ class Notifications:
         self.store.note_notified(run, asdict(notified), epoch=epoch)
         if record.trouble:
             log.warning("%s: %s", run, record.trouble)
-        return f"{run}: told that it is {record.state} by {', '.join(reached)}" if reached else ""
+        return f"{run}: sent the {record.state} notification by {', '.join(reached)}" if reached else ""
 
 
 def _is_due(record: DeliveryRecord, now: float) -> bool:
-    """Return whether a try is due. Pauses never exceed the longest; a longer remainder means that the clock was set."""
+    """Return whether a try is due. A remaining pause above the longest one means that the clock was set back."""
     return not 0.0 < record.next_at - now <= AGAIN[-1]

@@ -20,18 +20,18 @@ from trainer.protocol.config import build
 
 SCHEMA = "orch.notification/1"
 MOST_WAITING = 8
-"""Maximum messages per run that wait for another try; beyond that, the oldest is dropped."""
+"""Maximum number of messages per run that wait for a retry; beyond that, the oldest is dropped."""
 WITHIN = 60.0
 """Seconds for all channels of one notification; each channel has a shorter timeout."""
-_LOOK = {
-    RunState.HELD: "look: `orch show {run}`; go on: `orch resume {run}`",
-    RunState.FAILED: "look: `orch logs {run} --rank first-error`; mended: `orch resume {run}`",
+_NEXT_COMMANDS = {
+    RunState.HELD: "see: `orch show {run}`; to continue: `orch resume {run}`",
+    RunState.FAILED: "see: `orch logs {run} --rank first-error`; once fixed: `orch resume {run}`",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Notification of one state change of a run; `id` is the same if it is sent again."""
+    """Notification of a run's state change; `id` stays the same if the message is sent again."""
 
     id: str
     text: str
@@ -48,13 +48,13 @@ class Message:
 
     @classmethod
     def for_change(cls, run: Run, change: Transition) -> "Message":
-        """Build the message for a state change, with the present step and loss."""
+        """Build the message for a state change, with the current step and loss."""
         moment = datetime.fromtimestamp(change.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
         place = f" at step {run.step} of {run.total_steps}" if run.total_steps else ""
         why = f": {change.reason}" if change.reason else ""
-        look = _LOOK.get(RunState(change.after), "look: `orch show {run}`").format(run=run.name)
+        commands = _NEXT_COMMANDS.get(RunState(change.after), "see: `orch show {run}`").format(run=run.name)
         return cls(
-            id=f"{run.name}/{change.after}/{moment}", text=f"{run.name} is {change.after}{place}{why} ({look})",
+            id=f"{run.name}/{change.after}/{moment}", text=f"{run.name} is {change.after}{place}{why} ({commands})",
             run=run.name, state=change.after, before=change.before, reason=change.reason, time=moment, step=run.step,
             total_steps=run.total_steps, loss=run.loss, tags=run.tags, run_dir=run.run_dir,
         )  # fmt: skip
@@ -71,7 +71,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class DeliveryRecord:
-    """Delivery record of one message: the run's state change number `index`, counted from its first."""
+    """Delivery record of the message about the run's state change number `index`, from 0."""
 
     index: int
     state: str
@@ -87,17 +87,17 @@ class DeliveryRecord:
         if not self.failed:
             return ""
         ways = "; ".join(f"{channel}: {why}" for channel, why in sorted(self.failed.items()))
-        after = "it is tried again" if self.next_at else f"given up after {self.tries} tries"
-        return f"that it is {self.state} could not be told by {ways} ({after})"
+        after = "will be retried" if self.next_at else f"given up after {self.tries} tries"
+        return f"the {self.state} notification could not be sent by {ways} ({after})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotificationState:
-    """Delivery record of a run's state changes; changes before `settled` were sent or need no message."""
+    """Delivery state of a run's notifications; changes before `settled` were sent or need no message."""
 
     settled: int = 0
     newest: DeliveryRecord | None = None
-    waiting: tuple[DeliveryRecord, ...] = ()  # for another try, oldest first
+    waiting: tuple[DeliveryRecord, ...] = ()  # for a retry, oldest first
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "NotificationState":
@@ -107,7 +107,7 @@ class NotificationState:
         return made
 
     def after(self, tried: DeliveryRecord) -> "NotificationState":
-        """Return the record after a try of this message."""
+        """Return the state after this try."""
         others = [each for each in self.waiting if each.index != tried.index]
         waiting = sorted([*others, tried] if tried.next_at else others, key=lambda each: each.index)
         newest = tried if self.newest is None or tried.index >= self.newest.index else self.newest
@@ -131,7 +131,7 @@ class Sender:
 
     @classmethod
     def begin(cls, order: Order) -> "Sender":
-        """Start the process. Raises OSError. The order is in memory that other users cannot read."""
+        """Start the process. Raises OSError. The order is passed in memory that other users cannot read."""
         environment = dict(os.environ)
         if root := package_root():
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
@@ -147,7 +147,7 @@ class Sender:
         return cls(process, tuple(order.targets), time.monotonic() + WITHIN)
 
     def result(self) -> Mapping[str, str] | None:
-        """Return by channel why it failed, or ""; None while the delivery is in progress."""
+        """Return the error of each channel, or "" if it delivered; None while the delivery is in progress."""
         late = self.process.poll() is None
         if late and time.monotonic() < self.deadline:
             return None

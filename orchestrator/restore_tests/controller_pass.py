@@ -24,24 +24,24 @@ log = logging.getLogger("orch.controller")
 LOOK_EVERY = 30.0
 """Seconds between checks for due tests."""
 RECENT = 7 * 86400.0
-"""Seconds for which ended runs are considered; later tests need a person's request."""
+"""Seconds after its end in which a run is still tested; later tests need a user's request."""
 _UNUSABLE = (OrchError, OSError, ValueError, TypeError, KeyError, ImportError)
 """Errors from one run's configuration or folder; they must not affect other runs."""
 
 
 @dataclass
 class RestoreTests:
-    """Restore tests of one controller's runs; keeps no state that a successor would miss."""
+    """Restore tests of one controller's runs; keeps no state that a successor would need."""
 
     store: Store
     files: Files
     owns: Callable[[Run], bool]
     between: Callable[[], None] = lambda: None
-    """Called between two runs, of which there may be thousands, to renew the lease."""
+    """Called between runs to renew the lease; there may be thousands of runs."""
     rng: Random = field(default_factory=Random)
     _looked_at: float = -LOOK_EVERY
     _configs: dict[str, RunConfig] = field(default_factory=dict)
-    _settled: dict[str, float] = field(default_factory=dict)  # ended runs without a due test in their present state
+    _settled: dict[str, float] = field(default_factory=dict)  # ended runs without a due test in their current state
 
     def run(self, epoch: int, now: float, *, look: bool = False, force: bool = False) -> list[str]:
         """End finished tests and start due ones; return one line each. `look`: ignore LOOK_EVERY.
@@ -67,12 +67,12 @@ class RestoreTests:
                 continue
             try:
                 run = self.store.run(due.run)
-                asked = RestoreTestRequest(checkpoint=self._row(due), layout=due.layout, forced=force)
-                test = begin_test(self.store, self.files, run, asked, now)
+                request = RestoreTestRequest(checkpoint=self._row(due), layout=due.layout, forced=force)
+                test = begin_test(self.store, self.files, run, request, now)
             except (Fenced, RegistryError):
                 raise
             except _UNUSABLE as error:
-                log.warning("%s: no restore test of step %d on %s: %s", due.run, due.step, due.layout, error)
+                log.warning("%s: cannot test the restore of step %d on %s: %s", due.run, due.step, due.layout, error)
                 continue
             done.append(f"{test.test}: restore test of step {due.step} of {due.run} on {due.layout}: {due.why}")
         return done
@@ -80,7 +80,7 @@ class RestoreTests:
     def _row(self, due: Due) -> Checkpoint:
         found = [row for row in self.store.checkpoints(due.run) if row.name == due.checkpoint]
         if not found:
-            raise NotFound(f"run {due.run} has no checkpoint {due.checkpoint} any more")
+            raise NotFound(f"run {due.run} no longer has checkpoint {due.checkpoint}")
         return found[0]
 
     def due(self, now: float, *, force: bool = False) -> list[Due]:
@@ -93,34 +93,34 @@ class RestoreTests:
                 facts = self._facts(run, now)
                 due = next_test(facts, now, self.rng) if facts is not None else None
             except _UNUSABLE as error:
-                log.warning("%s: it cannot be said when a restore test of it is due: %s", run.name, error)
+                log.warning("%s: cannot determine when its next restore test is due: %s", run.name, error)
                 continue
             if facts is not None and due is not None:
                 most = max(most, facts.config.restore_tests.max_parallel)
                 found.append(
-                    replace(due, why=f"asked for; {due.why}", at=min(due.at, now), refused="") if force else due
+                    replace(due, why=f"requested; {due.why}", at=min(due.at, now), refused="") if force else due
                 )
             if run.state not in LIVE_RUNS and (due is None or due.refused) and not force:
                 self._settled[run.name] = run.updated_at
-        found.sort(key=lambda one: (one.at, one.run))
+        found.sort(key=lambda due: (due.at, due.run))
         return self._within_limits(found, most, now)
 
     def _within_limits(self, found: list[Due], most: int, now: float) -> list[Due]:
         """Refuse tests beyond the highest `max_parallel` of the runs; a test that cannot start takes no slot."""
         under_way = len(self.store.restore_tests(going_on=True))
-        room, told = most - under_way, []
-        waits = f"{under_way} under way, {most} may be (restore_tests.max_parallel)"
-        for one in found:
-            if one.at > now or one.refused:
-                told.append(one)
+        room, limited = most - under_way, []
+        waits = f"{under_way} in progress, the limit is {most} (restore_tests.max_parallel)"
+        for due in found:
+            if due.at > now or due.refused:
+                limited.append(due)
             elif room <= 0:
-                told.append(replace(one, refused=waits))
-            elif cannot := self._cannot(one, now):
-                told.append(replace(one, refused=cannot))
+                limited.append(replace(due, refused=waits))
+            elif cannot := self._cannot(due, now):
+                limited.append(replace(due, refused=cannot))
             else:
                 room -= 1
-                told.append(one)
-        return told
+                limited.append(due)
+        return limited
 
     def _cannot(self, due: Due, now: float) -> str:
         """Return why this test cannot be created; empty if it can."""
@@ -147,7 +147,7 @@ class RestoreTests:
         ]
 
     def _is_settled(self, run: Run) -> bool:
-        """Return whether an ended run had no due test, and neither it nor a test of it has changed since."""
+        """Return whether an ended run had no due test, and neither the run nor its tests have changed since."""
         return self._settled.get(run.name) == run.updated_at and not self.store.restore_tests(run.name)
 
     def _facts(self, run: Run, now: float) -> RunFacts | None:
@@ -181,12 +181,12 @@ class RestoreTests:
         return [row for row in rows if row.name in copied or (row.tier or shared_paths(run, None)[0]) in shared]
 
 
-def begin_test(store: Store, files: Files, run: Run, asked: RestoreTestRequest, now: float) -> RestoreTest:
+def begin_test(store: Store, files: Files, run: Run, request: RestoreTestRequest, now: float) -> RestoreTest:
     """Create a test and pin its checkpoint. Raises the errors of `create_test`.
 
     If the checkpoint is deleted in between, the test ends without a verdict and the next one is due.
     """
-    test = create_test(store, run, asked, now)
+    test = create_test(store, run, request, now)
     try:
         files.call(Path(run.run_dir), lambda: hold(run, test))
     except (OSError, RunDirHangs) as error:

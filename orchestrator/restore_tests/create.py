@@ -1,4 +1,4 @@
-"""Creation of a restore test as a separate run, and its marks beside the checkpoints.
+"""Create a restore test as a separate run, and write its marks beside the checkpoints.
 
 The controller writes these marks; the test itself writes none.
 """
@@ -55,7 +55,7 @@ def hold(run: Run, test: RestoreTest) -> None:
 
 
 def release(run: Run, test: RestoreTest) -> None:
-    """Remove the test's own pin; those of other tests, readers and persons stay. Raises OSError."""
+    """Remove the test's own pin; pins of other tests, readers and users stay. Raises OSError."""
     remove_pin(_own(run), test.checkpoint, test.test)
 
 
@@ -89,11 +89,11 @@ def _own(run: Run) -> LocalStorage:
 
 
 LEAST_MINUTES = 30
-"""Time limit of a test of a small checkpoint, unless the run's is shorter or `restore_tests.cluster.time` is set."""
+"""Time limit for a small checkpoint, unless the run's limit is shorter or `restore_tests.cluster.time` is set."""
 BYTES_PER_MINUTE = 2 << 30
-"""Checkpoint bytes per additional minute of time limit: it is read three times, at 100 MB/s or faster."""
+"""Checkpoint bytes per additional minute of time limit; a test reads them three times, at 100 MB/s or faster."""
 LOW_PRIORITY = 10000
-"""`--nice` of a test's sbatch, permitted for every user: tests queue behind all other jobs."""
+"""`--nice` value of tests, which every user may set: tests queue behind all other jobs."""
 NAME_ROOM = 48
 
 
@@ -106,7 +106,7 @@ class RestoreTestRequest:
     steps: int | None = None
     level: int | None = None
     tier: str | None = None
-    kind: str = ""  # of the cluster; empty: the run's
+    kind: str = ""  # kind of cluster; empty: the run's
     forced: bool = False
 
 
@@ -181,7 +181,7 @@ def create_test(store: Store, run: Run, asked: RestoreTestRequest, now: float) -
         scheduler=make_instance(kind)(),
     )
 
-    def written() -> RestoreTest:
+    def write_test() -> RestoreTest:
         if not asked.forced and store.restore_tests(run.name, going_on=True):
             # A controller that was paused must not repeat its successor's test.
             hint = f"orch restore-tests history {run.name}"
@@ -195,18 +195,18 @@ def create_test(store: Store, run: Run, asked: RestoreTestRequest, now: float) -
         store.put_restore_test(test)
         return test
 
-    return store.together(written)
+    return store.together(write_test)
 
 
 def _find_exact_test(tests: Iterable[RestoreTest], layout: str) -> str:
-    """Return a test that has restored a checkpoint on this layout with steps equal to those of its run."""
+    """Return the name of a test on this layout whose steps were identical to the run's; empty if there is none."""
     exact = (test for test in tests if test.layout == layout and test.evidence.get("exact"))
     good = (test for test in exact if test.verdict == Outcome.RESTORED and test.evidence.get("compared"))
     return next((test.test for test in good), "")
 
 
 def _changes_since_training(run: Run, config: RunConfig) -> tuple[str, ...]:
-    """Return the differences from the last training that change the computation.
+    """Return the changes since the last training that affect the computation.
 
     The test's job compares the packages recorded by the run's attempts with its own.
     """
@@ -214,11 +214,11 @@ def _changes_since_training(run: Run, config: RunConfig) -> tuple[str, ...]:
     record = CodeRecord.from_identity(trained)
     by_job = (PACKAGES, TORCH) if record is not None and record.packages is not None else ()
     changes = identity_changes(trained, current_identity(run, config))
-    return tuple(one.key for one in changes if one.term.rule is not Rule.HARMLESS and one.key not in by_job)
+    return tuple(item.key for item in changes if item.term.rule is not Rule.HARMLESS and item.key not in by_job)
 
 
 def shared_paths(run: Run, config: RunConfig | None) -> list[str]:
-    """Return the tiers that every node shares; without a config the run's own folder. Raises as `resolve_tiers`."""
+    """Return the paths of the tiers that all nodes share; without a config, the run's own folder."""
     folder = RunDir(Path(run.run_dir))
     return [place.path for place in shared_places(config.checkpoint if config else CheckpointConfig(), folder)]
 
@@ -240,7 +240,7 @@ def choose_copy(store: Store, run: Run, config: RunConfig, checkpoint: Checkpoin
         raise Precondition(
             f"{checkpoint.name} is not in {where}",
             where=f"it is in {', '.join((home, *copies))}",
-            hint="a shared tier in checkpoint.tiers gets copies",
+            hint="add a shared tier to checkpoint.tiers",
         )
     return seen[0]
 
@@ -286,17 +286,17 @@ def _compose_test(
     try:
         return recompose(data, [], environ=os.environ)
     except ConfigError as error:
-        hint = "a layout that fits the run's configuration: same, 1, or NODESxRANKS"
+        hint = "choose a layout that fits the run's configuration: same, 1, or NODESxRANKS"
         raise ConfigError(
             f"layout {asked.layout}: {error.what}", where=f"a restore test of {run.name}", hint=hint
         ) from error
 
 
 def _command(data: dict[str, Any], run: Run, settings: RestoreTestsConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the changes for a test by the user's own program. Raises ConfigError if its command is not set."""
+    """Return the config changes for a user's own program. Raises ConfigError if restore_tests.command is not set."""
     if not settings.command:
         raise ConfigError(
-            f"{run.name} runs a program of yours, and nothing says how that restores a checkpoint",
+            f"{run.name} runs your own program, and no command is set that restores its checkpoints",
             where="restore_tests.command", hint="restore_tests.command=[python, restore.py] in the run's configuration",
         )  # fmt: skip
     python = data["cluster"]["python"] or Submitter.from_identity(run.identity).python or "python"

@@ -13,18 +13,18 @@ from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome
 
 NIGHT = "0 3 * * *"
 ASSUMED_SECONDS = 180.0
-"""Assumed seconds of a test until one of the run's tests has completed."""
+"""Assumed duration of a test in seconds, until one of the run's tests has completed."""
 AGAIN_AFTER = 900.0
-"""Seconds before an unfinished test is due again; doubled each time in a row."""
+"""Seconds before an unfinished test is due again; doubled after each consecutive unfinished test."""
 MOST_PAUSE = 86400.0
-_NO = frozenset({Trust.WRITING, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
+_BAD = frozenset({Trust.WRITING, Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Facts about one run for the schedule of its restore tests.
 
-    `spent`: rank-seconds of its tests so far, without those requested by a person.
+    `spent`: rank-seconds that its tests have used so far, without tests requested by a user.
     """
 
     run: Run
@@ -37,7 +37,7 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """Test due at `at` (seconds since the epoch); `refused` is the reason why it does not start, if any."""
+    """Test due at `at` (seconds since the epoch); `refused`: why it does not start; empty if it does."""
 
     run: str
     checkpoint: str
@@ -50,23 +50,23 @@ class Due:
 
 def next_test(facts: RunFacts, now: float, rng: Random) -> Due | None:
     """Return the next restore test of a run, or None. A run has at most one test in progress."""
-    asked = facts.config.restore_tests
-    if asked.every == OFF or not facts.checkpoints or any(test.ended_at is None for test in facts.tests):
+    settings = facts.config.restore_tests
+    if settings.every == OFF or not facts.checkpoints or any(test.ended_at is None for test in facts.tests):
         return None
-    older = _after_a_bad_one(facts)
+    older = _after_bad_verdict(facts)
     found = older or _after_success(facts, now) or _other_layouts(facts) or _due_by_schedule(facts, now, rng)
     if found is None:
         return None
     found = _back_off(facts, found)
-    if facts.config.command and not asked.command:
-        return replace(found, refused="the program is the user's own: restore_tests.command says how to test it")
+    if facts.config.command and not settings.command:
+        return replace(found, refused="restore_tests.command is not set, and a user's own program needs it")
     if older is not None or found.at > now:
-        return found  # an older checkpoint is tested at any cost, to find a good one
+        return found  # an older checkpoint is tested regardless of the budget, to find a good one
     return replace(found, refused=_over_budget(facts, found, now))
 
 
 def trained_seconds(attempts: Iterable[Attempt], now: float) -> float:
-    """Return the total seconds for which attempts have run."""
+    """Return the total run time of the attempts in seconds."""
     return sum(
         max(0.0, (now if attempt.ended_at is None else attempt.ended_at) - attempt.started_at)
         for attempt in attempts
@@ -104,13 +104,13 @@ def _last_finished(facts: RunFacts) -> RestoreTest | None:
     return finished[-1] if finished else None
 
 
-def _after_a_bad_one(facts: RunFacts) -> Due | None:
+def _after_bad_verdict(facts: RunFacts) -> Due | None:
     """Return a test of the next older checkpoint, due at once, to find a good one."""
     last = _last_finished(facts)
     if last is None or last.verdict not in FOUND_BAD or last.ended_at is None:
         return None
     for checkpoint in facts.checkpoints:
-        if checkpoint.step < last.step and checkpoint.trust not in _NO and checkpoint.name not in _found_bad(facts):
+        if checkpoint.step < last.step and checkpoint.trust not in _BAD and checkpoint.name not in _found_bad(facts):
             if not any(name == checkpoint.name for name, _ in _proven(facts)):
                 layout = last.layout if last.layout in facts.config.restore_tests.layouts else ""
                 layout = layout or facts.config.restore_tests.layouts[0]
@@ -120,26 +120,24 @@ def _after_a_bad_one(facts: RunFacts) -> Due | None:
 
 
 def _after_success(facts: RunFacts, now: float) -> Due | None:
-    """Return a single test of the last checkpoint of a run that has succeeded."""
+    """Return the only test of the last checkpoint after a run has succeeded."""
     newest = facts.checkpoints[0]
-    if facts.run.state is not RunState.SUCCEEDED or newest.trust in _NO or newest.name in _found_bad(facts):
+    if facts.run.state is not RunState.SUCCEEDED or newest.trust in _BAD or newest.name in _found_bad(facts):
         return None
-    # Changed code or data stays changed, so a finished run is not retested for it.
+    # Changed code or data stays changed, so a finished run is not tested again because of it.
     tried = {(test.checkpoint, test.layout) for test in facts.tests if test.verdict != Outcome.NOT_FINISHED}
     layout = _lacking(facts, newest, tried)
     return _due(facts, newest, layout, "the run has succeeded", facts.run.updated_at) if layout else None
 
 
 def _other_layouts(facts: RunFacts) -> Due | None:
-    """Return a test on the next layout of a checkpoint that was restored on one."""
+    """Return a test on the next layout, for a checkpoint that was restored on another layout."""
     last = _last_finished(facts)
     if last is None or last.verdict != Outcome.RESTORED or last.ended_at is None or last.forced:
         return None
     same = [checkpoint for checkpoint in facts.checkpoints if checkpoint.name == last.checkpoint]
     layout = _unproven(facts, same[0]) if same else ""
-    return (
-        _due(facts, same[0], layout, f"restored on {last.layout}, the next layout", last.ended_at) if layout else None
-    )
+    return _due(facts, same[0], layout, f"restored on {last.layout}, next layout", last.ended_at) if layout else None
 
 
 def _due_by_schedule(facts: RunFacts, now: float, rng: Random) -> Due | None:
@@ -172,7 +170,7 @@ def cron_time(expression: str, after: float) -> float | None:
 
 def _sample_checkpoint(facts: RunFacts, rng: Random) -> Checkpoint | None:
     bad = _found_bad(facts)
-    good = [one for one in facts.checkpoints if one.trust not in _NO and one.name not in bad]
+    good = [item for item in facts.checkpoints if item.trust not in _BAD and item.name not in bad]
     sample = facts.config.restore_tests.sample
     if not good:
         return None
@@ -184,7 +182,7 @@ def _sample_checkpoint(facts: RunFacts, rng: Random) -> Checkpoint | None:
 
 
 def _back_off(facts: RunFacts, due: Due) -> Due:
-    """Postpone a test after unfinished ones, longer with each in a row."""
+    """Postpone a test after unfinished tests, longer after each consecutive one."""
     in_a_row = 0
     for test in reversed(facts.tests):
         if test.verdict != Outcome.NOT_FINISHED:
@@ -194,7 +192,7 @@ def _back_off(facts: RunFacts, due: Due) -> Due:
         return due
     last = facts.tests[-1]
     pause = min(MOST_PAUSE, AGAIN_AFTER * 2 ** min(in_a_row - 1, 10))
-    why = f"{due.why}; the last {in_a_row} not finished" if in_a_row > 1 else f"{due.why}; the last was not finished"
+    why = f"{due.why}; the last {in_a_row} did not finish" if in_a_row > 1 else f"{due.why}; the last did not finish"
     return replace(due, at=max(due.at, (last.ended_at or last.begun_at) + pause), why=why)
 
 
@@ -208,6 +206,6 @@ def _over_budget(facts: RunFacts, due: Due, now: float) -> str:
     if facts.spent + cost <= allowed:
         return ""
     return (
-        f"over the budget: {config.budget:.2%} of {used / 3600:.2f} rank-hours are {allowed:.0f} rank-seconds, "
-        f"{facts.spent:.0f} are spent, and it takes about {cost:.0f}"
+        f"over the budget: {config.budget:.2%} of {used / 3600:.2f} rank-hours is {allowed:.0f} rank-seconds; "
+        f"{facts.spent:.0f} are spent, and the test needs about {cost:.0f}"
     )

@@ -1,4 +1,4 @@
-"""Result of a restore test after its run has ended: trust, a mark beside the checkpoint, a notice for people."""
+"""Record a restore test's result after its run has ended: trust, mark beside the checkpoint, notice to users."""
 
 import logging
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _MARKS = (OSError, RunDirHangs, ImportError, ValueError)
 
 @dataclass
 class VerdictRecorder:
-    """Recorder that closes restore tests; it belongs to the tested run's controller, which may write about that run."""
+    """Closes restore tests for the tested run's controller, the only process that may write that run's records."""
 
     store: Store
     files: Files
@@ -62,7 +62,7 @@ class VerdictRecorder:
         return f"{test.test}: step {test.step} of {test.run} on {test.layout}: {found.outcome}, {found.reason}"
 
     def unpin_ended(self, since: float) -> None:
-        """Remove pins of tests that ended since then: a missing folder may be back, a full disk may have room."""
+        """Remove pins of tests that ended since then: a missing folder may be back, or a full disk may have space."""
         for test in self.store.restore_tests(since=since):
             if test.ended_at is None:
                 continue
@@ -79,7 +79,7 @@ class VerdictRecorder:
         return run if run.name == test.run else None
 
     def _too_late(self, run: Run, test: RestoreTest, now: float) -> str:
-        """Return why a test that has not ended is abandoned: it would delay all others."""
+        """Return why an unfinished test is abandoned, so that it does not delay others; empty if it is not."""
         attempts = self.store.attempts(test.test)
         started = attempts[-1].started_at
         if started is not None:
@@ -108,12 +108,12 @@ class VerdictRecorder:
         return RestoreVerdict(outcome=outcome, reason=reason, evidence=dict(report["evidence"]))
 
     def _times(self, test: RestoreTest, evidence: dict[str, Any], now: float) -> dict[str, float]:
-        """Return the seconds of the job, and from its start to the first step without verification."""
+        """Return the job's seconds, and those from its start to the first step, excluding verification."""
         attempts: list[Attempt] = self.store.attempts(test.test)
         found = {"seconds": trained_seconds(attempts, now)}
         first, verified = evidence.get("first_step_at"), evidence.get("verify_seconds")
         # The controller polls, so it may see the job run later than its ranks started.
-        began = [attempts[-1].started_at, *(one.started_at for one in self.store.generations(test.test))]
+        began = [attempts[-1].started_at, *(item.started_at for item in self.store.generations(test.test))]
         known = [moment for moment in began if moment is not None]
         if isinstance(first, float) and known:
             found["rto_seconds"] = max(0.0, first - min(known) - (verified if isinstance(verified, float) else 0.0))
@@ -127,7 +127,7 @@ class VerdictRecorder:
                     Path(source.run_dir), lambda: write_verdict(source, test, place, found.outcome, found.reason, now)
                 )
             except _MARKS as error:
-                log.warning("%s: no mark beside its checkpoints of what %s found: %s", source.name, test.test, error)
+                log.warning("%s: could not mark the verdict of %s on its copy: %s", source.name, test.test, error)
         self._release(source, test)
 
     def _release(self, source: Run, test: RestoreTest) -> None:
@@ -161,5 +161,5 @@ class VerdictRecorder:
 
 
 def _place(found: RestoreVerdict) -> str:
-    """Return the folder or URL of the tested copy; empty if the test did not come to read it."""
+    """Return the folder or URL of the tested copy; empty if the test did not read one."""
     return str(found.evidence.get("place", ""))

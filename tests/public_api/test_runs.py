@@ -45,7 +45,7 @@ def test_errors_have_hints() -> None:
     assert "did you mean `train.steps`?" in typo.value.hint
     with pytest.raises(orch.NotFound, match="there is no registry yet") as refused:
         orch.status("nope")
-    assert any("`orch submit tiny-gpt` makes the first run" in note for note in refused.value.__notes__)
+    assert any("`orch submit tiny-gpt` starts the first run" in note for note in refused.value.__notes__)
     with pytest.raises(orch.ConfigError, match="CONFIG is missing"):
         orch.submit()
     with pytest.raises(orch.ConfigError, match="timeout"):
@@ -140,11 +140,11 @@ def test_values_round_trip(typed: list[tuple[str, ...]], value: Any, word: str) 
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"tags": "sweep"}, r"tags are a list of words: \['sweep'\]"),
-        ({"name": 5}, "--name is 5, and must be a string"),
-        ({"overrides": {"k": {1}}}, r"k=\{1\} has no place in a configuration"),
-        ({"overrides": ["--dry-run"]}, "--dry-run is an option, and no override"),
-        ({"overrides": [3]}, "an override is 3, and must be a string"),
+        ({"tags": "sweep"}, r"tags must be a list of strings: \['sweep'\]"),
+        ({"name": 5}, "--name must be a string, not 5"),
+        ({"overrides": {"k": {1}}}, r"k=\{1\} cannot be written into a configuration"),
+        ({"overrides": ["--dry-run"]}, "--dry-run is an option, not an override"),
+        ({"overrides": [3]}, "an override must be a string, not 3"),
     ],
 )  # fmt: skip
 def test_invalid_arguments(arguments: dict[str, Any], what: str) -> None:

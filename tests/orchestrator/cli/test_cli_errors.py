@@ -359,10 +359,10 @@ def _circle(place: Path) -> str:
     ("make", "code", "why"),
     [
         (_pipe, 6, "it is a pipe or a device"),
-        (_link, 6, "it is a link to nothing"),
-        (_circle, 6, "it is a link to nothing"),
-        (lambda place: f"sqlite:///{place}", 2, "ORCH_REGISTRY is a URL, and must be a file name"),
-        (lambda place: f"file:{place}?mode=memory", 2, "ORCH_REGISTRY is a URL, and must be a file name"),
+        (_link, 6, "it is a broken link"),
+        (_circle, 6, "it is a broken link"),
+        (lambda place: f"sqlite:///{place}", 2, "ORCH_REGISTRY must be a file name, not a URL"),
+        (lambda place: f"file:{place}?mode=memory", 2, "ORCH_REGISTRY must be a file name, not a URL"),
     ],
 )
 def test_impossible_registry(

@@ -384,7 +384,7 @@ def test_db_rebuild_brings_the_runs_back(orch: Type, seeds: Seeds, home: Path) -
     rebuilt = orch("db", "rebuild", seeds.root, "--json").data
     assert {key: rebuilt[key] for key in ("path", "runs")} == {"path": str(home / "registry.db"), "runs": 0}
     assert Path(rebuilt["old"]).read_bytes().startswith(b"SQLite")
-    assert "the one before is " in orch("db", "rebuild", seeds.root).err
+    assert "the old registry is now " in orch("db", "rebuild", seeds.root).err
 
 
 def test_the_controller_is_asked_about_and_ticked(orch: Type, home: Path) -> None:

@@ -214,11 +214,11 @@ def test_an_unreadable_folder_is_not_reported_as_foreign(seeds: Seeds) -> None:
         (above / run.name).mkdir(mode=0o000)
         with pytest.raises(Precondition, match=f"the folder of {run.name} cannot be read: Permission denied") as caught:
             rm.own_folder(mine, first, submitted=True)
-        assert caught.value.hint == f"chmod u+rwx {above / run.name}, then type the same command again"
+        assert caught.value.hint == f"chmod u+rwx {above / run.name}, then run the same command again"
         above.chmod(0o000)
         with pytest.raises(Precondition, match="Permission denied") as caught:
             rm.own_folder(mine, first, submitted=True)
-        assert caught.value.hint.startswith("see that you may enter the folders above it")
+        assert caught.value.hint.startswith("make sure that you may enter the folders above it")
 
 
 def test_links_are_deleted_without_their_targets(orch: Type, seeds: Seeds, run: str) -> None:
@@ -349,7 +349,7 @@ def test_a_folder_that_cannot_be_deleted_is_reported_and_finished_later(
         stuck = orch("rm", run, "-y", "--json")
     assert (stuck.code, stuck.data[0]["removed"]) == (4, False)
     (warning,) = stuck.answer["warnings"]
-    assert "Permission denied; the same command finishes what was begun" in warning["message"]
+    assert "Permission denied; run the same command again to finish" in warning["message"]
     assert seeds.store.run(run).removal == Removal.SET_ASIDE
     assert orch("rm", run, "-y").code == 0
     assert (os.listdir(seeds.root), rows_of(seeds, run)) == ([], {})
@@ -425,7 +425,7 @@ def test_rows_that_another_command_deleted(orch: Type, seeds: Seeds, monkeypatch
     run = ended_run(seeds)
     monkeypatch.setattr(rm, "remove", after_another(rm.remove))
     said = orch("rm", run, "-y")
-    assert (said.code, f"{run}: another command removed it just now, too" in said.err) == (0, True)
+    assert (said.code, f"{run}: another command has just removed it" in said.err) == (0, True)
 
 
 def test_files_that_another_command_deletes_meanwhile(
@@ -441,7 +441,7 @@ def test_files_that_another_command_deletes_meanwhile(
     delete = rm.delete_tree
     monkeypatch.setattr(rm, "delete_tree", deleted)
     said = orch("rm", run, "-y")
-    assert (said.code, f"{run}: another command removed it just now, too" in said.err) == (0, True)
+    assert (said.code, f"{run}: another command has just removed it" in said.err) == (0, True)
 
 
 def test_files_that_disappear_while_they_are_counted(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,4 +468,4 @@ def test_a_removal_that_no_command_finishes_is_reported(
 
     monkeypatch.setattr(rm, "delete_tree", lost)
     said = orch("rm", run, "-y")
-    assert (said.code, "the same command finishes what was begun" in said.err) == (4, True)
+    assert (said.code, "run the same command again to finish" in said.err) == (4, True)

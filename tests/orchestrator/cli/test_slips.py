@@ -95,7 +95,7 @@ def test_a_run_is_resumed_or_branched_and_not_submitted(orch: Type, seeds: Seeds
     run = seeds.run()
     said = orch("submit", run, "optimizer.lr=1")
     assert said.code == 3
-    assert f"{run} is a run, and no preset or file" in said.err
+    assert f"{run} is a run, not a preset or file" in said.err
     assert f"orch resume {run} optimizer.lr=1 " in said.err
     assert f"orch submit --from {run} optimizer.lr=1\n" in said.err
 
@@ -308,7 +308,7 @@ def test_a_key_where_a_configuration_is_asked_for_is_said_to_be_one(orch: Type) 
         (("torchrun-script", "command=[train.py]"), 2, "name what starts it: 'command=[python, train.py]'"),
         (("torchrun-script", "command=[./train.py]"), 2, "name what starts it: 'command=[python, ./train.py]'"),
         (("torchrun-script", "command=[python,", "train.py,", "--epochs,", "3]"), 2,
-         "and a value with blanks in quotes; see `orch submit -h`"),
+         "and quote values that contain spaces; see `orch submit -h`"),
         (("mine.yaml", "-tag", "x"), 2, "Did you mean '--tag'?"),
     ],
 )  # fmt: skip
@@ -396,9 +396,9 @@ def test_a_file_that_says_nothing_of_data_is_named(orch: Type, tmp_path: Path, f
     [
         (
             ("submit", "tiny-gpt", "--steps", "5"),
-            "configuration key is typed without dashes, KEY=VALUE, and a value",
+            "type configuration keys without dashes (KEY=VALUE), and quote values",
         ),
-        (("resume", "tiny-1", "--batch-size", "8"), "quotes; see `orch resume -h`\n"),
+        (("resume", "tiny-1", "--batch-size", "8"), "spaces; see `orch resume -h`\n"),
         (("submit", "tiny-gpt", "--dry-rum"), "Did you mean '--dry-run'?"),
         (("status", "--steps", "5"), "see `orch status -h`\n"),
         (("logs", "tiny-1", "--tail", "10k"), "'10k' is not a whole number\n"),
@@ -420,7 +420,7 @@ def test_a_run_where_a_configuration_is_asked_for(orch: Type, seeds: Seeds) -> N
     run = seeds.run()
     said = orch("config", "show", run)
     assert said.code == 3
-    assert f"{run} is a run, and no preset or file" in said.err
+    assert f"{run} is a run, not a preset or file" in said.err
     assert f"  orch show {run}   orch resume {run}   or a new run:  orch submit --from {run}\n" in said.err
 
 
@@ -443,7 +443,7 @@ def test_a_rebuild_that_leaves_known_runs_out_says_how_to_have_them(orch: Type, 
     seeds.store.drop_lease(lease)
     (tmp_path / "other").mkdir()
     said = orch("db", "rebuild", "--root", tmp_path / "other").err
-    assert "1 known runs lie in folders that were not named; with all of them: orch db rebuild --root " in said
+    assert "1 known runs are in folders that were not named; to include them: orch db rebuild --root " in said
     assert f"--root {tmp_path / 'other'} --root {seeds.root}" in said
 
 
@@ -473,4 +473,4 @@ def test_a_digest_that_no_stored_configuration_has_is_called_one(orch: Type, see
     for digest in ("90ff", "abcdef123456"):
         said = orch("config", "diff", digest, run)
         assert said.code == 3
-        assert "; or type a run, or 6 or more digits of a digest in `orch show RUN`" in said.err
+        assert "; or name a run, or give 6 or more digits of a digest from `orch show RUN`" in said.err

@@ -385,7 +385,7 @@ def test_a_single_pass_has_told_when_it_ends(path: Path) -> None:
     held_run(path, 'sleep 0.3; echo "$ORCH_STATE $ORCH_REASON" >> told')
     report = service.tick_once(path)
     assert report is not None
-    assert report.actions == ("r-1: told that it is HELD by command",)
+    assert report.actions == ("r-1: sent the HELD notification by command",)
     assert lines_of(path.parent / "told") == ["HELD disk full"]
     again = service.tick_once(path)
     assert again is not None
@@ -406,7 +406,7 @@ def test_a_controller_killed_after_sending_is_followed_by_one_that_repeats_it_on
     assert len(lines_of(told)) == 1
     report = service.tick_once(path)
     assert report is not None
-    assert report.actions == ("r-1: told that it is HELD by command",)
+    assert report.actions == ("r-1: sent the HELD notification by command",)
     service.tick_once(path)
     first, second = lines_of(told)
     assert first == second

@@ -113,7 +113,7 @@ def test_without_sendmail_a_mail_goes_by_smtp(smtp: Any, monkeypatch: pytest.Mon
     assert "Subject: tiny-1 is FAILED" in letter
     assert Mail().send("ann@here,nobody@here", ORDER) == "refused for nobody@here"
     monkeypatch.setattr(channels, "SMTP", free_address())
-    assert "there is no sendmail, and SMTP" in Mail().send("ann@here", ORDER)
+    assert "sendmail is not installed, and SMTP" in Mail().send("ann@here", ORDER)
 
 
 def test_a_user_without_an_account_is_named_by_number(smtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:

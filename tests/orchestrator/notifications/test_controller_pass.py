@@ -84,11 +84,11 @@ def test_a_change_is_told_once_by_every_channel(desk: Desk, hook: Hook, monkeypa
     desk.move(run, RunState.RUNNING)
     desk.move(run, RunState.FAILED, "a bug in train.py")
     before = desk.store.run(run)
-    assert desk.passes() == [f"{run}: told that it is FAILED by command, webhook"]
+    assert desk.passes() == [f"{run}: sent the FAILED notification by command, webhook"]
     (posted,) = hook.posted
     assert posted["text"] == (
         f"{run} is FAILED at step 120 of 200: a bug in train.py "
-        f"(look: `orch logs {run} --rank first-error`; mended: `orch resume {run}`)"
+        f"(see: `orch logs {run} --rank first-error`; once fixed: `orch resume {run}`)"
     )
     assert (posted["schema"], posted["before"], posted["loss"]) == ("orch.notification/1", "RUNNING", 2.5)
     head, _, given = (desk.folder / "told").read_text().partition("\n")
@@ -110,9 +110,9 @@ def test_the_url_of_a_webhook_is_read_from_the_runs_secrets(desk: Desk, hook: Ho
     desk.move(run, RunState.HELD)
     desk.passes()
     assert hook.posted == []
-    assert f"webhook: {folder.secrets} has no URL of it" in desk.newest(run).trouble
+    assert f"webhook: {folder.secrets} does not have its URL" in desk.newest(run).trouble
     RunSecrets(webhooks={shown: hook.url}).create(folder.secrets)
-    assert desk.passes(NOW + AGAIN[0] + 1) == [f"{run}: told that it is HELD by webhook"]
+    assert desk.passes(NOW + AGAIN[0] + 1) == [f"{run}: sent the HELD notification by webhook"]
     assert len(hook.posted) == 1
     folder.secrets.chmod(0o640)
     desk.move(run, RunState.RECOVERING)
@@ -166,17 +166,17 @@ def test_what_fails_is_tried_again_and_what_was_delivered_is_not(
     desk.move(run, RunState.SUCCEEDED)
     hook.status = 500
     with caplog.at_level(logging.WARNING):
-        assert desk.passes() == [f"{run}: told that it is SUCCEEDED by command"]
-    assert f"{run}: that it is SUCCEEDED could not be told by webhook: HTTP 500" in caplog.text
+        assert desk.passes() == [f"{run}: sent the SUCCEEDED notification by command"]
+    assert f"{run}: the SUCCEEDED notification could not be sent by webhook: HTTP 500" in caplog.text
     assert "SECRET" not in caplog.text
-    assert desk.notified(run).trouble.endswith("(it is tried again)")
+    assert desk.notified(run).trouble.endswith("(will be retried)")
     sent = desk.newest(run).at
     assert desk.passes(sent + AGAIN[0] - 1) == []
     desk.restart()
     hook.status = 200
     assert desk.notifications.run(desk.epoch, sent + AGAIN[0]) == []
     assert desk.notifications.pending
-    assert desk.notifications.finish(desk.epoch, 60) == [f"{run}: told that it is SUCCEEDED by webhook"]
+    assert desk.notifications.finish(desk.epoch, 60) == [f"{run}: sent the SUCCEEDED notification by webhook"]
     assert (desk.folder / "told").read_text() == "once\n"
     assert [posted["state"] for posted in hook.posted] == ["SUCCEEDED"] * 2
     assert desk.notified(run).trouble == ""
@@ -196,7 +196,7 @@ def test_after_the_last_try_it_is_given_up_and_the_next_change_is_told_afresh(de
     hook.status = 200
     desk.move(run, RunState.RECOVERING, "", now)
     desk.move(run, RunState.HELD, "", now + 1)
-    assert desk.passes(now + 2) == [f"{run}: told that it is HELD by webhook"]
+    assert desk.passes(now + 2) == [f"{run}: sent the HELD notification by webhook"]
     assert (desk.newest(run).tries, desk.notified(run).trouble) == (1, "")
 
 
@@ -207,10 +207,10 @@ def test_a_message_that_fails_does_not_hold_up_the_next_one(desk: Desk, hook: Ho
     desk.passes()
     hook.status = 200
     desk.move(run, RunState.HELD)
-    assert desk.passes(NOW + 1) == [f"{run}: told that it is HELD by webhook"]
-    assert "that it is RUNNING could not be told" in desk.notified(run).trouble
+    assert desk.passes(NOW + 1) == [f"{run}: sent the HELD notification by webhook"]
+    assert "the RUNNING notification could not be sent" in desk.notified(run).trouble
     desk.restart()
-    assert desk.passes(NOW + AGAIN[0] + 1) == [f"{run}: told that it is RUNNING by webhook"]
+    assert desk.passes(NOW + AGAIN[0] + 1) == [f"{run}: sent the RUNNING notification by webhook"]
     assert [posted["state"] for posted in hook.posted] == ["RUNNING", "HELD", "RUNNING"]
     assert (desk.notified(run).trouble, desk.newest(run).state, desk.notified(run).waiting) == ("", "HELD", ())
 
@@ -233,12 +233,12 @@ def test_nobody_waits_for_a_server_that_hangs(desk: Desk, hook: Hook) -> None:
     assert desk.notifications.run(desk.epoch, NOW) == []
     while not (done := desk.notifications.run(desk.epoch, NOW)):
         pass
-    assert done == [f"{quick}: told that it is HELD by command"]
+    assert done == [f"{quick}: sent the HELD notification by command"]
     assert list(desk.notifications._sending) == [slow]
     for sender, _ in desk.notifications._sending.values():
         sender.deadline = 0.0
     assert desk.passes() == []
-    assert "webhook: no answer within 60 s (it is tried again)" in desk.notified(slow).trouble
+    assert "webhook: no answer within 60 s (will be retried)" in desk.notified(slow).trouble
 
 
 def test_so_many_are_sent_together_and_the_rest_follows(desk: Desk, hook: Hook) -> None:
@@ -310,5 +310,5 @@ def test_without_a_process_the_run_is_told_of_it(desk: Desk, hook: Hook, monkeyp
 
     monkeypatch.setattr(Sender, "begin", fails)
     assert desk.passes() == []
-    assert "webhook: no process: Resource temporarily unavailable" in desk.notified(run).trouble
+    assert "webhook: cannot start a process: Resource temporarily unavailable" in desk.notified(run).trouble
     assert isinstance(desk.store.run(run), Run)

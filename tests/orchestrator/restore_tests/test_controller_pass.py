@@ -319,7 +319,7 @@ def test_a_config_of_another_version_costs_only_its_own_run(tmp_path: Path, capl
     odd = desk.add_run(data)
     begun = desk.passes()
     assert [line.partition(":")[0] for line in begun] == ["r-1-test-1"]
-    assert f"{odd}: it cannot be said when a restore test of it is due" in caplog.text
+    assert f"{odd}: cannot determine when its next restore test is due" in caplog.text
     desk.store.close()
 
 

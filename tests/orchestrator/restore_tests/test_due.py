@@ -166,7 +166,7 @@ def test_what_was_not_finished_is_due_again_after_a_pause_that_grows() -> None:
     again = due(facts(tests=thrice))
     assert again is not None
     assert again.at == NOW - 60 + 4 * AGAIN_AFTER
-    assert "the last 3 not finished" in again.why
+    assert "the last 3 did not finish" in again.why
 
 
 def test_the_budget_wins_over_the_schedule() -> None:
@@ -181,7 +181,7 @@ def test_what_a_test_of_the_layout_took_is_the_estimate() -> None:
     seen = ended(200, "RESTORED", ago=2 * DAY, evidence={"seconds": 1000.0})
     found = due(facts(tests=(seen,)))
     assert found is not None
-    assert "it takes about 32000" in found.refused
+    assert "the test needs about 32000" in found.refused
 
 
 def test_a_smaller_layout_costs_less() -> None:

@@ -109,7 +109,7 @@ def test_a_step_that_only_another_run_with_the_name_has_is_not_found(
     done = orch(*(word.format(run) for word in words), "--json")
     assert done.code == NotFound.exit_code
     assert f"{run} has no checkpoint of step 80" in done.err + done.out
-    assert "there are: 50" in done.err + done.out
+    assert "available steps: 50" in done.err + done.out
 
 
 def test_ls_and_du_leave_out_another_run_with_the_name(orch: Type, seeds: Seeds, run: str, other: Path) -> None:

@@ -31,7 +31,7 @@ def test_undelivered_messages(orch: Type, seeds: Seeds) -> None:
     )
     failed = NotificationState().after(told)
     seeds.store.note_notified(run, asdict(failed), epoch=seeds.epoch)
-    words = f"{run}: that it is HELD could not be told by webhook: HTTP 500 (it is tried again)"
+    words = f"{run}: the HELD notification could not be sent by webhook: HTTP 500 (will be retried)"
     assert f"warning: {words}" in orch("status").err
     assert orch("status", "--json").answer["warnings"] == [{"code": "not_notified", "message": words}]
     assert orch("show", run, "--json").data["notified"] == {
@@ -92,7 +92,7 @@ def test_redacted_url(url: str, shown: str) -> None:
     ("override", "why"),
     [
         ("notify.webhook=ftp://host/a", "notify.webhook: must be a http:// or https:// URL"),
-        ("notify.webhook=https://user:word@host/a", "without spaces, user and password"),
+        ("notify.webhook=https://user:word@host/a", "without spaces, user or password"),
         ("notify.mail=ann@here; rm -rf", "notify.mail=ann@here; rm -rf: must be addresses"),
         ("notify.mail=-oQ/tmp", "must be addresses"),
         ("notify.on=[DONE]", "notify.on: DONE: must be one of CREATED, QUEUED"),

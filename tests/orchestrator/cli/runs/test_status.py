@@ -201,7 +201,7 @@ def test_who_wants_to_remove_a_checkpoint_is_not_offered_to_remove_the_run(orch:
     seeds.run("demo")
     failed = orch("rm", "demo-1@20", "-y")
     assert failed.code == 3
-    assert "demo-1@20 is a checkpoint, and a run is needed" in failed.err
+    assert "demo-1@20 is a checkpoint, but a run is required" in failed.err
     assert "orch rm demo-1" not in failed.err
 
 
@@ -220,7 +220,7 @@ def test_a_checkpoint_where_a_run_is_needed(orch: Type, seeds: Seeds, words: str
     for step in ("@20", "@latest"):
         failed = orch(*words.format(f"demo-1{step}").split())
         assert failed.code == 3
-        assert failed.err == f"error: demo-1{step} is a checkpoint, and a run is needed\n  the run is demo-1\n"
+        assert failed.err == f"error: demo-1{step} is a checkpoint, but a run is required\n  the run is demo-1\n"
     assert orch("show", "demo-9@20").err.startswith("error: no run demo-9\n")
 
 

@@ -18,7 +18,6 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.checkpointing.proofs.mounts import hide_mounts
 from tests.forked_workers import fork_workers
 from tests.forked_writers import fork_writers
-from tests.new_registries import copy_new_registries
 from tests.open_databases import watch
 from tests.trainer.agent.warm_agents import WarmAgents, warm_agents
 from tests.warm_programs import WarmPrograms, warm_programs
@@ -34,7 +33,6 @@ hypothesis.settings.register_profile("orch", deadline=None)
 hypothesis.settings.load_profile("orch")
 
 
-copy_new_registries()
 fork_writers()
 watch()  # a connection to SQLite that is left open fails its test
 

@@ -122,14 +122,17 @@ def compose_config(source: str, overrides: tuple[str, ...]) -> Any:
 def warn_about_config(screen: Screen, config: Any) -> None:
     """Warn about misspelled methods, modules that a job would import from elsewhere, and idle pipeline stages."""
     from orchestrator.submission import user_code  # ast: only where code is inspected
-    from orchestrator.submission.pipeline_warning import few_micro_batches
+    from trainer.costs.micro_batches import too_few
 
     for message in user_code.near_methods(config):
         screen.warn("near_method", message)
     for message in user_code.shadowed_helpers(config):
         screen.warn("shadowed_module", message)
-    if idle_warning := few_micro_batches(config):
-        screen.warn("few_micro_batches", idle_warning)
+    parallel = config.parallel
+    if parallel.pipeline.stages > 1 and config.trains_built_in_workload:
+        ranks = parallel.data_parallel_size(config.cluster.world_size)
+        if idle_warning := too_few(parallel.pipeline, config.train, ranks):
+            screen.warn("few_micro_batches", idle_warning)
 
 
 def _find_config(name: str) -> dict[str, Any]:

@@ -91,9 +91,6 @@ def nearest_key(typed: str, siblings: Sequence[str] = ()) -> str:
     return known.get(nearest(typed, known, 0.8)) or next(same, "") or nearest(typed, present)
 
 
-meant = nearest_key
-
-
 @cache
 def every_key() -> tuple[Path, ...]:
     """Return the paths of all values and open maps."""

@@ -2,22 +2,29 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
+from sqlalchemy import bindparam, select
+
 from orchestrator.errors import Fenced, ForeignRun
-from orchestrator.registry.database import KEEP_EXISTING, check_changes, replace_existing, writes
+from orchestrator.registry.database import check_changes, writes
 from orchestrator.registry.records import (
     Attempt,
     Checkpoint,
     CheckpointCopy,
+    EventCursor,
     Generation,
     Lease,
     Node,
     Notice,
+    RestoreTest,
     Run,
     Submission,
+    UserRequest,
 )
+from orchestrator.registry.tables import TABLES, replacement
 from orchestrator.registry.user_writes import UserWrites
 from orchestrator.states import AttemptState, RunState, Trust, may_move
 
@@ -25,6 +32,7 @@ NO_HOLDER = ""
 """Holder of a dropped lease."""
 ALL_RUNS = ""
 """Scheduler of a lease for all runs, used by `orch db rebuild` and by controllers of older versions."""
+_SCHEDULER_OF = select(TABLES[Run].c.scheduler).where(TABLES[Run].c.name == bindparam("run"))
 
 
 class ControllerWrites(UserWrites):
@@ -96,7 +104,7 @@ class ControllerWrites(UserWrites):
             values = {"reason": reason, **values, "state": to}
             self.note_transition(run, "run", run, before, to, reason, now)
         if values:
-            self.database.update("runs", {"updated_at": now, **values}, name=run)
+            self.database.update(Run, {"updated_at": now, **values}, name=run)
 
     @writes
     def move_attempt(
@@ -110,7 +118,7 @@ class ControllerWrites(UserWrites):
             values = {"reason": reason, **values, "state": to}
             self.note_transition(run, "attempt", str(number), before, to, reason, now)
         if values:
-            self.database.update("attempts", values, run=run, number=number)
+            self.database.update(Attempt, values, run=run, number=number)
 
     @writes
     def claim_run(self, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
@@ -124,9 +132,9 @@ class ControllerWrites(UserWrites):
             return False
         if not row.scheduler:
             self._keep_nodes(row.cluster, scheduler)
-        self.database.update("runs", {"scheduler": scheduler}, name=run)
+        self.database.update(Run, {"scheduler": scheduler}, name=run)
         self.database.touch(run)  # its record contains the scheduler
-        self.database.update("attempts", {"scheduler": scheduler}, run=run, scheduler="")
+        self.database.update(Attempt, {"scheduler": scheduler}, run=run, scheduler="")
         return True
 
     @writes
@@ -134,13 +142,13 @@ class ControllerWrites(UserWrites):
         """Change fields of a run other than its state."""
         self._fence(epoch, run)
         self.named_run(run)
-        self.database.update("runs", {"updated_at": now, **check_changes(Run, changes)}, name=run)
+        self.database.update(Run, {"updated_at": now, **check_changes(Run, changes)}, name=run)
 
     @writes
     def note_notified(self, run: str, notified: dict[str, Any], *, epoch: int) -> None:
         """Record the notifications of a run's changes; its time of update does not change."""
         self._fence(epoch, run)
-        self.database.update("runs", {"notified": notified}, name=run)
+        self.database.update(Run, {"notified": notified}, name=run)
         self.database.touch(run)
 
     @writes
@@ -149,7 +157,7 @@ class ControllerWrites(UserWrites):
         self._fence(epoch, run)
         self.attempt(run, number)
         if changes:
-            self.database.update("attempts", check_changes(Attempt, changes), run=run, number=number)
+            self.database.update(Attempt, check_changes(Attempt, changes), run=run, number=number)
 
     @writes
     def add_attempt(
@@ -163,28 +171,28 @@ class ControllerWrites(UserWrites):
             self.named_run(run), number, nonce=nonce, excluded=excluded, epoch=epoch, reason=reason, now=now
         )
         if changes:
-            self.database.update("attempts", check_changes(Attempt, changes), run=run, number=number)
+            self.database.update(Attempt, check_changes(Attempt, changes), run=run, number=number)
         return self.attempt(run, number)
 
     @writes
     def put_generation(self, generation: Generation, *, epoch: int) -> None:
         """Insert or update a generation, and the attempt's count of generations."""
         self._fence(epoch, generation.run)
-        self.database.put(generation, replace_existing(Generation, "run", "attempt", "number"))
+        self.database.execute(replacement(Generation, "run", "attempt", "number"), vars(generation))
         count = len(self.generations(generation.run, generation.attempt))
-        self.database.update("attempts", {"generations": count}, run=generation.run, number=generation.attempt)
+        self.database.update(Attempt, {"generations": count}, run=generation.run, number=generation.attempt)
 
     @writes
     def put_notice(self, notice: Notice, *, epoch: int) -> None:
         """Insert a notice; an existing one is kept."""
         self._fence(epoch, notice.run)
-        self.database.put(notice, KEEP_EXISTING)
+        self.database.put(notice, keep_existing=True)
 
     @writes
     def put_checkpoint(self, checkpoint: Checkpoint, *, epoch: int) -> None:
         """Insert a checkpoint; an existing one is kept."""
         self._fence(epoch, checkpoint.run)
-        if self.database.put(checkpoint, KEEP_EXISTING).rowcount:
+        if self.database.put(checkpoint, keep_existing=True).rowcount:
             reason = checkpoint.reason or f"written by attempt {checkpoint.attempt}"
             self.note_transition(
                 checkpoint.run, "checkpoint", checkpoint.name, "", checkpoint.trust, reason, checkpoint.committed_at
@@ -195,19 +203,19 @@ class ControllerWrites(UserWrites):
         """Record a copy of a known checkpoint in a further tier."""
         self._fence(epoch, copy.run)
         self.checkpoint(copy.run, copy.name)
-        self.database.put(copy, KEEP_EXISTING)
+        self.database.put(copy, keep_existing=True)
 
     @writes
     def drop_copy(self, run: str, name: str, tier: str, *, epoch: int) -> None:
         """Delete the record of a copy."""
         self._fence(epoch, run)
-        self.database.execute("DELETE FROM copies WHERE run = ? AND name = ? AND tier = ?", (run, name, tier))
+        self.database.delete(CheckpointCopy, run=run, name=name, tier=tier)
 
     @writes
     def move_checkpoint(self, run: str, name: str, path: str, *, epoch: int) -> None:
         """Record a checkpoint's new path."""
         self._fence(epoch, run)
-        self.database.update("checkpoints", {"path": path, "tier": os.path.dirname(path)}, run=run, name=name)
+        self.database.update(Checkpoint, {"path": path, "tier": os.path.dirname(path)}, run=run, name=name)
 
     @writes
     def rehome(self, copy: CheckpointCopy, reason: str, *, epoch: int) -> None:
@@ -215,7 +223,7 @@ class ControllerWrites(UserWrites):
         self._fence(epoch, copy.run)
         self.checkpoint(copy.run, copy.name)
         place = {"tier": copy.tier, "path": copy.path, "reason": reason}
-        self.database.update("checkpoints", place, run=copy.run, name=copy.name)
+        self.database.update(Checkpoint, place, run=copy.run, name=copy.name)
         self.drop_copy(copy.run, copy.name, copy.tier, epoch=epoch)
 
     @writes
@@ -224,7 +232,7 @@ class ControllerWrites(UserWrites):
         self._fence(epoch, run)
         before = self.checkpoint(run, name).trust
         if _moves(before, to, f"checkpoint {run}/{name}"):
-            self.database.update("checkpoints", {"trust": to, "reason": reason}, run=run, name=name)
+            self.database.update(Checkpoint, {"trust": to, "reason": reason}, run=run, name=name)
             self.note_transition(run, "checkpoint", name, before, to, reason, now)
 
     @writes
@@ -236,7 +244,7 @@ class ControllerWrites(UserWrites):
         found = self.restore_test(test)
         if found is not None and found.ended_at is None:
             values = {"verdict": verdict, "reason": reason, "evidence": evidence, "ended_at": now}
-            self.database.update("restore_tests", values, test=test)
+            self.database.update(RestoreTest, values, test=test)
         self.database.touch(test)
 
     @writes
@@ -263,7 +271,7 @@ class ControllerWrites(UserWrites):
     ) -> None:  # fmt: skip
         """Extend a node's exclusion if it still ends at `before`."""
         self._fence(epoch)
-        self.database.update("nodes", {"excluded_until": until}, cluster=cluster, name=name, excluded_until=before)
+        self.database.update(Node, {"excluded_until": until}, cluster=cluster, name=name, excluded_until=before)
 
     @writes
     def release_node(self, name: str, cluster: str, reason: str, *, epoch: int, now: float) -> None:
@@ -285,14 +293,13 @@ class ControllerWrites(UserWrites):
         """Record the outcome or job id of a submission."""
         self._fence(epoch)
         changes = check_changes(Submission, changes)
-        self.database.update("submissions", changes, run=run, attempt=attempt, number=number)
+        self.database.update(Submission, changes, run=run, attempt=attempt, number=number)
 
     @writes
     def set_cursor(self, run: str, file: str, offset: int, *, epoch: int) -> None:
         """Record the offset up to which an event file has been read."""
         self._fence(epoch, run)
-        newer = 'ON CONFLICT (run, file) DO UPDATE SET "offset" = excluded."offset"'
-        self.database.insert("cursors", {"run": run, "file": file, '"offset"': offset}, newer)
+        self.database.execute(replacement(EventCursor, "run", "file"), {"run": run, "file": file, "offset": offset})
 
     @writes
     def answer(self, request_id: int, answer: str, *, epoch: int, now: float) -> None:
@@ -300,7 +307,7 @@ class ControllerWrites(UserWrites):
         found = next((request for request in self.user_requests() if request.id == request_id), None)
         self._fence(epoch, None if found is None else found.run)
         if found is not None:
-            self.database.update("asks", {"answer": answer, "answered_at": now}, id=request_id)
+            self.database.update(UserRequest, {"answer": answer, "answered_at": now}, id=request_id)
 
     def _fence(self, epoch: int, run: str | None = None) -> None:
         """Raise Fenced if the epoch's lease is not held, and ForeignRun if the run belongs to another scheduler.
@@ -313,37 +320,38 @@ class ControllerWrites(UserWrites):
             why = ", ".join(live) or "no controller holds the lease"
             raise Fenced(f"a controller with epoch {epoch} may not write: {why}")
         if run is not None and held.scheduler != ALL_RUNS:
-            owner = self.database.execute("SELECT scheduler FROM runs WHERE name = ?", (run,)).fetchone()
-            if owner is not None and owner[0] not in ("", held.scheduler):
-                raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owner[0]}")
+            owner = self.database.execute(_SCHEDULER_OF, {"run": run}).scalar()
+            if owner not in (None, "", held.scheduler):
+                raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owner}")
 
     def _lease_of(self, epoch: int) -> Lease | None:
         """Return the lease with this epoch, which is unique."""
-        return self.database.first(Lease, "WHERE epoch = ?", epoch)
+        return self.database.first(Lease, epoch=epoch)
 
     def _set_lease(self, of_epoch: int, **changes: object) -> None:
-        self.database.update("lease", changes, epoch=of_epoch)
+        self.database.update(Lease, changes, epoch=of_epoch)
 
     def _node(self, name: str, cluster: str, epoch: int, now: float) -> Node:
         """Return a node's row, inserting it if the node is new."""
         self._fence(epoch)
-        self.database.put(Node(name=name, cluster=cluster, first_seen=now, last_seen=now), KEEP_EXISTING)
-        found = self.database.first(Node, "WHERE cluster = ? AND name = ?", cluster, name)
+        self.database.put(Node(name=name, cluster=cluster, first_seen=now, last_seen=now), keep_existing=True)
+        found = self.database.first(Node, cluster=cluster, name=name)
         assert found is not None
         return found
 
     def _alter_node(self, node: Node, now: float, changes: Mapping[str, Any]) -> None:
         seen = {"last_seen": max(node.last_seen, now)}
-        self.database.update("nodes", {**seen, **changes}, cluster=node.cluster, name=node.name)
+        self.database.update(Node, {**seen, **changes}, cluster=node.cluster, name=node.name)
 
     def _keep_nodes(self, old: str, new: str) -> None:
         """Copy the node records from the cluster's old name to its new one; the later exclusion is kept."""
-        later = (
-            "ON CONFLICT (cluster, name) DO UPDATE SET reason = excluded.reason,"
-            " excluded_until = excluded.excluded_until WHERE excluded.excluded_until > nodes.excluded_until"
-        )
-        for node in self.database.find(Node, "WHERE cluster = ?", old):
-            self.database.insert("nodes", {**vars(node), "cluster": new}, later)
+        for node in self.database.find(Node, cluster=old):
+            known = self.database.first(Node, cluster=new, name=node.name)
+            if known is None:
+                self.database.put(replace(node, cluster=new))
+            elif node.excluded_until > known.excluded_until:
+                changes = {"reason": node.reason, "excluded_until": node.excluded_until}
+                self.database.update(Node, changes, cluster=new, name=node.name)
 
 
 def is_live(held: Lease, now: float, over: Sequence[Lease] | None) -> bool:

@@ -1,48 +1,33 @@
 """Registry file: connections, transactions, rows as records, and translation of errors."""
 
 import functools
-import json
-import math
 import random
 import sqlite3
 import threading
 import time
-import types
-import typing
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
-from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from checkpointing.storage.durable import dump_line, number
-from orchestrator.registry import records
+from sqlalchemy import ColumnElement, Connection, CursorResult, Engine, Executable, NullPool, Pool, make_url
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
 from orchestrator.registry.sqlite_errors import explain, is_busy, is_io_error
+from orchestrator.registry.tables import alteration, deletion, field_names, insertion, selection
 
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 S = TypeVar("S", bound="StoreOperations")
 
-TABLES: Mapping[type[Any], str] = {
-    records.Run: "runs",
-    records.Attempt: "attempts",
-    records.Submission: "submissions",
-    records.Generation: "generations",
-    records.Checkpoint: "checkpoints",
-    records.CheckpointCopy: "copies",
-    records.Notice: "notices",
-    records.RestoreTest: "restore_tests",
-    records.Transition: "transitions",
-    records.Node: "nodes",
-    records.Lease: "lease",
-    records.UserRequest: "asks",
-}
-"""Table of each record; its columns have the names of the record's fields."""
-KEEP_EXISTING = "ON CONFLICT DO NOTHING"
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 _BUSY_SECONDS = 5.0
 """SQLite's own timeout for a lock, per statement."""
+_DIALECT, _COMPILED = sqlite.dialect(dbapi=sqlite3), dict[Any, Any]()
+"""Shared by all registries of a process with the statements compiled for it: compiling takes longer than executing."""
 
 
 class Database:
@@ -53,8 +38,9 @@ class Database:
     ) -> None:
         self.path, self._patience = path, patience
         self.after_commit: Callable[[set[str]], None] = lambda runs: None
-        self._connect = functools.partial(connect, path, readonly=readonly, busy_seconds=busy_seconds)
-        self._idle: list[sqlite3.Connection] = []
+        creator: Callable[[], Any] = functools.partial(connect, path, readonly=readonly, busy_seconds=busy_seconds)
+        self.engine = make_engine(NullPool(creator))
+        self._idle: list[Connection] = []
         self._active = threading.local()
 
     def read(self, work: Callable[[], T]) -> T:
@@ -73,13 +59,14 @@ class Database:
         while True:
             try:
                 result, touched = self._once(work, writes=writes)
-            except sqlite3.IntegrityError:
+            except IntegrityError:
                 raise
-            except sqlite3.Error as error:
-                if is_io_error(error):
+            except (DBAPIError, sqlite3.Error) as error:
+                cause = error.orig if isinstance(error, DBAPIError) else error
+                if is_io_error(cause):
                     self.close()  # the next transaction connects anew
-                if not is_busy(error) or time.monotonic() > give_up:
-                    raise explain(error, self.path) from error
+                if not is_busy(cause) or time.monotonic() > give_up:
+                    raise explain(cause, self.path) from error
                 time.sleep(random.uniform(0.01, 0.1))
             else:
                 if touched:
@@ -91,61 +78,58 @@ class Database:
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = self._connect()
+            connection = self.engine.connect()
+        # SQLAlchemy would take longer for a transaction's begin and end than for its statements.
+        driver: Any = connection.connection.dbapi_connection
         try:
             # A deferred BEGIN that turns into a write fails at once if another writer came first.
-            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             self._active.connection, self._active.writes, self._active.touched = connection, writes, set[str]()
             result = work()
-            connection.execute("COMMIT")
+            driver.execute("COMMIT")
             return result, self._active.touched
         finally:
             self._active.connection = None
             with suppress(sqlite3.Error):
-                connection.rollback()  # does nothing after a commit
+                driver.rollback()  # does nothing after a commit
             self._idle.append(connection)
 
     def touch(self, run: str) -> None:
         """Note that the run's record file is due after the commit."""
         self._active.touched.add(run)
 
-    def execute(self, statement: str, values: tuple[Any, ...] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
+    def execute(self, statement: Executable, values: Mapping[str, Any] | None = None) -> CursorResult[Any]:
         """Execute a statement within the transaction of this thread."""
-        connection: sqlite3.Connection = self._active.connection
+        connection: Connection = self._active.connection
         return connection.execute(statement, values)
 
-    def find(self, kind: type[R], tail: str = "", *values: Any) -> list[R]:
-        """Return the records of the rows that `tail` (WHERE, ORDER BY) selects."""
-        columns = _columns(TABLES[kind])
-        return [
-            kind(**{
-                name: value if value is None or decode is None else decode(value)
-                for (name, decode), value in zip(columns.items(), row, strict=True)
-            })
-            for row in self.execute(f"SELECT {', '.join(columns)} FROM {TABLES[kind]} {tail}", values)
-        ]  # fmt: skip
+    def find(
+        self, kind: type[R], *where: ColumnElement[bool], values: Mapping[str, Any] = NO_VALUES,
+        limit: int | None = None, **keys: Any,
+    ) -> list[R]:  # fmt: skip
+        """Return the records of the rows with these keys that meet the conditions, in the order of their table.
 
-    def first(self, kind: type[R], tail: str, *values: Any) -> R | None:
+        The conditions are constants, because their statement is kept; `values` are their parameters.
+        """
+        query, names = selection(kind, where, *keys), field_names(kind)
+        rows = self.execute(query if limit is None else query.limit(limit), {**values, **keys}).all()
+        return [kind(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def first(self, kind: type[R], **keys: Any) -> R | None:
         """Return the first of the records that `find` returns, or None."""
-        return next(iter(self.find(kind, tail, *values)), None)
+        return next(iter(self.find(kind, **keys)), None)
 
-    def insert(self, table: str, values: Mapping[str, Any], on_conflict: str = "") -> sqlite3.Cursor:
-        """Insert a row."""
-        names = ", ".join(values)
-        marks = ", ".join("?" * len(values))
-        statement = f"INSERT INTO {table} ({names}) VALUES ({marks}) {on_conflict}"
-        return self.execute(statement, tuple(map(_encode, values.values())))
-
-    def put(self, record: object, on_conflict: str = "") -> sqlite3.Cursor:
+    def put(self, record: object, *, keep_existing: bool = False) -> CursorResult[Any]:
         """Insert the row of a record."""
-        return self.insert(TABLES[type(record)], vars(record), on_conflict)
+        return self.execute(insertion(type(record), keep_existing=keep_existing), vars(record))
 
-    def update(self, table: str, changes: Mapping[str, Any], **keys: Any) -> None:
+    def update(self, kind: type[Any], changes: Mapping[str, Any], **keys: Any) -> None:
         """Change the rows with these values."""
-        assignments = ", ".join(f"{name} = ?" for name in changes)
-        condition = " AND ".join(f"{name} = ?" for name in keys)
-        values = (*map(_encode, changes.values()), *keys.values())
-        self.execute(f"UPDATE {table} SET {assignments} WHERE {condition}", values)
+        self.execute(alteration(kind, *keys), {**changes, **{f"of_{key}": value for key, value in keys.items()}})
+
+    def delete(self, kind: type[Any], **keys: Any) -> None:
+        """Delete the rows with these values."""
+        self.execute(deletion(kind, *keys), keys)
 
     def close(self) -> None:
         """Close all idle connections; a later transaction opens new ones."""
@@ -153,10 +137,11 @@ class Database:
             self._idle.pop().close()
 
 
-def replace_existing(kind: type[Any], *keys: str) -> str:
-    """Return the clause with which an insertion changes the row that has the same keys."""
-    changes = ", ".join(f"{name} = excluded.{name}" for name in _columns(TABLES[kind]) if name not in keys)
-    return f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {changes}"
+def make_engine(pool: Pool) -> Engine:
+    """Return the engine for the connections of a pool."""
+    engine = Engine(pool, _DIALECT, make_url("sqlite://"))
+    engine.update_execution_options(compiled_cache=_COMPILED)
+    return engine
 
 
 _IDENTITY = frozenset({"name", "run", "number", "attempt", "state"})
@@ -164,40 +149,9 @@ _IDENTITY = frozenset({"name", "run", "number", "attempt", "state"})
 
 def check_changes(kind: type[Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return `changes` for an update, asserting that each name is a field outside the record's identity."""
-    unknown = changes.keys() - (_columns(TABLES[kind]).keys() - _IDENTITY)
-    assert not unknown, f"{TABLES[kind]} has no {sorted(unknown)} to change"
+    unknown = changes.keys() - ({*field_names(kind)} - _IDENTITY)
+    assert not unknown, f"{kind.__name__} has no {sorted(unknown)} to change"
     return changes
-
-
-@functools.cache
-def _columns(table: str) -> dict[str, Callable[[Any], Any] | None]:
-    """Return the fields of a table's record with their decoders."""
-    kind = next(kind for kind, name in TABLES.items() if name == table)
-    hints = typing.get_type_hints(kind)
-    return {item.name: _decoder(hints[item.name]) for item in fields(kind)}
-
-
-def _decoder(kind: Any) -> Callable[[Any], Any] | None:
-    """Return the function that turns a column's value into a field of this type."""
-    origin = typing.get_origin(kind)
-    if origin is types.UnionType:
-        return _decoder(typing.get_args(kind)[0])
-    if origin is tuple:
-        return lambda text: tuple(json.loads(text))
-    if origin is dict:
-        return json.loads
-    if kind is float:
-        return number
-    return kind if kind is bool or (isinstance(kind, type) and issubclass(kind, StrEnum)) else None
-
-
-def _encode(value: Any) -> Any:
-    """Return a field as SQLite stores it: tuples and dicts as JSON, and NaN as text, since it would become NULL."""
-    if isinstance(value, tuple | list | dict):
-        return dump_line(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return json.loads(dump_line(value))
-    return value
 
 
 class StoreOperations:

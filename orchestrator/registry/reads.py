@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import BindParameter, ColumnElement, bindparam, exists, false, func, select, true
+
 from orchestrator.errors import NotFound, RegistryError, RunExpected
 from orchestrator.registry.database import StoreOperations, reads
 from orchestrator.registry.fast_queries import covering_lease
@@ -15,6 +17,8 @@ from orchestrator.registry.records import (
     Attempt,
     Checkpoint,
     CheckpointCopy,
+    ConfigText,
+    EventCursor,
     Generation,
     Lease,
     Node,
@@ -25,12 +29,25 @@ from orchestrator.registry.records import (
     Transition,
     UserRequest,
 )
+from orchestrator.registry.tables import TABLES
 from orchestrator.states import RunState
 from trainer.protocol.config_sections.moved_keys import in_present_keys
 
-_DOMAIN_RUNS = "(SELECT name FROM runs WHERE scheduler = ? OR (scheduler = '' AND cluster = ?))"
+_RUNS, _TESTS = TABLES[Run].c, TABLES[RestoreTest].c
+_ATTEMPTS, _GENERATIONS, _NOTICES = TABLES[Attempt].c, TABLES[Generation].c, TABLES[Notice].c
+_SINCE: BindParameter[Any] = bindparam("since")
+_IN_STATES = _RUNS.state.in_(bindparam("states", expanding=True))
+_LIVED = _ATTEMPTS.started_at.is_not(None) & (_ATTEMPTS.ended_at.is_(None) | (_ATTEMPTS.ended_at >= _SINCE))
+_FAILED = _GENERATIONS.failure.is_not(None) & (_GENERATIONS.started_at >= _SINCE)
+_NOTED = _NOTICES.kind.in_(bindparam("kinds", expanding=True)) & (_NOTICES.time >= _SINCE)
+_SUBMITTED = TABLES[Submission].c.submitted_at >= _SINCE
+_BEGUN, _GOING_ON = _TESTS.begun_at >= _SINCE, _TESTS.ended_at.is_(None)
+_PENDING = TABLES[UserRequest].c.answered_at.is_(None)
+_UNASSIGNED = (_RUNS.scheduler == "") & (_RUNS.cluster == bindparam("domain"))
+_DOMAIN_RUNS = select(_RUNS.name).where((_RUNS.scheduler == bindparam("domain")) | _UNASSIGNED)
 """Names of one scheduler's runs; runs without a known scheduler match by kind."""
-_NO_TEST = "NOT EXISTS (SELECT 1 FROM restore_tests WHERE restore_tests.test = runs.name)"
+_IN_DOMAIN = {kind: TABLES[kind].c.run.in_(_DOMAIN_RUNS) for kind in (Attempt, Generation, Notice)}
+_NO_TEST = ~exists().where(_TESTS.test == _RUNS.name)
 
 
 class Reads(StoreOperations):
@@ -42,13 +59,13 @@ class Reads(StoreOperations):
 
         A restore test is found by its whole name, or by a prefix that matches only restore tests.
         """
-        found = self.database.first(Run, "WHERE name = ?", name)
+        found = self.database.first(Run, name=name)
         return self.named_run(self._resolve_name(name)) if found is None else found
 
     @reads
     def named_run(self, name: str) -> Run:
         """Return the run with exactly this name. Raises NotFound."""
-        found = self.database.first(Run, "WHERE name = ?", name)
+        found = self.database.first(Run, name=name)
         if found is None:
             raise NotFound(f"no run {name}", hint="`orch status` lists the runs")
         return found
@@ -56,19 +73,19 @@ class Reads(StoreOperations):
     @reads
     def runs(self, states: Iterable[RunState] | None = None, limit: int | None = None) -> list[Run]:
         """Return the runs, newest first."""
-        wanted = [] if states is None else sorted(states)
-        where = "" if states is None else f"WHERE state IN ({_marks(wanted)})"
-        return self.database.find(Run, f"{where} ORDER BY id DESC LIMIT ?", *wanted, -1 if limit is None else limit)
+        if states is None:
+            return self.database.find(Run, limit=limit)
+        return self.database.find(Run, _IN_STATES, values={"states": sorted(states)}, limit=limit)
 
     @reads
     def attempts(self, run: str) -> list[Attempt]:
         """Return the attempts of a run, oldest first."""
-        return self.database.find(Attempt, "WHERE run = ? ORDER BY number", run)
+        return self.database.find(Attempt, run=run)
 
     @reads
     def attempt(self, run: str, number: int) -> Attempt:
         """Return an attempt of a run. Raises NotFound."""
-        found = self.database.first(Attempt, "WHERE run = ? AND number = ?", run, number)
+        found = self.database.first(Attempt, run=run, number=number)
         if found is None:
             raise NotFound(f"run {run} has no attempt {number}", hint=f"`orch show {run}` lists its attempts")
         return found
@@ -76,19 +93,17 @@ class Reads(StoreOperations):
     @reads
     def submissions(self, run: str | None = None, *, since: float = 0.0) -> list[Submission]:
         """Return the submissions of one run, or of all, since a time; oldest first."""
-        tail = "WHERE submitted_at >= ? AND run = coalesce(?, run) ORDER BY submitted_at, run, attempt, number"
-        return self.database.find(Submission, tail, since, run)
+        return self.database.find(Submission, _SUBMITTED, values={"since": since}, **_given(run=run))
 
     @reads
     def generations(self, run: str, attempt: int | None = None) -> list[Generation]:
         """Return the generations of a run or of one attempt, oldest first."""
-        tail = "WHERE run = ? AND attempt = coalesce(?, attempt) ORDER BY attempt, number"
-        return self.database.find(Generation, tail, run, attempt)
+        return self.database.find(Generation, run=run, **_given(attempt=attempt))
 
     @reads
     def checkpoint(self, run: str, name: str) -> Checkpoint:
         """Return a checkpoint. Raises NotFound."""
-        found = self.database.first(Checkpoint, "WHERE run = ? AND name = ?", run, name)
+        found = self.database.first(Checkpoint, run=run, name=name)
         if found is None:
             raise NotFound(f"run {run} has no checkpoint {name}", hint=f"`orch ckpt ls {run}` lists them")
         return found
@@ -96,66 +111,63 @@ class Reads(StoreOperations):
     @reads
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Return the checkpoints of a run, newest first, deleted ones included."""
-        return self.database.find(Checkpoint, "WHERE run = ? ORDER BY step DESC, committed_at DESC, name DESC", run)
+        return self.database.find(Checkpoint, run=run)
 
     @reads
     def copies(self, run: str) -> list[CheckpointCopy]:
         """Return the copies of a run's checkpoints in further tiers, by checkpoint and tier."""
-        return self.database.find(CheckpointCopy, "WHERE run = ? ORDER BY name, tier", run)
+        return self.database.find(CheckpointCopy, run=run)
 
     @reads
     def restore_test(self, test: str) -> RestoreTest | None:
         """Return the restore test executed by the run `test`; None for any other run."""
-        return self.database.first(RestoreTest, "WHERE test = ?", test)
+        return self.database.first(RestoreTest, test=test)
 
     @reads
     def restore_tests(
         self, run: str | None = None, *, going_on: bool = False, since: float = 0.0
     ) -> list[RestoreTest]:  # fmt: skip
         """Return the restore tests of one run or of all, oldest first; `going_on`: only without a verdict."""
-        unfinished = "AND ended_at IS NULL" if going_on else ""
-        tail = f"WHERE begun_at >= ? AND run = coalesce(?, run) {unfinished} ORDER BY begun_at, test"
-        return self.database.find(RestoreTest, tail, since, run)
+        where = (_BEGUN, _GOING_ON) if going_on else (_BEGUN,)
+        return self.database.find(RestoreTest, *where, values={"since": since}, **_given(run=run))
 
     @reads
     def history(self, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
         """Return the attempts on a cluster (`Run.domain`) that ran since a time, and failed generations of its runs."""
-        lived = "started_at IS NOT NULL AND (ended_at IS NULL OR ended_at >= ?)"
-        failed = "failure IS NOT NULL AND started_at >= ?"
-        values = (cluster, cluster, since)
+        values = {"domain": cluster, "since": since}
         return (
-            self.database.find(Attempt, f"WHERE run IN {_DOMAIN_RUNS} AND {lived}", *values),
-            self.database.find(Generation, f"WHERE run IN {_DOMAIN_RUNS} AND {failed}", *values),
+            self.database.find(Attempt, _IN_DOMAIN[Attempt], _LIVED, values=values),
+            self.database.find(Generation, _IN_DOMAIN[Generation], _FAILED, values=values),
         )
 
     @reads
     def transitions(self, run: str) -> list[Transition]:
         """Return all state changes of a run, its attempts and its checkpoints, in the order of recording."""
-        return self.database.find(Transition, "WHERE run = ? ORDER BY id", run)
+        return self.database.find(Transition, run=run)
 
     @reads
     def changes_after(self, number: int, since: float) -> list[tuple[int, str]]:
         """Return numbers and run names of run state changes after `number`, since a time."""
-        query = "SELECT id, run FROM transitions WHERE id > ? AND kind = 'run' AND time >= ? ORDER BY id"
-        return self.database.execute(query, (number, since)).fetchall()
+        change = TABLES[Transition].c
+        wanted = (change.rowid > number) & (change.kind == "run") & (change.time >= since)
+        rows = self.database.execute(select(change.rowid, change.run).where(wanted).order_by(change.rowid))
+        return [(row.rowid, row.run) for row in rows]
 
     @reads
     def notices(self, run: str) -> list[Notice]:
         """Return the notices of a run's attempts, oldest first."""
-        return self.database.find(Notice, "WHERE run = ? ORDER BY time, attempt, source, seq", run)
+        return self.database.find(Notice, run=run)
 
     @reads
     def cluster_notices(self, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
         """Return the notices of these kinds in all runs of a cluster since a time, oldest first."""
-        wanted = sorted(kinds)
-        where = f"WHERE kind IN ({_marks(wanted)}) AND time >= ? AND run IN {_DOMAIN_RUNS}"
-        order = "ORDER BY time, run, attempt, source, seq"
-        return self.database.find(Notice, f"{where} {order}", *wanted, since, cluster, cluster)
+        values = {"domain": cluster, "kinds": sorted(kinds), "since": since}
+        return self.database.find(Notice, _IN_DOMAIN[Notice], _NOTED, values=values)
 
     @reads
     def nodes(self) -> list[Node]:
         """Return every node seen, by cluster and name."""
-        return self.database.find(Node, "ORDER BY cluster, name")
+        return self.database.find(Node)
 
     @reads
     def config(self, digest: str) -> dict[str, Any]:
@@ -163,22 +175,22 @@ class Reads(StoreOperations):
 
         Raises NotFound, or RegistryError if its bytes are damaged.
         """
-        row = self.database.execute("SELECT data FROM configs WHERE digest = ?", (digest,)).fetchone()
-        if row is None:
+        found = self.database.first(ConfigText, digest=digest)
+        if found is None:
             raise NotFound(f"no config {digest}", hint="`orch show RUN` tells a run's digest")
-        if hashlib.sha256(row[0].encode()).hexdigest() != digest:
+        if hashlib.sha256(found.data.encode()).hexdigest() != digest:
             raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
-        return in_present_keys(json.loads(row[0]))
+        return in_present_keys(json.loads(found.data))
 
     @reads
     def config_digests(self) -> set[str]:
         """Return the digests of all configs."""
-        return {row[0] for row in self.database.execute("SELECT digest FROM configs")}
+        return set(self.database.execute(select(TABLES[ConfigText].c.digest)).scalars())
 
     @reads
     def leases(self) -> list[Lease]:
         """Return each scheduler instance's lease, newest first, including expired and dropped (no holder) ones."""
-        return self.database.find(Lease, "ORDER BY holder = '', renewed_at DESC, epoch DESC")
+        return self.database.find(Lease)
 
     def lease(self, scheduler: str | None = None) -> Lease | None:
         """Return the lease for a scheduler instance's runs, or of the last controller alive; None before the first."""
@@ -188,7 +200,7 @@ class Reads(StoreOperations):
     @reads
     def user_requests(self, pending: bool = True) -> list[UserRequest]:
         """Return the requests of people, oldest first; with `pending` only unanswered ones."""
-        return self.database.find(UserRequest, f"{'WHERE answered_at IS NULL' if pending else ''} ORDER BY id")
+        return self.database.find(UserRequest, *((_PENDING,) if pending else ()))
 
     def cursor(self, run: str, file: str) -> int:
         """Return the offset from which an event file of the run is unread."""
@@ -197,19 +209,19 @@ class Reads(StoreOperations):
     @reads
     def cursors(self, run: str) -> dict[str, int]:
         """Return the read offset of every event file of a run."""
-        return dict(self.database.execute('SELECT file, "offset" FROM cursors WHERE run = ?', (run,)).fetchall())
+        return {cursor.file: cursor.offset for cursor in self.database.find(EventCursor, run=run)}
 
     def _resolve_name(self, name: str) -> str:
         """Return the whole name; a prefix matches restore tests only if it matches no other run."""
-        if self._names("name = ?", name):
+        if self._names(_RUNS.name == name):
             return name
         if name == "@last":
             newest = self._names(_NO_TEST, limit=1)
             if not newest:
                 raise NotFound("there is no run yet", hint="`orch submit tiny-gpt` starts one")
             return newest[0]
-        begins = "?1 <> '' AND substr(name, 1, length(?1)) = ?1"
-        matches = self._names(f"{begins} AND {_NO_TEST}", name, limit=6) or self._names(begins, name, limit=6)
+        begins = func.substr(_RUNS.name, 1, len(name)) == name if name else false()
+        matches = self._names(begins & _NO_TEST, limit=6) or self._names(begins, limit=6)
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -220,19 +232,20 @@ class Reads(StoreOperations):
             raise RunExpected(name, self._resolve_name(run))
         if "/" in name:  # its folder, or a path inside it
             parts = list(reversed(Path(os.path.abspath(os.path.expanduser(name))).parts))
-            known = self._names(f"name IN ({_marks(parts)})", *parts)
+            known = self._names(_RUNS.name.in_(parts))
             if meant := next((part for part in parts if part in known), None):
                 raise NotFound(f"{name} is a path, and the name of a run is needed", hint=f"did you mean {meant}?")
             name = parts[0]
-        near = difflib.get_close_matches(name, self._names("true", limit=1000), n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name, self._names(true(), limit=1000), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "`orch status -n 50` lists the newest runs"
         raise NotFound(f"no run {' '.join(name.split())}", hint=hint)
 
-    def _names(self, condition: str, *values: str, limit: int = -1) -> list[str]:
+    def _names(self, condition: ColumnElement[bool], limit: int | None = None) -> list[str]:
         """Return the names of the runs that meet a condition, newest first."""
-        query = f"SELECT name FROM runs WHERE {condition} ORDER BY id DESC LIMIT {limit}"
-        return [row[0] for row in self.database.execute(query, values)]
+        query = select(_RUNS.name).where(condition).order_by(_RUNS.rowid.desc()).limit(limit)
+        return list(self.database.execute(query).scalars())
 
 
-def _marks(values: list[Any]) -> str:
-    return ", ".join("?" * len(values))
+def _given(**keys: Any) -> dict[str, Any]:
+    """Return the keys that have a value."""
+    return {key: value for key, value in keys.items() if value is not None}

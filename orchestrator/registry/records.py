@@ -28,7 +28,7 @@ class Run:
     scheduler: str = ""  # instance of its jobs (scheduler/scheduler_instance.py); empty: unknown
     tags: tuple[str, ...] = ()  # user-defined, sorted
     notified: dict[str, Any] = field(default_factory=dict)  # notifications.delivery.NotificationState
-    removal: str = ""  # progress of `orch rm` (orchestrator/registry/operations/removal_writes.py)
+    removal: str = ""  # progress of `orch rm` (orchestrator/registry/user_writes.py)
 
     @property
     def domain(self) -> str:
@@ -48,6 +48,14 @@ class NewRun:
     identity: dict[str, Any]
     scheduler: str = ""  # as in Run
     tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigText:
+    """Resolved config under the digest of its bytes; triggers refuse changes and deletion."""
+
+    digest: str
+    data: str  # canonical JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,3 +261,12 @@ class UserRequest:
     asked_at: float
     answered_at: float | None = None
     answer: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventCursor:
+    """Byte offset up to which an event file of a run has been read."""
+
+    run: str
+    file: str
+    offset: int

@@ -6,17 +6,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Integer, cast, func, select
+
 from checkpointing.storage.durable import canonical
 from orchestrator.errors import Precondition
-from orchestrator.registry.database import KEEP_EXISTING, reads, writes
+from orchestrator.registry.database import reads, writes
 from orchestrator.registry.reads import Reads
-from orchestrator.registry.records import Attempt, NewRun, RestoreTest, Run, Transition
+from orchestrator.registry.records import Attempt, ConfigText, NewRun, RestoreTest, Run, Transition, UserRequest
+from orchestrator.registry.tables import TABLES, field_names, insertion
 from orchestrator.states import ENDED_RUNS, LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
-
-_TABLES_OF_RUN = (
-    "cursors", "asks", "transitions", "notices", "copies", "checkpoints", "generations", "submissions", "attempts",
-)  # fmt: skip
-"""Tables with rows of a run, referring tables first."""
 
 
 class Removal(StrEnum):
@@ -35,7 +33,7 @@ class UserWrites(Reads):
         """Store a resolved config once; return the digest of its canonical bytes."""
         content = canonical(data)
         digest = hashlib.sha256(content).hexdigest()
-        self.database.insert("configs", {"digest": digest, "data": content.decode()}, KEEP_EXISTING)
+        self.database.put(ConfigText(digest=digest, data=content.decode()), keep_existing=True)
         return digest
 
     @writes
@@ -52,11 +50,10 @@ class UserWrites(Reads):
     def free_name(self, slug: str, root: Path) -> str:
         """Return the name of the next run with this slug."""
         # The range matches an index ("." follows "-"); names with another tail belong to other slugs.
-        query = (
-            "SELECT max(CAST(tail AS INTEGER)) FROM (SELECT substr(name, length(?1) + 2) AS tail FROM runs"
-            " WHERE name BETWEEN ?1 || '-' AND ?1 || '.') WHERE tail NOT GLOB '*[^0-9]*' AND tail <> ''"
-        )
-        number = (self.database.execute(query, (slug,)).fetchone()[0] or 0) + 1
+        name = TABLES[Run].c.name
+        tail = func.substr(name, len(slug) + 2)
+        own = name.between(f"{slug}-", f"{slug}.") & (tail != "") & ~tail.op("GLOB")("*[^0-9]*")
+        number = (self.database.execute(select(func.max(cast(tail, Integer))).where(own)).scalar() or 0) + 1
         while (root / f"{slug}-{number}").exists():
             number += 1
         return f"{slug}-{number}"
@@ -83,7 +80,7 @@ class UserWrites(Reads):
     def change_tags(self, run: str, added: Iterable[str], removed: Iterable[str]) -> tuple[str, ...]:
         """Add and remove tags of a run; return its tags."""
         tags = tuple(sorted(({*self.named_run(run).tags} | {*added}) - {*removed}))
-        self.database.update("runs", {"tags": tags}, name=run)
+        self.database.update(Run, {"tags": tags}, name=run)
         self.database.touch(run)  # its record contains them too
         return tags
 
@@ -92,7 +89,7 @@ class UserWrites(Reads):
         """Add a request to the controller; return the number under which it will be answered."""
         self.named_run(run)
         row = {"run": run, "verb": verb, "args": args, "asked_at": now, "answer": ""}
-        return self.database.insert("asks", row).lastrowid or 0
+        return self.database.execute(insertion(UserRequest), row).lastrowid
 
     @writes
     def begin_removal(self, run: str) -> None:
@@ -102,21 +99,22 @@ class UserWrites(Reads):
         require_removable(found, self.attempts(run), under_way)
         if not found.removal:
             reason = f"is being removed; to finish that: orch rm {run}"
-            self.database.update("runs", {"removal": Removal.BEGUN, "reason": reason}, name=run)
+            self.database.update(Run, {"removal": Removal.BEGUN, "reason": reason}, name=run)
 
     @writes
     def note_set_aside(self, run: str) -> None:
         """Record that a run's folder was renamed; from now on it counts as gone, not hidden."""
-        self.database.update("runs", {"removal": Removal.SET_ASIDE}, name=run)
+        self.database.update(Run, {"removal": Removal.SET_ASIDE}, name=run)
 
     @writes
     def delete_run(self, run: str) -> None:
         """Delete every row of a run whose removal was begun."""
         assert self.named_run(run).removal, f"the removal of {run} was not begun"
-        self.database.execute("DELETE FROM restore_tests WHERE test = ?", (run,))
-        for table in _TABLES_OF_RUN:
-            self.database.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
-        self.database.execute("DELETE FROM runs WHERE name = ?", (run,))
+        self.database.delete(RestoreTest, test=run)
+        for kind in reversed(TABLES):  # referring tables first
+            if "run" in field_names(kind) and kind is not RestoreTest:
+                self.database.delete(kind, run=run)
+        self.database.delete(Run, name=run)
 
     def put_intent(
         self, run: Run, number: int, *, nonce: str, excluded: tuple[str, ...], epoch: int, reason: str, now: float

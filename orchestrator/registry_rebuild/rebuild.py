@@ -16,9 +16,9 @@ from orchestrator.errors import RegistryError
 from orchestrator.recovery.elastic_policy import choose_smaller_world
 from orchestrator.registry import fast_queries, versions
 from orchestrator.registry.controller_writes import NO_HOLDER
-from orchestrator.registry.database import Database, replace_existing
+from orchestrator.registry.database import Database
 from orchestrator.registry.lease import displayed_state, holder_host
-from orchestrator.registry.records import Attempt, Checkpoint, Lease, Node, Run, Transition
+from orchestrator.registry.records import Attempt, Checkpoint, EventCursor, Lease, Node, Run, Transition
 from orchestrator.registry.run_record import RunRecord
 from orchestrator.registry.sqlite_errors import ForeignDatabase
 from orchestrator.registry.store import Store
@@ -276,10 +276,13 @@ def _put_record(database: Database, record: RunRecord) -> None:
     for row in rows:
         database.put(row)
     for file, offset in record.cursors.items():
-        database.insert("cursors", {"run": record.run.name, "file": file, '"offset"': offset})
-    newer = f"{replace_existing(Node, 'cluster', 'name')} WHERE excluded.last_seen >= nodes.last_seen"
+        database.put(EventCursor(run=record.run.name, file=file, offset=offset))
     for node in record.nodes:
-        database.put(node, newer)
+        known = database.first(Node, cluster=node.cluster, name=node.name)
+        if known is None:
+            database.put(node)
+        elif known.last_seen <= node.last_seen:
+            database.update(Node, vars(node), cluster=node.cluster, name=node.name)
 
 
 def _epoch(item: ImportableRun) -> int:

@@ -4,8 +4,10 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import StaticPool
+
 from orchestrator.registry import migrate
-from orchestrator.registry.database import Database
+from orchestrator.registry.database import Database, make_engine
 from orchestrator.registry.store import Store
 
 
@@ -13,23 +15,24 @@ class MemoryStore(Store):
     """Registry without a file; it survives the controllers that use it."""
 
     def __init__(self) -> None:
-        database = Database(Path("/memory/registry.db"))
         connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA foreign_keys = ON")
         migrate.run_migrations(connection, None)
-        database._idle.append(connection)
+        self.connection = connection
+        database = Database(Path("/memory/registry.db"))
+        database.engine = make_engine(StaticPool(lambda: connection))
         super().__init__(database)
 
     def close(self) -> None:
         """Keep the connection, whose end would delete the registry."""
 
     def __del__(self) -> None:
-        self.database.close()
+        self.connection.close()
 
     def ignore_references(self) -> None:
         """Accept rows that no registry has, such as a run without its config."""
-        self.database._idle[0].execute("PRAGMA foreign_keys = OFF")
+        self.connection.execute("PRAGMA foreign_keys = OFF")
 
-    def change(self, table: str, changes: dict[str, Any], **keys: Any) -> None:
+    def change(self, kind: type[Any], changes: dict[str, Any], **keys: Any) -> None:
         """Change rows in ways that no controller does."""
-        self.together(lambda: self.database.update(table, changes, **keys))
+        self.together(lambda: self.database.update(kind, changes, **keys))

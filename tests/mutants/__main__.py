@@ -26,7 +26,7 @@ ENOUGH = 0.9
 _IMPORTED = (
     "torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "fsspec", "hypothesis", "omegaconf", "psutil",
-    "xdist.scheduler",
+    "sqlalchemy", "xdist.scheduler",
 )  # fmt: skip
 """What forked tests need not import again; no tensor is made before the fork, because its threads would be missing."""
 

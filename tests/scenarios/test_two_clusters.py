@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.registry.records import Attempt, Run
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.model_slurm import MIN_JOB_AGE
 from tests.scenarios.clusters import A, B, Clusters
@@ -151,7 +152,7 @@ def test_silence_is_never_another_cluster(two: Clusters) -> None:
 def test_a_run_of_unknown_cluster_goes_to_the_one_that_has_its_job(two: Clusters) -> None:
     name = two.submit(A, steps=4000)
     two.turns(10)
-    two.store.change("runs", {"scheduler": ""}, name=name)
+    two.store.change(Run, {"scheduler": ""}, name=name)
     two.a.up = False
     two.turns(40, 5.0)
     assert two.run(name).scheduler == ""
@@ -409,7 +410,7 @@ def test_nothing_is_taken_over_without_a_job_of_the_run(two: Clusters, lost: boo
 def test_another_run_of_this_name_is_no_evidence(two: Clusters) -> None:
     name = two.submit(A, steps=4000)
     two.turns(6)
-    two.store.change("attempts", {"nonce": "0badbeef"}, run=name)
+    two.store.change(Attempt, {"nonce": "0badbeef"}, run=name)
     move(two, MOVED)
     follow(two, 30)
     assert two.run(name).scheduler == A

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.registry.records import UserRequest
+from orchestrator.registry.tables import insertion
 from orchestrator.states import RunState
 from tests.fakes.model_slurm import SlurmFaults
 from tests.scenarios.world import World, config, training
@@ -181,7 +183,7 @@ def test_asks_that_make_no_sense_are_answered(tmp_path: Path) -> None:
     world.store.add_user_request(world.name, "resume", {}, world.clock.now)
     world.store.ignore_references()
     request = {"run": "nobody", "verb": "cancel", "args": {}, "asked_at": world.clock.now, "answer": ""}
-    world.store.together(lambda: world.store.database.insert("asks", request))
+    world.store.together(lambda: world.store.database.execute(insertion(UserRequest), request))
     world.finish()
     world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
     world.tick()

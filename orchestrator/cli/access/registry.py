@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @contextmanager
 def open_store(*, readonly: bool = False, create: bool = False) -> "Iterator[Store]":
     """Open the registry. Raises NotFound if it does not exist, unless this command may `create` it."""
-    # imported late: most verbs read with `fast_queries` alone
+    # sqlalchemy: imported only by verbs that need the whole registry
     from orchestrator.registry.run_record import write_records
     from orchestrator.registry.store import Store
 

@@ -17,7 +17,7 @@ from orchestrator.home import registry_path, state_home
 
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
 NEEDED = {
-    "torch": "2.12", "click": "8.2.1", "omegaconf": "2.3.1",
+    "torch": "2.12", "click": "8.2.1", "sqlalchemy": "2.0", "omegaconf": "2.3.1",
     "submitit": "1.5.3", "fsspec": "", "xxhash": "", "psutil": "", "setproctitle": "", "jinja2": "", "ClusterShell": "",
     "rich": "",
 }  # fmt: skip

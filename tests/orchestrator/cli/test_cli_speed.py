@@ -17,7 +17,6 @@ from tests.orchestrator.cli.conftest import Seeds, Type
 HEAVY = [
     "torch",
     "sqlalchemy",
-    "alembic",
     "omegaconf",
     "submitit",
     "rich",

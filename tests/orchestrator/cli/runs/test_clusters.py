@@ -19,6 +19,7 @@ from orchestrator.controller import service
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
 from orchestrator.registry.lease import host_file
+from orchestrator.registry.records import Attempt, Run
 from orchestrator.scheduler import available_schedulers
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 from orchestrator.states import AttemptState, RunState
@@ -40,8 +41,8 @@ class Sites:
 
     def belongs(self, name: str, scheduler: str) -> None:
         def update() -> None:
-            self.store.database.update("runs", {"scheduler": scheduler, "cluster": "slurm"}, name=name)
-            self.store.database.update("attempts", {"scheduler": scheduler}, run=name)
+            self.store.database.update(Run, {"scheduler": scheduler, "cluster": "slurm"}, name=name)
+            self.store.database.update(Attempt, {"scheduler": scheduler}, run=name)
 
         self.store.together(update)
 

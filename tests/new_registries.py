@@ -1,5 +1,0 @@
-"""Nothing to prepare."""
-
-
-def copy_new_registries() -> None:
-    pass

@@ -12,7 +12,7 @@ BY_NODE = "node"
 
 @dataclass(frozen=True, kw_only=True)
 class TierConfig:
-    """A place for checkpoints; a run's first tier receives every save, the next ones copies."""
+    """A place for checkpoints. A run's first tier receives every save; the others receive copies."""
 
     path: str = RUN
     """A folder, an fsspec URL (`s3://bucket/prefix`), or `run` for the run's own folder. orch adds the run's name."""
@@ -36,16 +36,16 @@ class TierConfig:
         if not self.path:
             raise ValueError("checkpoint.tiers: path is empty; name a folder, a URL, or `run`")
         if self.keep < 2:
-            raise ValueError(f"checkpoint.tiers: {self.path}: keep={self.keep}: keep at least 2, as a substitute")
+            raise ValueError(f"checkpoint.tiers: {self.path}: keep={self.keep}: must be at least 2")
         if self.every < 0 or self.stripes < 0 or not 0 <= self.bandwidth < math.inf:
             raise ValueError(f"checkpoint.tiers: {self.path}: every, stripes and bandwidth must be 0 or more")
         if not self.shared and "://" in self.path:
-            raise ValueError(f"checkpoint.tiers: {self.path}: a URL is not a disk of the node; leave `shared` out")
+            raise ValueError(f"checkpoint.tiers: {self.path}: a URL is not a node's own disk; leave `shared` out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
-    """Rules for keeping checkpoints besides the newest `keep`; pinned ones are always kept."""
+    """Rules for keeping checkpoints besides the newest `keep`. Pinned checkpoints are always kept."""
 
     every: int = 0
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
@@ -137,7 +137,7 @@ class CheckpointConfig:
     """End the attempt when this many steps are in no committed checkpoint; 0: never, even if saves keep failing."""
 
     plausibility: str = "refuse"
-    """Response to NaN in a trainable weight, or ranks that differ in a value saved once: `refuse`, `warn` or `off`."""
+    """Response to NaN in a trainable weight, or to replicas that differ: `refuse`, `warn` or `off`."""
 
     files: str = "rank"
     """`rank`: each rank writes files of its own. `node`: the ranks of a node share one file, to save inodes.
@@ -175,7 +175,7 @@ class CheckpointConfig:
         if isinstance(self.every, int) and 0 < self.max_unsaved_steps < self.every:
             raise ValueError(
                 f"checkpoint.max_unsaved_steps={self.max_unsaved_steps}: must be 0 or at least checkpoint.every"
-                f"={self.every}, better twice that: a save takes its time"
+                f"={self.every}, preferably twice that, because a save takes time"
             )
         if self.every == AUTO and 0 < self.max_unsaved_steps < 2 * self.auto.least:
             raise ValueError(
@@ -184,8 +184,7 @@ class CheckpointConfig:
             )
         if self.tiers and not any(tier.shared for tier in self.tiers):
             raise ValueError(
-                "checkpoint.tiers: none of them is shared, so that a job on other nodes would find nothing; "
-                "add {path: run}"
+                "checkpoint.tiers: no tier is shared, so a job on other nodes would find no checkpoint; add {path: run}"
             )
         paths = [tier.path for tier in self.tiers]
         if len(set(paths)) != len(paths):

@@ -5,8 +5,8 @@ CheckpointError
  +- CheckpointRefused  one checkpoint cannot be trusted or does not fit; carries its name and the reason
  |   +- UnsafePickle  `.metadata` requests a class outside the allow-list
  +- NothingVerifies   checkpoints exist and every one of them was refused
- |   +- NothingIntact  all of them are damaged: another attempt reads the same bytes
- |   +- NothingFits    the undamaged ones belong to another model: another attempt runs the same code
+ |   +- NothingIntact  all of them are damaged: another attempt would read the same bytes
+ |   +- NothingFits    the undamaged ones belong to another model: another attempt would run the same code
  |   +- UnreadableNow  the newest one cannot be read now: loading an older one would repeat its steps
  +- TierUnavailable   the library for a tier's URL is not installed here
  +- SaveFailed        one save was given up; carries its step and the reason
@@ -49,8 +49,8 @@ class NothingVerifies(CheckpointError):
     """Every committed checkpoint was refused; `touched` is True if tensors were already overwritten."""
 
     def __init__(self, refusals: Sequence[CheckpointRefused], *, touched: bool) -> None:
-        told = "; ".join(str(refusal) for refusal in refusals)
-        super().__init__(f"{len(refusals)} committed checkpoint(s), none of which can be loaded: {told}")
+        reasons = "; ".join(str(refusal) for refusal in refusals)
+        super().__init__(f"{len(refusals)} committed checkpoint(s), none of which can be loaded: {reasons}")
         self.refusals, self.touched = tuple(refusals), touched
 
 
@@ -70,7 +70,7 @@ class UnreadableNow(NothingVerifies):
         reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
         self.args = (
             f"{' and '.join(places)} cannot be read, and no older checkpoint is loaded instead (make it readable, or "
-            f"give it up by moving it away): {reasons}",
+            f"move it away to give it up): {reasons}",
         )
 
 

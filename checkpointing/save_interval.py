@@ -59,11 +59,11 @@ def optimal(cost: float, mtbf: float) -> float:
 def interval(measured: SaveCosts, mtbf: float, *, least: int, most: int) -> Interval:
     """Return the optimal steps between two saves, at least as long as a save takes, within [least, most]."""
     wanted = optimal(measured.cost, mtbf)
-    words = f"a save costs {_text(measured.cost)}, a failure comes every {_text(mtbf)}: {_text(wanted)} between saves"
+    words = f"a save costs {_text(measured.cost)}, a failure occurs every {_text(mtbf)}: {_text(wanted)} between saves"
     steps = max(1, round(wanted / measured.step))
     busy = math.ceil(measured.save / measured.step) + 1
     if steps < busy:
-        steps, words = busy, f"{words}, but one takes {_text(measured.save)}"
+        steps, words = busy, f"{words}, but a save takes {_text(measured.save)}"
     if steps < least:
         steps, words = least, f"{words}, but at least checkpoint.auto.least={least} steps"
     if steps > most:

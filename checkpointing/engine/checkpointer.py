@@ -38,14 +38,14 @@ GIB = 1 << 30
 _LONG = timedelta(days=7)
 _WARM_SECONDS, _DEBRIS_SECONDS = 30.0, 10.0
 _FACTS_ROOM = 1 << 18
-"""Bytes in the arena's records for the caller's own facts."""
+"""Bytes reserved in the arena's records for the caller's own facts."""
 
 
 class Checkpointer:
     """Save and restore interface of one rank in one generation; all ranks call the same methods in the same order.
 
     `on_event` is called on rank 0, except for events that only one rank can observe, which are emitted on that rank.
-    Events of saves come from the saving thread. `extra` is taken from rank 0. The owner's `fence` is checked before
+    Save events come from the saving thread. `extra` is taken from rank 0. The owner's `fence` is checked before
     every COMMIT and every delete.
     """
 
@@ -190,7 +190,7 @@ class Checkpointer:
     def _reason_to_skip(self, agreed: SaveAgreement) -> str | None:
         """Return why to skip the save. Training never waits for a disk: a save needs a free copy on every rank."""
         if not agreed.same and not agreed.idle:
-            return "the state has another structure than before, and an earlier save is still being written"
+            return "the structure of the state has changed, and an earlier save is still being written"
         if not agreed.has_room:
             return "earlier saves are still being written, and there is no free copy"
         return None
@@ -216,8 +216,8 @@ class Checkpointer:
             self._stager.close()
             self._stager = None
         stager = result_or_failed(lambda: self._make_stager(plan, structure))
-        told = self._ranks.all_gather(stager if isinstance(stager, Failed) else None)
-        failed = [(f"rank {rank}: {result.reason}", result.lasting) for rank, result in enumerate(told) if result]
+        results = self._ranks.all_gather(stager if isinstance(stager, Failed) else None)
+        failed = [(f"rank {rank}: {result.reason}", result.lasting) for rank, result in enumerate(results) if result]
         if failed:
             raise (ValueError if any(lasting for _, lasting in failed) else OSError)(failed[0][0])
         assert isinstance(stager, Stager)
@@ -248,7 +248,7 @@ class Checkpointer:
         return self._saver.writer
 
     def _open_flusher(self) -> None:
-        """Start copying to further tiers, which may lag behind from an earlier generation."""
+        """Start copying to further tiers, which may still lag behind after an earlier generation."""
         if self._flush_ranks is None or self._flusher is not None:
             return
         self._flusher = Flusher(
@@ -271,7 +271,7 @@ class Checkpointer:
             return
         self.committed_step = job.step
         self.save_seconds.append(saved.seconds)
-        if self._looks_after_first_tier:  # the flusher deletes in the other tiers
+        if self._manages_first_tier:  # the flusher deletes in the other tiers
             if self._debris_thread is not None:
                 self._debris_thread.join()  # at most one at a time
             held = self._flusher.held if self._flusher is not None else ()
@@ -280,7 +280,7 @@ class Checkpointer:
             self._flusher.record_commit(saved.name)
 
     @property
-    def _looks_after_first_tier(self) -> bool:
+    def _manages_first_tier(self) -> bool:
         return self._ranks.looks_after(shared=self._first.shared)
 
     def _start_debris_collection(self) -> None:
@@ -312,7 +312,7 @@ class Checkpointer:
         """
         self.wait()
         restored = self._restorer.run(Targets(tensors), optional_keys)
-        if self._looks_after_first_tier:
+        if self._manages_first_tier:
             self._start_debris_collection()
         if restored is None:
             self.committed_step = None

@@ -73,7 +73,7 @@ def _join_parts(file: str, parts: Sequence[Region]) -> FileEntry:
 
 SCHEMA = "orch.commit/1"
 DELETED = "DELETED"
-"""Tombstone, published before COMMIT is deleted and itself deleted last; a folder with it is not a checkpoint."""
+"""Tombstone, published before COMMIT is deleted and itself deleted last; a folder with it is no longer a checkpoint."""
 
 _NAME = re.compile(r"step-(\d{8,})\.(\d{3,})-([0-9a-z]{1,32})(?:-(\d{1,4}))?")
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -140,7 +140,7 @@ def read_commit(storage: Storage, name: str) -> Commit:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"{COMMIT} is damaged: {error}") from error
     if not _HEX.fullmatch(str(commit.manifest)) or commit.encode() != data:
-        raise ManifestError(f"{COMMIT} is damaged: it is not what a commit writes")
+        raise ManifestError(f"{COMMIT} is damaged: it is not in canonical form")
     return commit
 
 
@@ -166,7 +166,7 @@ def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: f
         raise FileExistsError(f"{manifest.name} is half-deleted; collect its remains first")
     if earlier is not None:
         if earlier.manifest != commit.manifest:
-            raise FileExistsError(f"{manifest.name} is committed already, with another manifest")
+            raise FileExistsError(f"{manifest.name} is already committed with a different manifest")
         return earlier
     storage.publish(f"{manifest.name}/{MANIFEST}", data)
     # The fence is read as late as possible: no new checkpoint may appear after a revocation.

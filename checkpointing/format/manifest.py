@@ -77,19 +77,19 @@ def parse_index(data: bytes) -> Index:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ManifestError(f"{INDEX} is malformed: {error}") from error
     if value.get("schema") != INDEX_SCHEMA or index.encode() != data:
-        raise ManifestError(f"{INDEX} is not of schema {INDEX_SCHEMA}")
+        raise ManifestError(f"{INDEX} does not have schema {INDEX_SCHEMA}")
     return index
 
 
 def _check(piece: Piece, info: TensorInfo) -> None:
     numbers = (*piece.offsets, *piece.sizes, piece.start, piece.length, piece.data, piece.nbytes)
     if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{piece.key}: a place is not a whole number")
+        raise ValueError(f"{piece.key}: a position or size is not an integer")
     if not len(piece.offsets) == len(piece.sizes) == len(info.shape):
-        raise ValueError(f"{piece.key}: a piece has another number of dimensions than its tensor")
+        raise ValueError(f"{piece.key}: a piece and its tensor have different numbers of dimensions")
     ends = zip(piece.offsets, piece.sizes, info.shape, strict=True)
     if any(offset + size > limit for offset, size, limit in ends):
-        raise ValueError(f"{piece.key}: a piece lies outside of its tensor")
+        raise ValueError(f"{piece.key}: a piece lies outside its tensor")
     inside = piece.start <= piece.data and piece.data + piece.nbytes <= piece.start + piece.length
     if not inside or (piece.nbytes and piece.nbytes % max(1, math.prod(piece.sizes))):
         raise ValueError(f"{piece.key}: a piece's values do not fit its frame")
@@ -109,7 +109,7 @@ def parse_fingerprints(data: bytes) -> dict[str, str]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ManifestError(f"{FINGERPRINTS} is malformed: {error}") from error
     if value.get("schema") != FINGERPRINTS_SCHEMA or encode_fingerprints(tensors) != data:
-        raise ManifestError(f"{FINGERPRINTS} is not of schema {FINGERPRINTS_SCHEMA}")
+        raise ManifestError(f"{FINGERPRINTS} does not have schema {FINGERPRINTS_SCHEMA}")
     return tensors
 
 
@@ -134,9 +134,9 @@ class FileEntry:
     def __post_init__(self) -> None:
         # A name that leaves the folder, or an entry for COMMIT or the manifest itself, would escape verification.
         if not _FILE_NAME.fullmatch(self.name) or self.name in (".", "..", COMMIT, MANIFEST):
-            raise ValueError(f"file name {self.name!r} is not one of a checkpoint")
+            raise ValueError(f"file name {self.name!r} is not allowed in a checkpoint")
         if type(self.size) is not int or type(self.chunk_size) is not int or self.size < 0 or self.chunk_size < 1:
-            raise ValueError(f"{self.name}: size {self.size!r} in chunks of {self.chunk_size!r} bytes makes no sense")
+            raise ValueError(f"{self.name}: invalid size {self.size!r} or chunk size {self.chunk_size!r}")
         if len(self.chunks) != -(-self.size // self.chunk_size):
             raise ValueError(f"{self.name}: {len(self.chunks)} digests for {self.size} bytes")
         if not all(isinstance(chunk, str) and _HEX.fullmatch(chunk) for chunk in self.chunks):
@@ -185,7 +185,7 @@ def parse(data: bytes) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{MANIFEST} is not JSON (torn or damaged): {error}") from error
     if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
-        raise ManifestError(f"{MANIFEST} is not of schema {SCHEMA}")
+        raise ManifestError(f"{MANIFEST} does not have schema {SCHEMA}")
     claimed = fields.pop("digest", None)
     if claimed != digest(canonical(fields)):
         raise ManifestError(f"{MANIFEST} does not match its own digest (torn or edited)")

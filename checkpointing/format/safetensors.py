@@ -55,7 +55,7 @@ def lay_out(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> H
     spans, end = {}, 0
     for name, info in tensors.items():
         if info.dtype not in _WORDS:
-            raise ValueError(f"{name} is {info.dtype}, which safetensors has no word for")
+            raise ValueError(f"{name} is {info.dtype}, which safetensors does not support")
         word, size = _WORDS[info.dtype]
         start, end = end, end + math.prod(info.shape) * size
         described[name] = {"dtype": word, "shape": list(info.shape), "data_offsets": [start, end]}
@@ -75,7 +75,7 @@ def read_header(stream: BinaryIO, size: int) -> Header:
     except Malformed:
         raise
     except (ValueError, TypeError, KeyError) as error:
-        raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
+        raise Malformed(f"invalid header: {type(error).__name__}: {error}") from error
     _check_whole(places, len(encoded), size)
     return Header(encoded, places, size)
 
@@ -86,12 +86,12 @@ def check_length(stream: BinaryIO, size: int) -> None:
     try:
         end = max((int(entry["data_offsets"][1]) for entry in described.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
-        raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
+        raise Malformed(f"invalid header: {type(error).__name__}: {error}") from error
     if len(encoded) + end != size:
         raise Malformed(_ENDS.format(len(encoded) + end, size))
 
 
-_ENDS = "its values end at byte {}, the file at {} (cut off, or something is appended)"
+_ENDS = "its values end at byte {}, but the file ends at {} (truncated, or data is appended)"
 
 
 def _read_entries(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
@@ -101,7 +101,7 @@ def _read_entries(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
         raise Malformed("it is shorter than 8 bytes")
     (length,) = struct.unpack("<Q", begin)
     if length > min(_LONGEST_HEADER, size - 8):
-        raise Malformed(f"its header is said to have {length} bytes")
+        raise Malformed(f"invalid header size: {length} bytes")
     text = stream.read(length)
     try:
         described = json.loads(text, object_pairs_hook=_unique)
@@ -110,14 +110,14 @@ def _read_entries(stream: BinaryIO, size: int) -> tuple[bytes, dict[str, Any]]:
     except Malformed:
         raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise Malformed(f"its header is none: {type(error).__name__}: {error}") from error
+        raise Malformed(f"invalid header: {type(error).__name__}: {error}") from error
     return begin + text, described
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise Malformed("its header has a name twice")
+        raise Malformed("duplicate name in its header")
     return found
 
 
@@ -125,9 +125,9 @@ def _place(entry: dict[str, Any], base: int) -> TensorLocation:
     dtype, size = DTYPES[entry["dtype"]]
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise Malformed("its header has a size or place that is no whole number")
+        raise Malformed("its header has a size or offset that is not an integer")
     if end - start != math.prod(shape) * size:
-        raise Malformed(f"its header gives {end - start} bytes to a {dtype} tensor of shape {shape}")
+        raise Malformed(f"its header assigns {end - start} bytes to a {dtype} tensor of shape {shape}")
     return TensorLocation(TensorInfo(dtype, shape), base + start, end - start)
 
 
@@ -136,7 +136,7 @@ def _check_whole(places: Mapping[str, TensorLocation], start: int, size: int) ->
     at = start
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if place.start != at:
-            raise Malformed(f"the values of {name} begin at byte {place.start}, those before end at {at}")
+            raise Malformed(f"the values of {name} begin at byte {place.start}, but the previous values end at {at}")
         at += place.nbytes
     if at != size:
         raise Malformed(_ENDS.format(at, size))

@@ -1,4 +1,4 @@
-"""Parser of the zip archive that torch.save makes of one tensor, without torch.
+"""Parser, without torch, of the zip archive in which torch.save stores one tensor.
 
 It executes nothing: the tensor's description is unpickled with substitutes for the few names that it uses.
 """
@@ -51,7 +51,7 @@ def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             described, values = members["data.pkl"], members["data/0"]
             if described.compress_type or values.compress_type or described.file_size > _LONGEST:
-                raise ValueError("it is packed in another way")
+                raise ValueError("unsupported archive: data.pkl is compressed")
         # Not read through the archive, which would compare checksums: torch can be configured to omit them.
         place = start + member_offset(read, start, length, described)
         dtype, shape = _describe(read(place, described.file_size))
@@ -92,7 +92,7 @@ def member_offset(read: ReadAt, start: int, length: int, member: zipfile.ZipInfo
     mark, name, extra = _LOCAL_HEADER.unpack(read(start + member.header_offset, _LOCAL_HEADER.size))
     place = member.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
     if mark != _MARK or place + member.file_size > length:
-        raise ValueError("its values are not where it says")
+        raise ValueError("its local header is invalid")
     return place
 
 
@@ -114,7 +114,7 @@ class FileSection(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if place < 0:
-            raise OSError(errno.EINVAL, "a place before the beginning")  # raised by real files, expected by zipfile
+            raise OSError(errno.EINVAL, "negative seek position")  # raised by real files, expected by zipfile
         self._at = place
         return place
 
@@ -131,7 +131,7 @@ def _describe(data: bytes) -> tuple[str, tuple[int, ...]]:
     # Strides are meaningless for a dimension of size 1 and for an empty tensor.
     loose = any(size > 1 and step != want for size, step, want in zip(shape, stride, dense, strict=True))
     if offset or math.prod(shape) != numel or (numel and loose):
-        raise ValueError("it is a view into other values")
+        raise ValueError("the tensor is a view of other values")
     return dtype, tuple(shape)
 
 
@@ -158,7 +158,7 @@ class _TensorUnpickler(pickle.Unpickler):
             return ""
         if module == "torch" and name.isidentifier():
             return _STORAGES.get(name, name)  # a type of storage, or a dtype by its own name
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it requests {module}.{name}")
 
 
 def _rebuilt(

@@ -48,7 +48,7 @@ def pinned_names(storage: Storage) -> frozenset[str]:
 
 
 def pin(storage: Storage, name: str, note: str, now: float, *, holder: str = "", process: str = "") -> None:
-    """Keep a checkpoint until `unpin` or, for a holder other than a person, `remove_pin`; again replaces the note.
+    """Keep a checkpoint until `unpin`, or until `remove_pin` if it has a holder; pinning again replaces the note.
 
     Raises OSError, or ValueError if `name` is not a checkpoint's name. Retention may already be deleting the
     checkpoint, so check afterwards that it is still committed.
@@ -170,7 +170,7 @@ def _decide(
         return verdict(False, "is being written")
     # The process that published the tombstone held the fence, and no reader has loaded the checkpoint since.
     if folder.state is DebrisState.TOMBSTONED:
-        return verdict(True, "its deletion was begun and not finished")
+        return verdict(True, "its deletion began but did not finish")
     if folder.attempt_id == owner:
         return verdict(True, "half-written by this attempt itself")
     if folder.name in inherit:

@@ -1,4 +1,4 @@
-"""Retention: the pure decision which checkpoints to delete, and the pass over one tier that deletes them."""
+"""Retention: the pure decision on which checkpoints to delete, and the pass over one tier that deletes them."""
 
 import logging
 import math
@@ -79,10 +79,10 @@ def decide_retention(
 ) -> list[RetentionDecision]:
     """Decide on every committed checkpoint; `entries` and the result are newest first.
 
-    `refused` ones (untrusted: SUSPECT, CORRUPT, refused by a restore or a verification) do not count as substitutes and
-    stay as evidence. `held` ones are being read. `newest` was just committed; after a rollback it may not have the
-    highest step. `restore_tested` is the newest checkpoint with a passed restore test. `metrics` maps names to values;
-    a checkpoint without a finite value is never among the best.
+    Those in `refused` (untrusted: SUSPECT, CORRUPT, refused by a restore or a verification) do not count as substitutes
+    and stay as evidence. Those in `held` are being read. `newest` was just committed; after a rollback it may not have
+    the highest step. `restore_tested` is the newest checkpoint with a passed restore test. `metrics` maps names to
+    values; a checkpoint without a finite value is never among the best.
     """
     trusted = [entry for entry in entries if entry.name not in refused]
     recent = {entry.name for entry in trusted[: max(policy.keep, FLOOR)]}
@@ -98,7 +98,7 @@ def decide_retention(
         if entry.name in recent:
             return f"it is one of the newest {max(policy.keep, FLOOR)}"
         if entry.name == restore_tested:
-            return "it is the newest that a restore test has passed"
+            return "it is the newest one that passed a restore test"
         if policy.every and entry.step % policy.every == 0:
             return f"its step is a multiple of {policy.every}"
         if entry.name in best:
@@ -114,7 +114,7 @@ def decide_retention(
 
 def _reason_to_delete(policy: Policy) -> str:
     rules = [f"not one of the newest {max(policy.keep, FLOOR)}"]
-    rules += [f"no multiple of {policy.every} steps"] if policy.every else []
+    rules += [f"not a multiple of {policy.every} steps"] if policy.every else []
     rules += [f"not one of the best {policy.best} by {policy.metric}"] if policy.best else []
     return ", ".join(rules)
 
@@ -129,7 +129,7 @@ def best_names(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, f
 
 
 def select_expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
-    """Return what `decide_retention` (same arguments) does not keep, oldest first, each with the reason."""
+    """Return the entries that `decide_retention` (same arguments) does not keep, oldest first, with reasons."""
     return [(judged.entry, judged.reason) for judged in decide_retention(entries, policy, **facts) if not judged.stays][
         ::-1
     ]
@@ -161,7 +161,7 @@ class TierRetention:
         """Metric by name, for checkpoints whose files were found complete."""
 
     def apply(self, newest: str, refused: Collection[str] = (), held: Collection[str] = ()) -> None:
-        """Run one pass after `newest` was committed; `refused` ones are not trusted, `held` ones are being read."""
+        """Run one pass after `newest` was committed. `refused` names are not trusted; `held` names are being read."""
         parts: list[Callable[[], bool]] = [
             lambda: self._delete_expired(newest, refused, held),
             lambda: self._delete_orphaned(held),
@@ -175,7 +175,7 @@ class TierRetention:
                 _log.warning("%s: old checkpoints could not be deleted yet: %s", self._tier.path, error)
 
     def collect_debris(self, there: Collection[str]) -> None:
-        """Collect unfinished checkpoints among the folders `there`. Called at a start.
+        """Collect unfinished checkpoints among the folders `there`. Called at startup.
 
         A disk full of debris accepts no save, and retention runs only after a save.
         """
@@ -257,7 +257,7 @@ class TierRetention:
         return unsound
 
     def _collect(self, held: Collection[str], there: Collection[str] | None = None) -> bool:
-        """Collect debris, only in the folders `there` if given; reports deletions of others that it completes."""
+        """Collect debris, only in the folders `there` if given; report other processes' deletions that it completes."""
         owner = self._owner
         ended = {(parts.attempt, parts.nonce) for name in owner.inherit if (parts := parse_name(name)) is not None}
         ended |= attempt_ids(owner.ended_attempts)

@@ -1,4 +1,4 @@
-"""Storage backends: one interface of five methods, on a local or mounted file system and on every store of fsspec."""
+"""Storage backends: one interface of five methods, on a local or mounted file system and on every fsspec store."""
 
 import contextlib
 import io
@@ -197,7 +197,7 @@ class _RemoteReader(io.RawIOBase):
 class FsspecStorage:
     """Storage on any fsspec file system; a closed object is as durable as the store guarantees, and nothing is renamed.
 
-    Writes of other clients are visible at once if the file system is created with `use_listings_cache=False`, as in
+    Writes by other clients are visible at once if the file system is created with `use_listings_cache=False`, as in
     `open_storage`.
     """
 
@@ -222,7 +222,7 @@ class FsspecStorage:
         with as_oserror(self._url(path)):
             self._fs.invalidate_cache(target.rpartition("/")[0])
             if self._fs.exists(target):
-                raise FileExistsError(f"{target} exists already")
+                raise FileExistsError(f"{target} already exists")
             self._make_parent(target)
             return _RemoteFile(self._fs.open(target, "wb"), self._url(path))
 
@@ -265,7 +265,7 @@ class FsspecStorage:
 def make_durable(storage: Storage, path: str) -> None:
     """Make a file written by another process durable, so that the next read returns what is on disk.
 
-    A closed object of a store is durable already. Raises OSError.
+    A closed object in a store is already durable. Raises OSError.
     """
     if isinstance(storage, LocalStorage):
         fsync_file(storage.root / path)
@@ -273,14 +273,14 @@ def make_durable(storage: Storage, path: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Mask the credentials in URLs of a text, erring on the side of masking too much."""
+    """Mask the credentials in the URLs of a text, erring on the side of masking too much."""
     return _SECRET_ANYWHERE.sub(r"\1://***@", text)
 
 
 def open_storage(place: str | Path) -> Storage:
     """Return the storage for a path or URL: local for paths and `file://`, else through fsspec (`s3://`, `memory://`).
 
-    Credentials come only from the environment. Raises ValueError for a URL that contains some, ImportError if the
+    Credentials come only from the environment. Raises ValueError for a URL with credentials, ImportError if the
     library for its scheme is not installed (`pip install "orch[s3]"`).
     """
     text = str(place)
@@ -289,7 +289,7 @@ def open_storage(place: str | Path) -> Storage:
     if text.startswith("file://"):
         return LocalStorage(Path(text.removeprefix("file://")))
     if _SECRET.match(text):
-        raise ValueError(f"{without_secrets(text)}: credentials belong into the environment, not into a URL")
+        raise ValueError(f"{without_secrets(text)}: put credentials in the environment, not in a URL")
     import fsspec  # imported only for remote places; most readers never need it
 
     filesystem, root = fsspec.core.url_to_fs(text, use_listings_cache=False)

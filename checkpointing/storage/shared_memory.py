@@ -68,7 +68,7 @@ def whole_pages(size: int) -> int:
 
 
 def use_huge_pages(view: memoryview, stopped: Callable[[], bool] = lambda: False) -> bool:
-    """Collapse the pages of a mapped view into huge pages; return False if the kernel has none, or when `stopped`.
+    """Collapse the pages of a mapped view into huge pages; return False if it cannot, or once `stopped`.
 
     Huge pages speed up copies into them and direct writes from them by a tenth to a third. The call takes seconds per
     GiB, so run it in a background thread; other mappings of the same memory stay usable meanwhile.

@@ -1,4 +1,4 @@
-"""Errors of full disks and unreachable object stores, and a probe for free space."""
+"""Errors from full disks and unreachable object stores, and a probe for free space."""
 
 import contextlib
 import errno

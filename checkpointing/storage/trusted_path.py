@@ -64,7 +64,7 @@ class Opened:
     def fault(self) -> str:
         """Return why the folder itself is not private to this user; empty if it is."""
         if links := [weak for weak in self.weak if stat.S_ISLNK(weak.mode)]:
-            return f"{links[0].path} is a link that {user_name(links[0].owner)} has put there"
+            return f"{links[0].path} is a link created by {user_name(links[0].owner)}"
         status = os.fstat(self.descriptor)
         if not is_trusted(status.st_uid):
             return f"{self.path} belongs to {user_name(status.st_uid)}, not to {user_name(os.geteuid())}"
@@ -130,7 +130,7 @@ def check_unshared(path: Path, *, then: str) -> None:
     with suppress(FileNotFoundError):
         if weak := weakness(path):
             cure = " or ".join(filter(None, [weak.closing(), then]))
-            raise NotPrivate(errno.EPERM, f"{weak}, and what lies there decides what runs as you ({cure})", str(path))
+            raise NotPrivate(errno.EPERM, f"{weak}, and files there determine what runs as you ({cure})", str(path))
 
 
 def check_private(path: Path) -> None:
@@ -159,7 +159,7 @@ def pin_path(path: Path) -> Path:
 
 @contextmanager
 def pin_path_temporarily(path: Path) -> Iterator[Path]:
-    """Like `pinned`, but only within the context."""
+    """Like `pin_path`, but only within the context."""
     with open_folder(path) as found:
         if fault := found.fault():
             raise NotPrivate(errno.EPERM, fault, str(path))

@@ -37,7 +37,7 @@ class CopyChoice:
     reason: str
 
 
-THERE = "the newest one is there already"
+THERE = "the newest one is already there"
 """Reason for not copying anything."""
 
 
@@ -59,17 +59,17 @@ def choose_checkpoint(
     last = last or (here[0] if here else None)
     name, source = _newest(contents[:target], latest)
     if name is None:
-        return CopyChoice(None, 0, "no faster tier has a checkpoint that can be trusted")
+        return CopyChoice(None, 0, "no faster tier has a trusted checkpoint")
     if name in here:
         return CopyChoice(None, source, THERE)
     if last is None:
         return CopyChoice(name, source, "there is none yet")
     if everything:
-        return CopyChoice(name, source, "the last one goes everywhere")
+        return CopyChoice(name, source, "the last one is copied to every tier")
     newer = _step(name) - _step(last)
     # After a rollback, steps restart below the step copied last.
     if 0 <= newer < every:
-        return CopyChoice(None, source, f"it is {newer} steps newer than the newest one there, {every} are asked for")
+        return CopyChoice(None, source, f"it is {newer} steps newer than the newest one there, {every} are required")
     return CopyChoice(name, source, "there is a newer one")
 
 
@@ -100,7 +100,7 @@ def divide_files(files: Sequence[FileEntry], seen: Sequence[Collection[str] | No
         owner = _owner(entry.name, seen)
         finders = [rank for rank, names in enumerate(seen) if names is None or entry.name in names]
         if not finders:
-            raise ValueError(f"{entry.name} is on no node that takes part")
+            raise ValueError(f"no participating node has {entry.name}")
         rank = owner if owner is not None else min(finders, key=lambda rank: (load[rank], rank))
         shares[rank].append(entry)
         load[rank] += entry.size
@@ -271,7 +271,7 @@ def copy_file(
     """
     job = _Copy(source, target, folder, entry, throttle or Throttle(0.0), stopped)
     tries = itertools.count()
-    # Leftovers of our own earlier try are never adopted: after a failed fsync they may only look right.
+    # Leftovers of our own earlier try are never adopted: after a failed fsync they may only look complete.
     return (retry or Retry()).run(lambda: job.run(adopt=next(tries) == 0))
 
 
@@ -327,7 +327,7 @@ class _Copy:
 
     def _check_stopped(self) -> None:
         if self.stopped():
-            raise OSError(errno.ECANCELED, f"copying {self.path} was given up")
+            raise OSError(errno.ECANCELED, f"copying {self.path} was cancelled")
 
     def _is_complete(self) -> bool:
         """Return whether an earlier process finished this file; makes it durable first, in case it was not."""
@@ -367,7 +367,7 @@ def _read_full(stream: Any, room: memoryview) -> int:
 
 @contextlib.contextmanager
 def _doing(what: str, path: str) -> Iterator[None]:
-    """Add the failing side of the copy to the error; the error's number stays."""
+    """Add the failing side of the copy to the error; the error number is kept."""
     try:
         yield
     except OSError as error:

@@ -66,8 +66,8 @@ def resolve_tiers(
 ) -> tuple[ResolvedTier, ...]:
     """Return the configured tiers in order, or the run's own folder if none is configured.
 
-    Raises as `resolve_tier` does. A relative path is resolved below the run's folder, independent of the current
-    directory. `known_as`: that folder's own path, if `run_checkpoints` is below another way to it.
+    Raises the same errors as `resolve_tier`. A relative path is resolved below the run's folder, independent of the
+    current directory. `known_as`: that folder's own path, if `run_checkpoints` is below an alias of it.
     """
     tiers = config.tiers or (TierConfig(keep=config.keep),)
     return tuple(resolve_tier(tier, run_checkpoints, run_name, node_name, known_as) for tier in tiers)
@@ -117,7 +117,7 @@ def _root(tier: TierConfig, run_checkpoints: Path, run_name: str, node_name: str
 
 
 def absent_paths(tiers: Iterable[ResolvedTier]) -> list[str]:
-    """Return the paths of shared tiers whose folder does not exist, as when its file system is not mounted."""
+    """Return the paths of shared tiers whose folder does not exist, for example because it is not mounted."""
     return [
         tier.path
         for tier in tiers
@@ -200,7 +200,7 @@ def _unescape(point: str) -> str:
 
 _EXTRAS = {"s3": "pip install 'orch[s3]'", "s3a": "pip install 'orch[s3]'"}
 
-HINT = "check its name, the network, and the credentials: a job has those of files, and of variables in env_from"
+HINT = "check the name, the network and the credentials: a job has only those in files and in env_from variables"
 
 
 def main(arguments: list[str]) -> None:
@@ -231,7 +231,7 @@ def refusal(url: str) -> tuple[str, str] | None:
     except ImportError as error:
         return f"a library is missing: {error}", _EXTRAS.get(kind, "install it for this interpreter")
     except ValueError as error:
-        return without_secrets(str(error)), f"`{kind}://` must be a kind of place that fsspec knows"
+        return without_secrets(str(error)), f"`{kind}://` must be a scheme that fsspec supports"
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         return without_secrets(reason), HINT

@@ -73,7 +73,7 @@ class Fault:
 
     @property
     def tensor(self) -> str | None:
-        """The affected tensors for display: the first ones, and the number of further ones."""
+        """The affected tensors for display: the first few, and the number of others."""
         if not self.tensors:
             return None
         more = len(self.tensors) - _NAMED
@@ -167,7 +167,7 @@ def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Faul
         return None, [Fault(file=file, chunk=None, reason=reason)]
     except OSError as error:
         return None, [Fault.from_error(_file_name(error), error)]
-    gone = [Fault(file=DELETED, chunk=None, reason="its deletion was begun")] if DELETED in present else []
+    gone = [Fault(file=DELETED, chunk=None, reason="its deletion has begun")] if DELETED in present else []
     return manifest, gone + [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
 
 
@@ -179,12 +179,12 @@ def _read_manifest(storage: Storage, name: str) -> Manifest:
         raise ManifestError(f"{MANIFEST} is not the one that {COMMIT} vouches for (digest differs)")
     manifest = parse(data)
     if manifest.size != commit.size:
-        raise ManifestError(f"{MANIFEST} lists {manifest.size} bytes, {COMMIT} says {commit.size}")
+        raise ManifestError(f"{MANIFEST} lists {manifest.size} bytes, {COMMIT} records {commit.size}")
     parts = parse_name(name)
     if manifest.name != name or parts is None:
         raise ManifestError(f"{MANIFEST} belongs to {manifest.name}, not to this folder (renamed or copied)")
     if (parts.step, parts.attempt, parts.nonce) != (manifest.step, manifest.attempt, manifest.nonce):
-        raise ManifestError(f"{MANIFEST} names another step or attempt than its folder")
+        raise ManifestError(f"{MANIFEST} names a different step or attempt than its folder")
     return manifest
 
 
@@ -216,7 +216,7 @@ def _choose_chunks(manifest: Manifest, level: int) -> list[Chunk]:
 
 
 def _sample_chunks(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
-    """Return the first and last chunk of every file and one in sixteen; always the same ones for a checkpoint."""
+    """Return the first and last chunk of every file and one in sixteen; always the same choice for a checkpoint."""
     draw = random.Random(seed)
     return [
         chunk

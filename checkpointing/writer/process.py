@@ -160,11 +160,11 @@ class WriterSession:
             self._arena.reload()
 
     def _answer_when_done(self, number: int, future: "Future[Any]", encode: Callable[[Any], dict[str, Any]]) -> None:
-        def tell(done: "Future[Any]") -> None:
+        def send_result(done: "Future[Any]") -> None:
             error = done.exception()
             self._answer(number, {"fault": encode_error(error)} if error else {"result": encode(done.result())})
 
-        future.add_done_callback(tell)
+        future.add_done_callback(send_result)
 
     def _answer(self, number: int, answer: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the rank is gone and no longer needs the answer

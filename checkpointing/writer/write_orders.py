@@ -144,7 +144,7 @@ _HEAD_START = 0.001
 class WriteOrder:
     """Order to write parts of a buffer as new files of a checkpoint; `publish` also publishes the record in the arena.
 
-    With `places`, one for each of `files`, they are regions of files that other ranks also write.
+    With `places`, one per file, the files are regions of files that other ranks also write.
     """
 
     place: str  # root path or URL
@@ -339,7 +339,7 @@ class MessageStream:
         return (header, blob) if header and len(blob) == header["blob"] else None
 
     def _exactly(self, size: int) -> bytes:
-        """Return `size` bytes, or none if the stream ends before."""
+        """Return `size` bytes, or no bytes if the stream ends earlier."""
         pieces, left = [], size
         while left:
             piece = self._stream.recv(min(left, 1 << 20))

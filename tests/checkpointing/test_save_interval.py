@@ -35,10 +35,10 @@ def test_the_two_formulas_meet():
 @pytest.mark.parametrize(
     ("measured", "mtbf", "steps", "why"),
     [
-        (STEADY, 24 * HOUR, 588, "a save costs 2 s, a failure comes every 24.0 h"),
+        (STEADY, 24 * HOUR, 588, "a save costs 2 s, a failure occurs every 24.0 h"),
         (replace(STEADY, slowdown=6.0), 24 * HOUR, 1176, "a save costs 8 s"),
-        (replace(STEADY, stall=0.0), 24 * HOUR, 31, "but one takes 30 s"),
-        (replace(STEADY, save=900.0), 24 * HOUR, 901, "but one takes 15.0 min"),
+        (replace(STEADY, stall=0.0), 24 * HOUR, 31, "but a save takes 30 s"),
+        (replace(STEADY, save=900.0), 24 * HOUR, 901, "but a save takes 15.0 min"),
         (SaveCosts(step=60.0, stall=1.0), HOUR, 10, "at least checkpoint.auto.least=10"),
         (replace(STEADY, step=0.001), 24 * HOUR, 5000, "but at most 5000 steps"),
     ],

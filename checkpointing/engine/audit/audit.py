@@ -90,7 +90,7 @@ def disagreements(index: Index, metadata: Metadata) -> list[Fault]:
     """Return the differences between `.metadata`, which plain DCP reads, and the index, which orch reads."""
     theirs = index_from_metadata(metadata)
     foreign = [key for key in metadata.state_dict_metadata if key not in theirs.tensors]
-    faults = [_metadata_fault(key, "is no tensor in it") for key in foreign]
+    faults = [_metadata_fault(key, "is not a tensor in it") for key in foreign]
     for key in sorted(theirs.tensors.keys() | index.tensors.keys()):
         there, here = theirs.tensors.get(key), index.tensors.get(key)
         if there != here:
@@ -98,7 +98,7 @@ def disagreements(index: Index, metadata: Metadata) -> list[Fault]:
     places, ours = _places(theirs), _places(index)
     for place in sorted(places.keys() | ours.keys()):
         if places.get(place) != ours.get(place):
-            faults.append(_metadata_fault(place[0], f"has its shard at {place[1]} elsewhere than {INDEX} says"))
+            faults.append(_metadata_fault(place[0], f"has its shard at {place[1]} elsewhere than in {INDEX}"))
     return faults
 
 
@@ -131,7 +131,7 @@ def cover_faults(index: Index) -> list[Fault]:
 def _cover(info: TensorInfo, pieces: Sequence[Piece]) -> str:
     dtype = parse_dtype(info.dtype)
     if dtype is None:
-        return f"no dtype is called {info.dtype}"
+        return f"unknown dtype {info.dtype}"
     for piece in pieces:
         if piece.nbytes != math.prod(piece.sizes) * dtype.itemsize:
             return f"the shard at {piece.offsets} has {piece.nbytes} bytes for {piece.sizes} of {info.dtype}"
@@ -155,8 +155,8 @@ def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
             assert piece is not None
             end = entry.size if following is None else following.start
             if piece.start + piece.length > end:
-                what = f"ends at {entry.size}" if following is None else f"has another shard from {end} on"
-                reason = f"a shard takes bytes {piece.start} to {piece.start + piece.length}, but the file {what}"
+                what = f"the file ends at {entry.size}" if following is None else f"another shard begins at {end}"
+                reason = f"a shard occupies bytes {piece.start} to {piece.start + piece.length}, but {what}"
                 yield Fault(file=file, chunk=None, reason=reason, tensors=(piece.key,))
 
 
@@ -171,7 +171,7 @@ def record_faults(
         pieces, entry = by_file[file], manifest.file(file)
         assert entry is not None
         with storage.open(f"{manifest.name}/{file}") as stream:
-            # By whole chunks: a record takes many small reads, each of which is a request on remote storage.
+            # Whole chunks: a record needs many small reads, and each is a request on remote storage.
             verified = VerifiedFile(stream, entry, manifest.name)
             for piece in pieces:
                 reason = _record_reason(verified.read, piece, index.tensors[piece.key])
@@ -188,10 +188,10 @@ def _record_reason(read: ReadAt, piece: Piece, info: TensorInfo) -> str:
     try:
         record = read_record(read, piece.start, piece.length)
     except ValueError as error:
-        return f"no whole frame at {piece.start}: {error}"
+        return f"no complete frame at {piece.start}: {error}"
     found = (record.dtype, record.shape, piece.start + record.data, record.nbytes)
     wanted = (info.dtype, piece.sizes, piece.data, piece.nbytes)
-    return "" if found == wanted else f"the frame at {piece.start} says {found}, the index {wanted}"
+    return "" if found == wanted else f"the frame at {piece.start} contains {found}, but the index lists {wanted}"
 
 
 def _by_file(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
@@ -212,13 +212,13 @@ _WANTED = {3: (INDEX,), 4: (INDEX, FINGERPRINTS)}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorExpectations:
-    """Expectations of a checkpoint's owner about its tensors, beyond their bytes."""
+    """The owner's expectations about a checkpoint's tensors, beyond their bytes."""
 
     required: tuple[str, ...] = ()
     """Tensors that must exist."""
 
     readable: Mapping[str, Callable[[str, Tensor], str]] = field(default_factory=dict)
-    """By key prefix: returns the fault of a key and its tensor, or an empty string."""
+    """By key prefix: a function that returns the fault in a key's tensor, or an empty string."""
 
     trained: Callable[[Index], Collection[str]] = lambda index: ()
     """Keys whose values must not be NaN. Infinities are legal everywhere: masks contain them."""
@@ -226,7 +226,7 @@ class TensorExpectations:
 
 @dataclass(frozen=True)
 class AuditShare:
-    """Part of an audit for one reader: the items that begin in its share of the bytes."""
+    """One reader's part of an audit: the items that begin in its share of the bytes."""
 
     rank: int = 0
     size: int = 1
@@ -276,7 +276,7 @@ def audit_checkpoint(
                 faults, read, seen = _audit_tensors(storage, manifest, level, progress, expect, share)
                 size += read
                 lacking = [file for file in _WANTED[level] if manifest.file(file) is None]
-                absent = [f"it has no {file}: that part was not looked at" for file in lacking]
+                absent = [f"no {file}: that part was not checked" for file in lacking]
                 notes = [*(absent if share.leads else []), *seen]
     return Report(
         ok=not faults, level=level, bytes=size, seconds=time.monotonic() - start, faults=tuple(faults),
@@ -344,7 +344,7 @@ def _audit_tensors(
 def _missing_tensors(index: Index, manifest: Manifest, expected: TensorExpectations) -> list[Fault]:
     file = INDEX if manifest.file(INDEX) else METADATA
     lacking = [key for key in expected.required if key not in index.tensors]
-    return [Fault(file=file, chunk=None, reason=f"there is no tensor {key}", tensors=(key,)) for key in lacking]
+    return [Fault(file=file, chunk=None, reason=f"missing tensor {key}", tensors=(key,)) for key in lacking]
 
 
 def value_faults(
@@ -362,7 +362,7 @@ def value_faults(
 
 
 class _Judge:
-    """Check of values tensor by tensor: fingerprints, NaN and infinities, and the owner's own checks."""
+    """Checks values one tensor at a time: fingerprints, NaN and infinities, and the owner's own checks."""
 
     def __init__(
         self, sealed: SealedCheckpoint, expected: TensorExpectations, has_fingerprints: bool, total: int,
@@ -389,18 +389,18 @@ class _Judge:
                 if self._progress:
                     self._progress(self.done, self._total)
             if nans > before and key in self._trained:
-                yield self._fault(key, f"{nans - before} values are NaN, in a tensor that trains", piece)
+                yield self._fault(key, f"{nans - before} values are NaN in a trained tensor", piece)
         if not_finite and not (nans and key in self._trained):
             self.notes.append(f"{key}: {not_finite} values are NaN or infinite")
         found, saved = combine(parts), self._sealed.fingerprints.get(key)
         if self._has_fingerprints and saved != found:
-            yield self._fault(key, f"fingerprint is {found}, at save it was {saved}")
+            yield self._fault(key, f"fingerprint is {found}, but was {saved} at save")
         for beginning, judge in self._expected.readable.items():
             if key.startswith(beginning) and (reason := judge(key, self._sealed.read_tensor(key))):
                 yield self._fault(key, reason)
 
     def _fault(self, key: str, reason: str, piece: Piece | None = None) -> Fault:
-        """Return a fault with the file and chunk of the values, or of the first of them."""
+        """Return a fault that locates the values: their file and chunk, or those of the first value."""
         piece = piece or next(iter(self._sealed.pieces(key)), None)
         entry = self._sealed.manifest.file(piece.file) if piece else None
         if piece is None or entry is None:
@@ -415,5 +415,5 @@ def _fingerprints(storage: Storage, manifest: Manifest, index: Index) -> tuple[d
     except ManifestError as error:
         return None, [Fault(file=FINGERPRINTS, chunk=None, reason=str(error))]
     extra = sorted((known or {}).keys() - index.tensors.keys())
-    reason = "has a fingerprint, but there is no such tensor"
+    reason = "has a fingerprint, but no such tensor exists"
     return known, [Fault(file=FINGERPRINTS, chunk=None, reason=f"{key} {reason}", tensors=(key,)) for key in extra]

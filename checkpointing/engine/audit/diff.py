@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints by tensor: fingerprints identify equal ones, the rest is read in row blocks."""
+"""Compares two checkpoints by tensor: equal fingerprints mean equal tensors; the rest are read in row blocks."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare(first: SealedCheckpoint, second: SealedCheckpoint, progress: Progress | None = None) -> list[TensorDiff]:
-    """Return the diff of every tensor of either checkpoint, largest relative difference first.
+    """Return the diff of every tensor in either checkpoint, largest relative difference first.
 
     Only tensors without equal fingerprints are read, and verified as they are read. `progress` receives the bytes of
     values compared. Raises Refused or OSError.
@@ -29,7 +29,7 @@ def compare(first: SealedCheckpoint, second: SealedCheckpoint, progress: Progres
 
 
 def _diff_metadata(first: SealedCheckpoint, second: SealedCheckpoint, key: str) -> TensorDiff:
-    """Return what is known of a tensor before its values are read."""
+    """Return the differences known before a tensor's values are read."""
     here, there = first.index.tensors.get(key), second.index.tensors.get(key)
     mark = first.fingerprints.get(key)
     equal = here is not None and here == there and mark is not None and mark == second.fingerprints.get(key)
@@ -43,7 +43,7 @@ def _diff_metadata(first: SealedCheckpoint, second: SealedCheckpoint, key: str) 
 def _compare_values(
     first: SealedCheckpoint, second: SealedCheckpoint, keys: Sequence[str], progress: Progress | None
 ) -> list[TensorDiff]:
-    """Compare the values of these tensors, which both sides have in the same form."""
+    """Compare the values of tensors that have the same form on both sides."""
     done, total, found = 0, sum(map(first.nbytes, keys)), []
     for key in keys:
         sums, info = _Sums(), first.index.tensors[key]
@@ -67,7 +67,7 @@ class _Sums:
     def __init__(self) -> None:
         self.count = self.different = 0
         self.largest = 0.0
-        self._norms = [0.0, 0.0, 0.0]  # of the difference, of the first, of the second
+        self._norms = [0.0, 0.0, 0.0]  # difference, first, second
 
     def add(self, first: Tensor, second: Tensor) -> None:
         if not first.numel():
@@ -100,7 +100,7 @@ class _Sums:
 
 
 def _same(first: Tensor, second: Tensor) -> Tensor:
-    """Return a mask of the values with equal bits in two tensors of one form."""
+    """Return a mask of the values with equal bits in two tensors of equal form."""
     equal = _words(first) == _words(second)
     return equal.view(first.numel(), -1).all(dim=-1).view(first.shape) if equal.numel() > first.numel() else equal
 

@@ -54,7 +54,7 @@ def row_spans(shape: tuple[int, ...], itemsize: int, limit: int = 0) -> Iterator
 
 
 class SealedCheckpoint:
-    """Reader of rows of tensors and shards, which compares every chunk with its digest; raises Refused or OSError."""
+    """Reads tensors and shards by row and compares every chunk with its digest; raises Refused or OSError."""
 
     def __init__(
         self, storage: Storage, manifest: Manifest, index: Index, fingerprints: Mapping[str, str] | None = None
@@ -68,7 +68,7 @@ class SealedCheckpoint:
 
     @classmethod
     def open(cls, storage: Storage, name: str) -> "SealedCheckpoint":
-        """Check the seal, and read index and fingerprints."""
+        """Check the seal and read the index and fingerprints."""
         manifest, faults = read_sealed(storage, name)
         if manifest is None or faults:
             raise CheckpointRefused(name, "; ".join(map(str, faults[:4])))
@@ -149,7 +149,7 @@ class SealedCheckpoint:
         return torch.frombuffer(held, dtype=torch.uint8).view(dtype)
 
     def _file(self, name: str) -> VerifiedFile:
-        """Return a file, keeping the last ones open, because the shards of one row may be in several."""
+        """Return a file; keep the latest few open, because the shards of one row may be in several files."""
         if name in self._open:
             self._open[name] = self._open.pop(name)
             return self._open[name][1]

@@ -1,4 +1,4 @@
-"""Collectives of the ranks that save and restore together, and their failures as values.
+"""Collectives for the ranks that save and restore together, with failures as values.
 
 gloo treats any process that connects as a peer. Every message therefore carries an HMAC with the generation's key over
 the group, the number of the exchange, sender, receiver and contents. A message that no rank of this generation sent in
@@ -71,7 +71,7 @@ FAILURES = (
 )
 
 _PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors of disks, memory and devices that a later save may not repeat."""
+"""Disk, memory and device errors that may not recur at a later save."""
 
 
 def explain(error: BaseException) -> str:
@@ -82,7 +82,7 @@ def explain(error: BaseException) -> str:
         return f"disk full ({error})" if error.errno in FULL else str(error) or type(error).__name__
     # torch's zip writer notices that fewer bytes arrived than it wrote, and reports only the position.
     if "unexpected pos" in str(error):
-        return f"disk full (torch says: {_first_line(error)})"
+        return f"disk full (torch reports: {_first_line(error)})"
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
@@ -159,8 +159,8 @@ class UnauthenticatedPeer(RuntimeError):
 
     def __init__(self, rank: int) -> None:
         super().__init__(
-            f"a message in the place of rank {rank} is not authenticated by this generation's key: another program has "
-            f"connected to the ports of this job's ranks. docs/security.md says how to keep others off that network"
+            f"a message in place of rank {rank}'s is not authenticated with this generation's key: another program has "
+            f"connected to the ports of this job's ranks. See docs/security.md to restrict access to that network"
         )
 
 
@@ -180,7 +180,7 @@ class RankGroup:
     ) -> None:
         """Create the group; collective over the whole default group, so call it on the caller's main thread.
 
-        `patience` is how long a member may keep the others waiting (default: as in the default group). `key` is known
+        `patience` is how long a member may keep the others waiting (default: that of the default group). `key` is known
         only to the ranks of this generation; an empty key authenticates no messages. `leads_node`: this rank manages
         its node's disks.
         """
@@ -188,7 +188,7 @@ class RankGroup:
         self.rank, self.size, self._leads_node = 0, 1, leads_node
         self._key, self._name, self._exchanges = key, "", 0
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return  # a rank alone has nobody to talk to
+            return  # a single rank has no peers
         members = None if process_group is None else dist.get_process_group_ranks(process_group)
         self._group = dist.new_group(members, backend="gloo", timeout=patience)
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -199,7 +199,7 @@ class RankGroup:
         return self.rank == 0
 
     def looks_after(self, *, shared: bool) -> bool:
-        """Return whether this rank seals and deletes in a tier: rank 0 in a shared one, else one rank of each node."""
+        """Return whether this rank seals and deletes in a tier: rank 0 if it is shared, else one rank per node."""
         return self.leads if shared else self._leads_node
 
     def gather(self, value: T) -> list[T] | None:

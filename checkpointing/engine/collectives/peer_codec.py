@@ -44,7 +44,7 @@ def peer_message(kind: type[T]) -> type[T]:
 
 
 def _register(kind: type[T], fields: tuple[str, ...]) -> type[T]:
-    assert kind.__name__ not in _CLASSES, f"two classes of messages are called {kind.__name__}"
+    assert kind.__name__ not in _CLASSES, f"two message classes are named {kind.__name__}"
     _FIELDS[kind], _CLASSES[kind.__name__] = fields, kind
     return kind
 
@@ -65,7 +65,7 @@ def decode(message: bytes | bytearray) -> Any:
     try:
         return json.loads(message, object_hook=_decode_object, parse_constant=_raise_unknown)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidMessage(f"no message of a rank: {error}") from error
+        raise InvalidMessage(f"not a valid message from a rank: {error}") from error
 
 
 def _encode_value(value: Any) -> Any:
@@ -79,7 +79,7 @@ def _encode_value(value: Any) -> Any:
     for base, encode_kind in _ENCODERS:
         if isinstance(value, base):
             return encode_kind(value)
-    raise InvalidMessage(f"a {kind.__qualname__} is nothing that ranks tell each other")
+    raise InvalidMessage(f"ranks cannot send a {kind.__qualname__} to each other")
 
 
 @cache
@@ -124,13 +124,13 @@ def _instance(kind: Any, values: list[Any]) -> Any:
     fields, declared = _FIELDS[kind], _declared_types(kind)
     for name, value, allowed in zip(fields, values, declared, strict=True):
         if not isinstance(value, allowed):
-            _raise_unknown(f"{kind.__name__}.{name} is a {type(value).__name__}")
+            _raise_unknown(f"{kind.__name__}.{name} of type {type(value).__name__}")
     return kind(**dict(zip(fields, values, strict=True)))
 
 
 @cache
 def _declared_types(kind: type) -> tuple[tuple[type, ...], ...]:
-    """Return for every field the outermost classes that its annotation allows; any class without one."""
+    """Return, for every field, the outermost classes that its annotation allows; any class if it has none."""
     known = typing.get_type_hints(kind)
     return tuple(_classes(known.get(field, Any)) for field in _FIELDS[kind])
 
@@ -150,7 +150,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _raise_unknown(what: str) -> typing.NoReturn:
-    raise ValueError(f"{what[:60]} is not known")
+    raise ValueError(f"unknown {what[:60]}")
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

@@ -41,9 +41,9 @@ from checkpointing.verification.verify import Progress
 
 
 def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write all of `value` except its tensors' values; return the file offsets for those of the `stand_in`s `tensors`.
+    """Write all of `value` except its tensors' values; return the file offset of the values of each of `tensors`.
 
-    Checksums of records are left out, as torch itself does not check them.
+    Record checksums are omitted, because torch itself does not check them.
     """
     with without_checksums(), skip_data():
         torch.save(value, path)
@@ -54,7 +54,7 @@ def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) ->
 
 
 def _order(value: Any) -> dict[int, int]:
-    """Return the storages of a nested value in torch's numbering order, that of their first occurrence."""
+    """Return the storages in a nested value in torch's numbering order: by first occurrence."""
     found: dict[int, int] = {}
 
     def visit(item: Any) -> None:
@@ -71,7 +71,7 @@ def _order(value: Any) -> dict[int, int]:
 
 
 def _records(path: Path) -> list[int]:
-    """Return the offsets of the values of storage 0, 1, ... in the file."""
+    """Return the file offset of each storage's values, in numbering order."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         read, size, found = make_reader(stream), path.stat().st_size, list[int]()
@@ -92,7 +92,7 @@ def open_for_export(storage: Storage, name: str) -> SealedCheckpoint:
 
 
 LARGEST_FILE = 5 * 10**9
-"""Bytes of values in one safetensors file; a larger tensor has a file of its own."""
+"""Bytes of values in one safetensors file; a larger tensor gets its own file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class ExportedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Written files, and the fingerprint of every tensor as it was read back, by its exported name."""
+    """Written files, and each tensor's fingerprint as read back, by exported name."""
 
     files: dict[str, int]
     fingerprints: dict[str, str]
@@ -128,12 +128,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is there and not empty")
+        raise FileExistsError(f"{folder} already exists and is not empty")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder.parent, folder.name) as made:
         yield made
         fsync_dir(made)
-        os.rename(made, folder)  # also over an empty folder; raises if it was filled meanwhile
+        os.rename(made, folder)  # replaces an empty folder; raises if it was filled meanwhile
     fsync_dir(folder.parent)
 
 
@@ -160,10 +160,10 @@ def write_safetensors(
         try:
             head = lay_out({w.name: _outside(source, w) for w in group}, {"format": "pt"})
         except ValueError as error:
-            raise CheckpointRefused(source.manifest.name, f"{error}; a torch file takes it") from error
+            raise CheckpointRefused(source.manifest.name, f"{error}; a torch file can hold it") from error
         with (folder / name).open("xb") as stream:
             stream.write(head.encoded)
-            # In the order of their places: each begins at the end of the previous one.
+            # In file order: each begins where the previous one ends.
             handed.update({w.name: _copy_tensor(source, w, stream, meter) for w in group})
             _settle(stream)
     if len(groups) > 1:
@@ -262,10 +262,10 @@ def _copy_tensor(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, 
             after.append(partial(given, offsets, shape))
         put_values(stream, given)
         meter.add(given.nbytes)
-    found, told = combine(before), source.fingerprints.get(w.key)
-    if told is not None and told != found:
+    found, saved = combine(before), source.fingerprints.get(w.key)
+    if saved is not None and saved != found:
         raise CheckpointRefused(
-            source.manifest.name, f"{w.key} has fingerprint {found}, but {FINGERPRINTS} says {told}"
+            source.manifest.name, f"{w.key} has fingerprint {found}, but {FINGERPRINTS} records {saved}"
         )
     return found if same else combine(after)
 
@@ -291,7 +291,7 @@ def _verify_export(
 ) -> Exported:
     for name, fingerprint in handed.items():
         if found.get(name) != fingerprint:
-            raise OSError(f"{name} was read back with other values than were written to {folder}")
+            raise OSError(f"the values of {name} read back from {folder} differ from those written")
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     return Exported(files=files, fingerprints=found, compared=sum(w.key in source.fingerprints for w in wanted))
 

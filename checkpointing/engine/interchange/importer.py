@@ -44,7 +44,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_DEPTH = 16
 _FOREIGN = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of torch.save files: since torch 1.6, and before it (a pickled magic number)."""
+"""First bytes of torch.save files: from torch 1.6 on, and from earlier releases (a pickled magic number)."""
 
 
 def tensor_info(tensor: Tensor) -> TensorInfo:
@@ -52,7 +52,7 @@ def tensor_info(tensor: Tensor) -> TensorInfo:
 
 
 class Writable(Protocol):
-    """The part of a file, or of a sink, that values are written to."""
+    """The write interface of a file or sink."""
 
     def write(self, data: Any, /) -> int: ...
 
@@ -75,7 +75,7 @@ class ExternalTensors(Protocol):
 
 
 class SafetensorsFiles:
-    """A set of tensors from one or several safetensors files."""
+    """Tensors from one or more safetensors files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Read the headers; raises Refused if a file violates the format or two files contain the same name."""
@@ -92,7 +92,7 @@ class SafetensorsFiles:
                 raise CheckpointRefused(path.name, f"is not a safetensors file: {error}") from error
         twice = sorted(header.tensors.keys() & self.tensors.keys())
         if twice:
-            raise CheckpointRefused(path.name, f"{twice[0]} is in {self._places[twice[0]][0].name} too")
+            raise CheckpointRefused(path.name, f"{twice[0]} is also in {self._places[twice[0]][0].name}")
         for name, place in header.tensors.items():
             self.tensors[name], self._places[name] = place.info, (path, place)
 
@@ -104,7 +104,7 @@ class SafetensorsFiles:
                 stream.seek(place.start + span.start)
                 held = bytearray(stream.read(span.nbytes))
                 if len(held) != span.nbytes:
-                    raise CheckpointRefused(path.name, f"ends within {name}: it was cut off meanwhile")
+                    raise CheckpointRefused(path.name, f"ends within {name}: it was truncated meanwhile")
                 yield torch.frombuffer(held, dtype=torch.uint8).view(dtype).view(span.sizes), span.offsets
 
 
@@ -133,11 +133,11 @@ def open_safetensors(place: Path) -> SafetensorsFiles:
     mapped = _weight_map(place / INDEX_FILE)
     missing = sorted(name for name in set(mapped.values()) if not (place / name).is_file())
     if missing:
-        raise CheckpointRefused(INDEX_FILE, f"promises files that are not there: {', '.join(missing[:4])}")
+        raise CheckpointRefused(INDEX_FILE, f"lists missing files: {', '.join(missing[:4])}")
     found = SafetensorsFiles([place / name for name in sorted(set(mapped.values()))])
     absent = sorted(mapped.keys() - found.tensors.keys())
     if absent:
-        raise CheckpointRefused(INDEX_FILE, f"promises {absent[0]}, which no file holds")
+        raise CheckpointRefused(INDEX_FILE, f"lists {absent[0]}, which is in no file")
     return found
 
 
@@ -149,7 +149,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise CheckpointRefused(path.name, f"is malformed: {type(error).__name__}: {error}") from error
     for file in pairs.values():
         if "/" in file or file.startswith("."):
-            raise CheckpointRefused(path.name, f"names {file!r}, which leaves the folder")
+            raise CheckpointRefused(path.name, f"names {file!r}, which is outside the folder")
     return pairs
 
 
@@ -161,20 +161,20 @@ def load_torch(path: Path) -> Any:
         raise CheckpointRefused(path.name, _why_not_torch(path, str(error))) from error
 
 
-def _why_not_torch(path: Path, said: str) -> str:
-    """Return why torch does not load a file; torch's own advice, to run the code in it, is not repeated."""
-    found = _FOREIGN.search(said)
+def _why_not_torch(path: Path, error_text: str) -> str:
+    """Return why torch rejects a file, without torch's own advice to run the code in it."""
+    found = _FOREIGN.search(error_text)
     if found is not None:
         return f"holds a pickled object ({found[1]}): save model.state_dict() instead"
     with path.open("rb") as stream:
         head = stream.read(len(_OLD_FORMAT))
     if head.startswith(_ZIP):
-        return "is damaged, cut off, or no torch file"
+        return "is damaged, truncated, or not a torch file"
     if head == _OLD_FORMAT:
-        return "is in torch's old file format: torch.save what it holds again"
+        return "is in torch's old file format: load it and torch.save its contents again"
     if head[8:9] == b"{":  # after the length of the header
-        return "may be a safetensors file: then its name must end in .safetensors"
-    return "is no torch or safetensors file"
+        return "may be a safetensors file; if so, its name must end in .safetensors"
+    return "is not a torch or safetensors file"
 
 
 def flat(value: Any, before: str = "", depth: int = 0) -> dict[str, Tensor]:
@@ -246,7 +246,7 @@ def encode_metadata(index: Index) -> bytes:
         key: TensorStorageMetadata(TensorProperties(dtype=getattr(torch, info.dtype)), torch.Size(info.shape), [])
         for key, info in index.tensors.items()
     }
-    # Like DCP for a flat state dict: tools that rebuild a nested one look up the key's path here.
+    # As DCP does for a flat state dict: tools that rebuild a nested dict look up the key's path here.
     metadata = Metadata(state_dict_metadata={**tensors}, planner_data={key: (key,) for key in tensors})
     return metadata_bytes(metadata, index.pieces)
 
@@ -280,7 +280,7 @@ class _Writer:
             self._values(key, sink)
             sink.write(around.tail)
         except (CheckpointRefused, OSError):
-            sink.__exit__(OSError, None, None)  # given up: nothing waits for the disk
+            sink.__exit__(OSError, None, None)  # abandoned without waiting for the disk
             raise
         data = start + len(around.head)
         zero = (0,) * len(shape)
@@ -319,19 +319,19 @@ class _Writer:
                 self._progress(self._done, self._total)
         found = combine(before)
         if imported.expected_fingerprint not in (None, found):
-            reason = f"its values have fingerprint {found}, but its export wrote down {imported.expected_fingerprint}"
+            reason = f"its values have fingerprint {found}, but its export recorded {imported.expected_fingerprint}"
             raise CheckpointRefused(imported.name, reason)
         self.fingerprints[key] = combine(after)
 
 
 def _blocks(imported: ImportedTensor) -> Iterator[tuple[Tensor | None, Tensor, tuple[int, ...]]]:
-    """Yield blocks as given, as written, and their offsets: the source's rows, then zeros for missing ones."""
+    """Yield each block as read and as written, with its offsets: the source's rows, then zeros for missing rows."""
     for block, offsets in imported.external.blocks(imported.name):
         yield block, block.to(imported.dtype), offsets
     have, want = imported.external.tensors[imported.name].shape, imported.info.shape
     if have != want:
-        assert have[1:] == want[1:], "only rows can be lacking"
-        assert have[0] < want[0], "only rows can be lacking"
+        assert have[1:] == want[1:], "only rows can be missing"
+        assert have[0] < want[0], "only rows can be missing"
         for span in row_spans((want[0] - have[0], *want[1:]), imported.dtype.itemsize):
             offsets = (span.offsets[0] + have[0], *span.offsets[1:])
             yield None, torch.zeros(span.sizes, dtype=imported.dtype, device="cpu"), offsets

@@ -37,7 +37,7 @@ from checkpointing.errors import CheckpointRefused
 from checkpointing.format.read_plan import Shard, Slice, Strip, parts
 
 Wanted = Mapping[int, int]
-"""Bytes that a rank needs of each chunk, by the chunk's number."""
+"""Bytes that a rank needs from each chunk, by chunk number."""
 
 Readers = Sequence[tuple[int, ...]]
 """For every chunk, the ranks that read it."""
@@ -47,10 +47,10 @@ _NEARLY_AS_MUCH = 0.9
 
 
 def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Collection[str]]) -> Readers:
-    """Return for every chunk of all files the ranks that read it; the first one forwards what others need.
+    """Return, for every chunk, the ranks that read it; the first of them forwards what other ranks need.
 
-    `wanted` and `seen` are by rank: bytes needed of each chunk, files that the rank can read. A chunk has one reader,
-    with one exception: a chunk of which two ranks each need almost all is read by both, which is as fast as sending it.
+    `wanted` and `seen` list, by rank, the bytes needed from each chunk and the files that the rank can read. A chunk
+    has one reader, unless two ranks each need almost all of it: then both read it, which is as fast as sending it.
     Chunks that no rank needs are read too, because a checkpoint with any damage is not trusted.
     """
     loads = [0] * len(wanted)
@@ -58,7 +58,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
     open_ones: list[tuple[int, int, list[int]]] = []
     for shard in shards:
         able = [rank for rank, names in enumerate(seen) if shard.name in names]
-        assert able or not shard.count, f"nobody can read {shard.name}"
+        assert able or not shard.count, f"no rank can read {shard.name}"
         for chunk in range(shard.first, shard.first + shard.count):
             start, end = shard.span(chunk)
             candidates = _candidates(able, wanted, chunk)
@@ -71,7 +71,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
                     loads[rank] += end - start
             else:
                 open_ones.append((chunk, end - start, candidates))
-    # Chunks with one natural reader are settled by now; the rest balances the loads.
+    # Chunks with one natural reader are assigned by now; the rest balance the loads.
     for chunk, size, candidates in open_ones:
         reader = min(candidates, key=lambda rank: (loads[rank], rank))
         chosen[chunk] = (reader,)
@@ -80,7 +80,7 @@ def assign(shards: Sequence[Shard], wanted: Sequence[Wanted], seen: Sequence[Col
 
 
 def _candidates(able: list[int], wanted: Sequence[Wanted], chunk: int) -> list[int]:
-    """Return the ranks that need nearly the most of a chunk, or all that can read it if it is needed nowhere."""
+    """Return the ranks that need nearly the most of a chunk, or all that can read it if no rank needs it."""
     needs = {rank: need for rank in able if (need := wanted[rank].get(chunk, 0))}
     most = max(needs.values(), default=0)
     return [rank for rank, need in needs.items() if need >= _NEARLY_AS_MUCH * most] or able
@@ -103,7 +103,7 @@ _SMALLEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Bytes `low` to `high` of a packed slice, all of them in `chunk`."""
+    """Bytes `low` to `high` of a packed slice, all within `chunk`."""
 
     rows: Sequence[Strip]
     chunk: int
@@ -253,7 +253,7 @@ def load(
     lost = optional_keys.lost([want.surplus for want in wanted], source.index.tensors)
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise CheckpointRefused(source.name, f"has {lost[0]}{more}, which is not here", damaged=False, fits=False)
+        raise CheckpointRefused(source.name, f"has {lost[0]}{more}, which the model lacks", damaged=False, fits=False)
 
     def read() -> "ReadResult":
         _check_present(source, wanted)
@@ -308,19 +308,19 @@ def _check_present(source: LoadSource, wanted: Sequence["RankNeeds"]) -> None:
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class RankNeeds:
-    """Needs of a rank, exchanged before anything is read."""
+    """A rank's needs, exchanged before anything is read."""
 
     seen: frozenset[str]
-    by_chunk: dict[int, int]  # bytes needed of each chunk
+    by_chunk: dict[int, int]  # bytes needed from each chunk
     unique: int  # bytes needed that no other rank counts
-    plain: dict[tuple[str, int], int]  # bytes needed of values that other ranks may count too, by file and offset
+    plain: dict[tuple[str, int], int]  # bytes needed that other ranks may count too, by file and offset
     surplus: bytes  # as in OptionalKeys
 
 
 @peer_message
 @dataclass(frozen=True, kw_only=True)
 class ReadResult:
-    """Result of a rank's verified read: the slices of which other ranks must send it parts."""
+    """Result of a rank's verified read: the slices that need parts from other ranks."""
 
     bytes_read: int
     requests: "Requests"
@@ -365,7 +365,7 @@ class RankLoad:
         return RankNeeds(seen=source.seen, by_chunk=by_chunk, unique=unique, plain=plain, surplus=surplus)
 
     def expect(self, buffers: ReadBuffers, readers: Readers) -> Requests:
-        """Prepare for the data being read; return the slices of which other ranks read a part.
+        """Prepare for the data being read; return the slices that other ranks read in part.
 
         `readers` lists the ranks that read each chunk.
         """
@@ -428,7 +428,7 @@ class RankLoad:
                 receives[readers[0]].append(goal)
 
     def _sends(self, rank: int, held: ReadResult) -> list[Send]:
-        """Return what to send to a rank, in the order in which it will receive it."""
+        """Return the parts to send to a rank, in the order in which it receives them."""
         if rank == self._ranks.rank:
             return []
         return [
@@ -461,7 +461,7 @@ def _copy_some(goals: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _evenly(sizes: Sequence[int], count: int) -> list[slice]:
-    """Group neighbours into slices of about the same number of bytes; one group if there is little to do."""
+    """Group neighbours into slices of about equal size in bytes; one group if there is little to do."""
     total, groups, start, filled = sum(sizes), list[slice](), 0, 0
     least = max(_WORTH_A_THREAD, -(-total // count))
     for at, size in enumerate(sizes):
@@ -491,7 +491,7 @@ def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _first_replica(tensor: DTensor) -> bool:
-    """Return whether this rank counts a tensor's part, among all ranks that hold the same part."""
+    """Return whether this rank, of all ranks that hold the same part of a tensor, counts it."""
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     return all(
         at == 0

@@ -2,7 +2,7 @@
 
 DCP checkpoints of other tools have no digests, so they are read only if the user allows it. Their `.metadata` is
 unpickled with the same allow-list, and values are located through the records around them, whose descriptions are read
-with substitute classes. A tensor in another form than a plain row of values is left to torch.load, weights only.
+with substitute classes. A tensor not stored as a plain row of values is left to torch.load, weights only.
 """
 
 import copyreg
@@ -88,11 +88,11 @@ class AllowList(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype) or found is torch.Size:
             return found
-        raise UnsafePickle(self._name, f"{METADATA} asks for {module}.{name}, which no checkpoint needs")
+        raise UnsafePickle(self._name, f"{METADATA} requests {module}.{name}, which no checkpoint needs")
 
     def _enum_member(self, kind: Any, member: Any) -> Any:
         if kind is not self._format or member not in _MEM_FORMAT_ENCODING.__members__:
-            raise UnsafePickle(self._name, f"{METADATA} asks for an attribute {member!r}, which no checkpoint needs")
+            raise UnsafePickle(self._name, f"{METADATA} requests an attribute {member!r}, which no checkpoint needs")
         return member
 
 
@@ -215,7 +215,7 @@ def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
     """Return the numbers if they are non-negative integers and `count` of them."""
     found = tuple(numbers)
     if any(type(number) is not int or number < 0 for number in found) or count not in (None, len(found)):
-        raise ValueError(f"{found} is no place or size")
+        raise ValueError(f"{found} is not a position or size")
     return found
 
 
@@ -237,7 +237,7 @@ def _locate_piece(verified: VerifiedFile, name: str, piece: Piece) -> Piece:
         data, nbytes = locate_values(verified.read, piece.start, piece.length)
     except ValueError as error:
         raise CheckpointRefused(
-            name, f"{piece.file} has no whole frame of {piece.key} at {piece.start}: {error}"
+            name, f"{piece.file} has no complete frame of {piece.key} at {piece.start}: {error}"
         ) from error
     return replace(piece, data=data, nbytes=nbytes)
 
@@ -267,7 +267,7 @@ class _Leftover:
 
 
 def foreign_names(storage: Storage) -> list[str]:
-    """Return folders with `.metadata` that orch did not write, highest number at the end of the name first."""
+    """Return folders with `.metadata` that orch did not write, by the number at the end of the name, highest first."""
     found = []
     for name, size in storage.list("").items():
         if size is not None or parse_name(name) is not None:
@@ -293,7 +293,7 @@ def open_foreign(storage: Storage, name: str) -> LoadSource:
     pieces, odd = [], dict[int, Callable[[], Tensor]]()
     for number, piece in enumerate(index.pieces):
         if piece.file not in present:
-            raise CheckpointRefused(name, f"{METADATA} names {piece.file}, which is not there")
+            raise CheckpointRefused(name, f"{METADATA} names {piece.file}, which is missing")
         if piece.start + piece.length > present[piece.file]:
             raise CheckpointRefused(name, f"{piece.file} has no bytes {piece.start}..{piece.start + piece.length}")
         dtype = index.tensors[piece.key].dtype
@@ -332,7 +332,5 @@ def _load_piece(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor
     tensor: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     fits = isinstance(tensor, Tensor) and tensor.dtype == parse_dtype(dtype) and tuple(tensor.shape) == piece.sizes
     if not fits or tensor.layout != torch.strided:
-        raise CheckpointRefused(
-            name, f"{piece.key}: what {piece.file} holds is not the tensor that {METADATA} describes"
-        )
+        raise CheckpointRefused(name, f"{piece.key}: the tensor in {piece.file} does not match {METADATA}")
     return tensor.detach()

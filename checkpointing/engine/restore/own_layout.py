@@ -1,4 +1,4 @@
-"""The run's own save layout: checkpoints in it, on disk or in memory, need no planning before they are read.
+"""The run's own save layout. Checkpoints in this layout, on disk or in memory, are read without planning.
 
 Each rank has, or reads, the files that it would write itself, and receives from others the replicated tensors that they
 wrote for all. The fastest tier holds an earlier generation's saves that are still intact in the arena, which outlives
@@ -42,7 +42,7 @@ class SavedLayout:
 
     def __init__(self, plan: PlannedFiles) -> None:
         self.plan = plan
-        self._digests: dict[int, tuple[str, ...]] = {}  # of the index, by chunk size
+        self._digests: dict[int, tuple[str, ...]] = {}  # digests of the index, by chunk size
         self._own = {item.piece: _info(item) for item in plan.items}
         self._alone = Index({piece.key: info for piece, info in self._own.items()}, tuple(self._own))
 
@@ -94,7 +94,7 @@ class SavedLayout:
 
 
 def owners(shards: Iterable[Shard], facts: Sequence[Facts]) -> Readers:
-    """Return for every chunk the rank whose file region contains it; files without an owner belong to rank 0."""
+    """Return, for every chunk, the rank whose file region contains it; files without an owner belong to rank 0."""
     parts: dict[str, list[tuple[int, int, int]]] = {}
     for rank, told in enumerate(facts):
         for file, begin, size in told.files:
@@ -121,7 +121,7 @@ def _is_covered(tensor: Tensor, items: Sequence[Item]) -> bool:
     return bool(items) and sum(math.prod(need.sizes) for need in needs if need is not None) == local.volume
 
 
-_WORTH_IT = 8  # rewrite a buffer's templates only if at least this fraction (1/8) of it is used
+_MIN_USED_SHARE = 8  # rewrite a buffer's templates only if at least this fraction (1/8) of it is used
 
 
 class Memory:
@@ -140,7 +140,7 @@ class Memory:
         self._held: dict[str, tuple[int, BufferRecord]] = {}  # by the name of the save: buffer, record
 
     def names(self, ranks: RankGroup) -> list[str]:
-        """Return the saves of which every rank holds its part, newest first; collective."""
+        """Return the saves whose parts are held by all ranks, newest first; collective."""
         self._held = {record.name: (at, record) for at, record in self._records()}
         told = ranks.all_gather(sorted(self._held))
         common = set(told[0]).intersection(*told[1:])
@@ -156,7 +156,7 @@ class Memory:
         return self._held[name][1].step
 
     def extra(self, name: str) -> dict[str, Any]:
-        """Return the caller's own facts saved with it."""
+        """Return the caller's own facts in this save."""
         return dict(self._held[name][1].extra)
 
     def load(self, name: str, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys) -> Loaded:
@@ -192,7 +192,7 @@ class Memory:
         """Return at most one buffer without a candidate as landing memory; it may be too small for all bytes."""
         kept = {at for at, _ in self._held.values()}
         free = [at for at in range(self._arena.buffers) if at not in kept]
-        if self._write_templates is None or not free or size < self._arena.buffer_bytes // _WORTH_IT:
+        if self._write_templates is None or not free or size < self._arena.buffer_bytes // _MIN_USED_SHARE:
             return []
         self._lent.add(free[0])
         self._arena.clear(free[0])

@@ -44,7 +44,7 @@ class ReadBuffers:
     def __init__(self) -> None:
         self._blocks: list[memoryview] = []
         self._flat: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._at: dict[int, tuple[int, int]] = {}  # chunk -> block, and what to add to an offset in the file
+        self._at: dict[int, tuple[int, int]] = {}  # chunk -> block, and the number to add to a file offset
 
     @classmethod
     def allocate(cls, shards: Sequence[Shard], chunks: Iterable[int], lend: Lend) -> "ReadBuffers":
@@ -97,7 +97,7 @@ class ReadBuffers:
         return whole[:size], whole
 
     def flat(self, chunk: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, int]:
-        """Return a chunk's memory as values, and the bytes to add to an offset in its file to find it there."""
+        """Return a chunk's memory as values, and the number to add to a file offset to get its position there."""
         block, delta = self._at[chunk]
         if (block, dtype) not in self._flat:
             self._flat[block, dtype] = torch.frombuffer(self._blocks[block], dtype=dtype)
@@ -153,7 +153,7 @@ class _File:
                 return self._stream_into(view, offset)
         done = 0
         if self._direct >= 0 and offset % PAGE == 0 and not self._is_cached(offset):
-            done = min(self._past_the_cache(room, offset), len(view))
+            done = min(self._read_directly(room, offset), len(view))
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done : done + READ]], offset + done)
             if count == 0:
@@ -170,7 +170,7 @@ class _File:
         except OSError:
             return False
 
-    def _past_the_cache(self, room: memoryview, offset: int) -> int:
+    def _read_directly(self, room: memoryview, offset: int) -> int:
         done = 0
         while done < len(room) and done % PAGE == 0:
             try:

@@ -1,4 +1,4 @@
-"""Restore of one named checkpoint of any run without changing it, for restore tests.
+"""Restores one named checkpoint of any run without changing it, for restore tests.
 
 The loaded values are compared with the fingerprints taken at save, in every copy of a tensor: a plain tensor by its own
 rank, a DTensor by the ranks of its mesh together.
@@ -32,8 +32,8 @@ from checkpointing.verification.verify import read_fingerprints, read_sealed
 class ShardFingerprint:
     """A rank's shard of a DTensor: its position, and `sums`, its contribution to the fingerprint.
 
-    `first_rank` is the lowest rank of the DTensor's mesh; ranks with the same one hold one copy together. `whole` is
-    the number of values of the whole tensor.
+    `first_rank` is the lowest rank of the DTensor's mesh; ranks with the same `first_rank` hold one copy together.
+    `whole` is the number of values of the whole tensor.
     """
 
     first_rank: int
@@ -46,7 +46,7 @@ class ShardFingerprint:
 @peer_message
 @dataclass(frozen=True)
 class RankFingerprints:
-    """Fingerprints of one rank: of its differing plain tensors, and of all its shards."""
+    """One rank's fingerprints: those of its differing plain tensors and of all its shards."""
 
     differing: dict[str, str]
     shards: dict[str, ShardFingerprint]
@@ -71,8 +71,8 @@ def differing_tensors(
     `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises Refused on every rank if one of them
     could not compute its fingerprints.
     """
-    told = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
-    mine: list[str] | Failed | None = None if told is None else result_or_failed(lambda: _lines(name, told, saved))
+    parts = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
+    mine: list[str] | Failed | None = None if parts is None else result_or_failed(lambda: _lines(name, parts, saved))
     lines: list[str] | Failed = ranks.broadcast(mine)
     if isinstance(lines, Failed):
         raise CheckpointRefused(name, lines.reason, damaged=False)
@@ -92,9 +92,9 @@ def _rank_fingerprints(rank: int, tensors: Mapping[str, Tensor], saved: Mapping[
     return RankFingerprints(differing, shards)
 
 
-def _lines(name: str, told: Sequence[RankFingerprints | Failed], saved: Mapping[str, str]) -> list[str]:
+def _lines(name: str, parts: Sequence[RankFingerprints | Failed], saved: Mapping[str, str]) -> list[str]:
     reports: list[RankFingerprints] = []
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(parts):
         if isinstance(each, Failed):
             raise CheckpointRefused(name, f"rank {rank}: {each.reason}", damaged=False)
         reports.append(each)
@@ -121,7 +121,7 @@ def _shard_faults(reports: Sequence[RankFingerprints], saved: Mapping[str, str])
         held = sum(math.prod(sizes) for _, sizes in places)
         found = combine(places.values())
         if any(places[shard.offsets, shard.sizes] != shard.sums for shard in shards):
-            yield key, f"ranks that hold the same shard of it hold other values (mesh of rank {first_rank})"
+            yield key, f"ranks with the same shard hold different values (mesh of rank {first_rank})"
         elif held != shards[0].whole:
             yield key, f"the mesh of rank {first_rank} holds {held} of its {shards[0].whole} values"
         elif found != saved.get(key):
@@ -129,14 +129,14 @@ def _shard_faults(reports: Sequence[RankFingerprints], saved: Mapping[str, str])
 
 
 def _at_save(key: str, saved: Mapping[str, str]) -> str:
-    return f"at save it was {saved[key]}" if key in saved else "at save none was taken"
+    return f"but was {saved[key]} at save" if key in saved else "but none was taken at save"
 
 
 class ReadOnlyCheckpoint:
     """The checkpoint `name` in the folder or URL `place`, as a replacement for a `Checkpointer` that never saves.
 
-    It writes and deletes nothing, starts no process and takes no memory for saves. All ranks call the same methods in
-    the same order; `place` must show the whole checkpoint to each of them.
+    It writes and deletes nothing, starts no process and allocates no memory for saves. All ranks call the same methods
+    in the same order, and each must see the whole checkpoint in `place`.
     """
 
     committed_step: int | None = None
@@ -217,7 +217,7 @@ class ReadOnlyCheckpoint:
         trained: Collection[str] = (),
     ) -> bool:
         """Raise RuntimeError."""
-        raise RuntimeError(f"step {step} is not saved: {self._name} was opened to be read only")
+        raise RuntimeError(f"step {step} is not saved: {self._name} was opened read-only")
 
     def before_optimizer_step(self) -> None:
         """Return at once, because no copy reads the tensors."""

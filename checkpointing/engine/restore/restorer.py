@@ -129,7 +129,7 @@ class Restored:
 
 
 class Restorer:
-    """Search for a loadable checkpoint; all ranks take every decision together, so all load the same one.
+    """Searches for a loadable checkpoint. All ranks make every decision together, so all load the same one.
 
     `memory` may be set at any time before `run`.
     """
@@ -162,10 +162,10 @@ class Restorer:
         refusals: list[CheckpointRefused] = []
         found, missing = self._candidates()
         for name in missing:
-            refusals.append(CheckpointRefused(name, "not there, although this attempt is to inherit it", damaged=False))
+            refusals.append(CheckpointRefused(name, "missing, although this attempt should inherit it", damaged=False))
             self._refuse(refusals[-1], None)
         for name in newer_names(self._optional_names, found):
-            reason = "not found: it was deleted, or is on the disk of another node"
+            reason = "not found: it was deleted, or is on another node's disk"
             self._refuse(CheckpointRefused(name, reason, damaged=False), None)
         found = self._without_corrupt(found, refusals)
         ordered = self._without_suspects(found)
@@ -201,7 +201,7 @@ class Restorer:
         foreign = [candidate for candidate in names if candidate.foreign]
         missing = newer_names(self._required_names, found)
         if missing and (absent := self._ranks.broadcast(absent_paths(self._places) if self._ranks.leads else [])):
-            reason = f"not there, and the tier {absent[0]} has no folder on the node of rank 0"
+            reason = f"missing, and the tier {absent[0]} has no folder on rank 0's node"
             raise NothingVerifies([CheckpointRefused(name, reason, damaged=False) for name in missing], touched=False)
         return sorted(found, key=rank_candidate) + sorted(foreign, key=rank_candidate), missing
 
@@ -271,7 +271,7 @@ class Restorer:
         doubted = [candidate for candidate in found if candidate.step in self._suspects]
         if trusted:
             for step in sorted({candidate.step for candidate in doubted}, reverse=True):
-                reason = "left out: the same failure came twice after loading it"
+                reason = "skipped: the same failure occurred twice after loading it"
                 self._emit_event("checkpoint.suspect", step=step, reason=reason)
         return [*trusted, *doubted]
 
@@ -303,9 +303,9 @@ class Restorer:
                         continue
                     refusals.append(refusal)
                     self._refuse(refusal, candidate)
-            deadline = deadline or time.monotonic() + LATE_S  # a first try may take long
-            again = restored is None and bool(unread) and time.monotonic() < deadline
-            if not self._ranks.broadcast(again):  # the ranks' clocks differ
+            deadline = deadline or time.monotonic() + LATE_S  # the first try may take a long time
+            retry = restored is None and bool(unread) and time.monotonic() < deadline
+            if not self._ranks.broadcast(retry):  # the ranks' clocks differ
                 break
             time.sleep(_PATIENCE_S)
             copies = [candidate for candidate, _ in unread]
@@ -384,7 +384,7 @@ class Restorer:
     def _agree_on_manifest(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
         """Return the manifest and the index, the same on all ranks; raises Refused on all of them.
 
-        No index is returned for a checkpoint in the run's own layout, which is known already.
+        No index is returned for a checkpoint in the run's own layout, whose index is already known.
         """
         ranks = self._ranks
         if place.shared:

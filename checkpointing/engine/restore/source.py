@@ -53,7 +53,7 @@ class OptionalKeys:
 
 
 ONLY_RNG = OptionalKeys()
-"""Only states of random generators may be missing."""
+"""Only random generator states may be missing."""
 
 NO_OPTIMIZER_STATE = "optimizer/fresh/state"
 """Marker in imported weights: the optimizer state is missing on purpose."""
@@ -92,7 +92,7 @@ def local_box(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # A rank outside of the mesh has neither values nor offsets.
+    # A rank outside the mesh has neither values nor offsets.
     return Box(
         tuple(offsets) or (0,) * tensor.dim(), tuple(sizes) if offsets or not tensor.dim() else (0,) * tensor.dim()
     )
@@ -157,7 +157,7 @@ class SliceBytes(NamedTuple):
     chunks: range
 
     def by_chunk(self) -> Iterator[tuple[int, int]]:
-        """Yield how many of the bytes are in which chunk."""
+        """Yield the number of these bytes in each chunk."""
         if len(self.chunks) == 1:
             yield self.chunks[0], self.nbytes
         else:
@@ -209,11 +209,11 @@ def _check_fit(source: LoadSource, key: str, tensor: Tensor) -> None:
     saved = source.index.tensors[key]
     if saved.shape != tuple(tensor.shape):
         raise CheckpointRefused(
-            source.name, f"{key} has shape {saved.shape} in it, {tuple(tensor.shape)} here", damaged=False, fits=False
+            source.name, f"{key} has shape {saved.shape}, {tuple(tensor.shape)} here", damaged=False, fits=False
         )
     if parse_dtype(saved.dtype) != tensor.dtype:
         raise CheckpointRefused(
-            source.name, f"{key} is torch.{saved.dtype} in it, {tensor.dtype} here", damaged=False, fits=False
+            source.name, f"{key} is torch.{saved.dtype}, {tensor.dtype} here", damaged=False, fits=False
         )
 
 
@@ -238,7 +238,7 @@ def locate_slice(source: LoadSource, need: Slice) -> SliceBytes:
     if piece.data + piece.nbytes > shard.size:
         raise CheckpointRefused(source.name, f"{piece.file} has no bytes {piece.data}..{piece.data + piece.nbytes}")
     if piece.nbytes != math.prod(piece.sizes) * dtype.itemsize:
-        raise CheckpointRefused(source.name, f"{piece.key}: {piece.nbytes} bytes are not its values")
+        raise CheckpointRefused(source.name, f"{piece.key}: {piece.nbytes} bytes do not match its size")
     if need.sizes == piece.sizes:
         rows = [Strip(piece.data, 1, piece.nbytes, piece.nbytes)]
         return SliceBytes(shard, rows, piece.nbytes, shard.chunks(piece.data, piece.data + piece.nbytes))

@@ -95,7 +95,7 @@ class Flusher:
     def drain(self, timeout: float | Callable[[], float]) -> bool:
         """Copy the newest checkpoint to every tier regardless of `every`; return False on timeout.
 
-        A tier that fails is retried until then.
+        A tier that fails is retried until the timeout.
 
         `timeout` is in seconds, or a function that is called once a second and returns the seconds left; all ranks use
         rank 0's value.
@@ -129,13 +129,13 @@ class Flusher:
                 self._signal()
             self._thread.join(timeout)
             if self._thread.is_alive():
-                _log.warning("a checkpoint tier does not answer; the next start goes on with what is not copied yet")
+                _log.warning("a checkpoint tier does not respond; the next start copies the remaining checkpoints")
                 return  # the group is in use
             self._thread = None
         self._ranks.close()
 
     def _signal(self) -> int:
-        """Count a signal; all ranks give the same number to a signal, whenever they receive it."""
+        """Count a signal; its number is the same on all ranks, whenever they receive it."""
         self._signals += 1
         self._changed.notify_all()
         return self._signals
@@ -160,7 +160,7 @@ class Flusher:
         if closing:
             return False
         arrived = []
-        # The same order on all ranks: tiers that did not answer or were too slow come last.
+        # The same order on all ranks: tiers that did not respond or were too slow come last.
         for target in sorted(range(1, len(self._tiers)), key=lambda target: target in self._stuck):
             arrived.append(self._serve_tier(target, everything))
             self._reached[target] = upto

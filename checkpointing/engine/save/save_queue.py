@@ -1,4 +1,4 @@
-"""The save queue: one save after another in its own thread, with the agreement before each."""
+"""The save queue: runs one save after another in its own thread, each after an agreement of the ranks."""
 
 import collections
 import logging
@@ -78,7 +78,7 @@ class SaveQueue:
         ended: Callable[[SaveJob, SavedCheckpoint | SaveFailed], None],
         pauses: Sequence[float] = RETRY_PAUSES,
     ) -> None:
-        """Create a queue; `ended` is called with each job and its result or failure; its buffers are then free."""
+        """Create a queue; `ended` is called with each job and its result or failure, once its buffers are free."""
         self._saver, self._ranks, self._emit, self._ended, self._pauses = saver, ranks, emit, ended, pauses
         self._jobs: collections.deque[SaveJob] = collections.deque()
         self._changed = threading.Condition()
@@ -136,7 +136,7 @@ class SaveQueue:
 
     def _die(self, job: SaveJob, error: Exception) -> None:
         """Release everything that waits: callers of `wait`, training that fills buckets, other ranks."""
-        _log.error("the thread that saves has ended", exc_info=error)
+        _log.error("the save thread has ended", exc_info=error)
         with self._changed:
             self._dead = True
             jobs = [job, *self._jobs]
@@ -186,7 +186,7 @@ class SaveQueue:
             self._emit("checkpoint.failed", {"step": job.step, "reason": reason, "bytes": job.plan.size})
 
     def _decide_retry(self, job: SaveJob, failure: SaveFailed, tries: int) -> bool:
-        """Decide on a retry on rank 0 for all ranks; an error while deciding or emitting the event means no."""
+        """Decide on a retry on rank 0 for all ranks; an error while deciding or emitting the event means no retry."""
         return result_or_failed(lambda: self._should_retry(job, failure, tries)) is True
 
     def _should_retry(self, job: SaveJob, failure: SaveFailed, tries: int) -> bool:
@@ -199,7 +199,7 @@ class SaveQueue:
         return self._pause(self._pauses[tries])
 
     def _pause(self, seconds: float) -> bool:
-        """Return False as soon as a newer save waits; shorter while a caller waits for this one."""
+        """Pause, but less while a caller waits for this save; return False as soon as a newer save is queued."""
         start = time.monotonic()
         with self._changed:
             while not self._jobs:

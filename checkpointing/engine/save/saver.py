@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """The part of a writer link that saves and copies to further tiers use."""
+    """The subset of a writer link used by saves and by copies to further tiers."""
 
     arena: Arena
 
@@ -75,7 +75,7 @@ class _Submitted:
 
     writes: "list[tuple[Bucket, Future[WriteResult]]]" = field(default_factory=list)
     described: "list[Future[FileEntry]]" = field(default_factory=list)
-    report: InspectionReport | Failed = field(default_factory=lambda: Failed("nothing was handed over"))
+    report: InspectionReport | Failed = field(default_factory=lambda: Failed("nothing was submitted"))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class SavedCheckpoint:
 
 
 class CheckpointSaver:
-    """Runner of one save at a time; every rank of the group calls `run` for the same step."""
+    """Runs one save at a time; every rank of the group calls `run` for the same step."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class CheckpointSaver:
             None if reports is None else result_or_failed(lambda: self._judge_state(job, name, reports, described))
         )
         if self._ranks.broadcast(_refusal(judgement) is not None):
-            self._forget(job)  # now: the write may take long, and a restart meanwhile would prefer the copy in memory
+            self._forget(job)  # now: the write may be slow, and a restart meanwhile would prefer the copy in memory
         everything = self._ranks.gather(result_or_failed(lambda: self._written(job, submitted)))
         manifest: Manifest | Failed | None = None
         if everything is not None:
@@ -139,7 +139,7 @@ class CheckpointSaver:
             # It is committed: a failed event must not make one rank believe otherwise.
             not_emitted = result_or_failed(lambda: self._emit_saved(job, saved, accepted))
             if isinstance(not_emitted, Failed):
-                _log.error("%s is committed, which could not be told: %s", name, not_emitted.reason)
+                _log.error("%s is committed, but its event could not be written: %s", name, not_emitted.reason)
         return saved
 
     # ---- naming
@@ -170,7 +170,7 @@ class CheckpointSaver:
 
     def _ensure_writer(self) -> None:
         if not self.writer.alive:
-            _log.warning("the checkpoint writer is gone; another one is started")
+            _log.warning("the checkpoint writer is gone; starting another")
             self.writer = self.writer.replacement()
 
     def _submit_parts(self, job: SaveJob, name: str, submitted: _Submitted) -> InspectionReport:
@@ -193,7 +193,7 @@ class CheckpointSaver:
         return inspection.report(job.staged.replicas())
 
     def _describe(self, job: SaveJob, name: str) -> "list[Future[FileEntry]]":
-        """Have rank 0's writer put the two files that describe the layout while the data is written."""
+        """Have rank 0's writer write the two files that describe the layout, in parallel with the data."""
         blobs = ((METADATA, job.plan.metadata), (INDEX, job.plan.index))
         return [
             self.writer.put(self._place.catalog.place, name, file, blob) for file, blob in blobs if blob is not None
@@ -240,7 +240,7 @@ class CheckpointSaver:
     def _judge_state(
         self, job: SaveJob, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]"
     ) -> StateJudgement:
-        """Judge the state on rank 0 and write the fingerprints while the data is written; raises UnsavableState."""
+        """Judge the state on rank 0 and write the fingerprints in parallel with the data; raises UnsavableState."""
         failed = _failures(reports)
         if failed is not None:
             raise failed.error(job.step)

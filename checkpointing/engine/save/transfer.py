@@ -43,16 +43,16 @@ class BoundedTier:
         return self.run_within(self._seconds, lambda: act(*args, **kwargs))
 
     def run_within(self, seconds: float, act: Callable[[], T]) -> T:
-        """Like `run`, with another limit."""
+        """Like `run`, with a different limit."""
         self.check()
         future = self._threads.start(lambda _: act())
         try:
             return future.result(seconds)
         except TimeoutError:
-            if future.done():  # its own error
+            if future.done():  # raised by `act`
                 raise
         self.abandon(future)
-        raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has not answered for {seconds:.0f} s")
+        raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has not responded for {seconds:.0f} s")
 
     def abandon(self, future: "Future[Any]") -> None:
         """Stop waiting for an access; no other access begins here before it has ended."""
@@ -61,13 +61,13 @@ class BoundedTier:
     def check(self) -> None:
         """Raise OSError (ETIMEDOUT) while an abandoned access is still running."""
         if self.stuck:
-            raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has still not answered an earlier access")
+            raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has still not responded to an earlier access")
 
 
 @peer_message
 @dataclass(frozen=True)
 class TransferFailure:
-    """Reason why a checkpoint did not arrive; `stuck` if an access did not answer, `bad` if the source is damaged."""
+    """Reason why a checkpoint did not arrive; `stuck` if an access did not return, `bad` if the source is damaged."""
 
     reason: str
     stuck: bool = False
@@ -110,8 +110,8 @@ class FlushState:
     def report_late(self, tier: ResolvedTier, first: ResolvedTier) -> None:
         """Report that time ran out before the newest checkpoint was copied from the `first` tier."""
         reason = (
-            f"the newest checkpoint is not known to be in {tier.path}: there was no time left to copy it from "
-            f"{first.path}, where the next start finds it"
+            f"the newest checkpoint may be missing from {tier.path}: there was no time left to copy it from "
+            f"{first.path}, where the next start will find it"
         )
         self._emit_of_latest("checkpoint.failed", tier, reason)
 
@@ -198,7 +198,7 @@ class TierTransfer:
             if all(outcome is not None for outcome in outcomes):
                 return outcomes
             if any(closing for _, closing in reports):
-                return [TransferFailure("given up for now: the run ends")]
+                return [TransferFailure("abandoned for now: the run is ending")]
             if time.monotonic() >= report_at:
                 report_at = math.inf
                 waiting = ", ".join(str(rank) for rank, outcome in enumerate(outcomes) if outcome is None)
@@ -236,7 +236,7 @@ class TierTransfer:
             if time.monotonic() < late:
                 return None
             self._tiers[route.target].abandon(begun)
-            return TransferFailure(f"rank {self._ranks.rank}: the copy does not come to an end", stuck=True)
+            return TransferFailure(f"rank {self._ranks.rank}: the copy does not finish", stuck=True)
         copied = result_or_transfer_failure(begun.result)
         if isinstance(copied, TransferFailure):
             return TransferFailure(f"rank {self._ranks.rank}: {copied.reason}", copied.stuck, copied.bad)
@@ -258,7 +258,7 @@ class TierTransfer:
         while missing := _missing(storage, manifest.name, expected):
             # Shared file systems may show names and sizes late.
             if time.monotonic() >= late or self._state.closing:
-                raise OSError(errno.ENOENT, f"{manifest.name}/{missing[0]} is not there although it was copied")
+                raise OSError(errno.ENOENT, f"{manifest.name}/{missing[0]} is missing although it was copied")
             time.sleep(_POLL_SECONDS)
         return seal(storage, manifest, self._owner.fence, time.time())
 

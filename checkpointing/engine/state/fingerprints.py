@@ -4,8 +4,8 @@ A tensor is read as a matrix of words (32, 16 or 8 bits, by the width of its val
 dimension, column = index in the rest. Every row and every column has an odd weight, derived from its global number. The
 two weighted sums modulo 2^32 are linear, so the contributions of the shards add up to the fingerprint of the whole.
 
-Fingerprints distinguish a stale, torn or misplaced tensor from the right one. They are not digests; every byte has a
-digest besides. The highest bit of a 32-bit word contributes 2^31 for any odd weight. An even number of changed signs in
+Fingerprints distinguish a stale, torn or misplaced tensor from the right one. They are not digests; every byte also
+has a digest. The highest bit of a 32-bit word contributes 2^31 for any odd weight. An even number of changed signs in
 an otherwise equal tensor of 4- or 8-byte floats therefore leaves both sums unchanged: a tensor and its negative can
 have the same fingerprint.
 """
@@ -26,7 +26,7 @@ _ROW_SEED, _COLUMN_SEED = 0x1B873593, 0x5BD1E995
 
 
 def word_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the integer type as which values of this dtype are read."""
+    """Return the integer type used to read values of this dtype."""
     if dtype.itemsize >= 4:
         return torch.int32
     return torch.int16 if dtype.itemsize == 2 else torch.uint8
@@ -51,7 +51,7 @@ def _low_weights(index: Tensor, seed: int) -> Tensor:
 
 
 def _weights(index: Tensor, seed: int) -> Tensor:
-    """Return weights as the product of one for an index's high and one for its low bits, cheap for long ranges."""
+    """Return each weight as the product of weights for the index's high and low bits; cheap for long ranges."""
     return _low_weights(index & (_SPAN - 1), seed) * _mix(index // _SPAN, ~seed & _MASK)
 
 
@@ -154,7 +154,7 @@ def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, 
 
 
 def partial(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
-    """Return the contribution of a part at `offsets` of a tensor of this shape."""
+    """Return the contribution of a part at `offsets` in a tensor of this shape."""
     form = PieceSpec.create(local.dtype, local.shape, offsets, shape)
     values = local.detach().cpu().contiguous().resolve_conj().resolve_neg()
     words = values.reshape(-1).view(word_type(local.dtype)).reshape(1, form.rows, form.columns)

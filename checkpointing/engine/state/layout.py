@@ -58,7 +58,7 @@ def template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
     made = _small_template(dtype, shape) if nbytes <= _SMALL else _large_template(dtype, shape, nbytes)
     if made.nbytes != nbytes or len(made.head) % ALIGNMENT:
         raise RecordFormatError(
-            f"torch {torch.__version__} lays a {dtype} tensor of shape {shape} out in an unknown way"
+            f"torch {torch.__version__} uses an unknown layout for a {dtype} tensor of shape {shape}"
         )
     return made
 
@@ -73,7 +73,7 @@ def placeholder_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """Leave out the checksums of records, which torch itself does not check; the manifest has better ones."""
+    """Omit record checksums, which torch itself does not check; the manifest has better ones."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -83,10 +83,10 @@ def without_checksums() -> Iterator[None]:
 
 
 def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
-    """Return a template cut from a real file, after comparing it with a real file of other values."""
-    zeros, others = torch.zeros(shape, dtype=dtype, device="cpu"), _bytes_of_its_own(dtype, shape)
+    """Return a template cut from a real file, after comparing it with a file of different values."""
+    zeros, others = torch.zeros(shape, dtype=dtype, device="cpu"), _alternating_tensor(dtype, shape)
     saved = _save_to_bytes(zeros)
-    start, nbytes = _place_of_values(saved)
+    start, nbytes = _locate_values(saved)
     made = RecordTemplate(saved[:start], nbytes, saved[start + nbytes :])
     values = bytes(others.reshape(-1).view(torch.uint8).tolist()) if nbytes else b""
     if made.head + values + made.tail != _save_to_bytes(others):
@@ -96,7 +96,7 @@ def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplat
     return made
 
 
-def _bytes_of_its_own(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _alternating_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     numel = math.prod(shape)
     # Zeros and ones only: any other byte would be an invalid bool.
     pattern = (torch.arange(numel * dtype.itemsize, device="cpu") % 2).to(torch.uint8)
@@ -110,7 +110,7 @@ def _save_to_bytes(tensor: Tensor) -> bytes:
     return stream.getvalue()
 
 
-def _place_of_values(saved: bytes) -> tuple[int, int]:
+def _locate_values(saved: bytes) -> tuple[int, int]:
     """Return the offset and size of the values in a torch.save file."""
     try:
         return locate_values(make_reader(io.BytesIO(saved)), 0, len(saved))
@@ -119,7 +119,7 @@ def _place_of_values(saved: bytes) -> tuple[int, int]:
         raise RecordFormatError(reason) from error
 
 
-class _Around:
+class _ValueSkipper:
     """File object that keeps everything except the values, which it never reads."""
 
     def __init__(self, nbytes: int) -> None:
@@ -146,12 +146,12 @@ def _large_template(dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> 
     """Return the template of a large tensor: torch writes the values in one piece, and the template is the rest."""
     small_enough = tuple(min(length, 2) for length in shape)
     template(dtype, small_enough)  # the checks that need memory, on a smaller tensor
-    around = _Around(nbytes)
+    skipper = _ValueSkipper(nbytes)
     with without_checksums():
-        torch.save(placeholder_tensor(dtype, shape), cast(IO[bytes], around))
-    if not around.whole:
+        torch.save(placeholder_tensor(dtype, shape), cast(IO[bytes], skipper))
+    if not skipper.whole:
         raise RecordFormatError(f"torch {torch.__version__} does not write a large tensor's values in one piece")
-    head, tail = around.halves
+    head, tail = skipper.halves
     return RecordTemplate(bytes(head), nbytes, bytes(tail))
 
 
@@ -162,7 +162,7 @@ FileSpan = tuple[str, int, int]
 @peer_message
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share of a tensor to write: `shape` values from `offsets` on of a tensor of shape `whole`.
+    """A rank's share of a tensor to write: `shape` values from `offsets` on in a tensor of shape `whole`.
 
     `within` is their start in the rank's own part of the tensor.
     """
@@ -240,7 +240,7 @@ class PlannedFiles:
 
 
 def file_name(rank: int, number: int) -> str:
-    """Return DCP's own name for a file of a rank."""
+    """Return the name that DCP gives a rank's file."""
     return f"__{rank}_{number}.distcp"
 
 
@@ -300,7 +300,7 @@ def _room(share: Share) -> int:
 
 
 def _divide_evenly(shares: Sequence[Share], files: int) -> Iterator[list[Share]]:
-    """Yield groups of neighbours of about the same number of bytes."""
+    """Yield groups of neighbours of about equal size in bytes."""
     total = sum(map(_room, shares))
     group: list[Share] = []
     passed, number = 0, 1
@@ -328,20 +328,20 @@ def _fill_windows(shares: Iterable[Share], window: int) -> Iterator[list[Share]]
 
 
 def _place_items(shares: Iterable[Share], name: str, offset: int) -> tuple[list[Item], int]:
-    """Return the items of one file that begins at `offset` of the buffer, and the file's size."""
+    """Return the items of one file that begins at `offset` in the buffer, and the file's size."""
     items, start = [], 0
     for share in shares:
-        around = share.template
-        values = start + len(around.head)
+        record = share.template
+        values = start + len(record.head)
         piece = Piece(
             key=share.key,
             file=name,
             offsets=share.offsets,
             sizes=share.shape,
             start=start,
-            length=around.length,
+            length=record.length,
             data=values,
-            nbytes=around.nbytes,
+            nbytes=record.nbytes,
         )
         items.append(Item(share, offset + values, piece))
         start += _room(share)

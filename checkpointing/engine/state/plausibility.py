@@ -18,7 +18,7 @@ from checkpointing.engine.state.fingerprints import PieceSpec, blocks, combine, 
 from checkpointing.engine.state.layout import Item
 
 _ROUNDED_SUM = (torch.float16,)
-"""Types whose own sums overflow early."""
+"""Types whose sums overflow early in their own precision."""
 
 
 @peer_message
@@ -38,7 +38,7 @@ class Inspection:
     """Fingerprint parts and findings of one rank, collected part by part."""
 
     def __init__(self, trained_keys: Collection[str] = ()) -> None:
-        """Create an inspection; of the weights, only those in `trained_keys` are checked for NaN."""
+        """Create an inspection that checks the weights in `trained_keys` for NaN."""
         self._trained_keys = trained_keys
         self._partials = bytearray()
         self._broken: list[tuple[str, int]] = []
@@ -83,7 +83,7 @@ def piece_spec(item: Item) -> PieceSpec:
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Yield neighbours of one form, as long as they are at a constant distance."""
+    """Yield runs of neighbours with equal form and constant distance."""
     for _, alike in groupby(items, piece_spec):
         batch: list[Item] = []
         for item in alike:
@@ -131,7 +131,7 @@ class StateJudgement:
 
 
 class PlausibilityJudge:
-    """Judge of every state before its commit; decides on rank 0."""
+    """Judges every state before its commit, on rank 0."""
 
     def __init__(self, mode: str = REFUSE) -> None:
         """Create a judge; `mode` is `refuse`, `warn` or `off`."""

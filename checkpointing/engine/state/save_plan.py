@@ -205,7 +205,7 @@ def _plan_message(plan: SavePlan) -> LocalPlan:
 
 
 def _save_plan(plan: LocalPlan) -> SavePlan:
-    """Return the plan in the form that torch's planner takes."""
+    """Return the plan in the form that torch's planner accepts."""
     return SavePlan([_write_item(item) for item in plan.items], planner_data={key: (key,) for key in plan.keys})
 
 
@@ -218,7 +218,7 @@ def _kept_item_numbers(before: SavePlan, after: SavePlan) -> tuple[int, ...]:
 def _planned_item(item: WriteItem) -> PlannedItem:
     data = item.tensor_data
     if data is None or data.properties.memory_format != torch.contiguous_format:
-        raise ValueError(f"{item.index.fqn}: is no dense tensor to torch's planner")
+        raise ValueError(f"{item.index.fqn}: torch's planner does not treat it as a dense tensor")
     return PlannedItem(
         key=item.index.fqn,
         sharded=item.type == WriteItemType.SHARD,
@@ -288,7 +288,7 @@ def find_replicas(plans: Sequence[LocalPlan]) -> tuple[tuple[str, ...], ...]:
 
 
 def _decide_items(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
-    """Return for each rank the numbers of the items that it writes, and the metadata of all items."""
+    """Return, for each rank, the numbers of the items that it writes, and the metadata of all items."""
     plans = [_save_plan(each) for each in told]
     agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
     return [_kept_item_numbers(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
@@ -309,21 +309,21 @@ def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
     with torch.no_grad():
         checked = {key: _check_tensor(key, tensor).detach() for key, tensor in sorted(tensors.items())}
         plan = create_default_local_save_plan(checked, is_coordinator=False)
-    # Like DCP for a flat state dict: tools that rebuild a nested one look up the key's path here.
+    # As DCP does for a flat state dict: tools that rebuild a nested dict look up the key's path here.
     return replace(plan, planner_data={key: (key,) for key in checked})
 
 
 def _check_tensor(key: str, tensor: Tensor) -> Tensor:
     """Return the tensor; raises ValueError if its values cannot be copied into a file and back."""
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{key}: a {type(tensor).__name__} is no tensor; put it into `extra`")
+        raise ValueError(f"{key}: a {type(tensor).__name__} is not a tensor; put it into `extra`")
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{key}: a partial DTensor has no value before it is reduced")
         _check_tensor(key, tensor._local_tensor)
         return tensor
     if tensor.is_meta:
-        raise ValueError(f"{key}: a tensor on the meta device has no values: give it some, or set it to None")
+        raise ValueError(f"{key}: a tensor on the meta device has no values: materialize it, or set it to None")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise ValueError(f"{key}: a {kind} tensor cannot be saved, only dense tensors can")

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 Fits = Callable[[], bool]
 
 _LATER = 0.25
-"""Seconds that bound the change of one tensor, and a copy of all of them, even on a busy machine.
+"""Upper bounds in seconds for the change of one tensor and for a copy of all tensors, even on a busy machine.
 
 The copying thread may lose its core in the middle. A caller that settles ends this wait.
 """
@@ -115,7 +115,7 @@ def _versions(sources: Sequence[Tensor]) -> list[int] | None:
 
 
 class Copier:
-    """Runner of copies: in the caller's thread, or in its own thread if they are lazy."""
+    """Runs copies in the caller's thread, or in its own thread if they are lazy."""
 
     def __init__(self, *, lazy: bool, gpu: torch.device | None) -> None:
         """Create a copier; `gpu` is the device of the tensors, None for host memory."""
@@ -194,7 +194,7 @@ _dtype, _nbytes = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
 
 
 class Structure:
-    """Identity of a state: keys, dtypes, shapes and placements; cheap to match when the same tensors come again."""
+    """Identity of a state: keys, dtypes, shapes and placements; cheap to match when tensors are passed again."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._keys, self._known = list(tensors), list(tensors.values())
@@ -209,7 +209,7 @@ class Structure:
     def match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
         """Return this rank's part of every tensor in key order, or None if the structure differs.
 
-        Does not check what `fits` checks, which takes a tenth of the copy's time for small tensors.
+        Omits the check in `fits`, which takes a tenth of the copy's time for small tensors.
         """
         if self._outgrown or list(tensors) != self._keys:
             return None
@@ -327,7 +327,7 @@ class Staged:
 
 
 class Stager:
-    """Views of an arena's buffers for one plan, and the copying of states into them."""
+    """Views of an arena's buffers for one plan; copies states into them."""
 
     def __init__(self, arena: Arena, plan: AgreedPlan, structure: Structure, mode: str) -> None:
         """Write the templates into the arena; `mode` is `block` or `lazy`. WARNING: no order may be in flight."""
@@ -354,7 +354,7 @@ class Stager:
         return self._structure.match(tensors)
 
     def stage(self, parts: Sequence[Tensor], *, compare: bool = True) -> Staged:
-        """Copy the state, or start to; a failure appears when the copy is waited for.
+        """Copy the state, or start copying it; a failure is known once the copy has been waited for.
 
         With buckets, this only prepares the state; `stage_buckets` copies it. `compare`: also digest the values that
         other ranks hold.
@@ -370,7 +370,7 @@ class Stager:
         return staged
 
     def stage_buckets(self, staged: Staged, parts: Sequence[Tensor]) -> None:
-        """Copy the parts of a plan with buckets until the last one is copied; another thread must empty them."""
+        """Copy all parts of a plan with buckets, one after another; another thread must empty the buckets."""
         if self.plan.whole:
             return
         of = {item: parts[at] for item, at in zip(self.plan.items, self._sources, strict=True)}

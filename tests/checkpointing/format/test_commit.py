@@ -165,7 +165,7 @@ def test_sealing_again_with_the_same_manifest_changes_nothing(tmp_path: Path) ->
     storage.log.clear()
     assert seal(storage, manifest, lambda: True, 2000.0) == first
     assert storage.log == [], "a second node leader in the same folder"
-    with pytest.raises(FileExistsError, match="committed already, with another manifest"):
+    with pytest.raises(FileExistsError, match="already committed with a different manifest"):
         seal(storage, replace(manifest, extra={"position": 7}), lambda: True, 2000.0)
     assert read_commit(storage, name) == first
     assert verify(tmp_path / name, 2).ok
@@ -222,7 +222,7 @@ def test_a_commit_is_believed_only_as_it_was_written(tmp_path: Path) -> None:
         Commit(manifest="no digest", size=1, committed_at=1.0).encode(),
     ):
         path.write_bytes(written)
-        with pytest.raises(ManifestError, match="it is not what a commit writes"):
+        with pytest.raises(ManifestError, match="it is not in canonical form"):
             read_commit(storage, path.parent.name)
 
 

@@ -96,11 +96,11 @@ def entry(**changes: object) -> dict[str, object]:
         ({"extra": []}, "wrong type"),
         ({"files": []}, "does not list .metadata"),
         ({"files": [entry(), entry()]}, "twice"),
-        ({"files": [entry(name="../../etc/passwd")]}, "not one of a checkpoint"),
-        ({"files": [entry(name="COMMIT")]}, "not one of a checkpoint"),
-        ({"files": [entry(name="..")]}, "not one of a checkpoint"),
-        ({"files": [entry(size=-1)]}, "makes no sense"),
-        ({"files": [entry(size=1.0)]}, "makes no sense"),
+        ({"files": [entry(name="../../etc/passwd")]}, "not allowed in a checkpoint"),
+        ({"files": [entry(name="COMMIT")]}, "not allowed in a checkpoint"),
+        ({"files": [entry(name="..")]}, "not allowed in a checkpoint"),
+        ({"files": [entry(size=-1)]}, "invalid size"),
+        ({"files": [entry(size=1.0)]}, "invalid size"),
         ({"files": [entry(size=5)]}, "0 digests for 5 bytes"),
         ({"files": [entry(size=5, chunks=["zz"])]}, "32 hex digits"),
         ({"files": [entry(more=1)]}, "malformed"),
@@ -193,13 +193,13 @@ def test_an_index_reads_back_and_its_bytes_have_one_order() -> None:
 @pytest.mark.parametrize(
     ("piece", "why"),
     [
-        (replace(UPPER, offsets=(-1, 0)), "a: a place is not a whole number"),
-        (replace(UPPER, nbytes=24.0), "a: a place is not a whole number"),  # type: ignore[arg-type]
-        (replace(UPPER, start=True), "a: a place is not a whole number"),
-        (replace(UPPER, offsets=(0,)), "a: a piece has another number of dimensions than its tensor"),
-        (replace(UPPER, offsets=(0,), sizes=(2,)), "a: a piece has another number of dimensions than its tensor"),
-        (replace(LOWER, offsets=(3, 0)), "a: a piece lies outside of its tensor"),
-        (replace(LOWER, offsets=(2, 1)), "a: a piece lies outside of its tensor"),
+        (replace(UPPER, offsets=(-1, 0)), "a: a position or size is not an integer"),
+        (replace(UPPER, nbytes=24.0), "a: a position or size is not an integer"),  # type: ignore[arg-type]
+        (replace(UPPER, start=True), "a: a position or size is not an integer"),
+        (replace(UPPER, offsets=(0,)), "a: a piece and its tensor have different numbers of dimensions"),
+        (replace(UPPER, offsets=(0,), sizes=(2,)), "a: a piece and its tensor have different numbers of dimensions"),
+        (replace(LOWER, offsets=(3, 0)), "a: a piece lies outside its tensor"),
+        (replace(LOWER, offsets=(2, 1)), "a: a piece lies outside its tensor"),
         (replace(UPPER, data=63), "a: a piece's values do not fit its frame"),
         (replace(UPPER, data=141), "a: a piece's values do not fit its frame"),
         (replace(UPPER, nbytes=25), "a: a piece's values do not fit its frame"),
@@ -238,7 +238,7 @@ def changed(data: bytes, **fields: Any) -> bytes:
     ids=["schema", "field", "newline", "escape"],
 )
 def test_an_index_that_was_written_in_another_way_is_refused(data: bytes) -> None:
-    with pytest.raises(ManifestError, match=r"^index.json is not of schema orch.index/1$"):
+    with pytest.raises(ManifestError, match=r"^index.json does not have schema orch.index/1$"):
         parse_index(data)
 
 
@@ -255,7 +255,7 @@ def test_fingerprints_read_back_and_their_bytes_have_one_order() -> None:
 def test_other_fingerprints_are_refused() -> None:
     good = encode_fingerprints({"a": "f" * 16})
     for bad in (changed(good, schema="orch.fingerprints/2"), good + b" ", changed(good, tensors={"a": 1})):
-        with pytest.raises(ManifestError, match=r"^fingerprints.json is not of schema orch.fingerprints/1$"):
+        with pytest.raises(ManifestError, match=r"^fingerprints.json does not have schema orch.fingerprints/1$"):
             parse_fingerprints(bad)
     for torn in (b"", b"[]", b"{}", good[:-1]):
         with pytest.raises(ManifestError, match=r"^fingerprints.json is malformed: "):

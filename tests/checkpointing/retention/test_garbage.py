@@ -102,7 +102,7 @@ def test_half_written_ones_go_by_owner_and_epoch() -> None:
 
 def test_a_deletion_that_was_begun_is_finished_by_anybody() -> None:
     buried = half(2, "22222222", state=DebrisState.TOMBSTONED)
-    assert decided(buried) == (True, "its deletion was begun and not finished")
+    assert decided(buried) == (True, "its deletion began but did not finish")
     assert decided(buried, busy=[buried.name])[0] is False
 
 

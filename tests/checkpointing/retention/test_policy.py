@@ -156,8 +156,8 @@ def test_every_verdict_says_why() -> None:
         550: "it was just committed",
         520: "it is one of the best 1 by loss",
         510: "it is being copied",
-        507: "it is the newest that a restore test has passed",
-        505: "not one of the newest 2, no multiple of 100 steps, not one of the best 1 by loss",
+        507: "it is the newest one that passed a restore test",
+        505: "not one of the newest 2, not a multiple of 100 steps, not one of the best 1 by loss",
     }
 
 

@@ -151,6 +151,6 @@ def test_places_choose_their_storage(tmp_path: Path) -> None:
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
-    with pytest.raises(ValueError, match="belong into the environment") as caught:
+    with pytest.raises(ValueError, match="put credentials in the environment") as caught:
         open_storage("s3://key:secret@bucket/prefix")
     assert "secret" not in str(caught.value)

@@ -277,20 +277,20 @@ def content(*steps: int) -> TierContents:
 @pytest.mark.parametrize(
     ("contents", "facts", "expected"),
     [
-        ([content(), content()], {}, CopyChoice(None, 0, "no faster tier has a checkpoint that can be trusted")),
+        ([content(), content()], {}, CopyChoice(None, 0, "no faster tier has a trusted checkpoint")),
         ([content(30, 20), content()], {}, CopyChoice(name(30), 0, "there is none yet")),
-        ([content(30, 20), content(30)], {}, CopyChoice(None, 0, "the newest one is there already")),
+        ([content(30, 20), content(30)], {}, CopyChoice(None, 0, "the newest one is already there")),
         ([content(30, 20), content(20)], {}, CopyChoice(name(30), 0, "there is a newer one")),
         ([content(30), content(20)], {"every": 10}, CopyChoice(name(30), 0, "there is a newer one")),
         (
             [content(30), content(20)],
             {"every": 11},
-            CopyChoice(None, 0, "it is 10 steps newer than the newest one there, 11 are asked for"),
+            CopyChoice(None, 0, "it is 10 steps newer than the newest one there, 11 are required"),
         ),
         (
             [content(30), content(20)],
             {"every": 11, "everything": True},
-            CopyChoice(name(30), 0, "the last one goes everywhere"),
+            CopyChoice(name(30), 0, "the last one is copied to every tier"),
         ),
         # After a roll-back from 30 to 20, 25 is the newest work.
         ([content(30, 25), content(30)], {"latest": name(25)}, CopyChoice(name(25), 0, "there is a newer one")),
@@ -332,7 +332,7 @@ def test_a_file_is_copied_by_a_rank_that_sees_it() -> None:
     files = [entry("__0_0.distcp", 10), entry("__1_0.distcp", 10)]
     seen = [frozenset({"__1_0.distcp"}), frozenset({"__0_0.distcp"})]
     assert [[file.name for file in part] for part in divide_files(files, seen)] == [["__1_0.distcp"], ["__0_0.distcp"]]
-    with pytest.raises(ValueError, match="__1_0.distcp is on no node"):
+    with pytest.raises(ValueError, match="no participating node has __1_0.distcp"):
         divide_files(files, [frozenset({"__0_0.distcp"}), frozenset()])
 
 

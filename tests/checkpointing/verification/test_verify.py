@@ -122,7 +122,7 @@ def test_a_missing_manifest(checkpoint: Path) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_one_whose_deletion_was_begun_is_none(checkpoint: Path, level: int) -> None:
     (checkpoint / "DELETED").write_bytes(b"{}")
-    assert faults(checkpoint, level) == ["DELETED: its deletion was begun"]
+    assert faults(checkpoint, level) == ["DELETED: its deletion has begun"]
 
 
 def test_a_copied_folder_is_not_another_checkpoint(checkpoint: Path) -> None:

@@ -77,7 +77,7 @@ def test_one_of_an_older_version_has_no_index_and_no_fingerprints(built: Built, 
     report = audit(built.write(tmp_path), 4)
     assert reasons(report) == []
     assert report.notes == tuple(
-        f"it has no {file}: that part was not looked at" for file in ("index.json", "fingerprints.json")
+        f"no {file}: that part was not checked" for file in ("index.json", "fingerprints.json")
     )
 
 
@@ -192,7 +192,7 @@ def test_metadata_and_index_must_tell_the_same(built: Built, tmp_path: Path) -> 
     info = built.metadata.storage_data[place]
     built.metadata.storage_data[place] = replace(info, offset=info.offset + 1)
     found = reasons(audit(built.write(tmp_path)))
-    assert ".metadata: model/flat has its shard at (0, 0) elsewhere than index.json says (model/flat)" in found
+    assert ".metadata: model/flat has its shard at (0, 0) elsewhere than in index.json (model/flat)" in found
     assert any(text.startswith(".metadata: model/mask is absent in it, bool (3,) in index.json") for text in found)
 
 
@@ -264,7 +264,7 @@ def test_nan_in_what_trains_is_counted_and_named(tmp_path: Path, kind: torch.dty
     expected = TensorExpectations(trained=lambda index: [key for key in index.tensors if key.startswith("model/")])
     (fault,) = audit(built.write(tmp_path), 4, expected).faults
     assert (fault.file, fault.tensors) == ("__1_0.distcp", ("model/tall",))
-    assert fault.reason == "2 values are NaN, in a tensor that trains"
+    assert fault.reason == "2 values are NaN in a trained tensor"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -314,8 +314,8 @@ def test_a_tensor_without_a_fingerprint_is_a_fault(built: Built, tmp_path: Path)
     del built.fingerprints["model/mask"]
     built.fingerprints["model/gone"] = "0" * 16
     found = {fault.tensors: fault.reason for fault in audit(built.write(tmp_path), 4).faults}
-    assert found[("model/mask",)].endswith("at save it was None")
-    assert "there is no such tensor" in found[("model/gone",)]
+    assert found[("model/mask",)].endswith("but was None at save")
+    assert "no such tensor exists" in found[("model/gone",)]
 
 
 def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
         readable={"rng/": lambda key, tensor: f"{key} has {len(tensor)} bytes"},
     )
     assert reasons(audit(built.write(tmp_path), 4, expected)) == [
-        "index.json: there is no tensor rng/rank-00001 (rng/rank-00001)",
+        "index.json: missing tensor rng/rank-00001 (rng/rank-00001)",
         "__0_0.distcp chunk 0: rng/rank-00000 has 64 bytes (rng/rank-00000)",
     ]
 

@@ -60,7 +60,7 @@ def test_what_no_rank_says_is_refused(message: bytes) -> None:
 
 
 def test_what_is_not_registered_is_not_sent() -> None:
-    with pytest.raises(InvalidMessage, match="a function is nothing that ranks tell each other"):
+    with pytest.raises(InvalidMessage, match="ranks cannot send a function to each other"):
         encode([print.__class__, lambda: None][1:])
 
 
@@ -100,5 +100,5 @@ def test_any_other_is_refused(forged: Callable[[RankGroup, bytearray], object]) 
     sender, receiver = ranks(), ranks()
     message = bytearray(sender._next_message([1], to=3))
     receiver._nothing()
-    with pytest.raises(UnauthenticatedPeer, match="is not authenticated by this generation's key"):
+    with pytest.raises(UnauthenticatedPeer, match="is not authenticated with this generation's key"):
         forged(receiver, message)

@@ -321,7 +321,7 @@ def test_a_tier_that_is_not_mounted_on_this_node_repeats_no_steps(bench: Bench) 
         made = Restorer((tier(far), tier(bench.root)), RankGroup(None), owner, lambda *_: None)
         return made.run(blank(), OptionalKeys())
 
-    with pytest.raises(NothingVerifies, match="step-00000010.*the tier .*/far has no folder on the node of rank 0"):
+    with pytest.raises(NothingVerifies, match="step-00000010.*the tier .*/far has no folder on rank 0's node"):
         restored()
     far.mkdir()
     found = restored()

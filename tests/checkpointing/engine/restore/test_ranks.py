@@ -138,7 +138,7 @@ def test_what_one_rank_sees_is_agreed_by_all(pair: Pair) -> None:
     folder = root / "agreement"
     first, second = found["agreement", "agreement"]
     for result in (first, second):
-        assert result["unsavable"] == "rank 1: ValueError: x: a int is no tensor; put it into `extra`"
+        assert result["unsavable"] == "rank 1: ValueError: x: a int is not a tensor; put it into `extra`"
         assert "the ranks save different steps, from 7 to 8" in result["steps"]
         assert result["saved"] == [True, True]
         assert result["refused"] == "NaN in trained weights: model/1 (1)"

@@ -124,7 +124,7 @@ def test_what_was_changed_in_memory_since_is_named(bench: Bench) -> None:
     target["rng/rank-00007"] += 1  # the checkpoint has none
     changed = made.fingerprint_faults()
     assert [line.partition(": ")[0] for line in changed] == ["model.mask", "model.weight"]
-    assert "on rank 0, at save it was " in changed[0]
+    assert "on rank 0, but was " in changed[0]
     made.close()
 
 
@@ -145,7 +145,7 @@ def test_a_fingerprint_that_disagrees_with_the_values_is_found(tmp_path: Path) -
     made.restore({"model/a": torch.zeros(6), "model/b": torch.zeros(3)})
     (line,) = made.fingerprint_faults()
     assert line.startswith("model/a: fingerprint is ")
-    assert line.endswith("at save it was 0000000000000000")
+    assert line.endswith("but was 0000000000000000 at save")
     made.close()
 
 
@@ -204,11 +204,11 @@ def test_another_layout_holds_the_same_values(restored: Any, layout: str) -> Non
     found = restored["of_layout", layout, "saved-dp2", 7]
     for what, key in (("sharded", "large.weight"), ("norm", "norm.weight"), ("plain", "step")):
         assert [line.partition(": ")[0] for line in found[what]] == [key]
-    assert f"on rank {LAYOUTS[layout] - 1}, at save" in found["plain"][0]
-    mesh = {"1": "on rank 0", "dp2xtp2": "over the mesh of rank 0", "hsdp": "ranks that hold the same shard"}
+    assert f"on rank {LAYOUTS[layout] - 1}, but" in found["plain"][0]
+    mesh = {"1": "on rank 0", "dp2xtp2": "over the mesh of rank 0", "hsdp": "ranks with the same shard"}
     assert mesh[layout] in found["sharded"][0]
     if layout == "dp2xtp2":
-        assert "over the mesh of rank 1, at save it was" in found["norm"][0], "each tensor-parallel rank has it whole"
+        assert "over the mesh of rank 1, but was" in found["norm"][0], "each tensor-parallel rank has it whole"
 
 
 @pytest.mark.multi
@@ -219,4 +219,4 @@ def test_keys_of_single_ranks_are_compared_by_those_that_have_them(restored: Any
     assert [line.partition(": ")[0] for line in found["sharded"]] == ["rows"]
     assert [line.partition(": ")[0] for line in found["plain"]] == (["rng/rank-00000"] if size == 1 else [])
     (line,) = found["replicated"]
-    assert line.startswith("replicated: fingerprint" if size == 1 else "replicated: ranks that hold the same shard")
+    assert line.startswith("replicated: fingerprint" if size == 1 else "replicated: ranks with the same shard")

@@ -269,7 +269,7 @@ def test_a_copy_that_lost_a_file_on_the_way_is_not_sealed(tiers: Tiers, lost: Ca
     tiers.start(timeouts=TransferTimeouts(look=0.02, late=0.1))
     slow.broken = lose
     tiers.commit(10)
-    assert "__0_0.distcp is not there" in tiers.wait_for("checkpoint.failed")["reason"]
+    assert "__0_0.distcp is missing" in tiers.wait_for("checkpoint.failed")["reason"]
     assert tiers.steps("slow") == []
 
 

@@ -259,7 +259,7 @@ def test_a_rank_without_files_waits_for_the_others_and_a_file_of_no_node_is_name
     for flusher in tiers.flushers:
         flusher.record_commit(lost)
     assert tiers.wait_for("checkpoint.failed")["reason"].endswith(
-        ": ValueError: __1_0.distcp is on no node that takes part"
+        ": ValueError: no participating node has __1_0.distcp"
     )
     tiers.idle()
     tiers.storages["node-1"].broken = lambda met, _: errno.EIO if met == f"list {lost}" else 0

@@ -120,7 +120,7 @@ def test_a_save_keeps_the_values_of_its_moment(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("tensors", "extra", "error"),
     [
-        ({"x": 5}, {}, "is no tensor"),
+        ({"x": 5}, {}, "is not a tensor"),
         ({"x": torch.ones(3).to_sparse()}, {}, "only dense"),
         ({}, {"x": object()}, "must be plain JSON"),
         ({}, {"x": {1, 2}}, "must be plain JSON"),
@@ -177,8 +177,8 @@ def test_no_shard_is_ever_unpickled(bench: Bench, monkeypatch: pytest.MonkeyPatc
     ("change", "reason"),
     [
         ({"model.extra": torch.zeros(2)}, "has no tensor model.extra"),
-        ({"model.weight": torch.zeros(33, 64)}, "model.weight has shape (64, 33) in it, (33, 64) here"),
-        ({"model.half": torch.zeros(17)}, "model.half is torch.bfloat16 in it, torch.float32 here"),
+        ({"model.weight": torch.zeros(33, 64)}, "model.weight has shape (64, 33), (33, 64) here"),
+        ({"model.half": torch.zeros(17)}, "model.half is torch.bfloat16, torch.float32 here"),
     ],
 )
 def test_a_misfit_is_refused_before_anything_is_touched(bench: Bench, change: dict[str, Any], reason: str) -> None:

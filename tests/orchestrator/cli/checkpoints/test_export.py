@@ -217,7 +217,7 @@ def test_import_of_nothing_and_of_garbage(orch: Type, tmp_path: Path) -> None:
     assert (bad.code, "is not a safetensors file" in bad.err) == (7, True)
     (tmp_path / "notes").write_text("these are no weights")
     bad = orch("ckpt", "import", tmp_path / "notes", "tiny-gpt", *settings(tmp_path), "--dry-run")
-    assert (bad.code, "notes: is no torch or safetensors file\n" in bad.err) == (7, True)
+    assert (bad.code, "notes: is not a torch or safetensors file\n" in bad.err) == (7, True)
     assert bad.err.endswith("or a file made with torch.save(model.state_dict(), FILE)\n")
 
 
@@ -263,7 +263,7 @@ def test_export_of_what_the_format_has_no_word_for(orch: Type, seeds: Seeds, tmp
     built.extra = {"step": 5, "consumed": 80, "loss": 2.5, "seed": 1, "fingerprint": None}
     folder = built.write(tmp_path / "odd", step=5)
     bad = orch("ckpt", "export", folder, tmp_path / "out")
-    assert (bad.code, "complex128, which safetensors has no word for" in bad.err) == (7, True), bad.err
+    assert (bad.code, "complex128, which safetensors does not support" in bad.err) == (7, True), bad.err
     assert not (tmp_path / "out").exists()
 
 

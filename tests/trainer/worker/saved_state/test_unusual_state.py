@@ -271,11 +271,11 @@ class Normed(Usual):
 
 
 ANOTHER = [
-    (Usual, Removed, "has model/4.bias and 1 more, which is not here"),
+    (Usual, Removed, "has model/4.bias and 1 more, which the model lacks"),
     (Removed, Usual, "has no tensor model/4.bias"),
-    (Normed, Usual, "has buffers/rank-00000/1.num_batches_tracked and 2 more, which is not here"),
+    (Normed, Usual, "has buffers/rank-00000/1.num_batches_tracked and 2 more, which the model lacks"),
     (Usual, Normed, "has no tensor buffers/rank-00000/1.num_batches_tracked"),
-    (Usual, Frozen, "has optimizer/0.bias/momentum_buffer and 1 more, which is not here"),
+    (Usual, Frozen, "has optimizer/0.bias/momentum_buffer and 1 more, which the model lacks"),
     (KEPT["ExtraState"], Usual, "only the checkpoint has an extra state of module 1"),
     (Usual, KEPT["ExtraState"], "only the model has an extra state of module 1"),
     (KEPT["AverageOfWeights"], Usual, "has a state of the workload (average), but Usual has no load_state_dict()"),

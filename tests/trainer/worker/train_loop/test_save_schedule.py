@@ -63,7 +63,7 @@ def test_the_automatic_cadence_measures_its_first_save_and_then_chooses() -> Non
     assert job.run(1000) == [10, 304, 598, 892]  # sqrt(2 * 0.5 s * 24 h) = 294 s
     ((steps, seconds, reason),) = job.intervals
     assert (steps, seconds) == (294, 294.0)
-    assert "a save costs 0.5 s, a failure comes every 24.0 h" in reason
+    assert "a save costs 0.5 s, a failure occurs every 24.0 h" in reason
 
 
 def test_the_automatic_cadence_follows_what_saves_cost() -> None:

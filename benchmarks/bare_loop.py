@@ -95,7 +95,7 @@ class BareWholePasses:
 
 
 class BareStagedPasses:
-    """Passes of torch's own pipeline with one stage on each rank and orch's layers there; shapes are known before."""
+    """Passes of torch's own pipeline with one stage on each rank and orch's layers there; shapes are known."""
 
     def __init__(self, config: JobConfig, mesh: DeviceMesh) -> None:
         part = split_model(config.parallel.pipeline, config.model, config.train).parts[mesh.get_rank()]

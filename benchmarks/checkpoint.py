@@ -21,19 +21,19 @@ _ROW_SECONDS = 1800
 _QUICK_ROUNDS, _QUICK_SCALE = 3, 0.125
 
 _SAVE = (
-    "the limit is a write with nothing beside it; here digests and fingerprints compute on the two cores that also "
+    "the limit is a write with nothing beside it; here digests and fingerprints run on the two cores that also "
     "serve the disk (without fingerprints: 0.92), and the two publications of a commit take 1.5 ms of about 65"
 )
 _LOAD = (
     "nothing reaches a tensor before every byte is verified, so the state is copied once more when the last byte has "
-    "come: a seventh of the time on this machine"
+    "arrived: a seventh of the time on this machine"
 )
-_PLANNED = "finding the places of 4000 tensors takes 40 ms of Python on one of the two cores that read and digest"
+_PLANNED = "locating 4000 tensors takes 40 ms of Python on one of the two cores that read and digest"
 _CACHED = "the bytes are in the page cache, where reading is one memcpy: the copy into the tensors is a second one"
 REASONS = {
     "stall-block-small": "4000 copies of 64 KiB cost 4 to 5 ms more than one of all their bytes, of 13 on a quiet "
-    "machine (1.43); they suffer first when others want the same memory",
-    "trainer-rate": "256 MiB are read twice more beside the steps, for digests and for fingerprints: with two cores "
+    "machine (1.43); they suffer first when others compete for memory",
+    "trainer-rate": "256 MiB are read twice more during the steps, for digests and for fingerprints: with two cores "
     "that share a cache and a memory, digests alone cost about a tenth of the rate, fingerprints as much again; the "
     "same loss spread over a longer save would look better and cost as much",
     "save-big": _SAVE,
@@ -48,7 +48,7 @@ REASONS = {
 
 def _row(name: str, text: str, bounds: tuple[float, float] | None, function: str, *arguments: Any) -> Row:
     must, stretch = bounds or (None, None)
-    reason = REASONS.get(name, "of a cause that is not known yet")
+    reason = REASONS.get(name, "of an unknown cause")
     unit = "" if name == "descriptors" else "x"
     source = (function, arguments)
     return Row(name=name, text=text, must=must, stretch=stretch, unit=unit, source=source, reason=reason)
@@ -97,5 +97,5 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[
 
 
 if __name__ == "__main__":
-    quick = {"action": "store_true", "help": "an eighth of the state, 3 rounds: whether it runs at all"}
+    quick = {"action": "store_true", "help": "an eighth of the state, 3 rounds: a smoke test"}
     sys.exit(run_table("checkpoint", __doc__, ROWS, measure, rounds=9, options={"--quick": quick}))

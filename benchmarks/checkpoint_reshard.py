@@ -50,7 +50,7 @@ def bytes_read(folder: Path, rounds: int, scale: float, layout: str) -> Result:
         values=[found[0]["ours"] / needed], others={"dcp.load": [dcp]}, measured_unit="MiB",
         measured={OURS: found[0]["ours"], "needed": needed},
         demands=[] if all(rank["exact"] for rank in found) else ["bit-exact"],
-        notes=[f"read calls of all ranks as the kernel counts them, sockets too: {system:.2f}"],
+        notes=[f"read calls of all ranks as counted by the kernel, including sockets: {system:.2f}"],
     )  # fmt: skip
 
 

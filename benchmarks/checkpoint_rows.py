@@ -151,7 +151,7 @@ def rate_while_saving(folder: Path, rounds: int, scale: float) -> Result:
         times = interleave(compared, rounds)
     ours.close()
     costs = _describe_costs(passes, limit_of(times))
-    note = f"{_SAVES} saves back to back each round; one save lasts and costs training, the stall apart: {costs}"
+    note = f"{_SAVES} saves back to back each round; duration and training cost of one save, without the stall: {costs}"
     return compare(times, at_least=True, notes=[note])
 
 
@@ -236,7 +236,7 @@ def first_save(folder: Path, rounds: int, scale: float, set_name: str) -> Result
     steady, dcp_steady = (statistics.median(s for times in found for s in times[1:]) for found in (ours, dcp))
     dcp_first = statistics.median(times[0] for times in dcp)
     times = {OURS: [times[0] for times in ours], LIMIT: [steady]}
-    # The ratio of DCP is to its own steady save.
+    # DCP's ratio is to its own steady save.
     times["DCP process"] = [dcp_first / dcp_steady * steady]
     return compare(times, notes=[f"DCP: {dcp_first:.2f} s after {dcp_steady:.2f} s steady; O_DIRECT"])
 
@@ -321,7 +321,7 @@ def verify_level_2(folder: Path, rounds: int, scale: float, cold: bool) -> Resul
         report = verify(place, 2)
         seconds = time.perf_counter() - start
         if not report.ok:
-            raise RuntimeError(f"a healthy checkpoint is refused: {report.faults}")
+            raise RuntimeError(f"a healthy checkpoint was refused: {report.faults}")
         return seconds
 
     times = interleave({**sides.raw_reads(files, target, cold=cold), OURS: time_verify}, rounds)
@@ -353,7 +353,7 @@ def load(folder: Path, rounds: int, scale: float, set_name: str, cold: bool) -> 
     def time_restore() -> float:
         seconds, found = time_load(lambda: ours.checkpointer.restore(target))
         if found is None or found.tier == "memory" or not state.equals(target):
-            raise RuntimeError("what was loaded is not what was saved, or did not come from the disk")
+            raise RuntimeError("the loaded state differs from the saved one, or was not read from the disk")
         return seconds
 
     compared: dict[str, Side] = {
@@ -394,7 +394,7 @@ def restart_from_memory(folder: Path, rounds: int, scale: float) -> Result:
         restored = ours.checkpointer.restore(ours.state.tensors)
         seconds = time.perf_counter() - start
         if restored is None or not state.equals(ours.state.tensors) or (restored.tier == "memory") != memory:
-            raise RuntimeError(f"what was loaded is not what was saved there: {restored and restored.tier}")
+            raise RuntimeError(f"the loaded state differs from the saved one, or is from {restored and restored.tier}")
         ours.checkpointer.close()
         return seconds
 

@@ -84,7 +84,7 @@ def ours(days: float) -> Policy:
 
 
 def always(days: float) -> Policy:
-    """Return orch's policy for faults that by themselves implicate their node."""
+    """Return orch's policy for faults that each implicate their node."""
     return lambda node, others: days
 
 

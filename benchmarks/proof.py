@@ -261,8 +261,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--again", nargs="*", metavar="PATH", help="go on with the run before")
-    which.add_argument("--only", nargs="+", metavar="PATH", help="leave all other rows of the page as they are")
+    which.add_argument("--again", nargs="*", metavar="PATH", help="continue the previous run")
+    which.add_argument("--only", nargs="+", metavar="PATH", help="leave all other rows of the page unchanged")
     options = parser.parse_args()
     kept = earlier(options.again) if options.again is not None else []
     code, fresh = run(kept, options.only or [])
@@ -296,7 +296,7 @@ def write_page(tests: dict[str, Result]) -> str:
 
 
 def group_title(name: str) -> str:
-    """Return the title of the group that has a test."""
+    """Return the title of a test's group."""
     found = [(len(start), group.title) for group in GROUPS for start in group.tests if name.startswith(start)]
     return max(found)[1] if found else _OTHER.title
 

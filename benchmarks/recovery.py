@@ -3,12 +3,12 @@
     python -m benchmarks.recovery [--rows PATTERN,...] [--rounds 7] [--slurm] [--folder DIR] [--json] [--list]
 
 Runs are submitted as a user submits them, faulted from outside, and timed by the records of agents and ranks. In every
-round each side is faulted once, in turn; a SIGSTOP that others cannot detect only once, because they wait forever.
+round each side is faulted once, in turn; a SIGSTOP that others cannot detect only once, since they would wait forever.
 torchrun is two processes on this machine, with an ordinary DDP script; orch also runs the same script. "never" means
-not within a minute. For a stopped rank of a script both are expected to give "never": torchrun has no watch for it, and
+not within a minute. For a stopped rank of a script both should give "never": torchrun does not watch for it, and
 orch watches the ranks of a command only for their end.
 
-n counts rounds; "4 of 7" means that four of seven gave the figure, and such a row of ours is FAILED, whatever its
+n counts rounds; "4 of 7" means that four of seven produced the figure, and such a row of ours is FAILED, whatever its
 median. Run it on an otherwise idle machine; other numbers are meaningless. Exit code 1 if a row misses its must or
 fails.
 """
@@ -96,8 +96,8 @@ def monitoring_cost(folder: Path, kind: str) -> Figures:
 
     The whole product is compared, not its monitoring alone: ranks, agents, all processes that agents start, metrics,
     work logs and agreement. No save and no end occurs meanwhile: benchmarks.checkpoint measures the cost of saves. The
-    ranks of both sides are bound to cores in the same way: placement of four ranks on two cores makes a tenth of a
-    step's time.
+    ranks of both sides are bound to cores in the same way: placement of four ranks on two cores accounts for a tenth of
+    a step's time.
     """
     settings = ("train.steps=100000", "checkpoint.every=100000", "cluster.nodes=2", "cluster.ranks_per_node=2")
     with BenchmarkRun(folder, kind, "tiny-gpt", *settings) as job:
@@ -108,7 +108,7 @@ def monitoring_cost(folder: Path, kind: str) -> Figures:
 
 
 def scale(folder: Path, kind: str) -> Figures:
-    """Run the scale benchmark in its own process; the worse of the two verdicts counts, and a failed one is never."""
+    """Run the scale benchmark in its own process; the worse of the two verdicts counts, and a failed one is a miss."""
     words = [sys.executable, "-m", "benchmarks.scale", "--json", "--rounds", "1"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode not in (0, 1) or not done.stdout.strip():
@@ -273,7 +273,7 @@ FAULTS: dict[str, dict[str, Side]] = {
     "scale": {OURS: scale},
 }
 ONCE = {("stop", _SCRIPT), ("stop", _TORCHRUN), ("scale", OURS)}
-"""Sides measured once, so that their n is 1: two wait for the full patience, the third includes both kinds of ranks."""
+"""Sides measured once, so that their n is 1: two wait for the full timeout, the third includes both kinds of ranks."""
 
 
 def _row(name: str, text: str, bounds: tuple[float, float], source: str, unit: str = "s") -> Row:

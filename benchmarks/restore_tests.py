@@ -259,9 +259,9 @@ BESIDE = "beside"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=",".join([*(size.name for size in SIZES), BESIDE]))
-    parser.add_argument("--rounds", type=int, default=0, help="tests of each row; 0: 5, of the large size 3")
-    parser.add_argument("--windows", type=int, default=5, help="of step times, of each kind")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the runs go")
+    parser.add_argument("--rounds", type=int, default=0, help="tests per row; 0: 5, or 3 for the large size")
+    parser.add_argument("--windows", type=int, default=5, help="windows of step times of each kind")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder for the runs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     report: dict[str, Any] = machine() | {"rows": []}

@@ -88,7 +88,7 @@ def run_table(
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="*", help="names or patterns of rows, with commas between them")
     parser.add_argument("--rounds", type=int, default=rounds, help="at least 7 for figures worth keeping")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where its files go")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder for its files")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--list", action="store_true", help="the names of the rows")
     for flag, settings in (options or {}).items():

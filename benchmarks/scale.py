@@ -9,7 +9,7 @@ as a share of one core. A verdict's time begins when the culprit's own limit is 
 flight records of all ranks are requested, read and compared in between; evidence, which real agents take up to ten
 seconds to collect, follows. One process writes the records of all ranks here, whereas in a real job each node writes
 its own, so the measured times of verdicts are too long. Rounds are incidents of each kind; 0 measures the CPU only.
-Exit code 1 if a must is missed or another rank is named.
+Exit code 1 if a must is missed or the wrong rank is named.
 """
 
 import argparse
@@ -187,8 +187,8 @@ if __name__ == "__main__":
     OPTIONS: dict[str, dict[str, Any]] = {
         "--nodes": {"type": int, "default": 1250},
         "--ranks-per-node": {"type": int, "default": 8},
-        "--seconds": {"type": float, "default": 20.0, "help": "of the steady state that is measured"},
+        "--seconds": {"type": float, "default": 20.0, "help": "seconds of steady state to measure"},
         "--step": {"type": float, "default": 1.0, "help": "seconds that a step takes"},
-        "--profile": {"action": "store_true", "help": "where the coordinator's time goes; figures are worse"},
+        "--profile": {"action": "store_true", "help": "show where the coordinator's time goes; worsens the figures"},
     }
     sys.exit(run_table("scale", __doc__, ROWS, measure, rounds=1, options=OPTIONS))

@@ -155,7 +155,7 @@ def extrapolate(rows: list[dict[str, Any]], key: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="4,8,16", help="numbers of ranks, each even")
-    parser.add_argument("--steps", type=int, default=40, help="over which bytes are counted")
+    parser.add_argument("--steps", type=int, default=40, help="steps over which bytes are counted")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--exchange", nargs=3, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -174,7 +174,7 @@ def main() -> int:
         for key in keys:
             print(f"{key:28}" + "".join(f"{row[key]:>10g}" for row in rows) + f"{far[key]:>12g}")
         print(f"sockets of a rank at {TARGET}: {'must' if few else 'MISSED'} (<= {MAX_SOCKETS})")
-        print(f"what another rank than 0 writes in a step: {'must' if silent else 'MISSED'} (nothing)")
+        print(f"bytes that ranks other than 0 write in a step: {'must' if silent else 'MISSED'} (nothing)")
     return int(not (few and silent))
 
 

@@ -137,7 +137,7 @@ def _bare_side(logs: Path, words: Sequence[str], ranks: int) -> Iterator[Trainin
 
 
 def _is_of_rank_zero(line: dict[str, Any]) -> bool:
-    """Return whether the line is of rank 0; the bare loop has a file for each rank."""
+    """Return whether the line is from rank 0; the bare loop has a file for each rank."""
     return bool(line.get("rank", 0) == 0)
 
 

@@ -70,7 +70,7 @@ def test_the_example_ends_with_the_same_bits_after_a_kill(user: User) -> None:
 
     log = user.run("logs", killed, "--rank", "0").stdout
     assert "validation after step 15:  val_loss " in log
-    assert f"resumed from step {began}: later steps that stand above are trained again" in log
+    assert f"resumed from step {began}: later steps logged above are trained again" in log
     assert "view tensor" not in log
     best = min(found[calm], key=lambda step: found[calm][step]["val_loss"])
     exported = user.ask("ckpt", "export", f"{calm}@best", str(user.folder / "exported"))

@@ -27,7 +27,7 @@ class LlamaWorkload(BaseWorkload):
     def __init__(self, config: JobConfig, **args: Any) -> None:
         super().__init__(config, **args)
         if args:
-            raise WorkloadError(f"workload.args: the built-in model takes none, but got {', '.join(sorted(args))}")
+            raise WorkloadError(f"workload.args: the built-in model accepts none, but got {', '.join(sorted(args))}")
         parallelize.check(config)
         train = config.train
         self.flops_per_step = flops_per_token(config.model, train.seq_len) * train.batch_size * train.seq_len
@@ -60,7 +60,7 @@ class LlamaWorkload(BaseWorkload):
         data = super().build_data(layout)
         found, known = TokenIndex.read(Path(self.config.data.path)).vocab_size, self.config.model.vocab_size
         if found > known:
-            raise WorkloadError(f"model.vocab_size={known}, but {self.config.data.path} has {found} kinds of tokens")
+            raise WorkloadError(f"model.vocab_size={known}, but {self.config.data.path} has {found} distinct tokens")
         return data
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -33,18 +33,18 @@ MODEL, _BUFFERS = "model/", buffers_name(0)
 
 
 def model_keys(source: SealedCheckpoint) -> dict[str, str]:
-    """Return the model's own names -> keys; buffers that differ between ranks come from rank 0. Raises Refused."""
+    """Map the model's own names to keys; buffers that differ between ranks come from rank 0. Raises Refused."""
     found = {}
     for prefix in (MODEL, _BUFFERS):
         keys = sorted(key for key in source.index.tensors if key.startswith(prefix))
         found.update({key.removeprefix(prefix): key for key in keys})
     if not found:
-        raise CheckpointRefused(source.manifest.name, f"has no tensors of a model (keys that begin with {MODEL})")
+        raise CheckpointRefused(source.manifest.name, f"has no model tensors (keys that begin with {MODEL})")
     return found
 
 
 def further_names(source: SealedCheckpoint, known: Mapping[str, str]) -> dict[str, str]:
-    """Return further names of shared tensors (tied embeddings) -> keys, if the checkpoint recorded them."""
+    """Map further names of shared tensors (tied embeddings) to keys, if the checkpoint recorded them."""
     noted = source.manifest.extra.get(SHARED_NAMES)
     names = noted if isinstance(noted, dict) else {}
     return {str(name): known[first] for name, first in names.items() if name not in known and first in known}
@@ -80,7 +80,7 @@ class ExportRequest:
     """`safetensors` or `torch`."""
     folder: Path
     dtype: str | None = None
-    """Conversion of floating-point tensors; None leaves them as they are."""
+    """Conversion of floating-point tensors; None leaves them unchanged."""
     with_optimizer: bool = False
     largest: int = LARGEST_FILE
     """Maximum bytes of values in one safetensors file."""
@@ -137,7 +137,7 @@ def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list
         if theirs.keys() != model.keys():
             odd = sorted(theirs.keys() ^ model.keys())[0]
             raise CheckpointRefused(
-                source.manifest.name, f"does not hold the built-in model of its configuration: {odd}"
+                source.manifest.name, f"does not contain the built-in model of its configuration: {odd}"
             )
         model = {theirs[name]: model[name] for name in theirs}
     else:

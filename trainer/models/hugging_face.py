@@ -1,6 +1,6 @@
 """The built-in model in Hugging Face's format: tensor names, `config.json`, and unsupported settings.
 
-Both rotate the halves of a head against each other, so weights need no permutation, only other names.
+Both rotate the halves of a head against each other, so weights need no permutation, only different names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ _REQUIRED = {
 
 
 def names(config: ModelConfig) -> dict[str, str]:
-    """Return the orch name -> Hugging Face name of every parameter; tied embeddings have no output matrix."""
+    """Map each parameter's orch name to its Hugging Face name; tied embeddings have no output matrix."""
     found = dict(_OUTSIDE_LAYERS)
     if config.tie_embeddings:
         del found["output.weight"]
@@ -84,16 +84,16 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
     The override is empty if the built-in model lacks the feature.
     """
     if config.experts.count:
-        yield "it has no experts, as every Llama", "model.experts.count=0"
+        yield "it has no experts, like every Llama", "model.experts.count=0"
     for key, wanted in _REQUIRED.items():
         found = theirs.get(key, wanted)
         if found != wanted:
-            yield f"its {key} is {found!r}; the built-in model has {wanted!r} only", ""
+            yield f"its {key} is {found!r}; the built-in model supports only {wanted!r}", ""
     yield from _rope_mismatches(theirs)
     heads = theirs.get("num_attention_heads", config.heads)
     width = theirs.get("head_dim") or theirs.get("hidden_size", config.dim) // max(1, heads)
     if width * heads != theirs.get("hidden_size", config.dim):
-        yield f"its heads are {width} wide; the built-in model has hidden_size / num_attention_heads only", ""
+        yield f"its heads are {width} wide; the built-in model supports only hidden_size / num_attention_heads", ""
     for key, field, value in _sizes(theirs):
         mine = getattr(config, field)
         if value is not None and value != mine:

@@ -237,7 +237,7 @@ class Llama(nn.Module):
         if self.part is not None and targets is None:
             raise WorkloadError(
                 f"{self.part.ranks} ranks share each sequence, and none has all of its logits: call the model with its "
-                "targets, for their mean loss"
+                "targets to get their mean loss"
             )
         return self.result(self.through_layers(self.embed_tokens(tokens)), targets)
 

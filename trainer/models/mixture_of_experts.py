@@ -41,7 +41,7 @@ class Experts(ExpertStacks):
 
 
 class Routing(NamedTuple):
-    """Routing of tokens: numbers and weights of their experts, both [tokens, experts of a token]."""
+    """Routing of tokens: numbers and weights of their experts, both [tokens, experts per token]."""
 
     experts: torch.Tensor
     weights: torch.Tensor

@@ -1,4 +1,4 @@
-"""The stages of a rank as one model: parameters with their names in the whole model, and the pipeline that runs it."""
+"""A rank's stages as one model: parameters with their names in the whole model, and the pipeline that runs it."""
 
 import warnings
 from collections.abc import Mapping, Sequence

@@ -74,7 +74,7 @@ def open_source(place: Path) -> ImportSource:
     if place.is_dir() or place.suffix == ".safetensors":
         given = open_safetensors(place)
         if not given.tensors:
-            raise CheckpointRefused(str(place), "has no *.safetensors file and no checkpoint.pt in it")
+            raise CheckpointRefused(str(place), "contains no *.safetensors file and no checkpoint.pt")
         config = folder / "config.json"
         return ImportSource(
             place=place, model=given, fingerprints=fingerprints, config=_object(config) if config.exists() else None
@@ -98,7 +98,7 @@ def _fingerprints(folder: Path) -> dict[str, str]:
         return {}
     value = _object(path)
     if value.get("schema") != PROVENANCE_SCHEMA:
-        raise CheckpointRefused(PROVENANCE, f"is of schema {value.get('schema')}, not {PROVENANCE_SCHEMA}")
+        raise CheckpointRefused(PROVENANCE, f"has schema {value.get('schema')}, not {PROVENANCE_SCHEMA}")
     try:
         return {str(name): str(entry["fingerprint"]) for name, entry in value["tensors"].items()}
     except (TypeError, KeyError, AttributeError) as error:
@@ -117,7 +117,7 @@ def _torch_source(place: Path, fingerprints: Mapping[str, str]) -> ImportSource:
         inside = {key.removeprefix("model/"): t for key, t in given.items() if key.startswith("model/")}
         given = inside or given
     if not given:
-        raise CheckpointRefused(place.name, "holds no tensors of a model (under `model`, `state_dict`, or at the top)")
+        raise CheckpointRefused(place.name, "contains no model tensors (under `model`, `state_dict`, or at the top)")
     step, facts = value.get("step", 0), value.get("extra", {})
     with_optimizer = isinstance(value.get("optimizer"), Mapping)
     if isinstance(facts, Mapping) and not with_optimizer:  # counts without the tensors that they belong to
@@ -193,7 +193,7 @@ def _match_tensor(
 ) -> None:
     given = source.model.tensors.get(theirs)
     if given is None:
-        found.complaints.append((f"{theirs} is not given, and the model needs it {_describe(info)}", ""))
+        found.complaints.append((f"{theirs} is missing; the model needs it as {_describe(info)}", ""))
         return
     floats = [getattr(torch, each.dtype).is_floating_point for each in (given, info)]
     if floats[0] != floats[1]:
@@ -229,7 +229,7 @@ def _add_optimizer(
     for name, info in state.tensors.items():
         parameter = name.rpartition("/")[0]
         if parameter not in wanted:
-            found.complaints.append((f"the optimizer has {name}, but the model no {parameter}", "--weights-only"))
+            found.complaints.append((f"the optimizer has {name}, but the model has no {parameter}", "--weights-only"))
         elif info.shape not in ((), wanted[parameter].shape) and not _rank_state(source):
             found.complaints.append((f"the optimizer's {name} is {_describe(info)}", "--weights-only"))
         else:
@@ -251,10 +251,10 @@ def _add_optimizer(
 
 
 def _check_position(found: ImportPlan, source: ImportSource, config: JobConfig) -> None:
-    """Check the seed: a data position counts in the order of one seed."""
+    """Check the seed: a data position is valid only in the order of its own seed."""
     seed = source.facts.get("seed")
     if found.optimizer and seed not in (None, config.train.seed):
-        what = f"it stands at a place in the data that was counted with train.seed={seed} (--weights-only forgets it)"
+        what = f"its data position was counted with train.seed={seed} (--weights-only discards it)"
         found.complaints.append((what, f"train.seed={seed}"))
 
 

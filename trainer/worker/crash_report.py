@@ -1,4 +1,4 @@
-"""A rank's report of its own end, to its log, its agent and its node's outcome file, each as far as possible."""
+"""A rank's report of its own end, written where possible to its log, its agent and its node's outcome file."""
 
 import socket
 import time

@@ -43,8 +43,8 @@ class StatefulData(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by `state_dict`.
 
-        Another number of data-parallel ranks requires a method `load_state_dicts(states)`, which receives the states of
-        all ranks in order; without it the restart is refused.
+        A different number of data-parallel ranks requires `load_state_dicts(states)`, which receives the states of all
+        ranks in order; without it the restart is refused.
         """
 
 
@@ -64,7 +64,7 @@ class CountedData:
     def seek(self, consumed: int) -> None:
         """Set only the position, because the state is restored separately.
 
-        Without a state in the checkpoint, only the data's own `seek` can restore the place.
+        Without a state in the checkpoint, only the data's own `seek` can restore the position.
         """
         self.consumed = consumed
 
@@ -191,7 +191,7 @@ class TokenData:
         self.fingerprint = self._stream.index.fingerprint
         self.tokens_per_step = train.batch_size * train.seq_len
         if self.sequences < 1:
-            rest = f" beside {held_out} batches that are held out (validation.batches)" if held_out else ""
+            rest = f" besides the {held_out} held-out batches (validation.batches)" if held_out else ""
             raise ValueError(
                 f"{folder} holds {len(self._stream)} tokens, too few for one sequence of {self._seq_len} + 1{rest}"
             )
@@ -236,8 +236,8 @@ _MOST_DRAWS = 4
 """Maximum draws per step: a DataLoader draws one number, and another if it shuffles."""
 REASON = (
     "the first take() after the restart opened a DataLoader, which drew from torch's global generator, as the loss "
-    "does. Unless the undisturbed run opened it in this step too, its dropout and the like are others: open it in "
-    "load_state_dict() or seek(), or give it a generator of its own"
+    "does. Unless the uninterrupted run also opened it in this step, its dropout and the like differ: open it in "
+    "load_state_dict() or seek(), or give it its own generator"
 )
 
 Batches = TypeVar("Batches")

@@ -43,15 +43,15 @@ from trainer.worker.startup import rendezvous as devices
 from trainer.worker.startup.preimport import protect_data_loader_workers
 
 _EXIT_MARGIN = 5.0
-"""Seconds before the agent's deadline, for peers to meet, for the outcome and for the exit."""
+"""Seconds reserved before the agent's deadline: for peers to meet, for the outcome and for the exit."""
 _UNLIMITED, _PEERS_STOPPED = 1800.0, 20.0
-"""Seconds without a deadline, and after a stop request that reached only other ranks."""
+"""Seconds allowed without a deadline, and after a stop request that reached only other ranks."""
 
 
 def seconds_left(
     cell: ProgressCell, *, finished: bool, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
-    """Return a function that gives the seconds left; a later stop request shortens them."""
+    """Return a function that returns the seconds left; a later stop request shortens them."""
     began = clock()
 
     def left() -> float:
@@ -150,12 +150,11 @@ def _model(
 ) -> tuple[nn.Module, Callable[[], None] | None]:
     """Return this rank's model, or its stages of it, and a function that sets weights if nothing is restored.
 
-    Only the built-in model can be split into stages, and only for that model it is certain that nothing reads the
-    weights earlier.
+    Only the built-in model can be split into stages, and only that model is certain not to read its weights earlier.
     """
     if not config.trains_built_in_workload:
         own = made.parallelize(made.build_model(), layout)
-        if not any(module.training for module in own.modules()):  # as `from_pretrained` returns it
+        if not any(module.training for module in own.modules()):  # `from_pretrained` returns it in eval mode
             own.train()
         return own, None
     model = cast(Any, made).build_sharded(layout)
@@ -212,7 +211,7 @@ def _checkpointer(
         config.checkpoint, run_dir.checkpoints, run_dir.name, spec.node_name, known_as=run_dir.own_path
     )
     if not inherit and (same := one_folder(tiers)):  # nodes' own disks are visible only to the nodes
-        raise ValueError(f"checkpoint.tiers: two tiers have the same folder: {same[0]} and {same[1]}; leave one out")
+        raise ValueError(f"checkpoint.tiers: two tiers use the same folder: {same[0]} and {same[1]}; remove one")
     return Checkpointer(
         Owner(token.attempt, token.nonce, inherit, lambda: holds(go, token), token.over),
         World(facts=facts, key=session.key, leads_node=spec.local_rank == 0),
@@ -225,7 +224,7 @@ def _checkpointer(
 
 
 def _agent_writer(spec: RankSpec) -> "WriterLink | None":
-    """Return the agent's writer and memory for this rank, or None: the checkpointer then makes its own."""
+    """Return the agent's writer and memory for this rank, or None: the checkpointer then starts its own."""
     from checkpointing.writer.link import WriterLink, WriterLost
 
     if spec.writer_fd < 0 or spec.arena_fd < 0:

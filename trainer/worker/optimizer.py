@@ -140,14 +140,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def train_mode(optimizer: torch.optim.Optimizer) -> None:
-    """Call `train()` if the optimizer has it; schedule-free ones have different weights in `eval` mode."""
+    """Call `train()` if the optimizer has it; schedule-free optimizers have different weights in `eval` mode."""
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
 
 
 def find_optimizers(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers among some values, and in lists, tuples and dicts of them."""
+    """Yield the optimizers among these values, including those nested in lists, tuples and dicts."""
     for value in values:
         for each in value if type(value) in (list, tuple) else value.values() if type(value) is dict else (value,):
             if isinstance(each, torch.optim.Optimizer):

@@ -1,6 +1,6 @@
 """The workload: protocol, base class, hooks and metric values.
 
-docs/writing-a-workload.md shows all of them in one example. Everything that a restart must restore has to be in
+docs/writing-a-workload.md shows all of them in one example. Everything that a restart must restore must be in
 parameters, persistent buffers, the optimizer's or the scheduler's `state_dict()`, the data's position, the random
 generators of torch, Python and NumPy, or the result of the workload's own `state_dict()`.
 """
@@ -134,8 +134,8 @@ class BaseWorkload:
     def build_data(self, layout: Layout) -> Data | StatefulData:
         if not self.config.data.path:
             raise WorkloadError(
-                "data.path is empty: write build_data() in the workload, or give data.text, or a folder of "
-                "`orch data prepare` as data.path"
+                "data.path is empty: write build_data() in the workload, or set data.text, or set "
+                "data.path to a folder of `orch data prepare`"
             )
         try:
             return self._token_data(layout)
@@ -183,7 +183,7 @@ class BaseWorkload:
         if state:
             names = ", ".join(sorted(map(str, state))[:4])
             raise WorkloadError(
-                f"the checkpoint has a state of the workload ({names}), but {type(self).__name__} has no "
+                f"the checkpoint has a workload state ({names}), but {type(self).__name__} has no "
                 "load_state_dict(): put the code back as it was, or add one"
             )
 
@@ -225,11 +225,11 @@ def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
 
 
 def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> None:
-    """Refuse BatchNorm in half precision on CPUs, which lack kernels with running statistics of another width."""
+    """Refuse BatchNorm in half precision on CPUs, which lack kernels with running statistics in a different width."""
     found = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if found and layout.device.type == "cpu" and config.train.dtype != "float32":
         raise WorkloadError(
-            f"train.dtype={config.train.dtype}: torch has no BatchNorm in it on CPUs: type train.dtype=float32"
+            f"train.dtype={config.train.dtype}: torch has no BatchNorm in this dtype on CPUs: type train.dtype=float32"
         )
 
 
@@ -275,28 +275,28 @@ def find(config: WorkloadConfig) -> type[Any]:
 
 
 def build(config: JobConfig) -> Workload:
-    """Create the workload; raises WorkloadError for arguments that its class does not take."""
+    """Create the workload; raises WorkloadError for arguments that its class does not accept."""
     kind = find(config.workload)
     try:
         made: Workload = kind(config, **config.workload.args)
     except (TypeError, ValueError) as error:
         why = f"{error}" if issubclass(kind, BaseWorkload) else f"{error}; {_no_base(kind.__name__)}"
-        raise WorkloadError(f"workload {config.workload.target} cannot be made: {why}") from error
+        raise WorkloadError(f"workload {config.workload.target} cannot be created: {why}") from error
     return made
 
 
 def _no_base(name: str) -> str:
-    return f"{name} is no BaseWorkload: write class {name}(orch.BaseWorkload)"
+    return f"{name} is not a BaseWorkload: write class {name}(orch.BaseWorkload)"
 
 
 _OURS = Path(__file__).parents[2]
 _LONGEST = 500
-"""Characters of an error that are shown."""
+"""Maximum characters of an error to show."""
 
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Convert any exception to a WorkloadError that names `what` and the place of the error.
+    """Convert any exception to a WorkloadError that names `what` and the location of the error.
 
     Prints go to stderr, because stdout belongs to the command's answer.
     """

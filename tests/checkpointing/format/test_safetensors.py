@@ -45,7 +45,7 @@ def test_a_dtype_without_a_word_is_told() -> None:
         (file_of([1], b""), "invalid header: "),
         (file_of({"a": 3}, b""), "invalid header: "),
         (file_of({"a": entry("Q4")}, bytes(4)), "Q4"),
-        (file_of({"a": entry()}, bytes(3)), "file at"),
+        (file_of({"a": entry()}, bytes(3)), "file ends at"),
         (file_of({"a": entry()}, bytes(5)), "appended"),
         (file_of({"a": entry(shape=[5])}, bytes(4)), "4 bytes to a uint8 tensor of shape"),
         (file_of({"a": entry(shape=[-4], end=-4)}, bytes(4)), "not an integer"),

@@ -185,7 +185,7 @@ def test_mismatches_are_reported_one_by_one_with_the_override_that_fixes_them(tm
     assert [mend for _, mend in told if mend] == ["model.layers=2", "model.ffn_dim=48", "model.rope_theta=500.0"]
     words = "\n".join(what for what, _ in told)
     assert "model.layers.0.mlp.gate_proj.weight is float32 [48, 32], the model's is float32 [64, 32]" in words
-    assert "model.layers.2.self_attn.q_proj.weight is not given, and the model needs it float32 [32, 32]" in words
+    assert "model.layers.2.self_attn.q_proj.weight is missing; the model needs it as float32 [32, 32]" in words
 
 
 @pytest.mark.parametrize(

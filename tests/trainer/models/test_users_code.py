@@ -32,7 +32,7 @@ def test_tensors_of_its_own_are_no_trouble(name: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(("at", "line", "said"), [
     ("init", 'raise KeyError("no such thing")', "Fails raised KeyError: 'no such thing' at "),
-    ("value", 'raise ValueError("bad value")', "Fails cannot be made: bad value at "),
+    ("value", 'raise ValueError("bad value")', "Fails cannot be created: bad value at "),
     ("exit", 'sys.exit("not today")', "Fails raised SystemExit: not today at "),
     ("model", "return self.no_such_attribute", "object has no attribute 'no_such_attribute' at "),
 ])  # fmt: skip
@@ -60,5 +60,5 @@ def test_a_module_that_does_not_import(tmp_path: Path, text: str, said: str) -> 
 
 
 def test_arguments_that_it_does_not_take_have_no_line() -> None:
-    with pytest.raises(WorkloadError, match="cannot be made: .*unexpected keyword argument 'bogus'$"):
+    with pytest.raises(WorkloadError, match="cannot be created: .*unexpected keyword argument 'bogus'$"):
         plan(f"{odd_workloads.__name__}:NoArguments", bogus=1)

@@ -37,14 +37,14 @@ def test_a_wrong_target_is_named(target, message):
 
 
 def test_arguments_that_the_class_does_not_take_are_named():
-    with pytest.raises(WorkloadError, match="the built-in model takes none, but got depth"):
+    with pytest.raises(WorkloadError, match="the built-in model accepts none, but got depth"):
         workload.build(config("trainer.models.built_in:LlamaWorkload", depth=3))
 
 
 def test_a_class_that_is_no_workload_says_so(tmp_path, monkeypatch):
     (tmp_path / "no_workload.py").write_text("class X: pass\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    with pytest.raises(WorkloadError, match=r"X\(\) takes no arguments; X is no BaseWorkload: write class X\(orch"):
+    with pytest.raises(WorkloadError, match=r"X\(\) takes no arguments; X is not a BaseWorkload: write class X\(orch"):
         workload.build(config("no_workload:X"))
 
 

@@ -61,11 +61,11 @@ def write_groups(spec: RankSpec) -> None:
     try:
         write_atomically(Path(groups_file(spec.flight)), json.dumps(_groups()).encode())
     except OSError as error:
-        write_stderr(f"orch: its process groups are not written, hangs will be blamed less exactly: {error}")
+        write_stderr(f"orch: this rank's process groups could not be written, hang reports will be less exact: {error}")
 
 
 def dump(spec: RankSpec, error: BaseException) -> str | None:
-    """Save the flight record of a rank that `error` ends; return the file, or None. Never raises."""
+    """Save the flight record of a rank that fails with `error`; return the file, or None. Never raises."""
     path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flights(spec.node_name, spec.generation)
     try:
         if not dist.is_initialized():
@@ -111,7 +111,7 @@ def _serve(path: str) -> _WorkerServer | None:
         with _stderr_silenced():
             return _WorkerServer(path, -1)
     except (RuntimeError, OSError) as error:
-        write_stderr(f"orch: no flight server on {path}, hangs will be explained without records: {error}")
+        write_stderr(f"orch: no flight server on {path}, hang reports will lack flight records: {error}")
         return None
 
 

@@ -52,7 +52,7 @@ def expert_loads(step: int, loads: Sequence[float], layers: int) -> dict[str, An
 def held_states(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: ParallelConfig) -> dict[str, Any]:
     """Return bytes of parameters, gradients (as when the optimizer steps) and optimizer state; call after a step.
 
-    `on_host`: the ones that `parallel.fsdp.offload` keeps in host memory.
+    `on_host`: the bytes that `parallel.fsdp.offload` keeps in host memory.
     """
     weights = list(model.parameters())
     state = (value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor))
@@ -73,7 +73,7 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class StepFigures:
-    """Builder of the cost figures in a line of steps.jsonl."""
+    """Builds the cost figures in a line of steps.jsonl."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StepFigures:
         self._comparison, self._seconds_before = comparison, 0.0
 
     def step_ended(self) -> None:
-        """Record the end of a step; call when its collectives have been given to torch."""
+        """Record the end of a step; call when its collectives have been submitted to torch."""
         if (found := self._meter.step_ended()) is not None:
             self._bytes, self._tells_bytes = found, True
 
@@ -123,7 +123,7 @@ class StepFigures:
         return told
 
     def _memory(self) -> dict[str, int]:
-        """Return peaks since the rank began, in bytes; `resident` is of the process."""
+        """Return peaks since the rank began, in bytes; `resident` is the process's."""
         if self._device.type == "cuda":
             return {
                 "allocated": torch.cuda.max_memory_allocated(self._device),
@@ -151,7 +151,7 @@ def _peak(device: torch.device, dtype: str) -> float | None:
 BATCH_SECONDS = 1.0
 """Lines that arrive within this time after a write are written together."""
 MOST_CHARACTERS = 16 << 20
-"""Most characters that wait for a hanging file; further lines are lost."""
+"""Maximum characters queued for a hanging file; further lines are lost."""
 
 
 class LinesBehind:
@@ -183,7 +183,7 @@ class LinesBehind:
                 if not self._gathers:
                     self._news.notify_all()
         if full and not told:
-            self._lost("too much waits for a file that hangs; what follows is lost too, until it answers")
+            self._lost("too many lines are queued for a hanging file; further lines are lost until it responds")
 
     def flush(self, seconds: float) -> bool:
         """Write all appended lines now and wait at most `seconds`; return whether it is done."""
@@ -195,7 +195,7 @@ class LinesBehind:
     def close(self, seconds: float = 5.0) -> None:
         """Flush, then let the thread close the file once it has written the rest."""
         if not self.flush(seconds):
-            self._lost("its file hangs at the end")
+            self._lost("its file still hangs at the end")
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -294,7 +294,7 @@ class Journal:
         self._events.write(EventKind(kind), **data)
 
     def record_stall(self, step: int, seconds: float) -> None:
-        """Record that training waited `seconds` for the save of `step`; the event of its commit has the sum."""
+        """Record that training waited `seconds` for the save of `step`; its commit event has the sum."""
         with self._stalls_lock:
             self._stalls[step] = self._stalls.get(step, 0.0) + seconds
 

@@ -73,7 +73,7 @@ class ProgressLog:
         """Start or resume training after this step."""
         self._step = step
         if step:
-            self._write_line(f"resumed from step {step}: later steps that stand above are trained again")
+            self._write_line(f"resumed from step {step}: later steps logged above are trained again")
 
     def step(self, step: int, *, loss: float, lr: float, own: Mapping[str, float]) -> None:
         """Record a finished step; a line covers all steps since the previous line."""
@@ -133,14 +133,14 @@ class PhaseTracker:
         self._before = [0] * len(SECTIONS)
         self._last_total = [0] * len(SECTIONS)
         self.last_step = [0] * len(SECTIONS)
-        """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, as far as known by then."""
+        """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, as measured by then."""
         self.reductions = 0.0
         """Seconds that this rank waited in collectives of the step before the newest one."""
         self._waits: WaitMeter[Any] = waits or WaitMeter(HostClock())
         self._first = True
 
     def enter(self, phase: Phase, moment: StageActivity | None = None) -> None:
-        """Enter another phase; `moment`: this rank's activity in a pipeline phase."""
+        """Enter a phase; `moment`: this rank's activity in a pipeline phase."""
         if phase is Phase.FORWARD and self._compiles:
             phase, self._compiles = Phase.COMPILE, False
         self._phase, self._moment = phase, moment
@@ -208,7 +208,7 @@ class PhaseTracker:
 
     @contextmanager
     def show_ring_wait(self, source: int) -> Iterator[None]:
-        """Show inside that this rank waits for a message of world rank `source`, then restore its previous moment."""
+        """Inside, show that this rank waits for a message from world rank `source`; then restore its old moment."""
         self._cell.begin_moment(StageActivity(Activity.WAIT_IN_RING, source, -1))
         yield
         self._cell.begin_moment(self._moment)
@@ -228,7 +228,7 @@ class PhaseTracker:
         self._stopwatch.switch_to(self._section)
 
     def begin_slow_phase(self, phase: Phase) -> None:
-        """Leave the step, within a phase, for a slow operation outside of its sections; may be nested."""
+        """Leave the step, within a phase, for a slow operation outside its sections; may be nested."""
         self._slow_depth += 1
         if self._slow_depth == 1:
             self._cell.enter(phase, sum([count() for count in self._counters]))

@@ -11,10 +11,10 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 from trainer.worker.restore_test.comparison import find_difference, has_other_code
 
 TAIL_BYTES = 1 << 20
-"""Most bytes read of a file of steps: thousands of lines."""
+"""Maximum bytes read from a steps file: thousands of lines."""
 
 MAX_ATTEMPTS = 20
-"""Most attempts whose steps are read."""
+"""Maximum number of attempts whose steps are read."""
 
 _NUMERIC = ("model", "train", "optimizer", "data", "parallel", "workload", "env", "validation")
 """Sections of the configuration on which the numbers of a step depend; ranks and threads are compared by line."""
@@ -34,7 +34,7 @@ class RetrainedSteps:
     ) -> None:
         """`explains(attempt)`: whether the code has changed since that attempt. `report` gets step and reason.
 
-        Lines with another number of ranks (`world`) or other software are not compared.
+        Lines with a different number of ranks (`world`) or different software are not compared.
         """
         self._recorded, self._world, self._explains, self._report = recorded, world, explains, report
 
@@ -58,7 +58,7 @@ class RetrainedSteps:
 def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
     """Return the recorded steps after `restored`, each from the newest attempt that trained it.
 
-    Reading ends at an attempt whose configuration computes other numbers, or whose files cannot be read.
+    Reading ends at an attempt whose configuration leads to different numbers, or whose files cannot be read.
     """
     found: dict[int, list[dict[str, Any]]] = {}
     settings = None
@@ -90,7 +90,7 @@ def _numeric_settings(run: RunDir, attempt: int) -> dict[str, Any]:
 
 
 def has_new_code(run: RunDir, before: int, now: int) -> bool:
-    """Return whether attempt `now` may train with other code or packages than attempt `before` did."""
+    """Return whether attempt `now` may train with code or packages that differ from attempt `before`'s."""
     first, last = run.attempt(before), run.attempt(now)
     try:
         return before != now and has_other_code(first, CodeRecord.read(last.code))
@@ -99,7 +99,7 @@ def has_new_code(run: RunDir, before: int, now: int) -> bool:
 
 
 def _last_lines(run: RunDir, number: int) -> list[dict[str, Any]]:
-    """Return the last lines, without incomplete ones such as the first."""
+    """Return the last complete lines; the first line read is usually incomplete."""
     lines = list[dict[str, Any]]()
     try:
         with run.attempt(number).metrics.open("rb") as stream:

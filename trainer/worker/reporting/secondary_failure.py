@@ -1,4 +1,4 @@
-"""Secondary failures: exceptions that a rank raises only because a peer went away."""
+"""Secondary failures: exceptions that a rank raises only because it lost the connection to a peer."""
 
 from torch.distributed import DistError
 

@@ -54,7 +54,7 @@ class TrafficMeter:
         try:
             return self._measure_bytes([_entries(dump()) for dump in self._dumps])
         except _UNREADABLE as error:
-            write_stderr(f"orch: bytes of a step's collectives are not known: {type(error).__name__}: {error}")
+            write_stderr(f"orch: the bytes of a step's collectives are unknown: {type(error).__name__}: {error}")
             return {}
 
     def _measure_bytes(self, records: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, int] | None:

@@ -68,7 +68,7 @@ class WaitMeter(Generic[Mark]):
             self._begun = None
 
     def step_ended(self) -> float:
-        """Return seconds waited in the step before the ending one; a GPU has finished it by now."""
+        """Return seconds waited in the step before the one that ends; a GPU has finished it by now."""
         self.end()
         ready, self._before, self._step = self._before, self._step, []
         return sum(self._clock.seconds(*wait) for wait in ready)
@@ -92,7 +92,7 @@ class Stopwatch(Protocol):
         """Count time for this section, or for none, from now on."""
 
     def total(self) -> list[int]:
-        """Return nanoseconds in each of `SECTIONS`, as far as known."""
+        """Return nanoseconds in each of `SECTIONS`, as measured so far."""
 
 
 class CpuStopwatch:
@@ -197,7 +197,7 @@ def _ignoring_arguments(call: Callable[[], None]) -> Callable[..., None]:
 
 
 def _when_gradient_arrives(call: Callable[[], None]) -> Callable[..., None]:
-    """Return a forward hook that calls when the output's gradient arrives, where the module's backward begins."""
+    """Return a forward hook that calls `call` when the output's gradient arrives, as the module's backward begins."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:

@@ -14,7 +14,7 @@ from trainer.protocol.user_code.code_record import CodeRecord, changed_files, ch
 
 COMPARED = ("loss", "grad_norm", "lr")
 BOUNDED_STEPS = 5
-"""Most steps compared if bits may differ, because differences grow faster and faster."""
+"""Maximum number of steps compared if bits may differ, because differences compound."""
 
 OTHER_SOFTWARE = "other_software"
 """Key of a recorded step that was trained with other versions, another device, other threads, or other code."""
@@ -25,8 +25,8 @@ BOUNDS = {
     "bfloat16": {"loss": 3e-4, "grad_norm": 3e-2},
     "float16": {"loss": 3e-4, "grad_norm": 3e-2},
 }
-"""Largest relative differences of the first step on another layout or machine, by `train.dtype`; n times as much at the
-n-th step, since differences grow.
+"""Largest accepted relative differences in the first step on another layout or machine, by `train.dtype`; n times as
+much in the n-th step, since differences grow.
 
 At least three times, mostly ten times the differences of healthy checkpoints on 1 to 8 ranks: see
 docs/restore-tests.md."""
@@ -80,7 +80,7 @@ def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
 
 
 def has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
-    """Return whether the attempt trained with other code than `code`, or with packages not known to be the same.
+    """Return whether the attempt trained with code other than `code`, or with packages not known to be the same.
 
     Unknown code is assumed to be the same.
     """
@@ -138,7 +138,7 @@ def compare(
 ) -> Comparison:
     """Compare the test's steps with the run's: bit for bit if `exact` and the run had the same software. Pure.
 
-    In other cases `bounds` apply, which are for the first step. A run may have trained a step more than once: one
+    Otherwise `bounds` apply, which hold for the first step. A run may have trained a step more than once: one
     repetition that agrees is enough.
     """
     compared, largest, first = 0, 0.0, min(mine, default=0)
@@ -197,8 +197,8 @@ def relative_difference(one: float, other: float) -> float:
 
 CODE = "code.user"
 STATE_ELSEWHERE = (
-    "no fault was found in the checkpoint: the steps of this workload depend on something that no checkpoint has, "
-    "or do not repeat"
+    "no fault was found in the checkpoint: the steps of this workload depend on something that no checkpoint contains, "
+    "or are not reproducible"
 )
 _SUMS_ONLY = frozenset({"threads", "cpu", "cpu_model", "kernel_settings"})
 """Software facts that, like another layout, only change the order of sums."""
@@ -236,7 +236,7 @@ def why_not_compared(now: Conditions) -> str:
     if CODE in now.differs:
         return "the run's own code (code.user) has changed since it trained: its steps are not compared"
     if now.drawn and not now.same_layout:
-        return "it draws random numbers, other ones on another layout: its steps are not compared"
+        return "it draws random numbers, which differ on another layout: its steps are not compared"
     return ""
 
 
@@ -258,5 +258,5 @@ def why_no_verdict(now: Conditions) -> str:
         return f"the checkpoint was made with other software: {', '.join(other)}"
     if not (now.built_in and now.dtype == "float32" and not now.experts):
         kind = "models with experts" if now.experts else "this model" if not now.built_in else now.dtype
-        return f"no bound is known for {kind} where sums are added in another order"
+        return f"no bound is known for {kind} when sums are added in a different order"
     return ""

@@ -179,7 +179,7 @@ class RestoreTestRun:
             reason = str(error)
         refused = next((each for each in self._ranks.all_gather(reason) if each), "")
         if refused:
-            return Outcome.NOT_COMPARABLE, f"the program cannot go on from it: {refused}"
+            return Outcome.NOT_COMPARABLE, f"the program cannot continue from it: {refused}"
         state.compare_ranks(self._ranks.all_gather)
         restored = self.source.restore_result
         assert restored is not None
@@ -246,7 +246,7 @@ class RestoreTestRun:
             how = "bit for bit" if exact else f"within {bounds['loss']:g} of its loss"
             steps = "1 step agrees" if result.compared == 1 else f"{result.compared} steps agree"
             same = f"{steps} with the run's own {how}"
-            none = not_compared or "the run has recorded no step after it to compare with"
+            none = not_compared or "the run has recorded no later step to compare with"
             why = self._describe_other_software() if result.why_no_verdict else ""
             return {
                 "difference": result.difference, "why": why, "same": same if result.compared else none,
@@ -358,7 +358,7 @@ def require_checkpoint(order: RestoreTestOrder, storage: Storage) -> None:
             files = storage.list(order.checkpoint)
             if len(files) > 1 and "DELETED" not in files:
                 return  # only COMMIT is missing: that is damage
-        raise OSError(f"{order.place}/{order.checkpoint} is not there: deleted, or not visible on this node") from error
+        raise OSError(f"{order.place}/{order.checkpoint} is missing: deleted, or not visible on this node") from error
 
 
 def saving_attempt(order: RestoreTestOrder) -> int:
@@ -371,13 +371,11 @@ def _origin_fault(order: RestoreTestOrder, storage: Storage) -> str:
     """Return the fault of a rewritten manifest, or of a checkpoint saved with another config."""
     digest = read_manifest_digest(storage, order.checkpoint)
     if order.manifest and digest != order.manifest:
-        return (
-            f"MANIFEST: was made anew: its digest is {digest}, and the registry has kept {order.manifest} since commit"
-        )
+        return f"MANIFEST: was rewritten: its digest is {digest}, not {order.manifest}, as recorded at its commit"
     manifest, _ = read_sealed(storage, order.checkpoint)
     if manifest is None:
         return ""
     saved_with = manifest.extra.get("config_digest")
     if order.config_digest and saved_with is not None and saved_with != order.config_digest:
-        return f"MANIFEST: it was saved with the config {saved_with}, its attempt trained with {order.config_digest}"
+        return f"MANIFEST: it was saved with config {saved_with}, but its attempt trained with {order.config_digest}"
     return ""

@@ -108,7 +108,7 @@ def trained_keys(index: Index) -> set[str]:
 
 
 OWN_BUFFERS = {"own_buffers": "all"}
-"""Fact of checkpoints that keep buffers of every dtype per rank; older releases kept only floating-point buffers so."""
+"""Fact of checkpoints that keep buffers of every dtype per rank; older releases did so only for floating point."""
 
 
 def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -256,7 +256,7 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
     for name, (dtype, shape), stage in sorted(known, key=lambda one: one[0]):
         tensor = next(own)[1] if stage == place else None
         if ranks[0] != 0:
-            continue  # with several pipelines of the same weights, one is enough
+            continue  # with several pipelines that hold the same weights, one is enough
         if place == 0:
             if tensor is None:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=layout.device)

@@ -27,7 +27,7 @@ def _name(dp_rank: int) -> str:
 
 
 def plain_position(consumed: Any) -> int | float:
-    """Return `consumed` of the data as a plain number: it may be one of NumPy's, or a tensor.
+    """Return `consumed` of the data as a plain number: it may be a NumPy number or a tensor.
 
     Raises WorkloadError for anything else.
     """
@@ -62,7 +62,7 @@ class DataState:
         return self._own.freeze_state()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the state, by names of this data-parallel rank."""
+        """Return the tensors of the state, under this data-parallel rank's names."""
         return self._own.tensors()
 
     def facts(self) -> dict[str, Any]:
@@ -90,14 +90,14 @@ class DataState:
         size = next(iter(states.values()))["dp_size"]
         if not self._stateful:
             raise WorkloadError(
-                f"the checkpoint has a state of the data, but {self._kind} has no state_dict() and load_state_dict()"
+                f"the checkpoint has a data state, but {self._kind} has no state_dict() and load_state_dict()"
             )
         if size == self._dp_size:
             return [self._dp_rank]
         if not callable(getattr(self._owner, "load_state_dicts", None)):
             raise NotReshardable(
-                f"the state of the data was saved on {_ranks(size)} and there are {self._dp_size} now: go on with as "
-                f"many, or give {self._kind} a load_state_dicts(states), which gets the states of all {size} ranks"
+                f"the data state was saved on {_ranks(size)} and there are {self._dp_size} now: continue with as "
+                f"many, or give {self._kind} a load_state_dicts(states), which receives the states of all {size} ranks"
             )
         return list(range(size))
 
@@ -125,8 +125,8 @@ class DataState:
         seek = getattr(self._owner, "seek", None)
         if not callable(seek):
             raise WorkloadError(
-                f"the checkpoint has only a number ({consumed}) for the position in the data: give {self._kind} a "
-                "`seek(consumed)` that goes there, or begin with the weights alone: "
+                f"the checkpoint has only a number ({consumed}) as its data position: give {self._kind} a "
+                "`seek(consumed)` that goes there, or start from the weights alone: "
                 "`orch ckpt import DIR CONFIG --weights-only`"
             )
         seek(consumed)
@@ -138,9 +138,9 @@ def require_resharding(data: Data, cluster: ClusterShape) -> None:
     has = [callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict", "load_state_dicts")]
     if 0 < cluster.min_nodes < cluster.nodes and has == [True, True, False]:
         raise WorkloadError(
-            f"cluster.min_nodes={cluster.min_nodes}: fewer nodes could not go on with the state of "
-            f"{type(owner).__name__}, which build_data() returns: give it a load_state_dicts(states), which gets those "
-            "of all ranks, or type ~cluster.min_nodes"
+            f"cluster.min_nodes={cluster.min_nodes}: fewer nodes could not continue from the state of "
+            f"{type(owner).__name__}, which build_data() returns: give it a load_state_dicts(states), which receives "
+            "those of all ranks, or type ~cluster.min_nodes"
         )
 
 

@@ -1,4 +1,4 @@
-"""Values of optimizer parameter groups that training changes, apart from the settings.
+"""Values of optimizer parameter groups that training changes, as opposed to settings.
 
 A value as given by `build_optimizer` belongs to the configuration: it is not saved, and after a restart the
 configuration of that time applies. A value that training has changed is state: it is saved and restored. `lr` belongs
@@ -80,8 +80,8 @@ class GroupValues:
         if now != built:
             raise WorkloadError(
                 f"{type(self._optimizer).__name__} has {now} parameter groups, but build_optimizer made {built}: a "
-                "restart could not know of the difference. Make all groups in build_optimizer, and give those that are "
-                "to train later a learning rate of 0 until then (their `lr_scale`, or `lr` with a scheduler of your "
+                "restart could not reproduce the difference. Create all groups in build_optimizer, and give those that "
+                "train later a learning rate of 0 until then (their `lr_scale`, or `lr` with a scheduler of your "
                 "own)"
             )
 
@@ -177,8 +177,8 @@ class GroupValues:
                 keys = ", ".join(sorted(group["values"])[:4])
                 raise WorkloadError(
                     f"the checkpoint has values ({keys}) of a parameter group of {group['count']} parameters, the "
-                    f"first of which is {group['first']}, but the optimizer has no group of the same parameters: build "
-                    "the groups as they were, or begin with the weights alone: "
+                    f"first of which is {group['first']}, but the optimizer has no group with these parameters: build "
+                    "the groups as before, or start from the weights alone: "
                     "`orch ckpt import DIR CONFIG --weights-only`"
                 )
 
@@ -198,7 +198,7 @@ class GroupValues:
                     group[key] = copies[id(first.itself)]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Restore the configured values, then those changed by training; return where state overrules settings."""
+        """Restore the configured values, then those changed by training; return messages about overruled settings."""
         self.reset()
         parameters = {name: parameter for parameter, name in self._names.items()}
         overruled: dict[str, str] = {}
@@ -207,7 +207,7 @@ class GroupValues:
             for key, value in group["values"].items():
                 initial = self._initial[number].get(key)
                 if "given" in value and initial is not None and value["given"] != initial.text:
-                    overruled[key] = f"{key} is now given as {initial.text}, but training had changed it: that is kept"
+                    overruled[key] = f"{key} is now given as {initial.text}, but the value set by training is kept"
                 _set_value(
                     self._optimizer.param_groups[number], key, object_state.decode(value["value"], tensors, parameters)
                 )

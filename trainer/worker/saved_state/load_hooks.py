@@ -65,6 +65,6 @@ def _post_hooks(module: nn.Module) -> list[Any]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether torch defines it: torch's layers derive nothing, and FSDP's hook is for replaced parameters."""
+    """Return whether torch defines it: torch's layers derive nothing; FSDP's hook is for replaced parameters."""
     function = getattr(function, "hook", function)  # torch wraps a pre-hook
     return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"

@@ -20,7 +20,7 @@ _EXTRA = "_extra_state"
 
 
 class ModelEntries:
-    """Check for `state_dict()` entries that cannot be restored: tensors are refused at once, plain values on change."""
+    """Checks for `state_dict()` entries that cannot be restored; refuses tensors at once, plain values on change."""
 
     def __init__(self, model: nn.Module) -> None:
         """Record the entries of a new model; raises WorkloadError for a tensor."""
@@ -68,7 +68,7 @@ def _text(name: str, value: Any) -> str:
 
 def _error(name: str, what: str) -> WorkloadError:
     return WorkloadError(
-        f"{name} in the model's state_dict() {what}, and is no parameter, buffer or extra state of a module, so that a "
+        f"{name} in the model's state_dict() {what}, and is not a parameter, buffer or extra state of a module, so a "
         "restart could not restore it: use register_buffer(), or get_extra_state() and set_extra_state()"
     )
 
@@ -87,8 +87,8 @@ class ModuleExtraState:
         for name, module in _with_state(model):
             if type(module).set_extra_state is nn.Module.set_extra_state:
                 raise WorkloadError(
-                    f"{name or 'the model'} ({type(module).__name__}) has get_extra_state() and no set_extra_state(), "
-                    "so that a restart could not restore it: add set_extra_state(state)"
+                    f"{name or 'the model'} ({type(module).__name__}) has get_extra_state() but no set_extra_state(), "
+                    "so a restart could not restore it: add set_extra_state(state)"
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class ModuleExtraState:
         for name in sorted(state.keys() ^ modules.keys()):
             where = "the checkpoint" if name in state else "the model"
             raise WorkloadError(
-                f"only {where} has an extra state of module {name or 'the model itself'}: put the code back as it was"
+                f"only {where} has an extra state for module {name or 'the model itself'}: restore the original code"
             )
         for name, module in modules.items():
             module.set_extra_state(state[name])
@@ -140,7 +140,7 @@ class ModuleModes:
                     used.add(entry)
                     setattr(each, kind, flags[entry])  # not `train()`, which changes the modules inside too
             unknown += [
-                f"{kind} of {name} had changed, and is not in the model" for name in sorted(flags.keys() - used)
+                f"{kind} of {name} had changed, but is not in the model" for name in sorted(flags.keys() - used)
             ]
         return unknown
 
@@ -186,7 +186,7 @@ def cannot_be_filled(tensor: torch.Tensor) -> bool:
 
 
 class SharedMemory:
-    """Memory that tensors of a new model share, and no longer share at a save: those of a target network, for example.
+    """Memory that tensors share in a new model but no longer at a save, for example a target network's.
 
     A restart builds them shared again, while their saved values differ.
     """
@@ -208,7 +208,7 @@ class SharedMemory:
         return found
 
     def restore(self, saved: Iterable[Sequence[Sequence[str]]]) -> None:
-        """Give each part but the first memory of its own where it still shares it, before a checkpoint fills it."""
+        """Give each part except the first its own memory if it still shares it, before a checkpoint fills it."""
         tensors = _plain_tensors(self._model)
         for parts in saved:
             whole = {name for part in parts for name in part}
@@ -246,7 +246,7 @@ def _sharing(model: nn.Module) -> list[set[str]]:
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return by name, each one once, the parameters and buffers that are nothing but memory: no subclass has any."""
+    """Return each plain parameter and buffer once, by name; tensor subclasses are left out."""
     named = (*model.named_parameters(), *model.named_buffers())
     plain = {name: tensor for name, tensor in named if type(tensor) in (torch.Tensor, nn.Parameter)}
     return {
@@ -275,12 +275,12 @@ class BufferState:
         for name, form in changed.items():
             if name.rpartition(".")[0] not in self._modules:
                 raise WorkloadError(
-                    f"buffer {name} is in a module that was made after build_model(), so that a restart could not "
-                    "restore it: make the module in build_model()"
+                    f"buffer {name} is in a module that was created after build_model(), so a restart could not "
+                    "restore it: create the module in build_model()"
                 )
             if isinstance(form, list) and form[-1]:
                 raise WorkloadError(
-                    f"buffer {name} became a sharded tensor of shape {form[1]} after build_model(), so that a restart "
+                    f"buffer {name} became a sharded tensor of shape {form[1]} after build_model(), so a restart "
                     "could not restore it: register it in build_model() with its final shape"
                 )
         gone = sorted(self._built.keys() - now.keys())
@@ -313,7 +313,7 @@ class BufferState:
         for name, form in facts.get("changed", {}).items():
             if name.rpartition(".")[0] not in self._modules:
                 raise WorkloadError(
-                    f"the checkpoint has buffer {name}, of a module that the model does not have: put the code back as "
+                    f"the checkpoint has buffer {name} in a module that the model does not have: put the code back as "
                     "it was"
                 )
             wanted[name] = form
@@ -386,8 +386,8 @@ class ParameterForms:
         for name, parameter in model.named_parameters():
             if cannot_be_filled(parameter):
                 raise WorkloadError(
-                    f"several values of parameter {name} share one place in memory (expand), or are kept as their "
-                    "conjugates, so that it could not be restored: make it of value.clone()"
+                    f"several values of parameter {name} share one place in memory (expand), or are stored as "
+                    "conjugates, so it could not be restored: create it from value.clone()"
                 )
 
     def refuse_changed(self) -> None:
@@ -397,7 +397,7 @@ class ParameterForms:
             return
         for name in sorted(now.keys() | self._built.keys()):
             if name not in self._built:
-                raise _form_error(f"parameter {name} was made after build_model()")
+                raise _form_error(f"parameter {name} was created after build_model()")
             if name not in now:
                 raise _form_error(f"parameter {name} of build_model() is gone")
             if now[name] != self._built[name]:
@@ -407,7 +407,7 @@ class ParameterForms:
 
 def _form_error(what: str) -> WorkloadError:
     return WorkloadError(
-        f"{what}, so that a restart, which builds the model anew, could not restore it: make all parameters in "
+        f"{what}, so a restart, which rebuilds the model, could not restore it: create all parameters in "
         "build_model() with their final shape and type"
     )
 

@@ -22,7 +22,7 @@ from trainer.worker.saved_state.checkpoint_contents import differing_tensors, te
 from trainer.worker.workload import WorkloadError
 
 Names = Mapping[torch.Tensor, str]
-"""Names of parameters in the model, by parameter."""
+"""Parameter names in the model, by parameter."""
 
 _MOST_INLINE = 4096
 """Maximum number of bytes stored in the JSON; longer values are saved as a tensor."""
@@ -193,7 +193,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "ordered": lambda pairs: OrderedDict(map(tuple, pairs)),
     "counter": lambda pairs: Counter(dict(map(tuple, pairs))),
     "complex": lambda parts: complex(*parts),
-    "view": lambda parts: torch.as_strided(*parts),  # of checkpoints that have no "memory"
+    "view": lambda parts: torch.as_strided(*parts),  # in checkpoints without "memory"
     "memory": lambda parts: _view_memory(*parts),
     "leaf": lambda tensor: tensor.requires_grad_(),
     "own parameter": lambda parts: nn.Parameter(*parts),
@@ -320,7 +320,7 @@ class ObjectState:
         try:
             value = encode(state, self._prefix, found, self._names, SharedContainers(state)) if state else None
         except UnsavableValue as reason:
-            raise WorkloadError(f"what {self._called}.state_dict() returns: {reason}") from reason
+            raise WorkloadError(f"the result of {self._called}.state_dict(): {reason}") from reason
         self.reordered_sets = frozenset(find_reordered_sets(state, self._prefix))
         return _merge_references(value, found)
 
@@ -331,7 +331,7 @@ class ObjectState:
         for key, wanted in facts.get("forms", {}).items():
             made = zeros(wanted, (live.get(key), *self._parameters.values()), self._device)
             if made is None:
-                raise WorkloadError(f"the checkpoint has {key} {wanted}, but no parameter is sharded alike")
+                raise WorkloadError(f"the checkpoint has {key} {wanted}, but no parameter is sharded that way")
             self._targets[key] = made
         return self._targets
 
@@ -346,7 +346,7 @@ class ObjectState:
         load = getattr(self._owner, "load_state_dict", None)
         if not callable(load):
             raise WorkloadError(
-                f"the checkpoint has a state of the {self._prefix}, but {self._called} has no load_state_dict(): put "
+                f"the checkpoint has a state for the {self._prefix}, but {self._called} has no load_state_dict(): put "
                 "the code back as it was, or add one"
             )
         load(self.decode_state(facts))
@@ -382,7 +382,7 @@ def _merge_references(value: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return how a tensor reads its memory: equal for tensors that are one."""
+    """Return how a tensor reads its memory; equal results mean the same tensor."""
     place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return tensor.dtype, *place, tensor.is_conj(), tensor.is_neg()
 
@@ -395,7 +395,7 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield the ranges of bytes that several of these paths overlap in, with the paths in their order."""
+    """Yield the byte ranges in which several of these paths overlap, with those paths in order."""
     order = {path: number for number, (_, _, path) in enumerate(ranges)}
     groups: list[tuple[int, int, list[str]]] = []
     for first, last, path in sorted(ranges):

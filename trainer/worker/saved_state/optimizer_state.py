@@ -49,13 +49,13 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer, names: Names) -> None:
         if held and not of_parameter and not isinstance(key, str):
             what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
             raise WorkloadError(
-                f"{kind} keeps state for {what}, which is no parameter of the model, so that it would not be saved: "
-                "keep it in `optimizer.state[parameter]`, or under a name, as in `optimizer.state['masters']`"
+                f"{kind} keeps state for {what}, which is not a parameter of the model, so it would not be saved: "
+                "keep it in `optimizer.state[parameter]`, or under a name such as `optimizer.state['masters']`"
             )
     if _has_state_elsewhere(optimizer):
         raise WorkloadError(
-            f"{kind} keeps state in other optimizers, not in its own `state`, so that it would not be saved: let its "
-            "`state` be theirs, as in `self.state[parameter] = inner.state[parameter]`, or choose one optimizer"
+            f"{kind} keeps state in other optimizers, not in its own `state`, so it would not be saved: share their "
+            "state, as in `self.state[parameter] = inner.state[parameter]`, or use a single optimizer"
         )
 
 
@@ -84,12 +84,12 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor
         if foreign:
             raise WorkloadError(
                 f"{type(optimizer).__name__} trains a parameter of shape {tuple(foreign[0].shape)} that the model does "
-                "not have, so that neither it nor its state would be saved: register it with the model"
+                "not have, so neither it nor its state would be saved: register it with the model"
             )
 
 
 def refuse_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise WorkloadError for an optimizer whose steps the training loop cannot make."""
+    """Raise WorkloadError for an optimizer whose steps the training loop cannot run."""
     kind = type(optimizer).__name__
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -107,7 +107,7 @@ def refuse_sharding(optimizer: torch.optim.Optimizer, names: Names, error: Excep
     if sharded and any(word in str(error) for word in _SHARDING_MESSAGES):
         kind = type(optimizer).__name__
         raise WorkloadError(
-            f"{kind} cannot make a step on sharded parameters ({str(error).splitlines()[0]}): choose an optimizer "
+            f"{kind} cannot step sharded parameters ({str(error).splitlines()[0]}): choose an optimizer "
             "that works element by element, or give the workload a `parallelize` that does not shard"
         ) from error
 
@@ -119,7 +119,7 @@ _STATE = PREFIXES[0]
 _NAMED = "state:"
 _MISSING = object()
 _COUNTERS = (bool, int, float, str, type(None))
-"""Types of attributes that an optimizer may count its steps in."""
+"""Types of attributes in which an optimizer may count its steps."""
 
 
 class OptimizerState:
@@ -262,8 +262,8 @@ class OptimizerState:
     def _refuse_key(self, name: str, key: object) -> None:
         if type(key) not in (str, int):
             raise WorkloadError(
-                f"the state of {type(self._optimizer).__name__} cannot be saved: {key!r}, a key in that of {name}, is "
-                f"a {type(key).__name__}; only strings and integers are kept as keys"
+                f"the state of {type(self._optimizer).__name__} cannot be saved: the key {key!r} in that of {name} is "
+                f"a {type(key).__name__}; keys must be strings or integers"
             )
 
     def _encode_value(self, name: str, key: str | int, value: object, found: dict[str, torch.Tensor]) -> Any:
@@ -273,7 +273,7 @@ class OptimizerState:
             kind = type(self._optimizer).__name__
             raise WorkloadError(
                 f"the state of {kind} cannot be saved: {reason}; only tensors, numbers, strings, and lists, tuples, "
-                "sets and dicts of them are kept"
+                "sets and dicts of them can be saved"
             ) from reason
 
     def _entries(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
@@ -322,9 +322,7 @@ class OptimizerState:
         made = zeros(wanted, (live.get(key), parameter), device) if wanted is not None else None
         if made is None:
             kind = type(self._optimizer).__name__
-            raise WorkloadError(
-                f"the checkpoint has {key} {wanted or ''}, which {kind} as it is built now does not have"
-            )
+            raise WorkloadError(f"the checkpoint has {key} {wanted or ''}, which {kind} as built now does not have")
         return made
 
     def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
@@ -340,7 +338,7 @@ class OptimizerState:
         self._load_entries(saved, self._targets, itself=_loads_itself(self._optimizer))
         now = self._entries()
         other = [key for key in saved if object_state.text(now.get(key)) != object_state.text(saved[key])]
-        return [*overruled, *(f"{key} of the optimizer's state_dict is not as it was saved" for key in other)]
+        return [*overruled, *(f"{key} of the optimizer's state_dict differs from its saved value" for key in other)]
 
     def _restore_old(self, absent: Collection[str]) -> list[str]:
         counted = sorted({key for group in self.groups.changed_values() for key in group["values"]})
@@ -352,7 +350,7 @@ class OptimizerState:
         if not counted:
             return []
         return [
-            f"the checkpoint has no {', '.join(counted)} of the optimizer, which begin anew (an older orch saved it)"
+            f"the checkpoint has no {', '.join(counted)} of the optimizer, which start again (an older orch saved it)"
         ]
 
     def _restore_state(self, facts: Mapping[str, Any]) -> None:

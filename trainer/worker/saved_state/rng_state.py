@@ -80,7 +80,7 @@ def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
     if not origin:
         return ""
     if len(origin[0]) != 16:
-        return f"says in {len(origin[0])} bytes instead of 16 whose it is"
+        return f"records its origin in {len(origin[0])} bytes instead of 16"
     saved_rank, saved_step = origin[0].view(torch.int64).tolist()
     if (rng_name(saved_rank), saved_step) == (name, step):
         return ""
@@ -135,7 +135,7 @@ def _unpack_numpy(part: torch.Tensor) -> None:
     kind = state["bit_generator"]
     if np.random.get_state(legacy=False)["bit_generator"] != kind:
         if not hasattr(np.random, kind):
-            raise WorkloadError(f"the checkpoint has a state of NumPy's {kind}: set_bit_generator() it in build_data()")
+            raise WorkloadError(f"the checkpoint has a state of NumPy's {kind}: set_bit_generator() in build_data()")
         np.random.set_bit_generator(getattr(np.random, kind)())
     np.random.set_state(state)
 
@@ -157,13 +157,13 @@ def generators_fault(packed: torch.Tensor) -> str:
     try:
         parts = _parts(packed)
         if len(parts) < 3:
-            return f"holds {len(parts)} of the 3 states of generators"
+            return f"holds {len(parts)} of the 3 generator states"
         torch.Generator().set_state(parts[0])
         numbers = tuple(parts[1].view(torch.int64).tolist())
         random.Random().setstate((3, numbers, None))
         parts[2].view(torch.float64).item()
     except (RuntimeError, ValueError, TypeError) as error:
-        return f"cannot be taken up by a generator: {error}"
+        return f"cannot be loaded into a generator: {error}"
     return ""
 
 

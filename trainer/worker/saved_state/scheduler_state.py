@@ -1,4 +1,4 @@
-"""State of the user's learning-rate schedule, with its current rates, from which some compute the next."""
+"""State of the user's learning-rate schedule, with its current rates, from which some schedules compute the next."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class SchedulerState:
         groups, rates = self._optimizer.param_groups, state["lr"]
         if len(groups) != len(rates):
             raise WorkloadError(
-                f"the checkpoint has learning rates of {len(rates)} parameter groups, the optimizer has {len(groups)}"
+                f"the checkpoint has learning rates for {len(rates)} parameter groups, the optimizer has {len(groups)}"
             )
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
@@ -44,12 +44,12 @@ class SchedulerState:
         self._scheduler.load_state_dict(state["scheduler"])
         kept = state.get("built", self._built)  # not saved by older releases
         changed = [f"{key} {kept[key]} (now {now})" for key, now in self._built.items() if kept.get(key, now) != now]
-        self.overruled = [f"the schedule of the checkpoint goes on: {', '.join(changed)}"] if changed else []
+        self.overruled = [f"the checkpoint's schedule continues: {', '.join(changed)}"] if changed else []
         self._built = kept
 
 
 def _settings(scheduler: Scheduler | None) -> dict[str, Any]:
-    """Return the plain settings of a new scheduler, and lists of them; nested ones as `0.step_size`."""
+    """Return the plain settings of a new scheduler, and lists of them; nested settings are named like `0.step_size`."""
     return _plain_settings(scheduler.state_dict()) if scheduler is not None else {}
 
 

@@ -99,7 +99,7 @@ def _require_load(workload: object) -> None:
     gives = getattr(kind, "state_dict", BaseWorkload.state_dict) is not BaseWorkload.state_dict
     if gives and getattr(kind, "load_state_dict", BaseWorkload.load_state_dict) is BaseWorkload.load_state_dict:
         raise WorkloadError(
-            f"{kind.__name__} has state_dict() and no load_state_dict(), so that a restart could not restore it: add "
+            f"{kind.__name__} has state_dict() but no load_state_dict(), so a restart could not restore it: add "
             "load_state_dict(state)"
         )
 
@@ -175,7 +175,7 @@ class TrainState:
         }  # fmt: skip
 
     def save(self, saver: RankCheckpointer) -> bool:
-        """Hand the state after `step` to the checkpointer; return False on every rank if it takes none now.
+        """Hand the state after `step` to the checkpointer; return False on every rank if it accepts none now.
 
         Raises WorkloadError for state that a restart could not restore.
         """
@@ -279,9 +279,9 @@ class TrainState:
             "module_attributes": self._module_attributes.changed_attributes(),
         }
         for name in self._workload_state.reordered_sets | self._data_state.reordered_sets:
-            self._warn_once(f"{name} is a set, whose order a restart changes: if that counts, use a list, or sort it")
+            self._warn_once(f"{name} is a set, whose order a restart changes: if order matters, use a list, or sort it")
         for reason in self._optimizer_state.unsaved_values():
-            self._warn_once(f"{reason} is not saved: it cannot be written down")
+            self._warn_once(f"{reason} is not saved: its type cannot be serialized")
         return {key: value for key, value in found.items() if value}
 
     def _warn_once(self, reason: str, step: int | None = None) -> None:
@@ -362,15 +362,15 @@ class TrainState:
         self._workload_state.restore(saved)
         if saved or not self.step or not self._workload_state.facts():
             return []
-        return ["the state of the workload is missing: it begins anew"]
+        return ["the state of the workload is missing: it starts again"]
 
     def _restore_scheduler(self, saved: Mapping[str, Any]) -> list[str]:
         """Restore the scheduler's state; report where it differs from the workload's scheduler."""
         if self._has_scheduler:
             self._scheduler_state.restore(saved)
-            anew = [] if saved or not self.step else ["the state of the scheduler is missing: it begins anew"]
-            return [*anew, *self._schedule.overruled]
-        return ["it has the state of a scheduler, but the workload builds none"] if saved else []
+            missing = [] if saved or not self.step else ["the state of the scheduler is missing: it starts again"]
+            return [*missing, *self._schedule.overruled]
+        return ["it has a scheduler state, but the workload builds none"] if saved else []
 
     def _check_identity(self, extra: Mapping[str, Any]) -> None:
         """Raise WorkloadError for other data or another data order: its position would repeat or skip samples."""

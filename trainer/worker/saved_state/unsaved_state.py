@@ -1,4 +1,4 @@
-"""Tensors of a rank's checkpoint by name, and state that no checkpoint has.
+"""Tensors of a rank's checkpoint by name, and state that no checkpoint contains.
 
 Many modules keep values in attributes that every forward pass recomputes. A restart therefore reports only attributes
 that its first steps leave as in the new model, and counters that restart.
@@ -62,7 +62,7 @@ class ModuleAttributes:
 
     def _is_lost(self, name: str, saved: str) -> bool:
         seen = [texts.get(name, "") for texts in self._seen]
-        return len(set(seen)) == 1 or _counts_anew(seen, saved, self.step)
+        return len(set(seen)) == 1 or _counts_again(seen, saved, self.step)
 
     def _texts(self) -> dict[str, str]:
         found = {}
@@ -81,7 +81,7 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _counts_anew(seen: list[str], saved: str, step: int) -> bool:
+def _counts_again(seen: list[str], saved: str, step: int) -> bool:
     """Return whether a number rose equally in all of the `step` steps before the save, and does so again."""
     try:
         first, *later, total = (int(text) for text in (*seen, saved))
@@ -234,7 +234,7 @@ class StateInventory:
         buffers = checkpoint_contents.persistent_buffers(model)
         of_optimizer = self._optimizer_state.tensors()
         live = {**shared, **of_optimizer, **own}
-        # A name of the optimizer's own may hold a single value: then everything is walked every time.
+        # An optimizer's own name may hold a single value; if so, everything is walked every time.
         dicts = [(owner, held) for owner, held in optimizer.state.items() if isinstance(held, dict)]
         self._states = [(owner, held, len(held)) for owner, held in dicts]
         self._slots = list(self._holders())

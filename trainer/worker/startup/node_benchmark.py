@@ -52,7 +52,7 @@ class _TimeBudget:
 
 
 def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> list[tuple[int, float]]:
-    """Return rank and seconds of all rounds that time allows."""
+    """Return partner rank and seconds for every round that time allows."""
     pairs: list[tuple[int, float]] = []
     for partner in partners(spec.rank, spec.world_size, spec.local_world_size):
         if not budget.allows_another():
@@ -81,7 +81,7 @@ def partners(rank: int, world: int, local_world: int) -> list[int]:
 
 
 def _ring_neighbour(one: int, count: int, turn: int) -> int:
-    """Return the other of a pair when a ring is split into pairs from `turn` on; -1 for the remaining member."""
+    """Return a member's partner when a ring is split into pairs from `turn` on; -1 for the unpaired member."""
     other = (one - turn) % count ^ 1
     return (other + turn) % count if other < count else -1
 
@@ -134,7 +134,7 @@ def _measure_seconds(work: Callable[[], object], device: torch.device, clock: Ca
 
 
 def _exchange(spec: RankSpec, partner: int, device: torch.device, budget: _TimeBudget) -> float:
-    """Return the seconds for both of a pair to exchange data; a rank without a partner sends to itself.
+    """Return the seconds in which a pair exchanges data; a rank without a partner sends to itself.
 
     WARNING: one collective for all, not messages between two: the analysis of a later hang would count those as
     collectives that other ranks have skipped.

@@ -72,7 +72,7 @@ def be_deterministic(threads: int) -> None:
 
 
 def be_strict() -> None:
-    """Raise on operations without a deterministic kernel; attention's backward on GPUs uses its own only then."""
+    """Raise on operations without a deterministic kernel; only then does attention's backward on GPUs use its own."""
     torch.use_deterministic_algorithms(True, warn_only=False)
 
 
@@ -90,11 +90,11 @@ _BACKLOG = 4096  # waiting connections: all ranks connect at once
 
 
 class PeerLost(RuntimeError):
-    """A peer or the agent went away before this rank could continue; the cause is elsewhere."""
+    """A peer or the agent disconnected before this rank could continue; the cause is elsewhere."""
 
 
 def torchrun_environment(spec: RankSpec) -> dict[str, str]:
-    """Return the variables that torchrun gives its workers, except the address of the store."""
+    """Return the variables that torchrun sets for its workers, except the address of the store."""
     return place_variables(
         rank=spec.rank,
         local_rank=spec.local_rank,
@@ -116,7 +116,7 @@ def choose_interface(interface: str, host: str) -> None:
 
 
 def find_interface(host: str) -> str:
-    """Return the interface with the address `host`; empty if it is not one of this machine.
+    """Return the interface with the address `host`; empty if this machine lacks it.
 
     By default gloo uses the address of the host's own name, which many distributions map to a loopback address.
     """
@@ -165,7 +165,7 @@ def _host_store(host: str) -> TCPStore:
 def _receive_store(control: socket.socket) -> tuple[str, int, bytes]:
     found = receive_message(control, TO_RANK)
     if found is None:
-        raise PeerLost("the agent went away before it sent the address of the store")
+        raise PeerLost("the agent disconnected before it sent the store's address")
     return found.host, found.port, bytes.fromhex(found.key)
 
 

@@ -19,7 +19,7 @@ _ARITHMETIC = re.compile(r"(sse|ssse|avx|amx|fma|f16c|asimd|sve|sme|bf16|i8mm)")
 _KERNEL_SETTINGS = re.compile(r"(ONEDNN_|DNNL_|MKL_|ATEN_CPU_CAPABILITY$)")
 """Variables with which MKL, oneDNN and torch choose CPU kernels."""
 _RECORDED_LATER = frozenset({"cpu_model", "kernel_settings"})
-"""Names missing from checkpoints of earlier releases, which is not a difference.
+"""Names missing from checkpoints of earlier releases; their absence is not a difference.
 
 `text_hash` is not among them: earlier releases used a random seed in every job."""
 
@@ -32,7 +32,7 @@ def software(device: torch.device) -> dict[str, Any]:
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "text_hash": f"{hash('orch') & 0xFFFFFFFF:08x}",  # equal if PYTHONHASHSEED is, which affects the order of texts
+        "text_hash": f"{hash('orch') & 0xFFFFFFFF:08x}",  # equal if PYTHONHASHSEED is; it affects the order of strings
     }
     if device.type == "cpu":
         found |= {"cpu_model": _cpu_model(), "kernel_settings": _kernel_settings()}

@@ -186,7 +186,7 @@ class Loop:
         return reduced
 
     def _end_step(self, pending: PendingStep) -> StopReason:
-        """Report, agree and save after a step. Every rank takes the same decisions here."""
+        """Report, agree and save after a step. Every rank makes the same decisions here."""
         step, services = pending.reduced.step, self._services
         services.journal.log_work(step)
         self._train_state.step_ended()
@@ -262,7 +262,7 @@ class Loop:
         if not result.used_alike:
             raise WorkloadError(
                 f"step {result.step}: ranks used different parameters, whose gradients cannot be averaged: every rank "
-                "has to use the same ones in every step (add 0 * parameter.sum() to the loss for one it does not need)"
+                "must use the same ones in every step (add 0 * parameter.sum() to the loss for each unused one)"
             )
         if not result.gradients_alike:
             raise WorkloadError(f"step {result.step}: {self._passes.gradients.why_different()}")
@@ -279,7 +279,7 @@ class Loop:
     def _is_excused(self, pending: PendingStep, result: StepResult) -> bool:
         """Return whether float16 overflow excuses a bad step: the optimizer skipped it, so nothing has changed.
 
-        A non-finite loss twice in a row comes from weights or data, which another scale does not help.
+        A non-finite loss twice in a row comes from weights or data, which another scale cannot fix.
         """
         again, self._without_loss = self._without_loss, not math.isfinite(result.loss)
         return pending.overflowed and not (again and self._without_loss)
@@ -325,7 +325,7 @@ class Loop:
             return
         last = reason > StopReason.SAVE_AND_GO_ON or step == self._last
         if not self._try_save(step) and last:
-            services.saver.wait()  # whatever is still being written, this save must not be skipped
+            services.saver.wait()  # this save must not be skipped, even if another is still being written
             self._try_save(step)
         if last:
             services.saver.wait()

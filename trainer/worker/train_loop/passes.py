@@ -73,7 +73,7 @@ class Passes(Protocol):
 
 
 def build_passes(objects: TrainObjects, phases: PhaseTracker, drill: Drill, reduce: Reduce) -> Passes:
-    """Return the passes of a whole model or of one in stages."""
+    """Return the passes of a whole model or of a model in stages."""
     gradients = GradientSync(objects.model, objects.layout, reduce, phases.begin_wait)
     pipeline = find_pipeline(objects.model)
     if pipeline is None:
@@ -138,7 +138,7 @@ class WholePasses:
 
 
 class StagedPasses:
-    """Passes in which the micro-batches go through the stages of all ranks of a pipeline."""
+    """Passes in which the micro-batches pass through the stages of all ranks of a pipeline."""
 
     exposed: Mapping[str, float] = MappingProxyType({"receives": 0.0, "sends": 0.0, "reductions": 0.0})
 
@@ -181,8 +181,8 @@ def require_batches(objects: TrainObjects, step: int, batches: Sequence[Any]) ->
     data = type(unwrap_data(objects.data)).__name__
     if not hasattr(batches, "__len__"):
         kind = type(batches).__name__
-        raise WorkloadError(f"{data}.take() returned a {kind}: it has to return a list, the micro-batches of a step")
+        raise WorkloadError(f"{data}.take() returned a {kind}: it must return a list of the step's micro-batches")
     if not len(batches):
         raise WorkloadError(
-            f"{data}.take() returned no micro-batch for step {step}: every rank needs one or more in every step"
+            f"{data}.take() returned no micro-batch for step {step}: every rank needs at least one in every step"
         )

@@ -40,7 +40,7 @@ _CELLS = 3
 class MetricReducer:
     """Packing of the numbers that a workload's method returns on this rank, and unpacking of their sum over all ranks.
 
-    The names of the first call, over all ranks, are those of every later call.
+    Every later call must use the names of the first call, over all ranks.
     """
 
     def __init__(self, method: str, layout: Layout) -> None:
@@ -62,7 +62,7 @@ class MetricReducer:
         if new:
             raise WorkloadError(
                 f"{self._method}() returns {new[0]}, which it did not return the first time: return all names every "
-                "time, with None for a number that is missing"
+                "time, with None for a missing number"
             )
         return self._tensor([cell for name in self._names for cell in self._row(given.get(name))])
 
@@ -89,7 +89,7 @@ class MetricReducer:
             sound = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, Real)
             if not sound:
                 raise WorkloadError(
-                    f"{self._method}() returns {name}, which is no number and no tensor with one element"
+                    f"{self._method}() returns {name}, which is neither a number nor a tensor with one element"
                 )
         return made
 

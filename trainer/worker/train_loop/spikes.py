@@ -1,4 +1,4 @@
-"""PURE: detection of NaN and loss spikes. All ranks read the same sums, so they take the same decisions."""
+"""PURE: detection of NaN and loss spikes. All ranks read the same sums, so they make the same decisions."""
 
 import math
 from bisect import bisect_left, insort
@@ -15,13 +15,13 @@ _FLOOR = 0.01
 _AS_A_FACTOR = 0.5
 """Share of the limit that applies to deviations of the logarithm.
 
-Losses near zero differ by factors: the highest, far above the median, are as usual as the lowest just below it.
+Losses near zero vary by factors: losses far above the median are as normal as those just below it.
 """
 _HIGH = 0.5
 """Minimum height of a spike above the median, as a share of it: rare losses in a quiet run may be harmless."""
 
 _LEVEL = 10.0
-"""A new level of the losses is at most this many times the old one."""
+"""A new level of the losses is at most this many times the old level."""
 
 
 class BadStep(ArithmeticError):
@@ -36,7 +36,7 @@ class BadStep(ArithmeticError):
 
 
 class LossSpike(BadStep):
-    """A finite loss far above those before it."""
+    """A finite loss far above the preceding losses."""
 
 
 class SpikeDetector:
@@ -73,7 +73,7 @@ class SpikeDetector:
 
     def _is_new_level(self, loss: float, replaced: int) -> bool:
         """Return whether other data or another task explains a spike better than one more bad batch."""
-        # As many batches in a row as may be skipped did not help.
+        # Skipping the maximum number of consecutive batches did not help.
         if replaced < max(1, self._config.roll_backs):
             return False
         # Corrupt data raises an unbounded loss by orders of magnitude, and training on it does harm.
@@ -106,7 +106,7 @@ class SpikeDetector:
             excess, unit = above / max(spread, _FLOOR * median), "robust standard deviations"
             usual = self._is_usual_factor(loss, median, _AS_A_FACTOR * limit)
         else:
-            # Losses around zero have no usual factor. Equal ones, as with equal rewards, give no scale.
+            # Losses around zero have no usual factor. Equal losses, for example from equal rewards, give no scale.
             largest = self._distance(median)
             excess, unit = above / largest if largest else 0.0, "times the largest distance of the window"
             usual = False

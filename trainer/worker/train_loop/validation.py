@@ -29,7 +29,7 @@ def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
     data: Any = unwrap_data(objects.data)
     if not isinstance(data, TokenData):
         raise WorkloadError(
-            f"validation.batches={batches}: {type(data).__name__} holds nothing out, only token data (data.path) does: "
+            f"validation.batches={batches}: {type(data).__name__} has no held-out batches; only token data has some: "
             "write `validate` in the workload, or type validation.batches=0"
         )
     return lambda model: {VAL_LOSS: _mean_loss(objects, model, data)}
@@ -123,7 +123,7 @@ def _evaluation(objects: TrainObjects) -> Iterator[None]:
         for module, mode in modes:  # a module's `train()` thaws parts that the workload has frozen
             module.training = mode
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # the last units of a forward pass without a backward pass stay whole
+            if isinstance(module, FSDPModule):  # the last units of a forward pass without a backward stay unsharded
                 module.reshard()
         if callable(evaluate):
             train_mode(optimizer)

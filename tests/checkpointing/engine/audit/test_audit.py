@@ -162,7 +162,7 @@ def misplaced(piece: Piece) -> Piece:
     [
         (hole, "model/tall", "its shards hold 156 of 240 values"),
         (overlap, "model/wide", "the shards at (0, 0) and (0, 3) overlap"),
-        (beyond, "rng/rank-00000", "a shard takes bytes"),
+        (beyond, "rng/rank-00000", "a shard occupies bytes"),
         (elsewhere, "model/flat", "is not listed in manifest.json, but holds shards"),
         (misplaced, "model/flat", "the frame at"),
     ],
@@ -239,7 +239,7 @@ def test_code_in_metadata_is_refused_and_not_run(built: Built, tmp_path: Path) -
 
     built.metadata.planner_data = Evil()
     (text,) = reasons(audit(built.write(tmp_path)))
-    assert text.startswith(".metadata: .metadata asks for builtins.print")
+    assert text.startswith(".metadata: .metadata requests builtins.print")
     assert pickle.dumps(built.metadata)
 
 

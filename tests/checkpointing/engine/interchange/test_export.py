@@ -170,7 +170,7 @@ def test_values_that_are_not_those_that_were_saved_are_refused(tmp_path: Path) -
 
     folder = made(tmp_path / "run", lie)
     with pytest.raises(
-        CheckpointRefused, match=r"wide has fingerprint .*, but fingerprints.json says 0000000000000000"
+        CheckpointRefused, match=r"wide has fingerprint .*, but fingerprints.json records 0000000000000000"
     ):
         _export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

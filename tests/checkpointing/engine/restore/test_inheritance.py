@@ -34,7 +34,7 @@ def heir(bench: Bench, *steps: int) -> Checkpointer:
 
 @pytest.mark.usefixtures("impatient")
 def test_an_inheritance_that_is_gone_is_not_a_fresh_start(bench: Bench) -> None:
-    with pytest.raises(NothingVerifies, match="step-00000005.*not there"):
+    with pytest.raises(NothingVerifies, match="step-00000005.*missing"):
         heir(bench, 5).restore(blank())
 
 
@@ -103,7 +103,7 @@ def test_a_newer_one_that_is_gone_is_told_and_the_older_one_taken(bench: Bench) 
     assert loaded(heir(bench, 10, 5).restore(blank())).step == 5
     (refusal,) = bench.told("checkpoint.refused")
     assert (refusal["step"], refusal["name"]) == (10, bench.folder(10).name)
-    assert "not there" in refusal["reason"]
+    assert "missing" in refusal["reason"]
     assert refusal["damaged"] is False
 
 

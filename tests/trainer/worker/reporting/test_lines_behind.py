@@ -109,7 +109,7 @@ def test_too_much_for_a_file_that_hangs_is_lost_and_said_once(monkeypatch: pytes
     for number in range(20):
         lines.append(str(number % 10))
     assert len(told) == 1
-    assert "too much waits" in told[0]
+    assert "too many lines are queued" in told[0]
     file.answers.set()
     lines.close(60.0)
     assert "".join("".join(file.written).split()) == "10123456789"

@@ -56,7 +56,7 @@ def test_a_restart_says_where_it_goes_on() -> None:
     again.log.begin(20)
     again.train(21, 40, 1.0)
     first, second, third = again.said()
-    assert first == "resumed from step 20: later steps that stand above are trained again"
+    assert first == "resumed from step 20: later steps logged above are trained again"
     assert second.startswith("step 21/1000")
     assert "ETA" not in second, "the first step compiles"
     assert third.startswith("step 31/1000")

@@ -69,7 +69,7 @@ def test_a_step_that_the_recorder_has_not_kept_whole_is_not_told() -> None:
 def test_a_record_that_nobody_can_read_is_told_and_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     made = meter([{"no": "record"}], [])
     assert made.step_ended() == {}
-    assert "bytes of a step's collectives are not known: KeyError" in capfd.readouterr().err
+    assert "bytes of a step's collectives are unknown: KeyError" in capfd.readouterr().err
 
 
 @pytest.mark.multi

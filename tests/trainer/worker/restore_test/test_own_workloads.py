@@ -44,7 +44,7 @@ def test_all_they_keep_is_restored_bit_for_bit_and_other_layouts_draw_other_numb
     assert (last.outcome, last.evidence["compared"]) == (Outcome.RESTORED, 0), last
     alone = subject.verdict(subject.folder(2 * SAVED), layout="1", world=1)
     assert (alone.outcome, alone.evidence["compared"]) == (Outcome.RESTORED, 0), alone
-    assert "it draws random numbers, other ones on another layout: its steps are not compared" in alone.reason
+    assert "it draws random numbers, which differ on another layout: its steps are not compared" in alone.reason
 
 
 def test_with_other_code_of_the_users_no_step_is_compared(make_run: Any, tmp_path: Path) -> None:
@@ -106,4 +106,4 @@ def test_each_rank_is_compared_with_the_rank_of_its_number_and_all_judge_alike(m
     assert "no bound is known" in other.reason
     refused = verdict_on(subject, ["a", "b"], odd=1)
     assert refused.outcome == Outcome.NOT_COMPARABLE, refused
-    assert "the program cannot go on from it: " in refused.reason
+    assert "the program cannot continue from it: " in refused.reason

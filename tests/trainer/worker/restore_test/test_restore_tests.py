@@ -140,7 +140,7 @@ def test_what_is_not_there_is_no_verdict(tested_alone: Subject) -> None:
     test = tested_alone.begin(copy, place=str(copy.parent / "gone"))
     assert test.train()["codes"] == [ExitCode.ERROR]
     assert not test.attempt.restore_verdict.exists()
-    assert "is not there: deleted, or not visible on this node" in test.log()
+    assert "is missing: deleted, or not visible on this node" in test.log()
 
 
 def test_a_test_that_is_stopped_has_no_verdict(tested: Subject) -> None:

@@ -30,7 +30,7 @@ def test_other_groups_than_build_optimizer_made_are_refused_with_what_to_do(chan
     else:
         optimizer.param_groups.clear()
     with pytest.raises(
-        WorkloadError, match=r"build_optimizer made 1: .* Make all groups in build_optimizer, .*lr_scale"
+        WorkloadError, match=r"build_optimizer made 1: .* Create all groups in build_optimizer, .*lr_scale"
     ):
         values.refuse_other_groups()
     with pytest.raises(WorkloadError, match="build_optimizer made 1"):

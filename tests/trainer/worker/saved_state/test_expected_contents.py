@@ -59,7 +59,7 @@ def test_states_of_generators_are_read_and_none_is_touched() -> None:
 
 @pytest.mark.parametrize(
     ("place", "value", "words"),
-    [(0, 0, "0 of the 3 states"), (7, 1, "ends before"), (0, 7, "cannot be taken up")],
+    [(0, 0, "0 of the 3 generator states"), (7, 1, "ends before"), (0, 7, "cannot be loaded")],
 )
 def test_states_that_no_generator_takes(place: int, value: int, words: str) -> None:
     packed = pack_rng(torch.device("cpu"))

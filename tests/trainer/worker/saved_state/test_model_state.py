@@ -41,7 +41,7 @@ def test_a_parameter_that_is_gone_is_named() -> None:
     forms = ParameterForms(model)
     forms.refuse_changed()
     del model.weight
-    with pytest.raises(WorkloadError, match=r"^parameter weight of build_model\(\) is gone, so that a restart"):
+    with pytest.raises(WorkloadError, match=r"^parameter weight of build_model\(\) is gone, so a restart"):
         forms.refuse_changed()
 
 
@@ -83,7 +83,7 @@ def test_a_buffer_that_becomes_sharded_is_refused_and_one_that_was_cannot_be_mad
 def test_a_buffer_of_a_module_that_is_not_there_is_refused() -> None:
     saved = {"buffers": {"changed": {"gone.seen": tensor_metadata(torch.ones(2))}}}
     with pytest.raises(
-        WorkloadError, match=r"^the checkpoint has buffer gone.seen, of a module that the model does not"
+        WorkloadError, match=r"^the checkpoint has buffer gone.seen in a module that the model does not"
     ):
         BufferState(Counts(), 0, CPU).targets([saved], OWN_BUFFERS)
 

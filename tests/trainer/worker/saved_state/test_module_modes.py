@@ -55,8 +55,8 @@ def test_a_part_that_is_gone_is_reported_by_name_and_an_older_checkpoint_changes
     assert noted.restore({}) == []
     words = noted.restore({"requires_grad": {"model.2.weight": True}, "training": {"model.5.": False}})
     assert words == [
-        "requires_grad of model.2.weight had changed, and is not in the model",
-        "training of model.5. had changed, and is not in the model",
+        "requires_grad of model.2.weight had changed, but is not in the model",
+        "training of model.5. had changed, but is not in the model",
     ]
     assert modes(model) == modes(built())
 

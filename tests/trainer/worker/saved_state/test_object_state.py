@@ -190,8 +190,8 @@ def test_a_state_that_the_object_cannot_take_is_refused() -> None:
     facts = state(Averages()).facts()
     without = state(SimpleNamespace())
     without.restore({})
-    with pytest.raises(WorkloadError, match=r"^the checkpoint has a state of the data, but .* has no load_state_dict"):
+    with pytest.raises(WorkloadError, match=r"^the checkpoint has a state for the data, but .* has no load_state_dict"):
         without.restore(facts)
     sharded = {"forms": {"data:now": ["float32", [2], "cpu", True]}}
-    with pytest.raises(WorkloadError, match="^the checkpoint has data:now .*, but no parameter is sharded alike$"):
+    with pytest.raises(WorkloadError, match="^the checkpoint has data:now .*, but no parameter is sharded that way$"):
         state(Averages()).targets(sharded)

@@ -276,7 +276,7 @@ def test_settings_follow_the_configuration_and_state_the_checkpoint() -> None:
     group = second.param_groups[0]
     assert (group["weight_decay"], group["betas"], group["k"], group["limit"]) == (0.2, (0.5, 0.6), 4, math.inf)
     assert math.isnan(group["odd"])
-    assert said == 'betas is now given as {"tuple": [0.9, 0.99]}, but training had changed it: that is kept'
+    assert said == 'betas is now given as {"tuple": [0.9, 0.99]}, but the value set by training is kept'
 
 
 def test_a_group_of_other_parameters_is_refused_by_name_and_settings_never_are() -> None:
@@ -311,7 +311,7 @@ def test_a_checkpoint_without_facts_loads_and_what_begins_anew_is_said() -> None
     tensors, _ = run.saved()
     again = Run(make)
     (said,) = again.restore(tensors, None)
-    assert said == ("the checkpoint has no k, lr_max of the optimizer, which begin anew (an older orch saved it)")
+    assert said == ("the checkpoint has no k, lr_max of the optimizer, which start again (an older orch saved it)")
     plain = fresh(REAL["Adam"])
     plain.train(1, 4)
     assert Run(REAL["Adam"]).restore(plain.saved()[0], None) == []
@@ -323,7 +323,7 @@ def test_groups_and_absent_state_begin_anew_with_a_checkpoint_without_facts() ->
     absent = [key for key in run.state.targets(None) if key.startswith("optimizer/0.bias/")]
     lost = "best, estimate, k, pair, history, nothing, step"
     assert run.state.restore(None, absent) == [
-        f"the checkpoint has no {lost} of the optimizer, which begin anew (an older orch saved it)"
+        f"the checkpoint has no {lost} of the optimizer, which start again (an older orch saved it)"
     ]
     assert [group.get("k") for group in run.optimizer.param_groups] == [None, None]
     names = {parameter: name for name, parameter in run.net.named_parameters()}
@@ -357,9 +357,7 @@ def test_state_of_the_checkpoint_that_nothing_here_is_sharded_like_is_refused() 
     state = OptimizerState(net, optim.AdamW(net.parameters()))
     state.prime()
     late = {"optimizer/weight/odd": ["float32", [2, 2], "cpu", True]}
-    with pytest.raises(
-        WorkloadError, match=r"has optimizer/weight/odd .*, which AdamW as it is built now does not have"
-    ):
+    with pytest.raises(WorkloadError, match=r"has optimizer/weight/odd .*, which AdamW as built now does not have"):
         state.targets({"holders": {"without": []}, "late": late})
 
 

@@ -58,7 +58,7 @@ def test_what_an_optimizer_counts_comes_back(make_run, optimizer, world, whole):
 @pytest.mark.parametrize(
     ("optimizer", "world", "words"),
     [
-        ("prodigyopt:Prodigy", 2, "cannot make a step on sharded parameters"),
+        ("prodigyopt:Prodigy", 2, "cannot step sharded parameters"),
         ("torch.optim:LBFGS", 1, "needs no closure"),
         ("torch.optim:SparseAdam", 1, "needs sparse gradients"),
     ],

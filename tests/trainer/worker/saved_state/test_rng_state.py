@@ -101,7 +101,7 @@ def test_the_row_of_another_rank_or_step_is_told():
     assert origin_fault(packed, rng_name(3), 50) == "is the state of rank 3 at step 40, in a checkpoint of step 50"
     length = (packed == 16).nonzero()[-1]
     packed[length] = 8
-    assert origin_fault(packed, rng_name(3), 40) == "says in 8 bytes instead of 16 whose it is"
+    assert origin_fault(packed, rng_name(3), 40) == "records its origin in 8 bytes instead of 16"
 
 
 def first_draw(*, seed: int, dp_rank: int, step: int) -> float:

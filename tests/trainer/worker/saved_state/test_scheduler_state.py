@@ -83,7 +83,7 @@ def test_settings_that_the_checkpoint_overrules_are_told(monkeypatch: pytest.Mon
     first.step(0)
     monkeypatch.setitem(MADE, "OneCycleLR", lambda o: of_torch.OneCycleLR(o, 0.1, total_steps=30))
     (words,) = restored("OneCycleLR", first).wrapped.overruled
-    assert words == "the schedule of the checkpoint goes on: total_steps 20 (now 30)"
+    assert words == "the checkpoint's schedule continues: total_steps 20 (now 30)"
     again = restored("OneCycleLR", restored("OneCycleLR", first))
     assert again.wrapped.overruled == [words]
     for number in range(1, 20):
@@ -114,7 +114,7 @@ def test_settings_inside_a_schedule_are_told_too(
     first = Setting(kind)
     first.step(0)
     monkeypatch.setitem(MADE, kind, other)
-    assert restored(kind, first).wrapped.overruled == [f"the schedule of the checkpoint goes on: {words}"]
+    assert restored(kind, first).wrapped.overruled == [f"the checkpoint's schedule continues: {words}"]
 
 
 def test_a_rate_that_the_checkpoint_overrules_is_told() -> None:
@@ -126,7 +126,7 @@ def test_a_rate_that_the_checkpoint_overrules_is_told() -> None:
     again.wrapped = SchedulerState(again.scheduler, again.optimizer)
     again.state = ObjectState(again.wrapped, "scheduler", nn.Linear(2, 1), torch.device("cpu"))
     into(again, first)
-    assert again.wrapped.overruled == ["the schedule of the checkpoint goes on: base_lrs [0.1, 0.05] (now [0.5, 0.5])"]
+    assert again.wrapped.overruled == ["the checkpoint's schedule continues: base_lrs [0.1, 0.05] (now [0.5, 0.5])"]
 
 
 def test_none_is_left_out() -> None:
@@ -153,7 +153,7 @@ def test_other_groups_are_refused() -> None:
     again.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1})
     facts = first.state.facts()
     again.state.targets(facts)
-    with pytest.raises(WorkloadError, match="learning rates of 2 parameter groups, the optimizer has 3"):
+    with pytest.raises(WorkloadError, match="learning rates for 2 parameter groups, the optimizer has 3"):
         again.state.restore(facts)
 
 

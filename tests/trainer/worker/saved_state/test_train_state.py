@@ -284,7 +284,7 @@ def test_what_is_not_restored_or_not_saved_is_told_once(layout: mesh.Layout) -> 
     state = TrainState(objects, config_digest="", seed=1, warn=lambda *what: found.append(what))
     state.restore(Saver(5))
     assert optimizer.modes == ["train"] * 2, "before its settings are read, and after its state is"
-    assert found == [(5, "it does not fit"), (5, "the state of the workload is missing: it begins anew")]
+    assert found == [(5, "it does not fit"), (5, "the state of the workload is missing: it starts again")]
     found.clear()
     state.report_incomplete(3, "")
     state.report_incomplete(3, "workers have restarted")
@@ -292,6 +292,6 @@ def test_what_is_not_restored_or_not_saved_is_told_once(layout: mesh.Layout) -> 
         assert state.save(Saver(5))
     assert found == [
         (3, "workers have restarted"),
-        (5, "workload:seen is a set, whose order a restart changes: if that counts, use a list, or sort it"),
-        (5, "own of its state_dict (entries/own is a builtins.object) is not saved: it cannot be written down"),
+        (5, "workload:seen is a set, whose order a restart changes: if order matters, use a list, or sort it"),
+        (5, "own of its state_dict (entries/own is a builtins.object) is not saved: its type cannot be serialized"),
     ]

@@ -276,9 +276,9 @@ ANOTHER = [
     (Normed, Usual, "has buffers/rank-00000/1.num_batches_tracked and 2 more, which the model lacks"),
     (Usual, Normed, "has no tensor buffers/rank-00000/1.num_batches_tracked"),
     (Usual, Frozen, "has optimizer/0.bias/momentum_buffer and 1 more, which the model lacks"),
-    (KEPT["ExtraState"], Usual, "only the checkpoint has an extra state of module 1"),
-    (Usual, KEPT["ExtraState"], "only the model has an extra state of module 1"),
-    (KEPT["AverageOfWeights"], Usual, "has a state of the workload (average), but Usual has no load_state_dict()"),
+    (KEPT["ExtraState"], Usual, "only the checkpoint has an extra state for module 1"),
+    (Usual, KEPT["ExtraState"], "only the model has an extra state for module 1"),
+    (KEPT["AverageOfWeights"], Usual, "has a workload state (average), but Usual has no load_state_dict()"),
 ]
 
 

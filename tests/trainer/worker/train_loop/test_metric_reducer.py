@@ -95,9 +95,9 @@ def test_names_of_all_ranks_are_known_though_they_differ_in_length(monkeypatch: 
     [
         ([1.0], r"^metrics\(\) must return a dict of numbers by name$"),
         ({1: 1.0}, r"^metrics\(\) must return a dict of numbers by name$"),
-        ({"loss": "high"}, r"^metrics\(\) returns loss, which is no number and no tensor with one element$"),
-        ({"loss": torch.ones(2)}, r"^metrics\(\) returns loss, which is no number"),
-        ({"loss": Mean(1.0, torch.ones(2))}, r"^metrics\(\) returns loss, which is no number"),
+        ({"loss": "high"}, r"^metrics\(\) returns loss, which is neither a number nor a tensor with one element$"),
+        ({"loss": torch.ones(2)}, r"^metrics\(\) returns loss, which is neither"),
+        ({"loss": Mean(1.0, torch.ones(2))}, r"^metrics\(\) returns loss, which is neither"),
     ],
 )
 def test_what_is_no_number_is_refused(values: Any, why: str) -> None:

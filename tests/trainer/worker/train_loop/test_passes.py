@@ -165,7 +165,7 @@ def test_every_rank_needs_a_micro_batch() -> None:
         WorkloadError, match=r"^SimpleNamespace.take\(\) returned no micro-batch for step 7: every rank"
     ):
         require_batches(objects(), 7, [])
-    with pytest.raises(WorkloadError, match="returned a generator: it has to return a list"):
+    with pytest.raises(WorkloadError, match="returned a generator: it must return a list"):
         require_batches(objects(), 7, (batch for batch in [torch.ones(1)]))  # type: ignore[arg-type]
     require_batches(objects(), 7, [torch.ones(1)])
 

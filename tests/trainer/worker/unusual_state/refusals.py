@@ -119,11 +119,11 @@ for _layer, _words, _at_save in (
     (LateMetaBuffer, "1.odd: a tensor on the meta device", True),
     (SparseBuffer, "1.odd: a torch.sparse_coo tensor cannot be saved", False),
     (NestedBuffer, "1.odd: a nested tensor cannot be saved", False),
-    (LateModule, "buffer 1.late.running_mean is in a module that was made after build_model()", True),
+    (LateModule, "buffer 1.late.running_mean is in a module that was created after build_model()", True),
     (GrownParameter, "parameter 1.weight was torch.float32 of shape (2,)", True),
-    (LateParameter, "parameter 1.weight was made after build_model()", True),
+    (LateParameter, "parameter 1.weight was created after build_model()", True),
     (ExpandedParameter, "several values of parameter 1.weight share one place", False),
-    (ExtraThatIsNotTakenBack, "1 (ExtraThatIsNotTakenBack) has get_extra_state() and no set_extra_state()", False),
+    (ExtraThatIsNotTakenBack, "1 (ExtraThatIsNotTakenBack) has get_extra_state() but no set_extra_state()", False),
     (ExtraObject, "extra/rank-00000:%s1 is a builtins.object", False),
     (OtherEntry, "1.secret in the model's state_dict() is a tensor", False),
     (ChangingEntry, "1.calls in the model's state_dict() has changed", True),
@@ -171,7 +171,7 @@ class ObjectInOptimizer(Usual):
         return KeepsObjects(model.parameters(), lr=0.05)
 
 
-@refused("NotTakenBack has state_dict() and no load_state_dict()")
+@refused("NotTakenBack has state_dict() but no load_state_dict()")
 class NotTakenBack(Usual):
     def state_dict(self) -> dict[str, Any]:
         return {"count": 1}

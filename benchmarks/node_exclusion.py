@@ -34,7 +34,7 @@ class NodeOutage:
 
 
 Policy = Callable[[NodeHistory, NodeHistory], float]
-"""Days for which a node is avoided after its repair, from its history and that of the others."""
+"""Days to avoid a node after its repair, computed from its history and the other nodes'."""
 
 
 def faults(events: list[dict[str, Any]]) -> list[NodeOutage]:

@@ -56,18 +56,18 @@ class SyntheticRanks:
 
     def see(self, rank: int, node: str) -> RankSample:
         """Return the present sample of one rank."""
-        now, stands = time.monotonic(), False
+        now, is_waiting = time.monotonic(), False
         at = now
         if self.culprit >= 0 and now > self.stopped:
             waits = self.stopped + (0.0 if rank == self.culprit else 0.5 * self.seconds)
-            at, stands = min(now, waits), now > waits
+            at, is_waiting = min(now, waits), now > waits
         step, into = divmod((at - self._began) / self.seconds, 1.0)
         phase, entered = _phase(into)
-        age = now - at if stands else (into - entered) * self.seconds
+        age = now - at if is_waiting else (into - entered) * self.seconds
         return RankSample(
             rank=rank, node=node, step=int(step), phase=phase, first=step < 1, age=round(age, 4),
             collective=int(step) * _COLLECTIVES + (2 if phase == "backward" else 1), alive=round(age, 4),
-            state="T" if age > STILL and self._is_halted(rank) else "S" if stands else "R",
+            state="T" if age > STILL and self._is_halted(rank) else "S" if is_waiting else "R",
             lock=0.01,
         )  # fmt: skip
 

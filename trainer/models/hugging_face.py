@@ -97,13 +97,13 @@ def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple
     for key, field, value in _sizes(theirs):
         mine = getattr(config, field)
         if value is not None and value != mine:
-            said = str(value).lower() if isinstance(value, bool) else value
-            yield f"its {key} is {value}, model.{field} is {mine}", f"model.{field}={said}"
+            setting = str(value).lower() if isinstance(value, bool) else value
+            yield f"its {key} is {value}, model.{field} is {mine}", f"model.{field}={setting}"
     # The vocabulary may be given with or without its padding.
     vocabulary = theirs.get("vocab_size")
     if isinstance(vocabulary, int) and not config.vocab_size <= vocabulary <= config.embedding_rows:
-        said = f"its vocab_size is {vocabulary}, model.vocab_size is {config.vocab_size}"
-        yield said, f"model.vocab_size={vocabulary}"
+        mismatch = f"its vocab_size is {vocabulary}, model.vocab_size is {config.vocab_size}"
+        yield mismatch, f"model.vocab_size={vocabulary}"
 
 
 def _sizes(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

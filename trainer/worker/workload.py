@@ -307,9 +307,9 @@ def users_code(what: str) -> Iterator[None]:
         cause = error.__cause__
         raise WorkloadError(f"{error}{_place(cause) if cause is not None else ''}") from cause
     except (Exception, SystemExit) as error:  # noqa: BLE001  # outermost edge of the user's code
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
-        raise WorkloadError(f"{what} raised {' '.join(said.split())}{_place(error)}") from error
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        message = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."
+        raise WorkloadError(f"{what} raised {' '.join(message.split())}{_place(error)}") from error
 
 
 def _place(error: BaseException) -> str:

@@ -228,10 +228,10 @@ def to_refusal(error: BaseException, name: str = "") -> CheckpointRefused:
 
 def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
     """Do this rank's part and return all ranks' results; raises the same Refused on every rank if one failed."""
-    told: list[tuple[T | None, CheckpointRefused | None]] = ranks.all_gather(
+    results: list[tuple[T | None, CheckpointRefused | None]] = ranks.all_gather(
         result_or(lambda: (act(), None), lambda error: (None, to_refusal(error)))
     )
-    failures = [failure for _, failure in told if failure is not None]
+    failures = [failure for _, failure in results if failure is not None]
     if failures:
         raise CheckpointRefused(
             name,
@@ -240,7 +240,7 @@ def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
             fits=all(failure.fits for failure in failures),
             unreadable=all(failure.unreadable for failure in failures),
         )
-    return [cast(T, value) for value, _ in told]
+    return [cast(T, value) for value, _ in results]
 
 
 def load(
@@ -293,8 +293,8 @@ def load_own(
         (wanted, requests), count = _read_chunks(source, mine, lend, prepare)
         return wanted, ReadResult(bytes_read=count, requests=requests)
 
-    told = on_all_ranks(ranks, source.name, read)
-    return rank_load.finish([held for _, held in told], [wanted for wanted, _ in told])
+    results = on_all_ranks(ranks, source.name, read)
+    return rank_load.finish([held for _, held in results], [wanted for wanted, _ in results])
 
 
 def _check_present(source: LoadSource, wanted: Sequence["RankNeeds"]) -> None:

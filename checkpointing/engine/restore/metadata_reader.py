@@ -97,7 +97,7 @@ class AllowList(pickle.Unpickler):
 
 
 def _lenient_subclass(kind: type) -> type:
-    """Return a subclass whose instances load their state like the class, as far as we read it."""
+    """Return a subclass whose instances load their state like the class, limited to the parts that we read."""
 
     def take(self: Any, state: Any) -> None:
         if issubclass(kind, TensorProperties):

@@ -81,23 +81,23 @@ class SavedLayout:
 
     def unknown_keys(self, lacking: Iterable[Sequence[str]], facts: Iterable[Facts]) -> set[str]:
         """Return keys that some rank lacks and no rank has."""
-        return set[str]().union(*lacking) - {piece.key for told in facts for piece, _ in told.pieces}
+        return set[str]().union(*lacking) - {piece.key for facts_of_rank in facts for piece, _ in facts_of_rank.pieces}
 
     def index(self, facts: Sequence[Facts]) -> Index:
         """Return the index that this rank needs: its own pieces and all pieces that any rank lacks."""
-        if not any(told.pieces for told in facts):
+        if not any(facts_of_rank.pieces for facts_of_rank in facts):
             return self._alone
         pieces = dict(self._own)
-        for told in facts:
-            pieces.update(told.pieces)
+        for facts_of_rank in facts:
+            pieces.update(facts_of_rank.pieces)
         return Index({piece.key: info for piece, info in pieces.items()}, tuple(pieces))
 
 
 def owners(shards: Iterable[Shard], facts: Sequence[Facts]) -> Readers:
     """Return, for every chunk, the rank whose file region contains it; files without an owner belong to rank 0."""
     parts: dict[str, list[tuple[int, int, int]]] = {}
-    for rank, told in enumerate(facts):
-        for file, begin, size in told.files:
+    for rank, facts_of_rank in enumerate(facts):
+        for file, begin, size in facts_of_rank.files:
             parts.setdefault(file, []).append((begin, begin + size, rank))
     return [
         (next((rank for begin, end, rank in parts.get(shard.name, ()) if begin <= at < end), 0),)
@@ -142,8 +142,8 @@ class Memory:
     def names(self, ranks: RankGroup) -> list[str]:
         """Return the saves whose parts are held by all ranks, newest first; collective."""
         self._held = {record.name: (at, record) for at, record in self._records()}
-        told = ranks.all_gather(sorted(self._held))
-        common = set(told[0]).intersection(*told[1:])
+        held_names = ranks.all_gather(sorted(self._held))
+        common = set(held_names[0]).intersection(*held_names[1:])
         for name in self._held.keys() - common:
             del self._held[name]
         return sorted(common, key=lambda name: (self.step(name), name), reverse=True)
@@ -166,7 +166,7 @@ class Memory:
         facts = self.layout.exchange_facts(ranks, lacking, [(entry.name, 0, entry.size) for entry in record.files])
         files = ranks.all_gather([(entry.name, entry.size, entry.chunk_size) for entry in record.files])
         digests = {entry.name: entry.chunks for entry in record.files}
-        shards = number_chunks((*file, digests.get(file[0])) for told in files for file in told)
+        shards = number_chunks((*file, digests.get(file[0])) for regions in files for file in regions)
         source = LoadSource(
             name=record.name, shards=shards, index=self.layout.index(facts), open=_never, seen=frozenset(digests)
         )

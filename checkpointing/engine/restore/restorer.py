@@ -188,12 +188,12 @@ class Restorer:
     def _candidates(self) -> tuple[list[Candidate], list[str]]:
         """Return the candidates, best first, and the required names that are missing and newer than all of them."""
         listed = [_or_refused(self._list_candidates)] if self._ranks.leads or self._has_node_local_places() else [None]
-        told = [each for (each,) in self._ranks.all_gather(listed) if each is not None]
-        for each in told:
+        listings = [each for (each,) in self._ranks.all_gather(listed) if each is not None]
+        for each in listings:
             if isinstance(each, CheckpointRefused):
                 # An unreadable folder must never look like a fresh start.
                 raise NothingVerifies([CheckpointRefused("the checkpoint folder", each.reason)], touched=False)
-        names = {each for listing in told if not isinstance(listing, CheckpointRefused) for each in listing}
+        names = {each for listing in listings if not isinstance(listing, CheckpointRefused) for each in listing}
         found = [candidate for candidate in names if not candidate.foreign]
         if self.memory is not None:
             memory = self.memory
@@ -393,10 +393,10 @@ class Restorer:
             if isinstance(found, CheckpointRefused):
                 raise CheckpointRefused(name, found.reason, found.damaged, unreadable=found.unreadable)
         else:
-            told = ranks.all_gather(_or_refused(lambda: self._read_sealed(place, name)))
-            found = next((each for each in told if not isinstance(each, CheckpointRefused)), None)
+            manifests = ranks.all_gather(_or_refused(lambda: self._read_sealed(place, name)))
+            found = next((each for each in manifests if not isinstance(each, CheckpointRefused)), None)
             if found is None:
-                refused = [each for each in told if isinstance(each, CheckpointRefused)]
+                refused = [each for each in manifests if isinstance(each, CheckpointRefused)]
                 raise CheckpointRefused(name, refused[0].reason, any(each.damaged for each in refused))
         assert found is not None
         manifest, index = found

@@ -129,11 +129,11 @@ class CheckpointSaver:
                 or _first_failure(judgement)
                 or result_or_failed(lambda: self._manifest(job, name, described, everything))
             )
-        told = self._seal(manifest)
-        if isinstance(told, Failed):
-            self._undo(job, name, told)
-            raise told.error(job.step)
-        saved = SavedCheckpoint(name, told.size, time.monotonic() - start, told.manifest)
+        sealed = self._seal(manifest)
+        if isinstance(sealed, Failed):
+            self._undo(job, name, sealed)
+            raise sealed.error(job.step)
+        saved = SavedCheckpoint(name, sealed.size, time.monotonic() - start, sealed.manifest)
         if isinstance(judgement, StateJudgement):
             accepted = judgement
             # It is committed: a failed event must not make one rank believe otherwise.
@@ -150,10 +150,10 @@ class CheckpointSaver:
         name: str | Failed | None = None
         if self._ranks.leads:
             name = (_failures(there) if there else None) or result_or_failed(lambda: self._name_checkpoint(job, there))
-        told: str | Failed = self._ranks.broadcast(name)
-        if isinstance(told, Failed):
-            raise SaveFailed(job.step, told.reason)
-        return told
+        agreed: str | Failed = self._ranks.broadcast(name)
+        if isinstance(agreed, Failed):
+            raise SaveFailed(job.step, agreed.reason)
+        return agreed
 
     def _name_checkpoint(self, job: SaveJob, there: Sequence[Any] | None) -> str:
         owner, step = self._owner, job.step
@@ -315,10 +315,10 @@ def _failures(everything: Sequence[Any]) -> Failed | None:
     failed = [(rank, part) for rank, part in enumerate(everything) if isinstance(part, Failed)]
     if not failed:
         return None
-    told = [f"rank {rank}: {part.reason}" for rank, part in failed[:_NAMED_RANKS]]
-    more = len(failed) - len(told)
+    reasons = [f"rank {rank}: {part.reason}" for rank, part in failed[:_NAMED_RANKS]]
+    more = len(failed) - len(reasons)
     return Failed(
-        "; ".join([*told, f"and {more} more rank(s)"] if more else told),
+        "; ".join([*reasons, f"and {more} more rank(s)"] if more else reasons),
         fenced=any(part.fenced for _, part in failed),
         final=any(part.final for _, part in failed),
         lasting=any(part.lasting for _, part in failed),

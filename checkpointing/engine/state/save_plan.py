@@ -148,24 +148,24 @@ def agree_on_plan(
         # If one rank uses buckets, no rank retries or keeps copies; otherwise the ranks would get out of step.
         whole = all(found[1] for found in layouts if not isinstance(found, Failed))
         agreed = described if isinstance(described, Failed) else (described[0], whole)
-    told = ranks.broadcast(agreed)
-    if isinstance(told, Failed):
-        raise ValueError(told.reason)
+    outcome = ranks.broadcast(agreed)
+    if isinstance(outcome, Failed):
+        raise ValueError(outcome.reason)
     assert isinstance(layout, FileLayout)
     buffers = 1 if most and len(layout.parts) == 1 and 2 * layout.buffer_bytes > most else 2
     mine = places[ranks.rank]
     if not isinstance(described, tuple):
-        return AgreedPlan(told[0], layout, buffers, told[1], places=mine, shared=shared)
+        return AgreedPlan(outcome[0], layout, buffers, outcome[1], places=mine, shared=shared)
     return AgreedPlan(
-        told[0], layout, buffers, told[1], described[1], described[2], everything, mine, shared, planned.replicas
+        outcome[0], layout, buffers, outcome[1], described[1], described[2], everything, mine, shared, planned.replicas
     )
 
 
 def _agreed_places(ranks: RankGroup, layout: FileLayout | Failed) -> list[Places]:
     """Return the positions of every rank's files in the nodes' files, computed locally by each rank; collective."""
     sizes = {} if isinstance(layout, Failed) else {name: size for name, _, size in layout.files}
-    told = ranks.all_gather((sizes, ranks.looks_after(shared=False)))
-    return assign_places([files for files, _ in told], [leads for _, leads in told])
+    sizes_by_rank = ranks.all_gather((sizes, ranks.looks_after(shared=False)))
+    return assign_places([files for files, _ in sizes_by_rank], [leads for _, leads in sizes_by_rank])
 
 
 def _all_moved(places: Sequence[Places], everything: Sequence[Sequence[Item]]) -> list[list[Item]]:
@@ -193,7 +193,7 @@ class PlannedItem:
 @peer_message
 @dataclass(frozen=True)
 class LocalPlan:
-    """The items, and all keys of the state, including those for which the rank writes nothing."""
+    """The items, and all keys of the state, including keys for which the rank writes nothing."""
 
     items: tuple[PlannedItem, ...]
     keys: tuple[str, ...]
@@ -265,7 +265,7 @@ def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
     if plans is not None:
         agreed: tuple[list[tuple[int, ...]], Metadata] | Failed | None = _combined_failure(plans)
         if agreed is None:
-            whole = [told for told in plans if not isinstance(told, Failed)]
+            whole = [plan for plan in plans if not isinstance(plan, Failed)]
             agreed = result_or_failed(lambda: _decide_items(whole))
         if isinstance(agreed, Failed):
             shares = [agreed] * ranks.size
@@ -287,9 +287,9 @@ def find_replicas(plans: Sequence[LocalPlan]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(piece for piece in of_rank if counts[piece] > 1) for of_rank in pieces)
 
 
-def _decide_items(told: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
+def _decide_items(local_plans: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...]], Metadata]:
     """Return, for each rank, the numbers of the items that it writes, and the metadata of all items."""
-    plans = [_save_plan(each) for each in told]
+    plans = [_save_plan(each) for each in local_plans]
     agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
     return [_kept_item_numbers(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
 

@@ -219,7 +219,7 @@ def test_state_dicts_of_others(tmp_path: Path) -> None:
     torch.save({**model.state_dict(), "surplus": torch.zeros(2)}, tmp_path / "b.pt")
     assert complaints(tmp_path / "b.pt", job(SMALL)) == [("surplus is given, but the model has no such tensor", "")]
     torch.save({"epoch": 4}, tmp_path / "c.pt")
-    with pytest.raises(CheckpointRefused, match="no tensors"):
+    with pytest.raises(CheckpointRefused, match="no model tensors"):
         weights_import.open_source(tmp_path / "c.pt")
 
 

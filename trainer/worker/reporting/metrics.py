@@ -87,13 +87,13 @@ class StepFigures:
         """`flops_per_step`: model FLOPs of one optimizer step over all ranks, if the workload knows them."""
         self._device, self._world_size, self._flops = device, world_size, flops_per_step
         self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
-        self._meter, self._bytes, self._tells_bytes = meter, dict[str, int](), False
+        self._meter, self._bytes, self._bytes_due = meter, dict[str, int](), False
         self._comparison, self._seconds_before = comparison, 0.0
 
     def step_ended(self) -> None:
         """Record the end of a step; call when its collectives have been submitted to torch."""
         if (found := self._meter.step_ended()) is not None:
-            self._bytes, self._tells_bytes = found, True
+            self._bytes, self._bytes_due = found, True
 
     def build_figures(
         self, step: int, seconds: float, stall: float, sections: Mapping[str, float],
@@ -109,18 +109,18 @@ class StepFigures:
         """
         work = {name: round(value, 6) for name, value in sections.items()}
         waiting, memory = max(0.0, seconds - stall - sum(sections.values())), self._memory()
-        told = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._throughput(seconds)}
-        told["exposed"] = {name: round(value, 6) for name, value in exposed.items()}
+        figures = {"work": work, "waiting": round(waiting, 6), "memory": memory, **self._throughput(seconds)}
+        figures["exposed"] = {name: round(value, 6) for name, value in exposed.items()}
         compared = {**sections, "waiting": waiting, **exposed}
         before, self._seconds_before = self._seconds_before, seconds
         if "receives" in exposed:
-            told["bubble"] = compared["bubble"] = round(exposed["receives"] / before, 4) if before > 0 else 0.0
+            figures["bubble"] = compared["bubble"] = round(exposed["receives"] / before, 4) if before > 0 else 0.0
         if ranks := self._comparison.add(step, compared, memory):
-            told["ranks"] = ranks
+            figures["ranks"] = ranks
         # Not in every line: it is the same for all steps of a generation.
-        if self._bytes and (self._tells_bytes or ranks):
-            told["bytes"], self._tells_bytes = self._bytes, False
-        return told
+        if self._bytes and (self._bytes_due or ranks):
+            figures["bytes"], self._bytes_due = self._bytes, False
+        return figures
 
     def _memory(self) -> dict[str, int]:
         """Return peaks since the rank began, in bytes; `resident` is the process's."""
@@ -176,13 +176,13 @@ class LinesBehind:
         """Queue `line` for writing and return at once."""
         with self._news:
             full = self._characters + len(line) > MOST_CHARACTERS
-            told, self._full = self._full, full
+            already_reported, self._full = self._full, full
             if not full:
                 self._lines.append(line)
                 self._characters += len(line)
                 if not self._gathers:
                     self._news.notify_all()
-        if full and not told:
+        if full and not already_reported:
             self._lost("too many lines are queued for a hanging file; further lines are lost until it responds")
 
     def flush(self, seconds: float) -> bool:
@@ -309,8 +309,8 @@ class Journal:
         """
         spec = self._spec
         if self._work is not None:
-            told = {"rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step}
-            self._work.write({**self._stamp(), **told})
+            line = {"rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step}
+            self._work.write({**self._stamp(), **line})
 
     def step(self, step: int, **values: Any) -> None:
         """Write one metric line; only on rank 0."""

@@ -36,7 +36,7 @@ docs/restore-tests.md."""
 class Comparison:
     """Result of a comparison: `compared` steps trained by both, and the first `difference` in words.
 
-    `why_no_verdict`: why that difference proves nothing, as far as the recorded steps show. `largest` is the largest
+    `why_no_verdict`: why that difference proves nothing, judged by the recorded steps. `largest` is the largest
     relative difference found.
     """
 

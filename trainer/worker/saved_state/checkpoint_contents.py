@@ -248,9 +248,9 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
         name: [str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in model_tensors(model).items()
     }
     known = [
-        (*told, stage)
+        (*entry, stage)
         for stage, of_stage in enumerate(_gather_json(tensors, group, layout))
-        for told in of_stage.items()
+        for entry in of_stage.items()
     ]
     own = _own_tensors(model)
     for name, (dtype, shape), stage in sorted(known, key=lambda one: one[0]):
@@ -266,9 +266,9 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
             dist.send(tensor.to(layout.device).contiguous(), ranks[0], group=group)
 
 
-def _gather_json(told: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layout) -> list[dict[str, list[Any]]]:
+def _gather_json(value: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layout) -> list[dict[str, list[Any]]]:
     """Return each group rank's value, sent as JSON, because unpickling data of other ranks is unsafe."""
-    text = json.dumps(told).encode()
+    text = json.dumps(value).encode()
     size = torch.tensor([len(text)], device=layout.device)
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
     dist.all_gather(sizes, size, group=group)

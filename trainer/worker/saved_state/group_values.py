@@ -183,7 +183,7 @@ class GroupValues:
                 )
 
     def reset(self) -> None:
-        """Restore the configured values; `lr` stays as it is."""
+        """Restore the configured values; `lr` is unchanged."""
         self.unsaved.clear()  # priming may have changed something
         copies: dict[int, Any] = {}
         for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):

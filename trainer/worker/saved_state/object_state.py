@@ -86,8 +86,8 @@ def _encode_one(
     if kind in _MAPPINGS:
         keys = [encode(key, f"{path}:%{at}", tensors, names) for at, key in enumerate(value)]
         pairs = [
-            [said, encode(item, f"{path}:{_key_part(key, said)}", tensors, names, shared)]
-            for said, (key, item) in zip(keys, value.items(), strict=True)
+            [encoded_key, encode(item, f"{path}:{_key_part(key, encoded_key)}", tensors, names, shared)]
+            for encoded_key, (key, item) in zip(keys, value.items(), strict=True)
         ]
         return {_MAPPINGS[kind]: pairs}
     if kind is bytes:

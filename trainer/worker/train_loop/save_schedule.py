@@ -13,7 +13,7 @@ from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
 class StopFlag:
     """A rank's view of its agent's requests.
 
-    A request to save and go on stays in the cell until the agent has seen the save's event, possibly many steps later;
+    A request to save and continue stays in the cell until the agent sees the save's event, possibly many steps later;
     `served` ensures that only one save answers it.
     """
 

@@ -424,5 +424,5 @@ def test_a_job_ends_as_it_should_although_its_events_hang(job: Callable[..., Loc
     assert work.outcome().exit_code == 0
     assert work.events() == []
     said = work.attempt.agent_log(0).read_text()
-    assert "is lost: its file still hangs at the end" in said
+    assert "is lost: its file hangs at the end" in said
     assert said in (Path(work.attempt.submission) / "0.err").read_text()

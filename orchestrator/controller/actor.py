@@ -46,26 +46,26 @@ T = TypeVar("T")
 
 
 def training_notes(store: Store, attempt: Attempt) -> list[str]:
-    """Return what the user should know of an attempt: changed code not accepted, and restarts that differ."""
+    """Return what the user should know about an attempt: unaccepted code changes and diverging restarts."""
     newest = {notice.kind: notice.data for notice in store.notices(attempt.run) if notice.attempt == attempt.number}
     code, restart = newest.get(EventKind.CODE_CHANGED), newest.get(EventKind.RESTART_DIFFERS)
     notes = []
     if code is not None and not code.get("accepted"):
-        notes.append(f"trains other code: {code.get('reason')}")
+        notes.append(f"trains different code: {code.get('reason')}")
     if restart is not None:
-        notes.append(f"went on differently after a restart: {restart.get('reason')}")
+        notes.append(f"diverged after a restart: {restart.get('reason')}")
     return notes
 
 
 AMBIGUOUS_FOR = 60.0  # seconds of answered, empty look-ups after a submission before the job counts as absent
 
 SUBMIT_WITHIN = 180.0
-"""Seconds for file work that may be slow in good health: with Slurm's commands, or on tiers full of checkpoints."""
+"""Seconds allowed for file work that is slow even when all is well: with Slurm's commands, or on full tiers."""
 
-EXCLUDED_HINT = "may not be used (`orch nodes ls`; `orch nodes release NODE` ends that)"
+EXCLUDED_HINT = "excluded (see `orch nodes ls`; readmit with `orch nodes release NODE`)"
 """Hint for a rejected job that had nodes to avoid."""
 
-SAME_TIME_S = 30.0  # seconds by which a requested end must differ from the last one to be requested again
+SAME_TIME_S = 30.0  # a new end is requested only if it differs from the last request by more seconds
 
 
 PoolSize = Callable[[RunConfig], int | None]
@@ -111,7 +111,7 @@ class Actor:
         return {"epoch": self.lease.epoch, "now": self.clock.wall()}
 
     def renew_lease(self) -> None:
-        """Renew the lease. Raises Fenced if it is lost or if commands now reach another scheduler."""
+        """Renew the lease. Raises Fenced if it is lost or if commands now reach a different scheduler."""
         self.check_scheduler()
         self.lease = self.store.renew_lease(self.lease, self.clock.wall(), LEASE_TTL)
         self._renewed_at = self.clock.mono()
@@ -125,7 +125,7 @@ class Actor:
         self.actions.append(what)
 
     def in_folder(self, folder: RunDir, work: Callable[[], T], patience: float | None = None) -> T:
-        """Return the value of `work`, which touches files of this run. Raises its errors, or RunDirHangs."""
+        """Return the result of `work`, which touches this run's files. Raises errors of `work`, or RunDirHangs."""
         return self.files.call(folder.path, work, patience)
 
     # -- from an intent to exactly one job
@@ -174,7 +174,7 @@ class Actor:
             return
         self._take_ids_from_folder(view)
         ids = [one.job_id for one in self._submissions(view) if one.job_id]
-        self.note(view.run, f"{_search_note(ids)}; submitted again after {self.ambiguous_for:.0f} s of that")
+        self.note(view.run, f"{_search_note(ids)}; it is resubmitted after {self.ambiguous_for:.0f} s")
 
     def _take_ids_from_folder(self, view: ControlledRun) -> None:
         """Recover job ids from submitit's file names after a controller died between sbatch and its record."""
@@ -195,7 +195,7 @@ class Actor:
         """Return the failure of a rejected submission; end the exclusion of nodes that Slurm no longer knows."""
         stamp, domain = self.stamp(), view.run.domain
         for node in error.unknown_nodes if isinstance(error, SubmitRejected) else ():
-            self.store.exclude_node(node, domain, stamp["now"], "Slurm does not know this node any more", **stamp)
+            self.store.exclude_node(node, domain, stamp["now"], "Slurm no longer knows this node", **stamp)
         avoided = ", ".join(view.last.excluded)
         also = f"{avoided} {EXCLUDED_HINT}" if avoided and not getattr(error, "unknown_nodes", ()) else ""
         return rejection_failure(view.run, error, also, accepted=any(attempt.job_id for attempt in view.attempts))
@@ -221,13 +221,13 @@ class Actor:
         return None
 
     def make_attempt_dir(self, view: ControlledRun, attempt: Attempt) -> None:
-        """Make an attempt's folder with its config."""
+        """Create an attempt's folder with its config."""
         config = stored_config(self.store, attempt.config_digest or view.run.config_digest)
         base = stored_config(self.store, attempt.base_digest) if attempt.smaller_world else None
         self.in_folder(view.folder, lambda: ensure_attempt_dir(view.folder, attempt, config, base))
 
     def _submit(self, view: ControlledRun, scheduler: Scheduler) -> str | None:
-        """Submit the job: record the intent first and the id right after; return the id if sbatch gave one."""
+        """Submit the job: record the intent first and the id right after; return the id if sbatch printed one."""
         attempt, run = view.last, view.run.name
         failpoints.reach("before_mark")
         self.renew_lease()
@@ -284,7 +284,7 @@ class Actor:
         self.release(view.run, self.store.attempt(view.run.name, attempt.number), view.folder, view.config)
 
     def _resolve(self, view: ControlledRun, job: JobStatus, live: list[JobStatus]) -> None:
-        """Record the outcome of the attempt's submissions; one without an id is taken to be the adopted job's."""
+        """Record the outcome of the attempt's submissions; a submission without an id counts as the adopted job."""
         open_ones = unresolved_submissions(self._submissions(view))
         adopted = [one for one in open_ones if one.job_id == job.job_id]
         adopted = adopted or [one for one in open_ones if one.job_id is None][:1]
@@ -325,7 +325,7 @@ class Actor:
     def _inheritable(
         self, run: Run, earlier: Sequence[Attempt], number: int, folder: RunDir, config: RunConfig
     ) -> dict[str, tuple[str, ...]]:
-        """Return the checkpoint lists of the launch token, from earlier attempts. Raises TierUnread."""
+        """Return the launch token's lists of earlier attempts' checkpoints. Raises TierUnread."""
         from orchestrator.run_dirs.inheritable_checkpoints import inheritable
 
         found = self.find_checkpoints(run, earlier, folder, config)
@@ -335,8 +335,8 @@ class Actor:
     def find_checkpoints(
         self, run: Run, earlier: Sequence[Attempt], folder: RunDir, config: RunConfig
     ) -> "RunCheckpoints":
-        """Return earlier attempts' checkpoints in shared tiers. Raises TierUnread if the newest may be out of sight."""
-        from orchestrator.run_dirs import inheritable_checkpoints  # brings fsspec, which only a launch needs
+        """Return earlier attempts' checkpoints in shared tiers. Raises TierUnread if the newest may be unreadable."""
+        from orchestrator.run_dirs import inheritable_checkpoints  # imports fsspec, which only a launch needs
 
         rows, copies, look = self.store.checkpoints(run.name), self.store.copies(run.name), inheritable_checkpoints
         found = self.in_folder(
@@ -344,7 +344,7 @@ class Actor:
         )
         if found.newest_is_unread:
             path, error = next(iter(found.unread.items()))
-            give_up = f"; to go on from an older checkpoint: mkdir -p {shlex.quote(path)}"
+            give_up = f"; to continue from an older checkpoint: mkdir -p {shlex.quote(path)}"
             hint = f"give this user access to it, or mount it{give_up * isinstance(error, FileNotFoundError)}"
             what = f"{FailureKind.STORAGE}: the newest checkpoint may be in a tier that cannot be read from here"
             raise TierUnread(what, where=f"{path}: {error.strerror or error}", hint=hint) from error
@@ -357,17 +357,17 @@ class Actor:
         days = config.checkpoint.auto.node_days
         return failure_rate.time_between_failures(config.cluster.nodes, node_days=days, cluster=cluster, run=own)
 
-    # -- words
+    # -- notes
 
     def note(self, run: Run, reason: str) -> None:
-        """Record the reason for a run's state, for people to read."""
+        """Record a human-readable reason for the run's state."""
         if reason and self.store.run(run.name).reason != reason:
             self.store.note_run(run.name, **self.stamp(), reason=reason)
 
-    # -- taking things back
+    # -- fences and cancellation
 
     def fence(self, place: AttemptDir) -> None:
-        """Fence an attempt: its processes that read GO from now on must neither commit nor delete."""
+        """Fence an attempt: any of its processes that reads GO from now on must neither commit nor delete."""
         folder = RunDir(place.path.parent.parent)
         if self.in_folder(folder, lambda: not place.path.is_dir() or is_revoked(place.go)):
             return
@@ -377,7 +377,7 @@ class Actor:
         failpoints.reach("after_revoke")
 
     def cancel(self, run: Run, job_id: str, reason: str) -> None:
-        """End a job. Repeating it is harmless and is backed off while the job stays."""
+        """Cancel a job. Repeated calls are harmless, and are spaced out while the job stays."""
         if not self._pauses.is_due(f"cancel {job_id}"):
             return
         self.renew_lease()
@@ -396,7 +396,7 @@ class Actor:
     def request_once(
         self, folder: RunDir, kind: RequestKind, attempt: int, reason: str, value: float | None, detail: str = ""
     ) -> bool:
-        """Request something from an attempt at most once per kind and value; return whether it was requested now."""
+        """Send an attempt a request at most once per kind and value; return whether it was sent now."""
         if self.in_folder(folder, lambda: _is_asked(folder, kind, attempt, value)):
             return False
         self.renew_lease()
@@ -413,7 +413,7 @@ def _search_note(ids: Sequence[str]) -> str:
 
 
 def _is_asked(folder: RunDir, kind: RequestKind, attempt: int, value: float | None) -> bool:
-    """Return whether the newest request of this kind is equal; times within `SAME_TIME_S` count as equal."""
+    """Return whether the newest request of this kind has this value; times within `SAME_TIME_S` count as equal."""
     asked = [request for request in pending(folder.requests, attempt, set()) if request.kind is kind]
     if not asked or value is None:
         return bool(asked)

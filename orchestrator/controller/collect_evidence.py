@@ -30,11 +30,11 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 T = TypeVar("T")
 
-SILENCED = "silent"  # `detail` of a stop that orch requests because the heartbeat is silent
+SILENCED = "silent"  # `detail` of the stop request that orch writes when the heartbeat is silent
 REQUEUED = "requeued"
 """`detail` of the stop request before orch ends a job that Slurm has restarted; accounting may not show the restart."""
 GAVE_UP = "gave up waiting"  # `detail` of the stop request before orch ends a job that has waited too long for nodes
-BEFORE_AGENTS = 60.0  # seconds that a job may need until its first agent runs
+BEFORE_AGENTS = 60.0  # seconds a job may need to start its first agent
 TAIL = 64 * 1024  # bytes read from the end of each log
 
 
@@ -68,7 +68,7 @@ def _read(read: Callable[[Path], T], path: Path, odd: list[str]) -> T | None:
 
 
 def odd_file(path: Path, error: Exception) -> str:
-    """Return a message about an unexpected or damaged entry in place of a file of ours, with the remedy."""
+    """Return a message about an unexpected or damaged entry in place of one of our files, with the remedy."""
     return f"{path} {(error.strerror if isinstance(error, OSError) else '') or 'is damaged'}: remove it"
 
 
@@ -118,7 +118,7 @@ def collect_evidence(
 def lost_interpreter(view: ControlledRun) -> str:
     """Return the interpreter recorded at submit if it is gone: its virtual environment was moved or rebuilt.
 
-    An interpreter from the configuration or a template is not checked, as it may exist on the nodes only.
+    An interpreter from the configuration or a template is not checked, because it may exist only on the nodes.
     """
     spec = job_spec(view.run, view.last, view.config)
     try:
@@ -136,11 +136,11 @@ def is_unexplained(outcome: AttemptOutcome | None) -> bool:
 
 
 def near_limit(job: JobStatus | None, outcome: AttemptOutcome | None, lead: float, early: float) -> bool:
-    """Return whether the attempt ended when the scheduler's signal was due, by its job's present time limit.
+    """Return whether the attempt ended when the scheduler's signal was due under its job's current time limit.
 
-    `lead`: seconds before the limit at which the signal was requested; `early`: seconds by which it may come too soon.
+    `lead`: seconds before the limit at which the signal was requested; `early`: seconds by which it may come early.
 
-    The limit may have been shortened without the job learning of it before the signal.
+    The limit may have been shortened, and the job learns of that only from the signal.
     """
     if job is None or outcome is None:
         return False
@@ -167,7 +167,7 @@ def removed_nodes(job: JobStatus | None, observed: ObservedSince, key: str) -> t
 
 
 def leader_gone(attempt: Attempt, job: JobStatus | None, gone: Collection[str]) -> str:
-    """Return a running job's first node if Slurm removed it; with --no-kill the others stay without a leader."""
+    """Return a running job's first node if Slurm removed it; with --no-kill the other nodes stay without a leader."""
     running = job is not None and job.state in RUNNING_STATES
     return next((name for name in attempt.nodes[:1] if running and name in gone), "")
 
@@ -193,7 +193,7 @@ def forget(observed: ObservedSince, run: str, attempt: int) -> None:
 
 
 def _stop_reason(place: AttemptDir, detail: str) -> str:
-    """Return the reason why orch itself asked this attempt to stop; the request precedes every effect."""
+    """Return why orch asked this attempt to stop; empty if it did not. The request file is written first."""
     requests = RunDir(place.path.parent.parent).requests
     if not any(requests.glob(f"{RequestKind.STOP}.{place.number:03d}.*.json")):
         return ""
@@ -202,7 +202,7 @@ def _stop_reason(place: AttemptDir, detail: str) -> str:
 
 
 def growth(place: AttemptDir) -> str:
-    """Return a digest that changes whenever the attempt writes: number, size and times of its files."""
+    """Return a digest that changes whenever the attempt writes, from the number, sizes and times of its files."""
     count, size, newest = 0, 0, 0
     for folder in (place.path, place.events, place.metrics.parent, place.logs, place.evidence, place.outcomes):
         for entry in os.scandir(folder) if folder.is_dir() else ():
@@ -212,7 +212,7 @@ def growth(place: AttemptDir) -> str:
 
 
 def _stillness(observed: ObservedSince, key: str, job: JobStatus | None, value: str) -> float:
-    """Return the seconds for which a running job was watched with this value; reset while it is not RUNNING."""
+    """Return how many seconds a running job has kept this value; reset while the job is not RUNNING."""
     if job is None or job.state != "RUNNING" or not value:
         observed.forget(key)
         return 0.0

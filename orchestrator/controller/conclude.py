@@ -1,4 +1,4 @@
-"""End of an attempt: fenced, judged against its history, decided, and written in one transaction."""
+"""Concludes an attempt: fences it, judges it against the run's history, and writes the decision in one transaction."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -87,11 +87,11 @@ def _note_nodes(
 
 
 def apply(actor: Actor, run: Run, decision: Decision, now: float) -> None:
-    """Move the run to the state that a decision requires; if a person is needed, the reason has the command to type."""
+    """Move the run to the state that a decision requires; if a person is needed, the reason names the command."""
     reason = decision.reason
     cured = f"orch resume {run.name} " in reason  # the reason already includes the change to make
     if decision.action in (Action.HOLD, Action.FAIL) and not (cured or is_restore_test(run)):
-        reason = f"{reason}; when it is mended: orch resume {run.name}"
+        reason = f"{reason}; when it is fixed: orch resume {run.name}"
     actor.store.move_run(
         run.name, _RUN_AFTER[decision.action], reason, epoch=actor.epoch, now=now, not_before=decision.not_before
     )
@@ -106,7 +106,7 @@ def _decision(
     if view.cancel is not None:
         return cancel_decision(actor, view)
     if is_restore_test(run := view.run):
-        return Decision(action=Action.FAIL, reason=f"not finished, and not tried again as {run.name}: {why}")
+        return Decision(action=Action.FAIL, reason=f"did not finish, and is not retried as {run.name}: {why}")
     past = history(view, failure, now, _saved_after(actor.store, view))
     return decide(
         past, view.config.recovery, now, rng.random(), run=run.name, steps_known=_steps_known(view),
@@ -115,7 +115,7 @@ def _decision(
 
 
 def cancel_decision(actor: Actor, view: ControlledRun) -> Decision:
-    """Return the decision for a cancelled run; it mentions no checkpoint that is gone from its folder."""
+    """Return the decision for a cancelled run; its reason never names a checkpoint that is gone from its folder."""
     step = max((attempt.saved_step for attempt in view.attempts if attempt.saved_step is not None), default=None)
     return after_cancel(step, "" if step is None else _missing(actor, view, step))
 
@@ -145,15 +145,15 @@ def is_restore_test(run: Run) -> bool:
 
 
 def _steps_known(view: ControlledRun) -> bool:
-    """Return whether steps are known. For a command only its checkpoints show them, and their path may be wrong."""
+    """Return whether steps are known. A command's steps show only in its checkpoints, whose path may be wrong."""
     return not view.config.command or any(attempt.saved_step is not None for attempt in view.attempts)
 
 
 def _saved_after(store: Store, view: ControlledRun) -> dict[int, float]:
-    """Return by attempt the maximum seconds from a generation's start to a checkpoint; empty unless it is a command.
+    """Map each attempt to the longest time from a generation's start to a checkpoint; empty unless it is a command.
 
-    Steps of other runs always grow. A checkpoint that the next attempt found at its start does not count, because its
-    time of writing is unknown.
+    In other runs steps always grow. A checkpoint that the next attempt found at its start does not count, because
+    nothing records when it was written.
     """
     found: dict[int, float] = {}
     if not view.config.command:

@@ -1,4 +1,4 @@
-"""Adoption of a run submitter's environment by a controller whose own environment does not reach Slurm.
+"""Lets a controller whose own environment does not reach Slurm adopt the environment of a run's submitter.
 
 The shell that started the controller may have had no SLURM_CONF, or a SLURM_CONF that has since moved.
 """
@@ -37,7 +37,7 @@ class EnvironmentSearch:
         self._tried: dict[str, float] = {}
 
     def adopt(self, runs: Iterable[Run], wanted: str) -> str:
-        """Take over the first environment that reaches the instance `wanted`, or any instance if that is unknown.
+        """Take over the first environment that reaches the instance `wanted`, or any instance if `wanted` is unknown.
 
         Return the name of its run, or "" if no environment works. `runs` must be ordered newest first.
         """
@@ -57,7 +57,7 @@ class EnvironmentSearch:
             if instance and (instance == wanted or not is_known(wanted)):
                 changed = "; ".join(found.differences(ClientEnvironment.from_environ()))
                 found.take_over()
-                log.info("goes on with the environment that %s was submitted with: %s", run.name, changed)
+                log.info("continuing with the environment that %s was submitted with: %s", run.name, changed)
                 return run.name
         return ""
 
@@ -79,7 +79,7 @@ def adopt_at_start(store_path: Path, kind: str) -> None:
 
 
 class SlurmWatch:
-    """Record of whether Slurm answered, updated after each pass of a daemon; searches for an environment if not."""
+    """Records after each pass of a daemon whether Slurm answered; if not, searches for a working environment."""
 
     def __init__(self, store_path: Path, kind: str, controller: Controller) -> None:
         self._path, self._kind, self._controller = store_path, kind, controller

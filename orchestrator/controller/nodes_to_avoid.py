@@ -35,7 +35,7 @@ _NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventK
 
 
 def load_pool(actor: Actor, view: ControlledRun, gone: Sequence[str] = ()) -> Pool:
-    """Return the nodes this run may use with their records; simulated nodes are never excluded.
+    """Return the nodes this run may use, with their records; simulated nodes are never excluded.
 
     `gone`: nodes that the scheduler removed from the newest attempt's job while it continued.
     """
@@ -96,7 +96,7 @@ def to_avoid(actor: Actor, view: ControlledRun, needed: int | None = None) -> tu
 
 
 def _in_service(actor: Actor, view: ControlledRun, pool: Pool, now: float) -> int | None:
-    """Return the nodes that people permit, if too few for the smallest size remain after all exclusions."""
+    """Count the nodes in service that people permit, if orch's own exclusions leave too few for the smallest size."""
     resources = job_spec(view.run, view.last, view.config).resources
     left = actor.usable_nodes(resources, frozenset(excluded_nodes(pool.known, now)) | pool.by_persons)
     if left is None or left >= world_sizes(view.config)[-1].all_nodes:

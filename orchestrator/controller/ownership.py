@@ -30,7 +30,7 @@ def is_addressed_to(run: Run, request: UserRequest, scheduler: str) -> bool:
 
 
 def never_submitted(attempts: Sequence[Attempt]) -> bool:
-    """Return whether no scheduler can have a job of this run: the mark is written before the first submission."""
+    """Return whether no scheduler can have a job of this run: each attempt is marked before its first submission."""
     return len(attempts) == 1 and attempts[0].submitted_at is None and attempts[0].job_id is None
 
 
@@ -39,8 +39,8 @@ def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, ho
     if never_submitted(attempts):
         at = _submit_host(run, host)
         if at == host:
-            return True, "no scheduler has a job of it yet"
-        why = f"it was submitted on {at} while no scheduler answered; it goes on with the next `orch` command there"
+            return True, "it has no job in any scheduler yet"
+        why = f"it was submitted on {at} while no scheduler answered; it continues with the next `orch` command there"
         return False, f"{why}, or: orch resume {run.name} --here"
     for attempt in attempts:
         for job in (*snapshot.found, *snapshot.polled.values()):
@@ -87,7 +87,7 @@ class Domain:
         return is_ours(run, self.scheduler)
 
     def live(self) -> list[Run]:
-        """Return the live runs that belong here or may turn out to."""
+        """Return the live runs that belong here or may turn out to belong here."""
         runs = self._actor.store.runs(LIVE_RUNS)
         return [run for run in runs if self.has(run) or (not run.scheduler and run.cluster in self._actor.schedulers)]
 
@@ -96,7 +96,7 @@ class Domain:
         moved = [run for run in self._actor.store.runs(LIVE_RUNS) if same_cluster_name(run.scheduler, self.scheduler)]
         return self.live() + moved
 
-    def _perhaps_ours(self) -> list[Run]:
+    def _unclaimed(self) -> list[Run]:
         """Return the live runs that may belong to a scheduler whose instance is still unknown."""
         if not self.scheduler or is_known(self.scheduler):
             return []
@@ -119,11 +119,11 @@ class Domain:
 
     def count(self) -> int:
         """Return the number of live runs that this controller serves."""
-        return len(self._perhaps_ours() or self.live())
+        return len(self._unclaimed() or self.live())
 
     def silent_schedulers(self) -> dict[str, str]:
-        """Return the kinds of schedulers that have live runs but no known instance yet, with the reason."""
-        return {run.cluster: self.silence(run.cluster) or "it has not said which it is" for run in self._perhaps_ours()}
+        """Map each kind of scheduler with live runs but no known instance to the reason."""
+        return {run.cluster: self.silence(run.cluster) or "its instance is still unknown" for run in self._unclaimed()}
 
     def has_pending_request(self) -> bool:
         """Return whether a user request waits for this controller's answer."""
@@ -164,10 +164,10 @@ class Domain:
         return True, why
 
     def check_scheduler(self) -> None:
-        """Raise SchedulerChanged if commands reach another scheduler than the lease's."""
+        """Raise SchedulerChanged if commands no longer reach the lease's scheduler."""
         own, now = self.scheduler, self.instance() if self.instance is not None else ""
         if own and now and now != own:
-            raise SchedulerChanged(f"commands reach {now} by now, and this controller has the lease of {own}")
+            raise SchedulerChanged(f"commands now reach {now}, but this controller holds the lease of {own}")
 
     def silence(self, kind: str) -> str:
         """Return why this kind of scheduler must not be queried now; empty if it may be."""
@@ -180,7 +180,7 @@ log = logging.getLogger("orch.controller")
 
 
 def sweep_orphans(actor: Actor, domain: Domain, kind: str, snapshot: SchedulerSnapshot) -> None:
-    """Cancel orphans that a sweep has found; an orphan that cannot be cancelled now is found again."""
+    """Cancel orphans that a sweep has found; a later sweep finds any orphan that cannot be cancelled now."""
     for job in snapshot.found:
         if is_live(job) and job.state not in LEAVING_STATES and job.state != UNREADABLE:
             try:

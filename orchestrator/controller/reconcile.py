@@ -196,13 +196,13 @@ class Controller:
             self.actor.note(run, f"{run.cluster} does not answer, nothing is assumed: {error.what}")
         except RunDirHangs as error:
             self._errors.append(f"{run.name}: {error.what}")
-            self.actor.note(run, f"{error.what}; its job is left as it is, and looked for again")
+            self.actor.note(run, f"{error.what}; its job is left alone and will be looked up again")
             self._cancel_without_folder(run, attempts, snapshot)
         except Precondition as error:
             self._hold(run, error)
         except Exception as error:  # outermost edge: an error of one run must not stop the others
             if disk := explain_disk_error(error, Path(run.run_dir)):
-                self.actor.note(run, f"{FailureKind.STORAGE}: {disk}; tried again until it works")
+                self.actor.note(run, f"{FailureKind.STORAGE}: {disk}; retrying until it works")
                 return False
             log.exception("run %s", run.name)
             self._errors.append(f"{run.name}: {type(error).__name__}: {error}")
@@ -210,14 +210,14 @@ class Controller:
         return False
 
     def _cancel_without_folder(self, run: Run, attempts: tuple[Attempt, ...], snapshot: SchedulerSnapshot) -> None:
-        """Cancel a run's job without its files; the run follows when its directory answers again."""
+        """Cancel a run's job without its files; the run itself is cancelled once its directory answers again."""
         view = self._view(run, attempts)
         if view.cancel is not None and view.last.state in LIVE_ATTEMPTS and snapshot.for_attempt(view.last).answered:
             with suppress(RunDirHangs, SlurmUnreachable):
                 user_requests.advance_cancel(self.actor, view, snapshot)
 
     def _view(self, run: Run, attempts: tuple[Attempt, ...]) -> ControlledRun:
-        """Return a run with its effective config: a live attempt's own, possibly of a smaller world."""
+        """Return the run with its effective config: a live attempt's own config, which may be for a smaller world."""
         last = attempts[-1]
         digest = (last.config_digest if last.state in LIVE_ATTEMPTS else "") or run.config_digest
         cancel = user_requests.pending_cancel(self.store, run)
@@ -246,7 +246,7 @@ class Controller:
         return self._next(view, snapshot)
 
     def _intent(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
-        # First, because a run whose folder cannot be made must be cancellable.
+        # This comes first because a run whose folder cannot be created must be cancellable.
         if view.cancel is not None:
             if user_requests.cancel_intent(self.actor, view, snapshot):
                 self._end_cancelled(view)
@@ -269,7 +269,7 @@ class Controller:
     def _is_hidden(self, view: ControlledRun) -> bool:
         """Return whether a submitted run's folder is invisible; its state is then unknown, and it is never recreated.
 
-        Durations measured from its files start anew once it is back.
+        Durations measured from its files start again once the folder is back.
         """
         why = self.actor.in_folder(view.folder, lambda: check_run_folder(view.run, view.attempts[0]))
         if not why:
@@ -311,8 +311,8 @@ class Controller:
             return fresh
         lost = view.last.job_id
         if verdict[0] is AttemptState.LOST and lost is not None and lost not in snapshot.polled:
-            # Job lists omit it, but a list can be wrong, and it must not start beside its successor.
-            end_judged_job(self.actor, view, lost, "Slurm does not list it any more")
+            # Job lists omit this job, but a list can be wrong, and the job must not start beside its successor.
+            end_judged_job(self.actor, view, lost, "Slurm no longer lists it")
         if job is not None and is_live(job) and not evidence.job_leaving:
             # There may be no later check: the run may end with this attempt.
             end_judged_job(self.actor, view, job.job_id, verdict[1])
@@ -398,20 +398,20 @@ class Controller:
             return False
         return self.observed.age(f"stuck:{job.job_id}", job.name) >= LEAVING_LIMIT
 
-    # -- words
+    # -- notes
 
     def _hold(self, run: Run, error: Precondition) -> None:
         reason = "; ".join(part for part in (error.what, error.where, error.hint) if part)
         # A file system recovers without `orch resume`.
         if isinstance(error.__cause__, OSError):
-            self.actor.note(run, f"{reason}; tried again until it works")
+            self.actor.note(run, f"{reason}; retrying until it works")
             return
         last = self.store.attempts(run.name)[-1]
         # The job of a held run is not followed, so hold the run only if it can have none.
         if last.state in LIVE_ATTEMPTS and last.submitted_at is not None:
             self._errors.append(f"{run.name}: {reason}")
-            self.actor.note(run, f"{reason}; its job is followed meanwhile")
+            self.actor.note(run, f"{reason}; its job is still being followed")
             return
-        reason = f"{reason}; when it is mended: orch resume {run.name}"
+        reason = f"{reason}; when it is fixed: orch resume {run.name}"
         self.store.move_run(run.name, RunState.HELD, reason, **self.actor.stamp())
         self.actor.record_action(f"{run.name} held: {reason}")

@@ -1,4 +1,4 @@
-"""Writer of records into run directories after every commit; writes of hanging or large records are deferred."""
+"""Writes records into run directories after every commit; large records and hanging directories are deferred."""
 
 import time
 from collections.abc import Callable

@@ -43,7 +43,7 @@ from trainer.protocol.time_spans import span
 
 
 def wait_for_room(actor: Actor, view: ControlledRun) -> bool:
-    """Return whether the next job must wait for disk space in its run's folder; its training would be lost.
+    """Return whether the next job must wait for disk space in its run's folder; its training would otherwise be lost.
 
     A run that has waited for `recovery.no_progress_hours` is held.
     """
@@ -52,7 +52,7 @@ def wait_for_room(actor: Actor, view: ControlledRun) -> bool:
     if not lack:
         return False
     if not _hold_after_hours(actor, view, f"{FailureKind.STORAGE}: {lack}"):
-        actor.note(view.run, f"{FailureKind.STORAGE}: waits for room in the run's folder: {lack}")
+        actor.note(view.run, f"{FailureKind.STORAGE}: waits for disk space in the run's folder: {lack}")
     return True
 
 
@@ -70,14 +70,14 @@ def _hold_after_hours(actor: Actor, view: ControlledRun, reason: str) -> bool:
 def wait_for_tiers(actor: Actor, view: ControlledRun) -> tuple[bool, str]:
     """Return whether the next job must wait for an unreadable tier, without which steps would be trained twice.
 
-    The second value names the tiers it does without. A run that has waited for `recovery.no_progress_hours` is held.
+    The second value names the tiers it goes without. A run that has waited for `recovery.no_progress_hours` is held.
     """
     try:
         found = actor.find_checkpoints(view.run, view.attempts, view.folder, view.config)
     except TierUnread as error:
         reason = f"{error.what}; {error.where}; {error.hint}"
         if not _hold_after_hours(actor, view, reason):
-            actor.note(view.run, f"{reason}; tried again until it works")
+            actor.note(view.run, f"{reason}; retrying until it works")
         return True, ""
     return False, "; ".join(
         f"without the tier {path}, which cannot be read: {error.strerror or error}"
@@ -86,7 +86,7 @@ def wait_for_tiers(actor: Actor, view: ControlledRun) -> tuple[bool, str]:
 
 
 def with_exclusions(actor: Actor, view: ControlledRun) -> ControlledRun:
-    """Return the run with its next job's current exclusions, because its intent may be old."""
+    """Return the run with its next job's current exclusions, because the recorded intent may be old."""
     avoid = to_avoid(actor, view)
     if avoid == view.last.excluded:
         return view
@@ -95,7 +95,7 @@ def with_exclusions(actor: Actor, view: ControlledRun) -> ControlledRun:
 
 
 def update_exclusions(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
-    """Apply the current exclusions, additions and removals, to a queued job."""
+    """Apply the current exclusions to a queued job, both additions and removals."""
     if job.held or job.state not in QUEUED_STATES or view.cancel is not None:
         return
     try:
@@ -137,13 +137,13 @@ def _checkpoint_size(actor: Actor, view: ControlledRun) -> int:
 
 
 def end_job(actor: Actor, view: ControlledRun, job_id: str, reason: str, detail: str = SILENCED) -> None:
-    """Cancel a job of the newest attempt. The request is the intent; without it, the end looks like scancel."""
+    """Cancel a job of the newest attempt. The stop request is the intent; without it the end looks like scancel."""
     actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, detail)
     actor.cancel(view.run, job_id, reason)
 
 
 def end_judged_job(actor: Actor, view: ControlledRun, job_id: str, reason: str) -> None:
-    """Cancel a job whose end is already judged; a disk too full for the intent makes no difference."""
+    """Cancel a job whose end is already judged, even if the disk is too full to record the intent."""
     with ignored_disk_errors():
         actor.request_once(view.folder, RequestKind.STOP, view.last.number, reason, None, SILENCED)
     actor.cancel(view.run, job_id, reason)
@@ -160,7 +160,7 @@ def ignored_disk_errors() -> Iterator[None]:
 
 
 SAVED_WITHIN = 30.0
-"""Seconds after which slurmctld has saved a job's release; it saves every 5 s, and a crash loses no more."""
+"""Seconds after which slurmctld has saved a job's release; it saves every 5 s, so a crash loses no more than that."""
 
 
 def is_held_by_person(actor: Actor, view: ControlledRun, job: JobStatus) -> bool:
@@ -183,7 +183,7 @@ def maintain_job(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
     elif job.state in RUNNING_STATES and job.end_time is not None:
         with ignored_disk_errors():  # its agents know the configured limit
             lasts = "" if job.start_time is None else f"{job.end_time - job.start_time:.0f}"
-            why = "the job's end by Slurm's clock"
+            why = "the job's end according to Slurm"
             actor.request_once(view.folder, RequestKind.DEADLINE, view.last.number, why, job.end_time, lasts)
 
 
@@ -199,7 +199,7 @@ def _release(actor: Actor, view: ControlledRun, job: JobStatus) -> None:
 
 
 def end_silent_job(actor: Actor, view: ControlledRun, job: JobStatus, evidence: Evidence) -> None:
-    """Stop, then cancel, a job whose coordinator is silent for long; it would idle to its time limit."""
+    """Stop, then cancel, a job whose coordinator has been silent for too long; it would idle until its time limit."""
     step, reason = judge_silence(evidence, view.config.detection.hang.heartbeat)
     if step is Escalation.REQUEST_STOP:
         # The request also proves that the directory is writable from here.
@@ -240,7 +240,7 @@ def size_note(view: ControlledRun, full: RunConfig, job: JobStatus) -> str:
     words = [on_nodes(world)] if world else []
     waits = bool(full.cluster.min_nodes) and job.state == "PENDING" and waits_for_nodes(job.reason)
     if waits and any(size.all_nodes < view.config.cluster.all_nodes for size in world_sizes(full)):
-        words.append(f"after {span(full.recovery.patience)} of this the next job asks for fewer nodes")
+        words.append(f"after {span(full.recovery.patience)} of waiting, the next job requests fewer nodes")
     return "; ".join(words)
 
 
@@ -265,7 +265,7 @@ def next_world(actor: Actor, view: ControlledRun) -> dict[str, Any]:
 
 
 def _last(view: ControlledRun, full: int, now: float) -> LastAttempt:
-    """Return the newest attempt; nothing of it counts after a resume, which may have changed the config."""
+    """Describe the newest attempt; after a resume none of it counts, because the config may have changed."""
     last, failure = view.last, view.last.failure
     if last.number < view.run.fresh_from:
         return LastAttempt(asked=full)
@@ -288,7 +288,7 @@ def _refused_since(view: ControlledRun, now: float) -> float:
 
 
 def _usable(actor: Actor, view: ControlledRun, full: RunConfig) -> int | None:
-    """Return the nodes in service that the smallest job would not avoid; a larger job avoids no others."""
+    """Count the nodes in service that the smallest job would not avoid; a larger job avoids the same nodes."""
     smallest = world_sizes(full)[-1].all_nodes
     avoid = to_avoid(actor, replace(view, config=full), smallest)
     actor.renew_lease_if_due()

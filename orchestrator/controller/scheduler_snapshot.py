@@ -1,4 +1,4 @@
-"""Jobs in a scheduler: which attempt a job belongs to, what a site changed of it, and the answers of one pass."""
+"""Jobs in a scheduler: the attempt each belongs to, the settings a site changed, and the answers of one pass."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -79,19 +79,19 @@ def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
             ours = (tag.run, tag.attempt, tag.nonce) == (record.run, record.attempt, record.nonce)
             return ours, f"the job names attempt {tag.attempt} of {tag.run}"
         if tag.folder:
-            return tag.folder == record.folder, f"its files lie in {tag.folder}"
+            return tag.folder == record.folder, f"its files are in {tag.folder}"
     if job.job_id not in record.ids:
-        return False, "nothing of it is ours"
+        return False, "none of its tags is ours"
     if job.script_tag is not None:
-        return False, "its script is not ours: the id was given out again"
+        return False, "its script is not ours: the id was reused"
     # An id alone proves little over time, but an unreadable job must not count as absent.
     if job.state == UNREADABLE or job.job_id == record.fresh:
-        return True, "the id that sbatch gave"
+        return True, "the id that sbatch printed"
     if job.job_id == record.job_id:
         same = bool(job.submit_time) and job.submit_time == record.submit_time
         return same, f"the adopted id, submitted at {job.submit_time}"
     fits = any(one.job_id == job.job_id and _fits(job, one) for one in record.submissions)
-    return fits, f"the id that sbatch gave, submitted at {job.submit_time}"
+    return fits, f"the id that sbatch printed, submitted at {job.submit_time}"
 
 
 def _fits(job: JobStatus, submission: Submission) -> bool:
@@ -111,7 +111,7 @@ def changes(job: JobStatus, asked: JobSpec) -> str:
     same = job.comment.startswith(asked.comment) or (job.comment and asked.comment.startswith(job.comment))
     if job.source == "queue" and not same:
         found.append(f"Slurm changed its comment to {job.comment[:_SHOWN]!r}")
-    # Settings for which a site default does not count.
+    # A site's defaults for these settings do not count as changes.
     wanted = {"requeue": "0", "time limit": asked.resources.time, "partition": asked.resources.partition}
     for name, value in (wanted | {"account": asked.resources.account, "qos": asked.resources.qos}).items():
         actual = job.settings.get(name, "")
@@ -138,7 +138,7 @@ Records = Mapping[tuple[str, int], JobRecord]  # recorded facts about jobs, by r
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSnapshot:
-    """Answers within one pass: `polled` by job id, `found` by the sweep over all jobs with a mark of ours.
+    """Answers within one pass: `polled` by job id, `found` by the sweep over all jobs with one of our tags.
 
     `unrecorded`: ids that have left the queue while accounting does not answer.
     """
@@ -156,7 +156,7 @@ class SchedulerSnapshot:
         for job in self.of_attempt(attempt):
             if job.state == UNREADABLE:
                 return replace(
-                    UNREACHABLE, error=f"what is said of job {job.job_id or job.name} cannot be read: {job.reason}"
+                    UNREACHABLE, error=f"the report on job {job.job_id or job.name} cannot be read: {job.reason}"
                 )
         return self
 
@@ -182,7 +182,7 @@ class SchedulerSnapshot:
     def of_run(self, run: Run) -> list[JobStatus]:
         """Return live jobs of any attempt of this run, unrecorded attempts included.
 
-        A run of the same name in another registry has other nonces and another folder.
+        A run of the same name in another registry has different nonces and a different folder.
         """
         records = self._records_by_run.get(run.name, [])
         nonces = {record.nonce for record in records}

@@ -1,4 +1,4 @@
-"""The controller as a process: daemon, single pass, work after each pass, and the queries of the command line."""
+"""The controller as a process: daemon, single pass, work after each pass, and queries from the command line."""
 
 import logging
 import os
@@ -220,7 +220,7 @@ def _stop(holder: Holder) -> None:
         time.sleep(0.05)
     if holder.lives:
         what = f"the controller (pid {holder.pid}) is still in a pass after {STOP_WITHIN:.0f} s"
-        hint = f"wait, or end it with `kill -9 {holder.pid}`: it may be killed at any moment"
+        hint = f"wait, or end it with `kill -9 {holder.pid}`: killing it is safe at any time"
         raise Precondition(what, where=str(controller_log()), hint=hint)
 
 
@@ -340,17 +340,17 @@ class Daemon:
             if self._is_idle(report) and self._leave():
                 return False
         except SchedulerChanged as error:
-            # A silent scheduler never leads here: the commands themselves report another scheduler.
-            log.warning("%s: it is given back", error.what)
+            # A scheduler that does not answer never causes this: the commands did reach a different scheduler.
+            log.warning("%s: giving it up", error.what)
             self._let_lease_go()
         except Fenced as error:
             # This process stalled for too long. Its successor may be a single pass that has already exited.
-            log.warning("%s: this one lost the lease", error.what)
+            log.warning("%s: this controller lost the lease", error.what)
             self._lease = None
             return True
         except (OrchError, OSError) as error:
             # A transient failure of the registry or the file system must not leave the runs without a controller.
-            log.error("this turn failed, and is tried again: %s", error)
+            log.error("this pass failed and will be retried: %s", error)
         self._rest(report)
         return True
 
@@ -373,7 +373,7 @@ class Daemon:
         try:
             self._give_back()
         except (OrchError, OSError) as error:
-            log.warning("the lease could not be given back, and expires: %s", error)
+            log.warning("the lease could not be given up and will expire: %s", error)
 
     def _left_behind(self) -> bool:
         """Return whether live runs of a scheduler served here have no controller; commands may reach it again."""

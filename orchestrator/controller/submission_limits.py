@@ -111,7 +111,7 @@ def submit_permission(
     if len(recent) >= MOST_IN_AN_HOUR:
         until = stored_moment(recent[len(recent) - MOST_IN_AN_HOUR] + HOUR)
         said = f"{len(recent)} jobs that were submitted within the last hour cannot be found in Slurm"
-        return SubmitStep.WAIT, f"waits until {until}: {said}; `squeue --me` shows what it has"
+        return SubmitStep.WAIT, f"waits until {until}: {said}; `squeue --me` lists the jobs it has"
     return SubmitStep.SUBMIT, ""
 
 
@@ -120,8 +120,8 @@ def _given_up(lost: Sequence[Submission]) -> str:
     times = ", ".join(stored_moment(one.submitted_at) for one in lost)
     seen = f"sbatch gave the job ids {', '.join(ids)}" if ids else "sbatch gave no job id"
     look = f"`scontrol show job {ids[-1]}`" if ids else "`squeue --me`"
-    end = f"end what is left of it with `scancel {' '.join(ids)}`" if ids else "end what is left of it with scancel"
+    end = f"end any that remain with `scancel {' '.join(ids)}`" if ids else "end any that remain with scancel"
     return (
         f"the job was submitted {len(lost)} times ({times}) and cannot be found in Slurm; {seen}. "
-        f"See with {look} whether the site changes jobs, and {end}"
+        f"Check with {look} whether the site changes jobs, and {end}"
     )

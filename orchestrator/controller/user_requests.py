@@ -54,7 +54,7 @@ def answer_idle(actor: Actor) -> bool:
         except (Fenced, RegistryError):
             raise
         except (SlurmUnreachable, RunDirHangs) as error:
-            log.warning("%s %s has to wait: %s", request.verb, run.name, error.what)
+            log.warning("%s %s must wait: %s", request.verb, run.name, error.what)
         except Exception as error:  # outermost edge: an error of one request must not stop the others
             log.exception("%s %s", request.verb, run.name)
             _answer(actor, request, f"{REFUSED}the controller cannot do it: {type(error).__name__}: {error}")
@@ -70,7 +70,7 @@ def _answer_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _record(actor: Actor, write: Callable[[], object], action: str) -> bool:
-    """Make the changes of a request in one transaction; return False if `write` does because they came too late."""
+    """Apply a request's changes in one transaction; return False if `write` does, because the request came too late."""
     if actor.store.together(write) is False:
         return False
     failpoints.reach("after_ask")
@@ -100,7 +100,7 @@ def _accept_request(actor: Actor, run: Run, request: UserRequest) -> bool:
     # One transaction, because its own controller may be about to submit it.
     if not actor.store.together(take):
         return False
-    actor.record_action(f"{run.name} belongs to {own} from now on: a person said so")
+    actor.record_action(f"{run.name} now belongs to {own}, at a user's request")
     return True
 
 
@@ -119,7 +119,7 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
     fresh = last.number if last.state is AttemptState.INTENT else last.number + 1
 
     def resume() -> bool:
-        if actor.store.run(run.name).removal:  # begun since
+        if actor.store.run(run.name).removal:  # begun in the meantime
             return False
         stamp = actor.stamp()
         if digest and last.state is AttemptState.INTENT:
@@ -128,7 +128,7 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
         actor.store.move_run(
             run.name, RunState.RECOVERING, "resumed by a person", **stamp, fresh_from=fresh, not_before=0.0, **changes
         )
-        actor.store.answer(request.id, f"{run.name} goes on with attempt {fresh}", **stamp)
+        actor.store.answer(request.id, f"{run.name} continues with attempt {fresh}", **stamp)
         return True
 
     return _record(actor, resume, f"{run.name} resumed")
@@ -193,10 +193,10 @@ def _exclude(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 def _cancel_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
     if run.state is not RunState.HELD:
-        _answer(actor, request, f"{run.name} is {run.state} already")
+        _answer(actor, request, f"{run.name} is already {run.state}")
         return True
 
-    # HELD means that a person is needed; a job may still live. It must end first and is followed until then.
+    # HELD means that a person is needed; a job may still live. That job must end first and is followed until then.
     over = actor.store.attempts(run.name)[-1].state not in LIVE_ATTEMPTS
 
     def cancel() -> None:
@@ -207,7 +207,7 @@ def _cancel_idle(actor: Actor, run: Run, request: UserRequest) -> bool:
         actor.store.move_run(run.name, RunState.CANCELLED, "cancelled by `orch cancel` while it was held", **stamp)
         actor.store.answer(request.id, f"{run.name} is cancelled", **stamp)
 
-    return _record(actor, cancel, f"{run.name} {'cancelled' if over else 'is to be cancelled'}")
+    return _record(actor, cancel, f"{run.name} {'cancelled' if over else 'will be cancelled'}")
 
 
 def _answer(actor: Actor, request: UserRequest, text: str) -> None:
@@ -251,7 +251,7 @@ def cancel_intent(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot
         return True
     if snapshot.answered:
         what = f"until job {live[0].job_id} has ended" if live else "until it is certain that no job was submitted"
-        actor.note(view.run, f"is to be cancelled: waits {what}")
+        actor.note(view.run, f"will be cancelled: waits {what}")
     return False
 
 

@@ -45,11 +45,11 @@ class Evidence:
     answered: bool  # the scheduler answered; without an answer there is no verdict
     job: JobStatus | None  # adopted job as the scheduler knows it; None if the answered look-ups do not include it
     unrecorded: bool = False  # the job has left the queue while accounting, which knows its end, does not answer
-    absent_for: float = 0.0  # of answered look-ups without the job
-    ended_for: float = 0.0  # since the job was first seen ended, or gone with an outcome left behind
-    leaving_for: float = 0.0  # since the job was first seen leaving (COMPLETING)
+    absent_for: float = 0.0  # seconds of answered look-ups without the job
+    ended_for: float = 0.0  # seconds since the job was first seen ended, or gone but with an outcome
+    leaving_for: float = 0.0  # seconds since the job was first seen leaving (COMPLETING)
     started: bool = False  # agents have left a heartbeat or an event
-    silent_for: float = 0.0  # for which the heartbeat was seen unchanged or missing
+    silent_for: float = 0.0  # seconds for which the heartbeat was seen unchanged or missing
     gone: tuple[str, ...] = ()  # nodes that the scheduler has removed from a running job with spare nodes
     leader_gone: str = ""  # leading node, if the scheduler has removed it from the job and the others keep running
     outcome: AttemptOutcome | None = None
@@ -58,10 +58,10 @@ class Evidence:
     tails: Mapping[str, str] = field(default_factory=dict)  # ends of the agents' logs by file name, if needed
     near_limit: bool = False  # it stopped when Slurm's signal was due, by the job's final time limit
     leader: str = ""  # node of the attempt's coordinator; empty if unknown
-    reports: tuple[AgentReport, ...] = ()  # of agents that ended without the coordinator; read only without an outcome
-    still_for: float = 0.0  # for which the silent job was watched without growth of any file; 0 unless it must run
-    overstayed: float = 0.0  # for which the job was watched to keep running after its attempt left its outcome
-    saves_failing: str = ""  # since when and why saves fail, from the newest heartbeat; empty while they succeed
+    reports: tuple[AgentReport, ...] = ()  # from agents that outlived the coordinator; read only without an outcome
+    still_for: float = 0.0  # seconds for which no file of the silent job has grown; 0 unless it must run
+    overstayed: float = 0.0  # seconds for which the job has kept running after its attempt's outcome
+    saves_failing: str = ""  # when saves began to fail and why, from the newest heartbeat; empty while they succeed
     disk: str = ""  # why the run's folder is not writable; probed only if the job is silent
     lost_interpreter: str = ""  # interpreter in the job's script, if it is gone; checked only if no agent has started
     # Reasons of orch's own requests to end the job; empty without such a request:
@@ -83,7 +83,7 @@ class Role(StrEnum):
     """Contribution of a log message to the cause."""
 
     ROOT = "root"  # a cause in its own right
-    CASCADE = "cascade"  # the visible effect of another process's end: names no cause and never replaces a root
+    CASCADE = "cascade"  # a visible effect of another process's end: it names no cause and never replaces a root
     TEARDOWN = "teardown"  # printed during shutdown: ignored
 
 
@@ -102,7 +102,7 @@ STANDS_FOR: dict[Meaning, tuple[FailureKind, Role]] = {
     Meaning.CANCELLED: (FailureKind.CANCELLED, Role.TEARDOWN),
     Meaning.TEARDOWN: (FailureKind.UNKNOWN, Role.TEARDOWN),
 }
-"""Failure kind and role of every meaning of a job's log line."""
+"""Failure kind and role for every meaning that a log line can have."""
 
 
 class Match(NamedTuple):
@@ -115,7 +115,7 @@ class Match(NamedTuple):
 
 
 def scan(tails: Mapping[str, str]) -> list[Match]:
-    """Return every known line, in the order of the logs."""
+    """Return every line that matches a known pattern, in log order."""
     lines = ((source, line) for source, text in tails.items() for line in text.splitlines())
     known = ((source, line, log_line_meaning(line)) for source, line in lines)
     return [Match(*STANDS_FOR[meaning], cut(line.strip(), 300), source) for source, line, meaning in known if meaning]
@@ -162,7 +162,7 @@ def judge(evidence: Evidence) -> Verdict:
     if not evidence.job_ended:
         return _open(f"job {job.job_id} is {job.state}")
     # The program ended on its own, so its outcome may become visible a little later.
-    by_itself = job.state in _BY_ITSELF
+    by_itself = job.state in _EXIT_STATES
     if evidence.outcome is None and evidence.started and by_itself and evidence.ended_for < OUTCOME_GRACE:
         return _open(f"job {job.job_id} has ended: waiting for its outcome file")
     # Accounting may show a little later who cancelled it: a person, or a node that could not launch it.
@@ -181,7 +181,7 @@ def _judge_absent(evidence: Evidence) -> Verdict:
     if evidence.absent_for < (RECORD_WITHIN if evidence.unrecorded else LOST_AFTER):
         return _open("the scheduler does not know the job: looking again")
     if evidence.silent_for < LOST_AFTER:
-        return _open("the scheduler does not know the job, but its heartbeat goes on")
+        return _open("the scheduler does not know the job, but its heartbeat continues")
     failure = classify(evidence)
     return AttemptState.LOST, failure.reason, failure
 
@@ -197,14 +197,14 @@ def _judge_ended(evidence: Evidence) -> Verdict:
 _SLURM_KINDS = {state: kind for kind, traits in TRAITS.items() for state in traits.slurm_states}
 """Failure kinds of the states in which Slurm itself names the cause."""
 
-_BY_ITSELF = frozenset({"COMPLETED", "FAILED"})  # states that Slurm derives from the exit of the batch script
+_EXIT_STATES = frozenset({"COMPLETED", "FAILED"})  # states that Slurm derives from the exit of the batch script
 _TAKEN_AWAY = frozenset({"CANCELLED", "REVOKED"})
 """States after a scancel, by a person or by the daemon of a node that could not launch the job."""
 _SLURMD_USER = 0
 _SENDERS = select_kinds(lambda traits: traits.asked_by_slurm)  # failure kinds for which Slurm asks a job to stop
 _STOPS = select_kinds(lambda traits: traits.asked_to_stop)
 """Failure kinds that the job itself reports as the reason to stop."""
-_SLURMS = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
+_SLURM_CANCEL = re.compile(r"CANCELLED AT .{0,100} DUE TO ")
 _UNLAUNCHED = re.compile(r"Task launch for \S{1,100} failed on node (\S{1,300}): ")
 _SRUN_SIGNALLED, _LOST = "srun: forcing job termination", FailureKind.AGENT_LOST
 _OWN_CAUSES = select_kinds(lambda traits: traits.seen_inside)
@@ -220,7 +220,7 @@ def classify(evidence: Evidence) -> Failure:
     # Seen from inside, before Slurm ended the job.
     if outcome is not None and outcome.failure is not None and outcome.failure.kind in _OWN_CAUSES:
         return outcome.failure
-    # Of two releases of orch, the older one may not know what the newer one refuses.
+    # An older release of orch may not know what a newer release refuses.
     refused = next((report for report in evidence.reports if report.end is AgentEnd.REFUSED), None)
     if refused is not None:
         return Failure(kind=FailureKind.INSTALLATION, reason=refused.reason, node=refused.name)
@@ -249,11 +249,11 @@ def classify(evidence: Evidence) -> Failure:
     # Slurm names the cause.
     if job is not None and job.state in _SLURM_KINDS:
         return _failure_from_slurm(job, outcome)
-    # The coordinator lost a node before Slurm did, and by now Slurm misses it too.
+    # The coordinator lost a node before Slurm noticed, and by now Slurm reports it down too.
     lost = outcome.failure if outcome else None
     if job is not None and lost is not None and lost.kind is _LOST and lost.node in job.nodes_down:
         return replace(
-            lost, kind=FailureKind.NODE_LOST, reason=f"Slurm has node {lost.node} down; the job saw: {lost.reason}"
+            lost, kind=FailureKind.NODE_LOST, reason=f"Slurm reports node {lost.node} down; the job saw: {lost.reason}"
         )
     # The coordinator's outcome takes precedence over COMPLETED and FAILED.
     if outcome is not None:
@@ -266,7 +266,7 @@ def classify(evidence: Evidence) -> Failure:
 
 
 def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
-    """Return the failure of a silent coordinator, by its own node's report, its peers' reports, or orch's cancel.
+    """Return a silent coordinator's failure as reported by its own node, by its peers, or by orch's cancel.
 
     A node is named only if it was seen to stall; silence alone may be due to the network or the file system.
     """
@@ -315,14 +315,14 @@ def _failure_from_outcome(evidence: Evidence, outcome: AttemptOutcome) -> Failur
 
 
 def _failure_from_signal(evidence: Evidence, stopped: Failure) -> Failure:
-    """Return the failure of an attempt that got a signal, the same for preemption, time limit and lost node."""
+    """Return a signalled attempt's failure: preemption, time limit and lost node send the same signal."""
     job = evidence.job
     # Slurm prints its own message on every node whose step it ends.
     said = next(
-        (match for match in scan(evidence.tails) if match.kind in _SENDERS and _SLURMS.search(match.line)), None
+        (match for match in scan(evidence.tails) if match.kind in _SENDERS and _SLURM_CANCEL.search(match.line)), None
     )
     if said is not None:
-        return replace(stopped, kind=said.kind, reason=f"{stopped.reason}; Slurm says: {said.line}")
+        return replace(stopped, kind=said.kind, reason=f"{stopped.reason}; Slurm printed: {said.line}")
     if job is not None and job.nodes_down:
         down = job.nodes_down[0]
         return replace(stopped, kind=FailureKind.NODE_LOST, node=down, reason=f"{stopped.reason}; node {down} is down")
@@ -341,13 +341,13 @@ def _failure_from_logs(evidence: Evidence, job: JobStatus) -> Failure:
     kind, reason = _from_logs(evidence, job)
     node = _unlaunched_node(evidence, job) if kind is FailureKind.LAUNCH_FAILED else None
     # The batch script exited before any agent started; its exit code may be unknown.
-    script = kind is FailureKind.LAUNCH_FAILED and job.state in _BY_ITSELF and not evidence.started and node is None
+    script = kind is FailureKind.LAUNCH_FAILED and job.state in _EXIT_STATES and not evidence.started and node is None
     code = job.exit_code if kind is not FailureKind.LAUNCH_FAILED or (script and job.state == "FAILED") else None
     return Failure(kind=kind, reason=reason, node=node, exit_code=code, signal=job.signal, script=script)
 
 
 def _launch_failed(evidence: Evidence, job: JobStatus) -> bool:
-    """Return whether a node's daemon cancelled the job that it could not launch, as with --no-requeue it must.
+    """Return whether a node's daemon cancelled a job that it could not launch, which it must do with --no-requeue.
 
     Slurm signals the script of a job that a person cancels, and prints that into its log.
     """
@@ -357,7 +357,7 @@ def _launch_failed(evidence: Evidence, job: JobStatus) -> bool:
 
 
 def _unlaunched_node(evidence: Evidence, job: JobStatus) -> str | None:
-    """Return the node of the job that Slurm says could not start it; None if none or any of them may be meant."""
+    """Return the job's node that Slurm reports as unable to start it; None unless it is certain which one."""
     named = (_UNLAUNCHED.search(match.line) for match in scan(evidence.tails))
     found = next((name[1] for name in named if name and name[1] in job.nodes), None)
     # Only the first node starts the script; the others start the agents.
@@ -370,7 +370,7 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     found = earliest(before_cancel(matches) if job.state in _TAKEN_AWAY else matches)
     ended = f"job {job.job_id} ended as {job.state} without an outcome"
     if _launch_failed(evidence, job):
-        said = f": {found.line}" if found is not None else "; the log of its slurmd has the cause"
+        said = f": {found.line}" if found is not None else "; see its slurmd's log for the cause"
         return FailureKind.LAUNCH_FAILED, f"{job.nodes[0]} could not launch job {job.job_id}{said}"
     # Echoes in the logs do not hide that the job was cancelled.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
@@ -378,7 +378,7 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     # The agents' last report and the full or broken disk explain why the outcome is missing.
     rooted = found is not None and found.role is Role.ROOT
     if job.exit_code == ExitCode.STORAGE or (evidence.disk and not rooted):
-        why = evidence.saves_failing or evidence.disk or "its storage took no more, by its exit code (74)"
+        why = evidence.saves_failing or evidence.disk or "its exit code (74) means that its storage was full"
         return FailureKind.STORAGE, f"{ended}: {why}"
     if evidence.lost_interpreter and not evidence.started:
         cure = "put its environment back, or add cluster.python=PATH to `orch resume`"
@@ -386,9 +386,12 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     # srun reacts to its own SIGTERM with SIGKILL to the step: no rank could save, and no agent has failed.
     if any(_SRUN_SIGNALLED in match.line for match in matches) and (found is None or found.kind is _LOST):
         cure = f"`scancel -s TERM {job.job_id}` and `orch cancel` let it save"
-        return FailureKind.PREEMPTED, f"{ended}: srun got SIGTERM, as by `scancel --full`, and killed its step; {cure}"
+        return (
+            FailureKind.PREEMPTED,
+            f"{ended}: srun got SIGTERM (as from `scancel --full`) and killed its step; {cure}",
+        )
     if found is not None:
-        return found.kind, f"{ended}; {found.source} says: {found.line}"
+        return found.kind, f"{ended}; {found.source} has: {found.line}"
     if not evidence.started:
         return FailureKind.LAUNCH_FAILED, f"{ended}, before its agents started"
     if job.state == "FAILED":
@@ -412,7 +415,7 @@ class Escalation(StrEnum):
 
 
 def judge_silence(evidence: Evidence, limit: float) -> tuple[Escalation, str]:
-    """Decide on a running job after `limit` seconds (0: never) without a heartbeat or growth of any file."""
+    """Decide what to do with a running job after `limit` seconds (0: never) without a heartbeat or a growing file."""
     # A job that is suspended, held, leaving or unknown is not expected to report.
     if not evidence.answered or evidence.job is None or evidence.job.state != "RUNNING" or evidence.job.held:
         return Escalation.NOTHING, ""
@@ -420,7 +423,7 @@ def judge_silence(evidence: Evidence, limit: float) -> tuple[Escalation, str]:
     if evidence.outcome is not None:
         if evidence.overstayed < OVERSTAY:
             return Escalation.NOTHING, ""
-        return Escalation.CANCEL, f"its attempt has ended, and the job runs on for {evidence.overstayed:.0f} s"
+        return Escalation.CANCEL, f"its attempt has ended, but the job has kept running for {evidence.overstayed:.0f} s"
     if not evidence.started or evidence.silent_for < LOST_AFTER:
         return Escalation.NOTHING, ""
     # It may be alive but unable to write its heartbeat.

@@ -1,4 +1,4 @@
-"""Trust in checkpoints after the failure of an attempt: which become SUSPECT, and which are so no longer. Pure."""
+"""Trust in checkpoints after a failed attempt: which become SUSPECT, and which are cleared. Pure."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ def trust_changes(
 ) -> list[TrustChange]:  # fmt: skip
     """Return the changes of trust after the last of `attempts`, which ended with the failure `newest`.
 
-    A failure that the program causes makes no checkpoint suspect, and takes back the marks that it made before. That
-    is one that ends the run as an error of the program, or one that has made every checkpoint suspect that is left.
+    A failure caused by the program makes no checkpoint suspect, and clears the marks that its repetitions made. The
+    program is the cause if the failure ends the run as a program error, or if it made all other checkpoints suspect.
     """
     past = _Past.from_ends(_ends(attempts, generations, newest), attempts[-1].number)
     rows = [row for row in checkpoints if row.name not in _found_bad(tests)]
@@ -30,12 +30,12 @@ def trust_changes(
     found = {step: why for step, why in suspect_steps(past.failed, since=past.since).items() if step not in cleared}
     changes = [(row, Trust.SUSPECT, found[row.step]) for row in checkpoints if row.step in found]
     if newest is not None:
-        why = f"the program is the cause, and not the checkpoint: {newest.reason}"
+        why = f"the cause is the program, not the checkpoint: {newest.reason}"
         suspect = [row for row in rows if row.step in cleared and row.trust is Trust.SUSPECT]
-        # From memory its bytes on the disk were not read.
+        # A load from memory does not read the bytes on disk.
         on_disk = {one.resumed_from for one in generations if one.tier != MEMORY}
         changes += [(row, Trust.RESTORED if row.step in on_disk else Trust.COMMITTED, why) for row in suspect]
-    # A checkpoint of the same step that was saved after the start of the failed generation holds another state.
+    # A checkpoint of the same step that was saved after the start of the failed generation holds a different state.
     return [
         (row, trust, why)
         for row, trust, why in changes
@@ -45,10 +45,10 @@ def trust_changes(
 
 @dataclass
 class _Past:
-    """Failed generations that loaded a checkpoint, oldest first, and by its step the last start of such a one."""
+    """Failed generations that loaded a checkpoint, oldest first, and by step the last start of such a generation."""
 
     failed: list[FailedGeneration] = field(default_factory=list)
-    since: int = 0  # index of the first one of the newest attempt
+    since: int = 0  # index of the newest attempt's first generation
     began: dict[int, float] = field(default_factory=dict)
 
     @classmethod
@@ -65,7 +65,7 @@ class _Past:
 
 
 def _caused_by_program(newest: Failure | None, past: _Past, loadable: Collection[int]) -> frozenset[int]:
-    """Return the steps of the checkpoints that failures like the newest made suspect, if the program causes them."""
+    """Return the steps of the checkpoints that failures like the newest made suspect, if the program is the cause."""
     if newest is None or newest.drill:
         return frozenset()
     last = FailedGeneration.from_failure(newest, 0, newest.step or 0)
@@ -75,7 +75,7 @@ def _caused_by_program(newest: Failure | None, past: _Past, loadable: Collection
 
 
 def _found_bad(tests: Iterable[RestoreTest]) -> set[str]:
-    """Return the checkpoints that their last restore test with a verdict found bad: only another test clears them."""
+    """Return the checkpoints whose last conclusive restore test found them bad: only another test clears them."""
     ended = sorted((test.ended_at, test.checkpoint, test.verdict) for test in tests if test.ended_at is not None)
     last = {checkpoint: verdict for _, checkpoint, verdict in ended if verdict not in UNDECIDED}
     return {checkpoint for checkpoint, verdict in last.items() if verdict != Outcome.RESTORED}

@@ -53,7 +53,7 @@ def smaller_world(config: JobConfig, nodes: int) -> WorldSize | None:
     """Return the run on this smaller number of nodes with the same batch; None if the batch does not divide.
 
     A rank has no more sequences in a forward pass than in the full world; tensor, context, expert and pipeline
-    parallelism stay.
+    parallelism stay unchanged.
     """
     ranks, idle = divmod(nodes * config.cluster.ranks_per_node, config.parallel.ranks_per_share)
     if idle or config.train.batch_size % ranks:
@@ -163,9 +163,9 @@ def _count(count: int, noun: str = "node") -> str:
 class LastAttempt:
     """Size of the run's newest attempt and its end."""
 
-    asked: int  # nodes, spare ones included
+    asked: int  # requested nodes, including spares
     kind: FailureKind | None = None
-    reason: str = ""  # of its failure
+    reason: str = ""  # the failure's reason
     refused_for: float = 0.0  # seconds since the scheduler began to reject jobs of this size
 
 
@@ -187,7 +187,7 @@ def give_up_waiting(
 
 
 def _missing(asked: int, usable: int | None) -> str:
-    """Return a description of the nodes that the job has waited for."""
+    """Describe the nodes that the job has waited for."""
     if usable is None or usable >= asked:
         return f"{_count(asked)} {'was' if asked == 1 else 'were'} not free"
     return f"{_count(asked - usable)} {'was' if asked - usable == 1 else 'were'} missing"
@@ -204,17 +204,17 @@ def next_size(
 ) -> tuple[WorldSize, str]:
     """Return the size of the attempt after `last`, and the reason unless the run was never smaller.
 
-    `sizes`, `usable` and `patience` as for `give_up_waiting`.
+    `sizes`, `usable` and `patience` have the same meaning as in `give_up_waiting`.
     """
     full = sizes[0]
-    # It was ended for lack of nodes: the next attempt requests fewer, whatever is free by now.
+    # It was ended for lack of nodes: the next attempt requests fewer, whatever is free now.
     if last.kind is FailureKind.NODES_MISSING:
         smaller = [size for size in sizes if size.all_nodes < last.asked] or [sizes[-1]]
         return _largest(smaller, usable), last.reason
     # If nodes have left the partition, a job of this size is not even queued.
     short = last.kind is FailureKind.SUBMIT_DEFERRED and usable is not None and usable < last.asked
     if short and last.refused_for >= patience and _fits(sizes, usable):
-        lasts = f"{_missing(last.asked, usable)} for {span(last.refused_for)}, and such a job is refused"
+        lasts = f"{_missing(last.asked, usable)} for {span(last.refused_for)}, and a job of this size is refused"
         return _largest(sizes, usable), f"{lasts} (recovery.patience={patience:g})"
     # Recently lost nodes may return within `recovery.patience`.
     if last.asked >= full.all_nodes or len(sizes) == 1:

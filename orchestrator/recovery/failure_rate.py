@@ -1,4 +1,4 @@
-"""Failure rates of runs, by which jobs plan their saves, and of nodes, by which bad ones are avoided. Pure.
+"""Failure rates of runs, used to plan saves, and of nodes, used to avoid bad nodes. Pure.
 
 A run's failures are modelled as a Poisson process with one rate per node and a gamma prior. The posterior mean after n
 failures in t node-seconds is (a + n) / (b + t).
@@ -20,8 +20,8 @@ DAY = 86400.0
 WINDOW = 90 * DAY  # seconds of a run's history; older attempts carry little information about the present cluster
 _TRUST_IN_CLUSTER = 4.0
 """Maximum weight of the cluster's history, in failures: runs differ in the components they stress."""
-_OF_THE_CLUSTER = select_kinds(lambda traits: traits.losses is Losses.CLUSTER)
-_OF_A_RUN = select_kinds(lambda traits: traits.losses is not Losses.NOBODY)  # ends that lose unsaved work
+_CLUSTER_KINDS = select_kinds(lambda traits: traits.losses is Losses.CLUSTER)
+_RUN_KINDS = select_kinds(lambda traits: traits.losses is not Losses.NOBODY)  # ends that lose unsaved work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def count_failures(
         began, ended = attempt.started_at, attempt.ended_at
         seconds = max(0.0, (now if ended is None else ended) - (now if began is None else began))
         is_own = attempt.run == run
-        count, counted = counts[is_own], _OF_A_RUN if is_own else _OF_THE_CLUSTER
+        count, counted = counts[is_own], _RUN_KINDS if is_own else _CLUSTER_KINDS
         counts[is_own] = FailureCount(
             failures=count.failures + sum(kind in counted for kind in failures),
             node_seconds=count.node_seconds + max(1, len(attempt.nodes)) * seconds,
@@ -86,7 +86,7 @@ BY_CHANCE = 0.3
 NODE_LOCAL = select_kinds(lambda traits: traits.blame is NodeBlame.NODE)
 """Kinds that are conclusive evidence against the node they name."""
 WEAK = select_kinds(lambda traits: traits.blame is NodeBlame.WEAK)
-"""Kinds that merely occurred on a node; a single one is no evidence."""
+"""Kinds that merely occurred on a node; a single occurrence is no evidence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class NodeHistory:
     """Failures and job time of one node, or of several combined, within the last NODE_WINDOW seconds."""
 
     failed: tuple[float, ...] = ()  # seconds ago, newest first
-    seconds: float = 0.0  # in jobs
+    seconds: float = 0.0  # seconds spent in jobs
     recent_seconds: float = 0.0  # `seconds` with the same decay as failures
 
 
@@ -148,7 +148,7 @@ def is_worse(node: NodeHistory, others: NodeHistory, node_days: float) -> bool:
 
 
 def _chance_probability(node: NodeHistory, others: NodeHistory) -> float:
-    """Return the probability of at least this many failures on the node, if failures follow the time in jobs."""
+    """Return the probability of at least this many failures on the node, if failures are proportional to job time."""
     most, total = len(node.failed), len(node.failed) + len(others.failed)
     if not node.seconds > 0.0 or not others.seconds:
         return 0.0  # no basis for a comparison

@@ -12,9 +12,9 @@ from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.time_spans import span
 
 REMEMBERED = 14 * 86400.0
-"""Seconds for which hangs and slowness count against a node; by then it may be repaired or moved."""
+"""Seconds for which hangs and slowness count against a node; after that it may have been repaired or moved."""
 TWO_HANGS = 2
-_NOT_THE_NODE = frozenset({"desync", "network"})  # incidents caused by a program, or by two nodes together
+_NOT_NODE_FAULTS = frozenset({"desync", "network"})  # incidents caused by a program, or by two nodes together
 DRILLED = "drilled"  # notice key: the run's configuration orders a fault in this generation
 TAKEN_FOR = "taken_for"  # key in the notice of a spare: the failure kind for which its predecessor was replaced
 Place = tuple[str, int, int]  # generation: run, attempt, number
@@ -74,11 +74,11 @@ def blame(failure: Failure, node: str, pool: Pool, recovery: RecoveryConfig, now
     if failure.kind in NODE_LOCAL:
         return _exclude_within_limit(node, f"{failure.kind} on {node}", pool, recovery, now)
     if failure.kind not in WEAK:
-        return ExclusionDecision(node=None, reason=f"{failure.kind} is no evidence about {node}")
+        return ExclusionDecision(node=None, reason=f"{failure.kind} is not evidence about {node}")
     record = next((known for known in pool.known if known.name == node), NodeRecord(name=node))
     history = replace(record.history, failed=(0.0, *record.history.failed))
     if len(history.failed) == 1:
-        return ExclusionDecision(node=None, reason=f"{failure.kind} once on {node} is no evidence against it")
+        return ExclusionDecision(node=None, reason=f"a single {failure.kind} on {node} is not evidence against it")
     # A second, independent failure soon after is a pattern.
     if is_worse(history, record.others, pool.node_days):
         return _exclude_within_limit(node, _often(node, history), pool, recovery, now)
@@ -128,7 +128,7 @@ def drilled_generations(notices: Iterable[Notice]) -> set[Place]:
 
 
 def hangs(notices: Sequence[Notice]) -> dict[str, int]:
-    """Return by node the number of attempts in which one of its ranks stopped first, according to incidents.
+    """Count by node the attempts in which one of its ranks stopped first, according to incidents.
 
     A program that hangs does so again after a restart in place; only another attempt is independent evidence.
     """
@@ -138,12 +138,12 @@ def hangs(notices: Sequence[Notice]) -> dict[str, int]:
         if one.kind == EventKind.INCIDENT and not one.data.get("withdrawn") and _place(one) not in drilled
     )  # fmt: skip
     return _by_node(
-        {(one.node, one.run, one.attempt) for one in incidents if one.data.get("kind") not in _NOT_THE_NODE}
+        {(one.node, one.run, one.attempt) for one in incidents if one.data.get("kind") not in _NOT_NODE_FAULTS}
     )
 
 
 def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
-    """Yield an incident with several root causes once per node; its own node is the first one's."""
+    """Yield an incident with several root causes once per node; the incident's own node is the first cause's."""
     for notice in notices:
         culprits = notice.data.get("culprits") if notice.kind == EventKind.INCIDENT else None
         rows = culprits if isinstance(culprits, list) else []
@@ -152,7 +152,7 @@ def of_every_node(notices: Iterable[Notice]) -> Iterator[Notice]:
 
 
 def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], int]) -> dict[str, int]:
-    """Return by node the attempts in whose last generation one of its ranks was a straggler and did not recover.
+    """Count by node the attempts that ended while one of its ranks was a straggler in the last generation.
 
     `generations`: number of generations by (run, attempt).
     """
@@ -169,7 +169,7 @@ def slowness(notices: Sequence[Notice], generations: Mapping[tuple[str, int], in
 def faulty(
     notices: Sequence[Notice], generations: Mapping[tuple[str, int], int], gone: Collection[tuple[str, int, str]]
 ) -> dict[str, str]:
-    """Return by node the fault of the node itself in an attempt that trained without it.
+    """Map each node to its own fault in an attempt that trained without it.
 
     `gone`: (run, attempt, node) for nodes that the scheduler removed from a job that continued.
     """
@@ -190,7 +190,7 @@ def faulty(
 
 
 def count_replacements(notices: Sequence[Notice]) -> dict[str, int]:
-    """Return by node the number of attempts in which a spare replaced it."""
+    """Count by node the attempts in which a spare replaced it."""
     drilled = drilled_generations(notices)
     spares = (one for one in notices if one.kind == EventKind.SPARE_USED and not one.data.get("drill"))
     return _by_node({(one.node, one.run, one.attempt) for one in spares if _place(one) not in drilled})
@@ -213,15 +213,15 @@ def _exclude_within_limit(
     node: str, reason: str, pool: Pool, recovery: RecoveryConfig, now: float
 ) -> ExclusionDecision:
     if node in pool.by_persons:
-        return ExclusionDecision(node=None, reason=f"{reason}; a person has excluded it already")
+        return ExclusionDecision(node=None, reason=f"{reason}; a person has already excluded it")
     listed = [name for name in excluded_nodes(pool.known, now) if name != node and name not in pool.by_persons]
     if len(listed) + 1 > exclusion_limit(pool, recovery):
-        return ExclusionDecision(node=None, reason=f"{reason}, but no more nodes of the partition may be excluded")
+        return ExclusionDecision(node=None, reason=f"{reason}, but no more nodes in the partition may be excluded")
     return ExclusionDecision(node=node, until=now + recovery.exclude_hours * 3600, reason=reason)
 
 
 def exclusion_limit(pool: Pool, recovery: RecoveryConfig) -> int:
-    """Return how many nodes orch may exclude: the configured share, or at least one if one can be spared."""
+    """Return how many nodes orch may exclude: the configured share, but at least one if a node can be spared."""
     size = pool.size if pool.size is not None else len(pool.known)
     return min(pool.excludable, max(1, int(size * recovery.exclude_share)))
 

@@ -40,11 +40,11 @@ def drill_words(failure: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EndedAttempt:
-    """Ended attempt with its failure as the policy judges it, oldest first in a history."""
+    """Ended attempt with its failure as the policy judges it; a history lists the oldest first."""
 
     row: Attempt
     failure: Failure | None  # None: finished, or never judged
-    saved_after: float = 0.0  # longest seconds from a generation's start to a command's checkpoint; 0 if it has none
+    saved_after: float = 0.0  # most seconds from a generation's start to a command's checkpoint; 0 if it has none
     first_training: bool = False  # the run has never trained
     drills_recur: bool = False  # the run's configuration orders faults, which may recur in every attempt
 
@@ -85,7 +85,7 @@ class EndedAttempt:
         return self.failure is not None and TRAITS[self.failure.kind].free
 
 
-SCRIPT_HINT = "; the job's log (attempts/*/submission/*.out, *.err) tells why: see cluster.python and cluster.templates"
+SCRIPT_HINT = "; see the job's log (attempts/*/submission/*.out, *.err), cluster.python and cluster.templates"
 
 ANEW_HINT = (
     "; checkpoints were written under steps that are not higher, which counts half an hour after a start "
@@ -113,7 +113,7 @@ def decide(
     if failure is None:
         return Decision(action=Action.SUCCEED, reason="all steps are trained")
     has_progress = _has_progress(history, len(history) - 1, steps_known=steps_known)
-    # No retry can fix it, and without progress the next job cannot be expected to need less memory.
+    # No retry can fix this, and without progress the next job is unlikely to need less memory.
     out_of_memory = failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress and not last.drilled
     if TRAITS[failure.kind].budget is Budget.PERSON or out_of_memory:
         return _final(failure, history, run)
@@ -150,21 +150,21 @@ def decide(
 def _immediate_retry_reason(last: EndedAttempt, failure: Failure, has_progress: bool) -> str:
     """Return why the run continues at once after an end that is not a failure; empty for any other end."""
     if TRAITS[failure.kind].budget is Budget.NOTHING:
-        return f"goes on with fewer nodes: {failure.reason}"
+        return f"continues with fewer nodes: {failure.reason}"
     if last.drilled:
-        return f"goes on after a drill, which uses up nothing: {failure.reason}"
-    return f"goes on after {failure.kind}" if TRAITS[failure.kind].free and has_progress else ""
+        return f"continues after a drill, which uses no budget: {failure.reason}"
+    return f"continues after {failure.kind}" if TRAITS[failure.kind].free and has_progress else ""
 
 
 _NEVER_SAVED = (
-    "the loss went bad: {reason}; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with "
-    "other settings (optimizer.lr, optimizer.clip_norm): `orch resume {run} KEY=VALUE`"
+    "the loss became unusable: {reason}; the run has saved no checkpoint: fix the data or the code, or start again "
+    "with other settings (optimizer.lr, optimizer.clip_norm): `orch resume {run} KEY=VALUE`"
 )
 """Message of a loss that diverged in a run without a checkpoint to restart from."""
 NONE_INTACT = "NothingIntact"  # exception of a rank that found every checkpoint damaged (`checkpointing.errors`)
 _NONE_INTACT = (
-    "no checkpoint is intact: {reason}; `orch ckpt ls {run}` lists them: put an intact copy in place of one, or begin "
-    "anew from another run's: `orch submit --from OTHER@STEP`"
+    "no checkpoint is intact: {reason}; `orch ckpt ls {run}` lists them: replace one with an intact copy, or start "
+    "again from another run's: `orch submit --from OTHER@STEP`"
 )
 
 
@@ -179,19 +179,19 @@ def _final(failure: Failure, history: Sequence[EndedAttempt], run: str) -> Decis
 
 def after_cancel(step: int | None, missing: str = "") -> Decision:
     """Return the decision for a cancelled run without a job; `missing`: why its checkpoint is not visible."""
-    saved = f"; the newest checkpoint is of step {step}" if step is not None else "; no checkpoint of it is known"
+    saved = f"; the newest checkpoint is of step {step}" if step is not None else "; no checkpoint is known"
     saved = f"; the newest checkpoint was of step {step}, and {missing}" if missing else saved
     return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
 
 
 def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
-    """Return the seconds before the restart after `row` failures in a row: doubled each time, half of it jittered."""
+    """Return the pause in seconds after `row` failures in a row: doubled each time, and half of it jittered."""
     full = min(recovery.backoff_max, recovery.backoff * 2.0 ** min(row - 1, 60))
     return full * (0.5 + 0.5 * jitter)
 
 
 def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float:
-    """Return when an outage has lasted too long, without long queues between failures and clock changes."""
+    """Return when an outage has lasted too long, not counting long queues between failures or clock changes."""
     gaps = [later.ended_at - earlier.ended_at for earlier, later in pairwise(outage)]
     counted = sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
     whole = outage[-1].ended_at - outage[0].ended_at  # less if the clock was set back and forward again in between
@@ -206,7 +206,7 @@ def _summarize_failures(row: Sequence[EndedAttempt]) -> str:
 
 
 def _describe_outage(outage: Sequence[EndedAttempt], now: float) -> str:
-    """Return the failures with the duration, once per decision: `launch failed 4 times in 12 min`."""
+    """Return the failures and how long they took: `launch failed 4 times in 12 min`."""
     lasted = now - min(past.ended_at for past in outage)
     minutes = f"{lasted / 60:.0f} min" if lasted < 7200 else f"{lasted / 3600:.1f} h"
     span = f" in {lasted:.0f} s" if lasted < 120 else f" in {minutes}"

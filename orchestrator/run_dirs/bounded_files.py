@@ -26,7 +26,7 @@ _SLICE = 1.0
 
 
 class RunDirHangs(OrchError):
-    """Error of a run directory that does not answer or is another user's; work begun there may still complete."""
+    """Raised if a run directory does not answer or is another user's; work begun there may still complete."""
 
     exit_code = 4
 
@@ -35,7 +35,7 @@ class Files(Protocol):
     """Access to run directories."""
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
-        """Return the value of `work`, which touches files of the run at `folder`; raises its errors, or RunDirHangs."""
+        """Return the result of `work`, which touches files in `folder`; raises errors of `work`, or RunDirHangs."""
         ...
 
 
@@ -80,7 +80,7 @@ def _start_worker() -> "queue.SimpleQueue[_Job | None]":
 
 
 class BoundedFiles:
-    """Access with a timeout; `between` is called every second meanwhile and may raise."""
+    """Access with a timeout; `between` is called every second during a wait and may raise."""
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         self.between = between
@@ -123,7 +123,7 @@ class BoundedFiles:
             raise self._left_behind(first, self._stuck[first])
 
     def _stuck_beside(self, folder: Path) -> list[Path]:
-        """Return the hanging directories of the same file system."""
+        """Return the hanging directories on the same file system."""
         if not self._stuck:
             return []
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")

@@ -16,7 +16,7 @@ from trainer.protocol.events import Event, EventKind, read_events
 from trainer.protocol.heartbeat import Heartbeat
 from trainer.protocol.run_dir import AttemptDir
 
-METRICS_TAIL = 16 * 1024  # bytes at the end of the metrics file that certainly hold one whole line
+METRICS_TAIL = 16 * 1024  # bytes at the end of the metrics file that always contain a whole line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def progress(place: AttemptDir) -> KnownProgress | None:
     line, heartbeat = last_line(place.metrics), None
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         heartbeat = Heartbeat.read(place.heartbeat)
-    # A full disk takes no more lines, but the heartbeat is overwritten.
+    # A full disk accepts no more lines, but the heartbeat is overwritten in place.
     newer = heartbeat.step or 0 if heartbeat is not None and heartbeat.saves_failing else 0
     saved = heartbeat.saved_step if heartbeat is not None else 0
     if line is not None and isinstance(line.get("step"), int) and line["step"] >= newer:
@@ -45,7 +45,7 @@ def progress(place: AttemptDir) -> KnownProgress | None:
         with suppress(KeyError, TypeError, ValueError):  # an invalid value
             loss = number(line["loss"]) if line.get("loss") is not None else None
         return KnownProgress(step=line["step"], loss=loss, saved=saved)
-    # Step 0 means that no rank has reported its step yet, not that the run is back at its beginning.
+    # Step 0 means that no rank has reported its step yet, not that the run is back at the beginning.
     if heartbeat is None or not heartbeat.step:
         return None
     return KnownProgress(step=heartbeat.step, loss=heartbeat.loss, total=heartbeat.total_steps, saved=saved)
@@ -77,7 +77,7 @@ class NewEvents:
 class TierPaths:
     """Facts from the file system, collected before the registry is locked, so that no transaction waits for a mount."""
 
-    first_tier: str  # in which checkpoints are committed; empty for the run's own folder
+    first_tier: str  # tier in which checkpoints are committed; empty for the run's own folder
     real: Mapping[str, str]
 
     def same(self, tier: str, other: str) -> bool:
@@ -118,7 +118,7 @@ def resolve_paths(view: ControlledRun, node: str, tiers: Iterable[str]) -> TierP
 
 
 def first_node(fresh: Sequence[NewEvents]) -> str:
-    """Return the leading node of an attempt whose start event is among the new ones."""
+    """Return the leading node of an attempt whose start event is among the new events."""
     events = (event for one in fresh for event in one.events)
     nodes = (event.data.get("nodes") for event in events if event.kind == EventKind.ATTEMPT_STARTED)
     return str(next((names[0] for names in nodes if isinstance(names, list) and names), "unknown"))

@@ -44,7 +44,7 @@ def ingest(store: Store, view: ControlledRun, *, epoch: int, now: float, files: 
     files, place = files or DirectFiles(), view.attempt_dir
     names = files.call(view.folder.path, lambda: event_files(place))
     cursors = {path: store.cursor(view.run.name, str(path.relative_to(view.folder.path))) for path in names}
-    # Files are read independently: neither a delay of one pass nor a different order between files does harm.
+    # Files are read independently: a delay of one pass or a different order between files does no harm.
     fresh = files.call(
         view.folder.path, lambda: [one for path in names if (one := read_new_events(view, path, cursors))]
     )
@@ -143,7 +143,7 @@ class _EventWriter:
         found = rows.get(name)
         if found is None or found.trust is not Trust.DELETED:
             return found
-        # A program's own checkpoint gets a new row whenever it is moved back or rewritten.
+        # A program's own checkpoint gets a new row each time it is moved back or rewritten.
         again = (".back", ".anew")
         back = [item for item in rows.values() if item.name.startswith(f"{name}.") and item.name.endswith(again)]
         return next((item for item in back if item.trust is not Trust.DELETED), found)
@@ -174,7 +174,7 @@ class _EventWriter:
 def _attempt_started(writer: _EventWriter) -> None:
     nodes = tuple(writer.data.get("nodes", ()))
     began = writer.data.get("began")  # nodes may join later; older versions do not write it
-    # A node's clock may be hours ahead, but the end is by the controller's clock, and their difference is the run time.
+    # A node's clock may be hours ahead, but the controller's clock sets the end, and the difference is the run time.
     started = min(float(began) if began else writer.event.time, writer.now)
     writer.note(started_at=started, nodes=nodes)
     for node in nodes:
@@ -249,13 +249,13 @@ def _record_program_checkpoint(writer: _EventWriter) -> None:
     checkpoint = Checkpoint(
         run=writer.run, name=writer.name, step=step, attempt=written_by,
         trust=Trust.CORRUPT if damage and was else Trust.COMMITTED,
-        reason=f"it {damage}, as attempt {writer.attempt} saw it" if damage else "",
+        reason=f"attempt {writer.attempt} saw that it {damage}" if damage else "",
         bytes=writer.bytes, path=path, committed_at=writer.event.time, tier=os.path.dirname(path),
     )  # fmt: skip
     if was:  # it was set aside and is back in place
         writer.doubt(writer.known(was), Trust.DELETED, f"moved back to {path}")
     if anew:  # trust in the previous bytes does not extend to these
-        writer.doubt(writer.known(anew), Trust.DELETED, f"written anew by attempt {writer.attempt}")
+        writer.doubt(writer.known(anew), Trust.DELETED, f"rewritten by attempt {writer.attempt}")
     writer.store.put_checkpoint(checkpoint, epoch=writer.epoch)
     found_later = written_by < writer.attempt and not known and not writer.data.get("before_run")
     if not was and (new or found_later):
@@ -265,7 +265,7 @@ def _record_program_checkpoint(writer: _EventWriter) -> None:
 
 def _record_set_aside(writer: _EventWriter) -> None:
     path = str(writer.data["path"])
-    if writer.known() is None:  # it is set aside before it was reported
+    if writer.known() is None:  # set aside before it was reported
         checkpoint = Checkpoint(
             run=writer.run, name=writer.name, step=writer.step, attempt=max(1, writer.attempt - 1),
             trust=Trust.COMMITTED, bytes=writer.bytes, path=path, committed_at=writer.event.time,
@@ -295,17 +295,17 @@ def _record_restore(writer: _EventWriter) -> None:
 
 
 def _record_refusal(writer: _EventWriter) -> None:
-    if writer.elsewhere() != MEMORY and writer.data.get("damaged") is not False:  # else no known fault on the disk
+    if writer.elsewhere() != MEMORY and writer.data.get("damaged") is not False:  # else the disk has no known fault
         reason = str(writer.data.get("reason", "refused"))
         _remove(writer, Trust.CORRUPT, f"attempt {writer.attempt} refused it: {reason}")
 
 
 def _record_deletion(writer: _EventWriter) -> None:
-    _remove(writer, Trust.DELETED, f"deleted by attempt {writer.attempt}: newer ones are kept")
+    _remove(writer, Trust.DELETED, f"deleted by attempt {writer.attempt}: newer checkpoints are kept")
 
 
 def _remove(writer: _EventWriter, trust: Trust, reason: str) -> None:
-    """Drop the event's copy in another tier than the commit's, or replace the checkpoint in its own tier."""
+    """Drop the event's copy if its tier is not the commit's, or replace the checkpoint in its own tier."""
     if tier := writer.elsewhere():
         writer.store.drop_copy(writer.run, writer.name, tier, epoch=writer.epoch)
     else:
@@ -313,7 +313,7 @@ def _remove(writer: _EventWriter, trust: Trust, reason: str) -> None:
 
 
 def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **more: Any) -> None:
-    """Store a notice for people and for the assessment of nodes, with additional fields."""
+    """Store a notice, with additional fields, for people and for judging nodes."""
     event = writer.event
     if node is None:
         node = str(writer.data.get("node") or "")
@@ -385,7 +385,7 @@ def _ingest_progress(store: Store, view: ControlledRun, epoch: int, now: float, 
         return False
     run, attempt = store.run(view.run.name), store.attempt(view.run.name, view.last.number)
     loss = known.loss if known.loss is not None else run.loss
-    # The end of a workload is in its configuration.
+    # A workload's last step is in its configuration.
     total = known.total if view.config.command and known.total else run.total_steps
     # The checkpoint an attempt resumed from was not saved by it.
     saved = attempt.saved_step

@@ -27,7 +27,7 @@ def shared_places(config: CheckpointConfig, folder: RunDir) -> tuple[ResolvedTie
             found = resolve_tiers(config, folder.checkpoints, folder.name, "this-machine")
             return tuple(place for place in found if place.shared)
         except (ImportError, ValueError, OSError) as error:
-            log.warning("%s: its tiers cannot be looked at: %s", folder.name, error)
+            log.warning("%s: cannot read its tiers: %s", folder.name, error)
     return resolve_tiers(CheckpointConfig(), folder.checkpoints, folder.name, "this-machine")
 
 
@@ -68,7 +68,7 @@ class OwnCheckpoints:
 
 
 def of_run(seen: Iterable[Entry], run: Run, attempts: Iterable[Attempt]) -> list[Entry]:
-    """Return the entries of this run's checkpoints; an imported one counts as from attempt 0."""
+    """Return the entries of this run's checkpoints; an imported checkpoint counts as written by attempt 0."""
     own = OwnCheckpoints.from_rows(run, attempts)
     seen = list(seen)
     written = [entry for entry in seen if own.has_written(entry.name)]
@@ -118,7 +118,7 @@ def find_checkpoints(
     in_sight = {entry.name for entry in seen}
     if newest is not None:
         hidden = newest.name not in in_sight
-    else:  # only a run that has never trained certainly has no checkpoint
+    else:  # only a run that has never trained is sure to have no checkpoint
         hidden = not in_sight and (begun or any(attempt.last_step for attempt in earlier))
     return RunCheckpoints(
         seen=tuple(seen),
@@ -131,7 +131,7 @@ def find_checkpoints(
 def _absent(
     places: Iterable[ResolvedTier], newest: Checkpoint | None, copies: Iterable[CheckpointCopy]
 ) -> dict[str, OSError]:
-    """Return the tiers that have the newest checkpoint by the registry but not even a folder, by path."""
+    """Return by path the tiers without a folder that hold the newest checkpoint according to the registry."""
     if newest is None:
         return {}
     holders = {newest.tier, *(copy.tier for copy in copies if copy.name == newest.name)}
@@ -157,8 +157,8 @@ def inheritable(
 ) -> Inheritance:
     """Return the checkpoints that the attempt may load from earlier ones.
 
-    Visible entries count, whatever deletions the registry has recorded: all but corrupt ones, and suspect ones only if
-    nothing older is left. If that yields nothing, the `expected` names are listed, because a run must never restart
+    Visible entries count even if the registry has recorded their deletion, except corrupt entries, and suspect ones
+    unless nothing older is left. If that yields none, the `expected` names are listed, because a run must never restart
     from scratch merely because the list is empty.
     """
     rows = {item.name: item for item in known if item.attempt < attempt}

@@ -16,7 +16,7 @@ def is_live(job: JobStatus) -> bool:
 
 
 def oldest(jobs: Iterable[JobStatus]) -> JobStatus:
-    """Return the job to adopt among several of one attempt: earliest submit time, then lowest id."""
+    """Return which of an attempt's jobs to adopt: earliest submit time, then lowest id."""
     return min(jobs, key=lambda job: (job.submit_time, len(job.job_id), job.job_id))
 
 

@@ -1,4 +1,4 @@
-"""Check for another registry that drives the run: two controllers would act on one folder without a common lease."""
+"""Detects another registry that drives the run: two controllers would act on one folder without a shared lease."""
 
 import os
 import time
@@ -43,11 +43,11 @@ def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -
     if unknown and is_other_registry(record.registry, registry):
         has = f"attempt{'' if len(unknown) == 1 else 's'} {', '.join(map(str, unknown))}"
         return OtherRegistry(
-            what=f"another registry has gone on with {run.name}: {record.registry} has {has}, unknown to {registry}",
-            hint=f"`orch db rebuild --root {folder.parent}` takes that in; "
-            f"or use the other one: `export ORCH_REGISTRY={record.registry}`",
+            what=f"another registry has continued {run.name}: {record.registry} has {has}, unknown to {registry}",
+            hint=f"`orch db rebuild --root {folder.parent}` imports that; "
+            f"or use the other registry: `export ORCH_REGISTRY={record.registry}`",
         )
-    with suppress(OSError):  # the record may be of the original of a copy
+    with suppress(OSError):  # this folder may be a copy, and the record its original's
         if os.path.samefile(record.run.run_dir, folder):
             return find_serving_registry(record, registry, time.time())
     return None
@@ -63,7 +63,7 @@ def find_serving_registry(record: RunRecord, registry: Path, now: float) -> Othe
             there = f"ORCH_REGISTRY={record.registry} on {holder_host(lease.holder)}"
             return OtherRegistry(
                 what=f"{run.name} is {run.state}, and the controller of another registry serves it: {record.registry}",
-                hint=f"`orch controller stop` with {there}, then again",
+                hint=f"`orch controller stop` with {there}, then try again",
             )
     return None
 

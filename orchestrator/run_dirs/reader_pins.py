@@ -14,14 +14,14 @@ from trainer.protocol.node_identity import boot_time
 def pin_for_reading(storage: Storage, name: str) -> str:
     """Pin a checkpoint for this process; return the pin's holder, for `remove_pin`. Raises OSError."""
     remove_dead_readers(storage)
-    holder = token_hex(4)  # a process may read it twice at once
+    holder = token_hex(4)  # one process may read a checkpoint twice at once
     note = f"being read by orch, process {os.getpid()} on {host_name()}"
     pin(storage, name, note, time.time(), holder=holder, process=str(this_process()))
     return holder
 
 
 def remove_dead_readers(storage: Storage) -> None:
-    """Remove pins whose process on this host has died; where that is impossible they stay."""
+    """Remove pins whose process on this host has died; pins that cannot be removed stay."""
     try:
         pins = read_all_pins(storage)
     except OSError:

@@ -40,16 +40,16 @@ T = TypeVar("T")
 
 
 class ForeignFolder(Exception):
-    """Error of a run directory that is another user's or was exchanged during a read."""
+    """Raised if a run directory belongs to another user or was replaced during a read."""
 
 
 def in_own_folder(folder: Path, work: Callable[[], T]) -> T:
-    """Return the value of `work`, which reads no file of another user; raises ForeignFolder and its errors."""
+    """Return the result of `work`, which reads no other user's files; raises ForeignFolder and errors of `work`."""
     before = _identity(folder)
     with only_own_files():
         value = work()
     if before is not None and _identity(folder) not in (None, before):
-        raise ForeignFolder(f"the run directory was exchanged while it was read: {folder}")
+        raise ForeignFolder(f"the run directory was replaced while it was read: {folder}")
     return value
 
 
@@ -63,7 +63,7 @@ def foreign_reason(folder: Path) -> str:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return the folder's device and inode; None if it is missing. A link to it must be the user's as well."""
+    """Return the folder's device and inode; None if it is missing. A link to it must also belong to the user."""
     try:
         for status in (os.lstat(folder), found := os.stat(folder)):
             if not is_trusted(status.st_uid):
@@ -78,14 +78,14 @@ _MOST_PROBED = 64 << 20  # maximum bytes written as a probe; beyond that, the fi
 
 
 def missing_room(folder: RunDir, checkpoint: int) -> str:
-    """Return why no job can start in this run's folder, as `disk full ...`; empty if one can.
+    """Return why no job can start in this run's folder, as `disk full ...`; empty if a job can.
 
-    `checkpoint`: bytes of a checkpoint that must fit besides the job's small files; 0 if none must.
+    `checkpoint`: bytes of a checkpoint that must fit beside the job's small files; 0 if none has to fit.
     """
     free = _free(folder) if checkpoint else None
     if free is not None and free < checkpoint + LEAST:
         left, wanted = free / (1 << 20), checkpoint / (1 << 20)
-        room = f"{left:.1f} MiB are free, a checkpoint takes {wanted:.1f} MiB"
+        room = f"{left:.1f} MiB are free, a checkpoint needs {wanted:.1f} MiB"
         return f"{disk_words(errno.ENOSPC)}: {room} ({folder.path})"
     return write_probe(folder.path, min(checkpoint + LEAST, _MOST_PROBED))
 
@@ -108,7 +108,7 @@ _ABANDONED = 86400.0  # seconds after which a draft counts as abandoned
 
 
 def check_run_folder(run: Run, first: Attempt) -> str:
-    """Check the folder of a submitted run; return why it cannot be judged from this host, empty if it can.
+    """Check the folder of a submitted run; return why this host cannot check it, empty if it can.
 
     A missing mount looks like an empty folder; only the run's own `run.json` proves the mount. If that file alone was
     deleted, the first attempt's intent proves it, and the file is written again.
@@ -142,11 +142,11 @@ def _restore_run_json(folder: RunDir, run: Run, first: Attempt) -> str:
         why = error.strerror or str(error)
     except (ValueError, LookupError, TypeError):
         why = "is damaged"
-    return f"{folder.run} is missing, and cannot be written again: {intent}: {why}"
+    return f"{folder.run} is missing and cannot be rewritten: {intent}: {why}"
 
 
 def name_in_folder(folder: Path) -> str:
-    """Return the name of the run whose folder it is; empty if it is none."""
+    """Return the name of the run that owns this folder; empty if it is not a run's folder."""
     found = _read_run_json(RunDir(folder))
     return str(found.get("name", "")) if "nonce" in found else ""
 
@@ -156,17 +156,17 @@ def refuse_within_run(place: Path, key: str, own: Path | None = None) -> None:
     for folder in (place, *place.parents):
         if folder != own and (name := name_in_folder(folder)):
             what = f"{place} is inside the folder of the run {name}: `orch rm {name}` would delete it too"
-            raise ConfigError(what, where=key, hint=f"name a folder outside of {folder}")
+            raise ConfigError(what, where=key, hint=f"choose a folder outside {folder}")
 
 
 def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
-    """Make the folder of a run unless it exists. Raises Precondition if another run's folder is there.
+    """Create a run's folder unless it exists. Raises Precondition if another run's folder is there.
 
     `config` is the first attempt's.
 
-    It is built as a draft beside its place and renamed, so no reader sees half of it. The submitter and a controller
-    may do this at the same time on two machines: each has its own draft, and the slower one uses the faster one's
-    folder, whatever error it met itself. Either of them finally moves in the secrets staged for the run.
+    It is built as a draft next to its final place and then renamed, so no reader sees half of it. The submitter and a
+    controller may do this at the same time on two machines: each has its own draft, and the slower process uses the
+    faster one's folder, whatever its own error. Finally either process moves in the secrets staged for the run.
     """
     final = RunDir(Path(run.run_dir))
     if not final.run.exists():
@@ -178,8 +178,8 @@ def ensure_run_dir(run: Run, first: Attempt, config: dict[str, Any]) -> RunDir:
                 raise
         except OSError as error:
             if not final.path.exists():
-                hint = "make cluster.root writable, or choose another with cluster.root=FOLDER"
-                what = f"cannot make the run's folder: {error.strerror or error}"
+                hint = "make cluster.root writable, or choose another folder with cluster.root=FOLDER"
+                what = f"cannot create the run's folder: {error.strerror or error}"
                 raise Precondition(what, where=str(final.path), hint=hint) from error
         fsync_dir(final.path.parent)
         _sweep_abandoned(final.path.parent)
@@ -203,13 +203,13 @@ def _make(final: RunDir, run: Run, first: Attempt, config: dict[str, Any]) -> No
             staged_secrets.copy_to_test(order, config.get("env_from", ()), draft)
         write_durably(draft.run, dump_line(_run_json(run, first)).encode())
         ensure_attempt_dir(draft, first, config)
-        if skipped := (run.identity.get("imported") or {}).get("skipped"):  # of the run whose checkpoint it begins with
+        if skipped := (run.identity.get("imported") or {}).get("skipped"):  # by the checkpoint's run
             skipped_batches.add(draft.attempt(first.number), [Skip(**fields) for fields in skipped])
         os.rename(draft.path, final.path)
 
 
 def _sweep_abandoned(root: Path) -> None:
-    """Remove abandoned drafts of any run; a killed maker's machine may never make a folder here again."""
+    """Remove abandoned drafts of any run; a killed process's machine may never create a folder here again."""
     for path in root.iterdir():
         with suppress(OSError):
             if _DRAFT.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _ABANDONED:
@@ -221,11 +221,11 @@ def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:
         check_private(folder.path)
     except NotPrivate as error:
         elsewhere = "another user's: submit with another --name or cluster.root"
-        hint = f"`chmod go-w {shlex.quote(str(folder.path))}` closes one of yours; {elsewhere}"
+        hint = f"`chmod go-w {shlex.quote(str(folder.path))}` makes a folder of yours private; {elsewhere}"
         what = f"the folder of {run.name} is not private: {error.strerror}"
         raise Precondition(what, where=str(folder.path), hint=hint) from error
     if _read_run_json(folder).get("nonce") != first.nonce:
-        hint = "it was made with another registry: take it in with `orch db rebuild`, or submit with another "
+        hint = "another registry created it: import it with `orch db rebuild`, or submit with another "
         what = f"the folder of {run.name} belongs to another run"
         raise Precondition(what, where=str(folder.path), hint=f"{hint}--name or cluster.root")
 
@@ -247,7 +247,7 @@ def _run_json(run: Run, first: Attempt) -> dict[str, Any]:
 def ensure_attempt_dir(
     folder: RunDir, attempt: Attempt, config: dict[str, Any], run_config: dict[str, Any] | None = None
 ) -> None:
-    """Make an attempt's folder with `intent.json`, and its config if it differs from the run's; repeatable.
+    """Create an attempt's folder with `intent.json`, and its config if it differs from the run's; repeatable.
 
     `run_config`: the run's config, for an attempt that is smaller than its run.
     """
@@ -256,7 +256,7 @@ def ensure_attempt_dir(
     if run_config is not None:
         write_durably(place.run_config, canonical(run_config))
     else:
-        place.run_config.unlink(missing_ok=True)  # the run got another config before this attempt was submitted
+        place.run_config.unlink(missing_ok=True)  # the run's config changed before this attempt was submitted
     content = canonical(config)
     try:
         known = folder.attempt_config(attempt.number).read_bytes() == content
@@ -277,7 +277,7 @@ def ensure_attempt_dir(
 def _import_checkpoint(folder: RunDir, run: Run) -> None:
     """Import the run's initial checkpoint, by hard links if possible.
 
-    Raises Precondition if it is gone or being deleted: without it the run would start from scratch.
+    Raises Precondition if that checkpoint is gone or being deleted: the run would otherwise start from scratch.
     """
     imported = run.identity.get("imported")
     if imported is None:
@@ -292,11 +292,11 @@ def _import_checkpoint(folder: RunDir, run: Run) -> None:
     except shutil.Error as error:
         if not source.is_dir() or all(Path(item[0]).exists() for item in error.args[0]):
             raise
-        lost = "files of it are gone"
+        lost = "some of its files are gone"
     faults = [] if lost else verify_checkpoint(LocalStorage(folder.checkpoints), source.name, 0).faults
     if lost or faults:
-        hint = "it was deleted meanwhile, or is damaged: begin with another one (`orch ckpt pin` keeps one)"
-        what = f"the checkpoint that {run.name} begins with cannot be used: {lost or faults[0]}"
+        hint = "it has been deleted, or is damaged: start from another checkpoint (`orch ckpt pin` keeps one)"
+        what = f"the checkpoint that {run.name} starts from cannot be used: {lost or faults[0]}"
         raise Precondition(what, where=str(source), hint=hint)
     fsync_dir(target)
     fsync_dir(folder.checkpoints)
@@ -362,7 +362,7 @@ def _not_copied(place: str, names: list[str]) -> set[str]:
 
 
 def _unreadable(path: str) -> Precondition:
-    what = f"workload.snapshot: {path} cannot be read, and so not copied"
+    what = f"workload.snapshot: {path} cannot be read or copied"
     return Precondition(what, where="workload.path", hint=f"`chmod u+rX {shlex.quote(path)}`, or move it elsewhere")
 
 

@@ -1,7 +1,7 @@
-"""Secrets of a run before its folder exists: one private file beside it, moved in by the maker of the folder.
+"""Secrets of a run before its folder exists: a private file beside it, moved in by the folder's creator.
 
-It is written before the run is in the registry, so that a controller that is faster than the submitter, or completes a
-dead one's work, has the values too. The file is never copied.
+The file is written before the run is in the registry, so that a controller has the values even if it is faster than
+the submitter or completes a dead submitter's work. The file is never copied.
 """
 
 import os
@@ -36,7 +36,7 @@ def stage_secrets(root: Path, nonce: str, secrets: RunSecrets) -> Iterator[None]
     except OSError as error:
         path.unlink(missing_ok=True)
         raise Precondition(
-            f"the run's secrets cannot be written: {error.strerror or error}", where=str(root),
+            f"cannot write the run's secrets: {error.strerror or error}", where=str(root),
             hint="make room, or choose another folder with cluster.root=FOLDER",
         ) from error  # fmt: skip
     recorded = False
@@ -74,7 +74,7 @@ def require(folder: RunDir, names: Sequence[str]) -> RunSecrets:
         raise Precondition(refused.what, hint=refused.hint) from refused
     if missing := [name for name in names if name not in found.values]:
         raise Precondition(
-            f"{folder.secrets} has no value of {', '.join(missing)}", hint=f"type {export_command(missing)}"
+            f"{folder.secrets} has no value for {', '.join(missing)}", hint=f"type {export_command(missing)}"
         )
     return found
 

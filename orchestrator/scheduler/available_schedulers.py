@@ -1,4 +1,4 @@
-"""Schedulers available on this machine: a row for each kind.
+"""Schedulers available on this machine, one row per kind.
 
 Their traits are in trainer/protocol/config_sections/scheduler_kinds.py.
 """
@@ -33,13 +33,13 @@ class SchedulerFactory:
 
 
 class _Factories(dict[str, SchedulerFactory]):
-    """Factories by kind; an unknown kind, as of a run submitted by a newer orch, raises Precondition."""
+    """Factories by kind; an unknown kind, such as that of a run submitted by a newer orch, raises Precondition."""
 
     def __missing__(self, kind: str) -> SchedulerFactory:
         raise Precondition(
-            f"this orch knows no scheduler `{kind}`",
+            f"this version of orch has no scheduler `{kind}`",
             where="cluster.kind",
-            hint=f"it knows {', '.join(self)}; a run of another kind is for the orch that submitted it",
+            hint=f"it has {', '.join(self)}; use the version of orch that submitted the run",
         )
 
 

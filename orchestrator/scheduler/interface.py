@@ -1,4 +1,4 @@
-"""The scheduler interface, Slurm's job states, pauses between retries, and marks that tie a job to its attempt."""
+"""The scheduler interface, Slurm's job states, pauses between retries, and tags that tie a job to its attempt."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +22,7 @@ class Backoff:
         return not 0.0 <= self._mono() - since < seconds
 
     def start(self, key: str) -> None:
-        """Start the pause after a try. A key unused for long starts afresh, because job ids are reused."""
+        """Start the pause after a try. A key unused for a long time starts over, because job ids are reused."""
         now = self._mono()
         kept = {key: rest for key, rest in self._resting.items() if now - rest[0] < rest[1] + self._longest}
         seconds = min(self._longest, 2 * kept[key][1]) if key in kept else self._first
@@ -86,10 +86,10 @@ class JobStatus:
     end_time: float | None = None  # seconds since the epoch, the planned or actual end
     held: bool = False
     unlaunched: bool = False  # cancelled on its nodes without a signal to its script: it may never have run
-    cancelled_by: int | None = None  # user id of the one who cancelled it, if known
+    cancelled_by: int | None = None  # user id of whoever cancelled it, if known
     nodes_down: tuple[str, ...] = ()  # nodes of an ending or ended job that the scheduler reports down
     source: str = "queue"  # or "accounting"
-    script_tag: str | None = field(default=None, compare=False)  # name in its script, if unmarked
+    script_tag: str | None = field(default=None, compare=False)  # name in its script, if it has no other tag
     files: tuple[str, ...] = field(default=(), compare=False)  # script and standard output: only in the queue
     settings: Mapping[str, str] = field(default_factory=dict, compare=False)  # partition, account, ...: queue only
 
@@ -136,12 +136,12 @@ class Scheduler(Protocol):
         """
 
     def poll(self, ids: list[str]) -> dict[str, JobStatus]:
-        """Look the ids up in the queue, then in accounting; an id missing from the answer is unknown to both."""
+        """Look the ids up in the queue, then in accounting; neither knows an id that is missing from the answer."""
 
     def release(self, job_id: str, submission: Path, exclude: tuple[str, ...] | None = None) -> None:
         """Let a held job start, with its payload under the adopted id; repeating it is harmless.
 
-        With `exclude`, a pending job avoids exactly these nodes from now on; raises SubmitRejected if Slurm does not
+        With `exclude`, a pending job avoids exactly these nodes from now on; raises SubmitRejected if Slurm refuses to
         change that.
         """
 
@@ -149,7 +149,7 @@ class Scheduler(Protocol):
         """Return the nodes among these that get no jobs now: down, drained, under maintenance."""
 
     def cancel(self, job_id: str) -> None:
-        """End a job; a repetition, or a job that has ended, is not an error."""
+        """Cancel a job; it is not an error to repeat this, or to cancel a job that has ended."""
 
 
 PREFIX = "orch-"
@@ -164,7 +164,7 @@ _FOLDER = re.compile(r"(.*/([^/]+)/attempts/(\d+)/submission)/[^/]*", re.DOTALL)
 
 
 class JobTag(NamedTuple):
-    """The attempt named by one mark of a job; a path gives the folder instead of the nonce."""
+    """The attempt that one of a job's tags identifies. A tag parsed from a path has a folder instead of a nonce."""
 
     run: str
     attempt: int
@@ -183,9 +183,9 @@ def job_comment(run: str, attempt: int, nonce: str) -> str:
 
 
 def tags(job: JobStatus) -> tuple[JobTag, ...]:
-    """Return all orch marks of the job, the most reliable first; its script's mark counts only without others.
+    """Return all orch tags of the job, the most reliable first; its script's tag counts only if there is no other.
 
-    Name and comment must begin with the mark: a user's job named `eval-` plus an orch name is not orch's.
+    Name and comment must begin with the tag: a user's job named `eval-` plus an orch name is not orch's.
     """
     return _parse_tags(job.name, job.comment, tuple(job.files), job.script_tag)
 

@@ -33,7 +33,7 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|JWT", re.IGNORECASE)
 """Names that suggest a secret; such variables are never recorded."""
 _UTF8 = {"PYTHONUTF8": "1"}  # File names have the same bytes everywhere, whatever the locales of submitter and node
 _OF_THE_CONTROLLER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
-"""Variables that select the Slurm; jobs must go to the same one that the controller queries."""
+"""Variables that select a Slurm; jobs must go to the Slurm that the controller queries."""
 
 
 def passes(name: str) -> bool:
@@ -53,14 +53,14 @@ def filter_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache
 def package_root() -> str:
-    """Return the folder of orch's packages if the interpreter does not find them otherwise (a source tree), else ""."""
+    """Return the folder of orch's packages if the interpreter would not find them (a source tree), else ""."""
     root = Path(trainer.__path__[0]).resolve().parent
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
     return "" if root in installed else str(root)
 
 
 def is_recorded(name: str) -> bool:
-    """Return whether a run records its submitter's value; for other variables a job sees the controller's."""
+    """Return whether a run records its submitter's value; for other variables a job sees the controller's value."""
     return passes(name) and name not in _OF_THE_CONTROLLER and not SECRET.search(name)
 
 

@@ -1,6 +1,6 @@
 """Identity of the scheduler that this process's commands reach: a particular Slurm, or this host's local jobs.
 
-Job ids and names are meaningful only to the Slurm that gave them. One home may serve several, and two of them may even
+Job ids and names are valid only in the Slurm that issued them. One home may serve several, and two of them may even
 share a ClusterName, so an instance name includes what differs: `lab@login1:6817/1a2b3c4d`, or `local@HOST`.
 """
 
@@ -48,7 +48,7 @@ def is_one_host(instance: str) -> bool:
 
 
 def same_cluster_name(one: str, other: str) -> bool:
-    """Return whether both are Slurms of one ClusterName, possibly one whose head node, port or state has moved."""
+    """Return whether both are Slurms with one ClusterName, possibly a Slurm whose head node, port or state moved."""
     name = one.partition("@")[0]
     known = is_known(one) and is_known(other)
     return one != other and known and name == other.partition("@")[0] and not is_one_host(one)
@@ -102,7 +102,7 @@ class SlurmInstance:
             return ""
         found = read_instance(done.stdout) if done.returncode == 0 else ""
         words = cut(" ".join(done.stderr.split()), 300) or "it does not name its cluster"
-        self.silence = "" if found else f"scontrol cannot tell which Slurm this is: {words}"
+        self.silence = "" if found else f"scontrol does not identify this Slurm: {words}"
         return found
 
 

@@ -1,4 +1,4 @@
-"""A job's script from fragments of `sbatch_templates/`: setup lines, srun arguments, interpreter and payload.
+"""A job's script, built from fragments in `sbatch_templates/`: setup lines, srun arguments, interpreter and payload.
 
 A fragment is shell code with a YAML head between two `#---` lines, each line prefixed with `# `:
 
@@ -12,7 +12,7 @@ A fragment is shell code with a YAML head between two `#---` lines, each line pr
     # python: "apptainer exec {{ image }} {{ python }}"
     #---
 
-Placeholders are quoted for the shell. Besides its own arguments a fragment can use `run_dir`, `gpus` and `python`.
+Placeholders are quoted for the shell. Beside its own arguments, a fragment can use `run_dir`, `gpus` and `python`.
 
 The script starts submitit's pickle: the function that a job calls, under the file name that the job looks for.
 """
@@ -97,12 +97,12 @@ def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
 
 
 def load(name: str, folder: Path | None = None) -> Fragment:
-    """Return a fragment by name, or a user's file by its path (one with a '/'); raises ConfigError."""
+    """Return a fragment by name, or a user's file by its path (with a '/'); raises ConfigError."""
     place = folder or shipped_folder("sbatch_templates")
     path = Path(name).expanduser() if "/" in name else place / f"{name}.sh"
     if "/" not in name and not path.is_file():
         known = sorted(item.stem for item in place.glob("*.sh"))
-        hint = did_you_mean(nearest(name, known), f"there are {', '.join(known)}; or give the path of your own")
+        hint = did_you_mean(nearest(name, known), f"available: {', '.join(known)}; or give the path of your own")
         raise ConfigError(f"cluster.templates: no template {name!r}", where="cluster.templates", hint=hint)
     try:
         text = path.read_text()
@@ -152,7 +152,7 @@ def _argument(fragment: str, name: str, value: object) -> Argument:
 
 
 def _broken(name: str, why: str) -> ConfigError:
-    return ConfigError(f"template {name}: {why}", where="cluster.templates", hint="the shipped ones show the form")
+    return ConfigError(f"template {name}: {why}", where="cluster.templates", hint="see the shipped templates")
 
 
 def _refuse_unused(fragments: list[Fragment], given: Mapping[str, str]) -> None:
@@ -244,7 +244,7 @@ def find_job_ids(submission: Path) -> set[str]:
 
 
 def adopt_payload(submission: Path, job_id: str) -> None:
-    """Give the job its payload under the name that it looks for; harmless if it exists.
+    """Give the job its payload under the name that it looks for; harmless if the payload exists.
 
     submitit renames `<uuid>.pkl` only after a clean sbatch. All payloads of one submission folder are equal, so any
     will do. A hard link appears in one step, and keeps the orphan for a duplicate job that may appear later.

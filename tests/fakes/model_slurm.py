@@ -162,7 +162,7 @@ class ModelSlurm:
                 job.held, job.released = False, job.released if not job.held else self.clock.now
                 if exclude is not None:
                     if self.slurm_faults.fixed:
-                        raise SubmitRejected("Slurm does not change which nodes the job avoids: Access denied")
+                        raise SubmitRejected("Slurm refuses to change the nodes that the job avoids: Access denied")
                     resources = replace(job.spec.resources, exclude=exclude, avoided=exclude)
                     job.spec = replace(job.spec, resources=resources)
 

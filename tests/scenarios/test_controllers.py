@@ -217,8 +217,8 @@ def test_a_run_with_which_another_registry_goes_on_is_held(tmp_path: Path, attem
         store.add_user_request(world.name, "resume", {}, now=2.0)
         world.turns(5, 1.0)
         assert world.run.state is RunState.HELD
-        assert f"another registry has gone on with {world.name}: {other} has attempt 2" in world.run.reason
-        assert f"`orch db rebuild --root {world.root}` takes that in" in world.run.reason
+        assert f"another registry has continued {world.name}: {other} has attempt 2" in world.run.reason
+        assert f"`orch db rebuild --root {world.root}` imports that" in world.run.reason
         assert (len(world.attempts), world.folder.attempt(2).go.exists()) == (attempts, True)
         assert sorted(world.folder.path.rglob("*")) == before
         assert RunRecord.read(world.folder.record).registry == str(other)

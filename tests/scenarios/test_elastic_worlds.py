@@ -99,7 +99,7 @@ def test_a_node_that_is_back_before_patience_is_over_makes_no_smaller_attempt(tm
     training(world, 12)
     lose_a_node(world)
     world.turns(20, 2.0)
-    assert world.run.reason.endswith("after 2m00s of this the next job asks for fewer nodes")
+    assert world.run.reason.endswith("after 2m00s of waiting, the next job requests fewer nodes")
     world.slurm.down.clear()
     assert world.finish().state is RunState.SUCCEEDED
     assert asked(world) == [4, 4]
@@ -168,7 +168,7 @@ def test_a_wait_that_was_given_up_uses_no_budget_and_no_pause(tmp_path: Path) ->
     (gone, now) = world.attempts
     assert gone.decision is not None
     assert gone.decision["action"] == "RETRY"
-    assert gone.decision["reason"].startswith("goes on with fewer nodes: 1 node was missing for 2m")
+    assert gone.decision["reason"].startswith("continues with fewer nodes: 1 node was missing for 2m")
     assert now.intent_at - (gone.ended_at or 0.0) < 10.0
 
 
@@ -274,7 +274,7 @@ def test_nodes_that_are_gone_from_the_partition_for_good_are_done_without(tmp_pa
     refused = [attempt.failure["kind"] for attempt in world.attempts[1:-1] if attempt.failure]
     assert set(refused) == {"submit_deferred"}
     assert "on 3 of 4 nodes: 1 node was missing for 2m" in world.run.reason
-    assert "such a job is refused" in world.run.reason
+    assert "a job of this size is refused" in world.run.reason
     assert world.finish().state is RunState.SUCCEEDED
 
 

@@ -123,7 +123,7 @@ def test_a_node_that_is_gone_is_no_longer_excluded(root: Path) -> None:
     assert world.run.state is RunState.SUCCEEDED
     assert [attempt.excluded for attempt in world.attempts] == [(), (dead,), ()]
     (node,) = [node for node in world.store.nodes() if node.name == dead]
-    assert (node.excluded_until <= world.clock.now, node.reason) == (True, "Slurm does not know this node any more")
+    assert (node.excluded_until <= world.clock.now, node.reason) == (True, "Slurm no longer knows this node")
 
 
 def test_a_node_that_the_user_excludes_and_slurm_does_not_know_is_the_user_s(root: Path) -> None:
@@ -140,8 +140,8 @@ def test_a_folder_of_runs_that_is_away_for_a_while(root: Path) -> None:
     world = World(root / "unmounted")
     world.turns(5)
     assert world.run.state is RunState.CREATED
-    assert "cannot make the run's folder: No such file or directory" in world.run.reason
-    assert world.run.reason.endswith("; tried again until it works")
+    assert "cannot create the run's folder: No such file or directory" in world.run.reason
+    assert world.run.reason.endswith("; retrying until it works")
     (root / "unmounted").mkdir()
     wait_out(world)
     assert world.run.state is RunState.SUCCEEDED
@@ -261,7 +261,7 @@ def test_an_attempt_ends_as_storage_and_the_next_one_waits_for_room(disk: Path) 
     jobs = len(world.slurm.jobs)
     world.turns(50, 10.0)
     assert world.run.reason == (
-        "storage: waits for room in the run's folder: disk full: 0.0 MiB are free, a checkpoint takes 3.0 MiB "
+        "storage: waits for disk space in the run's folder: disk full: 0.0 MiB are free, a checkpoint needs 3.0 MiB "
         f"({world.folder.path})"
     )
     # Room for small files is not enough: it would train for nothing.

@@ -119,7 +119,7 @@ def test_jobs_that_nobody_can_find_hold_the_run_after_three(tmp_path: Path) -> N
     assert world.run.state is RunState.HELD
     assert submits(world) == MOST_FOR_ATTEMPT
     assert "sbatch gave the job ids 1, 2, 3" in world.run.reason
-    assert "`scancel 1 2 3`; when it is mended: orch resume sim-1" in world.run.reason
+    assert "`scancel 1 2 3`; when it is fixed: orch resume sim-1" in world.run.reason
     assert "waits for its job to be found" in waits
 
 

@@ -37,7 +37,7 @@ def test_a_preempted_run_goes_on_from_its_checkpoint_without_a_pause(tmp_path: P
     assert first.failure is not None
     assert first.failure["kind"] == FailureKind.PREEMPTED
     assert first.decision is not None
-    assert first.decision["reason"] == "goes on after preempted"
+    assert first.decision["reason"] == "continues after preempted"
     assert second.resumed_from == first.saved_step
     assert {item.trust for item in world.store.checkpoints(world.name) if item.step == second.resumed_from} == {
         Trust.RESTORED
@@ -84,7 +84,7 @@ def test_a_drilled_node_loss_is_held_against_no_node_and_no_budget(tmp_path: Pat
     assert first.failure is not None
     assert (first.failure["kind"], first.failure["drill"]) == (FailureKind.NODE_LOST, "kill-node")
     assert first.decision is not None
-    assert first.decision["reason"].startswith("goes on after a drill, which uses up nothing: ")
+    assert first.decision["reason"].startswith("continues after a drill, which uses no budget: ")
     assert second.excluded == ()
     assert {(one.failures, one.excluded_until) for one in world.store.nodes()} == {(0, 0.0)}
 
@@ -177,9 +177,9 @@ def test_a_run_says_why_its_job_waits_and_whether_that_ends(tmp_path: Path) -> N
         job.shown = {"state": "PENDING", "reason": reason}
         world.turns(2)
         told.append(world.run.reason)
-    assert told[0] == "job 1 is PENDING (Priority): jobs of higher priority are first"
-    assert told[1].startswith("job 1 is PENDING (BadConstraints): no nodes have all that it asks for (")
-    assert f"this does not clear by itself; `sinfo -Nel` tells more; `orch cancel {world.name}`, then `orch" in told[1]
+    assert told[0] == "job 1 is PENDING (Priority): jobs with higher priority go first"
+    assert told[1].startswith("job 1 is PENDING (BadConstraints): no nodes have everything it requests (")
+    assert f"this does not clear on its own; see `sinfo -Nel`; `orch cancel {world.name}`, then `orch" in told[1]
     assert told[2] == "job 1 is PENDING"
 
 

@@ -223,7 +223,7 @@ def test_a_job_that_is_refused_says_which_nodes_it_was_to_avoid(tmp_path: Path) 
     world.slurm.slurm_faults = SlurmFaults(reject="Requested node configuration is not available")
     ask(world, "exclude", "n1")
     world.turns(400, 5.0, lambda: world.run.state is RunState.HELD)
-    assert "n1 may not be used (`orch nodes ls`; `orch nodes release NODE` ends that)" in world.run.reason
+    assert "n1 excluded (see `orch nodes ls`; readmit with `orch nodes release NODE`)" in world.run.reason
 
 
 def waiting(tmp_path: Path) -> World:

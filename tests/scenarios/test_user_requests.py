@@ -76,7 +76,7 @@ def test_a_run_to_be_cancelled_says_what_it_waits_for(tmp_path: Path) -> None:
     world.kill_at = lambda point: False
     world.store.add_user_request(world.name, "cancel", {}, world.clock.now)
     world.turns(1)
-    assert world.run.reason == "is to be cancelled: waits until it is certain that no job was submitted"
+    assert world.run.reason == "will be cancelled: waits until it is certain that no job was submitted"
     assert world.finish().state is RunState.CANCELLED
 
 
@@ -189,4 +189,4 @@ def test_asks_that_make_no_sense_are_answered(tmp_path: Path) -> None:
     world.tick()
     answers = [ask.answer for ask in world.store.user_requests(pending=False)]
     assert answers == ["sim-1 is RUNNING: there is nothing to resume", "there is no run nobody",
-                       "sim-1 is SUCCEEDED already"]  # fmt: skip
+                       "sim-1 is already SUCCEEDED"]  # fmt: skip

@@ -56,7 +56,7 @@ def test_four_nodes_then_three_then_four_again(
     assert "on 3 of 4 nodes: 1 node was missing for" in " ".join(said.split())
     assert "attempt 3 runs on 3 of 4 nodes: 1 node was missing for" in " ".join(user.run("show", run).stdout.split())
     timeline = user.run("events", run).stdout
-    assert "decision: RETRY (goes on with fewer nodes: 1 node was missing for" in timeline
+    assert "decision: RETRY (continues with fewer nodes: 1 node was missing for" in timeline
     assert "next attempt on all 4 nodes again: Slurm has 4 nodes in service" in timeline
     nodes = [len(attempt["nodes"]) for attempt in attempts(user, run)]
     assert nodes == [4, 0, 3, 4], "the second one waited in the queue"

@@ -85,7 +85,7 @@ def test_a_held_run_and_a_job_that_waits_for_ever_name_commands_that_cure_them(l
         assert user.run(*shlex.split(cure)[1:]).returncode == 0
         user.until(lambda: STAYS in user.status(run)["reason"], 90, "a reason that stays")
         reason = user.status(run)["reason"]
-        assert "PENDING (PartitionTimeLimit): cluster.time is longer than is allowed here" in reason
+        assert "PENDING (PartitionTimeLimit): cluster.time is longer than allowed here" in reason
         cancel, resume = (words.strip("`") for words in reason.rpartition("; ")[2].split(", then "))
         assert user.run(*shlex.split(cancel)[1:]).returncode == 0
         user.until(lambda: user.status(run)["state"] == "CANCELLED", 60, "a cancelled run")

@@ -1,4 +1,4 @@
-"""PURE: number of micro-batches per step, and whether the schedule supports it."""
+"""Number of micro-batches per step, and whether the schedule supports it. Pure."""
 
 from trainer.costs.simulation import formula
 from trainer.protocol.config_sections.pipeline_config import LARGE_ROUNDS, PipelineConfig, Schedule
@@ -7,7 +7,7 @@ from trainer.protocol.config_sections.recipe_config import TrainConfig
 SHOWN = 3
 """Maximum number of counts that a message suggests."""
 ENOUGH = 4
-"""Micro-batches per pipeline rank from which on ranks wait for less than a fifth of a step."""
+"""Micro-batches per pipeline rank at which ranks wait for less than a fifth of a step."""
 
 
 class MicroBatchError(ValueError):
@@ -26,7 +26,7 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
         return count
     if not fitting:  # only for 1f1b: the others accept one micro-batch
         raise MicroBatchError(
-            f"train.batch_size={train.batch_size}: each data-parallel rank has {share} sequences of a step, but "
+            f"train.batch_size={train.batch_size}: each data-parallel rank has {share} sequences per step, but "
             f"schedule {pipeline.schedule} needs one micro-batch or more for each of {pipeline.stages} stages: "
             f"type train.batch_size={pipeline.stages * dp_size}"
         )
@@ -58,7 +58,7 @@ def _requested_count(pipeline: PipelineConfig, train: TrainConfig, share: int, f
         if size and size * count != share:
             raise MicroBatchError(
                 f"parallel.pipeline.micro_batches={count} x train.micro_batch_size={size} = {size * count}, but each "
-                f"data-parallel rank has {share} sequences of a step: type train.micro_batch_size=0"
+                f"data-parallel rank has {share} sequences per step: type train.micro_batch_size=0"
             )
         return f"parallel.pipeline.micro_batches={count}", count
     if size:
@@ -70,13 +70,11 @@ def _requested_count(pipeline: PipelineConfig, train: TrainConfig, share: int, f
 
 def _why_not(pipeline: PipelineConfig, share: int, count: int) -> str:
     if count == 0 or share % count:
-        return (
-            f"each data-parallel rank has {share} sequences of a step, which must be divided into equal micro-batches"
-        )
+        return f"each data-parallel rank has {share} sequences per step, which must be divided into equal micro-batches"
     if pipeline.schedule == Schedule.ONE_F_ONE_B:
         return f"{count} micro-batches, but schedule 1f1b needs one or more for each of {pipeline.stages} stages"
     rounds = max(1, count // pipeline.ranks)
-    return f"{count} micro-batches, but schedule {pipeline.schedule} takes them in {rounds} rounds of the same size"
+    return f"{count} micro-batches, but schedule {pipeline.schedule} needs {rounds} rounds of equal size"
 
 
 def takes(pipeline: PipelineConfig, count: int) -> bool:
@@ -108,6 +106,6 @@ def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str |
     keys += [] if better else [f"train.batch_size={enough * dp_size}"]
     keys += ["train.micro_batch_size=0"] if train.micro_batch_size else []
     return (
-        f"{count} micro-batches for a pipeline of {pipeline.ranks} ranks{known}; it is worth it from {enough} on: "
+        f"{count} micro-batches for a pipeline of {pipeline.ranks} ranks{known}; efficient from {enough} on: "
         f"type {' '.join(keys)}"
     )

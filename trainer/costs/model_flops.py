@@ -81,7 +81,7 @@ _TENSOR_CORES: tuple[tuple[str, float, float], ...] = (
 )
 """Device name, dense TFLOP/s in 16 bits (without sparsity) and in float32 (without TF32), from vendors' data sheets.
 
-The name is a part of the device's. MI250X counts per die, because each die is a device. More specific names come first.
+Names are parts of device names. MI250X counts per die, because each die is a device. More specific names come first.
 """
 
 
@@ -99,7 +99,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
 
 def feed_forward_weights(model: ModelConfig) -> int:
-    """Return the weights that compute each token; of experts, those of the chosen ones and of the router."""
+    """Count the weights that process each token; with experts, those of the chosen experts and the router."""
     experts = model.experts
     if not experts.count:
         return 3 * model.dim * model.ffn_dim

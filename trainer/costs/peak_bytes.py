@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def pack_buckets(gradients: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
-    """Yield buckets of positions of adjacent gradients of the same kind; each gradient is its kind and its bytes."""
+    """Yield buckets of positions of adjacent gradients of the same kind; a gradient is its kind and bytes."""
     bucket: list[int] = []
     size, last = 0, None
     for position, (kind, nbytes) in enumerate(gradients):
@@ -87,7 +87,7 @@ def local_shape(parameter: Parameter, sizes: Mapping[str, int], rank: int, ep: i
 
 
 def _chunk(length: int, parts: int, index: int) -> int:
-    """Return a chunk's length as in torch.chunk: all chunks but the last ones have the rounded-up length."""
+    """Return a chunk's length as in torch.chunk: all chunks except the last few have the rounded-up length."""
     each = -(-length // parts)
     return max(0, min(each, length - index * each))
 
@@ -100,9 +100,9 @@ class _Unit:
     shard: int
     """Bytes of this rank's shard."""
     buffer: int
-    """Buffer of its all-gather; 0 if it receives data from no other rank."""
+    """Buffer for its all-gather; 0 if it receives no data from other ranks."""
     is_inner: bool = False
-    """Whether it computes while the preceding unit is gathered: experts of a layer that ranks share."""
+    """Whether it computes while the preceding unit is gathered: true of a layer's shared experts."""
 
     @property
     def gathering(self) -> int:
@@ -111,7 +111,7 @@ class _Unit:
 
     @property
     def reducing(self) -> int:
-        """Return the bytes of expert gradients during their reduction: reordered, packed, and one divided shard."""
+        """Return the bytes of expert gradients during reduction: reordered, packed, and one divided shard."""
         return 3 * self.gathered if self.is_inner else 0
 
 
@@ -171,7 +171,7 @@ def _unit(parameters: Sequence[Parameter], sizes: Mapping[str, int], ep: int, *,
 
 
 def _around(units: Sequence[_Unit], number: int) -> int:
-    """Return the number of the layer that is, or contains, a unit."""
+    """Return the number of the layer that is or contains this unit."""
     return number - 1 if units[number].is_inner else number
 
 
@@ -188,7 +188,7 @@ def _bytes_with_reshard(units: _Units) -> Iterator[int]:
         layer = inside[own].gathered if unit.is_inner else 0
         ahead = inside[_around(inside, own - 1)].buffer if own else 0
         behind = inside[number + 1].gathered if number + 1 < len(inside) else 0
-        # Weights and gradients, the next layer's gathered buffer, and the last unit's input of a reduce-scatter.
+        # Weights and gradients, the next layer's gathered buffer, and the last unit's reduce-scatter input.
         yield root + layer + 2 * unit.gathered + ahead + behind + done
         if unit.is_inner:
             yield root + layer + max(unit.gathering + behind, unit.reducing) + done
@@ -217,7 +217,7 @@ def _of_root(units: _Units) -> int:
 
 
 def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size: int) -> int:
-    """Return the maximum weights and gradients that an optimizer in host memory copies together."""
+    """Return the maximum bytes of weights and gradients that an optimizer in host memory copies together."""
     sizes = parallel.parameter_sizes(world_size)
     together = most = 0
     for parameter in parameters:

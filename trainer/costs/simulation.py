@@ -10,7 +10,7 @@ class Kind(StrEnum):
     """Kinds of action, with the letters of torch's tables."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # gradients of activations and weights
+    BACKWARD = "B"  # gradients for activations and weights
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
     SEND_ACTIVATION = "SEND_F"
@@ -69,20 +69,20 @@ class RankSeconds:
     """Times of one pipeline rank in one step, in seconds; the mappings are by stage."""
 
     span: float
-    """From the start of the step to the end of the rank's last computation."""
+    """Time from the start of the step to the end of the rank's last computation."""
     computed: Mapping[int, float]
     waited: Mapping[int, float]
     """Time spent waiting for activations or gradients that this stage needs."""
     sends: float = 0.0
     """Time at the end of the step until other stages had received all messages."""
     reductions: float = 0.0
-    """Time in the reduction of gradients over the data-parallel ranks of a stage."""
+    """Time spent reducing gradients over the data-parallel ranks of a stage."""
 
 
 def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:
     """Return the bubble of each rank of a pipeline.
 
-    A rank waits in receives, and after its last computation for the last rank to finish: all begin a step together.
+    A rank waits in receives, and after its last computation until the last rank finishes, because all start together.
     """
     longest = max((rank.span for rank in ranks), default=0.0)
     if not longest:
@@ -91,7 +91,7 @@ def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:
 
 
 def bubbles_of_stages(ranks: Sequence[RankSeconds]) -> dict[int, float]:
-    """Return the share of the step that each stage's receives made its rank wait; excludes the end of the step."""
+    """Return the share of the step that its rank waited in each stage's receives; excludes the end of the step."""
     longest = max((rank.span for rank in ranks), default=0.0)
     return {stage: seconds / longest for rank in ranks for stage, seconds in rank.waited.items() if longest}
 
@@ -170,7 +170,7 @@ def simulate(table: Table, stages: Sequence[StageSeconds]) -> PipelineTimeline:
 
 
 def action_seconds(action: PipelineAction, stages: Sequence[StageSeconds]) -> float:
-    """Return the duration of an action. torch 2.13 computes the first stage's whole backward pass with its weights."""
+    """Return an action's duration. torch 2.13 computes the first stage's whole backward pass with its weights."""
     stage = stages[action.stage]
     backward = stage.input_gradient + stage.weight_gradient
     if action.kind is Kind.INPUT_GRADIENT:
@@ -181,7 +181,7 @@ def action_seconds(action: PipelineAction, stages: Sequence[StageSeconds]) -> fl
 
 
 def _ready(action: PipelineAction, stages: int, arrivals: Mapping[PipelineAction, float]) -> float | None:
-    """Return when the input of an action arrives; None: not yet known."""
+    """Return when an action's input arrives; None: not yet known."""
     stage, kind, micro_batch = action
     if kind is Kind.FORWARD and stage > 0:
         return arrivals.get(PipelineAction(stage, Kind.RECEIVE_ACTIVATION, micro_batch))
@@ -197,7 +197,7 @@ def _deliver(
     own: set[int],
     arrivals: dict[PipelineAction, float],
 ) -> None:
-    """Record when the result of an action arrives where it is needed; within a rank at once."""
+    """Record when an action's result arrives where it is needed; within a rank, immediately."""
     stage, kind, micro_batch = action
     if kind in (Kind.FORWARD, Kind.SEND_ACTIVATION):
         to = PipelineAction(stage + 1, Kind.RECEIVE_ACTIVATION, micro_batch)

@@ -49,7 +49,7 @@ class FeedForwardMemory:
     """Floats per token that autograd keeps, including its input."""
 
     split: int
-    """Floats per token kept for weight gradients, if these are computed separately."""
+    """Floats per token kept for weight gradients, if they are computed separately."""
 
     during: int
     """Peak bytes of gradients inside its backward pass, in addition to all kept activations."""
@@ -74,9 +74,9 @@ def feed_forward_memory(model: ModelConfig, tokens: int, tp: int, ep: int) -> Fe
 def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwardMemory:
     """Return the memory of a layer's experts.
 
-    Each token is copied for its experts, whose results are kept for weighting; row orders are int64. All matrices of a
-    kind form one stack, whose gradient is assembled from those of the experts: when the last expert has its gradients,
-    the gradients of all exist, and the experts' activations are freed. Each of `tp` ranks has its own tokens.
+    Each token is copied for its experts, whose results are kept for weighting; row orders are int64. All matrices of
+    one kind form a stack, whose gradient is assembled from the experts' gradients: once the last expert has its
+    gradients, all of them exist, and the experts' activations are freed. Each of `tp` ranks has its own tokens.
     """
     experts, copies = model.experts, model.experts.per_token
     inner, rows = copies * experts.ffn_dim, copies * model.dim
@@ -107,23 +107,23 @@ class _StageBytes:
     saved: int
     """Kept by autograd until the last gradient has been computed."""
     behind: int
-    """The part of `saved`, and of the loss's needs, freed before the last feed-forward computes its gradients."""
+    """Part of `saved` and of the loss's memory that is freed before the last feed-forward computes its gradients."""
     within: int
-    """Peak of gradients within a feed-forward."""
+    """Peak bytes of gradients within a feed-forward."""
     split: int
-    """Activation gradients kept for weight gradients, if these are computed separately."""
+    """Activation gradients kept for weight gradients, if they are computed separately."""
     result: int
     """Result of the forward pass: activations or logits."""
     weights: int
-    """Gathered parameters of this stage; its gradients have the same size."""
+    """Gathered parameters of this stage; their gradients have the same size."""
     matrix: int
     """Gradient of one feed-forward matrix, which exists separately before it is accumulated."""
     output: int
-    """Projection to the vocabulary, in the last stage."""
+    """Output projection, in the last stage."""
 
     @property
     def backward(self) -> int:
-        """Return the peak over the kept bytes while the last layer's feed-forward computes its gradients."""
+        """Return the peak above the kept bytes while the last layer's feed-forward computes its gradients."""
         return self.within - self.behind
 
     @property
@@ -147,7 +147,7 @@ def pipeline_peak_bytes(config: JobConfig, table: Table, rank: int = 0) -> int:
 
 
 def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
-    """Yield stages. A norm keeps both of its products; every rank of tp has the whole inputs of matrices."""
+    """Yield stages. A norm keeps both of its products; every tp rank has the whole inputs of the matrices."""
     model, parallel, tp = config.model, config.parallel, config.parallel.tp
     world = config.cluster.world_size
     tokens = config.train.seq_len * micro_batch_size(
@@ -164,7 +164,7 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
         yield _StageBytes(
             part=part,
             boundary=_FLOAT32 * tokens * width // tp,
-            # The last layer's output is sent on; in the last stage only norms need it.
+            # The last layer's output is sent on; in the last stage only the norms need it.
             saved=_FLOAT32 * tokens * (layers * layer + part.is_first * (width // tp) + behind)
             - part.is_last * (_FLOAT32 * tokens * width // tp),
             behind=_FLOAT32 * tokens * behind,
@@ -186,7 +186,7 @@ def _gathered_bytes(parameters: Sequence[Parameter], config: JobConfig, rank: in
 
 
 def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> int:
-    """Return the largest bucket in which plain replicas average; 0 for a single replica."""
+    """Return the size of the largest bucket that plain replicas average; 0 for a single replica."""
     sizes = config.parallel.parameter_sizes(config.cluster.world_size)
     if sizes["dp_replicate"] == 1:
         return 0
@@ -259,8 +259,8 @@ class _Step:
     def _forget(self, stage: _StageBytes) -> None:
         """Free the micro-batch's activations at its last gradient.
 
-        Sent tensors are kept to the end of the step, because torch keeps its sends; a loss keeps its stage's input. A
-        middle stage has therefore sent two tensors and freed two that it received.
+        Sent tensors are kept until the end of the step, because torch keeps its sends; a loss keeps its stage's input.
+        A middle stage has therefore sent two tensors and freed the two that it received.
         """
         self._bytes -= stage.saved
         self._bytes += stage.boundary if stage.part.is_last else 0

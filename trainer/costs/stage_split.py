@@ -1,4 +1,4 @@
-"""Split of layers into stages: costs, placement, parameters and refusals. Pure."""
+"""Splits layers into stages: costs, placement, parameters and refusals. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainCon
 
 
 def rank_of_stage(config: PipelineConfig, stage: int) -> int:
-    """Return the rank within the pipeline: stages cycle through the ranks; with `zbv`, forward and then back."""
+    """Return a stage's rank in the pipeline: stages cycle through the ranks; with `zbv`, forward and then backward."""
     turn, place = divmod(stage, config.ranks)
     if config.schedule == Schedule.ZBV and turn % 2:
         return config.ranks - 1 - place
@@ -25,7 +25,7 @@ def stages_of_rank(config: PipelineConfig, rank: int) -> list[int]:
 FORWARD_SHARE = 1 / 3
 """Share of the forward pass in forward and backward.
 
-The gradients of inputs and of weights are one product each, like the forward pass.
+The gradients of inputs and weights cost one product each, like the forward pass.
 """
 
 
@@ -44,7 +44,7 @@ class LayerCosts:
 
 
 def modelled_costs(model: ModelConfig, train: TrainConfig) -> LayerCosts:
-    """Return costs in FLOPs as in `flops_per_token`, plus a second forward pass for recomputed layers."""
+    """Return costs in FLOPs, counted as in `flops_per_token`, plus a second forward pass for recomputed layers."""
     width = model.dim // model.heads
     attention = 2 * model.dim * model.heads * width + 2 * model.dim * model.kv_heads * width
     layer = 6.0 * (attention + feed_forward_weights(model)) + 12.0 * model.heads * width * train.seq_len
@@ -70,7 +70,7 @@ def measured_costs(seconds: tuple[float, ...], model: ModelConfig) -> LayerCosts
             f"embedding, each of model.layers={model.layers}, and the output with its loss"
         )
     if not sum(seconds):
-        raise ValueError("parallel.pipeline.layer_seconds are all 0: one must be above 0")
+        raise ValueError("parallel.pipeline.layer_seconds are all 0: at least one must be above 0")
     embedding, *layers, output = seconds
     return LayerCosts(embedding=embedding, layers=tuple(layers), output=output)
 
@@ -143,7 +143,7 @@ def split(costs: LayerCosts, stages: int) -> Split:
         return sums[end] - sums[first] + more
 
     limit = _least(stages, count, cost, max, float("inf"))[0]
-    # Floating-point sums in another order differ in their last bits.
+    # Floating-point sums taken in a different order differ in their last bits.
     _, ends = _least(stages, count, cost, lambda total, one: total + one * one, limit * (1 + 1e-9))
     firsts = [0, *ends[:-1]]
     return Split(
@@ -159,7 +159,7 @@ def _least(
 ) -> tuple[float, list[int]]:
     """Return the least total over splits whose stages cost at most `limit`, and the ends of its stages.
 
-    Dynamic programming over stage and end: the best split of the preceding layers into the stages so far.
+    Dynamic programming over stage and end, from the best split of the preceding layers into the stages so far.
     """
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(stages):

@@ -13,7 +13,7 @@ class CpMethod(StrEnum):
     """Methods of context parallelism."""
 
     AUTO = "auto"  # `ulysses` if a rank's heads can be divided, else `ring`
-    ULYSSES = "ulysses"  # each rank has all tokens of some heads: all-to-all before attention and back after it
+    ULYSSES = "ulysses"  # each rank has all tokens of some heads: an all-to-all before and after attention
     RING = "ring"  # each rank has some tokens of all heads: keys and values travel from rank to rank
 
 
@@ -25,7 +25,7 @@ class ContextSection(Section):
     """Ranks that share each sequence (context parallelism, built-in model); they read the same batch."""
 
     cp_method: str = CpMethod.AUTO
-    """Attention of `cp` ranks: `ulysses`, `ring`, or `auto` (`ulysses` if `cp` divides the heads of a rank, else
+    """Attention of `cp` ranks: `ulysses`, `ring`, or `auto` (`ulysses` if `cp` divides a rank's heads, else
     `ring`)."""
 
     def check(self) -> None:
@@ -48,7 +48,7 @@ def cp_method(heads: int, parallel: Any) -> CpMethod:
 
 
 def chunks_per_rank(method: CpMethod) -> int:
-    """Return the chunks of a sequence per rank: in a ring one from each end, so that ranks do equal work."""
+    """Return the chunks of a sequence per rank: in a ring, one from each end, so that ranks do equal work."""
     return 2 if method is CpMethod.RING else 1
 
 
@@ -59,7 +59,7 @@ def padded_length(length: int, parallel: Any, method: CpMethod) -> int:
 
 
 class ContextParallelism(Dimension):
-    """Ulysses (Jacobs et al. 2023) or ring attention (Liu et al. 2023); takes sequences of any length."""
+    """Ulysses (Jacobs et al. 2023) or ring attention (Liu et al. 2023); accepts sequences of any length."""
 
     name, key, splits = "cp", "cp", Splits.SEQUENCE
     torch_module = "context_parallel"

@@ -38,31 +38,31 @@ class Reduce(StrEnum):
 
 
 HOST_COPY_BYTES = 64 << 20
-"""Minimum bytes of parameters that an optimizer in host memory copies together."""
+"""Minimum bytes of parameters that an optimizer in host memory copies at a time."""
 RESHARD = ("auto", "always", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """FSDP settings; `reduce` and `wrap` change last bits, the others do not change results."""
+    """FSDP settings; `reduce` and `wrap` change the last bits of results, the others change nothing."""
 
     reshard_after_forward: str = "auto"
     """`always` frees a layer's parameters after its forward pass, `never` keeps them for the backward pass; `auto`:
     `never` with `ddp`, `zero1` and `zero2`, else all but the root."""
 
     prefetch: int = 0
-    """Layers gathered ahead of the one that computes; 0: torch's default, one."""
+    """Number of layers gathered ahead of the current one; 0: torch's default, one."""
 
     reduce: str = Reduce.AUTO
-    """Reduce gradients after `each` micro-batch, or after the `last` one of a step: less traffic, whole gradients in
+    """Reduce gradients after `each` micro-batch, or after the `last` of a step: less traffic, but whole gradients in
     memory. `auto`: `last` with `ddp` and `zero1`, else `each`."""
 
     offload: str = Offload.NONE
-    """Kept in host memory: `none`; `optimizer`: the optimizer's state, and the optimizer runs there; `all`: shards of
-    parameters and gradients too."""
+    """State kept in host memory: `none`; `optimizer`: the optimizer's state, and the optimizer runs there; `all`: also
+    shards of parameters and gradients."""
 
     wrap: str = "auto"
-    """Modules gathered and freed together: class names (`Block,FeedForward`), a number (modules with at least so many
+    """Modules gathered and freed together: class names (`Block,FeedForward`), a number (modules with at least that many
     parameters), or `auto`: each layer."""
 
     def __post_init__(self) -> None:
@@ -106,10 +106,10 @@ class DataSection(Section):
     """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp`, `hsdp`; `auto`: `hsdp` if `dp_replicate` is above 1, else `fsdp`."""
 
     dp_replicate: int = 1
-    """Replicas of the sharded model (HSDP when above 1); `ddp` takes all data-parallel ranks."""
+    """Replicas of the sharded model (HSDP when above 1); `ddp` uses all data-parallel ranks."""
 
     dp_shard: int = 0
-    """Ranks that share parameters, gradients and optimizer state (FSDP); 0: all remaining ranks, with `ddp` one."""
+    """Ranks that share parameters, gradients and optimizer state (FSDP); 0: all remaining ranks, or one with `ddp`."""
 
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 
@@ -153,7 +153,7 @@ def batch_problems(train: TrainConfig, ranks: int) -> list[str]:
 
 
 class DataParallelism(Dimension):
-    """Replicas and shards; the shards of a parameter are gathered layer by layer (FSDP2), or averaged (DDP)."""
+    """Replicas and shards; parameter shards are gathered layer by layer (FSDP2), or gradients averaged (DDP)."""
 
     name, key, splits = "dp", "dp_shard", Splits.BATCH
     torch_module = "data_parallel"

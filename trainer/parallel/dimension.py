@@ -1,4 +1,4 @@
-"""Parallel dimension: the interface, and the parts of a job's configuration that every dimension reads."""
+"""The interface of a parallel dimension, and the parts of a job's configuration that every dimension reads."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ Fix = dict[str, Any]
 
 
 class Splits(Enum):
-    """What the ranks of a dimension divide; it decides which tokens and which part of the state a rank has."""
+    """What a dimension's ranks divide; this decides which tokens and which part of the state a rank has."""
 
     LAYERS = "layers"
     BATCH = "batch"
@@ -22,7 +22,7 @@ class Splits(Enum):
 
 
 class Recipe(Protocol):
-    """The parts of `JobConfig` that decide whether a layout fits; `parallel` is the `ParallelConfig`."""
+    """The parts of `JobConfig` that determine whether a layout fits; `parallel` is the `ParallelConfig`."""
 
     @property
     def command(self) -> tuple[str, ...]: ...
@@ -61,7 +61,7 @@ class Dimension:
     """Module in `trainer/parallel/apply/` whose `apply(model, layout, config)` divides the built-in model, on the meta
     device, among the ranks of a layout; the login node never imports it. Empty: there is nothing to apply."""
     sends_messages = False
-    """Whether ranks send tensors to single ranks, and not only in collectives."""
+    """Whether ranks send tensors to individual ranks, and not only in collectives."""
 
     def size(self, parallel: Any) -> int:
         """Return the number of ranks along this dimension."""
@@ -81,7 +81,7 @@ class Dimension:
         yield from ()
 
     def resize(self, parallel: Any, size: int) -> Fix:
-        """Return the keys that give this dimension another size."""
+        """Return the keys that give this dimension a different size."""
         return {f"parallel.{self.key}": size}
 
     def relaxations(self, job: Recipe) -> Fix:
@@ -89,12 +89,12 @@ class Dimension:
         return {}
 
     def place(self, rank: int, parallel: Any) -> str:
-        """Describe the place of `rank` in a dimension that is no part of the mesh; empty if it is one."""
+        """Describe the place of `rank` in a dimension outside the mesh; empty for a dimension of the mesh."""
         return ""
 
 
 def mesh_coordinates(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the index of `rank` in each dimension of a mesh, outermost first; the inner dimensions alone also work."""
+    """Return the index of `rank` in each dimension of a mesh, outermost first; inner dimensions alone also work."""
     place: list[int] = []
     for size in reversed(sizes):
         rank, index = divmod(rank, size)

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks have different experts of each layer and compute them for the tokens of all."""
+"""Expert parallelism: ranks hold different experts of each layer and compute them for all ranks' tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def expert_sizes(parallel: Any, world_size: int) -> dict[str, int]:
 
 
 def can_share_experts(job: Recipe, sharding: int, ep: int) -> bool:
-    """Return whether `ep` of the `sharding` ranks can share the experts, and the others shards of these."""
+    """Return whether `ep` of `sharding` ranks can share the experts, with the other ranks holding shards of them."""
     if ep == 1 or sharding % ep:
         return ep == 1
     experts = job.model.experts
@@ -43,7 +43,7 @@ def can_share_experts(job: Recipe, sharding: int, ep: int) -> bool:
 
 
 class ExpertParallelism(Dimension):
-    """A part of the mesh is used twice: ranks with the same layers have different experts of them."""
+    """Reuses part of the mesh: ranks with the same layers have different experts of those layers."""
 
     name, key, splits = "ep", "ep", Splits.EXPERTS
     torch_module = "expert_parallel"
@@ -62,11 +62,11 @@ class ExpertParallelism(Dimension):
             return
         if parallel.ep > 1 and job.train.activation_checkpointing and job.train.recompute.keep == "products":
             # FSDP's hooks around experts run in the recomputed region, and torch 2.13 mistakes them for its operations.
-            yield f"parallel.ep={parallel.ep} with train.recompute.keep=products: only keep=nothing goes with it"
+            yield f"parallel.ep={parallel.ep} with train.recompute.keep=products: only keep=nothing is supported"
         if job.train.compile:
             yield (
                 f"train.compile=true with model.experts.count={experts.count}: "
-                "each step gives experts other numbers of tokens"
+                "the number of tokens per expert changes every step"
             )
 
     def _size_problems(self, job: Recipe) -> Iterator[str]:

@@ -21,7 +21,7 @@ MayChange = Callable[[str], bool]
 def problems(config: JobConfig) -> list[str]:
     """Return all problems of the layout, each beginning with its key and value; empty if ranks can start.
 
-    A user's own program takes neither batches nor a model from orch, and a user's workload divides its own model.
+    A user's own program gets neither batches nor a model from orch, and a user's workload divides its own model.
     """
     world = config.cluster.world_size
     found = list(DATA.problems(config))
@@ -38,7 +38,7 @@ def problems(config: JobConfig) -> list[str]:
 
 
 def _recipe_problems(config: JobConfig) -> Iterator[str]:
-    """Yield sizes that no layout fits."""
+    """Yield problems that no layout can fix."""
     train, model = config.train, config.model
     if train.seq_len % train.loss_chunks:
         yield f"train.loss_chunks={train.loss_chunks}: must divide train.seq_len={train.seq_len}"
@@ -93,13 +93,13 @@ def refusal(config: JobConfig, may_change: MayChange = lambda key: True) -> Layo
 CHOICES = 6
 """Sizes tried for each dimension: the nearest divisors of the world size, and 1."""
 EXTRA_COST = {"parallel.tp_across_nodes": 3.0, "model.tie_embeddings": 2.0}
-"""Waiting for the network in every layer, and another model; besides 1 per key and its distance in octaves."""
+"""Costs of network waits in every layer, and of a different model, in addition to 1 per key and its octaves."""
 WHOLE_COST = 4.0
-"""Cost of one stage in place of several: the model may be too large for it."""
+"""Cost of replacing several stages by one: the model may be too large for it."""
 
 
 def nearest_fix(config: JobConfig, may_change: MayChange) -> Fix:
-    """Return the fewest and smallest changes after which no problem is left; empty if none is known."""
+    """Return the fewest and smallest changes that solve all problems; empty if none is known."""
     if next(model_problems(config.model), "") and not config.command:
         return {}
     best: Fix = {}
@@ -115,7 +115,7 @@ def nearest_fix(config: JobConfig, may_change: MayChange) -> Fix:
 
 
 def _candidates(config: JobConfig) -> Iterator[tuple[float, Fix]]:
-    """Yield other sizes and settings, with their cost; the batch follows from them."""
+    """Yield alternative sizes and settings with their cost; the batch follows from them."""
     for sizes in product(*(_sizes(dimension, config) for dimension in DIMENSIONS if dimension is not DATA)):
         fix: Fix = {key: value for part in sizes for key, value in part.items()}
         for data in _data_sizes(with_fix(config, fix)):
@@ -125,7 +125,7 @@ def _candidates(config: JobConfig) -> Iterator[tuple[float, Fix]]:
 
 
 def _sizes(dimension: Dimension, config: JobConfig) -> list[Fix]:
-    """Return the keys of other sizes of a dimension that has several ranks, and none for its present size."""
+    """Return keys for other sizes of a dimension with several ranks, and an empty set for its current size."""
     now = dimension.size(config.parallel)
     if now == 1:
         return [{}]
@@ -148,7 +148,7 @@ def _settings(config: JobConfig) -> Iterator[Fix]:
 
 
 def _data_sizes(config: JobConfig) -> Iterator[Fix]:
-    """Yield the strategy, replicas and shards for the ranks that the other dimensions leave."""
+    """Yield strategies, replicas and shards for the ranks that the other dimensions leave."""
     layout, world = config.parallel, config.cluster.world_size
     ranks = max(1, world // layout.ranks_per_share)
     strategy = Strategy.FSDP if layout.strategy == Strategy.HSDP and ranks == 1 else layout.strategy
@@ -166,7 +166,7 @@ def _data_sizes(config: JobConfig) -> Iterator[Fix]:
 
 
 def _batch(config: JobConfig) -> Fix:
-    """Return the changes of batch and micro-batches with which every data-parallel rank has equal shares."""
+    """Return the changes to batch and micro-batches that give every data-parallel rank an equal share."""
     if config.command:
         return {}
     ranks = max(1, config.cluster.world_size // config.parallel.ranks_per_share)
@@ -189,7 +189,7 @@ def _batch(config: JobConfig) -> Fix:
 
 
 def _other_nodes(config: JobConfig, may_change: MayChange) -> Fix:
-    """Return the nearest number of nodes, with further changes, on which the layout fits; empty if none is known."""
+    """Return the nearest number of nodes on which the layout fits, with further changes; empty if none is known."""
     cluster = config.cluster
     least = 2 if cluster.spare_nodes else 1  # the node that leads the job has no spare
     for nodes in sorted(range(least, 2 * cluster.nodes + 1), key=lambda nodes: (abs(nodes - cluster.nodes), nodes)):
@@ -203,7 +203,7 @@ def _other_nodes(config: JobConfig, may_change: MayChange) -> Fix:
 
 
 def with_fix(config: JobConfig, fix: Fix) -> JobConfig:
-    """Return the config with other values of some keys."""
+    """Return the config with some keys changed."""
     for key, value in fix.items():
         config = _replaced(config, key.split("."), value)
     return config
@@ -219,7 +219,7 @@ def _cost(config: JobConfig, fix: Fix) -> float:
 
 
 def _distance(config: Any, key: str, value: Any) -> float:
-    """Return the distance of a size from the present one in octaves; larger sizes win a tie."""
+    """Return the distance in octaves between a size and the current one; larger sizes win a tie."""
     for name in key.split("."):
         config = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or min(config, value) < 1:

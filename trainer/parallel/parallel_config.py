@@ -1,4 +1,4 @@
-"""Configuration of parallelism, assembled from the sections of all dimensions, and the meshes that follow from it."""
+"""Configuration of parallelism, assembled from the sections of all dimensions, and the resulting meshes."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     CONTEXT,
     TENSOR,
 )
-"""In the order of the mesh, outermost first: tensor-parallel ranks are neighbours, so that they stay within a node.
+"""Dimensions in mesh order, outermost first: tensor-parallel ranks are neighbours, so that they stay within a node.
 
 The built-in model is divided in the reverse order.
 """
@@ -74,18 +74,18 @@ class ParallelConfig(
         return sizes["dp_replicate"] * sizes["dp_shard"]
 
     def place_words(self, world_size: int, rank: int) -> str:
-        """Return the place of `rank` in the dimensions that have several ranks; empty for plain data parallelism."""
+        """Describe the place of `rank` in dimensions with several ranks; empty for plain data parallelism."""
         sizes = self.mesh_sizes(world_size)
         words = [f"{name} {at}" for name, at in locate_rank(sizes, rank).items() if sizes[name] > 1]
         words += [place for dimension in DIMENSIONS if (place := dimension.place(rank, self))]
         return "" if self.ranks_per_share == 1 and len(words) < 2 else ", ".join(words)
 
     def locate_work(self, world_size: int, rank: int) -> tuple[int, ...]:
-        """Return a value that is equal for ranks that compute the same part of the model for different sequences."""
+        """Return a value shared by ranks that compute the same part of the model for different sequences."""
         place = locate_rank(self.mesh_sizes(world_size), rank)
         return tuple(place[one.name] for one in DIMENSIONS if one.name in place)
 
     @property
     def sends_messages(self) -> bool:
-        """Return whether ranks wait for messages of single other ranks, and not only in collectives."""
+        """Return whether ranks wait for messages from individual ranks, and not only in collectives."""
         return any(dimension.sends_messages and dimension.size(self) > 1 for dimension in DIMENSIONS)

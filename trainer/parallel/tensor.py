@@ -14,7 +14,7 @@ class TensorSection(Section):
     """Ranks that share each layer's matrices (tensor parallelism); they must divide `cluster.ranks_per_node`."""
 
     tp_across_nodes: bool = False
-    """Allow a `tp` that spans several nodes: every layer then waits for the network between them."""
+    """Allow a `tp` that spans several nodes, although every layer then waits for the network between them."""
 
     def check(self) -> None:
         check_size("tp", self.tp)
@@ -33,7 +33,7 @@ class TensorParallelism(Dimension):
         model, tp, ranks = job.model, job.parallel.tp, job.cluster.ranks_per_node
         if ranks % tp and not job.parallel.tp_across_nodes:
             nodes = f"nodes of cluster.ranks_per_node={ranks}"
-            yield f"parallel.tp={tp} reaches across {nodes}, over a network that slows it"
+            yield f"parallel.tp={tp} spans {nodes}, over a slower network"
         if not job.trains_built_in_workload:
             return
         sizes = {"model.heads": model.heads, "model.kv_heads": model.kv_heads, "model.dim": model.dim}
@@ -45,7 +45,7 @@ class TensorParallelism(Dimension):
             yield f"model.vocab_size={model.vocab_size}: its {rows} rows must be a multiple of parallel.tp={tp}"
         if job.train.compile and tp > 1:
             # Losses differed by 6e-3 after 8 steps with the same weights and data.
-            yield f"train.compile=true with parallel.tp={tp}: torch 2.13 computes other gradients for compiled layers"
+            yield f"train.compile=true with parallel.tp={tp}: torch 2.13 computes wrong gradients for compiled layers"
 
     def relaxations(self, job: Recipe) -> Fix:
         return {} if job.parallel.tp_across_nodes or job.parallel.tp == 1 else {"parallel.tp_across_nodes": True}

@@ -50,7 +50,7 @@ class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked 
         self.timed_out = False
 
     def cancel(self) -> None:
-        """Forward SIGTERM; the tasks have `KILL_WAIT_S` seconds from the first time on."""
+        """Forward SIGTERM; the tasks have `KILL_WAIT_S` seconds from the first call."""
         if self.cancelled_at is None:
             self.cancelled_at = time.monotonic()
         self._forward_signal(signal.SIGTERM)
@@ -73,7 +73,7 @@ class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked 
             self.tasks.append(task)
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
-        """Wait for all tasks to exit; a failing one does not end its peers.
+        """Wait for all tasks to exit; a failing task does not end its peers.
 
         As in Slurm, USR2 is sent before the limit and SIGTERM at it.
         """
@@ -152,7 +152,7 @@ class JobRunner:
             self._tasks.cancel()
 
     def _await_release(self) -> bool:
-        """Wait for the release; return False if the job was cancelled, or its folder deleted, before."""
+        """Wait for the release; return False if the job was cancelled, or its folder deleted, first."""
         while not (self._intent.folder / records.RELEASED).exists():
             if self._cancelled or not self._intent.folder.is_dir():
                 return False
@@ -165,7 +165,7 @@ class JobRunner:
 
 
 def _begin(intent: Intent) -> JobRunner | None:
-    """Return the prepared job, or None if another process is the job already; raises preparation errors."""
+    """Return the prepared job, or None if another process is already the job; raises preparation errors."""
     host = records.claim(intent.folder)
     if host is None:  # a second submission under this name: the first one is the job
         return None
@@ -213,7 +213,7 @@ def main(arguments: list[str]) -> int:
     # A cancel before the handler is installed stays blocked until then; unhandled, it would end the job as FAILED.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        # A path that another folder cannot replace. Raises NotPrivate.
+        # This path cannot be redirected to another folder. Raises NotPrivate.
         run_dir = Path(intent.run_dir)
         intent = replace(intent, submission=str(pin_path(run_dir) / intent.folder.relative_to(run_dir)))
         log = os.open(intent.folder / "local-job.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -236,12 +236,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _log_traceback() -> None:
-    with contextlib.suppress(OSError):  # the error may be the disk of the log
+    with contextlib.suppress(OSError):  # the log's disk may have caused the error
         traceback.print_exc()
 
 
 def _startup_exit_code(said: bytes) -> int:
-    """Return the exit code of the process that waits for the job, from the job's report."""
+    """Return the exit code for the process that waits for the job, from the job's report."""
     if said == _READY:
         return 0
     sys.stderr.write(said.decode(errors="replace"))

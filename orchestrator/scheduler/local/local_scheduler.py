@@ -61,8 +61,8 @@ class Intent:
     command: tuple[str, ...]  # starts one task; submitit's part is appended to the last word
     devices: tuple[str, ...]  # CUDA_VISIBLE_DEVICES of each simulated node
     asked_at: float
-    host: str = ""  # of the job; another host that shares the home cannot observe its processes
-    named: str = ""  # submission folder as given to tasks; `submission` may be a name that only the job's process has
+    host: str = ""  # host of the job; another host that shares the home cannot observe its processes
+    named: str = ""  # submission folder as passed to tasks; `submission` may be a name valid only in the job's process
 
     @property
     def folder(self) -> Path:
@@ -77,7 +77,7 @@ class JobProcess:
     job_id: str  # pid and start time, in the format of trainer.protocol.node_identity
     boot: str
     started_at: float | None = None  # start time of its tasks
-    space: str = ""  # pid namespace; older versions wrote none
+    space: str = ""  # pid namespace; empty if written by an older version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def forget_old(index: Path, now: float) -> None:
 
 
 def claim(submission: Path) -> JobProcess | None:
-    """Make the calling process the job of this folder; return None if it has one already. Raises OSError."""
+    """Make the calling process the job of this folder; return None if the folder already has a job. Raises OSError."""
     host = JobProcess(pid=os.getpid(), job_id=local_job_id(os.getpid()), boot=boot_id(), space=process_space())
     own = submission / f".local-job.{host.job_id}"
     reserve(submission / _END, _END_BYTES)
@@ -182,7 +182,7 @@ def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> T | None:
 
 
 def is_alive(host: JobProcess) -> bool | None:
-    """Return whether this process still runs (same boot, pid and start time; no zombie); None if it is not visible."""
+    """Return whether this process still runs (same boot, pid and start time; not a zombie); None if invisible."""
     if host.boot != boot_id() or not is_visible(host.space):
         return None
     return process_state(host.pid) not in ("", "Z", "X") and _is_same_process(host)
@@ -210,7 +210,7 @@ def marked_processes(name: str) -> list[int]:
 
 
 def signal_job_process(host: JobProcess, number: int) -> None:
-    """Signal this process; a later one with the same pid is not affected."""
+    """Signal this process; a later process with the same pid is not affected."""
     try:
         handle = os.pidfd_open(host.pid)
     except OSError:
@@ -320,7 +320,7 @@ class LocalScheduler:
         try:
             return intents(self._index)
         except OSError as error:
-            raise SlurmUnreachable(f"local jobs cannot be looked up: {error}", where=str(self._index)) from error
+            raise SlurmUnreachable(f"cannot look up local jobs: {error}", where=str(self._index)) from error
 
     def _status_or_trouble(self, intent: Intent) -> JobStatus | None:
         """Return a job's status, UNREADABLE on errors, so that it does not hide other jobs."""
@@ -337,7 +337,7 @@ class LocalScheduler:
                 host = read_job_process(intent.folder)  # it may have started and ended since
                 return None if host is None else _known(intent, host)
             if time.monotonic() > deadline:
-                raise SlurmUnreachable(f"local job {intent.name} is neither up nor gone", where=intent.submission)
+                raise SlurmUnreachable(f"local job {intent.name} neither started nor ended", where=intent.submission)
             time.sleep(0.05)
         return _known(intent, host)
 
@@ -352,7 +352,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
     prepared = prepare(spec)
     if prepared.srun:
         raise ConfigError(
-            f"cluster.templates: {', '.join(spec.templates)} need srun, and cluster.kind=local has none",
+            f"cluster.templates: {', '.join(spec.templates)} need srun, which cluster.kind=local does not have",
             where="cluster.templates",
             hint="cluster.templates=[default]",
         )
@@ -377,8 +377,8 @@ def _devices(spec: JobSpec) -> tuple[str, ...]:
     here = _gpus()
     if nodes * each > len(here):
         raise SubmitRejected(
-            f"{nodes} nodes (cluster.nodes + cluster.spare_nodes) x cluster.gpus_per_node={each} are more GPUs than "
-            f"this machine has ({len(here)})",
+            f"{nodes} nodes (cluster.nodes + cluster.spare_nodes) x cluster.gpus_per_node={each} are more than "
+            f"this machine's {len(here)} GPUs",
             where="cluster.gpus_per_node",
             hint="cluster.gpus_per_node=0 trains on CPUs",
         )
@@ -405,11 +405,11 @@ def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise SubmitAmbiguous(
-            f"the local job was not up within {_START_TIMEOUT_S:.0f} s", where=intent.submission
+            f"the local job did not start within {_START_TIMEOUT_S:.0f} s", where=intent.submission
         ) from error
     if done.returncode == ExitCode.STORAGE:
         # The OSError cause marks this as temporary, unlike errors for the user to fix: it is retried until there is
-        # room.
+        # space.
         raise _no_room(done.stderr.strip(), intent) from OSError(errno.ENOSPC, done.stderr.strip())
     if done.returncode != 0:
         raise SubmitRejected(
@@ -421,7 +421,7 @@ def _start(intent: Intent, path: Path, seen: dict[str, str]) -> None:
 
 def _no_room(disk: str, intent: Intent) -> Precondition:
     what = f"{FailureKind.STORAGE}: the local job cannot be started: {disk}"
-    return Precondition(what, hint="make room there, or choose another folder with cluster.root=FOLDER")
+    return Precondition(what, hint="free some space there, or choose another folder with cluster.root=FOLDER")
 
 
 def _last_words(said: str, submission: Path) -> str:
@@ -478,10 +478,10 @@ def _seems_alive(intent: Intent, host: JobProcess) -> bool:
 
 
 def _reboot_end(intent: Intent, host: JobProcess) -> JobEnd | None:
-    """Return NODE_FAIL if this machine was rebooted since; None for a job of this boot, or of another machine."""
+    """Return NODE_FAIL if this machine has rebooted since; None for a job of this boot, or of another machine."""
     if host.boot == boot_id() or _last_sign(intent, host) >= boot_time():
         return None
-    return JobEnd(state="NODE_FAIL", reason="the machine was started anew", ended_at=host.started_at or intent.asked_at)
+    return JobEnd(state="NODE_FAIL", reason="the machine was rebooted", ended_at=host.started_at or intent.asked_at)
 
 
 def _last_sign(intent: Intent, host: JobProcess) -> float:

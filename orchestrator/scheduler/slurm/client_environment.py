@@ -55,7 +55,7 @@ class ClientEnvironment:
         ]
         if self.sbatch != other.sbatch:
             found.append(f"sbatch is {self.sbatch or 'not on PATH'}, not {other.sbatch or 'missing from PATH'}")
-        return [*found, f"{TOKEN} is another one"] if self.token != other.token else found
+        return [*found, f"{TOKEN} is different"] if self.token != other.token else found
 
     def can_replace(self, other: "ClientEnvironment") -> bool:
         """Return whether taking it over has an effect; a token cannot be taken over."""

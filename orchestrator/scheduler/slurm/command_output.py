@@ -36,7 +36,7 @@ _BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?", re.ASCII)
 _LONGEST_NUMBER = 18  # most digits; a range with more exceeds MOST_NODES or is unrealistic
 
-_NAMELESS = "allocation"  # sacct's name of a job without one
+_NAMELESS = "allocation"  # sacct's name for a job that has none
 _CLUSTER = re.compile(r"^CLUSTER: \S+ *\n", re.MULTILINE)
 """Line before each cluster's rows when SLURM_CLUSTERS names some, even without a header."""
 _ROW_START = re.compile(rf"^ *(\d[\d_+.,%\[\]-]*) *{SEPARATOR}", re.ASCII | re.MULTILINE)
@@ -116,7 +116,7 @@ def _own(row: Row, job_id: str, status: Callable[[Row], JobStatus | None], mine:
     if not mine(bare):
         return []
     if _WORD.fullmatch(plain_state(row["State"])) is None:
-        return [replace(bare, reason=f"{row['State'][:80]!r} is no state of a job")]
+        return [replace(bare, reason=f"{row['State'][:80]!r} is not a job state")]
     job = status(row)
     return [] if job is None else [job]
 
@@ -173,7 +173,7 @@ def _files(row: Row) -> tuple[str, ...]:
 
 
 def _nodes(row: Row) -> tuple[str, ...]:
-    """Return the job's nodes, or none if the list was truncated or is unreadable; the job's state is known anyway.
+    """Return the job's nodes, or none if the list was truncated or is unreadable; the job's state is known regardless.
 
     A partial list would be worse than none: it would mean that the other nodes were removed from the job.
     """
@@ -185,7 +185,7 @@ def _nodes(row: Row) -> tuple[str, ...]:
 
 
 def join_resized(jobs: list[JobStatus]) -> list[JobStatus]:
-    """Return one record for each job that lost nodes on the way, with its original submit time.
+    """Return one record for each job that lost nodes while it ran, with its original submit time.
 
     Slurm closes a job's record as RESIZING when a node leaves it (--no-kill), and opens another with a new submit time.
     """
@@ -222,7 +222,7 @@ reboot (@^) or planned job (-)."""
 def read_node_states(text: str, asked: frozenset[str], wanted: frozenset[str]) -> frozenset[str]:
     """Return nodes in `asked` that `sinfo -h -N -o "%N %T"` shows in a wanted state.
 
-    The `*` of a node that does not respond is not a verdict yet. A node without a row has left the cluster. Raises
+    The `*` of a node that does not respond is not conclusive. A node without a row has left the cluster. Raises
     UnreadableField if a node is missing and some row is malformed.
     """
     rows = [line.split() for line in text.splitlines() if line.strip()]
@@ -237,7 +237,7 @@ def _known(value: str) -> str:
 
 
 def plain_state(text: str) -> str:
-    """Return Slurm's word alone: "CANCELLED by 0" and "CANCELLED+" are CANCELLED."""
+    """Return only the state: "CANCELLED by 0" and "CANCELLED+" are CANCELLED."""
     words = text.split()
     return words[0].rstrip("+*").upper() if words else ""
 
@@ -327,7 +327,7 @@ NO_CONTACT = (
     "message receive failure", "slurm controller is in standby", "unable to establish", "lost connection",
     "slurm backup controller",
 )  # fmt: skip
-"""Messages with which Slurm's clients report that they got no answer."""
+"""Messages that Slurm's clients print when they get no answer."""
 
 _OWN_OPTIONS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SBATCH_", "SINFO_", "SCONTROL_")
 
@@ -357,7 +357,7 @@ def run_command(
     environ = os.environ if environ is None else environ
     if shutil.which(command[0], path=environ.get("PATH", os.defpath)) is None:
         hint = "load Slurm's module, or work on a login node of the cluster"
-        raise SlurmUnreachable(f"{command[0]} is not on PATH: Slurm cannot be asked", hint=hint)
+        raise SlurmUnreachable(f"{command[0]} is not on PATH: cannot query Slurm", hint=hint)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False,
@@ -384,5 +384,5 @@ def unreachable(program: str, said: str) -> SlurmUnreachable:
     words = cut(" ".join(said.split()), 300) or "no message"
     return SlurmUnreachable(
         f"{program} got no answer from Slurm: {words}",
-        hint="nothing was assumed; `scontrol ping` tells when it is back",
+        hint="nothing was assumed; `scontrol ping` shows when Slurm is back",
     )

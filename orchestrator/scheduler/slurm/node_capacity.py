@@ -1,4 +1,4 @@
-"""Comparison of a job's request with the nodes that Slurm reports."""
+"""Compares a job's request with the nodes that Slurm reports."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ class NodeCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """A request that no named partition can meet, in words, and the change that would help (empty if unclear)."""
+    """Describes a request that no named partition can meet, and the change that would help (empty if unclear)."""
 
     words: str
     change: str = ""
@@ -83,7 +83,7 @@ def read_nodes(text: str) -> list[NodeCapacity]:
 
 
 def megabytes(text: str) -> float:
-    """Return a size in Slurm's notation in MiB; 0 (all of a node's memory) if it is not one."""
+    """Return a size in Slurm's notation in MiB; 0 (all of a node's memory) if the text is not a size."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper(), re.ASCII)
     return int(found[1]) * _MEGABYTES[found[2]] if found else 0.0
 
@@ -133,7 +133,7 @@ def _of_partition(asked: Resources, partition: str, nodes: list[NodeCapacity]) -
     excluded = _excluded_nodes(asked)
     usable = [node for node in nodes if node.name not in excluded]
     if len(usable) < asked.nodes <= len(nodes):
-        words = f"cluster.exclude leaves {_nodes(len(usable))} of {len(nodes)} of partition {partition}"
+        words = f"cluster.exclude leaves {_nodes(len(usable))} of {len(nodes)} in partition {partition}"
         return Shortfall(words=words, change="~cluster.exclude")
     nodes, needs = usable, _needs(asked)
     enough = [node for node in nodes if _is_able(node, needs)]

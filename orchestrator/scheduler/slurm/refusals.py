@@ -1,4 +1,4 @@
-"""Meaning of sbatch's refusals and of Slurm's pending reasons. Pure.
+"""Meanings of sbatch's refusals and of Slurm's pending reasons. Pure.
 
 Sources of refusals, in Slurm's tree: its table of errors (src/common/slurm_errno.c), the errors that sbatch retries
 (src/sbatch/sbatch.c), limits that slurmctld prints on a separate line (src/common/job_state_reason.c), configless
@@ -29,13 +29,13 @@ class RefusalRule:
     change: str = ""
 
 
-_SITE = "Slurm's administrators end this; `scontrol ping`, `sinfo -s` and `scontrol show reservation` tell more"
-_LIMIT = "it passes when jobs of yours or of your account end: `squeue --me`, `sacctmgr show qos`"
-_PER_JOB = "ask for less (cluster.time, cluster.nodes, cluster.gpus_per_node), or choose another cluster.qos"
+_SITE = "only Slurm's administrators can end this; see `scontrol ping`, `sinfo -s` and `scontrol show reservation`"
+_LIMIT = "this clears when jobs of yours or of your account end: `squeue --me`, `sacctmgr show qos`"
+_PER_JOB = "request less (cluster.time, cluster.nodes, cluster.gpus_per_node), or choose another cluster.qos"
 _ACCOUNT = "cluster.account and cluster.qos must be yours on this partition: `sacctmgr show assoc user=$USER`"
 _PARTITION = "`sinfo -s` lists partitions"
-SIZE = "`sinfo -Nel` tells what nodes have: change cluster.nodes, cpus_per_task, mem, gpus_per_node or constraint"
-GRES = "`sinfo -o '%N %G'` tells what nodes have besides cores and memory"
+SIZE = "`sinfo -Nel` shows what nodes have: change cluster.nodes, cpus_per_task, mem, gpus_per_node or constraint"
+GRES = "`sinfo -o '%N %G'` shows what nodes have besides cores and memory"
 _OPTION = "change the `cluster` part of the configuration; `orch submit --print-sbatch` shows the script"
 
 REFUSALS = (
@@ -96,7 +96,7 @@ REFUSALS = (
 )  # fmt: skip
 """The first matching row decides."""
 
-UNKNOWN = RefusalRule(Retryable.YES, "orch does not know these words of Slurm's; ask your site what they mean", ())
+UNKNOWN = RefusalRule(Retryable.YES, "orch does not recognize this message from Slurm; ask your site what it means", ())
 
 _ANSWERED = re.compile(r"batch job submission failed|allocation failure", re.IGNORECASE)
 """Prefixes of slurmctld's refusal in sbatch's output; the latter with --test-only."""
@@ -121,14 +121,14 @@ def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
     row = _row(said)
     if row is None:
         return SubmitAmbiguous(
-            f"sbatch failed, and the job may exist all the same: {words or 'no message'}",
-            hint="nothing is submitted again before look-ups show whether it exists",
+            f"sbatch failed, but the job may exist anyway: {words or 'no message'}",
+            hint="nothing is resubmitted until look-ups show whether the job exists",
         )
     return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, retryable=row.retryable, change=row.change)
 
 
 def is_of_sbatch(said: str) -> bool:
-    """Return whether sbatch or slurmctld wrote this, not a site's wrapper of sbatch."""
+    """Return whether sbatch or slurmctld wrote this, rather than a site's wrapper around sbatch."""
     lines = [line for line in said.splitlines() if line.strip() and not _USAGE.match(line)]
     return bool(_ANSWERED.search(said)) or all(line.startswith("sbatch:") for line in lines)
 
@@ -145,9 +145,9 @@ def _row(said: str) -> RefusalRule | None:
     return UNKNOWN if answered else None
 
 
-STAYS = "this does not clear by itself"
-MAY_STAY = "this may never clear by itself"
-LONG_WAIT = 600.0  # seconds after which a wait that may clear is reported as one that may not, since nodes may return
+STAYS = "this does not clear on its own"
+MAY_STAY = "this may never clear on its own"
+LONG_WAIT = 600.0  # seconds after which a wait that should clear is reported as one that may not
 
 
 class Lasts(Enum):
@@ -170,12 +170,12 @@ class Wait:
 
 
 _WAITS: tuple[tuple[str, Wait], ...] = (
-    ("BadConstraints", Wait(Lasts.STAYS, "no nodes have all that it asks for",
+    ("BadConstraints", Wait(Lasts.STAYS, "no nodes have everything it requests",
      "cluster.nodes=NUMBER cluster.cpus_per_task=NUMBER cluster.mem=SIZE", "`sinfo -Nel`", for_nodes=True)),
     ("PartitionTimeLimit|(QOS|Assoc)MaxWall.*|QOSTimeLimit|AssociationTimeLimit", Wait(
-     Lasts.STAYS, "cluster.time is longer than is allowed here", "cluster.time=MINUTES", "`sinfo -o '%P %l'`")),
+     Lasts.STAYS, "cluster.time is longer than allowed here", "cluster.time=MINUTES", "`sinfo -o '%P %l'`")),
     ("(QOS|Assoc)Max.*(PerJob|PerNode).*|(QOS|Assoc)Min.*|MaxMemPerLimit", Wait(
-     Lasts.STAYS, "one job may not ask for so much, or so little", "cluster.nodes=NUMBER", "`sacctmgr show qos`")),
+     Lasts.STAYS, "one job may not request this much, or this little", "cluster.nodes=NUMBER", "`sacctmgr show qos`")),
     ("InvalidAccount|AccountNotAllowed|.*account not permitted.*", Wait(
      Lasts.STAYS, "the account may not run here", "cluster.account=NAME", "`sacctmgr show assoc user=$USER`")),
     ("InvalidQOS|QOSNotAllowed|.*qos not permitted.*", Wait(
@@ -183,12 +183,12 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     ("ReservationDeleted", Wait(
      Lasts.STAYS, "its reservation is gone", "~cluster.sbatch.reservation", "`scontrol show reservation`")),
     ("DependencyNeverSatisfied|JobHoldMaxRequeue|BurstBufferStageInFailed|DeadLine", Wait(
-     Lasts.STAYS, "Slurm will not start it any more")),
+     Lasts.STAYS, "Slurm will never start it")),
     ("JobHeldAdmin", Wait(Lasts.MAY_STAY, "an administrator holds it; ask your site")),
-    ("PartitionNodeLimit", Wait(Lasts.MAY_STAY, "it asks for more nodes than the partition allows, or has in service",
+    ("PartitionNodeLimit", Wait(Lasts.MAY_STAY, "it requests more nodes than the partition allows or has in service",
      "cluster.nodes=NUMBER", "`scontrol show partition`", for_nodes=True)),
     ("PartitionDown|PartitionInactive", Wait(
-     Lasts.MAY_STAY, "the partition takes no jobs now", "cluster.partition=NAME", "`sinfo -s`")),
+     Lasts.MAY_STAY, "the partition does not accept jobs now", "cluster.partition=NAME", "`sinfo -s`")),
     ("ReqNodeNotAvail.*maintenance.*", Wait(
      Lasts.CLEARS, "its nodes are reserved for maintenance, and its time limit reaches into that", for_nodes=True)),
     ("ReqNodeNotAvail.*|NodeDown|nodes required for job are down.*", Wait(Lasts.MAY_STAY,
@@ -196,9 +196,9 @@ _WAITS: tuple[tuple[str, Wait], ...] = (
     ("(QOS|Assoc)Grp.*Minutes.*|QOSUsageThreshold", Wait(
      Lasts.MAY_STAY, "the budget of the account or QOS is used up", "cluster.account=NAME", "`sshare`")),
     ("(QOS|Assoc)(Grp|Max).*|QOSJobLimit|QOSResourceLimit|Association(Job|Resource)Limit", Wait(
-     Lasts.CLEARS, "a limit on jobs that run at once; it ends when others of them end")),
-    ("Resources", Wait(Lasts.CLEARS, "it waits for nodes to be free", for_nodes=True)),
-    ("Priority", Wait(Lasts.CLEARS, "jobs of higher priority are first", for_nodes=True)),
+     Lasts.CLEARS, "a limit on concurrent jobs, which clears when other jobs end")),
+    ("Resources", Wait(Lasts.CLEARS, "it waits for free nodes", for_nodes=True)),
+    ("Priority", Wait(Lasts.CLEARS, "jobs with higher priority go first", for_nodes=True)),
     ("Licenses", Wait(Lasts.CLEARS, "it waits for licenses")),
     ("Reservation", Wait(Lasts.CLEARS, "it waits for its reservation to begin")),
     ("BeginTime", Wait(Lasts.CLEARS, "it may not begin yet")),
@@ -226,7 +226,7 @@ def waits_for_nodes(reason: str) -> bool | None:
 def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str:
     """Return why a job has been waiting for `waited` seconds.
 
-    For example ` (Priority): jobs of higher priority are first`; if the wait may not end, also the remedy.
+    For example ` (Priority): jobs with higher priority go first`; if the wait may not end, also the remedy.
     """
     if reason in ("", "None"):
         return ""
@@ -239,6 +239,6 @@ def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str
     if wait.lasts is Lasts.CLEARS or (wait.lasts is Lasts.MAY_STAY and waited < LONG_WAIT):
         return said
     flag = STAYS if wait.lasts is Lasts.STAYS else MAY_STAY
-    looks = f"; {wait.look} tells more" if wait.look else ""
+    looks = f"; see {wait.look}" if wait.look else ""
     cure = f", then `orch resume {run} {wait.change}`" if wait.change else " ends it"
     return f"{said}; {flag}{looks}; `orch cancel {run}`{cure}"

@@ -54,7 +54,7 @@ def with_environment(environ: Mapping[str, str], command: Sequence[str]) -> Iter
 
 
 class HeldExecutor(SlurmExecutor):  # type: ignore[misc]  # submitit is not type-checked here
-    """SlurmExecutor whose submission command is ours: bounded, and in the environment of the run's submitter."""
+    """SlurmExecutor with our own submission command: time-limited, and in the environment of the run's submitter."""
 
     spec: JobSpec
     words: Sequence[str] = ()  # command words before SCRIPT during submission; submitit cannot set an environment
@@ -174,7 +174,7 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if given := _SUBMITTED.search(done.stdout):  # by a site's wrapper that dropped the option
+    if given := _SUBMITTED.search(done.stdout):  # a site's wrapper dropped the option
         run_command(["scancel", given[1]])
         return None
     error = submit_error(done.stderr) if done.returncode and is_of_sbatch(done.stderr) else None
@@ -203,9 +203,7 @@ def submit(spec: JobSpec, entry: str) -> str:
         refused = submit_error(messages.decode(errors="replace").strip() or str(error))
         raise explain_rejection(refused, spec.resources) if isinstance(refused, SubmitRejected) else refused from error
     except (OSError, RuntimeError) as error:  # submitit could not read sbatch's answer, or its files
-        raise SubmitAmbiguous(
-            f"sbatch ended, but not as expected: {error}", hint="the job is looked up by its name"
-        ) from error
+        raise SubmitAmbiguous(f"unexpected end of sbatch: {error}", hint="the job is looked up by its name") from error
 
 
 def _redirect_errors(descriptor: int, words: Sequence[str]) -> list[str]:
@@ -231,7 +229,7 @@ def explain_rejection(error: SubmitRejected, resources: Resources) -> SubmitReje
             error.hint, error.change = short.words, short.change or error.change
     for option in resources.sbatch:
         if re.search(rf"--{option.replace('_', '-')}\b", error.what):
-            error.hint, error.change = "`man sbatch` tells what it takes", f"~cluster.sbatch.{option}"
+            error.hint, error.change = "see `man sbatch` for its values", f"~cluster.sbatch.{option}"
     return error
 
 
@@ -245,7 +243,7 @@ def _name_unknown_nodes(error: SubmitRejected, resources: Resources) -> SubmitRe
     if wanted & unknown or (wanted and not excluded):
         return _change_nodes(error, "cluster.sbatch.nodelist", wanted, unknown)
     if ours := tuple(node for node in resources.avoided if node in unknown):
-        what = f"Slurm does not know {', '.join(ours)} any more, which orch avoided; the next try does without that"
+        what = f"Slurm no longer knows {', '.join(ours)}, which orch avoided; the next try drops that"
         return SubmitRejected(what, retryable=Retryable.YES, unknown_nodes=ours)
     return _change_nodes(error, "cluster.exclude", excluded, unknown) if unknown else error
 

@@ -119,7 +119,7 @@ _FIELDS = {
 }
 _FREE = re.compile(r"[A-Za-z0-9_./:@+%=\[(][A-Za-z0-9_./:@+%=,;&|*()\[\]!^~ -]*", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z]*(-[a-z]+)*", re.ASCII)
-_BY_KEY = "set it by its own key: cluster."
+_BY_KEY = "it has its own key: cluster."
 OWNED = {
     option: why
     for why, options in {
@@ -131,10 +131,10 @@ OWNED = {
         "orch finds its jobs by their name": "job-name",
         "orch marks its jobs by their comment": "comment",
         "orch submits every job held and releases it itself": "hold",
-        "orch starts new attempts itself, on other nodes if need be": "requeue",
+        "orch starts new attempts itself, on different nodes if necessary": "requeue",
         "orch sets it itself": "no-requeue",
         "one run is one job": "array",
-        "orch decides when an attempt starts; for an order of runs: `orch wait RUN && orch submit ...`": "dependency",
+        "orch decides when an attempt starts; to order runs: `orch wait RUN && orch submit ...`": "dependency",
         "a held job is released by orch": "begin",
         "a job's variables come from `env`": "export export-file get-user-env",
         "the job's script is orch's": "wrap input",
@@ -144,9 +144,9 @@ OWNED = {
         "use `orch submit --wait`": "wait",
         "the agents wait for each other": "wait-all-nodes",
         "orch uses no dependencies": "kill-on-invalid-dep",
-        "logs lie in the run directory": "output error",
+        "logs are in the run directory": "output error",
         "logs are appended to": "open-mode",
-        "look-ups ask one cluster: set SLURM_CONF or SLURM_CLUSTERS": "clusters",
+        "look-ups query one cluster: set SLURM_CONF or SLURM_CLUSTERS": "clusters",
         "jobs are yours": "uid gid",
         "the job's script may run on any of its nodes": "batch",
         "see man sbatch": "help usage",
@@ -180,7 +180,7 @@ def check_text(key: str, value: object) -> str:
     """Return the value as text; raises ConfigError for control characters, and for a leading dash."""
     text = _plain(key, value)
     if text.startswith("-"):
-        raise _refusal(key, text, "must not begin with '-'", "it would be read as another option")
+        raise _refusal(key, text, "must not begin with '-'", "sbatch would read it as another option")
     return text
 
 
@@ -258,7 +258,7 @@ def _check_option(option: object, section: str) -> str:
     key = f"{section}.sbatch.{name}"
     if not _OPTION.fullmatch(name) or len(name) < 2:
         hint = f"use the option's long name without dashes in front: {section}.sbatch.reservation=maint"
-        what = f"{section}.sbatch.{str(option)[:60]!r}: not an sbatch option"
+        what = f"{section}.sbatch.{str(option)[:60]!r} is not an sbatch option"
         raise ConfigError(what, where=f"{section}.sbatch", hint=hint)
     for owned, why in OWNED.items():
         # sbatch accepts any unambiguous prefix of an option
@@ -315,7 +315,7 @@ def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
     if len(asked) > 1:
         keys = [f"{section}.mem" if name == "mem" else f"{section}.sbatch.{name}" for name in asked]
         hint = " or ".join(f"~{key}" for key in keys)
-        yield ConfigError(f"{' and '.join(keys)}: Slurm takes one of them", where=keys[0], hint=hint)
+        yield ConfigError(f"{' and '.join(keys)}: Slurm accepts only one of them", where=keys[0], hint=hint)
 
 
 _FEWEST_MEGABYTES = 1024  # below it, memory without a unit was probably meant in GB, not Slurm's MB
@@ -329,7 +329,7 @@ def _check_unit(key: str, name: str, value: object) -> None:
     if name in _MEMORIES and 0 < number < _FEWEST_MEGABYTES:
         what, hint = f"Slurm reads this as {number} MB", f"{key}={number}G, or {key}={number}M for {number} MB"
     elif name in _TIMES and number > _MOST_MINUTES:
-        what = f"Slurm reads this as {number} minutes, which are {time_meant(f'{number}m')}"
+        what = f"Slurm reads this as {number} minutes, which is {time_meant(f'{number}m')}"
         hint = f"{key}={time_meant(f'{number}m')}, or {key}={time_meant(f'{number}s')} for {number} seconds"
     else:
         return
@@ -338,7 +338,7 @@ def _check_unit(key: str, name: str, value: object) -> None:
 
 def _lead(key: str, value: object) -> None:
     if not isinstance(value, int) or not 0 <= value <= LONGEST_LEAD:
-        hint = f"{key}=120 asks for two minutes"
+        hint = f"{key}=120 means two minutes"
         raise ConfigError(f"{key}={value}: must be from 0 to {LONGEST_LEAD} seconds", where=key, hint=hint)
 
 

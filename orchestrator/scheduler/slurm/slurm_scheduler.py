@@ -88,7 +88,7 @@ class SlurmScheduler:
             said = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)
             if said.returncode != 0:
                 words = cut(" ".join(said.stderr.split()), 300)
-                raise SubmitRejected(f"Slurm does not change which nodes job {job_id} avoids: {words}")
+                raise SubmitRejected(f"Slurm refuses to change the nodes that job {job_id} avoids: {words}")
         said = run_command(["scontrol", "release", job_id], self._timeout)
         if said.returncode == 0:
             return
@@ -96,7 +96,7 @@ class SlurmScheduler:
         # silence from a refusal. Slurm refuses to release a job that it holds itself, or whose nodes are absent.
         job = self._in_queue([job_id]).get(job_id)
         if job is not None and job.held:
-            log.info("Slurm does not release job %s (%s): %s", job_id, job.reason, " ".join(said.stderr.split()))
+            log.info("Slurm refuses to release job %s (%s): %s", job_id, job.reason, " ".join(said.stderr.split()))
 
     def cancel(self, job_id: str) -> None:
         said = run_command(["scancel", job_id], self._timeout)
@@ -126,7 +126,7 @@ class SlurmScheduler:
     def _query_accounting(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Return accounting's record of jobs that have left the queue; UNRECORDED while it does not answer."""
         if not self._pauses.is_due("sacct"):
-            why = "sacct has not answered, and is asked again later"
+            why = "sacct has not answered and will be queried again later"
             return {job_id: _status(job_id, UNRECORDED, why) for job_id in ids}
         try:
             recorded = self._accounting(["-j", ",".join(sorted(ids))], lambda job: job.job_id in ids)
@@ -152,7 +152,7 @@ class SlurmScheduler:
         return Listing([self._with_script_tag(job) for job in jobs], whole)
 
     def _with_script_tag(self, job: JobStatus) -> JobStatus:
-        """Read the job's tag from its script if it has no other mark: ids are reused after a crash."""
+        """Read the job's tag from its script if it has no other tag: ids are reused after a crash."""
         if job.state in _OVER or job.state == UNREADABLE or tags(job):
             return job
         key = job.job_id, job.submit_time
@@ -229,7 +229,7 @@ def _status(job_id: str, state: str, reason: str) -> JobStatus:
     return JobStatus(job_id=job_id, name="", state=state, reason=reason)
 
 
-# -- the login node's operations; sbatch brings submitit, which only a job's script and submission need
+# -- the login node's operations; sbatch imports submitit, which only a job's script and submission need
 
 
 def render(spec: JobSpec) -> str:

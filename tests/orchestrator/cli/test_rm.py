@@ -123,8 +123,8 @@ def test_a_run_that_another_registry_continues_keeps_its_folder(orch: Type, seed
     record_newer_attempt(seeds.store, run, other)
     refused = orch("rm", run, "-y")
     assert refused.code == 4
-    assert f"another registry has gone on with {run}: {other} has attempt 2" in refused.err
-    assert f"`orch db rebuild --root {seeds.root}` takes that in" in refused.err
+    assert f"another registry has continued {run}: {other} has attempt 2" in refused.err
+    assert f"`orch db rebuild --root {seeds.root}` imports that" in refused.err
     assert (seeds.store.run(run).removal, (seeds.root / run / "run.json").exists()) == ("", True)
     assert orch("rm", run, "-y", "--forget").code == 0
     assert (rows_of(seeds, run), (seeds.root / run / "checkpoints" / NAME).is_dir()) == ({}, True)

@@ -19,7 +19,7 @@ REFUSED = [
     ("+cluster.sbatch.mem-per-cpu=4", "reads this as 4 MB", "cluster.sbatch.mem-per-cpu=4G, or"),
     (
         "cluster.time=3600",
-        "reads this as 3600 minutes, which are 2-12:00:00",
+        "reads this as 3600 minutes, which is 2-12:00:00",
         "cluster.time=2-12:00:00, or cluster.time=1:00:00 for 3600 seconds",
     ),
     ("+restore_tests.cluster.time=7200", "7200 minutes", "or restore_tests.cluster.time=2:00:00 for 7200 seconds"),
@@ -52,8 +52,8 @@ REFUSED = [
     ("+cluster.sbatch.threads-per-core=x", "Slurm cannot read this", "a whole number"),
     ("+cluster.sbatch.contiguous=yes", "takes no value", "cluster.sbatch.contiguous=true sets it"),
     ("+cluster.sbatch.reservaton=x", "no such sbatch option", "did you mean cluster.sbatch.reservation?"),
-    ("+cluster.sbatch.partition=x", "set it by its own key: cluster.partition", "cluster.partition=VALUE"),
-    ("+cluster.sbatch.output=x", "logs lie in the run directory", "~cluster.sbatch.output"),
+    ("+cluster.sbatch.partition=x", "it has its own key: cluster.partition", "cluster.partition=VALUE"),
+    ("+cluster.sbatch.output=x", "logs are in the run directory", "~cluster.sbatch.output"),
     ("+restore_tests.cluster.mem=lots", "restore_tests.cluster.mem='lots'", "restore_tests.cluster.mem takes"),
     ("+restore_tests.cluster.time=1h", "restore_tests.cluster.time='1h'", "restore_tests.cluster.time=1:00:00"),
 ]
@@ -85,7 +85,7 @@ def test_what_slurm_reads_passes(override: str) -> None:
 
 
 def test_only_one_way_to_ask_for_memory() -> None:
-    with pytest.raises(ConfigError, match="Slurm takes one of them") as caught:
+    with pytest.raises(ConfigError, match="Slurm accepts only one of them") as caught:
         compose("tiny-gpt", ["cluster.mem=8G", "+cluster.sbatch.mem-per-cpu=1G"], environ=ENVIRON)
     assert caught.value.hint == "~cluster.mem or ~cluster.sbatch.mem-per-cpu"
     compose("tiny-gpt", ["+cluster.sbatch.mem-per-cpu=1G"], environ=ENVIRON)

@@ -96,7 +96,7 @@ def test_an_unreadable_row_with_our_id_leaves_its_run_unknown() -> None:
     seen = SchedulerSnapshot(
         answered=True, swept=True, polled={"7": job}, records={("tiny-1", 2): ADOPTED}
     ).for_attempt(adopted)
-    assert (seen.answered, seen.error) == (False, "what is said of job 7 cannot be read: its row is damaged")
+    assert (seen.answered, seen.error) == (False, "the report on job 7 cannot be read: its row is damaged")
 
 
 def test_the_owner_of_an_orphan_is_found_by_its_id() -> None:

@@ -224,7 +224,7 @@ def test_a_daemon_whose_commands_reach_another_slurm_gives_its_lease_back(
         with caplog.at_level("WARNING", logger="orch.controller"):
             daemon.run()
     assert held == [["first"], ["first"], ["first"], [], ["second"], ["second"]]
-    assert "reach second by now, and this controller has the lease of first: it is given back" in caplog.text
+    assert "now reach second, but this controller holds the lease of first: giving it up" in caplog.text
 
 
 def test_a_daemon_that_starts_in_silence_owns_nothing_until_its_slurm_answers(

@@ -87,9 +87,9 @@ def test_a_run_whose_newest_checkpoint_may_be_in_the_tier_waits_and_is_held_in_t
         away = world.folder.checkpoints.rename(tmp_path / "away")
         world.folder.checkpoints.mkdir()
         world.turns(20, 30.0)
-        assert (world.run.state, world.run.reason) == (RunState.RECOVERING, f"{WAITS}; tried again until it works")
+        assert (world.run.state, world.run.reason) == (RunState.RECOVERING, f"{WAITS}; retrying until it works")
         assert world.finish(2000, 60.0).state is RunState.HELD
-        spent = f"{WAITS}, for 2 h: recovery.no_progress_hours is spent; when it is mended: orch resume {world.name}"
+        spent = f"{WAITS}, for 2 h: recovery.no_progress_hours is spent; when it is fixed: orch resume {world.name}"
         assert world.run.reason == spent
         world.store.add_user_request(world.name, "resume", {}, world.clock.now)
         assert world.finish(2000, 60.0).state is RunState.HELD
@@ -115,7 +115,7 @@ def test_a_job_that_waits_for_its_release_waits_no_longer_than_that(
         world.turns(100, 30.0, lambda: len(world.attempts) == 2)
         patched.setattr(reconcile, "wait_for_tiers", look)
         world.turns(10, 30.0)
-        assert (len(world.attempts), world.run.reason) == (2, f"{WAITS}; tried again until it works")
+        assert (len(world.attempts), world.run.reason) == (2, f"{WAITS}; retrying until it works")
         assert world.finish(2000, 60.0).state is RunState.HELD
     assert world.run.reason.startswith(WAITS)
     assert not any(job.live for job in world.slurm.jobs)

@@ -46,7 +46,7 @@ OPEN = {
     "an unknown state": (evidence("PURGATORY"), "job 7 is PURGATORY"),
     "just gone": (evidence(None, absent_for=59.0, silent_for=999.0), "looking again"),
     "gone, accounting silent": (evidence(None, absent_for=299.0, silent_for=999.0, unrecorded=True), "looking again"),
-    "gone but beating": (evidence(None, absent_for=999.0, silent_for=3.0), "heartbeat goes on"),
+    "gone but beating": (evidence(None, absent_for=999.0, silent_for=3.0), "heartbeat continues"),
     "gone, outcome, once": (evidence(None, absent_for=0.0, outcome=FINISHED), "looking again"),
     "leader out, still beating": (evidence("RUNNING", leader_gone="n1", silent_for=59.0), "job 7 is RUNNING"),
     "silent with its leader": (evidence("RUNNING", silent_for=999.0), "job 7 is RUNNING"),
@@ -99,7 +99,7 @@ ENDS = {
     ),
     "node down, the job ended first": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n2",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
-        Kind.NODE_LOST, "Slurm has node n2 down; the job saw: its connection ended",
+        Kind.NODE_LOST, "Slurm reports node n2 down; the job saw: its connection ended",
     ),
     "another node down": (
         evidence("FAILED", job=job("FAILED", nodes_down=("n1",)), outcome=outcome(AttemptResult.FAILED, "", LOST)),
@@ -160,7 +160,7 @@ ENDS = {
         evidence("FAILED", outcome=SIGNALLED, tails=agents(
             f"{STEP_CANCELLED} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
         )),
-        Kind.NODE_LOST, "Slurm says: slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT",
+        Kind.NODE_LOST, "Slurm printed: slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT",
     ),
     "stopped by a signal, Slurm reports the limit": (
         evidence("FAILED", outcome=SIGNALLED, tails=agents(f"{STEP_CANCELLED} DUE TO TIME LIMIT ***")), Kind.TIME_LIMIT,
@@ -368,7 +368,7 @@ def test_signalled_srun_is_named_and_no_agent_is_blamed() -> None:
     text = "srun: forcing job termination\nsrun: error: n1: task 0: Killed\n"
     failure = classify(evidence("FAILED", started=True, tails=agents(text)))
     assert failure.kind is Kind.PREEMPTED
-    assert "srun got SIGTERM, as by `scancel --full`, and killed its step; `scancel -s TERM " in failure.reason
+    assert "srun got SIGTERM (as from `scancel --full`) and killed its step; `scancel -s TERM " in failure.reason
     full = classify(evidence("FAILED", started=True, tails=agents(f"OSError: [Errno 28]\n{text}")))
     assert full.kind is Kind.STORAGE, "printed before the kill"
     killed = classify(evidence("FAILED", started=True, tails=agents("srun: error: n1: task 0: Killed")))

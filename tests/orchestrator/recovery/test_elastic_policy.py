@@ -101,7 +101,7 @@ def test_a_run_that_is_never_smaller_asks_for_its_own_size() -> None:
     [
         (3, HOUR - 1, 5, ""),
         (3, HOUR + 60, 3,
-         "2 nodes were missing for 1h01m, and such a job is refused (recovery.patience=3600)"),
+         "2 nodes were missing for 1h01m, and a job of this size is refused (recovery.patience=3600)"),
         (5, 9 * HOUR, 5, ""),  # it is refused for another reason
         (1, 9 * HOUR, 5, ""),  # fewer than the fewest: no job could start
         (None, 9 * HOUR, 5, ""),

@@ -58,7 +58,7 @@ def test_a_pool_begins_with_the_failure_rate_of_the_configuration() -> None:
 
 def test_one_death_is_no_evidence_and_two_are() -> None:
     once = blame(failure(FailureKind.RANK_KILLED), "n2", FOUR, CONFIG, NOW)
-    assert (once.node, once.until, once.reason) == (None, 0.0, "rank_killed once on n2 is no evidence against it")
+    assert (once.node, once.until, once.reason) == (None, 0.0, "a single rank_killed on n2 is not evidence against it")
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(3 * HOUR)),))
     twice = blame(failure(FailureKind.RANK_KILLED), "n2", pool, CONFIG, NOW)
     assert (twice.node, twice.reason) == ("n2", "2 attempts failed on n2 within 3h00m")
@@ -80,7 +80,7 @@ def test_what_is_no_node_s_fault_never_blames_one() -> None:
 def test_a_partition_without_a_spare_node_is_left_alone() -> None:
     found = blame(failure(FailureKind.NODE_LOST), "n2", Pool(size=2, needed=2), CONFIG, NOW)
     assert found.node is None
-    assert "no more nodes of the partition may be excluded" in found.reason
+    assert "no more nodes in the partition may be excluded" in found.reason
 
 
 def test_an_unknown_partition_counts_the_nodes_that_were_seen() -> None:
@@ -113,7 +113,7 @@ def noticed(
 
 def test_a_hang_blames_its_node_when_it_is_the_second_one() -> None:
     once = blame(failure(FailureKind.HANG), "n2", FOUR, CONFIG, NOW)
-    assert (once.node, once.reason) == (None, "hang once on n2 is no evidence against it")
+    assert (once.node, once.reason) == (None, "a single hang on n2 is not evidence against it")
     pool = Pool(size=4, needed=2, known=(NodeRecord(name="n2", history=failed(HOUR)),))
     assert blame(failure(FailureKind.HANG), "n2", pool, CONFIG, NOW).node == "n2"
 
@@ -220,7 +220,7 @@ def test_what_is_excluded_together_stays_within_the_share() -> None:
     )
     assert first.node == "n2"
     assert (second.node, third.node) == (None, None)
-    assert "no more nodes of the partition may be excluded" in second.reason
+    assert "no more nodes in the partition may be excluded" in second.reason
 
 
 def test_a_node_is_not_accused_of_what_it_is_kept_away_for() -> None:
@@ -262,7 +262,7 @@ def test_people_are_obeyed_and_orch_stays_within_what_they_leave(size: int, need
 def test_a_node_that_a_person_excluded_is_not_blamed_once_more() -> None:
     pool = Pool(size=9, needed=2, known=(NodeRecord(name="n2", excluded_until=NOW + 9, by_person=True),))
     found = blame(failure(FailureKind.NODE_LOST), "n2", pool, CONFIG, NOW)
-    assert (found.node, found.reason) == (None, "node_lost on n2; a person has excluded it already")
+    assert (found.node, found.reason) == (None, "node_lost on n2; a person has already excluded it")
 
 
 def test_of_too_many_the_latest_are_avoided() -> None:

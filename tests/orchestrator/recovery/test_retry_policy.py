@@ -115,16 +115,16 @@ TABLE = {
     ),
     "storage": (outage(K.STORAGE, 2, 5), Action.RETRY, "storage 5 times in 2.0 h; holds after"),
     "storage for a day": (outage(K.STORAGE, 24, 50), Action.HOLD, "storage 50 times in 24.0 h"),
-    "nodes missing": ([past(1, K.NODES_MISSING, None)], Action.RETRY, "goes on with fewer nodes: its reason"),
+    "nodes missing": ([past(1, K.NODES_MISSING, None)], Action.RETRY, "continues with fewer nodes: its reason"),
     "nodes missing for the hundredth time": (
-        outage(K.NODES_MISSING, 99, 100), Action.RETRY, "goes on with fewer nodes: its reason",
+        outage(K.NODES_MISSING, 99, 100), Action.RETRY, "continues with fewer nodes: its reason",
     ),
     "a failure after waits that were given up": (
         [*outage(K.NODES_MISSING, 50, 50), past(51, K.RANK_KILLED, None)], Action.RETRY,
         "rank killed once without a new checkpoint (try 1 of 10)",
     ),
-    "preempted": ([past(1, K.PREEMPTED, 10)], Action.RETRY, "goes on after preempted"),
-    "time limit": ([past(1, K.TIME_LIMIT, 10)], Action.RETRY, "goes on after time_limit"),
+    "preempted": ([past(1, K.PREEMPTED, 10)], Action.RETRY, "continues after preempted"),
+    "time limit": ([past(1, K.TIME_LIMIT, 10)], Action.RETRY, "continues after time_limit"),
     "user": ([past(1, K.USER_ERROR, 10)], Action.FAIL, "the training code failed: its reason"),
     "an exception that is not shown to come back": (
         [past(1, K.EXCEPTION, None)], Action.RETRY,
@@ -145,7 +145,7 @@ TABLE = {
         "ranks called different collectives: its reason; that is a bug of the program",
     ),
     "numeric": (
-        [past(1, K.NUMERIC, 10)], Action.HOLD, "the loss went bad: its reason; mend the data",
+        [past(1, K.NUMERIC, 10)], Action.HOLD, "the loss became unusable: its reason; fix the data",
     ),
     "numeric, of which a checkpoint is left": (
         [past(1, K.NUMERIC, None), past(2, K.NODE_LOST, 10), past(3, K.NUMERIC, None)], Action.HOLD,
@@ -153,7 +153,7 @@ TABLE = {
     ),
     "numeric before anything was saved": (
         [past(1, K.NUMERIC, None)], Action.HOLD,
-        "its reason; the run has saved no checkpoint: mend the data or the code, or begin at step 0 with other "
+        "its reason; the run has saved no checkpoint: fix the data or the code, or start again with other "
         "settings (optimizer.lr, optimizer.clip_norm): `orch resume tiny-1 KEY=VALUE`",
     ),
     "tries": (
@@ -180,7 +180,7 @@ TABLE = {
         "node lost once; holds",
     ),
     "preemptions with progress": (
-        [past(n, K.PREEMPTED, n) for n in range(1, 10_000)], Action.RETRY, "goes on after preempted",
+        [past(n, K.PREEMPTED, n) for n in range(1, 10_000)], Action.RETRY, "continues after preempted",
     ),
     "preemptions before the first save": (
         outage(K.PREEMPTED, 5, 40), Action.RETRY, "preempted 40 times in 5.0 h; holds after",
@@ -218,7 +218,7 @@ def test_pauses_double_up_to_the_limit_and_begin_anew_after_progress() -> None:
 
 def test_progress_of_a_foreign_script_is_time_trained() -> None:
     limit = [past(n, K.TIME_LIMIT, None, trained=300.0) for n in range(1, 30)]
-    assert after(*limit, steps_known=False).reason == "goes on after time_limit"
+    assert after(*limit, steps_known=False).reason == "continues after time_limit"
     cut = [past(n, K.TIME_LIMIT, None, trained=299.0) for n in range(1, 30)]
     assert after(*cut, steps_known=False).action is Action.FAIL
     taken = [past(n, K.PREEMPTED, None, ago=30.0 - n, trained=3.0) for n in range(1, 30)]
@@ -290,11 +290,11 @@ def test_an_outage_is_counted_by_gaps_of_two_hours_at_most() -> None:
 def test_steps_are_known_by_default() -> None:
     history = [past(1, K.PREEMPTED, None, trained=86400.0)]
     assert "preempted once; holds after" in decide(history, CONFIG, NOW, 1.0, run="tiny-1").reason
-    assert after(*history, steps_known=False).reason == "goes on after preempted"
+    assert after(*history, steps_known=False).reason == "continues after preempted"
 
 
 def test_reason_of_a_cancel_names_the_newest_checkpoint() -> None:
-    assert after_cancel(None).reason == "cancelled by `orch cancel`; no checkpoint of it is known"
+    assert after_cancel(None).reason == "cancelled by `orch cancel`; no checkpoint is known"
     assert after_cancel(40).reason == "cancelled by `orch cancel`; the newest checkpoint is of step 40"
     lost = "cancelled by `orch cancel`; the newest checkpoint was of step 40, and its folder is gone"
     assert after_cancel(40, "its folder is gone").reason == lost
@@ -353,7 +353,7 @@ def test_a_requested_drill_uses_up_nothing() -> None:
     drill = past(50, K.NODE_LOST, None, drill="kill-node")
     decision = after(*real, drill)
     assert (decision.action, decision.not_before) == (Action.RETRY, NOW)
-    assert decision.reason == "goes on after a drill, which uses up nothing: its reason"
+    assert decision.reason == "continues after a drill, which uses no budget: its reason"
     again = after(*real, drill, drill, past(60, K.NODE_LOST, None))
     assert "node lost once" in again.reason
 
@@ -405,7 +405,7 @@ def test_a_checkpoint_whose_step_is_not_higher_counts_by_time_or_by_the_programs
     decision = after(*history)
     assert (decision.action is Action.RETRY) is (counts or kind is K.PREEMPTED), decision.reason
     free = counts and kind is K.PREEMPTED
-    assert decision.reason.startswith("goes on after preempted" if free else f"{str(kind).replace('_', ' ')} ")
+    assert decision.reason.startswith("continues after preempted" if free else f"{str(kind).replace('_', ' ')} ")
     hint = "written under steps that are not higher, which counts half an hour after a start"
     assert (hint in decision.reason) is (seconds > 0 and not counts)
 

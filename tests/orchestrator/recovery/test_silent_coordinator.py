@@ -40,7 +40,7 @@ ENDED = AttemptOutcome(
     started_at=0.0, ended_at=1.0,
 )  # fmt: skip
 
-OVERSTAYED = "its attempt has ended, and the job runs on for 180 s"
+OVERSTAYED = "its attempt has ended, but the job has kept running for 180 s"
 
 
 def report(
@@ -157,7 +157,7 @@ def ended_job(state: str, code: int | None = 1, **fields: object) -> Evidence:
         (ended_job("FAILED", disk=DISK, tails=PEER_GONE), f"job 7 ended as FAILED without an outcome: {DISK}"),
         (
             ended_job("FAILED", ExitCode.STORAGE),
-            "job 7 ended as FAILED without an outcome: its storage took no more, by its exit code (74)",
+            "job 7 ended as FAILED without an outcome: its exit code (74) means that its storage was full",
         ),
         (ended_job("TIMEOUT", None, saves_failing=SAVES_FAILING), f"job 7 reached its time limit: {SAVES_FAILING}"),
     ],

@@ -65,9 +65,9 @@ def test_the_registry_with_the_newer_attempts_goes_on_with_the_run(desk: Desk, r
     other = found(desk.store, run)
     assert other is not None
     assert other.what == (
-        f"another registry has gone on with {run.name}: {second.path} has attempt 2, unknown to {desk.path}"
+        f"another registry has continued {run.name}: {second.path} has attempt 2, unknown to {desk.path}"
     )
-    assert other.hint.startswith(f"`orch db rebuild --root {desk.root}` takes that in")
+    assert other.hint.startswith(f"`orch db rebuild --root {desk.root}` imports that")
     assert found(second, run) is None
     desk.store.drop_lease(desk.lease)
     rebuild(desk.path, [desk.root])

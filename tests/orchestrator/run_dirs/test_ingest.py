@@ -305,13 +305,11 @@ def test_the_status_names_code_that_nobody_has_accepted(tmp_path: Path) -> None:
     log.write(EventKind.CODE_CHANGED, digest="d", reason="mine changed since the submit", files={"mine": "new"})
     world.tick()
     world.tick()
-    assert world.run.reason.endswith("; trains other code: mine changed since the submit")
+    assert world.run.reason.endswith("; trains different code: mine changed since the submit")
     log.write(EventKind.RESTART_DIFFERS, step=8, restored=7, reason="loss of step 8 is 2.0, it was 1.0")
     world.tick()
     world.tick()
-    assert world.run.reason.endswith(
-        "the submit; went on differently after a restart: loss of step 8 is 2.0, it was 1.0"
-    )
+    assert world.run.reason.endswith("the submit; diverged after a restart: loss of step 8 is 2.0, it was 1.0")
 
 
 def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:

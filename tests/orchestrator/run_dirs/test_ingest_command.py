@@ -67,7 +67,7 @@ def test_a_checkpoint_of_a_command_with_a_sign_of_damage_counts_and_its_row_show
     log.write(EventKind.CHECKPOINT_SEEN, **seen, damage="is damaged: a.pt is empty")
     read(world)
     (row,) = world.store.checkpoints(world.name)
-    assert (row.trust, row.reason) == (Trust.COMMITTED, "it is damaged: a.pt is empty, as attempt 1 saw it")
+    assert (row.trust, row.reason) == (Trust.COMMITTED, "attempt 1 saw that it is damaged: a.pt is empty")
     assert world.attempts[0].saved_step == 20
 
 

@@ -70,7 +70,7 @@ def test_without_its_checkpoint_a_run_is_not_begun(tmp_path: Path, source: Path,
             path.unlink()
     if lost == "all":
         source.rmdir()
-    with pytest.raises(Precondition, match="the checkpoint that b-1 begins with cannot be used") as caught:
+    with pytest.raises(Precondition, match="the checkpoint that b-1 starts from cannot be used") as caught:
         begin(tmp_path, source)
     assert not isinstance(caught.value.__cause__, OSError), "a controller would try again for ever"
     assert not (tmp_path / "b-1").exists()
@@ -171,7 +171,7 @@ def test_a_deleted_run_json_is_written_again_where_the_folder_is_the_runs_own(tm
 
     folder.run.unlink()
     other = replace(first, nonce="1" * 8)
-    assert "run.json is missing, and cannot be written again" in check_run_folder(run, other)
+    assert "run.json is missing and cannot be rewritten" in check_run_folder(run, other)
     (folder.attempt(1).path / "intent.json").unlink()
     assert "intent.json: No such file" in check_run_folder(run, first)
     assert not folder.run.exists()

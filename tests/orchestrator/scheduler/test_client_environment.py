@@ -31,7 +31,7 @@ def test_a_secret_is_compared_and_never_written_down(tmp_path: Path) -> None:
     assert "eyJhbGciOi" not in str(one.to_json())
     assert ClientEnvironment.from_json(one.to_json()) == one
     other = ClientEnvironment.from_environ({**environ, "SLURM_JWT": "eyJ0eXAiOi"})
-    assert one.differences(other) == ["SLURM_JWT is another one"]
+    assert one.differences(other) == ["SLURM_JWT is different"]
     assert not one.can_replace(other), "it cannot be handed on"
 
 

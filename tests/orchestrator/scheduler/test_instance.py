@@ -123,6 +123,6 @@ def test_an_unknown_one_owns_nothing() -> None:
 
 
 def test_a_kind_that_there_is_not_is_told_as_an_error_of_ours() -> None:
-    with pytest.raises(Precondition, match="this orch knows no scheduler `pbs`") as refused:
+    with pytest.raises(Precondition, match="this version of orch has no scheduler `pbs`") as refused:
         make_instance("pbs")
-    assert refused.value.hint.startswith("it knows slurm, local; ")
+    assert refused.value.hint.startswith("it has slurm, local; ")

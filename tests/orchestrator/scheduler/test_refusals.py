@@ -130,7 +130,7 @@ def test_every_row_has_a_hint() -> None:
 @pytest.mark.parametrize(
     ("excluded", "avoided", "unknown", "retryable", "said"),
     [
-        (("n1", "n9"), ("n9",), ("n9",), Retryable.YES, "Slurm does not know n9 any more, which orch avoided"),
+        (("n1", "n9"), ("n9",), ("n9",), Retryable.YES, "Slurm no longer knows n9, which orch avoided"),
         (("n[8-9]",), (), (), Retryable.NEVER, "cluster.exclude names n8, n9, which Slurm does not know"),
         (("n8", "n9"), ("n9",), ("n9",), Retryable.YES, "n9"),
     ],
@@ -215,7 +215,7 @@ def test_a_wait_that_has_just_begun_is_not_called_endless(reason: str, lasts: La
 
 
 def test_what_no_node_has_is_told_in_full() -> None:
-    assert "no nodes have all that it asks for (2 nodes with 8 cores, 4 GPUs, 8G, h100)" in waiting_words(
+    assert "no nodes have everything it requests (2 nodes with 8 cores, 4 GPUs, 8G, h100)" in waiting_words(
         "BadConstraints", ASKED, "a-1", 0.0
     )
 

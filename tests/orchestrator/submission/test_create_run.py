@@ -195,7 +195,7 @@ def test_a_run_that_was_refused_is_named_and_never_launched_later(
             return []
 
     def full(*args: Any) -> None:
-        raise Precondition("cannot make the run's folder: No space left on device", hint="make room")
+        raise Precondition("cannot create the run's folder: No space left on device", hint="make room")
 
     with monkeypatch.context() as patch:
         patch.setattr(create_run, "ensure_run_dir", full)
@@ -310,7 +310,7 @@ def test_what_cannot_be_read_for_a_snapshot_is_named_and_leaves_no_run(
     unread.mkdir() if name == "folder" else unread.write_text("x")
     real = os.access  # root may read everything
     monkeypatch.setattr(os, "access", lambda path, *words, **more: Path(path) != unread and real(path, *words, **more))
-    with pytest.raises(Precondition, match=f"workload.snapshot: {unread} cannot be read, and so not copied") as refused:
+    with pytest.raises(Precondition, match=f"workload.snapshot: {unread} cannot be read or copied") as refused:
         submit(tmp_path, store, *path, *SNAPSHOT)
     assert refused.value.hint.startswith(f"`chmod u+rX {unread}`")
     assert nothing_was_written(tmp_path, store)

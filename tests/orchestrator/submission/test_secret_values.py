@@ -182,8 +182,8 @@ def test_a_run_without_its_values_is_held_and_goes_on_with_those_of_another_shel
     held = shell.store.run(run.name)
     assert held.state is RunState.HELD
     assert held.reason == (
-        f"{folder.secrets} has no value of HF_TOKEN, ORCH_PRIVATE; type `export HF_TOKEN=... ORCH_PRIVATE=...`; "
-        f"when it is mended: orch resume {run.name}"
+        f"{folder.secrets} has no value for HF_TOKEN, ORCH_PRIVATE; type `export HF_TOKEN=... ORCH_PRIVATE=...`; "
+        f"when it is fixed: orch resume {run.name}"
     )
     assert not scheduler.jobs
     monkeypatch.delenv("HF_TOKEN")

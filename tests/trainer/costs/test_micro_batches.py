@@ -39,7 +39,7 @@ def test_micro_batches_of_a_step(keys: dict, train: dict, count: int) -> None:
         (
             {"stages": 4, "micro_batches": 3},
             {"batch_size": 64},
-            "parallel.pipeline.micro_batches=3: each data-parallel rank has 32 sequences of a step, which must be "
+            "parallel.pipeline.micro_batches=3: each data-parallel rank has 32 sequences per step, which must be "
             "divided into equal micro-batches: type parallel.pipeline.micro_batches=4 or "
             "parallel.pipeline.micro_batches=8 or parallel.pipeline.micro_batches=16",
         ),
@@ -59,7 +59,7 @@ def test_micro_batches_of_a_step(keys: dict, train: dict, count: int) -> None:
         (
             {"stages": 4},
             {"batch_size": 64, "micro_batch_size": 5},
-            "train.micro_batch_size=5: each data-parallel rank has 32 sequences of a step, which must be divided into "
+            "train.micro_batch_size=5: each data-parallel rank has 32 sequences per step, which must be divided into "
             "equal micro-batches: type train.micro_batch_size=0 parallel.pipeline.micro_batches=4 or "
             "parallel.pipeline.micro_batches=8 or parallel.pipeline.micro_batches=16",
         ),
@@ -67,12 +67,12 @@ def test_micro_batches_of_a_step(keys: dict, train: dict, count: int) -> None:
             {"stages": 4, "micro_batches": 8},
             {"batch_size": 64, "micro_batch_size": 8},
             "parallel.pipeline.micro_batches=8 x train.micro_batch_size=8 = 64, but each data-parallel rank has 32 "
-            "sequences of a step: type train.micro_batch_size=0",
+            "sequences per step: type train.micro_batch_size=0",
         ),
         (
             {"stages": 4},
             {"batch_size": 4},
-            "train.batch_size=4: each data-parallel rank has 2 sequences of a step, but schedule 1f1b needs one "
+            "train.batch_size=4: each data-parallel rank has 2 sequences per step, but schedule 1f1b needs one "
             "micro-batch or more for each of 4 stages: type train.batch_size=8",
         ),
     ],
@@ -95,17 +95,17 @@ def test_the_counts_that_a_refusal_names_are_taken() -> None:
     [
         (
             {"micro_batches": 8}, {"batch_size": 64},
-            "8 micro-batches for a pipeline of 4 ranks: ranks wait for 27% of each step; it is worth it from 16 on: "
+            "8 micro-batches for a pipeline of 4 ranks: ranks wait for 27% of each step; efficient from 16 on: "
             "type parallel.pipeline.micro_batches=16",
         ),
         (
             {}, {"batch_size": 72, "micro_batch_size": 9},
-            "4 micro-batches for a pipeline of 4 ranks: ranks wait for 43% of each step; it is worth it from 16 on: "
+            "4 micro-batches for a pipeline of 4 ranks: ranks wait for 43% of each step; efficient from 16 on: "
             "type parallel.pipeline.micro_batches=18 train.micro_batch_size=0",
         ),
         (
             {}, {"batch_size": 16},
-            "8 micro-batches for a pipeline of 4 ranks: ranks wait for 27% of each step; it is worth it from 16 on: "
+            "8 micro-batches for a pipeline of 4 ranks: ranks wait for 27% of each step; efficient from 16 on: "
             "type parallel.pipeline.micro_batches=16 train.batch_size=32",
         ),
     ],

@@ -118,7 +118,7 @@ def test_stages_of_a_v_go_there_and_back() -> None:
         ),
         (
             PipelineConfig(stages=2, layer_seconds=(0.0,) * 6), JobConfig(),
-            "parallel.pipeline.layer_seconds are all 0: one must be above 0",
+            "parallel.pipeline.layer_seconds are all 0: at least one must be above 0",
         ),
         (
             PipelineConfig(stages=2), JobConfig(workload=WorkloadConfig(target="mine:Mine")),

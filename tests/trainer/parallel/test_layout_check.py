@@ -157,7 +157,7 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
         ),
         (
             of(SMALL, {"tp": 4}, model=ModelConfig(kv_heads=4)),
-            "parallel.tp=4 reaches across nodes of cluster.ranks_per_node=2",
+            "parallel.tp=4 spans nodes of cluster.ranks_per_node=2",
             "type parallel.tp=2",
         ),
         (
@@ -228,7 +228,7 @@ SMALL = {"nodes": 2, "ranks_per_node": 2}
         ),
         (
             of(SMALL, {"pipeline": PipelineConfig(stages=2, micro_batches=3)}, train=TrainConfig(batch_size=16)),
-            "parallel.pipeline.micro_batches=3: each data-parallel rank has 8 sequences of a step, which must be "
+            "parallel.pipeline.micro_batches=3: each data-parallel rank has 8 sequences per step, which must be "
             "divided into equal micro-batches",
             "type parallel.pipeline.micro_batches=0",
         ),
@@ -260,4 +260,4 @@ def test_orch_does_not_judge_what_it_does_not_split() -> None:
     refused = refusal(own)
     assert refused is not None
     assert "model.kv_heads" not in str(refused)
-    assert "parallel.tp=4 reaches across nodes" in str(refused)
+    assert "parallel.tp=4 spans nodes" in str(refused)

@@ -79,7 +79,7 @@ def test_a_job_gets_each_variable_from_one_place(tmp_path: Path) -> None:
     both = JobConfig(env_from=("HF_TOKEN",), secrets_file=listed)
     assert values_for_job(run, both) == {"HF_TOKEN": "x", "KEY": CANARY}
     assert values_for_job(run, JobConfig()) == {}
-    with pytest.raises(SecretsRefused, match="has no value of WANDB; `export WANDB=...`, then `orch resume tiny-1`"):
+    with pytest.raises(SecretsRefused, match="has no value for WANDB; `export WANDB=...`, then `orch resume tiny-1`"):
         values_for_job(run, JobConfig(env_from=("HF_TOKEN", "WANDB")))
     with pytest.raises(SecretsRefused, match="KEY stands in the configuration, too"):
         values_for_job(run, JobConfig(env={"KEY": "x"}, secrets_file=listed))

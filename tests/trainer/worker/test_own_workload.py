@@ -109,10 +109,10 @@ def test_a_sharded_layer_that_is_recomputed_twice_in_the_old_way_is_refused(make
     ("name", "said"),
     [
         ("Hooked", "2.weight has a hook of the workload's own"),
-        ("AddedLater", "extra.weight was made after `parallelize`"),
-        ("ReplacedLater", "step 2: gradients of ranks differ"),
+        ("AddedLater", "extra.weight was created after `parallelize`"),
+        ("ReplacedLater", "step 2: ranks' gradients differ"),
         ("StepsByItself", "got a gradient outside the backward pass"),
-        ("OwnWeights", "ranks begin with different weights"),
+        ("OwnWeights", "ranks start with different weights"),
         ("OwnFreezing", "step 1: ranks used different parameters"),
     ],
 )
@@ -129,7 +129,7 @@ def test_what_would_let_replicas_drift_apart_is_named(make_run, name, said):
     ("name", "said"),
     [
         ("HookedEarly", "2.weight has a hook of its own, which FSDP drops"),
-        ("Kept", "the loss uses 0.weight as it was before `parallelize`"),
+        ("Kept", "the loss uses 0.weight from before `parallelize`"),
         ("ForgottenRoot", "step 1: gradients of 2.weight, 2.bias differ between ranks after the backward pass"),
         ("LeftAsItIs", "step 1: gradients of 0.weight, 0.bias, 2.weight differ between ranks after the backward pass"),
         ("MadeLate", "step 1: gradients of extra differ between ranks after the backward pass"),

@@ -1,1 +1,1 @@
-"""Device mesh, and wrapping of models for data parallelism."""
+"""Device meshes, and application of each kind of parallelism to models."""

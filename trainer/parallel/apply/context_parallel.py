@@ -1,13 +1,13 @@
 """Context parallelism: sequence parts, Ulysses and ring attention.
 
-Queries are [batch, heads, queries, width]; keys and values are [batch, heads, keys, width] with equally many heads.
+Queries are [batch, heads, queries, width]; keys and values are [batch, heads, keys, width], with as many heads.
 
 Ulysses: before attention every rank has some tokens of all heads; an all-to-all gives it all tokens of some heads, and
-another one returns the results.
+another all-to-all returns the results.
 
 Ring: the log-sum-exp of a query's scores determines the weight of a block relative to others (Milakov and Gimelshein
 2018; Dao et al. 2022). The backward pass of a block takes the log-sum-exp and the output over all keys, and returns
-this block's part. Each rank has one chunk from the head and one from the tail of every sequence, so that with a causal
+the block's contribution. Each rank has a chunk from the head and one from the tail of every sequence, so with a causal
 mask all ranks have equal work in every turn; fully masked chunks are skipped. Sums are taken in the same order in every
 step.
 """
@@ -31,7 +31,7 @@ from trainer.worker.reporting.phase_tracker import current_tracker, waiting_for_
 
 _aten = torch.ops.aten
 _FLASH_WIDTH = 8
-"""Required divisor of the head width for a direct call of CUDA's flash attention."""
+"""Number that must divide the head width to call CUDA's flash attention directly."""
 
 
 class BlockResult(NamedTuple):
@@ -59,11 +59,11 @@ class Kernel(Protocol):
         self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
         *, is_causal: bool,
     ) -> Gradients:  # fmt: skip
-        """Return this block's part of the gradients; `given`: gradient of the output over all keys (`whole`)."""
+        """Return this block's share of the gradients; `given`: gradient of the output over all keys (`whole`)."""
 
 
 def choose_kernel(query: torch.Tensor) -> Kernel:
-    """Return a memory-efficient kernel if this device, precision and width have one, else `Plain`."""
+    """Return a memory-efficient kernel if one supports this device, precision and width, else `Plain`."""
     if query.is_cpu:
         return CpuFlash()
     is_half = query.dtype in (torch.float16, torch.bfloat16)
@@ -144,7 +144,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor, *, is_causal: bool) -> torch
 def sequence_part(length: int, parallel: ParallelConfig, method: CpMethod, rank: int) -> SequencePart:
     """Return the part of rank `rank` among `parallel.cp` ranks.
 
-    In a ring each rank has one chunk from each end of a sequence: with a causal mask later tokens need more work, so
+    In a ring each rank has one chunk from each end of a sequence. With a causal mask later tokens need more work, so
     this gives all ranks equal work.
     """
     ranks, each = parallel.cp, chunks_per_rank(method)
@@ -182,7 +182,7 @@ class UlyssesAttention(SequenceAttention):
 
 
 def repeat_heads(heads: torch.Tensor, times: int) -> torch.Tensor:
-    """Repeat each head of [batch, heads, tokens, width] `times` times in a row; gradients of copies are added."""
+    """Repeat each head of [batch, heads, tokens, width] `times` times in a row; gradients of the copies are added."""
     if times == 1:
         return heads
     batch, count, tokens, width = heads.shape
@@ -196,7 +196,7 @@ def _split_by_rank(heads: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends row r of the first dimension to rank r and receives one from it; gradients take the reverse path."""
+    """Sends row r of the first dimension to rank r and receives a row from it; gradients take the reverse path."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -217,7 +217,7 @@ def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class Visible(NamedTuple):
-    """The queries of a rank, and the keys of another rank that they see."""
+    """A rank's queries, and the keys of another rank that they see."""
 
     queries: slice
     keys: slice
@@ -234,7 +234,7 @@ def visible_slices(rank: int, source: int, tokens: int) -> Visible:
 
 
 class Ring:
-    """The ranks of a group in a circle: each sends to the next rank and receives from the previous one."""
+    """A ring of a group's ranks: each sends to the next rank and receives from the previous one."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks, self.rank = group.size(), dist.get_rank(group)
@@ -246,7 +246,7 @@ class Ring:
         self._previous = members[(self.rank - 1) % self.ranks]
 
     def start_transfer(self, tensor: torch.Tensor) -> "RingTransfer":
-        """Start to send `tensor` and to receive a tensor of the same shape, while this rank computes."""
+        """Start sending `tensor` and receiving a tensor of the same shape, while this rank computes."""
         received = torch.empty_like(tensor)
         self.sent_bytes += tensor.nbytes
         if (tracker := current_tracker()) is not None:
@@ -283,7 +283,7 @@ class RingTransfer(NamedTuple):
 
 
 class RingAttention(SequenceAttention):
-    """Causal attention over sequences of which each rank of `group` has a chunk from the head and one from the tail."""
+    """Causal attention over sequences; each rank of `group` has a chunk from the head and one from the tail."""
 
     dimension = CONTEXT.name
 
@@ -346,7 +346,7 @@ def _join(whole: BlockResult, rows: slice, block: BlockResult) -> None:
 def _backward(
     given: torch.Tensor, query: torch.Tensor, pair: torch.Tensor, whole: BlockResult, ring: Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gradients of the query and of the pair [2, ...]; these follow the pair around the ring to its origin."""
+    """Return gradients of the query and of the pair [2, ...]; the latter follow the pair around the ring."""
     kernel, tokens = choose_kernel(query), query.shape[2]
     of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     travelling: RingTransfer | None = None
@@ -394,6 +394,6 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 
 
 def _count_real_tokens(part: SequencePart, layout: Layout) -> int:
-    """Return this rank's tokens without padding for its experts; tensor-parallel ranks share the part."""
+    """Count the tokens, without padding, that this rank's experts see; tensor-parallel ranks share the part."""
     each = len(part.positions) // layout.sizes["tp"]
     return min(max(part.real - layout.place["tp"] * each, 0), each)

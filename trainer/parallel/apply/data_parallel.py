@@ -33,7 +33,7 @@ from trainer.parallel.data import Offload, Reduce
 from trainer.protocol.config import JobConfig
 
 _MODULUS = 65_521
-"""Small enough that the squares of a million ranks add up exactly in float64."""
+"""Small enough for the squares of a million ranks to add up exactly in float64."""
 
 
 def residue(number: torch.Tensor) -> torch.Tensor:
@@ -56,13 +56,13 @@ def require_equal(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGro
     dist.all_reduce(sums, group=group)
     if not are_equal(group.size(), *sums.tolist()):
         raise CannotAverage(
-            "ranks begin with different weights, and parallel.strategy=ddp averages gradients alone: build the model "
+            "ranks start with different weights, and parallel.strategy=ddp averages only gradients: build the model "
             "from the same random numbers on every rank (orch has seeded them), or from the same file"
         )
 
 
 def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
-    """Return the policy: half precision with gradients reduced in float32, or float32 throughout."""
+    """Return the precision policy: half precision with gradients reduced in float32, or float32 throughout."""
     if config.train.dtype == "float32":
         return MixedPrecisionPolicy()
     half = torch.float16 if config.train.dtype == "float16" else torch.bfloat16
@@ -82,7 +82,7 @@ _DDP = "type parallel.strategy=ddp train.dtype=float32"
 
 
 def refuse_modules(model: nn.Module) -> None:
-    """Raise CannotShard for modules that fail with replicas too."""
+    """Raise CannotShard for modules that fail even with replicas."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise CannotShard(f"{name} has no shape yet (a lazy module): give it a batch in build_model()")
@@ -91,18 +91,18 @@ def refuse_modules(model: nn.Module) -> None:
             continue
         if module.max_norm is not None:
             raise CannotShard(
-                f"{name}.max_norm={module.max_norm}: the forward pass would change weights, on each rank the rows that "
-                "it uses: leave max_norm out"
+                f"{name}.max_norm={module.max_norm}: the forward pass would change the rows of weights that each rank "
+                "uses: leave max_norm out"
             )
         if module.sparse:
-            raise CannotShard(f"{name}.sparse=True: gradients of ranks are averaged as dense tensors: leave sparse out")
+            raise CannotShard(f"{name}.sparse=True: ranks' gradients are averaged as dense tensors: leave sparse out")
 
 
 def refuse_parameters(units: Sequence[nn.Module], model: nn.Module) -> None:
     """Raise CannotShard, with names, for parameters that FSDP would reject during a step, or handle wrongly."""
     if isinstance(model, nn.ModuleDict | nn.ModuleList):
         raise CannotShard(
-            f"build_model() returns a {type(model).__name__}, which is never called itself, so that FSDP cannot gather "
+            f"build_model() returns a {type(model).__name__}, which is never called itself, so FSDP cannot gather "
             f"what belongs to the whole: return a module with a forward() that has it as an attribute, or {_DDP}"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -118,7 +118,7 @@ def refuse_parameters(units: Sequence[nn.Module], model: nn.Module) -> None:
                 first, other = (f"{names[id(one)]} ({_dtype(one)})" for one in (own[0], parameter))
                 raise CannotShard(
                     f"parameters {first} and {other} "
-                    "are sharded together and must have one type: model.float(), or put them into modules of their own"
+                    "are sharded together and must have the same type: model.float(), or put them into separate modules"
                 )
 
 
@@ -131,9 +131,9 @@ def _refuse_one(name: str, parameter: nn.Parameter) -> None:
         raise CannotShard(f"parameter {name} has no dimension: give it one, as nn.Parameter(value.reshape(1))")
     if parameter.is_complex():
         # torch 2.13: an optimizer's view_as_real of a shard is a copy, so only weight decay changes the parameter.
-        raise CannotShard(f"parameter {name} is complex, and optimizers do not move shards of it: {_DDP}")
+        raise CannotShard(f"parameter {name} is complex, and optimizers do not update its shards: {_DDP}")
     if not parameter.is_contiguous():
-        raise CannotShard(f"parameter {name} is not contiguous: make it so, as nn.Parameter(value.contiguous())")
+        raise CannotShard(f"parameter {name} is not contiguous: use nn.Parameter(value.contiguous())")
     hooks = "a hook of its own, which FSDP drops with the parameter that it replaces"
     if parameter._post_accumulate_grad_hooks:
         raise CannotShard(f"{name} has {hooks}: use optimizer.register_step_pre_hook in build_optimizer()")
@@ -152,7 +152,7 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 def apply_data_parallel(
     units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
 ) -> None:
-    """Wrap these parts of `model` one by one, in order of computation, and then the rest of it.
+    """Wrap these parts of `model` one by one, in order of computation, and then the rest.
 
     `parallel.fsdp.wrap` may select other parts; raises CannotShard if this model does not support the settings.
     Replicas without shards (DDP) stay plain modules in float32: `GradientSync` averages their gradients. With half
@@ -166,7 +166,7 @@ def apply_data_parallel(
     refuse_parameters(units, model)
     before = ReplacedParameters(model)
     for module in (*units, model):
-        if not isinstance(module, FSDPModule):  # shared experts are already wrapped, on a mesh of their own
+        if not isinstance(module, FSDPModule):  # shared experts are already wrapped, on their own mesh
             copy_views(module)
             fully_shard(module, mesh=layout.fsdp, **fsdp_options(layout, config, policy))
     before.copy_attributes(model)
@@ -196,12 +196,12 @@ def offloads_optimizer(config: JobConfig) -> bool:
 
 
 class GradientSync:
-    """Backward passes of a step's micro-batches; gradients are reduced after each one or after the last."""
+    """Runs the backward passes of a step's micro-batches; gradients are reduced after each pass or after the last."""
 
     def __init__(
         self, model: nn.Module, layout: Layout, reduce: Reduce, on_wait: Callable[[], None] = lambda: None
     ) -> None:
-        """Create it after all trained parameters exist. `on_wait` as in GradientBuckets; raises CannotAverage."""
+        """Create this after all trained parameters exist. `on_wait`: see GradientBuckets. Raises CannotAverage."""
         self._model = model
         self._each = reduce is Reduce.EACH
         self._fsdp = model if isinstance(model, FSDPModule) else None
@@ -216,7 +216,7 @@ class GradientSync:
         self._gradients: list[torch.Tensor] = []
 
     def begin_step(self) -> None:
-        """Begin a step; call before its first forward pass."""
+        """Begin a step; call this before its first forward pass."""
         if self._buckets is not None:
             self._buckets.begin_step()
 
@@ -233,7 +233,7 @@ class GradientSync:
         Gradients of unsharded parameters may be averaged elsewhere, for example by torch's own DDP.
         """
         used = usage_mark(self._averaged) if self._stages == 1 else 0
-        gradients, self._gradients = self._gradients, []  # released as early as the parameters release them
+        gradients, self._gradients = self._gradients, []  # released as soon as the parameters release them
         compared = [one for one in gradients if not isinstance(one, DTensor)] if self._compares else []
         return GradientFacts(used=used, alike=self._makes_equal, compared=compared, stages=self._stages)
 
@@ -241,18 +241,18 @@ class GradientSync:
         """Return the message for unsharded parameters whose gradients differ between ranks."""
         if self._buckets is not None:
             return (
-                "gradients of ranks differ after parallel.strategy=ddp has averaged them: a hook has changed them, or "
-                "a parameter was made after training began: make it in build_model()"
+                "ranks' gradients differ after parallel.strategy=ddp averaged them: a hook has changed them, or "
+                "a parameter was created after training began: create it in build_model()"
             )
         plain = [name for name, one in self._model.named_parameters() if not isinstance(one, DTensor)]
         return (
-            f"gradients of {', '.join(plain[:3])} differ between ranks after the backward pass, since "
-            "nobody averages them: shard the whole model in `parallelize`, its outermost module last, and make "
+            f"gradients of {', '.join(plain[:3])} differ between ranks after the backward pass, because "
+            "nothing averages them: shard the whole model in `parallelize`, its outermost module last, and create "
             "parameters in build_model()"
         )
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Compute gradients of a micro-batch; collective.
+        """Compute a micro-batch's gradients; collective.
 
         Plain replicas average once per step, because an average must not be averaged again. The first call raises
         CannotAverage for models that torch would reduce wrongly.
@@ -276,7 +276,7 @@ class GradientSync:
         self._buckets.finish()
 
     def reduce_now(self) -> None:
-        """Average complete gradients that were not averaged in their backward passes."""
+        """Average complete gradients that their backward passes did not average."""
         if self._buckets is not None:
             self._buckets.begin()
             self._buckets.finish()
@@ -294,8 +294,8 @@ def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> G
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in ids and not isinstance(parameter, DTensor):
             raise CannotAverage(
-                f"{name} was made after `parallelize`, or is outside the model that it was given: nobody would average "
-                "its gradients: make it in build_model()"
+                f"{name} was created after `parallelize`, or outside the model passed to it, so nothing would average "
+                "its gradients: create it in build_model()"
             )
     group = layout.mesh["dp_replicate"].get_group()
     if group.size() == 1 and not any(isinstance(one, DTensor) for one in replicated.values()):

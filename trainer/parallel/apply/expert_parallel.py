@@ -1,4 +1,4 @@
-"""Expert parallelism: divides the experts of each layer among ranks, and carries tokens to them and back."""
+"""Expert parallelism: divides each layer's experts among ranks, and sends tokens to them and back."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def own_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part for its own tokens; the gradient of a replicated weight is a sum over ranks."""
+    """Return the weight as used for this rank's own tokens; a replicated weight's gradient is a sum over ranks."""
     if not isinstance(weight, DTensor):
         return weight
     placements = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
@@ -55,20 +55,20 @@ def own_weight(weight: torch.Tensor) -> torch.Tensor:
 class ExpertStacks(nn.Module):
     """Base of modules with the weights of several experts, all of shape [experts, inner width, width].
 
-    Such weights may have a mesh of their own. `module(rows, counts)` computes `rows` [rows, width], sorted by this
+    Such weights may have their own mesh. `module(rows, counts)` computes `rows` [rows, width], sorted by this
     rank's experts, with `counts` rows for each.
     """
 
 
 class BalancedRouter(nn.Module):
-    """Base of routers that move an expert's bias after each step in which its number of tokens was not the mean."""
+    """Base of routers that adjust an expert's bias after each step in which its number of tokens was not the mean."""
 
     same_on_all_ranks = ("moves",)
     """Buffers stored once per checkpoint: a pipeline stage restores them from any rank that saved."""
     moves: torch.Tensor
-    """Net moves of each expert's bias, in units of the rate. An integer: its sums are exact in any order."""
+    """Net adjustment of each expert's bias, in units of the rate. An integer: its sums are exact in any order."""
     load: torch.Tensor
-    """Tokens of each expert since the last optimizer step, counted in this rank's backward passes."""
+    """Tokens per expert since the last optimizer step, counted in this rank's backward passes."""
 
     def reset(self, device: torch.device) -> None:
         """Reset to the state of step 0."""
@@ -82,14 +82,14 @@ class BalancedRouter(nn.Module):
 
 
 class ExpertBalance:
-    """The routers of this rank's layers; a dense model has none.
+    """The routers in this rank's layers; a dense model has none.
 
-    Loads have a row for each layer of the whole model. A pipeline rank fills in the rows of its own layers, so that the
+    Loads have a row for each layer of the whole model. A pipeline rank fills in the rows of its own layers, so the
     sum over all ranks is complete.
     """
 
     def __init__(self, model: nn.Module, rows: Iterable[int] | None = None, layers: int | None = None) -> None:
-        """`rows`: indices of this rank's layers in the order of `model`, among all `layers`; None: all of them."""
+        """`rows`: indices of this rank's layers among all `layers`, in the order of `model`; None: all layers."""
         found = [module for module in model.modules() if isinstance(module, BalancedRouter)]
         numbers = range(len(found)) if rows is None or not found else rows
         self._routers = dict(zip(numbers, found, strict=True))
@@ -116,10 +116,10 @@ class ExpertBalance:
 
 
 class TokenExchange:
-    """Exchanges tokens with the ranks of `group`, which have equally many experts, in rank order.
+    """Exchanges tokens with the ranks of `group`, which have the same number of experts, in rank order.
 
-    A rank with popular experts computes more than its peers. That work belongs to all of them and is excluded from the
-    rank's timing, so that only other slowness makes a rank a straggler.
+    A rank with popular experts computes more than its peers. That work belongs to all ranks and is excluded from the
+    rank's timing, so only other slowness makes a rank a straggler.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -131,7 +131,7 @@ class TokenExchange:
         received = self._exchange_counts(sent)
         to, of = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
         order = _expert_order(received)
-        # Reordered copies of the rows have no name, so that each is freed as soon as the next one exists.
+        # Reordered copies of the rows are never named, so each is freed as soon as the next copy exists.
         computed = permute_rows(
             experts(permute_rows(self._exchange(rows, to, of, is_way_there=True), order), received.sum(dim=0).tolist()),
             inverse(order),
@@ -162,7 +162,7 @@ def _expert_order(received: torch.Tensor) -> torch.Tensor:
 class _RowExchange(torch.autograd.Function):
     """Sends rows to each rank and receives rows from it; gradients take the reverse path.
 
-    The time between the exchange and its return is not measured, in the forward and in the backward pass.
+    The time between the exchange and its return is not measured, in either the forward or the backward pass.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class _RowExchange(torch.autograd.Function):
 def _exchange_rows(
     rows: torch.Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup, *, opens: bool
 ) -> torch.Tensor:
-    """Exchange rows; `opens`: the experts compute afterwards, else they have computed."""
+    """Exchange rows; `opens`: whether the experts compute after this exchange instead of before it."""
     tracker = current_tracker()
     if tracker is not None and not opens:
         tracker.resume()
@@ -205,8 +205,8 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 def share_tokens(model: Any, layout: Layout) -> None:
     """Give tensor-parallel ranks parts of each sequence in the mixtures of `model`, and replicated weights.
 
-    Gradients of these weights are sums over the ranks, like those of norms. For shared experts (`layout.ep`) `tp` ranks
-    count like any others, and each has its own experts.
+    Gradients of these weights are sums over the ranks, like those of norms. With shared experts (`layout.ep`), `tp`
+    ranks count like any other ranks, and each has its own experts.
     """
     for layer in model.layers:
         mixture = layer.feed_forward
@@ -232,8 +232,8 @@ def _split(experts: ExpertStacks, mesh: DeviceMesh) -> None:
 def _shard(experts: ExpertStacks, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP along the inner width, so that no dimension is split twice.
 
-    A rank holds the gradient that its experts computed for all ranks of `ep`, each of which has its own mean loss, or
-    with tensor parallelism a part of one. The mean over all means is the sum over the ranks with the same experts,
+    A rank holds the gradient that its experts computed for all ranks of `ep`. Each of those has its own mean loss, or
+    part of a mean with tensor parallelism. The mean over all means is the sum over the ranks with the same experts,
     divided by the number of means.
     """
     mesh = layout.fsdp_of_experts

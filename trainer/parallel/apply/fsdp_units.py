@@ -1,4 +1,4 @@
-"""FSDP units: their choice, replaced parameters, and layers that cannot be sharded."""
+"""FSDP units: how they are chosen, replaced parameters, and layers that cannot be sharded."""
 
 import weakref
 from collections import defaultdict
@@ -24,7 +24,7 @@ class ReplacedParameters:
         self._before = dict(model.named_parameters(remove_duplicate=False))
 
     def copy_attributes(self, model: nn.Module) -> None:
-        """Copy attributes of the old parameters, such as marks for an optimizer, to the new ones; remember the old."""
+        """Copy attributes of the old parameters, such as marks for an optimizer, to the new; remember the old ones."""
         replaced = []
         for name, parameter in model.named_parameters(remove_duplicate=False):
             old = self._before.get(name, parameter)
@@ -41,8 +41,8 @@ def refuse_stale_parameters(model: nn.Module) -> None:
         old = reference()
         if old is not None and old.grad is not None:
             raise CannotAverage(
-                f"the loss uses {name} as it was before `parallelize`, whose weights are those of the start and are "
-                "never trained: take parameters from the model in `loss`, do not keep them from build_model()"
+                f"the loss uses {name} from before `parallelize`, which keeps its initial weights and is never "
+                "trained: take parameters from the model in `loss`, do not keep them from build_model()"
             )
 
 
@@ -78,7 +78,7 @@ def _nodes(loss: torch.Tensor) -> Iterator[Any]:
 
 
 def _module(function: Any) -> nn.Module | None:
-    """Return the layer of a function: a module, a method of one, or either with bound arguments."""
+    """Return the layer behind a function: a module, a module's method, or either with bound arguments."""
     while isinstance(function, partial):
         function = function.func
     owner = getattr(function, "__self__", function)
@@ -88,11 +88,11 @@ def _module(function: Any) -> nn.Module | None:
 CLASSES = "_classes_of_whole_model"
 """Attribute of a part of a model: the class names of all modules in the whole model."""
 Places = Mapping[int, list[str]]
-"""All names of each parameter by its id; tied ones have several."""
+"""All names of each parameter, by id; tied parameters have several."""
 
 
 class CannotShard(ValueError):
-    """FSDP does not support the request for this model; the text gives reason and remedy."""
+    """FSDP does not support the request for this model; the text gives the reason and the remedy."""
 
 
 def chosen_units(model: nn.Module, wrap: str, layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -124,7 +124,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def _large_units(closed: Sequence[nn.Module], least: int) -> list[nn.Module]:
-    """Return modules with at least `least` parameters outside of the units inside them."""
+    """Return modules with at least `least` parameters outside the units that they contain."""
     found: list[nn.Module] = []
     taken: set[int] = set()
     for module in closed:
@@ -154,7 +154,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
     """Return the children with parameters, and the members of module lists one by one; the rest is the root unit.
 
     A child that shares a parameter with the rest of the model (tied embeddings) belongs to the root unit too, because
-    FSDP manages a parameter once; members of lists within it are still units.
+    FSDP manages a parameter once; members of lists in that child are still units.
     """
     places = _places(model)
     found: list[nn.Module] = []
@@ -183,7 +183,7 @@ def _list_members(module: nn.Module, prefix: str, places: Places) -> Iterator[nn
 
 
 def _is_closed(module: nn.Module, prefix: str, places: Places) -> bool:
-    """Return whether the module has parameters, and uses all of them exclusively."""
+    """Return whether the module has parameters and shares none of them."""
     names = [name for parameter in module.parameters() for name in places[id(parameter)]]
     return bool(names) and all(name.startswith(f"{prefix}.") for name in names)
 
@@ -213,9 +213,9 @@ def _reason(model: nn.Module) -> str:
         if type(module).forward is not nn.Module.forward
         and any(isinstance(one, DTensor) for one in module._parameters.values())
     }
-    by_itself = f", or shard each layer by itself (type parallel.fsdp.wrap={','.join(sorted(layers)[:_MOST])})"
+    by_itself = f", or shard each layer separately (type parallel.fsdp.wrap={','.join(sorted(layers)[:_MOST])})"
     return (
-        "a layer was used without a call of the part that it is sharded with, which gathers its parameters "
+        "a layer was used without calling the part that it is sharded with, which gathers its parameters "
         f"({_join_names(units)}): call these parts{by_itself if layers else ''}, or do not shard ({WITHOUT_SHARDS})"
     )
 

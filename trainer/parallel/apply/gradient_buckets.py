@@ -1,7 +1,7 @@
 """DDP: gradients averaged in buckets, with the sums and comparisons of a step.
 
 Like torch's DistributedDataParallel (Li et al. 2020, section 3), but buckets are never rebuilt: sums are taken in the
-same order in every step, so that a restart is bit-equal.
+same order in every step, so a restart is bit-equal.
 """
 
 import zlib
@@ -44,8 +44,8 @@ class GradientFacts:
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
     """Return a mark of the parameters without a gradient, frozen or unused; 0 for an empty set, at most 2**16.
 
-    Ranks that use different parameters would gather, and average, one for another; with equal shapes no other check
-    detects it.
+    Ranks that use different parameters would gather and average the wrong ones; with equal shapes no other check
+    detects that.
     """
     missing = [
         (number, parameter.requires_grad) for number, parameter in enumerate(parameters) if parameter.grad is None
@@ -54,7 +54,7 @@ def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
 
 
 _MOST_GATHERED = 1 << 16
-"""Maximum numbers in all rows together; larger ones are cheaper to reduce than to gather."""
+"""Maximum numbers in all rows together; beyond this, reducing is cheaper than gathering."""
 
 
 class OtherCollective(RuntimeError):
@@ -64,9 +64,9 @@ class OtherCollective(RuntimeError):
 class StepSums:
     """A row in flight to all ranks, to be summed.
 
-    gloo reduces a short row in four small messages per rank, one after the other. Gathering the rows and adding them
-    here takes one message, and on two ranks a quarter of the time. A row ends with a mark of its step, because gloo
-    accepts a message that is shorter than a row.
+    gloo reduces a short row in four consecutive small messages per rank. Gathering the rows and adding them here takes
+    one message, and a quarter of the time on two ranks. A row ends with a mark of its step, because gloo accepts a
+    message that is shorter than a row.
     """
 
     def __init__(self, own: torch.Tensor, step: int) -> None:
@@ -91,10 +91,10 @@ class StepSums:
         strange = [rank for rank, row in enumerate(self._rows) if row[-1].item() != _mark(self._step)]
         if strange:
             raise OtherCollective(
-                f"step {self._step}: what came from rank {', '.join(map(str, strange))} is not the numbers of this "
+                f"step {self._step}: the data from rank {', '.join(map(str, strange))} does not belong to this "
                 "step: Is there a distributed collective mismatch in your code?"
             )
-        # In the same order everywhere: torch's sum over rows depends on the host's vector width.
+        # Add in the same order everywhere: torch's sum over rows depends on the host's vector width.
         sums = self._rows[0][:-1].clone()
         for row in self._rows[1:]:
             sums += row[:-1]
@@ -107,14 +107,14 @@ def _mark(step: int) -> float:
 
 
 class CannotAverage(RuntimeError):
-    """Gradients of these parameters cannot be averaged; the text gives reason and remedy."""
+    """Gradients of these parameters cannot be averaged; the text gives the reason and the remedy."""
 
 
 class GradientBuckets:
     """Averages the gradients of a model's parameters over a process group by the end of each backward pass.
 
     A bucket is sent as soon as all its gradients exist and the preceding buckets have been sent, during the backward
-    pass. All ranks send the same buckets in the same order, whichever parameters they have used.
+    pass. All ranks send the same buckets in the same order, whichever parameters they used.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class GradientBuckets:
                     raise self._hook_error(parameter)
 
     def finish(self) -> None:
-        """Send the remaining buckets, which lack gradients, after the backward pass, and wait for all buckets."""
+        """After the backward pass, send the remaining buckets, which lack gradients, and wait for all buckets."""
         while self._left is not None and self._left < len(self._buckets):
             self._send_next()
         self._left = None
@@ -163,7 +163,7 @@ class GradientBuckets:
         self._works.clear()
 
     def end_step(self) -> None:
-        """Refuse gradients until the next step: they would be of this rank alone."""
+        """Refuse gradients until the next step: they would be this rank's alone."""
         self._is_over = True
 
     def _watch(self, parameter: nn.Parameter, bucket: "_Bucket") -> None:
@@ -180,7 +180,7 @@ class GradientBuckets:
 
     def _hook_error(self, parameter: torch.Tensor) -> CannotAverage:
         return CannotAverage(
-            f"{self._names[id(parameter)]} has a hook of the workload's own (register_post_accumulate_grad_hook), "
+            f"{self._names[id(parameter)]} has a hook set by the workload (register_post_accumulate_grad_hook), "
             "which would see gradients before they are averaged: use optimizer.register_step_pre_hook in "
             "build_optimizer()"
         )
@@ -188,8 +188,8 @@ class GradientBuckets:
     def _on_gradient_ready(self, parameter: torch.Tensor, bucket: "_Bucket") -> None:
         if self._is_over:
             raise CannotAverage(
-                f"{self._names[id(parameter)]} got a gradient outside the backward pass, as an optimizer makes that "
-                "computes gradients itself: each rank would have its own: type parallel.strategy=zero2"
+                f"{self._names[id(parameter)]} got a gradient outside the backward pass, as from an optimizer that "
+                "computes gradients itself: each rank would have its own gradient: type parallel.strategy=zero2"
             )
         if self._left is None:
             return
@@ -232,12 +232,12 @@ class _Bucket:
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def pack_gradients(self) -> torch.Tensor | None:
-        """Pack all gradients into one tensor, of which each `grad` becomes a view; None if all are frozen.
+        """Pack all gradients into one tensor, and make each `grad` a view of it; None if all are frozen.
 
         Gradients of parameters that this rank has not used count as zero, and their `grad` stays None.
         """
         every = zip(self.members, self._places, strict=True)
-        # A parameter frozen now may have a gradient of an earlier micro-batch.
+        # A parameter that is frozen now may have a gradient from an earlier micro-batch.
         pairs = [pair for pair in every if pair[0].requires_grad or pair[0].grad is not None]
         if not pairs:
             return None
@@ -259,7 +259,7 @@ class _Bucket:
 
 
 class _Place(NamedTuple):
-    """Shape of a gradient in a bucket: that of its parameter, or contiguous if the parameter has gaps."""
+    """Layout of a gradient in a bucket: its parameter's layout, or contiguous if the parameter has gaps."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -293,7 +293,7 @@ _MARK = "_is_plain_replica"
 
 
 def mark_replica(model: nn.Module) -> None:
-    """Mark the module for averaging of its gradients once training begins; copies of it are marked too."""
+    """Mark the module so that its gradients are averaged once training begins; copies of it are marked too."""
     vars(model)[_MARK] = True
 
 

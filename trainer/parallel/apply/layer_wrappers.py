@@ -15,8 +15,8 @@ from trainer.protocol.config_sections.recipe_config import TrainConfig
 def copy_views(unit: nn.Module) -> None:
     """Make `unit` return copies instead of views (after `flatten`, `squeeze`, a Linear over three dimensions).
 
-    Call it before `fully_shard`. Otherwise torch warns in every rank's log, and `nn.ReLU(inplace=True)` after such a
-    unit makes the backward pass fail.
+    Call it before `fully_shard`. Otherwise torch warns in every rank's log, and the backward pass fails if
+    `nn.ReLU(inplace=True)` follows such a unit.
     """
     unit.register_forward_hook(_clone_views)
 
@@ -48,7 +48,7 @@ def _is_compiled(part: nn.Module) -> bool:
 
 
 Recompute = Callable[..., torch.Tensor]
-"""Calls a function with tensors; its activations are recomputed for its gradient."""
+"""Calls a function on tensors; its activations are recomputed for its gradient."""
 
 _aten = torch.ops.aten
 _PRODUCTS = (

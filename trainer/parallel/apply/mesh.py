@@ -1,7 +1,7 @@
 """The device mesh: pp x dp_replicate x dp_shard x cp x tp, with tp innermost so that it stays within a node.
 
-Parameters have a mesh of their own, on which the ranks that share a sequence (cp) count among the shards, or with `ddp`
-among the replicas: they differ only in their tokens.
+Parameters have their own mesh. On it the ranks that share a sequence (cp) count as shards, or as replicas with `ddp`:
+they differ only in their tokens.
 """
 
 import math
@@ -19,7 +19,7 @@ from trainer.parallel.parallel_config import DIMENSIONS, ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Layout of the ranks of this generation from the point of view of one rank."""
+    """Layout of this generation's ranks, as seen by one rank."""
 
     mesh: DeviceMesh
     """Mesh of parameters: dp_replicate, dp_shard, tp; preceded by pp if the model has several stages."""
@@ -28,7 +28,7 @@ class Layout:
     """Mesh dp, cp, tp if ranks share sequences; else None."""
 
     sizes: Mapping[str, int]
-    """Size of each dimension, outermost first; several of its ranks may share the state of one."""
+    """Size of each dimension, outermost first; several of its ranks may share one state."""
     device: torch.device
     rank: int
     world_size: int
@@ -79,7 +79,7 @@ class Layout:
         return locate_rank(self.sizes, self.rank)
 
     def _index(self, *, without: Collection[Splits]) -> int:
-        """Return this rank's index in a mesh without the dimensions that split something of `without`."""
+        """Return this rank's index in a mesh without the dimensions that split anything in `without`."""
         left_out = {dimension.name for dimension in DIMENSIONS if dimension.splits in without}
         index, place = 0, self.place
         for name, size in self.sizes.items():
@@ -98,22 +98,22 @@ class Layout:
 
     @property
     def dp_rank(self) -> int:
-        """Return the share of every batch that this rank reads; equal on ranks that share its layers or sequences."""
+        """Return the index of this rank's batch share; equal on ranks that share its layers or sequences."""
         return self._index(without=(Splits.LAYERS, Splits.SEQUENCE, Splits.MATRICES))
 
     @property
     def token_rank(self) -> int:
-        """Return the tokens of a batch that this rank computes, as an index; equal within a tensor-parallel group."""
+        """Return an index of the batch tokens that this rank computes; equal within a tensor-parallel group."""
         return self._index(without=(Splits.LAYERS, Splits.MATRICES))
 
     @property
     def generator_rank(self) -> int:
-        """Return the random stream of this rank, as an index; equal within a tensor-parallel group."""
+        """Return the index of this rank's random stream; equal within a tensor-parallel group."""
         return self._index(without=(Splits.MATRICES,))
 
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:
-    """Build the meshes over the initialized world; raises ValueError unless the product of the sizes is its size."""
+    """Build the meshes over the initialized world; raises ValueError unless the sizes multiply to the world size."""
     sizes = parallel.mesh_sizes(world_size)
     meshes = _Meshes(device, rank, world_size)
     sequence_mesh = None
@@ -140,9 +140,9 @@ def _without_one_stage(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 class _Meshes:
-    """Meshes whose one-rank dimensions share a single group: torch makes one per dimension and rank.
+    """Meshes whose one-rank dimensions share a single group: torch creates one per dimension and rank.
 
-    On gloo each group has a thread that wakes a hundred times per second: five more cost a rank on one core 2 %.
+    With gloo each group has a thread that wakes a hundred times per second: five more cost a rank on one core 2 %.
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
@@ -150,12 +150,12 @@ class _Meshes:
         self._alone: dist.ProcessGroup | None = None
 
     def build_mesh(self, dimensions: Mapping[str, int], own_group: str = "") -> DeviceMesh:
-        """Return the world in these dimensions, last one innermost; raises ValueError if their product is not its size.
+        """Return the world as these dimensions, the last innermost; raises ValueError if their product is not its size.
 
-        `own_group`: this dimension gets its own group, even if another has the same members, to separate their traffic.
+        `own_group`: to separate traffic, this dimension gets its own group even if another has the same members.
         """
         if math.prod(dimensions.values()) != self._world_size:
-            raise ValueError(f"a mesh of {dict(dimensions)} is not one of {self._world_size} ranks")
+            raise ValueError(f"a mesh of {dict(dimensions)} does not have {self._world_size} ranks")
         several = {name: size for name, size in dimensions.items() if size > 1} or dimensions
         made = init_device_mesh(
             self._device.type, tuple(several.values()), mesh_dim_names=tuple(several),

@@ -1,4 +1,4 @@
-"""Execution of a rank's pipeline stages in the order of a table, with measurement of the bubble."""
+"""Executes a rank's pipeline stages in the order of a table, and measures the bubble."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +37,7 @@ class BubbleMeter(Generic[Mark]):
         self._start = self._begin = clock.mark()
 
     def start(self) -> None:
-        """Start to measure a step."""
+        """Start measuring a step."""
         self._moments.clear()
         self._start = self._clock.mark()
 
@@ -205,11 +205,11 @@ _OF_FORWARD = (Kind.UNSHARD, Kind.RECEIVE_ACTIVATION, Kind.FORWARD, Kind.SEND_AC
 
 
 class Pipeline:
-    """The stages of a rank; every rank of the pipeline calls the same methods with equally many micro-batches.
+    """The stages of a rank; every rank of the pipeline calls the same methods with the same number of micro-batches.
 
     All schedules run from tables: receives are posted before they are needed, sends are waited for at the end, and with
     FSDP2 a stage's parameters are gathered once per step and its gradients reduced once. torch's own runtime does the
-    same, but looks up facts known in advance at every action: 4 % of a step of small stages.
+    same, but looks up known facts again at every action, which costs 4 % of a step with small stages.
     """
 
     def __init__(
@@ -256,10 +256,10 @@ class Pipeline:
         return any(stage.is_last for stage in self.stages)
 
     def step(self, batches: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0) -> torch.Tensor:
-        """Compute gradients of the mean loss of `batches`, times `factor` and `scale`, in the parameters of all stages.
+        """Compute gradients of the mean loss of `batches`, times `factor` and `scale`, for all stages' parameters.
 
         Each of `batches` [sequences, seq_len + 1] is one micro-batch. Returns the mean loss times `factor`, a scalar on
-        the rank of the last stage, and zero on the others.
+        the rank with the last stage, and zero on the others.
         """
         self._factor, self._scale = factor, scale
         return self._run(self._all, batches)
@@ -272,7 +272,7 @@ class Pipeline:
 
     def _run(self, calls: Sequence[tuple[str, Callable[[], None]]], batches: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(batches) != self.micro_batches:
-            raise ValueError(f"{len(batches)} micro-batches for a pipeline that was made for {self.micro_batches}")
+            raise ValueError(f"{len(batches)} micro-batches for a pipeline built for {self.micro_batches}")
         if len(shapes := {batch.shape for batch in batches}) > 1:
             raise ValueError(f"micro-batches of {len(shapes)} shapes: all of a pipeline must have the same")
         self._clear()
@@ -289,7 +289,7 @@ class Pipeline:
         return total
 
     def _clear(self) -> None:
-        """Clear the remains of an evaluation; a failed step ends the rank, and leaves gradients in FSDP."""
+        """Clear what an evaluation leaves; a failed step ends the rank and leaves gradients in FSDP."""
         self._losses.clear()
         self._batches = ()
         self._messages.clear()
@@ -297,7 +297,7 @@ class Pipeline:
             stage.clear()
 
     def _inputs(self, stage: LocalStage, micro_batch: int) -> dict[str, torch.Tensor]:
-        """Return the stage's inputs from the batch; others come from the previous stage."""
+        """Return the stage's inputs from the batch; its other inputs come from the previous stage."""
         batch, given = self._batches[micro_batch], {}
         if stage.is_first:
             given["x"] = batch[:, :-1]
@@ -306,9 +306,9 @@ class Pipeline:
         return given
 
     def _loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the last stage differentiates, scaled like in the loop without a pipeline.
+        """Return the tensor that the last stage differentiates, scaled as in the loop without a pipeline.
 
-        Dividing the sums later would give other rounding.
+        Dividing the sums later would round differently.
         """
         loss = output / self.micro_batches
         if self._factor != 1.0:
@@ -323,7 +323,7 @@ def _profile_call(name: str, call: Callable[[], None]) -> None:
 
 
 class PipelinedModel(nn.Module):
-    """Base of models of which each rank has some stages."""
+    """Base of models that are split into stages; each rank has some of the stages."""
 
     pipeline: Pipeline
     """Runs the stages of this rank and exchanges activations with the other ranks."""
@@ -334,5 +334,5 @@ class PipelinedModel(nn.Module):
 
 
 def find_pipeline(model: nn.Module) -> Pipeline | None:
-    """Return the pipeline that runs `model`; None: the model computes by itself."""
+    """Return the pipeline that runs `model`; None: `model` is not pipelined."""
     return model.pipeline if isinstance(model, PipelinedModel) else None

@@ -40,7 +40,7 @@ EXPOSED_SENDS = AWAITED_SENDS
 
 
 class Watcher(Protocol):
-    """Provides, once for each moment of a step, the calls that run there in every step, on the training thread.
+    """Provides once, for each moment of a step, the calls to run there in every step, on the training thread.
 
     A moment ends before the next one begins.
     """
@@ -55,8 +55,8 @@ class Watcher(Protocol):
 class Watched:
     """Context manager that runs the calls of all `watchers` around a moment, in every step.
 
-    A Python call is cold between two passes of a model and takes ten times as long as in a loop, so there are as few as
-    possible here.
+    A Python call is cold between two passes of a model and takes ten times as long as in a loop, so this makes as few
+    calls as possible.
     """
 
     __slots__ = ("_begins", "_ends", "moment")
@@ -91,7 +91,7 @@ class Messages:
         """Called before every send."""
 
     def post(self, wait: StageActivity, buffer: torch.Tensor, source: int) -> None:
-        """Start to receive into `buffer` from this rank of the group, before the data is needed."""
+        """Start receiving into `buffer` from this rank of the group, before the data is needed."""
         self._posted[wait] = buffer, dist.irecv(buffer, group=self._group, group_src=source)
 
     def hand_over(self, wait: StageActivity, tensor: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class Messages:
         return sum(wait.activity is activity for wait in self._posted)
 
     def send(self, send: Watched, tensor: torch.Tensor, target: int, wait: Watched) -> None:
-        """Start to send to this rank of the group; `wait`: moment at the end of the step in which it is awaited."""
+        """Start sending to this rank of the group; `wait`: moment at the end of the step that waits for the send."""
         with send:
             if self.may_send():
                 self.sent_bytes += tensor.nbytes
@@ -148,7 +148,7 @@ def computations(config: PipelineConfig, micro_batches: int) -> dict[int, list[_
         return {rank: list(_one_f_one_b(config.stages, rank, micro_batches)) for rank in range(config.ranks)}
     kind = _CLASSES[Schedule(config.schedule)]
     stages = _stand_ins(config, rank=0)
-    # torch makes the table of all ranks in every schedule object.
+    # Every schedule object of torch builds the table of all ranks.
     order = kind(stages[0] if kind is ScheduleGPipe else stages, micro_batches).pipeline_order
     return {
         rank: [action for action in actions if action is not None and action.is_compute_op]
@@ -181,7 +181,7 @@ def plain(action: _Action) -> PipelineAction:
 
 
 def _stand_ins(config: PipelineConfig, rank: int) -> Any:
-    """Return the stage attributes that a schedule reads to make its table; a real stage needs a process group."""
+    """Return the stage attributes that a schedule reads to build its table; a real stage needs a process group."""
     return [
         SimpleNamespace(
             stage_index=stage, num_stages=config.stages, group_size=config.ranks, group_rank=rank,
@@ -192,7 +192,7 @@ def _stand_ins(config: PipelineConfig, rank: int) -> Any:
 
 
 class LocalStage:
-    """A stage on this rank; it frees a micro-batch's data with the last gradient that is computed from it."""
+    """A stage on this rank; it frees a micro-batch's data after the last gradient computed from it."""
 
     def __init__(
         self, module: nn.Module, number: int, stages: int, *,
@@ -209,7 +209,7 @@ class LocalStage:
         self._gathers: list[Any] = []
         self._keeps_gradients = False
         self.outputs: dict[int, torch.Tensor] = {}
-        """By micro-batch, from its forward pass to its backward pass; the last stage stores losses."""
+        """Outputs by micro-batch, from its forward pass to its backward pass; the last stage stores losses."""
         self.gradients: dict[int, torch.Tensor] = {}
         """Gradients of the previous stage's outputs by micro-batch; removed when they are sent back."""
         self._inputs: dict[int, torch.Tensor] = {}
@@ -242,8 +242,8 @@ class LocalStage:
         due = self._like_output
         if not self.is_last and (output.dtype, output.shape) != (due.dtype, due.shape):
             raise ValueError(
-                f"stage {self.stage_index}: its output is {output.dtype} {list(output.shape)}, and the next stage "
-                f"waits for {due.dtype} {list(due.shape)}"
+                f"stage {self.stage_index}: its output is {output.dtype} {list(output.shape)}, but the next stage "
+                f"expects {due.dtype} {list(due.shape)}"
             )
         self.outputs[micro_batch] = output
         return output
@@ -260,7 +260,7 @@ class LocalStage:
         self._begin_backward()
         output, x = self.outputs.pop(micro_batch), self._inputs.pop(micro_batch)
         groups = None
-        if not self.is_first:  # it has only gradients of weights
+        if not self.is_first:  # the first stage has only weight gradients
             gradients = None if gradient is None else [gradient]
             (found,), groups = stage_backward_input([output], gradients, [x], self.submod.parameters())
             self._keep_gradient(micro_batch, found)
@@ -277,7 +277,7 @@ class LocalStage:
         add_up_in_reduce_dtype(self.submod)
 
     def gather(self) -> None:
-        """Start to gather sharded parameters; the first pass waits for it."""
+        """Start gathering sharded parameters; the first pass waits for them."""
         self._gathers = [unit.unshard(async_op=True) for unit in self._units]
 
     def reshard(self) -> None:
@@ -292,7 +292,7 @@ class LocalStage:
             self._keeps_gradients = False
 
     def clear(self) -> None:
-        """Clear the remains of an evaluation."""
+        """Clear what an evaluation leaves."""
         self.outputs.clear()
         self.gradients.clear()
         self._inputs.clear()
@@ -300,7 +300,7 @@ class LocalStage:
 
     def _keep_gradient(self, micro_batch: int, gradient: torch.Tensor | None) -> None:
         if not self.is_first:
-            assert gradient is not None, "a stage that does not use what it is given"
+            assert gradient is not None, "a stage that does not use its input"
             self.gradients[micro_batch] = gradient
 
     def _wait_for_gathers(self) -> None:
@@ -322,8 +322,8 @@ class LocalStage:
 def add_up_in_reduce_dtype(module: nn.Module) -> None:
     """Move gradients of half-precision weights into the sums that FSDP keeps in its reduction dtype.
 
-    FSDP does so after a backward pass of the module. A pass for weight gradients alone does not run its hooks, and they
-    would be accumulated in half precision.
+    FSDP does so after the module's backward pass. A pass for weight gradients alone does not run FSDP's hooks, so the
+    gradients would be accumulated in half precision.
     """
     if not isinstance(module, FSDPModule):
         return

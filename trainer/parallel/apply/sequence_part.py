@@ -16,13 +16,13 @@ class SequencePart:
     """Tokens of the whole sequence, without padding."""
 
     ranks: int
-    """Number of ranks that share it."""
+    """Number of ranks that share the sequence."""
 
     chunk: int
     """Tokens per chunk."""
 
     chunks: tuple[int, ...]
-    """Numbers of this rank's chunks."""
+    """Indices of this rank's chunks."""
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -56,7 +56,7 @@ class SequenceAttention:
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes sent to single other ranks since the start, which gloo does not record."""
+        """Return the bytes sent to individual ranks since the start, which gloo does not record."""
         return 0
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def _attention_plan() -> dict[str, ParallelStyle]:
 
 
 def _mixture_plan() -> dict[str, ParallelStyle]:
-    """Return a plan in which each rank keeps its part of the sequence, as between layers, for the experts."""
+    """Return a plan in which each rank keeps its part of the sequence for the experts, as between layers."""
     own = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True)
     return {"feed_forward": own}
 

@@ -241,7 +241,7 @@ def test_refused_checkpoints_stay_while_another_registry_goes_on_with_the_run(
     record_newer_attempt(seeds.store, run, tmp_path / "other.db")
     (row,) = orch("ckpt", "gc", run, "--refused", "--json").data
     assert (row["done"], place.exists()) == ("left", True)
-    assert row["reason"].startswith(f"another registry has gone on with {run}: ")
+    assert row["reason"].startswith(f"another registry has continued {run}: ")
 
 
 def test_committed_checkpoints_are_not_deleted_beside_a_controller(orch: Type, seeds: Seeds, run: str) -> None:

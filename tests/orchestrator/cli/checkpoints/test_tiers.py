@@ -176,7 +176,7 @@ def test_gc_leaves_what_an_attempt_of_another_registry_may_be_copying(
     record_newer_attempt(seeds.store, run, tmp_path / "other.db")
     done, reason = left(orch, run)[str(tmp_path / "slow")]
     assert (done, copied.exists()) == ("left", True)
-    assert reason.startswith(f"another registry has gone on with {run}: {tmp_path / 'other.db'} has attempt 2")
+    assert reason.startswith(f"another registry has continued {run}: {tmp_path / 'other.db'} has attempt 2")
 
 
 def test_the_run_s_folder_is_copied_to_when_it_is_not_the_first_tier(

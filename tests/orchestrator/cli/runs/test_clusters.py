@@ -274,7 +274,7 @@ def test_what_it_cannot_take_over_is_refused_with_the_cure(seeds: Seeds, screen:
     with pytest.raises(Precondition) as refused:
         compare_with_controller(screen, "slurm")
     assert refused.value.what == f"the controller (pid 7 on login1) gets no answer from Slurm: {SILENT}"
-    assert refused.value.where == "its SLURM_CONF is unset, not /etc/here.conf; its SLURM_JWT is another one"
+    assert refused.value.where == "its SLURM_CONF is unset, not /etc/here.conf; its SLURM_JWT is different"
     assert refused.value.hint.startswith("`orch controller stop`, then the same again")
 
 

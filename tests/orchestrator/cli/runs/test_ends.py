@@ -42,7 +42,7 @@ def test_wait_timeout(orch: Type, seeds: Seeds) -> None:
 
 @pytest.mark.parametrize("words", [["--follow"], []])
 def test_wait_reasons(orch: Type, seeds: Seeds, service: SimpleNamespace, monkeypatch: Patch, words: list[str]) -> None:
-    run, reasons = seeds.run(), ["job 41 is PENDING (Priority): jobs of higher priority are first", "queued again"]
+    run, reasons = seeds.run(), ["job 41 is PENDING (Priority): jobs with higher priority go first", "queued again"]
     looks = iter([*reasons, *reasons, ""])
 
     def elapse(_: float) -> None:
@@ -134,8 +134,8 @@ def test_owned_elsewhere(
     record_newer_attempt(seeds.store, run, other)
     refused = orch("resume", run, *changes)
     assert refused.code == 4
-    assert f"another registry has gone on with {run}: {other} has attempt 2" in refused.err
-    assert f"`orch db rebuild --root {seeds.root}` takes that in" in refused.err
+    assert f"another registry has continued {run}: {other} has attempt 2" in refused.err
+    assert f"`orch db rebuild --root {seeds.root}` imports that" in refused.err
     assert (seeds.store.user_requests(), service.knocks) == ([], [])
 
 

@@ -9,7 +9,7 @@ from orchestrator.cli.terminal.tables import MOST, Column, cell_width, folded_te
 
 HELD = (
     "saves fail since step 1500: No space left on device (/shared/home/someone/runs); make room there, or choose "
-    "another folder; when it is mended: orch resume finetune-ablation-seed7-1"
+    "another folder; when it is fixed: orch resume finetune-ablation-seed7-1"
 )
 
 

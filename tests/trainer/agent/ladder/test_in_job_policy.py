@@ -46,7 +46,7 @@ GLOO = (
 )
 
 OTHER = (
-    "step 7: what came from rank 1 is not the numbers of this step: Is there a distributed collective mismatch in your "
+    "step 7: the data from rank 1 does not belong to this step: Is there a distributed collective mismatch in your "
     "code?"
 )
 

@@ -64,7 +64,7 @@ def test_ranks_with_other_weights_and_with_the_same_in_another_order_are_refused
     of_ranks: list[torch.Tensor], other: dict[str, nn.Parameter]
 ) -> None:
     require(weights(), 1)
-    with pytest.raises(CannotAverage, match=r"^ranks begin with different weights, and parallel.strategy=ddp"):
+    with pytest.raises(CannotAverage, match=r"^ranks start with different weights, and parallel.strategy=ddp"):
         require(other, 2)
 
 

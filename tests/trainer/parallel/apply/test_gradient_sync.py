@@ -176,13 +176,13 @@ def test_plain_gradients_that_somebody_else_averages_are_compared(monkeypatch: p
     assert sync.why_different().startswith("gradients of 0.weight, 0.bias, 1.weight differ between ranks")
     other, its_layout = replicas(monkeypatch)
     told = GradientSync(other, its_layout, Reduce.LAST).why_different()
-    assert told.startswith("gradients of ranks differ after parallel.strategy=ddp has averaged them")
+    assert told.startswith("ranks' gradients differ after parallel.strategy=ddp averaged them")
 
 
 def test_a_parameter_outside_of_the_replicas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     inner, layout = replicas(monkeypatch)
     outer = nn.ModuleDict({"inner": inner, "late": nn.Linear(1, 1)})
-    with pytest.raises(CannotAverage, match=r"^late.weight was made after `parallelize`"):
+    with pytest.raises(CannotAverage, match=r"^late.weight was created after `parallelize`"):
         GradientSync(outer, layout, Reduce.LAST)
     outer["late"].requires_grad_(False)
     GradientSync(outer, layout, Reduce.LAST)
@@ -226,7 +226,7 @@ def test_what_hung_on_a_parameter_is_taken_over_and_who_still_uses_it_is_named()
     refuse_stale_parameters(made)
     (old.sum() * 2).backward()
     for outer in (made, nn.ModuleDict({"inner": made})):
-        with pytest.raises(CannotAverage, match=r"^the loss uses 0.weight as it was before `parallelize`") as caught:
+        with pytest.raises(CannotAverage, match=r"^the loss uses 0.weight from before `parallelize`") as caught:
             refuse_stale_parameters(outer)
     del before, old, caught
     gc.collect()

@@ -88,5 +88,5 @@ def test_one_rank_has_a_group_for_every_dimension() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_a_mesh_of_another_world_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^a mesh of \{'dp': 2, 'tp': 1\} is not one of 1 ranks$"):
+    with pytest.raises(ValueError, match=r"^a mesh of \{'dp': 2, 'tp': 1\} does not have 1 ranks$"):
         mesh._Meshes(CPU, 0, 1).build_mesh({"dp": 2, "tp": 1})

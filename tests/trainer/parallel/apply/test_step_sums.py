@@ -34,6 +34,6 @@ def test_every_rank_has_the_same_bits_of_the_sum(found: dict[str, list[Any]], ca
 
 def test_the_row_of_another_step_is_not_added(found: dict[str, list[Any]]) -> None:
     lone = found["another step"]
-    assert "step 7: what came from rank 2 is not the numbers of this step" in lone[0]
+    assert "step 7: the data from rank 2 does not belong to this step" in lone[0]
     assert lone[1] == lone[0]
-    assert "step 8: what came from rank 0, 1 is not the numbers of this step" in lone[2]
+    assert "step 8: the data from rank 0, 1 does not belong to this step" in lone[2]

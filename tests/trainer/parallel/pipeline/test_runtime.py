@@ -81,7 +81,7 @@ def test_three_micro_batches_have_the_loss_and_the_gradients_of_the_loop(pipelin
 
 
 def test_another_number_of_micro_batches_is_refused(pipeline: Pipeline) -> None:
-    with pytest.raises(ValueError, match=r"^2 micro-batches for a pipeline that was made for 3$"):
+    with pytest.raises(ValueError, match=r"^2 micro-batches for a pipeline built for 3$"):
         pipeline.step(batches(2))
 
 
@@ -121,7 +121,7 @@ def test_an_output_of_another_type_is_not_sent(group: dist.ProcessGroup) -> None
     """gloo would end the rank that is sent more bytes than it waits for."""
     activation = torch.empty(2, 4, device="meta", dtype=torch.bfloat16)
     first = LocalStage(torch.nn.Identity(), 0, 2, inputs=activation, output=activation, group=group, device=CPU)
-    with pytest.raises(ValueError, match=r"^stage 0: its output is torch.float32 \[2, 4\], and the next stage"):
+    with pytest.raises(ValueError, match=r"^stage 0: its output is torch.float32 \[2, 4\], but the next stage"):
         first.forward(0, torch.ones(2, 4))
     assert torch.equal(first.forward(0, torch.ones(2, 4).bfloat16()), torch.ones(2, 4).bfloat16())
 

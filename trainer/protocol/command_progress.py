@@ -4,24 +4,24 @@ import re
 from dataclasses import dataclass
 
 SET_ASIDE = ".orch-set-aside"
-"""Folder for checkpoints that were set aside, beside their folder or in the run's folder."""
+"""Folder for checkpoints that were set aside, next to their folder or in the run's folder."""
 
 
 def parse_digits(digits: str) -> int:
     """Return the number in a name as a step.
 
-    Of a number with more than 18 digits, such as a time stamp, the first 18 count: the registry cannot store larger
-    ones.
+    Only the first 18 digits count, for example of a time stamp, because the registry cannot store larger
+    numbers.
     """
     return int(digits.lstrip("0")[:18] or "0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpointsConfig:
-    """Checkpoints of a `command:`. orch reads its progress from them, and sets a torn one aside."""
+    """Checkpoints of a `command:`. orch reads its progress from them, and sets a torn checkpoint aside."""
 
     path: str = ""
-    """Folder of the checkpoints of all ranks of the command, absolute or relative to where it runs; empty: unknown."""
+    """Folder with the checkpoints of all the command's ranks, absolute or relative to where it runs; empty: unknown."""
     pattern: str = "checkpoint-*"
     """Names of the files or folders there; the last `*` is the step (a whole number), other `*` match anything."""
 
@@ -37,7 +37,7 @@ class CommandCheckpointsConfig:
         return None if found is None else parse_digits(found[1])
 
     def name_prefix(self, name: str) -> str:
-        """Return what is before the step in a checkpoint's name."""
+        """Return the part of a checkpoint's name before the step."""
         found = self._match(name)
         assert found is not None
         return name[: found.start(1)]
@@ -49,7 +49,7 @@ class CommandCheckpointsConfig:
 
 
 FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
-"""Entry of `env` with the folder in which the command runs; without it, the folder of the submit."""
+"""Entry of `env` with the folder in which the command runs; default: the folder of the submit."""
 
 
 GROUPS = ("step", "total", "loss")
@@ -60,7 +60,7 @@ PROGRESS_SECONDS = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandProgressConfig:
-    """Source of a `command:`'s current step, which orch displays; without it, a dash is shown."""
+    """Source of a `command:`'s current step, for display; without it, orch shows a dash."""
 
     path: str = ""
     """File with the program's progress, absolute or relative to where it runs; empty: rank 0's log."""
@@ -78,9 +78,8 @@ class CommandProgressConfig:
         try:
             groups = re.compile(self.pattern).groupindex
         except re.error as error:
-            raise ValueError(f"progress.pattern={self.pattern}: is no regular expression: {error}") from error
+            raise ValueError(f"progress.pattern={self.pattern}: is not a regular expression: {error}") from error
         if "step" not in groups or set(groups) - set(GROUPS):
             raise ValueError(
-                f"progress.pattern={self.pattern}: must have a group (?P<step>[0-9]+), and no others than "
-                f"{', '.join(GROUPS)}"
+                f"progress.pattern={self.pattern}: must have a group (?P<step>[0-9]+), and only {', '.join(GROUPS)}"
             )

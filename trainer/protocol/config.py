@@ -52,7 +52,7 @@ class DataConfig:
     text: tuple[str, ...] = ()
     """Text files and folders to tokenize at submit; `python-stdlib` is the source code of Python's standard library."""
     shuffle: bool = True
-    """Visit the sequences in a seeded order that does not depend on the number of ranks."""
+    """Read the sequences in a seeded order that does not depend on the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,10 @@ class WorkloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """Validation schedule: with the workload's own `validate`, or on token data held out from training."""
+    """Validation schedule: uses the workload's own `validate`, or token data held out from training."""
 
     every: int = 0
-    """Validate after every this many steps, and after the last one; 0: only after the last one."""
+    """Validate every this many steps and after the last step; 0: only after the last step."""
     batches: int = 0
     """Number of batches of `train.batch_size` held out at the end of `data.path` to report `val_loss` on."""
 
@@ -104,7 +104,7 @@ class RecoveryConfig:
     exclude_hours: float = 24.0
     """Hours for which a faulty node is excluded."""
     exclude_share: float = 0.1
-    """Largest share of the partition that may be excluded (but always one node, if the job can do without it)."""
+    """Largest share of the partition that may be excluded (at least one node, if the job can do without it)."""
     exclude_slow_after: int = 2
     """Attempts that a node must have slowed down before it is excluded; 0: never."""
     patience: float = 3600.0
@@ -115,7 +115,7 @@ class RecoveryConfig:
             if not 0 <= getattr(self, item.name) < float("inf"):
                 raise ValueError(f"recovery.{item.name}={getattr(self, item.name)}: must be 0 or more")
         if self.exclude_share > 1:
-            raise ValueError(f"recovery.exclude_share={self.exclude_share}: is a share, at most 1")
+            raise ValueError(f"recovery.exclude_share={self.exclude_share}: must be at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class JobConfig(RecipeConfig):
 
     @property
     def trains_built_in_workload(self) -> bool:
-        """Return whether the run trains the built-in model, not a user's class or program."""
+        """Return whether the run trains the built-in model rather than a user's class or program."""
         return not self.command and self.workload.target == WorkloadConfig().target
 
 
@@ -182,7 +182,7 @@ def config_digest(path: Path) -> str:
 
 
 def hash_config(config: Any) -> str:
-    """Return the SHA-256 of a resolved config's canonical bytes, its key in the registry."""
+    """Return the SHA-256 of a resolved config's canonical bytes, which is its key in the registry."""
     return hashlib.sha256(canonical(config)).hexdigest()
 
 

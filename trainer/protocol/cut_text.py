@@ -1,4 +1,4 @@
-"""Shortening of long texts from other programs, at the end of a sentence, a clause or a word."""
+"""Shortens long texts from other programs at the end of a sentence, a clause or a word."""
 
 _ENDS = (". ", "; ", ", ", " ")
 """Marks after which a text may be cut, best first."""

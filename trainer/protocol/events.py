@@ -21,7 +21,7 @@ class EventKind(StrEnum):
     AGENT_LOST = "agent.lost"  # node, name, reason
     PREFLIGHT = "preflight"  # node, name, ok, reason; for all nodes together: ok, reason, speeds
     FORK_SERVER = "fork_server"  # node, warm (bool), reason, seconds: the server is ready, or has died
-    CODE_RECORDED = "code.recorded"  # digest of the training code of the user; its files are listed in code.json
+    CODE_RECORDED = "code.recorded"  # digest of the user's training code; code.json lists its files
     CODE_CHANGED = (
         "code.changed"  # digest, reason, files {name: digest}, packages {name: version} that differ from
         # the code submitted, or trained last
@@ -37,7 +37,7 @@ class EventKind(StrEnum):
     INCIDENT = "incident"
     STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: back to normal speed)
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: skipped from now on
-    # step, restored (step of the checkpoint), reason: a step trained again after a restart gave another result
+    # step, restored (step of the checkpoint), reason: a step trained again after a restart gave a different result
     RESTART_DIFFERS = "restart.differs"
     LOSS_LEVEL = "loss.level"  # step, reason: consecutive spikes accepted as the new loss level
     SPARE_USED = "spare.used"  # node (index), name, instead (name of the lost node), reason, kind (of failure)(, drill)
@@ -51,7 +51,7 @@ class EventKind(StrEnum):
     CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason (, bytes: size of the failed checkpoint) (, tier)
     CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason, damaged (bool: its bytes) (, tier)
     CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
-    CHECKPOINT_INCOMPLETE = "checkpoint.incomplete"  # step, reason: training changes state that the checkpoint lacks
+    CHECKPOINT_INCOMPLETE = "checkpoint.incomplete"  # step, reason: training changes state that is not in checkpoints
     CHECKPOINT_SOFTWARE = "checkpoint.software"  # step, changes {name: [before, now]}, ranks {name: rank} if not 0
     CHECKPOINT_DELETED = "checkpoint.deleted"  # step, name (, tier)
     CHECKPOINT_SKIPPED = "checkpoint.skipped"  # step, reason: both copies are still being written

@@ -1,4 +1,4 @@
-"""heartbeat.json: shows once a second that the coordinator is alive, to processes that can only read files."""
+"""heartbeat.json: shows processes that can only read files, once a second, that the coordinator is alive."""
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -20,7 +20,7 @@ class AttemptStage(StrEnum):
     JOINING = "joining"  # waiting for agents and their preflight
     WARMING = "warming"  # waiting for fork servers
     RUNNING = "running"  # ranks are running
-    CLEARING = "clearing"  # killing what is left of a generation
+    CLEARING = "clearing"  # killing the remains of a generation
     ENDED = "ended"  # outcome written
 
 
@@ -39,8 +39,8 @@ class Heartbeat:
     phase: str = ""
     saved_step: int = 0  # newest checkpoint known to the ranks, including the restored one
     nodes: list[str] = field(default_factory=list)
-    state: str = ""  # a Stage
-    saves_failing: str = ""  # since when and why; empty while saves work
+    state: str = ""  # an AttemptStage
+    saves_failing: str = ""  # when saves began to fail and why; empty while they work
 
     def write(self, path: Path) -> None:
         """Replace the previous heartbeat; raises OSError."""
@@ -57,7 +57,7 @@ class Heartbeat:
         loss = fields.get("loss")
 
         if (seq := whole(fields["seq"])) is None:
-            raise ValueError(f"{path}: seq={fields['seq']!r} is no whole number")
+            raise ValueError(f"{path}: seq={fields['seq']!r} is not a whole number")
         numbers = {name: value for name in _WHOLE if (value := whole(fields.get(name))) is not None}
         words = {name: fields[name] for name in _WORDS if isinstance(fields.get(name), str)}
         known: dict[str, Any] = {**numbers, **words}

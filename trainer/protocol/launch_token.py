@@ -18,8 +18,8 @@ class LaunchToken:
     epoch: int  # the controller's fencing epoch when it launched
     job_id: str
     nonce: str  # attempt nonce; part of its checkpoint names
-    checkpoints: tuple[str, ...] = ()  # checkpoint folders of earlier attempts that this attempt may inherit
-    perhaps: tuple[str, ...] = ()  # further ones on nodes' own disks: inherited if found, optional
+    checkpoints: tuple[str, ...] = ()  # earlier attempts' checkpoint folders that this attempt may inherit
+    perhaps: tuple[str, ...] = ()  # further checkpoints on nodes' own disks, inherited if found
     corrupt: tuple[str, ...] = ()  # checkpoints of earlier attempts that must never be loaded
     over: tuple[str, ...] = ()  # `<attempt>-<nonce>` of the run's earlier attempts, which no longer write
     config_digest: str = ""  # digest of the config that this attempt was decided with; empty: unknown
@@ -64,7 +64,7 @@ def revoke(path: Path) -> None:
 
 
 def was_revoked(path: Path) -> bool:
-    """Return whether the controller has revoked this GO; a GO that is missing otherwise was deleted from outside."""
+    """Return whether the controller has revoked this GO; a GO missing without a marker was deleted from outside."""
     return _revocation_marker(path).exists()
 
 

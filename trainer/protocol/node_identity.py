@@ -1,7 +1,7 @@
 """Identity of nodes and processes: scheduler environment, start time, boot and pid namespace.
 
-Pids are reused, so a pid is stored with its start time; start times repeat after a reboot. Containers with a pid
-namespace of their own cannot see each other's processes, and neither can two machines of the same name.
+Pids are reused, so a pid is stored with its start time; start times repeat after a reboot. Containers with their own
+pid namespaces cannot see each other's processes, and neither can two machines with the same name.
 """
 
 import hashlib

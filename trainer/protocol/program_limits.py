@@ -1,15 +1,15 @@
-"""PURE: limits of Linux on arguments and variables of a program (`man 2 execve`)."""
+"""Linux's limits on a program's arguments and variables (`man 2 execve`). Pure."""
 
 MAX_STRING_BYTES = (1 << 17) - 1
-"""Bytes of one argument, or of one NAME=value, without the final zero byte."""
+"""Maximum bytes of one argument, or of one NAME=value, without the final zero byte."""
 MAX_TOTAL_BYTES = 6 << 20
-"""Bytes of all arguments and variables, whatever the limit on the stack is."""
+"""Maximum bytes of all arguments and variables, whatever the stack limit."""
 _POINTER_BYTES = 9
 """Overhead of each text: a final zero byte and a pointer."""
 
 
 def excess_bytes(text: str) -> int:
-    """Return the number of bytes by which an argument, or a NAME=value, is too long."""
+    """Return by how many bytes an argument, or a NAME=value, is too long."""
     return max(0, len(text.encode(errors="surrogateescape")) - MAX_STRING_BYTES)
 
 

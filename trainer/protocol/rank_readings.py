@@ -19,8 +19,8 @@ class RankReading:
     step: int | None = None
     phase: str = ""
     age: float | None = None  # seconds since its progress cell last changed
-    state: str = ""  # of its training thread in /proc, see RankSample
-    ratio: float | None = None  # time of its work relative to that of its peers; None: not slow
+    state: str = ""  # state of its training thread in /proc, see RankSample
+    ratio: float | None = None  # its work time relative to its peers'; None: not slow
     ended: bool = False
     moment: str = ""  # in a pipeline: the action within its phase and the micro-batch
 
@@ -57,13 +57,13 @@ class RankReadings:
 
     @classmethod
     def read(cls, path: Path) -> "RankReadings":
-        """Parse the newest readings as far as possible; raises OSError or ValueError for an unusable file."""
+        """Parse as much as possible of the newest readings; raises OSError or ValueError for an unusable file."""
         try:
             fields = read_json(path)
         except RecursionError as error:
             raise ValueError(f"{path} is nested too deeply") from error
         if not isinstance(fields, dict) or fields.get("schema") != _SCHEMA:
-            raise ValueError(f"{path} is no {_SCHEMA}")
+            raise ValueError(f"{path} is not {_SCHEMA}")
         generation, rows = _whole(fields, "generation"), fields.get("ranks")
         if generation is None or not isinstance(rows, list):
             raise ValueError(f"{path} has no generation or no ranks")

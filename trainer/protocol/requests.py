@@ -1,4 +1,4 @@
-"""Requests: small files by which users and the controller send requests to a live job."""
+"""Requests: small files with which users and the controller send requests to a live job."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ class RequestKind(StrEnum):
     STOP = "stop"  # save at the next agreed step boundary, then exit
     SAVE = "save"  # save at the next agreed step boundary, then continue
     DEADLINE = "deadline"  # `value` is the job's true end, seconds since the epoch; `detail`: seconds since its start
-    STACKS = "stacks"  # stacks of every thread; `value` is one rank, `detail` one node's index, else all
+    STACKS = "stacks"  # stacks of every thread; `value` is one rank, `detail` one node's index; neither: all ranks
     DRILL = "drill"  # injected fault; `detail` is its kind, `value` the affected rank (or node)
 
 

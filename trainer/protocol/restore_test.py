@@ -15,14 +15,14 @@ VERDICT_SCHEMA = "orch.restore-verdict/1"
 RESTORE_PROGRAM = Path(__file__).parent.parent / "agent" / "user_command" / "restore_program.py"
 """Program that runs the user's program against a checkpoint; it is started by its path."""
 CHECKPOINT_VARIABLE = "ORCH_CHECKPOINT"
-"""Environment variable that gives that program, and the user's, the file or folder of the checkpoint."""
+"""Environment variable that tells that program, and the user's, the checkpoint's file or folder."""
 
 
 class Outcome(StrEnum):
     """Outcome of a restore test."""
 
     RESTORED = "RESTORED"  # restored, and trains as expected
-    SUSPECT = "SUSPECT"  # loads, but trains differently than its run did, although everything else is equal
+    SUSPECT = "SUSPECT"  # loads, but trains differently from its run, although everything else is equal
     CORRUPT = "CORRUPT"  # bytes, structure or values differ from those saved
     NOT_COMPARABLE = "NOT_COMPARABLE"  # something other than the checkpoint has changed: code, data, software
     NOT_FINISHED = "NOT_FINISHED"  # no result about the checkpoint
@@ -39,7 +39,7 @@ class RestoreTestOrder:
 
     `manifest` is the digest that the registry kept at commit, `config_digest` that of the config it was saved with;
     either is empty if unknown. `steps_digest` is that of the config with which the run trained the following steps.
-    `agreed`: an earlier test of the run that was restored with equal steps on this layout, if there is one.
+    `agreed`: an earlier test of the run that was restored with equal steps on this layout, if any.
     """
 
     run: str

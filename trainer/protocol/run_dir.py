@@ -31,7 +31,7 @@ class AttemptDir:
 
     @property
     def run_config(self) -> Path:
-        """Return the run's config that this attempt's was derived from, present in attempts smaller than their run."""
+        """Return the run's config that this attempt's was derived from, present in attempts smaller than the run."""
         return self.path / "run-config.json"
 
     @property
@@ -114,7 +114,7 @@ class AttemptDir:
 
     @property
     def validation(self) -> Path:
-        """Return the file with one line per validation, in the order in which steps were trained."""
+        """Return the file with one line per validation, in training order."""
         return self.path / "metrics" / "validation.jsonl"
 
     @property
@@ -170,7 +170,7 @@ class AttemptDir:
         return self.outcomes / f"errors-{node}.jsonl"
 
     def agent_report(self, node: int) -> Path:
-        """Return the report of an agent that ended without an order of its coordinator."""
+        """Return the report of an agent that ended without an order from its coordinator."""
         return self.outcomes / f"agent-{node:04d}.json"
 
     def agent_reports(self) -> list[Path]:
@@ -189,7 +189,7 @@ class RunDir:
     """Folder of one run below `cluster.root`."""
 
     path: Path
-    known_as: Path | None = None  # the folder's own path, if `path` is another way to it (a descriptor)
+    known_as: Path | None = None  # the folder's own path, if `path` is a different path to it (a descriptor)
 
     @property
     def own_path(self) -> Path:
@@ -206,7 +206,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """Return the config that the run was submitted with; an attempt may have another one (`config_of`)."""
+        """Return the config that the run was submitted with; an attempt may have its own (`attempt_config`)."""
         return self.path / "config.json"
 
     @property

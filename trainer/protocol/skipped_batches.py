@@ -1,4 +1,4 @@
-"""Skipped batches: found bad by a rollback, and skipped by every later generation and attempt.
+"""Batches that a rollback found bad, and that every later generation and attempt skips.
 
 The coordinator writes `attempts/NNN/skipped.json` before it starts the generation that must skip them.
 """
@@ -29,7 +29,7 @@ def read(attempt: AttemptDir) -> tuple[Skip, ...]:
     except FileNotFoundError:
         return ()
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{attempt.skipped_batches} is no list of skipped batches: {error!r}") from error
+        raise ValueError(f"{attempt.skipped_batches} is not a list of skipped batches: {error!r}") from error
 
 
 def read_all(run: RunDir) -> tuple[Skip, ...]:

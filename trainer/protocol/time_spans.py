@@ -69,7 +69,7 @@ def show_moments(text: str, show: Callable[[float], str]) -> str:
     def shown(match: re.Match[str]) -> str:
         try:
             return show(datetime.fromisoformat(f"{match[1]}+00:00").timestamp())
-        except ValueError:  # text of a program that only looks like a time
+        except ValueError:  # a program's text that only looks like a time
             return match[0]
 
     return _MOMENT.sub(shown, text)

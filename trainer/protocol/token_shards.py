@@ -60,11 +60,11 @@ class TokenIndex:
     def read(cls, folder: Path) -> "TokenIndex":
         """Parse and check the index of `folder`; raises TokensError with a remedy."""
         path = folder / INDEX_NAME
-        hint = "make it with `orch data prepare PATHS --out DIR`"
+        hint = "create it with `orch data prepare PATHS --out DIR`"
         try:
             fields = read_json(path)
         except FileNotFoundError as error:
-            raise TokensError(f"{folder} holds no tokens ({INDEX_NAME} is missing): {hint}") from error
+            raise TokensError(f"{folder} has no tokens ({INDEX_NAME} is missing): {hint}") from error
         except (OSError, ValueError) as error:
             raise TokensError(f"cannot read {path}: {error}") from error
         index = _parse(fields, path)
@@ -122,7 +122,7 @@ def _check_size(path: Path, tokens: int) -> None:
 def expand_sources(sources: Sequence[str | Path]) -> list[Path]:
     """Return the source files in a fixed order; raises TokensError for a missing path.
 
-    A folder includes every file below it except hidden ones, `python-stdlib` for the Python source of the standard
+    A folder stands for every file below it except hidden files, `python-stdlib` for the Python source of the standard
     library without its tests.
     """
     found: list[Path] = []
@@ -151,7 +151,7 @@ def _below(folder: Path, *, suffix: str = "", left_out: frozenset[str] = frozens
 def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None = None) -> TokenIndex:
     """Tokenize `sources` into the folder `out`; keeps an `out` that already holds the same tokens.
 
-    Raises TokensError if there is nothing to read or `out` holds something else, OSError if it cannot be written.
+    Raises TokensError if there is nothing to read or `out` contains something else, OSError if it cannot be written.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
@@ -164,7 +164,7 @@ def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None 
 def prepare_under(
     sources: Sequence[str | Path], folder: Path, progress: Progress | None = None
 ) -> tuple[Path, TokenIndex]:
-    """Tokenize `sources` into `folder/<fingerprint>`, so that changed text gets its own folder; raises like prepare."""
+    """Tokenize `sources` into `folder/<fingerprint>`, so changed text gets its own folder; raises like `prepare`."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     temporary = folder / f".{secrets.token_hex(6)}.tmp"
     try:
@@ -192,9 +192,9 @@ def _existing(index: TokenIndex, out: Path) -> TokenIndex:
     """Return the index of `out` if it holds the tokens of `index`, possibly written concurrently by another process."""
     found = TokenIndex.read(out) if (out / INDEX_NAME).exists() else None
     if found is None or found.fingerprint != index.fingerprint:
-        raise TokensError(f"{out} exists and holds something else: choose another folder or remove it")
+        raise TokensError(f"{out} exists and contains something else: choose another folder or remove it")
     if changed := found.changed_shards(out):
-        raise TokensError(f"{out / changed[0]} has changed since it was written: remove {out}, and it is made again")
+        raise TokensError(f"{out / changed[0]} has changed since it was written: remove {out} to have it rebuilt")
     return found
 
 

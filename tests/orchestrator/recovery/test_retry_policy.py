@@ -142,14 +142,14 @@ TABLE = {
     "hang": ([past(1, K.HANG, 10)], Action.RETRY, "hang once without a new checkpoint (try 1 of 10)"),
     "desync": (
         [past(1, K.DESYNC, 10)], Action.HOLD,
-        "ranks called different collectives: its reason; that is a bug of the program",
+        "ranks called different collectives: its reason; this is a bug in the program",
     ),
     "numeric": (
         [past(1, K.NUMERIC, 10)], Action.HOLD, "the loss became unusable: its reason; fix the data",
     ),
     "numeric, of which a checkpoint is left": (
         [past(1, K.NUMERIC, None), past(2, K.NODE_LOST, 10), past(3, K.NUMERIC, None)], Action.HOLD,
-        "`orch submit --from tiny-1@STEP KEY=VALUE`, where it has none with `orch resume tiny-1 KEY=VALUE`",
+        "`orch submit --from tiny-1@STEP KEY=VALUE`, or if there is none with `orch resume tiny-1 KEY=VALUE`",
     ),
     "numeric before anything was saved": (
         [past(1, K.NUMERIC, None)], Action.HOLD,

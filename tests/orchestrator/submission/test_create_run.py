@@ -221,7 +221,7 @@ def test_no_slurm_is_said_at_once(tmp_path: Path, store: Store, monkeypatch: pyt
 def test_data_that_is_missing_or_too_small(tmp_path: Path, store: Store) -> None:
     with pytest.raises(ConfigError, match="no such file or folder"):
         submit(tmp_path, store, f"data.text=[{tmp_path / 'nowhere'}]")
-    with pytest.raises(ConfigError, match=r"data\.path: .*holds no tokens"):
+    with pytest.raises(ConfigError, match=r"data\.path: .*has no tokens"):
         submit(tmp_path, store, "data.text=[]", f"data.path={tmp_path}")
     with pytest.raises(ConfigError, match="only"):
         submit(tmp_path, store, "train.seq_len=100000")

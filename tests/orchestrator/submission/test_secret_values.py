@@ -108,12 +108,12 @@ def test_a_file_of_the_users_is_looked_at_before_anything_is_written(shell: Shel
     listed.write_text("HF_TOKEN=x\n")
     for mode, names, what in (
         (0o644, "env_from=[]", "can be read by others"),
-        (0o600, NAMES, "HF_TOKEN stands in the configuration, too"),
+        (0o600, NAMES, "HF_TOKEN is also in the configuration"),
     ):
         listed.chmod(mode)
         with pytest.raises(ConfigError, match=what):
             shell.submit(f"secrets_file={listed}", names)
-    with pytest.raises(ConfigError, match="there is no such file here"):
+    with pytest.raises(ConfigError, match="no such file here"):
         shell.submit(f"secrets_file={listed}.gone")
     assert shell.store.runs() == []
 

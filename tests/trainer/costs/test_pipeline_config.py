@@ -23,17 +23,17 @@ from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelCo
         ({"stages": 0}, "parallel.pipeline.stages=0: must be at least 1: type parallel.pipeline.stages=1"),
         (
             {"stages": 4, "stages_per_rank": 2},
-            "parallel.pipeline.stages_per_rank=2: schedule 1f1b has 1 on each rank: "
+            "parallel.pipeline.stages_per_rank=2: schedule 1f1b needs 1 on each rank: "
             "type parallel.pipeline.stages_per_rank=1, or parallel.pipeline.schedule=interleaved_1f1b",
         ),
         (
             {"stages": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 1},
-            "parallel.pipeline.stages_per_rank=1: schedule interleaved_1f1b has 2 or more on each rank: "
+            "parallel.pipeline.stages_per_rank=1: schedule interleaved_1f1b needs 2 or more on each rank: "
             "type parallel.pipeline.stages_per_rank=2, or parallel.pipeline.schedule=1f1b",
         ),
         (
             {"stages": 6, "schedule": "zbv", "stages_per_rank": 3},
-            "parallel.pipeline.stages_per_rank=3: schedule zbv has 2 on each rank: "
+            "parallel.pipeline.stages_per_rank=3: schedule zbv needs 2 on each rank: "
             "type parallel.pipeline.stages_per_rank=2, or parallel.pipeline.schedule=interleaved_1f1b",
         ),
         (

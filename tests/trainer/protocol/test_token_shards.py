@@ -65,7 +65,7 @@ def test_the_same_tokens_are_kept_and_others_refused(text, tmp_path):
     assert (out / "index.json").stat().st_ino == written
     (text / "more").write_text("more")
     for taken in (out, text, text / "more"):
-        with pytest.raises(TokensError, match="exists and holds something else: choose another folder or remove it"):
+        with pytest.raises(TokensError, match="exists and contains something else: choose another folder or remove it"):
             token_shards.prepare([text], taken)
     assert len(numbers(out)) == 7
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "text"]

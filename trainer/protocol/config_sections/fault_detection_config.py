@@ -8,9 +8,9 @@ class HangConfig:
     """When a rank counts as hung, and how evidence is collected before it is killed."""
 
     on: bool = True
-    """Watch for hangs."""
+    """Whether to watch for hangs."""
     factor: float = 25.0
-    """A phase may take this many times its 99th percentile in this run."""
+    """A phase may take this many times its 99th-percentile duration in this run."""
     least: float = 8.0
     """Minimum timeout of any phase in seconds."""
     slow: float = 120.0
@@ -41,7 +41,7 @@ class StragglerConfig:
     """When a rank counts as a straggler."""
 
     on: bool = True
-    """Compare the ranks' own work."""
+    """Whether to compare the ranks' own work."""
     ratio: float = 1.07
     """A rank is a straggler when its work takes more than this many times its peers', in several windows in a row."""
     windows: int = 3
@@ -59,8 +59,8 @@ class SpikeConfig:
     """When a loss counts as a spike; NaN and infinity always do."""
 
     deviations: float = 20.0
-    """A loss this many robust deviations (and half) above the window's median is a spike, if its logarithm is half as
-    many above it; 0: only look for NaN."""
+    """A loss more than this many robust deviations (plus a half) above the window's median is a spike, if its logarithm
+    is also half as many above; 0: only check for NaN."""
     window: int = 50
     """Steps for the median and the deviation; no loss is judged before the window is full."""
     roll_backs: int = 3
@@ -78,13 +78,13 @@ class PreflightConfig:
     on: bool = True
     """Measure matrix multiplication, memory and network; the quick checks of folders and limits always run."""
     seconds: float = 60.0
-    """Seconds after which network tests end and missing results are given up."""
+    """Seconds after which network tests end without the missing results."""
     slowest: float = 0.6
-    """A node is suspect if its speed is below this share of its peers' median, or in a Slurm job of the median of the
+    """A node is suspect if its speed is below this share of its peers' median, or, in a Slurm job, of the median of the
     run's earlier attempts."""
     skew: float = 30.0
-    """Largest difference between nodes' clocks in seconds. The node far from the median is suspect; of two, the one
-    that disagrees with the file server.
+    """Largest difference between nodes' clocks in seconds. The node far from the median is suspect; of two nodes, the
+    one that disagrees with the file server.
     """
 
     def __post_init__(self) -> None:
@@ -110,14 +110,14 @@ KINDS = {
     "hang-in-data": "waits while it loads its batch",
     "hang-in-forward": "sleeps in the forward pass",
     "hang-in-save": "waits in a save",
-    "hang-in-collective": "leaves a collective out for good: its peers wait in it",
-    "hold-lock": "never gives Python's lock back",
-    "desync-shape": "calls the next collective with a tensor of another shape",
-    "desync-order": "calls its collectives in another order than its peers",
+    "hang-in-collective": "never joins a collective, while its peers wait in it",
+    "hold-lock": "never releases Python's interpreter lock",
+    "desync-shape": "calls the next collective with a tensor of a different shape",
+    "desync-order": "calls its collectives in a different order from its peers",
     "nan": "the loss of this step is NaN",
     "spike": "the loss of this step is a thousand times too large",
-    "hang-in-send": "of a pipeline: stands still before it sends another stage what it has computed",
-    "skip-send": "of a pipeline: leaves one message to another stage out, and goes on",
+    "hang-in-send": "in a pipeline: hangs before it sends its results to another stage",
+    "skip-send": "in a pipeline: skips one message to another stage and continues",
 }
 """Every kind of fault a rank can inject into itself. Drill cells hold indices into this table, so append new kinds."""
 BETWEEN_STAGES = ("hang-in-send", "skip-send")

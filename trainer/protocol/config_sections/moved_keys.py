@@ -1,4 +1,4 @@
-"""Config keys that moved to another section, and conversion of configs of older versions to the present keys."""
+"""Config keys that moved to another section, and conversion of configs from older versions to the current keys."""
 
 import copy
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ MOVED: Mapping[Path, Path] = {
     **{("train", name): ("optimizer", name) for name in _OPTIMIZER},
     **{("recovery", name): ("detection", name) for name in _DETECTION},
 }
-"""Old path -> present path; keys come before the sections that contained them."""
+"""Old path -> current path; keys come before the sections that contained them."""
 
 RENAMED: Mapping[Path, Mapping[str, str]] = {
     ("workload", "target"): {"trainer.worker.llama:LlamaWorkload": "trainer.models.built_in:LlamaWorkload"}
 }
-"""Keys whose old values have present names."""
+"""Keys whose old values have new names."""
 
 
 def present_path(path: Path) -> Path:
-    """Return the present path of a key."""
+    """Return the current path of a key."""
     for old, new in MOVED.items():
         if path[: len(old)] == old:
             return (*new, *path[len(old) :])
@@ -31,7 +31,7 @@ def present_path(path: Path) -> Path:
 
 
 def in_present_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert a resolved config of any version to the present keys; present keys win over moved ones."""
+    """Convert a resolved config of any version to the current keys, which win over moved keys."""
     renamed = [path for path, names in RENAMED.items() if _section(config, path).get(path[-1]) in names]
     if not renamed and not any(old[-1] in _section(config, old) for old in MOVED):
         return config
@@ -47,7 +47,7 @@ def in_present_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill(section: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value if none is set, merging maps key by key.
+    """Set a value unless one is set already, merging maps key by key.
 
     Leave the config unchanged if the path passes through a non-map.
     """

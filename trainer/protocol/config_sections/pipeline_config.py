@@ -35,7 +35,7 @@ class PipelineConfig:
 
     micro_batches: int = 0
     """Micro-batches per step on each data-parallel rank; 0: by `train.micro_batch_size`, or at least four times the
-    ranks of the pipeline if a rank's share divides accordingly."""
+    ranks of the pipeline if a rank's share can be divided that way."""
 
     layer_seconds: tuple[float, ...] = ()
     """Measured seconds of the embedding, of each layer, and of the output with its loss, to split the layers by; empty:
@@ -69,7 +69,7 @@ class PipelineConfig:
         needs = f"{least}" if least == most else f"{least} or more"
         other = Schedule.ONE_F_ONE_B if self.per_rank == 1 else Schedule.INTERLEAVED
         raise ValueError(
-            f"parallel.pipeline.stages_per_rank={self.per_rank}: schedule {self.schedule} has {needs} on each rank: "
+            f"parallel.pipeline.stages_per_rank={self.per_rank}: schedule {self.schedule} needs {needs} on each rank: "
             f"type parallel.pipeline.stages_per_rank={least}, or parallel.pipeline.schedule={other}"
         )
 

@@ -19,14 +19,14 @@ class ClusterShape:
     """Number of nodes; on `local`, number of simulated nodes."""
 
     spare_nodes: int = 0
-    """Idle nodes in the job that take over the ranks of a dead one."""
+    """Idle nodes in the job that take over the ranks of a dead node."""
 
     min_nodes: int = 0
     """Fewest nodes to train on, with the same batch, while nodes are missing for longer than `recovery.patience`; 0:
     always `nodes`."""
 
     ranks_per_node: int = 1
-    """Ranks per node; on GPU nodes one per GPU."""
+    """Ranks per node; on GPU nodes, one per GPU."""
 
     gpus_per_node: int = 0
     """GPUs per node; 0 trains on CPUs with gloo."""
@@ -73,7 +73,7 @@ class ClusterShape:
 
 
 VOCABULARY_MULTIPLE = 64
-"""The number of embedding rows is a multiple of this in every layout, so that ranks can share them evenly."""
+"""In every layout the number of embedding rows is a multiple of this, so that ranks can share them evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class ExpertsConfig:
     ffn_dim: int = 128
     """Inner width of each expert (SwiGLU)."""
     balance_rate: float = 1e-3
-    """Change of an expert's bias after each step in which it had more, or fewer, tokens than the mean; 0: no change."""
+    """Change of an expert's bias after each step in which it had more or fewer tokens than the mean; 0: no change."""
 
     def __post_init__(self) -> None:
         for name, least in (("count", 0), ("per_token", 1), ("ffn_dim", 1)):
@@ -190,8 +190,8 @@ class TrainConfig:
     """Peak TFLOP/s of one device, the denominator of MFU; 0: look it up in a table of GPUs."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     loss_chunks: int = 1
-    """Chunks of each sequence whose logits are computed one after the other (built-in model): less memory, computed
-    twice."""
+    """Chunks of each sequence whose logits are computed one after another (built-in model): needs less memory, but
+    computes them twice."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "seq_len", "loss_chunks"):

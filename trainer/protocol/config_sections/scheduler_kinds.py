@@ -13,7 +13,7 @@ class SchedulerKind:
 
     simulated_nodes: bool  # its nodes are processes of the submitting host
     go_seconds: float  # time an agent waits for GO, because file systems may show it late
-    preempts: bool = False  # the scheduler may end the job by an unrequested signal
+    preempts: bool = False  # the scheduler may end the job with an unrequested signal
     signal_early: float = 0.0  # seconds by which the signal before the time limit may be early
 
 
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def traits(kind: str) -> SchedulerKind:
-    """Return the traits of this kind; for a kind known only to newer releases, those of Slurm."""
+    """Return the traits of this kind; a kind that only newer releases know gets Slurm's traits."""
     return KINDS.get(kind, KINDS[SLURM])
 
 

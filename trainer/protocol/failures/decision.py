@@ -1,4 +1,4 @@
-"""What follows a failure: one decision type for the policy within an attempt and for the policy between attempts."""
+"""The decision after a failure: one type for the policy within an attempt and the policy between attempts."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,14 +29,14 @@ class Action(StrEnum):
 class CommandFailure:
     """A failure of a command in one generation, and its progress until then."""
 
-    mark: str  # equal for failures of the same cause
-    seconds: float  # since it was started
+    mark: str  # equal for failures with the same cause
+    seconds: float  # seconds since it was started
     written: int  # bytes in the log of the rank that failed first
     exception: str | None = None
-    crashed: bool = False  # by a signal
-    saved: bool = False  # saved a checkpoint since it was started, as far as known
-    trained: bool = False  # as far as known: it saved, or ran longer than a start takes
-    loading: bool = False  # it failed while loading a file
+    crashed: bool = False  # ended by a signal
+    saved: bool = False  # is known to have saved a checkpoint since it was started
+    trained: bool = False  # is known to have saved, or ran longer than a start takes
+    loading: bool = False  # failed while loading a file
     began_from: str = ""  # identity of the newest checkpoint when it was started; empty: none, or unknown
 
 
@@ -50,9 +50,9 @@ class Decision:
     mark: str = ""  # identifies the failure for comparison with the next one
     suspect: int | None = None  # step whose checkpoints must not be restored from now on
     skip: Skip | None = None  # batch to skip from now on
-    own: CommandFailure | None = None  # of a command: its own failure
-    set_aside: str = ""  # of a command: why its newest checkpoint must not be loaded again
-    tries: int = 0  # of a command: failures soon after a start from a checkpoint that is retried
+    own: CommandFailure | None = None  # for a command: its own failure
+    set_aside: str = ""  # for a command: why its newest checkpoint must not be loaded again
+    tries: int = 0  # for a command: failures soon after a start from a checkpoint that is retried
     outside: bool = False  # the network or a server failed, which may take a while to recover
     pause: float = 0.0  # seconds before the next generation
     lost: tuple[str, ...] = ()  # nodes to be replaced by spares
@@ -61,13 +61,13 @@ class Decision:
 
     @property
     def known_failure(self) -> Failure:
-        """Return the failure of a decision that has one."""
+        """Return the failure, which must exist."""
         assert self.failure is not None
         return self.failure
 
     @property
     def retry(self) -> bool:
-        """Return whether the same nodes may try again."""
+        """Return whether the same nodes may be tried again."""
         return self.action is Action.RESTART
 
     def to_json(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The table of known sentences in errors and logs with their meanings; each reader draws its own conclusions.
+"""Table of known sentences in errors and logs with their meanings; each reader draws its own conclusions.
 
-A match reports only what was printed. It neither shows which node is bad nor decides a verdict.
+A match only reports what was printed. It does not show which node is bad and does not decide the verdict.
 """
 
 import re
@@ -16,7 +16,7 @@ class Meaning(StrEnum):
     """Meaning of a sentence."""
 
     STORAGE = "storage"  # a disk is full, read-only or broken
-    MEMORY = "memory"  # host memory is used up
+    MEMORY = "memory"  # host memory is exhausted
     GPU_MEMORY = "gpu_memory"
     VARIABLE = "variable"  # an environment variable that torch, gloo or NCCL cannot use
     HARDWARE = "hardware"  # a GPU of this node is broken or unavailable
@@ -27,7 +27,7 @@ class Meaning(StrEnum):
     NO_PROCESSES = "no_processes"  # the node cannot start more threads or processes
     UNREADABLE = "unreadable"  # caused only by the bytes of a file of weights or state
     CUT_OFF = "cut_off"  # raised when a truncated file is read, but also by a truncated server response
-    BROKEN = "broken"  # caused by the bytes of any file, and by other things
+    BROKEN = "broken"  # caused by the bytes of any file, or by something else
     MISFIT = "misfit"  # raised for an intact file of weights or state that does not fit the program
     INSTALLATION = "installation"  # parts of torch or of orch are missing from disk
     MISSING = "missing"  # a missing file
@@ -88,7 +88,7 @@ TABLE = tuple(
         (Meaning.OUTSIDE, _ERROR, r"Stale file handle"),
         (Meaning.NOT_LAUNCHED, _LOG, r"execve\(\): .{0,1000}(No such file or directory|Permission denied)"),
         (Meaning.NOT_LAUNCHED, _LOG, r"No module named '?(trainer|orchestrator|checkpointing|submitit)"),
-        # A revoked credential belongs to a job that was cancelled meanwhile.
+        # A revoked credential belongs to a job that was cancelled in the meantime.
         (Meaning.NOT_LAUNCHED, _LOG,
          r"Task launch for \S{1,100} failed on node \S{1,300}: (?!Job credential revoked)"),
         (Meaning.NOT_LAUNCHED, _LOG, r"^Error running slurm prolog: "),
@@ -120,7 +120,7 @@ TABLE = tuple(
         (Meaning.PEER_GONE, _ERROR, r"ncclRemoteError|ncclSystemError|NCCL communicator was aborted"),
         (Meaning.PEER_GONE, _ERROR, r"Some NCCL operations have failed or timed out"),
         (Meaning.PEER_GONE, _ERROR, rf"{_SOCKET}|waiting for clients"),
-        # Also printed for a lost peer. They mean a failed rendezvous only if no collective of torch raised them.
+        # Also printed for a lost peer. They mean a failed rendezvous only if no torch collective raised them.
         (Meaning.NO_RENDEZVOUS, _BOTH, _SOCKET),
         (Meaning.NO_RENDEZVOUS, _LOG, r"Timed out after \d+ seconds waiting for clients"),
         (Meaning.NO_RENDEZVOUS, _ERROR, r"DistNetworkError|DistStoreError|Address already in use|clients joined"),

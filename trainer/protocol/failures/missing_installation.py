@@ -1,4 +1,4 @@
-"""Errors caused by files of torch or of orch that are missing from disk, as while an environment is made anew."""
+"""Errors caused by files of torch or orch that are missing from disk, such as while an environment is rebuilt."""
 
 import sys
 import traceback
@@ -9,14 +9,14 @@ _ORCH = ("checkpointing", "orchestrator", "trainer")
 
 
 def describe_missing(error: BaseException) -> str:
-    """Return the words to add to the message of such an error, with the folders concerned; empty for other errors."""
+    """Return a suffix for the message of such an error that names the folders; empty for other errors."""
     found = isinstance(error, ImportError) and _is_of_installation(error)
     found = found or (isinstance(error, FileNotFoundError) and _package_of(error.filename) != "")
     return f"; part of the installation is missing (environment {sys.prefix}, orch in {_ROOT})" if found else ""
 
 
 def _is_of_installation(error: ImportError) -> bool:
-    """Return whether orch could not import what it needs, or torch could not import a part of itself."""
+    """Return whether orch could not import a module it needs, or torch could not import part of itself."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [frame.f_code.co_filename for frame in frames]
     importers = [name for name in files if not name.startswith("<frozen importlib") and "/importlib/" not in name]
@@ -25,7 +25,7 @@ def _is_of_installation(error: ImportError) -> bool:
 
 
 def _package_of(file: object) -> str:
-    """Return the name of orch's package or of torch that has this file; empty if it belongs to neither."""
+    """Return `torch` or the orch package that contains this file; empty if neither does."""
     if not isinstance(file, str):
         return ""
     torch = getattr(sys.modules.get("torch"), "__file__", None)

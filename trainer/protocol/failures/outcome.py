@@ -28,15 +28,15 @@ class ExitCode(IntEnum):
 
 
 class FailureKind(StrEnum):
-    """Cause of the end of an attempt or a generation, kept unchanged up to `recovery.retry_policy.decide`.
+    """Cause of the end of an attempt or a generation, passed unchanged to `recovery.retry_policy.decide`.
 
-    The docstring of a kind has its signs, and in a second paragraph the response: a row of docs/failure-kinds.md.
+    A kind's docstring lists its signs and, in a second paragraph, the response: a row of docs/failure-kinds.md.
     """
 
     RANK_KILLED = "rank_killed"
     """A signal killed a rank.
 
-    All ranks restart in place. A new job follows once `recovery.restarts_in_place` is used up."""
+    All ranks restart in place. A new job follows once `recovery.restarts_in_place` is exhausted."""
     OUT_OF_MEMORY = "out_of_memory"
     """SIGKILL with an entry in `/dev/kmsg` or in the cgroup's `oom_kill`; `torch.OutOfMemoryError` or `MemoryError`;
     Slurm's OUT_OF_MEMORY.
@@ -54,11 +54,11 @@ class FailureKind(StrEnum):
 
     As `rank_killed`."""
     NODE_LOST = "node_lost"
-    """Slurm's NODE_FAIL; `scontrol requeue`; a signal, with `DUE TO NODE FAILURE` in the job's log or a node down.
+    """Slurm's NODE_FAIL; `scontrol requeue`; a signal with `DUE TO NODE FAILURE` in the job's log, or a node down.
 
     A new job without that node."""
     AGENT_LOST = "agent_lost"
-    """An agent disconnected or stood still; a job went silent or left no outcome.
+    """An agent disconnected or froze; a job went silent or left no outcome.
 
     A spare takes over, else a new job."""
     NODE_SUSPECT = "node_suspect"
@@ -71,17 +71,17 @@ class FailureKind(StrEnum):
 
     A save if there is time, then a new job."""
     TIME_LIMIT = "time_limit"
-    """The deadline, Slurm's signal or TIMEOUT; a signal near the job's present limit. A node's wrong clock costs at
+    """The deadline, Slurm's signal or TIMEOUT; a signal near the job's current limit. A node's wrong clock costs at
     most 5 % of the limit.
 
     A save on all ranks before the end, then a new job."""
     CANCELLED = "cancelled"
-    """Slurm's CANCELLED, not requested by orch, of a job that had started or waited for nodes.
+    """Slurm's CANCELLED, not requested by orch, for a job that had started or waited for nodes.
 
     HELD."""
     JOB_LOST = "job_lost"
-    """The job is not in the queue, accounting has no end of it, and its heartbeat is silent; or three submissions led
-    to no job, and sbatch printed an id for at most half of them.
+    """The job is not in the queue, accounting has no end for it, and its heartbeat is silent; or three submissions
+    produced no job, and sbatch printed an id for at most half of them.
 
     The job is cancelled by its id, and a new one submitted."""
     NODES_MISSING = "nodes_missing"
@@ -92,39 +92,39 @@ class FailureKind(StrEnum):
     """The job ended before its agents agreed to start, or a node could not launch it (a failing prolog, a full disk of
     `slurmd`). Slurm may report CANCELLED.
 
-    A new job. Counts in tries if the batch script ended by itself and no attempt of the run has trained."""
+    A new job. It counts as a try if the batch script ended on its own and no attempt of the run has trained."""
     SUBMIT_REJECTED = "submit_rejected"
     """sbatch refused the job for a reason that no outage explains (an unknown partition); secrets are missing or
     readable by others (docs/security.md).
 
     HELD with the message and the command to type."""
     SUBMIT_DEFERRED = "submit_deferred"
-    """sbatch refused the job for a reason that may pass: a limit on your jobs, maintenance, load, an unknown message;
+    """sbatch refused the job for a reason that may clear: a limit on your jobs, maintenance, load, an unknown message;
     account, QOS or size, if Slurm has accepted a job of this run before.
 
     The job is submitted again later."""
     SUBMISSION_LOST = "submission_lost"
-    """Three submissions led to no job, and sbatch printed an id for most of them.
+    """Three submissions produced no job, and sbatch printed an id for most of them.
 
     HELD, with the ids."""
     HANG = "hang"
-    """No rank moved for longer than the run's history explains (docs/watching.md).
+    """No rank made progress for longer than the run's history explains (docs/watching.md).
 
     Evidence is kept, and all ranks restart in place. Twice on one node: a spare, else a new job. In two attempts: a new
     job without that node."""
     DESYNC = "desync"
     """Ranks called different collectives.
 
-    HELD with the two calls: a bug of the program."""
+    HELD with the two calls: a bug in the program."""
     NUMERIC = "numeric"
     """NaN, infinity or a loss spike (docs/watching.md).
 
-    The last good state in memory, without that batch. HELD if the same batch, or NaN at the same step, returns, or
-    `detection.spike.roll_backs` is used up."""
+    Restart from the last good state in memory, without that batch. HELD if the same batch, or NaN at the same step,
+    returns, or `detection.spike.roll_backs` is exhausted."""
     STORAGE = "storage"
     """Disk full, quota, read-only, I/O error, `ulimit -f`; exit code 74; a final save that fails, or a time limit while
     saves fail; no usable checkpoint; more than `checkpoint.max_unsaved_steps` unsaved steps; a run folder that does not
-    answer for a minute or is not writable; missing files of torch or orch in a run that has trained.
+    respond for a minute or is not writable; missing files of torch or orch in a run that has trained.
 
     A new job, once there is room (docs/failures.md). HELD if two jobs in a row find every checkpoint damaged."""
     INSTALLATION = "installation"
@@ -133,7 +133,7 @@ class FailureKind(StrEnum):
 
     HELD with the versions, the limit or the variable."""
     UNKNOWN = "unknown"
-    """No known cause; a rank that only saw a peer disconnect; in a run that has trained, name resolution, a
+    """No known cause; a rank that only lost the connection to a peer; in a run that has trained, name resolution, a
     connection, HTTP 429, 500 or 502 to 504; `ulimit -u` or pids.max; an exit of a `command:` that may not be its fault.
 
     All ranks restart in place, then a new job. After an outage, or without room for a thread or process, the job waits
@@ -179,7 +179,7 @@ class Failure:
     signal: int | None = None
     exception: str | None = None  # class name
     message: str | None = None  # of the exception
-    evidence: str | None = None  # path relative to the run directory
+    evidence: str | None = None  # path, relative to the run directory
     lines: tuple[str, ...] = ()  # last log lines of a command's rank
     culprits: tuple[Culprit, ...] = ()  # all roots if there are several; `rank` and `node` belong to the first
     room: int = 0  # size in bytes of the checkpoint that did not fit, if known
@@ -188,7 +188,7 @@ class Failure:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Return the nodes it names, each once, beginning with the node of the first root."""
+        """Return the named nodes, each once, starting with the node of the first root cause."""
         names = (self.node, *(one.node for one in self.culprits))
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
@@ -222,12 +222,12 @@ def _all_legible(value: Any) -> Any:
 
 
 class AgentEnd(StrEnum):
-    """Cause of an agent's end without an order of its coordinator."""
+    """Why an agent ended without an order from its coordinator."""
 
     FROZEN = "frozen"  # its own node found it frozen and killed it
     SILENT = "silent"  # no message from the coordinator for too long
     GONE = "gone"  # its connection to the coordinator closed
-    REFUSED = "refused"  # the coordinator speaks another protocol
+    REFUSED = "refused"  # the coordinator speaks a different protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ class AttemptOutcome:
 
 
 class Budget(StrEnum):
-    """Retry budget that a failure without progress uses up; a new checkpoint restores it fully."""
+    """Retry budget that a failure without progress consumes; a new checkpoint restores it in full."""
 
     PERSON = "person"  # recurs until a user intervenes: no retry
     TRIES = "tries"  # caused by the program or the cluster: `recovery.max_failures`
@@ -301,10 +301,10 @@ class NodeBlame(StrEnum):
 
 
 class Losses(StrEnum):
-    """Failure rate in which a failure counts, for estimating the loss of unsaved steps."""
+    """Failure rate that a failure counts towards, for estimating the loss of unsaved steps."""
 
     NOBODY = "nobody"
-    RUN = "run"  # a bug or lack of memory affects its own run only
+    RUN = "run"  # a bug or lack of memory affects only its own run
     CLUSTER = "cluster"
 
 
@@ -317,7 +317,7 @@ class FailureTraits:
     losses: Losses = Losses.NOBODY
     restarts_in_place: bool = False  # a new generation on the same nodes repairs it
     comes_back: bool = False  # recurs within a job until a user intervenes
-    examined: bool = False  # declared after all ranks were examined: no rank will report anything else
+    examined: bool = False  # declared after all ranks were examined, so no rank will report anything else
     of_the_state: bool = False  # state loaded from a checkpoint can be the cause
     of_the_program: bool = False  # raised by a program itself
     fixed_by_code: bool = False  # a change of the user's code can be its remedy
@@ -374,14 +374,14 @@ TRAITS: dict[FailureKind, FailureTraits] = {
     # These two would recur at the same step, on any nodes.
     FailureKind.DESYNC: FailureTraits(
         budget=Budget.PERSON, comes_back=True, examined=True, fixed_by_code=True,
-        final="ranks called different collectives: {reason}; that is a bug of the program, or of orch where the model "
-        "is the built-in one: see that every rank takes the same way through it",
+        final="ranks called different collectives: {reason}; this is a bug in the program, or in orch with the "
+        "built-in model: make sure every rank takes the same path through it",
     ),
     FailureKind.NUMERIC: FailureTraits(
         budget=Budget.PERSON, comes_back=True, of_the_state=True, fixed_by_code=True,
-        final="the loss went bad: {reason}; mend the data or the code, or go on with other settings (optimizer.lr, "
-        "optimizer.clip_norm, detection.spike): from the last good checkpoint that `orch ckpt ls {run}` lists with "
-        "`orch submit --from {run}@STEP KEY=VALUE`, where it has none with `orch resume {run} KEY=VALUE`",
+        final="the loss became unusable: {reason}; fix the data or the code, or continue with other settings "
+        "(optimizer.lr, optimizer.clip_norm, detection.spike): from the last good one in `orch ckpt ls {run}` with "
+        "`orch submit --from {run}@STEP KEY=VALUE`, or if there is none with `orch resume {run} KEY=VALUE`",
     ),
     FailureKind.STORAGE: FailureTraits(budget=Budget.TIME, seen_inside=True),
     FailureKind.INSTALLATION: FailureTraits(budget=Budget.PERSON, comes_back=True, seen_inside=True),

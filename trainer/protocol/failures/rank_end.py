@@ -13,7 +13,7 @@ from trainer.protocol.run_dir import AttemptDir
 
 GOOD = (ExitCode.FINISHED, ExitCode.STOPPED_AFTER_SAVE)
 _MAX_TEXT = 1 << 16
-"""Maximum characters of a text kept from an error file."""
+"""Maximum characters kept of a text in an error file."""
 _STORED = (
     "rank", "generation", "node", "step", "exit_code", "time", "exception", "message", "traceback", "secondary",
     "position",
@@ -23,7 +23,7 @@ _STORED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnd:
-    """End of a rank; the exception and its details come from the rank's own report, if it could make one."""
+    """End of a rank; the exception and its details come from the rank's own report, if it could write one."""
 
     rank: int
     generation: int = 0
@@ -42,12 +42,12 @@ class RankEnd:
     written: int = 0  # bytes that a command wrote to its log in this generation
     out_of_memory: str = ""  # description of the kernel's out-of-memory kill
     place: str = ""  # description of its position in the mesh
-    time: float = 0.0  # of its own report, in seconds since the epoch
-    at: float = 0.0  # of its arrival, in seconds on the coordinator's clock
+    time: float = 0.0  # time of its own report, in seconds since the epoch
+    at: float = 0.0  # time of its arrival, in seconds on the coordinator's clock
 
     @property
     def good(self) -> bool:
-        # Training code can exit 0 in many ways; only a rank that reports completion has trained all its steps.
+        # Training code can exit 0 for many reasons; only a rank that reports completion has trained all its steps.
         return self.exit_code in GOOD and self.reported
 
 
@@ -70,7 +70,7 @@ def find_outcome(attempt: AttemptDir, node: str, rank: int, generation: int) -> 
 
 
 def pack_error_file(attempt: AttemptDir, node: str, rank: int, generation: int) -> None:
-    """Append the error file of a command's rank, if there is one, to the file of its node; raises OSError."""
+    """Append the error file of a command's rank, if any, to its node's file; raises OSError."""
     path = attempt.error_file(rank, generation)
     try:
         with open_regular(path) as stream:
@@ -108,7 +108,7 @@ def _read(path: Path) -> Iterator[RankEnd]:
     for line in block.splitlines():
         try:
             row = dict(json.loads(line))
-            row = {("secondary" if key == "echo" else key): value for key, value in row.items()}  # of older versions
+            row = {("secondary" if key == "echo" else key): value for key, value in row.items()}  # from older versions
             end = RankEnd(**row)
         except (ValueError, TypeError, RecursionError):  # torn by a kill
             continue

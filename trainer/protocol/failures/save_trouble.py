@@ -1,4 +1,4 @@
-"""Saves that fail while training continues: first failed step and reason, in one line sent with the heartbeat."""
+"""Saves that fail while training continues: first failed step and reason, in one line of the heartbeat."""
 
 import re
 from pathlib import PurePosixPath
@@ -9,7 +9,7 @@ from checkpointing.storage.storage_errors import disk_words
 from trainer.protocol.events import EventKind
 
 SAVES_FAILING = "saves failing"
-"""Prefix of the line when saves fail, as opposed to copies of them."""
+"""Prefix of the line when saves fail, as opposed to copies of saves."""
 _LONGEST = 300
 _OS_ERROR = re.compile(r"\[Errno (\d+)\] [^:']+: '([^']+)'")
 _FAILED = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED, EventKind.CHECKPOINT_STUCK)

@@ -2,7 +2,7 @@
 
 A checkpoint whose bytes verify may still hold an unusable state: saved just before the loss exploded, or corrupted by
 faulty hardware. To avoid loading it forever, its predecessor is tried instead. Only a failure that the state can cause
-counts: it came after a step was trained from it, it came twice, and a person need not mend the program.
+counts: it came after a step was trained from that state, it came twice, and no person has to fix the program.
 """
 
 import builtins
@@ -48,7 +48,7 @@ WITHIN = 10
 """Steps after a restore within which a failure may come from the restored state."""
 
 _OF_THE_STATE = select_kinds(lambda traits: traits.of_the_state)
-"""Failures that a loaded state can cause; nodes, storage, agents and stops fail for other reasons."""
+"""Failures that a loaded state can cause; failures of nodes, storage, agents and stops have other causes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class FailedGeneration:
     restored: int
     step: int
     mark: str  # signal, exception or exit code
-    message: str = ""  # of the exception, without the parts that vary
+    message: str = ""  # the exception's message, without the parts that vary
 
     @classmethod
     def from_failure(cls, failure: Failure, restored: int, step: int) -> "FailedGeneration":
@@ -66,7 +66,7 @@ class FailedGeneration:
         return cls(restored=restored, step=step, mark=_mark(failure), message=message)
 
     def is_like(self, other: "FailedGeneration") -> bool:
-        """Return whether it is the same failure: with the same message, or at the same step."""
+        """Return whether both are the same failure: with the same message, or at the same step."""
         return self.mark == other.mark and (self.message == other.message or self.step == other.step)
 
 
@@ -74,7 +74,7 @@ def failed_generation(failure: Failure, restored: int | None, step: int | None) 
     """Describe a failed generation; None if no checkpoint was loaded, or the loaded state cannot be the cause.
 
     `step` is the last step if the failure has none. Loading verifies every byte, so a failure before the first step
-    is no evidence against the state. Neither is an error of the operating system, such as a missing data file.
+    is not evidence against the state. Neither is an error of the operating system, such as a missing data file.
     """
     if not restored or failure.drill or failure.kind not in _OF_THE_STATE or _is_os_error(failure.exception):
         return None
@@ -94,9 +94,9 @@ def _is_os_error(exception: str | None) -> bool:
 def suspect_steps(
     failed_generations: Iterable[FailedGeneration], known: Collection[int] = (), *, since: int = 0
 ) -> dict[int, str]:
-    """Return steps that became suspect with reasons, except those already `known`.
+    """Return the steps that became suspect, with reasons, except those already `known`.
 
-    `failed_generations` are oldest first; those before the index `since` raise no suspicion without a later one.
+    `failed_generations` are oldest first; those before the index `since` raise no suspicion without a later failure.
     """
     past = list(failed_generations)
     found: dict[int, str] = {}

@@ -68,7 +68,7 @@ def read_new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
         return [], offset
     end = block.rfind(b"\n") + 1
     if not end and len(block) == MAX_READ_BYTES:
-        return [], offset + len(block)  # orch never writes a line of that length
+        return [], offset + len(block)  # orch never writes a line that long
     return block[:end].splitlines(), offset + end
 
 

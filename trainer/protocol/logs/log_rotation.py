@@ -1,4 +1,4 @@
-"""Log rotation: a full log file is rotated, and only the newest files of a log are kept.
+"""Log rotation: a full log file is rotated, and only a log's newest files are kept.
 
 `rank-00003.log` is the current file. When it is full it becomes `rank-00003.log.1`, the next one `rank-00003.log.2`,
 and so on: a rotated file is never renamed again, and the oldest ones are deleted.
@@ -80,11 +80,11 @@ def read_tail(path: Path, nbytes: int) -> bytes:
 
 
 def _opened_newest_first(path: Path) -> Iterator[BinaryIO]:
-    # The current file first: if it is rotated meanwhile it is found twice instead of missed.
+    # Start with the current file: if it is rotated in the meantime, it is found twice instead of missed.
     with suppress(FileNotFoundError):
         yield open_regular(path)
     for old in reversed(rotated_files(path).values()):
-        with suppress(FileNotFoundError):  # deleted just now
+        with suppress(FileNotFoundError):  # deleted in the meantime
             yield open_regular(old)
 
 
@@ -155,7 +155,7 @@ class LogReader:
     """Reads appended data from a log, across rotations."""
 
     def __init__(self, path: Path, lines: int | None) -> None:
-        """Begin `lines` lines before the end, or at the oldest line kept if None; raises OSError."""
+        """Start `lines` lines before the end, or at the oldest line kept if None; raises OSError."""
         self._path = path
         self._file = FileIO(path)
         rotated, mine = rotated_files(path), os.fstat(self._file.fileno()).st_ino
@@ -170,7 +170,7 @@ class LogReader:
             self._found = _last(self._found, lines)
 
     def read(self) -> bytes:
-        """Return the data appended since the last read, as far as it still exists."""
+        """Return the data appended since the last read that still exists."""
         found, self._found = self._found + (self._file.read() or b""), b""
         while not self._is_current():
             # WARNING: appending ends only with the rotation, so data may have arrived since the last read.

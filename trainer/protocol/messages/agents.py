@@ -111,7 +111,7 @@ class PreflightReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignalReceived:
-    """Slurm or a user sent the agent a signal."""
+    """The agent received a signal from Slurm or a user."""
 
     name: str
 
@@ -161,7 +161,7 @@ class ProgressReport:
     restored: int = 0  # step of the checkpoint restored by the generation
     save_seconds: float = 0.0
     step_seconds: float = 0.0
-    stepped: bool = False  # every rank has trained a step in this generation
+    stepped: bool = False  # whether every rank has trained a step in this generation
     samples: tuple[SampleRow, ...] = ()
     p99: dict[str, float] = field(default_factory=dict)  # seconds by phase
     work: tuple[tuple[int, ...], ...] = ()  # rank, steps, nanoseconds in each of `progress.SECTIONS`
@@ -197,7 +197,7 @@ class RankSaves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkServerDied:
-    """The fork server died with the ranks of this generation that it had started."""
+    """The fork server died, and with it the ranks of this generation that it had started."""
 
     generation: int
     reason: str
@@ -212,7 +212,7 @@ class GenerationGone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlightRecords:
-    """Flight records of some ranks, each a text; `last`: end of the answer to this `serial`."""
+    """Flight records of some ranks, each a text; `last`: this ends the answer to this `serial`."""
 
     generation: int
     serial: int
@@ -223,7 +223,7 @@ class FlightRecords:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvidenceCollected:
-    """The node's part of the evidence is written; `missing`: reasons for unavailable parts, by name."""
+    """The node's part of the evidence is written; `missing`: why parts are unavailable, by name."""
 
     generation: int
     incident: str
@@ -252,7 +252,7 @@ class StartGeneration:
 
     generation: int
     node_rank: int = -1  # set for each node
-    fit: bool = True  # ranks measure their nodes first, because some nodes are new to them
+    fit: bool = True  # ranks measure their nodes first, because some nodes are new
     suspects: tuple[int, ...] = ()  # steps of checkpoints that must not be loaded
     skip: tuple[int, ...] = ()  # data positions to skip
     master: tuple[str, int] | None = None  # rendezvous address of a user's own command

@@ -1,4 +1,4 @@
-"""PURE: messages as lines of JSON. Decoding checks every value against the type declared in its dataclass.
+"""Messages as lines of JSON. Decoding checks every value against the type declared in its dataclass. Pure.
 
 A line is an object. Its key `say` names the message, the other keys are its fields; fields with their default value are
 left out. Unknown keys are ignored, because newer processes may add some.
@@ -29,7 +29,7 @@ Read = Callable[[Any], Any]
 
 
 class MessageError(ValueError):
-    """The received data is not a message of this direction; the text names the field."""
+    """The received data is not a message in this direction; the text names the field."""
 
 
 class _Unfit(Exception):  # noqa: N818  # never leaves this file
@@ -53,7 +53,7 @@ class Direction(Generic[M_co]):
         if not isinstance(name, str):
             raise MessageError(f"no message: {_short(said)}")
         if name not in self._by_name:
-            raise MessageError(f"{_short(name)}, which may not be said there")
+            raise MessageError(f"{_short(name)}, which is not allowed here")
         found: M_co = _build(self._by_name[name], said)
         return found
 

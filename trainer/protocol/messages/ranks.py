@@ -79,7 +79,7 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saves:
-    """Reason of failing saves, and their bytes; an empty reason: saves work."""
+    """Why saves fail, and their bytes; an empty reason: saves work."""
 
     reason: str
     size: int
@@ -101,7 +101,7 @@ SPEC_VARIABLE = "ORCH_RANK_SPEC"
 
 
 def generation_mark(generation: int) -> str:
-    """Return the line that opens a generation's part of a rank's log, which continues over generations."""
+    """Return the line that opens a generation's part of a rank's log, which spans generations."""
     return f"--- generation {generation} ---"
 
 
@@ -123,13 +123,13 @@ class RankSpec:
     host: str  # address of this node that peers can reach
     stacks_fd: int = -1  # memfd of the agent for faulthandler's stacks on STACKS; -1: no stacks
     flight: str = ""  # path of the Unix socket of torch's worker server; empty: no server
-    arena_fd: int = -1  # memory of the checkpoints' copies (memfd); -1: the rank makes its own
+    arena_fd: int = -1  # memory of the checkpoints' copies (memfd); -1: the rank creates its own
     writer_fd: int = -1  # stream socket to the checkpoint writer that the agent owns; -1: the rank starts its own
     suspects: tuple[int, ...] = ()  # steps of checkpoints that must not be loaded
     skip: tuple[int, ...] = ()  # data positions to skip
     fit: bool = True  # whether ranks measure their nodes before they train
     env: dict[str, str] = field(default_factory=dict)
-    known_as: str = ""  # the run folder's own path, if `run_dir` is another way to it
+    known_as: str = ""  # the run folder's own path, if `run_dir` is a different path to it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -232,7 +232,7 @@ class StartRank:
     env: Annotated[dict[str, str], _MOST_WORDS]
     command: Annotated[tuple[str, ...], _MOST_WORDS] = ()  # a user's own program
     folder: str = ""  # working folder of the command
-    spec: RankSpec | None = None  # for a rank of orch
+    spec: RankSpec | None = None  # for a rank that orch runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

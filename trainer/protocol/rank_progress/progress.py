@@ -1,7 +1,7 @@
 """The progress cell that a rank writes and its agent reads, and the signals that ranks ignore.
 
-Only agents act on these signals. An ignored or blocked signal would stay so in every program that a rank starts, so
-ranks install handlers that do nothing: `exec` resets those, and hooks reset them in forks.
+Only agents act on these signals. A signal that a rank ignores or blocks would stay so in every program that
+it starts, so ranks install handlers that do nothing: `exec` resets those, and hooks reset them in forks.
 """
 
 import math
@@ -26,14 +26,14 @@ _SCALE = 1.0 / math.log(_GROWTH)
 
 
 def bucket(seconds: float) -> int:
-    """Return the bucket of a duration: the first ends at 1 ms, each further one is 1.41 times longer, up to 740 s."""
+    """Return a duration's bucket: the first ends at 1 ms, and each later bucket is 1.41 times longer, up to 740 s."""
     if seconds <= _SHORTEST:
         return 0
     return min(BUCKETS - 1, math.ceil(math.log(seconds / _SHORTEST) * _SCALE - 1e-9))
 
 
 def longest(index: int) -> float:
-    """Return the seconds at which a bucket ends; the last one has no end and gets this value."""
+    """Return the seconds at which a bucket ends; the last bucket has no end and gets this value."""
     return _SHORTEST * _GROWTH**index
 
 
@@ -47,7 +47,7 @@ def quantile(counts: Sequence[int], share: float) -> float:
         seen += count
         if seen >= wanted:
             return longest(index)
-    raise AssertionError("the counts do not add up to their sum")
+    raise AssertionError("counts that do not add up to their sum")
 
 
 def sum_counts(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
@@ -79,11 +79,11 @@ _PASSES = (Activity.FORWARD, Activity.BACKWARD)
 RECEIVES = (Activity.WAIT_FOR_ACTIVATION, Activity.WAIT_FOR_GRADIENT)
 AWAITED_SENDS = (Activity.WAIT_FOR_SENT_ACTIVATION, Activity.WAIT_FOR_SENT_GRADIENT)
 OF_ACTIVATIONS = (Activity.WAIT_FOR_ACTIVATION, Activity.SEND_ACTIVATION, Activity.WAIT_FOR_SENT_ACTIVATION)
-"""Activities about activations, which go to the next stage; gradients go to the previous one."""
+"""Activities that concern activations, which go to the next stage; gradients go to the previous stage."""
 
 
 class StageActivity(NamedTuple):
-    """An activity of a stage with a micro-batch; -1 for the reduction, which covers all.
+    """A stage's activity with a micro-batch; -1 for the reduction, which covers all of them.
 
     For a wait in a ring, `stage` is the global rank that this rank waits for.
     """
@@ -94,7 +94,7 @@ class StageActivity(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Return the number of its activity, from 1 on."""
+        """Return the activity's number, starting at 1."""
         return CODES[self.activity]
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ def unblock_step_signals() -> None:
 
 
 def outlive_step_signals() -> None:
-    """Ignore these signals from now on, in this process only; its children have the defaults."""
+    """Ignore these signals from now on, only in this process; its children get the default handlers."""
     _reset_in_children()
     for number in STEP_SIGNALS:
         signal.signal(number, _do_nothing)
@@ -171,7 +171,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 @cache
 def _reset_in_children() -> None:
-    """Make every fork start with the default handlers; signals are blocked meanwhile."""
+    """Make every fork start with the default handlers; signals are blocked during the fork."""
     own = threading.local()
 
     def hold() -> None:
@@ -283,7 +283,7 @@ _NAMES = tuple(item.name for item in fields(Progress))
 class ProgressCell:
     """A seqlock over shared memory: one writer (the rank), any number of readers, no locks.
 
-    The agent makes the memfd and the rank inherits its descriptor, so nothing is left in /dev/shm, and the last reading
+    The agent creates the memfd, the rank inherits its descriptor, so nothing is left in /dev/shm, and the last reading
     survives a held interpreter lock, a stopped process and a kill.
     """
 
@@ -319,7 +319,7 @@ class ProgressCell:
         """Enter another phase and record the duration of the previous one.
 
         `moment`: pipeline activity in that phase. Nothing is recorded before `start_timing`, because a first step
-        compiles and allocates and does not represent the others.
+        compiles and allocates, and is not representative.
         """
         now, at = self._now, time.monotonic_ns()
         if self._warm and now.phase != phase:
@@ -437,7 +437,7 @@ class ProgressCell:
     def ask_stop(self, reason: StopReason, deadline: float = 0.0) -> None:
         """Ask the rank to stop; `deadline` is in seconds of CLOCK_MONOTONIC, 0: no deadline.
 
-        There is one slot. A stop in it is never withdrawn: a request of lower rank is dropped.
+        There is one slot. A stop in it is never withdrawn: a request with lower priority is dropped.
         """
         standing, _ = self.read_stop_request()
         if standing > StopReason.SAVE_AND_GO_ON and reason < standing:
@@ -451,7 +451,7 @@ class ProgressCell:
     def order_drill(self, kind: int, serial: int, value: float = 0.0) -> None:
         """Order the rank to inject a fault into itself at its next step boundary; `serial` counts up from 1."""
         _DRILL.pack_into(self._map, _DRILL_AT + _DRILL_FIELDS, kind, value)
-        # Last, so that a reader of the new number finds its data.
+        # Written last, so that a reader of the new number finds its data.
         _COUNT.pack_into(self._map, _DRILL_AT, serial)
 
     def close(self) -> None:

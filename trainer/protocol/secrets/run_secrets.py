@@ -27,7 +27,7 @@ _MOST = 1 << 20
 """Maximum size of a file of secrets in bytes."""
 
 
-class SecretsRefused(Exception):  # noqa: N818  # the name gives what is refused
+class SecretsRefused(Exception):  # noqa: N818  # the name says what was refused
     """Secrets are unavailable, or readable by other users; the message never contains a value."""
 
     def __init__(self, what: str, hint: str) -> None:
@@ -75,11 +75,11 @@ class RunSecrets:
 
 
 def values_for_job(run: RunDir, config: JobConfig) -> dict[str, str]:
-    """Return all secret variables of the run's processes; raises SecretsRefused, OSError."""
+    """Return all secret variables for the run's processes; raises SecretsRefused, OSError."""
     own = RunSecrets.read(run.secrets).values if config.env_from else {}
     if missing := [name for name in config.env_from if name not in own]:
         hint = f"{export_command(missing)}, then {_resume(run.name)}"
-        raise SecretsRefused(f"{run.secrets} has no value of {', '.join(missing)}", hint)
+        raise SecretsRefused(f"{run.secrets} has no value for {', '.join(missing)}", hint)
     chosen = {name: own[name] for name in config.env_from}
     if not config.secrets_file:
         return chosen
@@ -87,7 +87,7 @@ def values_for_job(run: RunDir, config: JobConfig) -> dict[str, str]:
 
 
 def export_command(names: Sequence[str]) -> str:
-    """Return the command with which a user provides these variables."""
+    """Return the command that provides these variables."""
     return f"`export {' '.join(f'{name}=...' for name in names)}`"
 
 
@@ -108,22 +108,22 @@ def read_list(path: Path, taken: dict[str, str] | None = None) -> dict[str, str]
     try:
         text = read_private(path).decode(errors="surrogateescape")
     except FileNotFoundError:
-        raise SecretsRefused(f"secrets_file={path}: there is no such file here", "~secrets_file does without") from None
+        raise SecretsRefused(f"secrets_file={path}: no such file here", "~secrets_file drops it") from None
     except OSError as error:
-        raise SecretsRefused(f"secrets_file={path}: {error.strerror or error}", "~secrets_file does without") from None
+        raise SecretsRefused(f"secrets_file={path}: {error.strerror or error}", "~secrets_file drops it") from None
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, mark, value = line.strip().removeprefix("export ").partition("=")
         if not mark or not is_name(name.strip()):
-            raise SecretsRefused(f"secrets_file={path}: line {number} is not NAME=VALUE", "a line reads HF_TOKEN=...")
+            raise SecretsRefused(f"secrets_file={path}: line {number} is not NAME=VALUE", "write HF_TOKEN=...")
         found[name.strip()] = _unquote(value.strip())
     for name in found:
         if name in (taken or {}):
-            raise SecretsRefused(f"secrets_file={path}: {name} stands in the configuration, too", "keep one of them")
+            raise SecretsRefused(f"secrets_file={path}: {name} is also in the configuration", "keep one of them")
         if excess := excess_bytes(f"{name}={found[name]}"):
-            what = f"secrets_file={path}: {name} is {excess} bytes longer than Linux allows a variable to be"
+            what = f"secrets_file={path}: {name} is {excess} bytes longer than Linux allows"
             raise SecretsRefused(what, "let the program read that value from a separate file")
     return found
 
@@ -146,18 +146,18 @@ def read_private(path: Path, *, follow: bool = True) -> bytes:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise SecretsRefused(f"{path} is a link", "secrets lie in a file of your own") from None
+        raise SecretsRefused(f"{path} is a link", "keep secrets in a file of your own") from None
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise SecretsRefused(f"{path} is not a regular file", "secrets lie in a file of your own")
+        raise SecretsRefused(f"{path} is not a regular file", "keep secrets in a file of your own")
     with os.fdopen(descriptor, "rb") as stream:
         if status.st_uid != os.geteuid():
-            raise SecretsRefused(f"{path} belongs to another user", "secrets lie in a file of your own")
+            raise SecretsRefused(f"{path} belongs to another user", "keep secrets in a file of your own")
         if status.st_mode & 0o077:
             shown = f"{path} can be read by others (mode {stat.S_IMODE(status.st_mode):04o})"
             raise SecretsRefused(shown, f"chmod 600 {shlex.quote(str(path))}")
         data = stream.read(_MOST + 1)
     if len(data) > _MOST:
-        raise SecretsRefused(f"{path} is larger than {_MOST} bytes", "it is no file of secrets")
+        raise SecretsRefused(f"{path} is larger than {_MOST} bytes", "it is not a file of secrets")
     return data

@@ -14,7 +14,7 @@ from urllib.parse import quote, quote_plus
 LISTED = "ORCH_SECRETS"
 """Environment variable with the comma-separated names of the variables that hold secrets."""
 LEAST = 6
-"""Bytes of the shortest redacted value: a shorter one would match in every number."""
+"""Bytes of the shortest redacted value: a shorter value would match parts of any number."""
 _LEAST_ENCODED = 8
 """Bytes of the shortest piece of base64 that identifies a value."""
 _COMMON = re.compile(r"[-+0-9.eE_]{1,16}|[a-z_]{1,24}|/[\w./-]*")
@@ -22,7 +22,7 @@ _COMMON = re.compile(r"[-+0-9.eE_]{1,16}|[a-z_]{1,24}|/[\w./-]*")
 
 
 class Redactor:
-    """Replaces the values of some variables, in each form in which programs print them."""
+    """Replaces the values of some variables in every form that programs print."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         found: dict[str, str] = {}
@@ -32,7 +32,7 @@ class Redactor:
                 forms = dict.fromkeys(_forms(value), f"***{name}***")
                 found |= forms
                 common |= set(forms) if _COMMON.fullmatch(value) else set()
-        # A value that contains another one is replaced first.
+        # A value that contains another value is replaced first.
         self._texts = sorted(found.items(), key=lambda item: (-len(item[0]), item[0]))
         self._unique = [item for item in self._texts if item[0] not in common]
         self._data = sorted(
@@ -139,7 +139,7 @@ def _in_base64(value: bytes) -> Iterator[str]:
     """Yield the base64 pieces of a value at any offset in the encoded data, for example after `user:`."""
     for before in range(3):
         data = bytes(before) + value
-        # The first and last letters also encode neighbouring bytes.
+        # The first and last letters also encode adjacent bytes.
         first, end = (0, 2, 3)[before], len(data) * 8 // 6
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             piece = encode(data)[first:end].decode()

@@ -1,5 +1,5 @@
-"""The user's code as one attempt imports it, by the digest of every file, and the packages that it trains with.
-PURE: the decision about changed code before it trains."""
+"""The user's code as one attempt imports it, with a digest for every file, and the packages that it trains with.
+The decision about changed code before it trains is pure."""
 
 import hashlib
 import os
@@ -37,11 +37,11 @@ class CodeRecord:
     """Record of the training code, with the scope that it covers."""
 
     files: Mapping[str, CodeFile] = field(default_factory=dict)
-    """Files by module name, or by the path of a script as the command gives it."""
+    """Files by module name, or by a script's path as in the command."""
     absent: tuple[str, ...] = ()
-    """Modules that the code imports, or tries to, but that are not found: top-level ones, and parts of its packages."""
+    """Modules that the code imports, or tries to, but that are missing: top-level modules and parts of its packages."""
     covers: str = ""
-    """Description of the scope: the files in the record."""
+    """Description of the scope: which files are in the record."""
     packages: Mapping[str, str] | None = None
     """Versions of all installed distributions by normalized name; None: unknown."""
     imported: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class CodeRecord:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of all names and digests of files, empty without files; folders do not matter."""
+        """Return the SHA-256 of all file names and digests, empty without files; folders do not matter."""
         if not self.files:
             return ""
         total = hashlib.sha256()
@@ -116,7 +116,7 @@ def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
     """PURE: describe the changes in the code that both records cover.
 
     A module in only one record does not count as a change: either the module that imports it has changed, or it was
-    imported for another reason. A file beside others that were read because of their folder is a change.
+    imported for another reason. A new file in a folder that was recorded whole is a change.
     """
     changed = [f"{name} changed" for name in changed_digests(before, now) if name in before.files]
     gone = [f"{name} is gone" for name in before.files if name in now.absent]
@@ -125,7 +125,7 @@ def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
 
 
 def _new_beside(before: CodeRecord, now: CodeRecord) -> list[str]:
-    """Return new files beside known ones in folders that were recorded whole; a whole new folder may be output."""
+    """Return new files beside known files in folders that were recorded whole; an entirely new folder may be output."""
     if not before.folders:
         return []
     known = {os.path.dirname(one.path) for one in before.files.values()}
@@ -140,7 +140,7 @@ def _new_beside(before: CodeRecord, now: CodeRecord) -> list[str]:
 
 
 def changed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
-    """PURE: return the present digests of files that have changed, or that were missing before."""
+    """PURE: return the current digests of files that have changed or were missing before."""
     return {
         name: one.sha256
         for name, one in now.files.items()
@@ -153,7 +153,7 @@ MOST_LISTED = 20
 
 
 def listed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
-    """PURE: return the present digests of the first changed files, for an event."""
+    """PURE: return the current digests of the first changed files, for an event."""
     changed = [(printable(name), digest) for name, digest in changed_digests(before, now).items()]
     return dict(changed[:MOST_LISTED])
 
@@ -161,7 +161,7 @@ def listed_digests(before: CodeRecord, now: CodeRecord) -> dict[str, str]:
 def changed_packages(before: CodeRecord, now: CodeRecord) -> dict[str, tuple[str, str]]:
     """Return the versions, before and now, of changed distributions that take part in training ("none": absent).
 
-    Empty if the packages of either are not known. Only the metadata of distributions that differ is read. User packages
+    Empty if the packages of either are unknown. Metadata is read only for distributions that differ. User packages
     whose files are in both records are compared by their files.
     """
     if before.packages is None or now.packages is None:
@@ -184,15 +184,15 @@ SHOWN = 5
 
 
 class CodeDecision(StrEnum):
-    """Action on the code of an attempt. The code of every attempt is recorded in any case."""
+    """Action on an attempt's code. The code of every attempt is recorded regardless."""
 
-    RECORD = "record"  # the code is as expected, as far as known
+    RECORD = "record"  # the code is as expected, or unknown
     WARN = "warn"  # training continues, with an event and a line in `show` and `status`
     REFUSE = "refuse"  # the user must accept the code first
 
 
 class Occasion(StrEnum):
-    """Time of a comparison."""
+    """When the code is compared."""
 
     START = "start"  # the first attempt of a submission starts
     NEXT = "next"  # orch starts the next attempt or generation unattended
@@ -208,25 +208,25 @@ def judge_code(
     accepted: bool = False,
     packages: Sequence[str] = (),
 ) -> tuple[CodeDecision, str]:
-    """Decide about the code, with the reason. `since`: description of `before` ("attempt 1").
+    """Decide what to do about the code, and return the reason. `since`: description of `before` ("attempt 1").
 
     `packages`: descriptions of changed packages, which are treated like changed code. An unattended run continues and
-    its change is recorded: a stopped run wastes time until its user notices. A user who types `resume` can answer, so
+    its change is recorded: a stopped run wastes time until its user notices. A user who types `resume` can respond, so
     the change is refused until it is accepted.
     """
     if before is None or now is None:
         return CodeDecision.RECORD, "nothing to compare with"
     changed = [*changed_files(before, now), *packages]
     if not changed:
-        return CodeDecision.RECORD, f"the code is that of {since}"
+        return CodeDecision.RECORD, f"the code matches {since}"
     reason = f"{shorten(changed)} since {since}"
-    # Only a user who is present can decide to continue with other code.
+    # Only a user who is present can decide to continue with different code.
     if occasion is Occasion.RESUME and not accepted:
         return CodeDecision.REFUSE, reason
     return CodeDecision.WARN, reason
 
 
 def shorten(words: list[str]) -> str:
-    """Return the first words, and the number of the others."""
+    """Return the first words and the number of remaining words."""
     more = f", and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
     return ", ".join(words[:SHOWN]) + more

@@ -1,4 +1,4 @@
-"""Files that imports load, and which of them are the user's own."""
+"""Finds the files that imports load, and which of them are the user's own."""
 
 import importlib
 import os
@@ -25,13 +25,13 @@ class ImportSearch:
         self._found: dict[str, ModuleSpec | None] = {}
 
     def find_file(self, name: str) -> Path | None:
-        """Return the file that `import name` would load; None for a namespace, a built-in module, or no module."""
+        """Return the file that `import name` would load; None for a namespace, a built-in or a missing module."""
         spec = self._spec(name)
         origin = spec.origin if spec is not None and spec.has_location else None
         return find_containing_file(origin) if origin is not None else None
 
     def is_package(self, name: str) -> bool:
-        """Return whether the name is a package of the usual kind, to which files can add modules."""
+        """Return whether the name is a regular package, to which files can add modules."""
         spec = self._spec(name)
         return spec is not None and spec.has_location and spec.submodule_search_locations is not None
 
@@ -67,7 +67,7 @@ class ImportSearch:
         for spec in self._tops(name):
             if spec.origin is not None or spec.loader is not None:
                 return spec
-            namespace = namespace or spec  # a folder without a module: any module of that name takes precedence
+            namespace = namespace or spec  # a folder without `__init__.py`: any module with that name takes precedence
         return namespace
 
     def _tops(self, name: str) -> Iterator[ModuleSpec]:
@@ -83,7 +83,7 @@ class ImportSearch:
 
 
 def find_containing_file(path: str) -> Path | None:
-    """Return this file, or the archive (`libs.zip/module.py`) that it is in; None if there is neither."""
+    """Return this file, or the archive (`libs.zip/module.py`) that contains it; None if neither exists."""
     if os.path.isfile(path):
         return Path(path)
     return next((above for above in Path(path).parents if above.is_file()), None)
@@ -92,8 +92,8 @@ def find_containing_file(path: str) -> Path | None:
 class UserFiles:
     """Separates the user's own files from the files of Python, orch and installed distributions.
 
-    A distribution that was installed from a folder, an archive or a repository of the user's (`direct_url.json`) is
-    the user's code too: its version does not change with its content.
+    A distribution that was installed from a user's folder, archive or repository (`direct_url.json`) is also the
+    user's code: its version does not change with its content.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class UserFiles:
         return not any(real.is_relative_to(place) for place in _STANDARD)
 
     def _is_library(self, folder: Path) -> bool:
-        """Return whether distributions are installed in this folder; `pip install --target` may name it freely."""
+        """Return whether distributions are installed in this folder; `pip install --target` allows any name."""
         if folder not in self._are_libraries:
             self._are_libraries[folder] = folder.name in _LIBRARY_FOLDERS or any(folder.glob("*.dist-info"))
         return self._are_libraries[folder]
@@ -125,12 +125,12 @@ class _Installed:
         self._place = place
 
     def has(self, relative: str) -> bool:
-        """Return whether the file belongs to a distribution that its version identifies."""
+        """Return whether the file belongs to a distribution that is identified by its version."""
         return f"\n{relative}," in self._files or relative.partition("/")[0].removesuffix(".py") in self._eggs
 
     @cached_property
     def _files(self) -> str:
-        """Return all lines of the RECORD files, without the user's own distributions."""
+        """Return all lines of the RECORD files, except those of the user's own distributions."""
         infos = [info for info in self._place.glob("*.dist-info") if not (info / "direct_url.json").is_file()]
         return "\n" + "\n".join(_text(info / "RECORD") for info in infos)
 
@@ -150,7 +150,7 @@ def _text(path: Path) -> str:
 
 
 def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> tuple[Path, str] | None:
-    """Return a module of this name in the folders that the job would not import, and the module that it would."""
+    """Return a module with this name in the folders that the job would not import, and what it would import instead."""
     standard = name in sys.stdlib_module_names
     for folder in folders:
         for own in (folder / name / "__init__.py", folder / f"{name}.py"):
@@ -160,5 +160,5 @@ def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> 
             if found is not None and found.exists() and found.samefile(own):
                 return None
             if found is not None or standard:
-                return own, str(found) if found is not None else "a part of Python itself"
+                return own, str(found) if found is not None else "part of Python itself"
     return None

@@ -1,4 +1,4 @@
-"""Installed distributions with their versions, and the differences that affect training."""
+"""Installed distributions, their versions, and the differences that affect training."""
 
 import os
 import re
@@ -24,8 +24,8 @@ def find_site_folders(path: Iterable[str]) -> tuple[str, ...]:
 def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
     """Return all distributions in these folders by normalized name; the first folder with a distribution counts.
 
-    `pip install --target --upgrade` leaves the old metadata beside the new: then all versions in the folder are listed.
-    Only names of folders are read, because reading hundreds of files would delay a start. None: a folder cannot be
+    `pip install --target --upgrade` leaves the old metadata beside the new; all versions in the folder are then listed.
+    Only folder names are read, because reading hundreds of files would delay a start. None: a folder cannot be
     listed.
     """
     found: dict[str, str] = {}
@@ -40,7 +40,7 @@ def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
 
 
 def imported_names(modules: Mapping[str, Any], folders: Collection[str]) -> set[str]:
-    """Return the top-level names of these modules that lie in one of the folders."""
+    """Return the top-level names of these modules that are in one of the folders."""
     places = tuple(f"{folder}{os.sep}" for folder in folders)
     found = set[str]()
     for name, module in list(modules.items()):
@@ -75,7 +75,7 @@ def changed_versions(
 ) -> list[str]:
     """PURE: return the changed, new or removed distributions that take part in training.
 
-    They do if one of their modules is imported, or by their name (COMPUTING).
+    They do if one of their modules is imported, or if their name is in COMPUTING.
     """
     differ = [name for name in sorted({*before, *now} - OWN) if before.get(name) != now.get(name)]
     return [name for name in differ if name.startswith(COMPUTING) or not set(imported).isdisjoint(provided(name))]

@@ -1,7 +1,7 @@
 """The user's modules that ranks import after their code was recorded, without an `import` statement.
 
-`pydoc.locate`, a library that creates an object from its name, a registry, a pickle: none of these imports is visible
-in the source, so the modules of a rank are inspected after its first step.
+Imports by `pydoc.locate`, by a library that creates objects from names, by a registry or by a pickle are not visible
+in the source, so a rank's modules are inspected after its first step.
 """
 
 import json
@@ -23,7 +23,7 @@ _COVERS = "; the modules that rank 0 had imported by its first step"
 def carry_late(now: CodeRecord, before: CodeRecord | None) -> CodeRecord:
     """Add the late files of an earlier record in their present state: ranks are about to import them again.
 
-    A missing file is left out: its import itself fails.
+    A missing file is left out, because importing it fails anyway.
     """
     if before is None:
         return now
@@ -35,7 +35,7 @@ def carry_late(now: CodeRecord, before: CodeRecord | None) -> CodeRecord:
 def add_late(record: CodeRecord, modules: Mapping[str, Any], config: ProgramConfig) -> CodeRecord:
     """Replace the record's late files by the user's files among these modules, imported by a rank since it started.
 
-    Recorded files among them are read again: the rank has imported them later than they were recorded.
+    Recorded files among them are read again, because the rank imported them after they were recorded.
     """
     first = {name: file for name, file in record.files.items() if name not in record.late}
     own = _UsersPlaces(replace(record, files=first), config)
@@ -64,7 +64,7 @@ class _UsersPlaces:
         self._sites = [Path(folder) for folder in record.site_folders]
 
     def has(self, name: str, module: object) -> bool:
-        """Return whether the module is a Python file in one of them, or in a package with recorded files."""
+        """Return whether the module is a Python file in one of these folders, or in a package with recorded files."""
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             return False

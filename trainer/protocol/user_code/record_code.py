@@ -1,4 +1,4 @@
-"""Record of the user's code, from imported modules or from the imports in its files."""
+"""Records the user's code, from imported modules or from the imports in its files."""
 
 import ast
 import os
@@ -18,12 +18,12 @@ from trainer.protocol.user_code.installed_packages import find_site_folders, imp
 _DYNAMIC = frozenset(
     {
         "import_module", "run_path", "run_module", "spec_from_file_location", "__import__",
-        "locate", "resolve_name", "instantiate", "hub",  # of pydoc, pkgutil, hydra, torch
+        "locate", "resolve_name", "instantiate", "hub",  # from pydoc, pkgutil, hydra, torch
     }
 )  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _BUILTINS = frozenset({"exec", "eval"})
-"""Names by which code imports modules without an `import` statement; `model.eval()` is not one of them."""
+"""Names by which code imports modules without an `import` statement; `model.eval()` does not count."""
 _WORDS = "|".join(sorted(_DYNAMIC | _BUILTINS | {r"sys\s*\.\s*path"})).encode()
 _LATE = re.compile(rb"^[ \t]+(?:from|import)\s|[:;]\s*(?:from|import)\s|\b(?:%b)\b" % _WORDS, re.MULTILINE)
 
@@ -32,7 +32,7 @@ _PLAIN = re.compile(rb"^(?:from|import)[ \t]+(\w[^#\n]*)", re.MULTILINE)
 
 
 def plain_imports(text: bytes) -> set[str]:
-    """Return top-level names in `import` statements outside of functions; faster than `named_imports`."""
+    """Return top-level names in `import` statements outside functions; faster than `named_imports`."""
     parts = [part.split() for line in _PLAIN.findall(text) for part in line.partition(b" import")[0].split(b",")]
     return {part[0].partition(b".")[0].decode(errors="replace") for part in parts if part}
 
@@ -43,9 +43,9 @@ def has_late_imports(text: bytes) -> bool:
 
 
 def named_imports(text: bytes, package: Sequence[str], *, imported: bool = False) -> tuple[set[str], bool]:
-    """Return the dotted names that a module of this package imports, and whether it may import others.
+    """Return the dotted names that a module of this package imports, and whether it may import other modules.
 
-    A name may be a module or a member of one. `imported`: the code outside of functions has been run.
+    A name may be a module or a member of one. `imported`: the code outside functions has already run.
     Raises SyntaxError or ValueError for invalid Python.
     """
     tree = ast.parse(text)
@@ -68,7 +68,7 @@ def _is_dynamic(node: ast.AST) -> bool:
         return node.id in _DYNAMIC | _BUILTINS
     if isinstance(node, ast.alias):
         return node.name.rpartition(".")[2] in _DYNAMIC
-    if isinstance(node, ast.Attribute):  # a changed `sys.path` adds other folders
+    if isinstance(node, ast.Attribute):  # a changed `sys.path` adds folders
         in_sys = isinstance(node.value, ast.Name) and node.value.id == "sys"
         return node.attr in _DYNAMIC or (in_sys and node.attr == "path")
     return False
@@ -85,7 +85,7 @@ _COMMENT = re.compile(rb"(?:^|[ \t])#.*$", re.MULTILINE)
 _FOLDER_CHANGE = re.compile(rb"(?:^|[\s;&|({])(?:cd|pushd)[ \t]+(?:--[ \t]+)?([^;&|\n]+)", re.MULTILINE)
 _EXPORTED_PATH = re.compile(rb"\bPYTHONPATH=([^\s;&|]+)")
 _VARIABLE = re.compile(rb"\$\([^)]*\)|\$\{[^}]*\}|\$\w+")
-"""What a shell script puts before a folder's name, as in `$(dirname "$0")/src`."""
+"""Prefix of a folder's name in a shell script, as in `$(dirname "$0")/src`."""
 _SHELL, _PYTHON_LINE = re.compile(rb"#![^\n]*sh\b"), re.compile(rb"#![^\n]*python")
 """First lines of programs whose names have no suffix."""
 _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
@@ -106,7 +106,7 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
     found.follow()
     # A dynamic import in a library does not concern the files beside the workload.
     whole = [folder for folder in folders if any(folder in file.parents for file in found.dynamic)]
-    covers = f"the modules that importing {config.workload.target} loads, and the modules that those name"
+    covers = f"the modules that importing {config.workload.target} loads, and the modules that these name"
     return _with_folders(found, whole, covers, [] if whole else [config.workload.target.partition(":")[0]])
 
 
@@ -126,7 +126,7 @@ def named_tops(config: ProgramConfig, beside: Path) -> set[str]:
 def read_again(record: CodeRecord) -> CodeRecord:
     """Read the files and the packages of a record again. The packages are unknown if a folder cannot be seen.
 
-    A missing late file is left out: the code may write such modules itself; otherwise its import fails.
+    A missing late file is left out: the code may write such modules itself; if not, importing it fails.
     """
     files = {name: CodeFile.read(Path(one.path)) for name, one in record.files.items()}
     there = {name: one for name, one in files.items() if os.path.exists(one.path)}
@@ -140,7 +140,7 @@ def read_packages_again(record: CodeRecord) -> CodeRecord:
 
 
 def with_packages(record: CodeRecord, config: ProgramConfig, modules: Mapping[str, Any]) -> CodeRecord:
-    """Add the packages that ranks use. `modules`: those imported by this process for the user's code.
+    """Add the packages that ranks use. `modules`: the modules that this process imported for the user's code.
 
     Packages stay unknown for a command whose interpreter keeps them in an unusual place.
     """
@@ -216,9 +216,9 @@ def _folders(config: ProgramConfig, beside: Path) -> list[Path]:
 
 @dataclass
 class _NamedCode:
-    """Scripts and settings that a command and its shell scripts name, and modules that they run (`python -m`).
+    """Scripts and settings that a command and its shell scripts name, and the modules that they run (`python -m`).
 
-    `folders`: further ones that the scripts change to, or search for modules; `is_unclear`: a named script is in none.
+    `folders`: more folders that scripts change to or search for modules; `is_unclear`: a named script is in none.
     """
 
     files: dict[str, Path] = field(default_factory=dict)
@@ -255,9 +255,9 @@ def _named_code(command: Sequence[str], beside: Path) -> _NamedCode:
 
 
 def _find_scripts(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Return the files of this name in the folders; of a name that began with a variable, the rest is looked up."""
+    """Return files with this name in the folders; if the name began with a variable, only the rest is looked up."""
     places = dict.fromkeys(folder / part for part in (name, name.lstrip("/")) for folder in folders)
-    # `Path.is_file` raises an error for a word that is too long for a file's name.
+    # `Path.is_file` raises an error for a word that is too long for a file name.
     return list({place.resolve(): place for place in places if os.path.isfile(place)}.values())
 
 
@@ -266,7 +266,7 @@ def _script_names(text: bytes) -> list[str]:
 
 
 def _shell_folders(text: bytes, place: Path) -> list[Path]:
-    """Return the folders that a shell text changes to or adds to PYTHONPATH, if it begins in `place`."""
+    """Return the folders that a shell script started in `place` changes to or adds to PYTHONPATH."""
     words = [*_FOLDER_CHANGE.findall(text), *(p for word in _EXPORTED_PATH.findall(text) for p in word.split(b":"))]
     bare = [
         os.fsdecode(_VARIABLE.sub(b"", word).translate(None, b"\"'")).strip().lstrip("/" * (b"$" in word))
@@ -290,9 +290,9 @@ class _Collector:
         self.folders: tuple[str, ...] = ()
 
     def add(self, name: str, path: Path, package: list[str] | None = None, *, imported: bool = False) -> None:
-        """Add a file of the user's; other files are ignored. `package`: its package, by default derived from its name.
+        """Add one of the user's files; other files are ignored. `package`: its package, by default from its name.
 
-        `imported`: its module-level imports have been followed already.
+        `imported`: its module-level imports have already been followed.
         """
         if name in self._files or len(self._files) >= MOST or not self._users.has(path):
             return
@@ -319,14 +319,14 @@ class _Collector:
                 depth == 1 or self._search.is_package(".".join(parts[: depth - 1]))
             ):
                 self._absent.add(part)
-            # A module in a library is not the user's.
+            # A module in a library is not the user's code.
             if depth == 1 and part not in self._files and (file is not None or not self._search.is_namespace(part)):
                 self.foreign.add(part)
                 self._seen.add(name)
                 return
 
     def lacks(self, names: Iterable[str]) -> bool:
-        """Return whether one of these modules was found nowhere."""
+        """Return whether any of these modules was not found."""
         return not self._absent.isdisjoint({name.partition(".")[0] for name in names})
 
     def find_top_package(self, name: str) -> list[tuple[Path, str]]:

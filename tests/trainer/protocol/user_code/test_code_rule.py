@@ -12,7 +12,7 @@ def record(*absent: str, **files: str) -> CodeRecord:
 @pytest.mark.parametrize("occasion", Occasion)
 def test_the_same_code_is_only_recorded(occasion: Occasion) -> None:
     before, now = record(mine="1", other="1"), record(mine="1", new="2")
-    assert judge_code(before, now, occasion, "attempt 1") == (CodeDecision.RECORD, "the code is that of attempt 1")
+    assert judge_code(before, now, occasion, "attempt 1") == (CodeDecision.RECORD, "the code matches attempt 1")
     assert judge_code(None, now, occasion, "attempt 1")[0] is CodeDecision.RECORD
     assert judge_code(before, None, occasion, "attempt 1")[0] is CodeDecision.RECORD
 

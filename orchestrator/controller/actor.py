@@ -169,8 +169,8 @@ class Actor:
 
     def _wait_for_look_ups(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> None:
         if not snapshot.swept:
-            said = f": {snapshot.error}" if snapshot.error else ""
-            self.note(view.run, f"waits until {view.run.cluster} lists its jobs{said}")
+            error = f": {snapshot.error}" if snapshot.error else ""
+            self.note(view.run, f"waits until {view.run.cluster} lists its jobs{error}")
             return
         self._take_ids_from_folder(view)
         ids = [one.job_id for one in self._submissions(view) if one.job_id]

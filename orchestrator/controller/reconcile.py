@@ -349,9 +349,9 @@ class Controller:
         held = f"a user holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
         size = size_note(view, self._config(run.config_digest), job)
         notes = training_notes(self.store, attempt) if runs else []
-        said = "".join(f"; {words}" for words in (size, held, silence, evidence.odd, changed, *notes) if words)
+        notes_text = "".join(f"; {words}" for words in (size, held, silence, evidence.odd, changed, *notes) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""
-        self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{said}")
+        self.actor.note(run, f"{saves}job {job.job_id} is {job.state}{waits}{notes_text}")
 
     def _next(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:
         """Start the next attempt of a run without a live attempt, once nothing delays it."""

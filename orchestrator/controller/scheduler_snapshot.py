@@ -55,8 +55,8 @@ class JobRecord:
     @cached_property
     def ids(self) -> frozenset[str]:
         """Ids that Slurm has given this attempt; each may have been reused since."""
-        told = {one.job_id for one in self.submissions} | {self.job_id, self.fresh}
-        return frozenset(job_id for job_id in told if job_id)
+        known = {one.job_id for one in self.submissions} | {self.job_id, self.fresh}
+        return frozenset(job_id for job_id in known if job_id)
 
     def wanted_ids(self, attempt: Attempt) -> list[str]:
         """Return the ids to poll for the attempt's job: the adopted id, else the ids that sbatch returned."""

@@ -110,8 +110,8 @@ def submit_permission(
     recent = sorted(one.submitted_at for one in unresolved_submissions(everyone) if one.submitted_at > now - HOUR)
     if len(recent) >= MOST_IN_AN_HOUR:
         until = stored_moment(recent[len(recent) - MOST_IN_AN_HOUR] + HOUR)
-        said = f"{len(recent)} jobs that were submitted within the last hour cannot be found in Slurm"
-        return SubmitStep.WAIT, f"waits until {until}: {said}; `squeue --me` lists the jobs it has"
+        problem = f"{len(recent)} jobs that were submitted within the last hour cannot be found in Slurm"
+        return SubmitStep.WAIT, f"waits until {until}: {problem}; `squeue --me` lists the jobs it has"
     return SubmitStep.SUBMIT, ""
 
 

@@ -240,8 +240,8 @@ def classify(evidence: Evidence) -> Failure:
     stop_failed = outcome is not None and outcome.failure is not None and outcome.failure.kind in _STOPS
     if by_others and job and outcome and (outcome.result is AttemptResult.STOPPED or stop_failed):
         saved = _saved_step_suffix(evidence) if outcome.failure is None else f"; {outcome.failure.reason}"
-        said = f"job {job.job_id} was cancelled, not by orch{saved}"
-        return Failure(kind=FailureKind.CANCELLED, reason=said, step=outcome.step or None)
+        reason = f"job {job.job_id} was cancelled, not by orch{saved}"
+        return Failure(kind=FailureKind.CANCELLED, reason=reason, step=outcome.step or None)
     # Its time limit passed while saves failed, so more time would not have helped.
     if evidence.saves_failing and job is not None and _SLURM_KINDS.get(job.state) is FailureKind.TIME_LIMIT:
         reason = f"job {job.job_id} reached its time limit: {evidence.saves_failing}"
@@ -288,8 +288,8 @@ def _stood_still(evidence: Evidence, job: JobStatus | None) -> Failure | None:
 def _failure_from_slurm(job: JobStatus, outcome: AttemptOutcome | None) -> Failure:
     kind = _SLURM_KINDS[job.state]
     seen = outcome.failure if outcome else None
-    said = f" ({job.reason})" if job.reason and job.reason != "None" else ""
-    reason = f"Slurm ended job {job.job_id}: {job.state}{said}"
+    detail = f" ({job.reason})" if job.reason and job.reason != "None" else ""
+    reason = f"Slurm ended job {job.job_id}: {job.state}{detail}"
     node = job.nodes_down[0] if kind is FailureKind.NODE_LOST and job.nodes_down else None
     if seen is not None and kind in (FailureKind.NODE_LOST, FailureKind.OUT_OF_MEMORY):
         node = seen.node or node
@@ -318,11 +318,11 @@ def _failure_from_signal(evidence: Evidence, stopped: Failure) -> Failure:
     """Return a signalled attempt's failure: preemption, time limit and lost node send the same signal."""
     job = evidence.job
     # Slurm prints its own message on every node whose step it ends.
-    said = next(
+    match = next(
         (match for match in scan(evidence.tails) if match.kind in _SENDERS and _SLURM_CANCEL.search(match.line)), None
     )
-    if said is not None:
-        return replace(stopped, kind=said.kind, reason=f"{stopped.reason}; Slurm printed: {said.line}")
+    if match is not None:
+        return replace(stopped, kind=match.kind, reason=f"{stopped.reason}; Slurm printed: {match.line}")
     if job is not None and job.nodes_down:
         down = job.nodes_down[0]
         return replace(stopped, kind=FailureKind.NODE_LOST, node=down, reason=f"{stopped.reason}; node {down} is down")
@@ -370,8 +370,8 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     found = earliest(before_cancel(matches) if job.state in _TAKEN_AWAY else matches)
     ended = f"job {job.job_id} ended as {job.state} without an outcome"
     if _launch_failed(evidence, job):
-        said = f": {found.line}" if found is not None else "; see its slurmd's log for the cause"
-        return FailureKind.LAUNCH_FAILED, f"{job.nodes[0]} could not launch job {job.job_id}{said}"
+        cause = f": {found.line}" if found is not None else "; see its slurmd's log for the cause"
+        return FailureKind.LAUNCH_FAILED, f"{job.nodes[0]} could not launch job {job.job_id}{cause}"
     # Echoes in the logs do not hide that the job was cancelled.
     if job.state in _TAKEN_AWAY and (found is None or found.role is not Role.ROOT):
         return FailureKind.CANCELLED, f"job {job.job_id} was cancelled, not by orch"

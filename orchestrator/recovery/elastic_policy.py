@@ -221,8 +221,8 @@ def next_size(
         return full, ""
     size = full if usable is None else _largest(sizes, usable)
     if size is full:
-        said = "" if usable is None else f": Slurm has {_count(usable)} in service"
-        return full, f"all {_count(full.all_nodes)} again{said}"
+        in_service = "" if usable is None else f": Slurm has {_count(usable)} in service"
+        return full, f"all {_count(full.all_nodes)} again{in_service}"
     missing = full.all_nodes - (usable or 0)
     return size, f"{_count(missing)} {'is' if missing == 1 else 'are'} still missing"
 

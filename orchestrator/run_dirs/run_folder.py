@@ -123,8 +123,8 @@ def check_run_folder(run: Run, first: Attempt) -> str:
             return f"the run directory is not visible on {host}: {folder.path}"
         return _restore_run_json(folder, run, first)
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return f"the run directory cannot be read on {host}: {folder.run}: {said}"
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"the run directory cannot be read on {host}: {folder.run}: {why}"
     if not isinstance(owner, dict) or owner.get("nonce") != first.nonce:
         return f"the run directory on {host} is another run's: {folder.path}"
     return ""

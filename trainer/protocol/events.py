@@ -130,8 +130,8 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        told = json.loads(line)
-        event = Event(**{key: value for key, value in told.items() if key in _KEYS})  # newer versions may add keys
+        fields = json.loads(line)
+        event = Event(**{key: value for key, value in fields.items() if key in _KEYS})  # newer versions may add keys
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None
     numbers = (event.time, event.seq, event.attempt, event.generation)

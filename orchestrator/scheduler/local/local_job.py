@@ -240,12 +240,12 @@ def _log_traceback() -> None:
         traceback.print_exc()
 
 
-def _startup_exit_code(said: bytes) -> int:
+def _startup_exit_code(report: bytes) -> int:
     """Return the exit code for the process that waits for the job, from the job's report."""
-    if said == _READY:
+    if report == _READY:
         return 0
-    sys.stderr.write(said.decode(errors="replace"))
-    return ExitCode.STORAGE if said else ExitCode.ERROR
+    sys.stderr.write(report.decode(errors="replace"))
+    return ExitCode.STORAGE if report else ExitCode.ERROR
 
 
 if __name__ == "__main__":

@@ -424,10 +424,10 @@ def _no_room(disk: str, intent: Intent) -> Precondition:
     return Precondition(what, hint="free some space there, or choose another folder with cluster.root=FOLDER")
 
 
-def _last_words(said: str, submission: Path) -> str:
+def _last_words(text: str, submission: Path) -> str:
     with contextlib.suppress(OSError):
-        said += (submission / "local-job.log").read_text(errors="replace")
-    lines = [line for line in said.splitlines() if line.strip()]
+        text += (submission / "local-job.log").read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     return cut(lines[-1], 300) if lines else "no message"
 
 

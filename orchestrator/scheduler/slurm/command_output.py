@@ -226,10 +226,10 @@ def read_node_states(text: str, asked: frozenset[str], wanted: frozenset[str]) -
     UnreadableField if a node is missing and some row is malformed.
     """
     rows = [line.split() for line in text.splitlines() if line.strip()]
-    told = {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in asked}
-    if set(told) != asked and any(len(row) != 2 for row in rows):
+    states = {row[0]: row[1] for row in rows if len(row) == 2 and row[0] in asked}
+    if set(states) != asked and any(len(row) != 2 for row in rows):
         raise UnreadableField(f"expected a node and a state in every line, got {text[:200]!r}")
-    return frozenset(node for node, state in told.items() if plain_state(state.rstrip(_NODE_MARKS)) in wanted)
+    return frozenset(node for node, state in states.items() if plain_state(state.rstrip(_NODE_MARKS)) in wanted)
 
 
 def _known(value: str) -> str:
@@ -379,9 +379,9 @@ def no_contact(text: str) -> bool:
     return any(words in lowered for words in NO_CONTACT)
 
 
-def unreachable(program: str, said: str) -> SlurmUnreachable:
+def unreachable(program: str, text: str) -> SlurmUnreachable:
     """Return the error for a command without a usable answer, with its message."""
-    words = cut(" ".join(said.split()), 300) or "no message"
+    words = cut(" ".join(text.split()), 300) or "no message"
     return SlurmUnreachable(
         f"{program} got no answer from Slurm: {words}",
         hint="nothing was assumed; `scontrol ping` shows when Slurm is back",

@@ -114,11 +114,11 @@ _SILENT = re.compile(
 """Messages that only the client side writes, so no answer arrived; later look-ups decide."""
 
 
-def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
+def submit_error(output: str) -> SubmitRejected | SubmitAmbiguous:
     """Return the meaning of sbatch's output: a permanent or temporary refusal, or an ambiguous result."""
-    lines = [_BEFORE_WORDS.sub("", line.strip(), count=1) for line in said.splitlines()]
+    lines = [_BEFORE_WORDS.sub("", line.strip(), count=1) for line in output.splitlines()]
     words = cut("; ".join(dict.fromkeys(line for line in lines if line and not _USAGE.match(line))), 400)
-    row = _row(said)
+    row = _row(output)
     if row is None:
         return SubmitAmbiguous(
             f"sbatch failed, but the job may exist anyway: {words or 'no message'}",
@@ -127,19 +127,19 @@ def submit_error(said: str) -> SubmitRejected | SubmitAmbiguous:
     return SubmitRejected(f"Slurm refused the job: {words}", hint=row.hint, retryable=row.retryable, change=row.change)
 
 
-def is_of_sbatch(said: str) -> bool:
+def is_of_sbatch(output: str) -> bool:
     """Return whether sbatch or slurmctld wrote this, rather than a site's wrapper around sbatch."""
-    lines = [line for line in said.splitlines() if line.strip() and not _USAGE.match(line)]
-    return bool(_ANSWERED.search(said)) or all(line.startswith("sbatch:") for line in lines)
+    lines = [line for line in output.splitlines() if line.strip() and not _USAGE.match(line)]
+    return bool(_ANSWERED.search(output)) or all(line.startswith("sbatch:") for line in lines)
 
 
-def _row(said: str) -> RefusalRule | None:
-    answered = _ANSWERED.search(said) is not None
+def _row(text: str) -> RefusalRule | None:
+    answered = _ANSWERED.search(text) is not None
     # sbatch was killed by its time limit while retrying, so its last try may have been accepted.
-    if no_contact(said) or _SILENT.search(said) or (not answered and re.search(r"retrying\s*$", said, re.IGNORECASE)):
+    if no_contact(text) or _SILENT.search(text) or (not answered and re.search(r"retrying\s*$", text, re.IGNORECASE)):
         return None
     for row in REFUSALS:
-        if any(re.search(words, said, re.IGNORECASE) for words in row.words):
+        if any(re.search(words, text, re.IGNORECASE) for words in row.words):
             return row
     # A site's plugin may print anything. It is an answer, and the refusal may be temporary.
     return UNKNOWN if answered else None
@@ -211,8 +211,8 @@ def find_wait(reason: str) -> Wait | None:
 
     Slurm prints some reasons as phrases instead of names, separated by blanks or `_`.
     """
-    said = reason.strip().replace("_", " ")
-    return next((wait for pattern, wait in _WAITS if re.fullmatch(pattern, said, re.IGNORECASE)), None)
+    phrase = reason.strip().replace("_", " ")
+    return next((wait for pattern, wait in _WAITS if re.fullmatch(pattern, phrase, re.IGNORECASE)), None)
 
 
 def waits_for_nodes(reason: str) -> bool | None:
@@ -233,12 +233,12 @@ def waiting_words(reason: str, asked: Resources, run: str, waited: float) -> str
     wait = find_wait(reason)
     if wait is None:
         return f" ({reason})"
-    said = f" ({reason}): {wait.words}"
+    text = f" ({reason}): {wait.words}"
     if reason == "BadConstraints":
-        said = f"{said} ({asked_words(asked)})"
+        text = f"{text} ({asked_words(asked)})"
     if wait.lasts is Lasts.CLEARS or (wait.lasts is Lasts.MAY_STAY and waited < LONG_WAIT):
-        return said
+        return text
     flag = STAYS if wait.lasts is Lasts.STAYS else MAY_STAY
     looks = f"; see {wait.look}" if wait.look else ""
     cure = f", then `orch resume {run} {wait.change}`" if wait.change else " ends it"
-    return f"{said}; {flag}{looks}; `orch cancel {run}`{cure}"
+    return f"{text}; {flag}{looks}; `orch cancel {run}`{cure}"

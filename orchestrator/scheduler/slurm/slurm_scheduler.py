@@ -85,26 +85,26 @@ class SlurmScheduler:
         adopt_payload(submission, job_id)
         if exclude is not None:
             nodes = check_nodes("cluster.exclude", exclude)
-            said = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)
-            if said.returncode != 0:
-                words = cut(" ".join(said.stderr.split()), 300)
+            done = run_command(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={nodes}"], self._timeout)
+            if done.returncode != 0:
+                words = cut(" ".join(done.stderr.split()), 300)
                 raise SubmitRejected(f"Slurm refuses to change the nodes that job {job_id} avoids: {words}")
-        said = run_command(["scontrol", "release", job_id], self._timeout)
-        if said.returncode == 0:
+        done = run_command(["scontrol", "release", job_id], self._timeout)
+        if done.returncode == 0:
             return
         # Without slurmctld, scontrol only prints "Unexpected message received" (22.05), so the queue distinguishes
         # silence from a refusal. Slurm refuses to release a job that it holds itself, or whose nodes are absent.
         job = self._in_queue([job_id]).get(job_id)
         if job is not None and job.held:
-            log.info("Slurm refuses to release job %s (%s): %s", job_id, job.reason, " ".join(said.stderr.split()))
+            log.info("Slurm refuses to release job %s (%s): %s", job_id, job.reason, " ".join(done.stderr.split()))
 
     def cancel(self, job_id: str) -> None:
-        said = run_command(["scancel", job_id], self._timeout)
-        if said.returncode == 0:
+        done = run_command(["scancel", job_id], self._timeout)
+        if done.returncode == 0:
             return
         job = self._in_queue([job_id]).get(job_id)
         if job is not None and job.state not in _OVER:
-            raise unreachable(f"scancel {job_id}", said.stderr)
+            raise unreachable(f"scancel {job_id}", done.stderr)
 
     def _in_queue(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """Find these ids in the queue; an id missing from this user's jobs is queried separately."""

@@ -38,11 +38,11 @@ class SaveTrouble:
     @property
     def text(self) -> str:
         """Return the line: `saves failing since step 30: disk full (/runs/gpt-1/checkpoints)`."""
-        said = [
+        lines = [
             f"{f'copies to {tier} failing' if tier else SAVES_FAILING} since step {since}: {reason}"
             for tier, (since, reason) in sorted(self._failing.items())
         ]
-        return "; ".join(said)
+        return "; ".join(lines)
 
 
 def short_reason(reason: str) -> str:

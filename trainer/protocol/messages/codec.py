@@ -47,14 +47,14 @@ class Direction(Generic[M_co]):
         """Parse the message in a line; raises MessageError."""
         return self.decode(parse(line))
 
-    def decode(self, said: Mapping[str, Any]) -> M_co:
+    def decode(self, fields: Mapping[str, Any]) -> M_co:
         """Build the message with these fields; raises MessageError."""
-        name = said.get(KEY)
+        name = fields.get(KEY)
         if not isinstance(name, str):
-            raise MessageError(f"no message: {_short(said)}")
+            raise MessageError(f"no message: {_short(fields)}")
         if name not in self._by_name:
             raise MessageError(f"{_short(name)}, which is not allowed here")
-        found: M_co = _build(self._by_name[name], said)
+        found: M_co = _build(self._by_name[name], fields)
         return found
 
 
@@ -75,12 +75,12 @@ def parse(line: bytes | bytearray) -> dict[str, Any]:
     """Parse the object in a line; its numbers must fit into 64 bits and be finite. Raises MessageError."""
     try:
         # Checking every number doubles the cost, so it is done only for lines with a possibly large number.
-        said = (_CAREFUL if _is_doubtful(line) else _QUICK).decode(line.decode())
+        fields = (_CAREFUL if _is_doubtful(line) else _QUICK).decode(line.decode())
     except (ValueError, RecursionError) as error:  # deep nesting exhausts the parser's stack
         raise MessageError(f"no JSON: {bytes(line[:40])!r}") from error
-    if not isinstance(said, dict):
-        raise MessageError(f"no message: {_short(said)}")
-    return said
+    if not isinstance(fields, dict):
+        raise MessageError(f"no message: {_short(fields)}")
+    return fields
 
 
 def _is_doubtful(line: bytes | bytearray) -> bool:
@@ -167,14 +167,14 @@ def _plain(value: Any) -> Any:
     return None if value is None else _non_default_fields(value)
 
 
-def _build(message: type, said: Mapping[str, Any]) -> Any:
+def _build(message: type, fields: Mapping[str, Any]) -> Any:
     values, shape = {}, _shape(message)
     for entry in shape.entries:
-        if entry.name in said:
+        if entry.name in fields:
             try:
-                values[entry.name] = entry.read(said[entry.name])
+                values[entry.name] = entry.read(fields[entry.name])
             except _Unfit:
-                raise MessageError(f"a {shape.name!r} whose {entry.name} is {_short(said[entry.name])}") from None
+                raise MessageError(f"a {shape.name!r} whose {entry.name} is {_short(fields[entry.name])}") from None
         elif entry.default is MISSING:
             raise MessageError(f"a {shape.name!r} without {entry.name}")
     return message(**values)

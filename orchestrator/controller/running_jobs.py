@@ -131,7 +131,7 @@ def _checkpoint_size(actor: Actor, view: ControlledRun) -> int:
     saves_there = not view.config.command and (not tiers or tiers[0].path == RUN)
     if failure is None or failure["kind"] != FailureKind.STORAGE or not saves_there:
         return 0
-    own = [one for one in actor.store.checkpoints(view.run.name) if not one.tier]
+    own = [checkpoint for checkpoint in actor.store.checkpoints(view.run.name) if not checkpoint.tier]
     newest = max(own, key=lambda one: one.step).bytes if own else 0
     return int(failure.get("room") or newest)
 

@@ -44,7 +44,7 @@ class JobRecord:
         return cls(
             run=run.name, attempt=attempt.number, nonce=attempt.nonce, name=attempt.job_name, run_dir=run.run_dir,
             job_id=attempt.job_id, submit_time=attempt.submit_time,
-            submissions=tuple(one for one in submissions if one.attempt == attempt.number),
+            submissions=tuple(submission for submission in submissions if submission.attempt == attempt.number),
         )  # fmt: skip
 
     @cached_property
@@ -55,7 +55,7 @@ class JobRecord:
     @cached_property
     def ids(self) -> frozenset[str]:
         """Ids that Slurm has given this attempt; each may have been reused since."""
-        known = {one.job_id for one in self.submissions} | {self.job_id, self.fresh}
+        known = {submission.job_id for submission in self.submissions} | {self.job_id, self.fresh}
         return frozenset(job_id for job_id in known if job_id)
 
     def wanted_ids(self, attempt: Attempt) -> list[str]:
@@ -64,7 +64,7 @@ class JobRecord:
             return []
         if attempt.job_id is not None:
             return [attempt.job_id]
-        return [one.job_id for one in unresolved_submissions(self.submissions) if one.job_id]
+        return [submission.job_id for submission in unresolved_submissions(self.submissions) if submission.job_id]
 
 
 def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
@@ -90,7 +90,7 @@ def identify(job: JobStatus, record: JobRecord) -> tuple[bool, str]:
     if job.job_id == record.job_id:
         same = bool(job.submit_time) and job.submit_time == record.submit_time
         return same, f"the adopted id, submitted at {job.submit_time}"
-    fits = any(one.job_id == job.job_id and _fits(job, one) for one in record.submissions)
+    fits = any(submission.job_id == job.job_id and _fits(job, submission) for submission in record.submissions)
     return fits, f"the id that sbatch printed, submitted at {job.submit_time}"
 
 

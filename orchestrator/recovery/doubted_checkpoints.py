@@ -33,7 +33,7 @@ def trust_changes(
         why = f"the cause is the program, not the checkpoint: {newest.reason}"
         suspect = [row for row in rows if row.step in cleared and row.trust is Trust.SUSPECT]
         # A load from memory does not read the bytes on disk.
-        on_disk = {one.resumed_from for one in generations if one.tier != MEMORY}
+        on_disk = {generation.resumed_from for generation in generations if generation.tier != MEMORY}
         changes += [(row, Trust.RESTORED if row.step in on_disk else Trust.COMMITTED, why) for row in suspect]
     # A checkpoint of the same step that was saved after the start of the failed generation holds a different state.
     return [
@@ -69,7 +69,7 @@ def _caused_by_program(newest: Failure | None, past: _Past, loadable: Collection
     if newest is None or newest.drill:
         return frozenset()
     last = FailedGeneration.from_failure(newest, 0, newest.step or 0)
-    doubted = frozenset(suspect_steps(one for one in past.failed if one.is_like(last)))
+    doubted = frozenset(suspect_steps(failed for failed in past.failed if failed.is_like(last)))
     everywhere = len(doubted) > 1 and doubted.issuperset(loadable)
     return doubted if everywhere or newest.kind is FailureKind.USER_ERROR else frozenset()
 

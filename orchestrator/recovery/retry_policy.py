@@ -25,9 +25,9 @@ def attribute_drill(
     if failure is None or failure.drill or failure.kind in NOT_BY_A_DRILL:
         return failure
     kinds = (
-        str(one.data.get("kind") or "")
-        for one in sorted(notices, key=lambda one: one.time)
-        if one.kind == EventKind.DRILL and (one.attempt, one.generation) == (attempt, generation)
+        str(notice.data.get("kind") or "")
+        for notice in sorted(notices, key=lambda notice: notice.time)
+        if notice.kind == EventKind.DRILL and (notice.attempt, notice.generation) == (attempt, generation)
     )
     drills = [kind for kind in kinds if kind not in HARMLESS]
     return replace(failure, drill=drills[-1]) if drills else failure

@@ -39,7 +39,7 @@ def find_other_registry(run: Run, attempts: Sequence[Attempt], registry: Path) -
     if not (record.attempts and attempts) or record.attempts[0].nonce != attempts[0].nonce:
         return None
     known = {(attempt.number, attempt.nonce) for attempt in attempts}
-    unknown = [one.number for one in record.attempts if (one.number, one.nonce) not in known]
+    unknown = [attempt.number for attempt in record.attempts if (attempt.number, attempt.nonce) not in known]
     if unknown and is_other_registry(record.registry, registry):
         has = f"attempt{'' if len(unknown) == 1 else 's'} {', '.join(map(str, unknown))}"
         return OtherRegistry(

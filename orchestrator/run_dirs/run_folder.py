@@ -97,7 +97,7 @@ def _free(folder: RunDir) -> int | None:
 
     try:
         usage = shutil.disk_usage(folder.path)
-        debris = sum(one.bytes for one in find_debris(Catalog(folder.checkpoints)))
+        debris = sum(item.bytes for item in find_debris(Catalog(folder.checkpoints)))
     except OSError:
         return None
     return usage.free + debris if usage.total else None

@@ -63,7 +63,7 @@ def _requested_count(pipeline: PipelineConfig, train: TrainConfig, share: int, f
         return f"parallel.pipeline.micro_batches={count}", count
     if size:
         return f"train.micro_batch_size={size}", share // size if share % size == 0 else 0
-    enough = [one for one in fitting if one >= ENOUGH * pipeline.ranks]
+    enough = [count for count in fitting if count >= ENOUGH * pipeline.ranks]
     chosen = min(enough) if enough else max(fitting, default=0)
     return f"train.batch_size={train.batch_size}", chosen
 
@@ -101,7 +101,7 @@ def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str |
         return None
     share = formula(pipeline.ranks, count, pipeline.per_rank)
     known = "" if pipeline.splits_backward else f": ranks wait for {share:.0%} of each step"
-    better = [one for one in _fitting(pipeline, train.batch_size // dp_size) if one >= enough]
+    better = [count for count in _fitting(pipeline, train.batch_size // dp_size) if count >= enough]
     keys = [f"parallel.pipeline.micro_batches={min(better, default=enough)}"]
     keys += [] if better else [f"train.batch_size={enough * dp_size}"]
     keys += ["train.micro_batch_size=0"] if train.micro_batch_size else []

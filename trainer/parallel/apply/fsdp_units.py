@@ -211,7 +211,7 @@ def _reason(model: nn.Module) -> str:
         for module in model.modules()
         # A list or dict of parameters is never called, so FSDP would never gather it as a unit.
         if type(module).forward is not nn.Module.forward
-        and any(isinstance(one, DTensor) for one in module._parameters.values())
+        and any(isinstance(parameter, DTensor) for parameter in module._parameters.values())
     }
     by_itself = f", or shard each layer separately (type parallel.fsdp.wrap={','.join(sorted(layers)[:_MOST])})"
     return (

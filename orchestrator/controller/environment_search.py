@@ -24,7 +24,7 @@ from trainer.protocol.config_sections.scheduler_kinds import SLURM
 
 log = logging.getLogger("orch.controller")
 
-TRY_AGAIN = 60.0  # seconds before an environment in which Slurm did not answer is tried again
+TRY_AGAIN = 60.0  # seconds before an environment where Slurm did not answer is tried again
 MOST_TRIED = 3  # maximum environments tried in a row; each may take ten seconds, and a lease lasts a minute
 
 

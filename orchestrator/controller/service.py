@@ -192,7 +192,7 @@ def _inheritable_descriptors() -> list[int]:
     """Return the descriptors above 2 that a child would keep: a lock of flock(1), or a pipe with a waiting reader."""
     found = []
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # closed meanwhile, as is the listing's own descriptor
+        with suppress(OSError):  # closed in the meantime, like the listing's own descriptor
             if number > 2 and os.get_inheritable(number):
                 found.append(number)
     return found

@@ -86,7 +86,7 @@ BY_CHANCE = 0.3
 NODE_LOCAL = select_kinds(lambda traits: traits.blame is NodeBlame.NODE)
 """Kinds that are conclusive evidence against the node they name."""
 WEAK = select_kinds(lambda traits: traits.blame is NodeBlame.WEAK)
-"""Kinds that merely occurred on a node; a single occurrence is no evidence."""
+"""Kinds that merely occurred on a node; a single occurrence is not evidence."""
 
 
 @dataclass(frozen=True, kw_only=True)

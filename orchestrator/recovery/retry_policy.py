@@ -87,9 +87,9 @@ class EndedAttempt:
 
 SCRIPT_HINT = "; see the job's log (attempts/*/submission/*.out, *.err), cluster.python and cluster.templates"
 
-ANEW_HINT = (
-    "; checkpoints were written under steps that are not higher, which counts half an hour after a start "
-    "(preempted: five minutes): name them by the step, or set progress.pattern"
+REPEATED_STEPS_HINT = (
+    "; checkpoints were written under steps no higher than before, which counts only half an hour after a "
+    "start (preempted: five minutes): name checkpoints by step, or set progress.pattern"
 )
 
 LONGEST_GAP = 2 * 3600.0
@@ -124,8 +124,8 @@ def decide(
     if [past.failure.exception for past in history[-2:] if past.failure] == [NONE_INTACT, NONE_INTACT]:
         return Decision(action=Action.HOLD, reason=_NONE_INTACT.format(reason=failure.reason, run=run))
     row = _without_progress(history, steps_known=steps_known)
-    anew = any(past.saved_after for past in row[1:]) and steps_known
-    hint = SCRIPT_HINT if last.script_failed else ANEW_HINT if anew else ""
+    repeats_steps = any(past.saved_after for past in row[1:]) and steps_known
+    hint = SCRIPT_HINT if last.script_failed else REPEATED_STEPS_HINT if repeats_steps else ""
     newest = f"the last one: {failure.reason}{hint}"
     # A program that fails repeatedly wastes the cluster.
     tries = [past for past in row if past.budget is Budget.TRIES]

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds to wait for one directory; doubled after a late answer, up to `LONGEST`
 LONGEST = 20.0
-HURRIED = 0.5  # seconds to wait for a directory on a file system where another one already hangs
+HURRIED = 0.5  # seconds to wait for a directory on a file system where another already hangs
 MOST_STUCK = 32  # maximum threads left behind on one file system; its other runs wait until a thread returns
 _SLICE = 1.0
 
@@ -133,7 +133,7 @@ class BoundedFiles:
     def _left_behind(self, folder: Path, job: _Job) -> RunDirHangs:
         self._patience[folder] = min(LONGEST, 2 * self._patience.get(folder, PATIENCE))
         seconds = round_seconds(time.monotonic() - job.began)
-        return RunDirHangs(f"the run directory does not answer for {seconds} s: {folder}", where=str(folder))
+        return RunDirHangs(f"the run directory has not answered for {seconds} s: {folder}", where=str(folder))
 
 
 def round_seconds(seconds: float) -> int:

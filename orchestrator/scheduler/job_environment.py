@@ -1,6 +1,6 @@
 """Variables of the submitting shell that a job sees: a short allow-list, so that no secret leaks into jobs.
 
-A run must not depend on the shell in which a controller was started, so the variables of its submitter's shell are
+A run must not depend on the shell that started a controller, so the variables of its submitter's shell are
 recorded with the run, and every attempt gets them. A job gets variables that identify the user, find programs and
 libraries, and make `module` work; everything else comes from `env` in the run's configuration (by file, never on a
 command line), from the templates, or from the node. `SBATCH_*`, `SRUN_*` and most of `SLURM_*` are left out because

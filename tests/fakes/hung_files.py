@@ -17,5 +17,5 @@ class HungFiles(DirectFiles):
 
     def call(self, folder: Path, work: Callable[[], T], patience: float | None = None) -> T:
         if folder in self.hung:
-            raise RunDirHangs(f"the run directory does not answer for 5 s: {folder}")
+            raise RunDirHangs(f"the run directory has not answered for 5 s: {folder}")
         return work()

@@ -106,7 +106,7 @@ class _Unit:
 
     @property
     def gathering(self) -> int:
-        """Return the bytes with the all-gather buffer, and a second buffer in which sharded experts are reordered."""
+        """Return the bytes with the all-gather buffer, and a second buffer to reorder sharded experts."""
         return self.gathered + self.buffer * (2 if self.is_inner else 1)
 
     @property

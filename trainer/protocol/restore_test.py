@@ -37,8 +37,8 @@ UNDECIDED = frozenset({Outcome.NOT_COMPARABLE, Outcome.NOT_FINISHED})
 class RestoreTestOrder:
     """The checkpoint that a run restores instead of training, and the number of steps to train after it.
 
-    `manifest` is the digest that the registry kept at commit, `config_digest` that of the config it was saved with;
-    either is empty if unknown. `steps_digest` is that of the config with which the run trained the following steps.
+    `manifest` is the digest that the registry kept at commit, `config_digest` the digest of the config it was saved
+    with; either is empty if unknown. `steps_digest` is the digest of the config that trained the following steps.
     `agreed`: an earlier test of the run that was restored with equal steps on this layout, if any.
     """
 

@@ -46,7 +46,7 @@ def hang() -> Iterator[Hang]:
 
 def test_what_hangs_is_left_behind_and_waited_for_only_once(hang: Hang) -> None:
     files, folder = BoundedFiles(), Path("/runs/a-1")
-    with pytest.raises(RunDirHangs, match=r"the run directory does not answer for 0 s: /runs/a-1"):
+    with pytest.raises(RunDirHangs, match=r"the run directory has not answered for 0 s: /runs/a-1"):
         files.call(folder, hang)
     began, ran = time.monotonic(), []
     with pytest.raises(RunDirHangs):
@@ -154,7 +154,7 @@ def test_a_run_whose_directory_hangs_says_so_and_goes_on_afterwards(tmp_path: Pa
     with pytest.raises(RunDirHangs):
         files.call(world.folder.path, hang)
     report = world.controller.tick(world.lease)
-    assert world.run.reason.startswith(f"the run directory does not answer for 0 s: {world.folder.path}")
+    assert world.run.reason.startswith(f"the run directory has not answered for 0 s: {world.folder.path}")
     assert report.errors
     hang.mended.set()
     while files._stuck:

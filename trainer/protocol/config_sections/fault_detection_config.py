@@ -22,7 +22,7 @@ class HangConfig:
     evidence: float = 10.0
     """Seconds for collecting evidence before the kill."""
     agent: float = 75.0
-    """Seconds a node's agent may stand still (stopped, or stuck in the kernel) before its watchdog kills it."""
+    """Seconds a node's agent may be frozen (stopped, or stuck in the kernel) before its watchdog kills it."""
     heartbeat: float = 900.0
     """Seconds without a heartbeat or a growing file of a running attempt before orch ends its job; 0: never."""
 

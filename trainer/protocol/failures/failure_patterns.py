@@ -45,7 +45,7 @@ class Meaning(StrEnum):
 
 
 class TextSource(Flag):
-    """Texts in which a sentence has its meaning."""
+    """Kinds of text where a sentence has its meaning."""
 
     ERROR = auto()  # the text of an exception, or the last lines of a program
     JOB_LOG = auto()  # output of agents, srun and Slurm

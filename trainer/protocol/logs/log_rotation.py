@@ -201,7 +201,7 @@ class LogReader:
                 return False
             if newer or not self._newer():
                 break
-            successor.close()  # two files were rotated meanwhile: continue with the first
+            successor.close()  # two files were rotated in the meantime: continue with the first
         self._gap = b"[orch: lines are missing here: they were deleted before they were read]\n"
         self._gap = self._gap if number > self._number + 1 else b""
         self._file.close()

@@ -125,7 +125,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unready:
-    """The fork server has died; the agent starts another one."""
+    """The fork server has died; the agent starts another."""
 
     reason: str
 

@@ -40,7 +40,7 @@ REFUSED = [
     ("cluster.exclude=gpu[1-", "not a host list", "cluster.exclude takes gpu[003,017]"),
     ("cluster.partition=a\nb", "newlines and control characters are refused", "on one line"),
     ("cluster.interface=ib0\x00", "newlines and control characters are refused", "on one line"),
-    ("cluster.python=-c", "must not begin with '-'", "read as another option"),
+    ("cluster.python=-c", "must not begin with '-'", "read it as another option"),
     ("cluster.signal_lead=-5", "must be from 0 to 65535 seconds", "cluster.signal_lead=120"),
     (f"cluster.signal_lead={LONGEST_LEAD + 1}", "must be from 0 to 65535 seconds", "cluster.signal_lead=120"),
     ("+cluster.sbatch.gres=gpu:-1", "Slurm cannot read this", "cluster.sbatch.gres takes names with numbers"),

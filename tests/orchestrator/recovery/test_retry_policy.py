@@ -271,7 +271,7 @@ def test_a_script_that_never_worked_is_counted_in_tries() -> None:
     assert "launch failed 9 times without a new checkpoint (try 9 of 10)" in decision.reason
     decision = after(*wrong)
     assert decision.action is Action.FAIL
-    assert "recovery.max_failures is spent; the last one: its reason; the job's log" in decision.reason
+    assert "recovery.max_failures is spent; the last one: its reason; see the job's log" in decision.reason
     # A job that Slurm itself could not launch is an outage, whatever the script did before.
     assert "launch failed once; holds" in after(*wrong, past(11, K.LAUNCH_FAILED, None, started=False)).reason
 

@@ -114,7 +114,7 @@ def test_an_ambiguous_submit_is_found_adopted_and_starts_and_requeued_from_outsi
     spec = world.spec()
     lab.pause_controller()
     try:
-        with pytest.raises(SubmitAmbiguous, match="may exist all the same"):
+        with pytest.raises(SubmitAmbiguous, match="may exist anyway"):
             world.scheduler.submit(spec)
     finally:
         lab.resume_controller()
@@ -263,7 +263,7 @@ def test_a_job_that_waits_is_kept_off_other_nodes_and_one_that_runs_is_not(lab: 
     world.scheduler.release(job.job_id, spec.submission, ())
     assert avoids(job.job_id) == "(null)"
     world.until_running(job, spec)
-    with pytest.raises(SubmitRejected, match=f"which nodes job {job.job_id} avoids: Job is no longer pending"):
+    with pytest.raises(SubmitRejected, match=f"nodes that job {job.job_id} avoids: Job is no longer pending"):
         world.scheduler.release(job.job_id, spec.submission, ("n1",))
 
 

@@ -81,5 +81,6 @@ class CommandProgressConfig:
             raise ValueError(f"progress.pattern={self.pattern}: is not a regular expression: {error}") from error
         if "step" not in groups or set(groups) - set(GROUPS):
             raise ValueError(
-                f"progress.pattern={self.pattern}: must have a group (?P<step>[0-9]+), and only {', '.join(GROUPS)}"
+                f"progress.pattern={self.pattern}: must have a group (?P<step>[0-9]+), and no groups except "
+                f"{', '.join(GROUPS)}"
             )

@@ -52,8 +52,8 @@ def test_micro_batches_of_a_step(keys: dict, train: dict, count: int) -> None:
         (
             {**INTERLEAVED, "micro_batches": 9},
             {"batch_size": 36},
-            "parallel.pipeline.micro_batches=9: 9 micro-batches, but schedule interleaved_1f1b takes them in 2 rounds "
-            "of the same size: type parallel.pipeline.micro_batches=2 or parallel.pipeline.micro_batches=3 or "
+            "parallel.pipeline.micro_batches=9: 9 micro-batches, but schedule interleaved_1f1b needs 2 rounds "
+            "of equal size: type parallel.pipeline.micro_batches=2 or parallel.pipeline.micro_batches=3 or "
             "parallel.pipeline.micro_batches=6",
         ),
         (

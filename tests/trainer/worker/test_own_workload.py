@@ -108,7 +108,7 @@ def test_a_sharded_layer_that_is_recomputed_twice_in_the_old_way_is_refused(make
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Hooked", "2.weight has a hook of the workload's own"),
+        ("Hooked", "2.weight has a hook set by the workload"),
         ("AddedLater", "extra.weight was created after `parallelize`"),
         ("ReplacedLater", "step 2: ranks' gradients differ"),
         ("StepsByItself", "got a gradient outside the backward pass"),

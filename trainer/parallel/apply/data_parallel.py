@@ -91,8 +91,8 @@ def refuse_modules(model: nn.Module) -> None:
             continue
         if module.max_norm is not None:
             raise CannotShard(
-                f"{name}.max_norm={module.max_norm}: the forward pass would change the rows of weights that each rank "
-                "uses: leave max_norm out"
+                f"{name}.max_norm={module.max_norm}: the forward pass would change weights, in the rows that "
+                "each rank uses: leave max_norm out"
             )
         if module.sparse:
             raise CannotShard(f"{name}.sparse=True: ranks' gradients are averaged as dense tensors: leave sparse out")

@@ -126,7 +126,7 @@ def test_a_pattern_that_takes_for_ever_stops_nothing_and_is_named_once(
     ("path", "pattern", "why"),
     [
         ("", "step", r"must have a group \(\?P<step>"),
-        ("", "(?P<step>[0-9]+) (?P<epoch>[0-9]+)", "and only step, total, loss"),
+        ("", "(?P<step>[0-9]+) (?P<epoch>[0-9]+)", "and no groups except step, total, loss"),
         ("", "(?P<step>", "is not a regular expression"),
         ("log.txt", "", r"progress.path=log.txt: needs progress.pattern"),
     ],

@@ -300,7 +300,7 @@ SCANCELLED = "slurmstepd-n1: error: *** JOB 15 ON n1 CANCELLED AT 2026-11-26T18:
 ON_N1: dict[str, Any] = {"nodes": ("n1",), "unlaunched": True, "cancelled_by": 0}
 ON_BOTH: dict[str, Any] = {"nodes": ("n1", "n2"), "cancelled_by": 0}
 NOT_LAUNCHED = {
-    "its disk is full": (job("CANCELLED", **ON_N1), "", "launch_failed", "n1", "n1 could not launch job 7; see its slurmd"),
+    "its disk is full": (job("CANCELLED", **ON_N1), "", "launch_failed", "n1", "n1 could not launch job 7; see its"),
     "its prolog fails": (
         job("CANCELLED", **ON_N1), "Error running slurm prolog: 1", "launch_failed", "n1",
         "n1 could not launch job 7: Error running slurm prolog: 1",

@@ -386,10 +386,7 @@ def _from_logs(evidence: Evidence, job: JobStatus) -> tuple[FailureKind, str]:
     # srun reacts to its own SIGTERM with SIGKILL to the step: no rank could save, and no agent has failed.
     if any(_SRUN_SIGNALLED in match.line for match in matches) and (found is None or found.kind is _LOST):
         cure = f"`scancel -s TERM {job.job_id}` and `orch cancel` let it save"
-        return (
-            FailureKind.PREEMPTED,
-            f"{ended}: srun got SIGTERM (as from `scancel --full`) and killed its step; {cure}",
-        )
+        return FailureKind.PREEMPTED, f"{ended}: srun got SIGTERM (`scancel --full`?) and killed its step; {cure}"
     if found is not None:
         return found.kind, f"{ended}; {found.source} has: {found.line}"
     if not evidence.started:

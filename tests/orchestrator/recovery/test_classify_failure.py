@@ -368,7 +368,7 @@ def test_signalled_srun_is_named_and_no_agent_is_blamed() -> None:
     text = "srun: forcing job termination\nsrun: error: n1: task 0: Killed\n"
     failure = classify(evidence("FAILED", started=True, tails=agents(text)))
     assert failure.kind is Kind.PREEMPTED
-    assert "srun got SIGTERM (as from `scancel --full`) and killed its step; `scancel -s TERM " in failure.reason
+    assert "srun got SIGTERM (`scancel --full`?) and killed its step; `scancel -s TERM " in failure.reason
     full = classify(evidence("FAILED", started=True, tails=agents(f"OSError: [Errno 28]\n{text}")))
     assert full.kind is Kind.STORAGE, "printed before the kill"
     killed = classify(evidence("FAILED", started=True, tails=agents("srun: error: n1: task 0: Killed")))

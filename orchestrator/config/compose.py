@@ -1,4 +1,4 @@
-"""Composition of files and overrides to one RunConfig with digest and origins."""
+"""Compose files and overrides into one RunConfig, with its digest and the origin of each value."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def _merge_cached(written: str) -> dict[str, Any]:
     return found
 
 
-@cache  # building it takes as long as the rest of a composition, and `merge` copies its arguments
+@cache  # building the schema takes as long as the rest of a composition, and `merge` copies its arguments
 def writable_schema(kind: Any) -> Any:
     """Return an OmegaConf schema that `merge` accepts: frozen dataclasses make its sections read-only."""
     from omegaconf import DictConfig, OmegaConf  # heavy
@@ -69,7 +69,7 @@ def _field_names(kind: type[Any]) -> tuple[str, ...]:
 
 DEFAULT = "default"
 _DOLLAR = "\ud8fe"
-"""Placeholder for a literal `$` in a name until everything is resolved. No text or file name can contain it."""
+"""Placeholder for a literal `$` until all values are resolved. No text or file name can contain it."""
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 
 
@@ -105,8 +105,8 @@ def compose(
     shipped = [item for item in wanted if item.shipped and not preset_wins]
     own = [item for item in wanted if preset_wins or not item.shipped]
     given = [*layers.from_settings(settings), *layers.from_overrides(overrides)]
-    said = f"{path}, which is empty" if not wanted else str(path)
-    composed = _compose_assignments([name, *shipped, *standing, *own, *given], environ, source=said)
+    label = f"{path}, which is empty" if not wanted else str(path)
+    composed = _compose_assignments([name, *shipped, *standing, *own, *given], environ, source=label)
     if not preset_wins:
         refuse_ineffective(composed.config, [*own, *layers.from_overrides(overrides)])
     return without_secrets(composed)
@@ -122,9 +122,9 @@ def recompose(
 ) -> Composed:
     """Return the config of a submitted run with overrides applied; raises ConfigError as `compose` does.
 
-    Its text was tokenized into `data.path` and its code copied at submission, so neither is looked up again. Keys
-    unknown to this version of orch are dropped. `checked` is False for a config that was accepted before. If sizes do
-    not fit, the hint suggests changes only to keys that `may_change`.
+    Its text was tokenized into `data.path` and its code was copied at submission, so neither is read again. Keys that
+    this version of orch does not know are dropped. `checked` is False for a config that was accepted before. If sizes
+    do not fit, the hint suggests changes only to keys that `may_change`.
     """
     gone = {("data", "text")} if data.get("data", {}).get("path") else set()
     gone |= {("workload", "path")} if data.get("workload", {}).get("snapshot") else set()
@@ -202,7 +202,7 @@ def _compose_assignments(
 
 
 def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the differences of two resolved configs: dotted key -> (before, after), None for a missing key."""
+    """Return the differences between two resolved configs: dotted key -> (before, after), None for a missing key."""
     old, new = flat(before), flat(after)
     changed = [key for key in dict.fromkeys([*old, *new]) if _text(old, key) != _text(new, key)]
     return {key: (old.get(key), new.get(key)) for key in changed}
@@ -226,7 +226,7 @@ def _apply_assignments(assignments: Sequence[Assignment]) -> tuple[dict[str, Any
     """Apply assignments in order; a replaced value loses its origin."""
     values: dict[keys.Path, Any] = {}
     origins: dict[keys.Path, str] = {}
-    sections: set[keys.Path] = set()  # whatever has had something below it
+    sections: set[keys.Path] = set()  # paths that have had values below them
     for item in assignments:
         over = [item.path[:depth] for depth in range(1, len(item.path))]
         above = [path for path in over if path in values]
@@ -270,7 +270,7 @@ def _resolve_values(values: dict[str, Any], origins: dict[keys.Path, str]) -> di
     try:
         data: dict[str, Any] = merge_config(values)
     except OmegaConfBaseException as error:
-        for path, kind, example in _LISTS:  # OmegaConf 2.3 does not name the list of a wrong entry
+        for path, kind, example in _LISTS:  # OmegaConf 2.3 does not name the list that contains a wrong entry
             entries = (_branch(values, path) or {}).get(path[-1])
             _typed_entries(entries if isinstance(entries, list) else [], kind, path, example, origins)
         what, path, hint = _type_complaint(error, values)
@@ -284,7 +284,7 @@ _LISTS: tuple[tuple[keys.Path, Any, str], ...] = (
     (("drill", "events"), DrillEvent, "{kind: kill-rank, rank: 1, step: 20}"),
     (("checkpoint", "tiers"), TierConfig, "{path: /scratch/ckpt, every: 1000, keep: 5}"),
 )
-"""Lists of mappings, whose entries OmegaConf does not check."""
+"""Lists of mappings; OmegaConf does not check their entries."""
 
 
 def _typed_entries(
@@ -299,7 +299,7 @@ def _typed_entries(
             entry.update(plain(OmegaConf.to_container(OmegaConf.merge(schema, entry))))
         except OmegaConfBaseException as error:
             name, what = keys.dotted_key(path), str(error).splitlines()[0]
-            hint = f"an entry reads {example}"
+            hint = f"example of an entry: {example}"
             raise ConfigError(f"{name}: `{error.full_key}`: {what}", where=_where(path, origins), hint=hint) from error
 
 
@@ -325,11 +325,11 @@ _FOLDERS: dict[keys.Path, Callable[[str], bool]] = {
     ("secrets_file",): bool,
     ("workload", "path"): lambda name: True,
 }
-"""Keys that hold files or folders, each with a predicate for values that are paths."""
+"""Keys for files or folders, each with a predicate that selects the values that are paths."""
 
 
-_PLACED_BY_ITSELF = ("/", "~", "$", "\\$")
-"""Prefixes of paths that are not relative; the last two are references and shell variables."""
+_NOT_RELATIVE = ("/", "~", "$", "\\$")
+"""Prefixes of paths that are not relative, including references and shell variables (the last two)."""
 
 
 def _make_folders_absolute(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
@@ -341,7 +341,7 @@ def _make_folders_absolute(values: dict[str, Any], folders: Mapping[keys.Path, s
         place, given = folders.get(path, ""), branch[path[-1]]
 
         def absolute(name: Any, place: str = place, is_folder: Callable[[str], bool] = is_folder) -> Any:
-            relative = isinstance(name, str) and name.strip() and not name.startswith(_PLACED_BY_ITSELF)
+            relative = isinstance(name, str) and name.strip() and not name.startswith(_NOT_RELATIVE)
             if not (relative and is_folder(name)):
                 return name
             return os.path.normpath(os.path.join(_literal(os.path.abspath(place)), name))
@@ -360,7 +360,7 @@ def _branch(data: dict[str, Any], path: keys.Path) -> dict[str, Any] | None:
 def _absolute(
     data: dict[str, Any], origins: dict[keys.Path, str], environ: Mapping[str, str], folders: Mapping[keys.Path, str]
 ) -> dict[str, Any]:
-    """Resolve folders against the file that names them, or the current folder if typed.
+    """Resolve folders relative to the file that names them, or to the current folder for overrides.
 
     Variables of this shell are expanded here, because the job starts elsewhere.
     """
@@ -370,18 +370,18 @@ def _absolute(
             variable = match[1] or match[2]
             if variable not in environ:
                 shown = _replace_text(name, _DOLLAR, "$")
-                what = f"`{keys.dotted_key(key)}`={shown}: there is no variable {variable} here"
+                what = f"`{keys.dotted_key(key)}`={shown}: the variable {variable} is not set here"
                 raise ConfigError(
-                    what, where=_where(key, origins), hint=f"export {variable}=..., or write the folder out"
+                    what, where=_where(key, origins), hint=f"export {variable}=..., or write the full path"
                 )
             return environ[variable]
 
         written = _VARIABLE.sub(value, name)
         if not written.strip():  # an unset shell variable would mean the current folder
-            what = f"`{keys.dotted_key(key)}`={name}: is empty, and must be a folder"
+            what = f"`{keys.dotted_key(key)}`={name}: is empty, but must be a folder"
             here = folders.get(key) or "here"
             raise ConfigError(
-                what, where=_where(key, origins), hint=f"~{keys.dotted_key(key)} takes its default; . is {here}"
+                what, where=_where(key, origins), hint=f"~{keys.dotted_key(key)} restores the default; . is {here}"
             )
         return os.path.abspath(os.path.join(folders.get(key, ""), expand_home(written)))
 
@@ -402,7 +402,7 @@ def _absolute(
 
 
 def _tier(path: str, folder: Callable[..., str]) -> str:
-    """Expand shell variables in a tier's folder; a relative one stays below the run's folder."""
+    """Expand shell variables in a tier's folder; a relative folder stays below the run's folder."""
     if path == RUN or "://" in path or not path.startswith(("/", "~", "$")):
         return path
     return folder(path, "checkpoint", "tiers")
@@ -411,7 +411,7 @@ def _tier(path: str, folder: Callable[..., str]) -> str:
 def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
     for key, value in flat(data).items():
         if not _is_finite(value):
-            what, hint = f"{key}={value}: must be a finite number", f"~{key} takes its default"
+            what, hint = f"{key}={value}: must be a finite number", f"~{key} restores the default"
             raise ConfigError(what, where=_origin(key, origins), hint=hint)
     try:
         config = build(RunConfig, data)
@@ -449,7 +449,7 @@ def _type_complaint(error: Any, values: dict[str, Any]) -> tuple[str, keys.Path,
 
 
 def _refused_value(full_key: str, values: dict[str, Any]) -> tuple[keys.Path, Any]:
-    """Return the key and value of OmegaConf's `a.b[0].c`, which may be a list element."""
+    """Return the key and value that OmegaConf names as `a.b[0].c`; the value may be a list element."""
     path = tuple(re.sub(r"\[\d+\].*", "", full_key).split("."))
     given: Any = values
     for name in re.findall(r"[^.\[\]]+", full_key):
@@ -468,7 +468,7 @@ def _variable_meant(given: Any, is_folder: bool) -> str:
     if is_folder:
         meant = _SHELL_VARIABLE.sub(r"$\1", given)
         return f"did you mean {meant}?  ${{...}} refers to a key"
-    return f"${{...}} refers to a key; write the value of {found[1]} out, or \\{found[0]} for these very characters"
+    return f"${{...}} refers to a key; write out the value of {found[1]}, or \\{found[0]} for these literal characters"
 
 
 def _is_whole(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Config keys, read from the dataclasses, and the nearest key for an unknown one."""
+"""Config keys, read from the dataclasses, and suggestions for unknown keys."""
 
 import math
 import types
@@ -61,7 +61,7 @@ def key_type(path: Path, where: str) -> Any:
         else:
             parent = dotted_key(path[:depth])
             hint = f"{parent}=VALUE"
-            raise ConfigError(f"`{parent}` is a single value, it has no key `{name}`", where=where, hint=hint)
+            raise ConfigError(f"`{parent}` is a single value without a key `{name}`", where=where, hint=hint)
     return kind
 
 
@@ -83,7 +83,7 @@ def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> Co
 
 
 def nearest_key(typed: str, siblings: Sequence[str] = ()) -> str:
-    """Return the key spelled most like this one, or one with the same last part; empty if nothing matches."""
+    """Return the key with the closest spelling, or one with the same last part; empty if nothing matches."""
     present = [*map(dotted_key, every_key()), INCLUDES, *siblings]
     known = {dotted_key(old): dotted_key(new) for old, new in MOVED.items()} | dict(zip(present, present, strict=True))
     last = typed.rpartition(".")[2]
@@ -114,7 +114,7 @@ def key_default(path: Path) -> Any:
 
 
 def type_words(kind: Any) -> str:
-    """Return a type in a user's words."""
+    """Describe a type in plain words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if typing.get_origin(kind) is tuple:
         inner = item_kind(kind)
@@ -131,8 +131,8 @@ _WORKLOAD = "workload"
 def value(node: Node, path: Path, where: str) -> Any:
     """Return an entry of an open map as data: Slurm options as typed, workload arguments as YAML values.
 
-    Raises ConfigError for an unquoted yes, no, on or off outside of Slurm options, and for a number that is not finite:
-    jobs read `config.json`, and JSON cannot hold it.
+    Raises ConfigError for an unquoted yes, no, on or off outside Slurm options, and for a number that is not finite,
+    because jobs read `config.json` and JSON cannot represent it.
     """
     if path[0] != _WORKLOAD and _SBATCH in path:
         return yaml_text.as_typed(node)

@@ -21,7 +21,7 @@ from trainer.protocol.config import WorkloadConfig
 from trainer.protocol.config_sections.scheduler_kinds import choices
 
 _COMMAND_LINE = ("notify", "command")
-"""List of texts that may be written as one string."""
+"""A list of strings that may be written as one string."""
 _COMMAND = ("command",)
 _FOLDERS = ("workload", "path")
 _CLUSTER = ("cluster",)
@@ -49,7 +49,7 @@ class Assignment:
 
 
 def standing_files(environ: Mapping[str, str]) -> list[Path]:
-    """Return the site and user configs that exist; one named in the environment must exist."""
+    """Return the site and user configs that exist. A file named in the environment must exist."""
     found = []
     for variable in ("ORCH_SITE_CONFIG", "ORCH_USER_CONFIG"):
         named = environ.get(variable)
@@ -63,7 +63,7 @@ def standing_files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
-    """Return the default file of a variable that is not set; raises RuntimeError if the home is needed but unknown."""
+    """Return the default file for an unset variable; raises RuntimeError if the home is needed but unknown."""
     if variable == "ORCH_SITE_CONFIG":
         return Path("/etc/orch/site.yaml")
     folder = environ.get("XDG_CONFIG_HOME")
@@ -73,7 +73,7 @@ def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
 
 
 def locate(source: str, beside: Path, where: str) -> Path:
-    """Return the file of a preset or path; raises NotFound with near names, ConfigError if a file includes it."""
+    """Return the file of a preset or path. Raises NotFound with similar names, or ConfigError if a file includes it."""
     as_path = Path(source).expanduser()
     path = beside / as_path
     if not where:
@@ -87,7 +87,7 @@ def locate(source: str, beside: Path, where: str) -> Path:
     if is_name and not path.exists():
         what = f"no preset `{source}`, and no such file"
     is_special = source.strip() and path.exists() and not path.is_dir()
-    hint = "write the configuration into a regular file, and name that" if is_special else _offer(source, where, beside)
+    hint = "write the configuration to a regular file, and name that" if is_special else _offer(source, where, beside)
     raise (ConfigError if where else NotFound)(what, where=where or (source if is_name else str(path)), hint=hint)
 
 
@@ -104,10 +104,10 @@ def _refuse_script(source: str, path: Path) -> None:
     if not path.is_file():
         near = near_file(path, _INTERPRETERS)
         there = source.removesuffix(path.name) + near if near else source
-        offer = f"did you mean {there}?  " if near else "a script that is there: "
+        offer = f"did you mean {there}?  " if near else "with an existing script: "
         raise NotFound(f"no such file {source}", where=str(path), hint=f"{offer}{_as_command(there)}")
     hint = _workload_hint(path) or hint
-    raise ConfigError(f"{source} is a script, and no configuration", where=str(path), hint=hint)
+    raise ConfigError(f"{source} is a script, not a configuration", where=str(path), hint=hint)
 
 
 def _workload_hint(path: Path) -> str:
@@ -154,12 +154,12 @@ def _offer(source: str, where: str, beside: Path) -> str:
         return f"did you mean {' or '.join(shlex.quote(str(typed / file.name)) for file in inside)}?"
     if _TARGET.fullmatch(source):
         module, _, kind = source.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
-        return f"a workload stands in a configuration: `workload: {{target: {module}:{kind}, path: [.]}}`"
+        return f"a configuration names the workload: `workload: {{target: {module}:{kind}, path: [.]}}`"
     near_by = near_file(beside / typed, (".yaml", ".yml")) if source.strip(" ./~") else None
     if near_by is not None:
         return f"did you mean {shlex.quote(source.removesuffix(typed.name) + near_by)}?"
     if (key := keys.nearest_key(source)) and "." in source:
-        return f"it is a key, and needs a configuration before it: orch submit tiny-gpt {key}=VALUE"
+        return f"this is a key; name a configuration before it: orch submit tiny-gpt {key}=VALUE"
     known = [name for name in yaml_text.names() if where or "/" not in name]
     near = difflib.get_close_matches(source, known, n=1, cutoff=0.8)
     near = near or difflib.get_close_matches(Path(source).stem, known, n=3, cutoff=0.5)
@@ -171,14 +171,14 @@ def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
     path = path.resolve()
     if path in above:
         chain = " -> ".join(str(step) for step in (*above, path))
-        raise ConfigError("a config includes itself", where=str(path), hint=f"break the circle {chain}")
+        raise ConfigError("a config includes itself", where=str(path), hint=f"break the cycle {chain}")
     node = yaml_text.parse(_text(path), str(path))
     if node is None or yaml_text.is_null(node):
         return []
     if not isinstance(node, MappingNode):
         what = "a list" if isinstance(node, SequenceNode) else "a single value"
         hint = "write keys and values, as in `train: {steps: 100}`"
-        raise ConfigError(f"a config must be a mapping, this is {what}", where=str(path), hint=hint)
+        raise ConfigError(f"a config must be a mapping, not {what}", where=str(path), hint=hint)
     found = []
     for included, where in _read_includes(node, path):
         found += from_file(locate(included, path.parent, where), (*above, path))
@@ -252,8 +252,8 @@ def _preset_meant(path: keys.Path, value: str) -> str:
     near = yaml_text.nearest_part(keys.dotted_key(path), value)
     if not near and path != _CLUSTER:  # `train=3` needs a key
         return ""
-    said = f"did you mean the preset {near}?  " if near else ""
-    return f"{said}a YAML file brings a preset in, `includes: [{near or parts[0]}]`; there are {', '.join(parts)}"
+    suggestion = f"did you mean the preset {near}?  " if near else ""
+    return f"{suggestion}a YAML file includes a preset: `includes: [{near or parts[0]}]`; available: {', '.join(parts)}"
 
 
 def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:
@@ -291,7 +291,7 @@ def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
 
 
 def _as_list(path: keys.Path, text: str) -> str:
-    """Return the items of a list that was written as one text."""
+    """Return the items of a list that was written as one string."""
     if path == _FOLDERS:
         return str(Path(text).parent) if Path(text).suffix == ".py" else text
     words = text.split()
@@ -338,8 +338,8 @@ def _override(source: str, text: str) -> list[Assignment]:
     if match is None:
         raise ConfigError("an override must be key=value, +key=value or ~key", where=where, hint="train.steps=100")
     if match["value"] is None and not match["sign"] and text.endswith((".yaml", ".yml")):
-        hint = f"one that brings others in has `includes: [{text}]` at its top"
-        raise ConfigError(f"{text} is a second configuration, and one is taken", where=where, hint=hint)
+        hint = f"to combine them, write `includes: [{text}]` at the top of the first"
+        raise ConfigError(f"{text} is a second configuration, but only one is accepted", where=where, hint=hint)
     sign, path, value = match["sign"], tuple(match["key"].split(".")), match["value"]
     kind = keys.key_type(path, where)
     if sign == "~":
@@ -350,9 +350,9 @@ def _override(source: str, text: str) -> list[Assignment]:
         hint = f"{sign}{match['key']}=VALUE, or ~{match['key']} for its default"
         raise ConfigError("the override has no value", where=where, hint=hint)
     if sign == "+" and not keys.within_open(path):
-        hint = f"leave the + away: {text[1:]}"
+        hint = f"remove the +: {text[1:]}"
         raise ConfigError(
-            f"`{match['key']}` is no entry of an open map, + adds entries to those", where=where, hint=hint
+            f"`{match['key']}` is not an entry of an open map, and + only adds such entries", where=where, hint=hint
         )
     return [_as_override(item, sign) for item in _assignments(_node(value, kind, where), kind, path, where)]
 

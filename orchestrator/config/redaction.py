@@ -17,12 +17,12 @@ def redacted_url(url: str) -> str:
 
 
 def redacted_value(key: str, value: Any) -> Any:
-    """Return a value of a flat configuration as it may be shown."""
+    """Return a value of a flat configuration in a form that may be shown."""
     return redacted_url(value) if key in SECRET_KEYS and isinstance(value, str) else value
 
 
 def redact_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved configuration as it may be shown."""
+    """Return a resolved configuration in a form that may be shown."""
     webhook = config.get("notify", {}).get("webhook")
     return {**config, "notify": {**config["notify"], "webhook": redacted_url(webhook)}} if webhook else config
 
@@ -45,7 +45,7 @@ _SECRET_NAME = re.compile(
 """Name endings that always mean a secret, whatever the value looks like (SECRET_ACCESS_KEY, PGPASSWORD)."""
 _PLAIN_WORD = re.compile(r"[a-z_-]+")
 _VALUE = re.compile(r"[^\s<>\[\]{}|$/~.][^\s<>\[\]{}|]{7,}")
-"""Pattern of a possible secret: no path, placeholder or shell variable."""
+"""Pattern of a possible secret; excludes paths, placeholders and shell variables."""
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?")
 _OPTION = re.compile(r"--?(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _TYPED = "override "
@@ -85,7 +85,7 @@ def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: S
     `origins`: origin of each value; `named`: variables already in `env_from`.
     """
     for key, what, variable in _find_secrets(values):
-        secret = f"{key}: {what}, and would be written to config.json and the registry"
+        secret = f"{key}: {what}, which would be written to config.json and the registry"
         raise plain_secret_error(secret, key=key, origins=origins, variable=variable, named=named)
 
 
@@ -101,7 +101,7 @@ def plain_secret_error(
 
 
 def shown_override(text: str) -> str:
-    """Return an override as it may be shown: a secret given to `env` is masked."""
+    """Return an override in a form that may be shown: a secret in `env` is masked."""
     match = re.match(r"\+?env(?:\.[^=]*)?=", text)
     secret = is_secret_name(text) or any(form.pattern.search(text) for form in _FORMS)
     return f"{match[0]}***" if match and secret else text
@@ -113,7 +113,7 @@ def place(origin: str) -> str:
 
 
 def _find_secrets(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield the key, the complaint and the variable to use instead."""
+    """Yield each secret's key, the complaint, and the variable to use instead."""
     for key, value in values.items():
         if key in SECRET_KEYS:  # moved out of the config elsewhere
             continue
@@ -147,7 +147,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _may_be_secret(value: Any, name: str) -> bool:
-    """Return whether a variable with a secret's name may hold a secret in this value."""
+    """Return whether this value, of a variable with a secret's name, may be a secret."""
     text = "" if value is None or isinstance(value, bool | dict | list | tuple) else str(value)
     if _SECRET_NAME.fullmatch(name.upper()):
         return bool(text.strip()) and text.lower() not in _NO_SECRETS and not _is_elsewhere(name, text)
@@ -168,7 +168,7 @@ _BOOLEANS = ("disabled",)
 
 
 def _options(words: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Yield command options that are given a secret, each with the variable to use instead."""
+    """Yield command options whose value is a secret, each with the variable to use instead."""
     texts = [word for word in words if isinstance(word, str)]
     for word, following in zip(texts, [*texts, ""][1:], strict=True):
         match = _OPTION.fullmatch(word)

@@ -1,4 +1,4 @@
-"""Settings of restore tests of a run's checkpoints, and the config values that a test's layout implies."""
+"""Settings for a run's restore tests, and the config values that a test's layout implies."""
 
 import math
 import re
@@ -32,13 +32,13 @@ class RestoreTestsConfig:
     """Checkpoint to test: `unproven` (the newest not yet restored by a test), `newest`, `oldest` or `random`."""
 
     tier: str = ""
-    """Path of the tier whose copies are tested; empty: the tier of the commit, if all nodes see it."""
+    """Path of the tier whose copies are tested; empty: the tier of the commit, if all nodes can read it."""
 
     layouts: tuple[str, ...] = (SAME,)
-    """Layouts to test, each one: `same` as the run, ranks on one node (`1`), or nodes x ranks per node (`2x4`)."""
+    """Layouts to test: `same` as the run, ranks on one node (`1`), or nodes x ranks per node (`2x4`)."""
 
     steps: int = 3
-    """Steps to train from the checkpoint and compare with the run's own."""
+    """Number of steps to train from the checkpoint and compare with the run's own."""
 
     level: int = 4
     """Level of the `orch ckpt verify` that runs first: 2 checks every byte, 3 the structure, 4 every value."""
@@ -47,7 +47,7 @@ class RestoreTestsConfig:
     """Largest share of the run's rank-hours that its restore tests may use."""
 
     max_parallel: int = 1
-    """Most restore tests that may be active at once, over all runs."""
+    """Maximum number of restore tests that may be active at once, over all runs."""
 
     cluster: dict[str, Any] = field(default_factory=dict)
     """Keys of `cluster` that differ in tests (`partition`, `qos`, `time`, `mem`); `layouts` sets the size."""
@@ -59,7 +59,7 @@ class RestoreTestsConfig:
         if self.sample not in SAMPLES:
             raise ValueError(f"restore_tests.sample={self.sample}: must be one of {', '.join(SAMPLES)}")
         if len(set(self.layouts)) < len(self.layouts):
-            raise ValueError("restore_tests.layouts: one of them is named twice")
+            raise ValueError("restore_tests.layouts: a layout is named twice")
         for layout in self.layouts:
             if not _LAYOUT.fullmatch(layout):
                 raise ValueError(f"restore_tests.layouts: {layout}: must be same, a number of ranks, or NODESxRANKS")
@@ -118,7 +118,7 @@ def with_layout(data: dict[str, Any], layout: str) -> dict[str, Any]:
         tp = math.gcd(parallel["tp"], ranks)
         left = nodes * ranks // tp
         sizes = {"tp": tp}
-        for key in (one.key for one in DIMENSIONS if one.splits is Splits.SEQUENCE):
+        for key in (dimension.key for dimension in DIMENSIONS if dimension.splits is Splits.SEQUENCE):
             sizes[key] = math.gcd(parallel.get(key, 1), left)
             left //= sizes[key]
         replicas = parallel["dp_replicate"] if left % parallel["dp_replicate"] == 0 else 1

@@ -32,8 +32,8 @@ class ClusterConfig(ClusterShape):
     python: str = ""
     """Python on the compute nodes; empty: the one that runs orch, or the template's."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Further sbatch options, by their long names (`switches: 1@10:00`: wait for nodes under one switch); values keep
-    their spelling."""
+    """Other sbatch options, by their long names (`switches: 1@10:00`: wait for nodes under one switch); values are
+    passed as written."""
 
 
 @dataclass(frozen=True, kw_only=True)

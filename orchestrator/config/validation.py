@@ -25,7 +25,7 @@ from trainer.protocol.secrets.run_secrets import is_name
 
 
 def program_size_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield values that are too long, each with a remedy."""
+    """Yield complaints about values that are too long, each with a remedy."""
     variables = [f"{name}={value}" for name, value in config.env.items()]
     for name, variable in zip(config.env, variables, strict=True):
         if excess_bytes(variable):
@@ -38,7 +38,7 @@ def program_size_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
             )
     total = total_bytes([*variables, *config.command])
     if total > MAX_TOTAL_BYTES:
-        what = f"command and env: have {total} bytes together, and Linux allows {MAX_TOTAL_BYTES} for a program"
+        what = f"command and env: have {total} bytes together, but Linux allows {MAX_TOTAL_BYTES} for a program"
         yield what, "put the longest values into files"
 
 
@@ -47,7 +47,7 @@ def _too_long(text: str) -> str:
 
 
 SHOWN = 8
-"""Node counts that a message lists at most."""
+"""Maximum number of node counts in a message."""
 
 
 def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -57,8 +57,8 @@ def elastic_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"cluster.min_nodes={least}: must be 0 (never fewer than cluster.nodes) or a number of nodes", ""
     elif least and config.command:
         yield (
-            f"cluster.min_nodes={least}: a `command` of yours has a batch of its own, which changes with its nodes",
-            "~cluster.min_nodes; the next job of a command asks for all its nodes",
+            f"cluster.min_nodes={least}: your `command` sets its own batch size, which changes with its nodes",
+            "~cluster.min_nodes; every job of a command requests all its nodes",
         )
     elif least > cluster.nodes:
         yield (
@@ -92,17 +92,17 @@ def _nothing_fits(config: RunConfig, fits: list[int]) -> tuple[str, str]:
     return f"{what}; no number of nodes does", "~cluster.min_nodes"
 
 
-_PROGRAM = 'give the program an option of its own: command=[python, train.py, --epochs, "3"]'
+_PROGRAM = 'pass an option to the program: command=[python, train.py, --epochs, "3"]'
 _CHECKPOINTS = "the program saves its own checkpoints; checkpoints.path=FOLDER shows them to orch"
-_OF_WORKLOADS: dict[keys.Path, str] = {
+_ONLY_FOR_WORKLOADS: dict[keys.Path, str] = {
     ("workload", "args"): _PROGRAM,
-    ("parallel",): "the program makes its own mesh of the ranks",
+    ("parallel",): "the program creates its own mesh",
     ("model",): _PROGRAM,
     ("train",): _PROGRAM,
     ("optimizer",): _PROGRAM,
     ("validation",): _PROGRAM,
     ("checkpoint",): _CHECKPOINTS,
-    ("detection", "spike"): "orch sees no loss of the program's",
+    ("detection", "spike"): "orch does not see the program's loss",
 }
 """Sections without effect on a command, and their alternatives."""
 
@@ -117,7 +117,7 @@ def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> 
         return
     texts = [text for item in assignments for text in _texts(item.value)]
     for item in assignments:
-        instead = next((what for path, what in _OF_WORKLOADS.items() if item.path[: len(path)] == path), "")
+        instead = next((what for path, what in _ONLY_FOR_WORKLOADS.items() if item.path[: len(path)] == path), "")
         key = keys.dotted_key(item.path)
         if not instead or item.clears or any(f"${{{key}}}" in text for text in texts):
             continue
@@ -137,7 +137,7 @@ def _texts(value: Any) -> list[str]:
 BUILT_IN = WorkloadConfig().target
 SECTIONS = frozenset(path[0] for path in keys.every_key() if len(path) > 1)
 LARGEST = 1 << 53
-"""Largest whole number: beyond it, not every one is exact as a double."""
+"""Largest whole number; beyond it, doubles are not exact."""
 KNOWN_TEXTS = ("python-stdlib",)
 """Entries of data.text that are names, not paths."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -146,11 +146,11 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Origins = Mapping[tuple[str, ...], str]
 Complaint = tuple[str, str]
-"""The misfit, beginning with the keys involved, and the remedy."""
+"""The problem, beginning with the keys involved, and the remedy."""
 
 
 def check(config: RunConfig, origins: Origins, source: str = "", may_change: MayChange = lambda key: True) -> None:
-    """Raise ConfigError for the first misfit; `source` is the file to name if the key is not set.
+    """Raise ConfigError for the first invalid combination; `source` is the file to name if the key is not set.
 
     Hints suggest other sizes only for keys that `may_change`.
     """
@@ -187,12 +187,12 @@ def _mentioned_keys(what: str) -> set[tuple[str, ...]]:
 
 
 def _usual(what: str, origins: Origins) -> str:
-    """Return a generic hint: drop a typed value; `~key` for others, since a preset may need and set its own value."""
+    """Return a generic hint: omit a typed value; use `~key` for others, since a preset may set the value."""
     key = re.match(r"[a-z_]+(?:\.[a-z_]+)+", what)
     if key is None:
         return "`orch config show CONFIG` shows all values"
     typed = origins.get(tuple(key[0].split(".")), "").startswith("override")
-    return f"leave {key[0]} out, or give another value" if typed else f"~{key[0]} takes its default"
+    return f"leave {key[0]} out, or give another value" if typed else f"~{key[0]} restores the default"
 
 
 def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]:
@@ -223,7 +223,7 @@ def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
 
 
 def _no_text(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
-    """Yield texts with lone surrogates, which come from non-UTF-8 command lines and cannot be stored."""
+    """Yield strings with lone surrogates, which come from non-UTF-8 command lines and cannot be stored."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _no_text(name, (*path, name))
@@ -245,14 +245,14 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
         yield f"name={config.name}: must {must}", "name=my-run"
     for variable, value in config.env.items():
         if not _VARIABLE.fullmatch(variable):
-            yield f"env.{variable}: is no name of an environment variable", "+env.MY_VARIABLE=value"
+            yield f"env.{variable}: is not a valid name of an environment variable", "+env.MY_VARIABLE=value"
         if "\0" in value or "\n" in value:
             yield f"env.{variable}: has a line break or a NUL in it", "put such values into a file"
     for variable in config.env_from:
         if not is_name(variable):
-            yield f"env_from: {variable} is no name of an environment variable", "env_from=[HF_TOKEN]"
+            yield f"env_from: {variable} is not a valid name of an environment variable", "env_from=[HF_TOKEN]"
         elif variable in config.env:
-            yield f"env_from: {variable} stands in env, too", f"~env.{variable} leaves it to env_from"
+            yield f"env_from: {variable} is also in env", f"~env.{variable} leaves it to env_from"
         elif is_always_passed(variable):
             yield f"env_from: a job has its submitter's {variable} anyway", "env_from is for secrets"
 
@@ -261,14 +261,14 @@ def _program(config: RunConfig) -> Iterator[Complaint]:
     target = config.workload.target
     if config.command and target != BUILT_IN:
         yield (
-            f"command and workload.target={target}: a run is one or the other",
+            f"command and workload.target={target}: a run has one or the other",
             "~command runs the workload, ~workload.target runs the command",
         )
     if config.checkpoints.path and not config.command:
         yield (
-            f"checkpoints.path={config.checkpoints.path}: is for a run of a `command` of yours; "
-            "orch knows where the checkpoints of a workload are",
-            "~checkpoints.path; `checkpoint.tiers` says where orch writes its own",
+            f"checkpoints.path={config.checkpoints.path}: is only for a `command`; "
+            "orch knows where a workload's checkpoints are",
+            "~checkpoints.path; `checkpoint.tiers` sets where orch writes its own",
         )
     if not _TARGET.fullmatch(target):
         yield f"workload.target={target}: must be package.module:Class", _target_meant(target)
@@ -287,13 +287,13 @@ def _target_meant(target: str) -> str:
     return f"did you mean {meant}?" if _TARGET.fullmatch(meant) else "workload=my_pkg.my_module:MyWorkload"
 
 
-_OF_THE_LAYOUT = frozenset({"nodes", "min_nodes", "ranks_per_node", "spare_nodes", "kind", "root"})
+_LAYOUT_KEYS = frozenset({"nodes", "min_nodes", "ranks_per_node", "spare_nodes", "kind", "root"})
 
 
 def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
     known = keys.section(ClusterConfig)
     for key in config.restore_tests.cluster:
-        if key in _OF_THE_LAYOUT:
+        if key in _LAYOUT_KEYS:
             yield (
                 f"restore_tests.cluster.{key}: the layout of a test is not set here",
                 "restore_tests.layouts=[2x4] is two nodes with four ranks each; a test runs where its run does",
@@ -304,7 +304,7 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
             yield f"restore_tests.cluster.{key}: `cluster` has no such key", hint
     if config.restore_tests.command and not config.command:
         yield (
-            "restore_tests.command: is for a run of a `command` of yours; orch restores the state of a workload itself",
+            "restore_tests.command: is only for a `command`; orch itself restores a workload's state",
             "~restore_tests.command",
         )
     if config.restore_tests.every != OFF and not config.command:
@@ -312,11 +312,11 @@ def _restore_tests(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _layouts(config: RunConfig) -> Iterator[Complaint]:
-    """Yield test layouts that do not fit; such a test would stay due forever and block all others."""
+    """Yield test layouts that do not fit. Their tests would stay due forever and block all others."""
     data = asdict(config)
     for layout in config.restore_tests.layouts:
         if layout != SAME and (what := _misfit({**data, **with_layout(data, layout)})):
-            fit = [one for one in config.restore_tests.layouts if one != layout] or [SAME]
+            fit = [other for other in config.restore_tests.layouts if other != layout] or [SAME]
             hint = f"type restore_tests.layouts=[{','.join(fit)}], or other ranks"
             yield f"restore_tests.layouts: {layout}: {what}", hint
 
@@ -336,7 +336,7 @@ def _ranks(config: RunConfig) -> Iterator[Complaint]:
         yield (
             f"cluster.spare_nodes={cluster.spare_nodes} with cluster.nodes=1: the first node leads the job, "
             f"and no spare can take its place",
-            "cluster.spare_nodes=0: after the loss of its only node a run goes on in a new job",
+            "cluster.spare_nodes=0: after losing its only node, the run continues in a new job",
         )
     world = cluster.world_size
     for event in config.drill.events:
@@ -349,7 +349,7 @@ def _ranks(config: RunConfig) -> Iterator[Complaint]:
 def _cluster(config: RunConfig) -> Iterator[Complaint]:
     """Yield values that Slurm cannot parse, which would otherwise fail only when the run starts."""
     if what := _no_folder(config.cluster.root):
-        hint = "cluster.root=FOLDER names another; a folder that is not there is made"
+        hint = "cluster.root=FOLDER chooses another; a missing folder is created"
         yield f"cluster.root={config.cluster.root}: {what}", hint
     for section, values in (("cluster", vars(config.cluster)), ("restore_tests.cluster", config.restore_tests.cluster)):
         for fault in sbatch_values.faults(section, values):
@@ -361,34 +361,34 @@ def _no_folder(place: str) -> str:
     try:
         mode = os.stat(place).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return "is a link to nothing" if os.path.islink(place) else ""
+        return "is a broken link" if os.path.islink(place) else ""
     except OSError:
         return ""  # the writer reports the error
     return "" if stat.S_ISDIR(mode) else "is a file, and must be a folder"
 
 
 LONGEST_PAUSE = 7 * 86400
-"""Seconds; a run that pauses longer between attempts looks as if it had no controller."""
+"""Seconds; a run with a longer pause between attempts looks as if it had no controller."""
 
 
 def _pauses(config: RunConfig) -> Iterator[Complaint]:
     for name in ("backoff", "backoff_max"):
         if (seconds := getattr(config.recovery, name)) > LONGEST_PAUSE:
             yield (
-                f"recovery.{name}={seconds:g}: must be at most {LONGEST_PAUSE} seconds, which is a week",
-                f"~recovery.{name} takes its default",
+                f"recovery.{name}={seconds:g}: must be at most {LONGEST_PAUSE} seconds (a week)",
+                f"~recovery.{name} restores the default",
             )
 
 
 def _recompute(config: RunConfig) -> Iterator[Complaint]:
-    """Refuse a combination on which torch 2.13 fails.
+    """Refuse a combination that torch 2.13 cannot run.
 
     The first backward pass fails if FSDP gathers parts of a layer whose matrix products are kept.
     """
     train, wrap = config.train, config.parallel.fsdp.wrap
     if train.activation_checkpointing and train.recompute.keep == "products" and wrap not in ("auto", "Block"):
         yield (
-            f"train.recompute.keep=products is of whole layers, but parallel.fsdp.wrap={wrap} gathers others",
+            f"train.recompute.keep=products needs whole layers, but parallel.fsdp.wrap={wrap} wraps other modules",
             "type parallel.fsdp.wrap=auto, or train.recompute.keep=nothing",
         )
 
@@ -397,11 +397,11 @@ def _data(config: RunConfig) -> Iterator[Complaint]:
     data = config.data
     if data.path and data.text:
         yield (
-            f"data.path={data.path} and data.text: both say what to read",
+            f"data.path={data.path} and data.text: only one may be set",
             "add '~data.text' to train on data.path, or '~data.path' to train on data.text",
         )
     if not data.path and not data.text:
-        yield "data.text and data.path: nothing is given to train on", "data.text=[python-stdlib]"
+        yield "data.text and data.path: no training data is given", "data.text=[python-stdlib]"
     for source in data.text:
         if source not in KNOWN_TEXTS and not Path(source).exists():
             yield f"data.text: no such file or folder {source}", f"names that need no file: {', '.join(KNOWN_TEXTS)}"

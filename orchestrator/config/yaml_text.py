@@ -17,7 +17,7 @@ from orchestrator.home import shipped_folder
 from orchestrator.near_words import nearest
 
 MOST = 5000
-"""Most folder entries that are searched."""
+"""Maximum number of folder entries to search."""
 
 
 def near_file(path: Path, endings: Collection[str]) -> str | None:
@@ -74,10 +74,10 @@ def nearest_part(section: str, name: str) -> str:
 _CORE = "tag:yaml.org,2002:"
 _ALLOWED = frozenset(_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map"))
 _PLAINLY = "write plain values only: words, numbers, lists and mappings"
-_TOO_DEEP = "the YAML is nested too deeply, or its aliases unfold without end"
+_TOO_DEEP = "the YAML is nested too deeply, or its aliases expand without end"
 _MOST_NODES = 20_000
 _MOST_DIGITS = 1_000
-"""Digits of a number: no key takes more, and Python refuses to convert more than 4300."""
+"""Maximum digits of a number: no key accepts more, and Python refuses to convert more than 4300."""
 _SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
@@ -125,16 +125,16 @@ def parse(text: str, where: str) -> Node | None:
 
 
 def _complaint(error: yaml.MarkedYAMLError) -> tuple[str, str]:
-    """Return the parser's error as a sentence, and a remedy."""
+    """Describe the parser's error in a sentence, and give a remedy."""
     what = error.problem or error.context or "unreadable"
     if "'\\t'" in what:
-        return "a tab stands where the line is indented", "indent with spaces"
+        return "the line is indented with a tab", "indent with spaces"
     if what.startswith("but "):
         return (
             f"{error.context}, {what}",
-            "keep one document: what stands between two `---` goes into a file of its own",
+            "keep one document: move each part between two `---` into a separate file",
         )
-    return what, "mend that line, or the one before it"
+    return what, "fix that line, or the one before it"
 
 
 def place(where: str, mark: Any) -> str:
@@ -155,7 +155,7 @@ def _check(node: Node, where: str, count: list[None], depth: int = 0) -> None:
         raise ConfigError(f"the YAML tag `{tag}` is not allowed", where=node_location(node, where), hint=_PLAINLY)
     if node.tag == _CORE + "int" and len(node.value) > _MOST_DIGITS:
         what = f"a number has {len(node.value)} digits: {node.value[:20]}..."
-        raise ConfigError(what, where=node_location(node, where), hint="put it in quotes if it is a text")
+        raise ConfigError(what, where=node_location(node, where), hint="put it in quotes if it is a string")
     if isinstance(node, SequenceNode):
         for item in node.value:
             _check(item, where, count, depth + 1)
@@ -170,7 +170,7 @@ def _check_mapping(node: MappingNode, where: str, count: list[None], depth: int)
             what = "a key must be a word, not a list or mapping"
             raise ConfigError(what, where=node_location(key, where), hint=_PLAINLY)
         if key.value == "<<":
-            what, hint = "merge keys (`<<`) are not read", "write the keys out, or put them into a file for `includes`"
+            what, hint = "merge keys (`<<`) are not supported", "write out the keys, or move them to an included file"
             raise ConfigError(what, where=node_location(key, where), hint=hint)
         if key.value in seen:
             first = node_location(seen[key.value], where)

@@ -19,10 +19,10 @@ SHELL = re.compile(r"(?:.*/)?(?:bash|sh|dash|zsh|ksh)")
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 _ENDS = frozenset({";", "&&", "||", "&", "(", ")"})
 _FILTERS = frozenset({"tee", "cat", "grep", "egrep", "sed", "awk", "ts", "tr", "cut", "head", "tail", "logger", "sort"})
-"""Pipe filters that succeed whatever the program before them did; no training runs in them."""
+"""Pipe filters that succeed even if the program before them fails; none of them trains."""
 _BOTH_STREAMS = re.compile(r"\d*>&\d")
 _LAST_WORDS = frozenset({"echo", "printf", "date", "true", ":"})
-"""Commands that always succeed; so does a script that ends with one."""
+"""Commands that always succeed; a script that ends with one also succeeds."""
 _KEEPS_CODE = re.compile(r"\bset\s+-\w*e|\berrexit\b|\bexit\b|\breturn\b|\btrap\b|\bexec\b|&&|\|\||\$\?")
 """Constructs with which a script may still return its program's exit code."""
 
@@ -40,15 +40,15 @@ def refuse_lost_exit_code(command: Sequence[str], script: str = "") -> None:
     trains = [line for line in lines if any(map(_PYTHON.fullmatch, line))][-1:]
     hidden = next(filter(None, map(_filter_after_pipe, trains)), "")
     if hidden and "pipefail" not in f"{text} {' '.join(options)}":
-        what = f"command: the exit code of a pipe is that of `{hidden}`: a program that fails would count as done"
-        hint = "type `set -o pipefail;` before it in bash; orch keeps the output by itself: `orch logs RUN`"
+        what = f"command: a pipe returns the exit code of `{hidden}`, so a program that fails would count as done"
+        hint = "type `set -o pipefail;` before it in bash; orch already keeps the output: `orch logs RUN`"
         raise ConfigError(what, where="command", hint=hint)
     strict = any(re.fullmatch(r"-\w*e\w*", word) for word in options[1:])
     last = lines[-1]
     ends = last[max((at + 1 for at, word in enumerate(last) if word in (";", "&")), default=0) :] or last
     starts_more = len(lines) > 1 or len(ends) < len(last)
     if starts_more and ends[0] in _LAST_WORDS and not strict and not _KEEPS_CODE.search(text):
-        what = f"command: the script ends with `{ends[0]}`, so that a program before it that fails would count as done"
+        what = f"command: the script ends with `{ends[0]}`, so a failed program before it would count as done"
         raise ConfigError(what, where="command", hint="type `set -e` at the beginning of the script")
 
 
@@ -99,8 +99,8 @@ _PROGRAMS = {
     "accelerate-launch": "accelerate launch",
 }
 _VERBS = {"accelerate": "launch", "fabric": "run", "lightning": "run", "colossalai": "run", "tune": "run"}
-"""Programs that start ranks only with this verb."""
-_OF_PYTHON = frozenset({"torchrun", "accelerate launch", "deepspeed", "composer", "fabric run", "lightning run"})
+"""Programs that start ranks only with this subcommand."""
+_PYTHON_LAUNCHERS = frozenset({"torchrun", "accelerate launch", "deepspeed", "composer", "fabric run", "lightning run"})
 """Launchers that start a Python script or module; `--no-python` makes them start a program."""
 _FLAGS = frozenset(
     {"standalone", "multi-gpu", "cpu", "tpu", "use-deepspeed", "use-fsdp", "no-python", "run-path", "quiet"}
@@ -110,7 +110,7 @@ _PER_NODE = ("nproc-per-node", "num-gpus", "ntasks-per-node", "npernode")
 _IN_ALL = ("num-processes", "ntasks", "np", "n")
 _NODES = ("nnodes", "num-machines", "num-nodes")
 _OWN_RANKS = re.compile(r"RANK|WORLD_SIZE|SLURM_|GROUP_|NODE_ID|NODEID")
-"""Variables that a shell script uses to start each rank itself."""
+"""Variables that show that a shell script starts each rank itself."""
 _SEPARATORS = frozenset({"&&", "||", "|", ";", "&", "(", ")", "do", "then", "else", "{"})
 
 
@@ -140,12 +140,12 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
         return
     cluster = config.cluster
     each = f"{cluster.world_size} ranks ({cluster.nodes} x {cluster.ranks_per_node}), and {found.name} on each"
-    what = f"command: orch starts {each} would train a model of its own"
+    what = f"command: orch starts {each} would train a separate model"
     raise ConfigError(what, where="command", hint=_instead(found, config))
 
 
 def _joins_nodes(found: Launch) -> bool:
-    """Return whether the launcher joins all nodes into one world and is started once on each."""
+    """Return whether the launcher joins all nodes into one world and expects one process per node."""
     nodes = next((found.options[name] for name in _NODES if name in found.options), "1")
     return nodes != "1" and found.name in ("torchrun", "accelerate launch", "tune run")
 
@@ -160,9 +160,9 @@ def _instead(found: Launch, config: RunConfig) -> str:
 
 
 def _launch(command: Sequence[str]) -> Launch | None:
-    """Return the launcher among these words, behind any programs that start it, or None.
+    """Return the launcher among these words, after any programs that start it, or None.
 
-    Words after a script are its arguments. A launcher's name before a script counts only if it would start that script.
+    Words after a script are its arguments. A launcher's name before a script counts only if it would start the script.
     """
     if not command or command[0] in _LAST_WORDS | _FILTERS:
         return None
@@ -177,7 +177,7 @@ def _launch(command: Sequence[str]) -> Launch | None:
 
 
 def _find_script_index(words: Sequence[str]) -> int:
-    """Return the index of the first script, or of the Python or shell that runs one; by default the last word's."""
+    """Return the index of the first script, or of the Python or shell that runs one; by default of the last word."""
     for at, (word, after) in enumerate(pairwise(words)):
         if word.endswith((".py", ".sh")) or SHELL.fullmatch(word):
             return at
@@ -187,26 +187,26 @@ def _find_script_index(words: Sequence[str]) -> int:
 
 
 def _is_started(found: Launch, words: Sequence[str], *, is_value: bool) -> bool:
-    """Return whether words inside a command are a launcher, not just its name (of an environment, for example)."""
+    """Return whether words inside a command start a launcher, rather than name it (as a conda environment might)."""
     if _PYTHON.fullmatch(words[0]):  # `python -m`
         return True
     if found.name == "tune run":
         return True
     given = found.program[:1]
-    if found.name not in _OF_PYTHON or "no-python" in found.options:
+    if found.name not in _PYTHON_LAUNCHERS or "no-python" in found.options:
         return bool(given) and (not is_value or _is_program(given[0]) or "/" in given[0])
     return given == ("python",) and not _is_mere_name(found, words)
 
 
 def _is_mere_name(found: Launch, words: Sequence[str]) -> bool:
     """Return whether Python follows the launcher: `torchrun python x.py` would start a file named `python`."""
-    return found.name in _OF_PYTHON and words[0].rpartition("/")[2] == found.name and bool(
+    return found.name in _PYTHON_LAUNCHERS and words[0].rpartition("/")[2] == found.name and bool(
         len(words) > 1 and _PYTHON.fullmatch(words[1])
     )  # fmt: skip
 
 
 def _from_shell(command: Sequence[str]) -> Sequence[str]:
-    """Return the command's words from its shell on, or none if it starts no shell."""
+    """Return the command's words from its shell onwards; empty if it starts no shell."""
     at = _find_script_index(command)
     return command[at:] if SHELL.fullmatch(command[at]) else ()
 
@@ -225,7 +225,7 @@ def _parse_launcher(words: Sequence[str]) -> Launch | None:
     found = _read(name, list(rest)) if name else None
     if found is None or found.name != "tune run":
         return found
-    # torchtune runs its own recipe, and uses torchrun only if given a number of ranks.
+    # torchtune runs its recipe in one process, and uses torchrun only if a number of ranks is given.
     ranks = any(option in found.options for option in (*_PER_NODE, *_NODES))
     return replace(found, program=()) if ranks else None
 
@@ -269,7 +269,7 @@ _PLAIN = re.compile(r"(?:-[uOBEsSIqv]+|--)")
 """Interpreter options without a value, which may precede a script."""
 _SCRIPT = re.compile(r"[^$~*?]+\.(?:py|sh)")
 _KEEP_FILES = frozenset({"default", "modules", "conda", "nccl"})
-"""Templates whose jobs see this machine's files; containers and custom scripts may not."""
+"""Templates whose jobs see this machine's files; jobs in containers or from custom scripts may not."""
 
 
 def check_command(config: RunConfig, beside: Path) -> None:
@@ -308,7 +308,7 @@ def _refuse_one_text(command: tuple[str, ...], beside: Path) -> None:
         words = program.split()
     is_shell = re.search(r"[&|;<>$`(){}*?]", program) is not None
     meant = ["bash", "-c", program] if is_shell and not arguments else [*words, *arguments]
-    what = f"command: no program `{program}`: the program and each argument are texts of their own"
+    what = f"command: no program `{program}`: the program and each argument must be separate strings"
     raise ConfigError(what, where="command", hint=shlex.quote(f"command=[{format_list_items(meant)}]"))
 
 
@@ -328,7 +328,7 @@ def _shell_text(command: tuple[str, ...], beside: Path) -> str:
 
 
 def _check_program(command: tuple[str, ...], beside: Path) -> None:
-    """Raise ConfigError for a script used as the program although it is not executable."""
+    """Raise ConfigError for a script that is the program but is not executable."""
     program = command[0]
     starter = _STARTERS.get(Path(program).suffix)
     if starter is None or not _SCRIPT.fullmatch(program):
@@ -336,7 +336,7 @@ def _check_program(command: tuple[str, ...], beside: Path) -> None:
     on_path = "/" not in program
     if not (beside / program).is_file() or (shutil.which(program) if on_path else os.access(beside / program, os.X_OK)):
         return
-    why = "is no program on PATH" if on_path else "may not be executed"
+    why = "is not a program on PATH" if on_path else "is not executable"
     words = shlex.quote(f"command=[{format_list_items([starter, *command])}]")
     raise ConfigError(f"command: {program} {why}", where="command", hint=f"name what starts it: {words}")
 

@@ -1,4 +1,4 @@
-"""`orch submit` up to the controller's takeover: all checks precede the first write."""
+"""`orch submit` until the controller takes over. All checks precede the first write."""
 
 import math
 import os
@@ -40,30 +40,30 @@ from trainer.protocol.user_code.code_record import CodeRecord
 
 
 def refuse_shared(root: Path) -> None:
-    """Raise Precondition for a root folder whose contents others can rename, there or above."""
+    """Raise Precondition if other users can rename the contents of the root folder or of a folder above it."""
     weak = weakness(root)
     if weak is None:
         return
     cure = f"{weak.closing()} closes it; " if weak.closing() else ""
     raise Precondition(
-        f"{weak}, who could put a folder of theirs in place of a run's: its code would run as you",
+        f"{weak}, who could replace a run's folder: their code would run as you",
         where=str(root),
-        hint=f"{cure}cluster.shared_root=true uses it all the same and keeps each run private; "
+        hint=f"{cure}cluster.shared_root=true uses it anyway and keeps each run private; "
         "cluster.root=FOLDER chooses another",
     )
 
 
 def check_data(folder: Path) -> None:
-    """Raise Precondition for tokens that another user prepared or may change."""
+    """Raise Precondition for tokens that another user has prepared or can change."""
     if not folder.exists():
         return
     try:
         check_private(folder)
     except NotPrivate as error:
         raise Precondition(
-            f"the tokens of data.text are not yours alone: {error.strerror}",
+            f"other users can change the tokens of data.text: {error.strerror}",
             where=str(folder),
-            hint="`orch data prepare PATHS --out FOLDER` makes tokens of your own; data.path=FOLDER uses them",
+            hint="`orch data prepare PATHS --out FOLDER` creates private tokens; data.path=FOLDER uses them",
         ) from error
 
 
@@ -76,9 +76,9 @@ Finish = Callable[[Callable[[str], None]], None]
 
 @contextmanager
 def checking_tiers(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finish]:
-    """Try the tiers in a child process, which ends with this block.
+    """Try the tiers in a child process that ends with this block.
 
-    The yielded function waits for the answer, and raises Precondition for an unusable tier.
+    The yielded function waits for the answer, and raises Precondition if a tier cannot be used.
     """
     urls = [tier.path for tier in config.checkpoint.tiers if "://" in tier.path]
     _check_folders(config)
@@ -96,12 +96,12 @@ def _judge(answer: ChildAnswer) -> None:
         tier, reason, hint = refused
         raise _unusable(tier, reason, hint)
     if not answer.ended:
-        late = f"it does not answer within {ANSWER_WITHIN:.0f} s"
+        late = f"no answer within {ANSWER_WITHIN:.0f} s"
         raise _unusable(tier, answer.died or late, HINT)
 
 
 def _check_folders(config: RunConfig) -> None:
-    """Raise Precondition for a shared folder that cannot be created; node-local ones may exist only on the nodes."""
+    """Raise Precondition for a shared folder that cannot be created; node-local folders may exist only on nodes."""
     for tier in config.checkpoint.tiers:
         if tier.path == RUN or "://" in tier.path or not tier.shared or config.command:
             continue
@@ -110,7 +110,7 @@ def _check_folders(config: RunConfig) -> None:
             continue
         there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
         if not there.is_dir():
-            raise _unusable(tier.path, f"{there} is not a folder", "name a folder, or leave the tier out")
+            raise _unusable(tier.path, f"{there} is not a folder", "name a folder, or omit the tier")
         if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
             raise _unusable(
                 tier.path, f"nothing can be written in {there}", "name a folder of yours, or `shared: false`"
@@ -118,7 +118,7 @@ def _check_folders(config: RunConfig) -> None:
 
 
 def check_tier_folders(config: RunConfig, folder: RunDir, known: Collection[str] = ()) -> None:
-    """Raise ConfigError for shared tiers that are one folder, in another run's, or another user's of this name.
+    """Raise ConfigError for shared tiers that are the same folder, inside another run's, or owned by another user.
 
     Tiers with a path in `known` were accepted before; their folders are not checked.
     """
@@ -143,22 +143,22 @@ def refuse_one_folder(places: Sequence[ResolvedTier]) -> None:
         raise ConfigError(
             f"two tiers have the same folder: {found[0]} and {found[1]}",
             where="checkpoint.tiers",
-            hint="leave one of them out",
+            hint="omit one of them",
         )
 
 
 def _foreign_folder(folder: Path) -> str:
-    """Return why a run cannot use the folder of its name in a tier; empty if it can, or if none exists."""
+    """Return why a run cannot use its folder in a tier; empty if it can, or if the folder does not exist."""
     try:
         found = folder.stat()
     except FileNotFoundError:
         return ""
     except OSError as error:
-        return f"cannot be looked at: {error.strerror}"
+        return f"cannot be read: {error.strerror}"
     if found.st_uid != os.geteuid():
-        return f"is there already and belongs to {user_name(found.st_uid)}"
+        return f"already exists and belongs to {user_name(found.st_uid)}"
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        return "is there already and cannot be read and written by you"
+        return "already exists, but you cannot read and write it"
     return ""
 
 
@@ -186,7 +186,7 @@ def first_job(config: RunConfig, kind: str, name: str = "") -> JobSpec:
 
 
 def check_script(config: RunConfig, kind: str) -> None:
-    """Raise ConfigError, or SubmitRejected on this machine, for a job whose script cannot be written."""
+    """Raise ConfigError for a job whose script cannot be written, or SubmitRejected if this machine cannot run it."""
     FACTORIES[kind].check(first_job(config, kind))
 
 
@@ -203,12 +203,12 @@ def check_with_scheduler(config: RunConfig, kind: str, warn: Warn) -> None:
         return
     passes = refused.retryable is Retryable.YES
     if not passes and _BY_NODES in refused.what.lower():
-        # sbatch accepts such a job if its nodes are only down, or if it lets jobs wait forever.
+        # sbatch accepts such a job if its nodes are only down, or if the site lets jobs wait forever.
         passes = True
         with suppress(SlurmUnreachable):
             passes = shortfall(spec.resources, known_nodes()) is None
     if passes:
-        warn(f"{refused.what}; it is submitted all the same, and may have to wait")
+        warn(f"{refused.what}; it is submitted anyway, and may have to wait")
         return
     hints = [refused.hint, f"type {refused.change}" if refused.change else ""]
     raise SubmitRejected(refused.what, where="nothing was submitted", hint=": ".join(filter(None, hints)))
@@ -241,13 +241,13 @@ def create_run(
     origin: RunOrigin | None = None,
     on_recorded: Callable[[Run], None] = lambda run: None,
 ) -> tuple[Run, Attempt]:
-    """Check, prepare data, write the run and the intent of its first attempt, create its folder.
+    """Check the config, prepare data, write the run and the intent of its first attempt, and create its folder.
 
-    `on_recorded` is called with the run as soon as it is in the registry; Ctrl-C is held back in between.
+    `on_recorded` is called with the run as soon as it is in the registry; until then Ctrl-C is delayed.
 
-    If killed, it leaves nothing or a run that the next controller pass finishes. A refusal after the row is written
-    leaves a run that the next pass cancels. Raises ConfigError, SubmitRejected (of this machine), Precondition,
-    RegistryError.
+    If this process is killed, there is no run, or one that the next controller pass finishes. An error after the row
+    is written leaves a run that the next pass cancels. Raises ConfigError, SubmitRejected (by this machine),
+    Precondition, RegistryError.
     """
     config, origin = composed.config, origin or RunOrigin()
     kind = _kind(cluster or config.cluster.kind)
@@ -287,20 +287,18 @@ def create_run(
     except Precondition as error:
         staged_secrets.discard(root, nonce)
         _take_back(store, run, error, now)
-    write_records(store, [run.name])  # if Slurm is silent, the next write is hours away
+    write_records(store, [run.name])  # if Slurm does not answer, the next write may be hours away
     return run, attempt
 
 
 def check_beginning(config: RunConfig, where: str) -> None:
-    """Raise ConfigError for a run that cannot start from a checkpoint in its own folder."""
+    """Raise ConfigError if the run cannot start from a checkpoint in its own folder."""
     if config.command:
-        raise ConfigError(
-            "a run of a torchrun script loads its weights itself", where=where, hint="give a workload, not a command"
-        )
+        raise ConfigError("a torchrun script loads its own weights", where=where, hint="give a workload, not a command")
     tiers = [tier.path for tier in config.checkpoint.tiers]
     if tiers and RUN not in tiers:
         raise ConfigError(
-            "checkpoint.tiers has no `run`: the run would not see the checkpoint that it is to begin with",
+            "checkpoint.tiers has no `run`: the run would not find its initial checkpoint",
             where=where, hint="add a tier with path `run`",
         )  # fmt: skip
 
@@ -320,7 +318,7 @@ def _kind(wanted: str) -> str:
         raise Precondition(
             "there is no Slurm on this machine: sbatch is not found",
             where="PATH",
-            hint="type it on a login node, load Slurm's module, or use --cluster local",
+            hint="run it on a login node, load Slurm's module, or use --cluster local",
         )
     return kind
 
@@ -328,7 +326,7 @@ def _kind(wanted: str) -> str:
 def writable_root(text: str, *, shared: bool) -> Path:
     """Return the folder of all runs, created if missing; raises Precondition if it is not writable.
 
-    `shared`: others may write to it too; without this flag that is refused.
+    `shared`: accept a folder that other users can write to.
     """
     root = Path(text).expanduser().absolute()
     try:
@@ -350,7 +348,7 @@ def writable_root(text: str, *, shared: bool) -> Path:
 def prepare_data(
     config: RunConfig, data: dict[str, Any], root: Path, progress: Progress | None = None
 ) -> TokenIndex | None:
-    """Tokenize `data.text` below the root and set `data.path`; check the data that the run will read."""
+    """Tokenize `data.text` below the root and set `data.path`, then check the data that the run will read."""
     if config.data.text:
         folder, index = _tokenize_text(config, root, progress)
         data["data"]["path"] = str(folder)
@@ -383,21 +381,21 @@ def _tokenize_text(config: RunConfig, root: Path, progress: Progress | None) -> 
 
 
 def read_index(path: str) -> TokenIndex:
-    """Return the index of a token folder; raises ConfigError, also for shards changed after it was written."""
+    """Return the index of a token folder. Raises ConfigError, also if shards changed after the index was written."""
     folder = Path(path).expanduser()
     try:
         index = TokenIndex.read(folder)
         changed = index.shards_changed_lately(folder)
     except TokensError as error:
-        hint = "`orch data prepare PATHS --out DIR` makes such a folder"
+        hint = "`orch data prepare PATHS --out DIR` creates such a folder"
         raise ConfigError(f"data.path: {error}", where=path, hint=hint) from error
     except OSError as error:
         raise ConfigError(f"data.path: a token shard cannot be read: {error}", where=path) from error
     if changed:
         raise ConfigError(
-            f"data.path: {', '.join(changed)} changed after {INDEX_NAME} was written: not the data that it describes",
+            f"data.path: {', '.join(changed)} changed after {INDEX_NAME} was written",
             where=path,
-            hint="put the files back, or remove the folder and make it again: `orch data prepare PATHS --out DIR`",
+            hint="put the files back, or remove the folder and create it again: `orch data prepare PATHS --out DIR`",
         )
     return index
 
@@ -427,5 +425,5 @@ def _check_fit(config: RunConfig, index: TokenIndex, path: str) -> None:
 
 
 def data_identity(path: str, index: TokenIndex) -> dict[str, Any]:
-    """Return the data's entry in a run's identity."""
+    """Return the entry for the data in a run's identity."""
     return {"path": path, "fingerprint": index.fingerprint, "tokens": index.tokens, "shards": len(index.shards)}

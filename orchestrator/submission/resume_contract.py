@@ -1,4 +1,4 @@
-"""Allowed differences between a checkpoint and the run that continues from it. Pure.
+"""Differences that are allowed between a checkpoint and the run that continues from it. Pure.
 
 One rule for every config key and identity field.
 """
@@ -30,32 +30,32 @@ class Rule(StrEnum):
 
     HARMLESS = "harmless"  # no effect on the computed numbers
     ACCEPT = "accept"  # training continues differently; the user must accept it
-    REFUSED = "refused"  # the checkpoint would not fit, or would mean something else
+    REFUSED = "refused"  # the checkpoint would not fit, or would have another meaning
 
 
 @dataclass(frozen=True)
 class Term:
-    """The rule of one key, its reason, and for a refused change the alternative."""
+    """The rule for one key, its reason, and the alternative to a refused change."""
 
     rule: Rule
     why: str = ""
 
 
 HARMLESS = Term(Rule.HARMLESS)
-_SUMS = Term(Rule.ACCEPT, "sums are added in another order, so that numbers differ in their last bits")
-_RECIPE = Term(Rule.ACCEPT, "training goes on with another recipe")
-_CODE = Term(Rule.ACCEPT, "other code trains from here on")
-_STACK = Term(Rule.ACCEPT, "another version may compute other numbers")
-_SHAPE = Term(Rule.REFUSED, "the checkpoint's tensors have other shapes; submit a new run")
-_OTHER_DATA = Term(Rule.REFUSED, "the position in the data would mean other data; submit a new run")
-_FOLDER = Term(Rule.REFUSED, "the run's folder lies there; submit a new run")
+_SUMS = Term(Rule.ACCEPT, "sums are added in a different order, so numbers differ in their last bits")
+_RECIPE = Term(Rule.ACCEPT, "training continues with a different recipe")
+_CODE = Term(Rule.ACCEPT, "training continues with different code")
+_STACK = Term(Rule.ACCEPT, "another version may compute different numbers")
+_SHAPE = Term(Rule.REFUSED, "the checkpoint's tensors have different shapes; submit a new run")
+_OTHER_DATA = Term(Rule.REFUSED, "the same position would refer to different data; submit a new run")
+_FOLDER = Term(Rule.REFUSED, "it determines the run's folder; submit a new run")
 
 DATA_PATH, DATA_TEXT = "data.path", "data.text"
 OWN_FOLDER = ("name", "cluster.kind", "cluster.root", "workload.snapshot")
-"""Keys that a continued run cannot change, trained or not: they determine its folder."""
+"""Keys that a continued run can never change, because they determine its folder."""
 _TERMS: Mapping[Term, str] = {
     _FOLDER: "name cluster.kind cluster.root",
-    Term(Rule.REFUSED, "another class has other state; submit a new run"): "workload.target",
+    Term(Rule.REFUSED, "another class has different state; submit a new run"): "workload.target",
     _RECIPE: """
         workload.args model.rope_theta model.norm_eps model.experts.per_token model.experts.balance_rate
         optimizer.lr optimizer.min_lr_ratio optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
@@ -63,8 +63,8 @@ _TERMS: Mapping[Term, str] = {
     """,
     _CODE: "workload.path command",
     Term(Rule.REFUSED, "the code was copied, or not, when the run was submitted"): "workload.snapshot",
-    Term(Rule.ACCEPT, "the program's checkpoints are looked for elsewhere"): "checkpoints.path",
-    Term(Rule.ACCEPT, "the program's checkpoints are looked for under other names"): "checkpoints.pattern",
+    Term(Rule.ACCEPT, "orch looks for the program's checkpoints elsewhere"): "checkpoints.path",
+    Term(Rule.ACCEPT, "orch looks for the program's checkpoints under other names"): "checkpoints.pattern",
     HARMLESS: """
         progress.path progress.pattern cluster.shared_root cluster.spare_nodes cluster.mem cluster.time
         cluster.interface cluster.signal_lead cluster.partition cluster.account cluster.qos cluster.constraint
@@ -83,13 +83,13 @@ _TERMS: Mapping[Term, str] = {
         restore_tests.steps restore_tests.level restore_tests.budget restore_tests.max_parallel
         restore_tests.cluster restore_tests.command logs.max_mib logs.keep logs.every
     """,
-    Term(Rule.ACCEPT, "ranks see other variables"): "env env_from secrets_file",
+    Term(Rule.ACCEPT, "ranks see different variables"): "env env_from secrets_file",
     _SUMS: """
         cluster.nodes cluster.min_nodes cluster.ranks_per_node cluster.gpus_per_node cluster.cpus_per_task
         train.micro_batch_size train.activation_checkpointing train.compile train.loss_chunks
     """,
-    Term(Rule.ACCEPT, "the node is prepared by other scripts"): "cluster.templates",
-    Term(Rule.ACCEPT, "the node is prepared otherwise"): "cluster.template_args",
+    Term(Rule.ACCEPT, "other scripts prepare the node"): "cluster.templates",
+    Term(Rule.ACCEPT, "the node is prepared differently"): "cluster.template_args",
     _STACK: "cluster.python",
     _SHAPE: """
         model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings
@@ -102,11 +102,11 @@ _TERMS: Mapping[Term, str] = {
     Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"): "validation.every",
     Term(Rule.ACCEPT, "checkpoints are kept in other places; no tier of the run can be left out"): "checkpoint.tiers",
     Term(
-        Rule.ACCEPT, "other batches count as spikes and are skipped"
+        Rule.ACCEPT, "different batches count as spikes and are skipped"
     ): "detection.spike.deviations detection.spike.window detection.spike.roll_backs",
     Term(Rule.ACCEPT, "faults are injected on purpose"): "drill.events",
 }
-"""The keys of each rule."""
+"""The keys that each rule covers."""
 
 
 def _parallel_keys() -> Iterator[str]:
@@ -122,7 +122,7 @@ CONFIG: Mapping[str, Term] = {
     **{key: term for term, keys in _TERMS.items() for key in keys.split()},
     **{f"notify.{field.name}": HARMLESS for field in fields(NotifyConfig)},
 }
-"""The rule of every config key; an entry of an open map has its map's rule."""
+"""The rule for every config key; entries of an open map follow the map's rule."""
 
 USER_CODE = "code.user"
 PACKAGES, TORCH = "env.packages", "env.torch"
@@ -137,7 +137,7 @@ IDENTITY: Mapping[str, Term] = {
     PACKAGES: _STACK,
     "env.slurm": HARMLESS,
     "env.driver": HARMLESS,  # the login node's
-    "env.variables": HARMLESS,  # jobs get these from their submitter's shell
+    "env.variables": HARMLESS,  # jobs inherit these from their submitter's shell
     "data.path": HARMLESS,
     "data.fingerprint": _OTHER_DATA,
     "data.tokens": HARMLESS,
@@ -149,7 +149,7 @@ IDENTITY: Mapping[str, Term] = {
     "imported": HARMLESS,
     "restore_test": HARMLESS,
 }
-"""The rule of every identity field (`orchestrator/submission/run_identity.py`)."""
+"""The rule for every identity field (`orchestrator/submission/run_identity.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ class Change:
 
 
 def config_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Return the differences of two resolved configs, each with its rule."""
+    """Return the differences between two resolved configs, each with its rule."""
     changes = [
         Change(key=key, before=old, now=new, term=_term(key, now)) for key, (old, new) in diff(before, now).items()
     ]
@@ -171,7 +171,7 @@ def config_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     return [
         change
         for change in changes
-        if {} not in (change.before, change.now) or not any(one.key.startswith(f"{change.key}.") for one in changes)
+        if {} not in (change.before, change.now) or not any(other.key.startswith(f"{change.key}.") for other in changes)
     ]
 
 
@@ -186,7 +186,7 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _values(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> tuple[Any, Any]:
-    """Return a field of both; packages come from the newest attempt's record, or else from the submitter's."""
+    """Return a field of both identities; packages come from the newest attempt's record, or else the submitter's."""
     trained = CodeRecord.from_identity(before) if key in (PACKAGES, TORCH) else None
     if trained is None or trained.packages is None:
         return _field(before, key), _field(now, key)
@@ -203,7 +203,7 @@ def why_packages_unknown(before: Mapping[str, Any], now: Mapping[str, Any]) -> s
     """Return why the packages of a trained run cannot be compared; empty if they can."""
     trained, present = CodeRecord.from_identity(before), CodeRecord.from_identity(now)
     if trained is None or trained.packages is None:
-        return "" if "env" in now else "its attempts have not recorded them, and its jobs have another interpreter"
+        return "" if "env" in now else "its attempts have not recorded them, and its jobs use another interpreter"
     if present is not None and present.packages is not None:
         return ""
     return f"{', '.join(trained.site_folders)} cannot be read here"
@@ -217,20 +217,20 @@ def _is_other(key: str, old: Any, new: Any) -> bool:
 
 
 def check_keys(accepted: Collection[str]) -> None:
-    """Raise ConfigError for a key that does not exist, with the nearest one."""
+    """Raise ConfigError for a key that does not exist; the hint has the nearest key."""
     known = sorted({*CONFIG, *IDENTITY})
     for key in accepted:
         if not any(name in CONFIG for name in _above(key)) and key not in IDENTITY:
             near = nearest(key, known)
-            hint = did_you_mean(near and f"--accept {near}", "orch names the key when it asks for one")
+            hint = did_you_mean(near and f"--accept {near}", "the refusal of a resume names the key")
             raise ConfigError(f"there is no key {key} to accept", where="--accept", hint=hint)
 
 
 def relax_without_checkpoints(changes: Collection[Change]) -> list[Change]:
-    """Return the changes for a run without checkpoints, where a misfit with a checkpoint is harmless."""
+    """Return the changes for a run without checkpoints, where refused changes are harmless (except to its folder)."""
     return [
-        replace(one, term=HARMLESS) if one.term.rule is Rule.REFUSED and one.key not in OWN_FOLDER else one
-        for one in changes
+        replace(change, term=HARMLESS) if change.term.rule is Rule.REFUSED and change.key not in OWN_FOLDER else change
+        for change in changes
     ]
 
 
@@ -241,7 +241,7 @@ def refuse(changes: Collection[Change]) -> None:
         raise Precondition(
             f"{refused[0].key} cannot change: {refused[0].term.why}",
             where="; ".join(map(describe_change, refused)),
-            hint="leave it as it was",
+            hint="keep the old value",
         )
 
 
@@ -254,7 +254,7 @@ def require(changes: Collection[Change], accepted: Collection[str], command: str
     asked = [change for change in changes if change.term.rule is Rule.ACCEPT and change.key not in accepted]
     if asked:
         raise Precondition(
-            f"{asked[0].key} differs from what the run was trained with: {asked[0].term.why}",
+            f"{asked[0].key} differs from the run's training: {asked[0].term.why}",
             where="; ".join(map(describe_change, asked)),
             hint=" ".join([*([command] if command else []), *(f"--accept {change.key}" for change in asked)]),
         )
@@ -266,7 +266,7 @@ def find_rule(key: str) -> Rule:
 
 
 def _term(key: str, now: Mapping[str, Any]) -> Term:
-    """Return the rule of a key, or of the open map that contains it; keys no longer known have no effect."""
+    """Return the rule for a key, or for the open map that contains it; unknown keys have no effect."""
     if key == "workload.path" and now["workload"]["snapshot"]:
         return CONFIG["workload.snapshot"]
     return next((CONFIG[name] for name in _above(key) if name in CONFIG), HARMLESS)
@@ -289,12 +289,12 @@ def _field(identity: Mapping[str, Any], key: str) -> Any:
 
 
 def describe_change(change: Change) -> str:
-    """Return a change in one line; values too long to print are left out."""
+    """Describe a change in one line; values that are too long to print are omitted."""
     if change.key == USER_CODE:
         return f"{change.key}: {shorten(changed_files(change.before, change.now))}"
     if isinstance(change.before, Mapping) and isinstance(change.now, Mapping):
         names = [name for name in {**change.before, **change.now} if change.before.get(name) != change.now.get(name)]
-        told = [f"{name} {change.before.get(name, 'none')} -> {change.now.get(name, 'none')}" for name in names]
-        return f"{change.key}: {shorten(told)}"
+        versions = [f"{name} {change.before.get(name, 'none')} -> {change.now.get(name, 'none')}" for name in names]
+        return f"{change.key}: {shorten(versions)}"
     before, now = str(change.before), str(change.now)
     return f"{change.key}: {before} -> {now}" if len(before) + len(now) <= 100 else f"{change.key} differs"

@@ -58,8 +58,8 @@ _FIXED_BY_CODE = select_kinds(lambda traits: traits.fixed_by_code)
 def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
     """Return whether the run would start over at step 0; `config` is its resolved config.
 
-    It has no checkpoint, did not start from one, and skips no batches, which depend on the position in the data. A
-    user's command, or a tier elsewhere, may have kept data that orch cannot see.
+    That is so if it has no checkpoint, did not start from one, and skips no batches (skips depend on the position in
+    the data). A user's command, or a tier elsewhere, may have saved data that orch cannot see.
     """
     if config.get("command") or store.checkpoints(run.name) or run.identity.get("imported"):
         return False
@@ -72,7 +72,7 @@ def keeps_nothing(store: Store, run: Run, config: Mapping[str, Any]) -> bool:
 
 
 def awaits_fixed_code(store: Store, run: Run) -> bool:
-    """Return whether the run failed or is held because of an error that its user may have fixed in the code."""
+    """Return whether the run has failed or is held because of an error that its user may have fixed in the code."""
     failure = store.attempts(run.name)[-1].failure
     stopped = run.state in (RunState.FAILED, RunState.HELD)
     return stopped and failure is not None and failure["kind"] in _FIXED_BY_CODE
@@ -84,9 +84,9 @@ def resume_request(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of the resume request: a new config, which is stored, and a new identity.
 
-    Secrets in this shell are newer than those in the run's file, and replace them there.
+    Secrets in this shell replace older values in the run's file.
 
-    Code that was fixed after it failed is accepted and reported to `note`.
+    Code that was fixed after a failure is accepted and reported to `note`.
 
     Raises ConfigError, Precondition if the contract refuses, and SubmitRejected if Slurm does. Typed overrides count as
     accepted.
@@ -95,16 +95,16 @@ def resume_request(
     data = store.config(run.config_digest)
     changes: list[Change] = []
     webhooks: dict[str, str] = {}
-    anew = keeps_nothing(store, run, data)
+    starts_over = keeps_nothing(store, run, data)
     if overrides:
-        # Keys added by a newer orch are not changes by the user.
-        before, now = recompose(data, [], checked=False), _apply_overrides(data, overrides, anew)
+        # Keys that a newer orch added are not changes made by the user.
+        before, now = recompose(data, [], checked=False), _apply_overrides(data, overrides, starts_over)
         if not now.config.workload.snapshot:
-            _check_code(run, now.config, anew)
+            _check_code(run, now.config, starts_over)
         _check_tiers(before.config, now.config, RunDir(Path(run.run_dir)))
         config = now.config
         data, webhooks = without_webhook(now.data)
-        if anew and before.data["data"]["text"] != data["data"]["text"]:
+        if starts_over and before.data["data"]["text"] != data["data"]["text"]:
             prepare_data(config, data, RunDir(Path(run.run_dir)).path.parent)
         changes = config_changes(before.data, data)
     else:
@@ -118,18 +118,18 @@ def resume_request(
         changes = _unless_only_moved(changes, run, identity)
     elif config.data.path and Path(config.data.path, INDEX_NAME).exists():  # otherwise the job reports missing data
         read_index(config.data.path)
-    # Without training, no number depends on the differences.
-    has_trained = bool(config.command or (run.step and not anew) or store.checkpoints(run.name))
+    # If the run has not trained, no result depends on the differences.
+    has_trained = bool(config.command or (run.step and not starts_over) or store.checkpoints(run.name))
     differs = _differences(run, identity, note if has_trained else lambda words: None)
     compared = differs if has_trained else []
-    changes = relax_without_checkpoints(changes) if anew else changes
+    changes = relax_without_checkpoints(changes) if starts_over else changes
     typed = shlex.join(["orch", "resume", run.name, *overrides, *(f"--accept={key}" for key in accepted)])
     refuse([*changes, *compared])
     _require_more_steps(run, config, changes, accepted)
     fixed = [one for one in compared if one.key == USER_CODE and awaits_fixed_code(store, run)]
     require([*changes, *compared], {one.key for one in (*changes, *fixed)} | set(accepted), typed)
     for one in fixed:
-        note(f"{run.name} trains on with fixed code: {describe_change(one)}")
+        note(f"{run.name} continues with fixed code: {describe_change(one)}")
     if any(change.key.startswith("cluster.") for change in changes):
         _check_job(run, config)
     asked = _renew_secrets(run, config, webhooks, note)
@@ -141,13 +141,13 @@ def resume_request(
 def _renew_secrets(
     run: Run, config: RunConfig, webhooks: dict[str, str], note: Callable[[str], None]
 ) -> dict[str, Any]:  # fmt: skip
-    """Store the secrets of this shell; return the names of those that had another value, for the request."""
+    """Store this shell's secrets; return the names of those whose values changed, for the request."""
     folder = RunDir(Path(run.run_dir))
     secrets, replaced = renew(folder, config, os.environ, webhooks)
     if secrets is not None:
         secrets.replace(folder.secrets)
     for name in replaced:
-        note(f"{run.name} goes on with the value of {name} in this shell, which is another than before")
+        note(f"{run.name} continues with the new value of {name} from this shell")
     return {REPLACED_VARIABLES: replaced} if replaced else {}
 
 
@@ -158,20 +158,20 @@ def _differences(run: Run, identity: dict[str, Any], note: Callable[[str], None]
     return identity_changes(trained, identity)
 
 
-def _apply_overrides(data: dict[str, Any], overrides: Sequence[str], anew: bool) -> Composed:
-    """Return the config with overrides; refused changes are reported before misfits."""
-    if not anew:
+def _apply_overrides(data: dict[str, Any], overrides: Sequence[str], starts_over: bool) -> Composed:
+    """Return the config with overrides; refused changes are reported before values that do not fit."""
+    if not starts_over:
         there, now = recompose(data, [], checked=False).data, recompose(data, overrides, checked=False).data
         refuse([one for one in config_changes(there, now) if one.key not in (DATA_PATH, DATA_TEXT)])
-    return recompose(data, overrides, may_change=lambda key: anew or find_rule(key) is not Rule.REFUSED)
+    return recompose(data, overrides, may_change=lambda key: starts_over or find_rule(key) is not Rule.REFUSED)
 
 
-def _check_code(run: Run, config: RunConfig, anew: bool) -> None:
+def _check_code(run: Run, config: RunConfig, starts_over: bool) -> None:
     """Raise ConfigError for code that a job cannot import."""
     try:
         user_code.check(config, Path(run.identity.get("submit_dir") or Path.cwd()))
     except ConfigError as error:
-        if error.hint.startswith("did you mean") and not anew and not config.command:
+        if error.hint.startswith("did you mean") and not starts_over and not config.command:
             error.hint = "put the file back: workload.target cannot change in a run that has trained"
         raise
 
@@ -181,7 +181,7 @@ def _read_data_identity(path: str) -> dict[str, Any]:
 
 
 def _unless_only_moved(changes: list[Change], run: Run, identity: dict[str, Any]) -> list[Change]:
-    """Mark a new data path as harmless if it holds the same tokens."""
+    """Mark a new data path as harmless if it has the same tokens."""
     before, now = run.identity.get("data") or {}, identity.get("data") or {}
     if not before.get("fingerprint") or before["fingerprint"] != now.get("fingerprint"):
         return changes
@@ -189,7 +189,7 @@ def _unless_only_moved(changes: list[Change], run: Run, identity: dict[str, Any]
 
 
 def _check_tiers(before: RunConfig, now: RunConfig, folder: RunDir) -> None:
-    """Raise Precondition for a removed tier: its checkpoints would not be found, and the run would start over.
+    """Raise Precondition for a removed tier: the run would not find its checkpoints there, and would start over.
 
     Raises ConfigError for an unusable new tier.
     """
@@ -233,9 +233,9 @@ def trained_identity(run: Run) -> dict[str, Any]:
 
 
 def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
-    """Return the present code and environment, as far as this interpreter is also that of the run's jobs.
+    """Return the current code and environment, without the parts that this interpreter cannot determine.
 
-    Packages are read where the newest attempt found them, whichever interpreter it used.
+    Packages are read from where the newest attempt found them, whichever interpreter it used.
     """
     now: dict[str, Any] = {"code": code(config, Path(run.identity.get("submit_dir", "")))}
     trained = trained_identity(run)
@@ -258,7 +258,7 @@ def current_identity(run: Run, config: RunConfig) -> dict[str, Any]:
 
 
 def _code_now(before: CodeRecord, named: CodeRecord | None, run: Run) -> CodeRecord:
-    """Read the trained files again; a module that moved since is replaced by the file that would now be imported."""
+    """Read the trained files again; a module that has moved is replaced by the file that would be imported now."""
     again = read_again(before)
     if named is None or Submitter.from_identity(run.identity).python != sys.executable:
         return again
@@ -272,14 +272,14 @@ def _require_more_steps(run: Run, config: RunConfig, changes: Collection[Change]
         return
     if finished:
         words = " ".join([f"train.steps={2 * run.total_steps}", *(f"--accept {key}" for key in accepted)])
-        more = f"`orch resume {run.name} {words}` goes on from there"
-        hint = f"`orch show {run.name}` tells how its program ended" if config.command else more
+        more = f"`orch resume {run.name} {words}` continues from there"
+        hint = f"`orch show {run.name}` shows how its program ended" if config.command else more
         asked = any(change.key == "train.steps" for change in changes)
-        fewer = f" all {run.total_steps} steps, and train.steps={config.train.steps} is no more" if asked else ""
+        fewer = f" all {run.total_steps} steps, and train.steps={config.train.steps} is not more" if asked else ""
         raise Precondition(f"{run.name} is SUCCEEDED: it has finished{fewer}", where=run.reason, hint=hint)
     if any(change.key == "train.steps" for change in changes):
         raise Precondition(
-            f"train.steps={config.train.steps}: the run has trained more already",
+            f"train.steps={config.train.steps}: the run has already trained more",
             where=f"{run.name} is at step {run.step}",
             hint=f"train.steps={run.step + 1} or more, or orch submit --from {run.name}@STEP",
         )

@@ -1,4 +1,4 @@
-"""Identity of a run for reproduction: code, environment, data. Contains no secrets."""
+"""Identity of a run, for reproducing it: code, environment, data. Contains no secrets."""
 
 import hashlib
 import os
@@ -22,9 +22,9 @@ from trainer.protocol.user_code.installed_packages import find_site_folders, rea
 from trainer.protocol.user_code.record_code import record_named
 
 DIFF_LIMIT = 256 * 1024
-"""Bytes of an uncommitted diff that are kept; its digest covers all of it."""
+"""Maximum bytes kept of an uncommitted diff; its digest covers the whole diff."""
 ANSWER_WITHIN = 10.0
-_OF_ANOTHER_REPOSITORY = frozenset(
+_REPOSITORY_VARIABLES = frozenset(
     {
         "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE",
         "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_PREFIX",
@@ -50,7 +50,7 @@ def identify(
 
 
 def client(kind: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the settings that select a Slurm, so that any controller can continue the run there; empty for others."""
+    """Return the settings that select a Slurm cluster, so that any controller can continue the run there."""
     return {RECORDED: ClientEnvironment.from_environ(environ).to_json()} if FACTORIES[kind].named_by_environment else {}
 
 
@@ -96,8 +96,8 @@ def _place(place: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return git's answer for this folder's repository, ignoring one selected by a hook or shell."""
-    environ = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER_REPOSITORY}
+    """Return git's output for this folder's repository, ignoring a repository selected by a hook or shell."""
+    environ = {name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES}
     return _answer(["git", "-C", str(folder), *arguments], environ)
 
 
@@ -138,7 +138,7 @@ def packages() -> dict[str, str]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how a job computes, without names that suggest a secret."""
+    """Return the variables that affect a job's computation, except those whose names suggest a secret."""
     return {
         name: value for name, value in sorted(environ.items()) if _VARIABLES.fullmatch(name) and not SECRET.search(name)
     }
@@ -147,8 +147,8 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    said = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return printable(said.splitlines()[0].strip()) if said and said.strip() else None
+    output = _answer(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return printable(output.splitlines()[0].strip()) if output and output.strip() else None
 
 
 def _version(name: str) -> str | None:

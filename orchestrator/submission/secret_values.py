@@ -1,4 +1,4 @@
-"""Secrets of a run from its submitter: shell variables, a file, and a webhook URL."""
+"""Secrets that a submitter gives to a run: shell variables, a file, and a webhook URL."""
 
 import copy
 from collections.abc import Mapping
@@ -46,19 +46,19 @@ def separate_secrets(composed: Composed, environ: Mapping[str, str]) -> Submitte
         one = Redactor({name: value})
         for key in (key for key, item in flat(data).items() if one and one.found(item)):
             raise ConfigError(
-                f"{key}: has the value of {name} in it, and would be written to config.json and the registry",
+                f"{key}: contains the value of {name}, which would be written to config.json and the registry",
                 where=redaction.place(composed.origins.get(key, "")),
-                hint=f"leave it away there: the ranks have {name} in their environment",
+                hint=f"remove it there: the ranks have {name} in their environment",
             )
     return found
 
 
 def _from_shell(config: RunConfig, environ: Mapping[str, str], kept: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of `env_from`: from the shell, or as kept before."""
+    """Return the values of `env_from`, from the shell or as stored before."""
     known = {**kept, **environ}
     if missing := [name for name in config.env_from if name not in known]:
         what = f"env_from: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set in this shell"
-        raise ConfigError(what, where="env_from", hint=f"{export_command(missing)}, then the same command again")
+        raise ConfigError(what, where="env_from", hint=f"{export_command(missing)}, then run the same command again")
     return {name: known[name] for name in config.env_from}
 
 
@@ -72,7 +72,7 @@ def _from_file(config: RunConfig) -> dict[str, str]:
 
 
 def without_webhook(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a config with the webhook reduced to its host, and the full URL keyed by the reduced one."""
+    """Return a config with only the webhook's host, and the full URL keyed by that redacted URL."""
     url = data["notify"]["webhook"]
     shown = redacted_url(url)
     if shown == url:
@@ -81,7 +81,7 @@ def without_webhook(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str
 
 
 def with_webhook(data: dict[str, Any], folder: RunDir) -> dict[str, Any]:
-    """Return a run's config with its full webhook, for another run that takes it over; empty if the secret is lost."""
+    """Return a run's config with its full webhook URL, for another run to use; empty URL if the secret is lost."""
     url = data["notify"]["webhook"]
     if redacted_url(url) != url or not url:
         return data
@@ -95,10 +95,10 @@ def with_webhook(data: dict[str, Any], folder: RunDir) -> dict[str, Any]:
 def renew(
     folder: RunDir, config: RunConfig, environ: Mapping[str, str], webhooks: dict[str, str]
 ) -> tuple[RunSecrets | None, list[str]]:
-    """Return the new content of a continued run's secrets file, None if unchanged; this shell's values win.
+    """Return the new content of a continued run's secrets file (None if unchanged); this shell's values win.
 
-    The second item has the variables that had another value. Raises ConfigError for a variable in neither, Precondition
-    for a file that cannot be read.
+    The second item has the variables whose values changed. Raises ConfigError for a variable that is in neither place,
+    Precondition for a file that cannot be read.
     """
     _from_file(config)
     try:

@@ -31,13 +31,13 @@ from trainer.protocol.user_code.import_search import ImportSearch, shadowing_fil
 from trainer.protocol.user_code.record_code import named_tops
 
 NOTED_AFTER = 2.0
-"""Seconds of waiting after which the user sees a note about the check."""
+"""Seconds to wait before the user is told about the check."""
 _LAST_WORDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildAnswer:
-    """Findings of a child. `ended`: it finished in time; `died`: how it crashed, with its last output line."""
+    """Findings of a child process. `ended`: it finished in time; `died`: how it crashed, with its last output line."""
 
     found: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
@@ -64,7 +64,7 @@ class BoundedChild:
         finally:
             os.close(theirs)
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died at once; `answer` reports its last output
+        with suppress(BrokenPipeError):  # it has already died; `answer` reports its last output
             self._process.stdin.write(json.dumps(order).encode())
             self._process.stdin.close()
 
@@ -79,7 +79,7 @@ class BoundedChild:
         self._printed.close()
 
     def answer(self, seconds: float, note: Callable[[str], None]) -> ChildAnswer:
-        """Wait for the child to end, at most `seconds` after its start; a long wait calls `note`."""
+        """Wait until the child ends, at most `seconds` after its start. During a long wait, call `note`."""
         text, noted, ended = b"", False, False
         while not ended and (left := self._started + seconds - time.monotonic()) > 0:
             if not noted and time.monotonic() - self._started >= NOTED_AFTER:
@@ -128,8 +128,8 @@ class WorkloadInspection:
 def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iterator[WorkloadInspection]:
     """Import the workload in a child process, which ends with this block.
 
-    Nothing is imported if jobs use another interpreter, or for the built-in model unless the configuration names
-    classes in it.
+    Nothing is imported if jobs use another interpreter. The built-in model is imported only if the configuration names
+    its classes.
     """
     wrap = config.parallel.fsdp.wrap
     plain = config.trains_built_in_workload and (wrap == "auto" or wrap.isdecimal())
@@ -142,7 +142,7 @@ def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iter
 
 
 def job_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the job's processes, as far as known here."""
+    """Return the environment variables of the job's processes that are known here."""
     submitter = Submitter.from_environ(environ)
     path = {"PYTHONPATH": submitter.package_root} if submitter.package_root else {}
     made = {**submitter.environ(environ), **path, "OMP_NUM_THREADS": "1", **config.env}
@@ -160,18 +160,18 @@ def _judge(answer: ChildAnswer, config: RunConfig, kind: str, warn: Note) -> Cod
         what, hint = refused
         raise ConfigError(what, where=f"workload.target={target}", hint=hint)
     if failed := answer.found.get("failed"):
-        # A failure here proves nothing about other machines' devices and files, but modules are the same.
+        # Other machines may have other devices and files, but their modules are the same.
         if traits(kind).simulated_nodes or (answer.found["is_import"] and _same_environment(config)):
             raise ConfigError(failed, where="imported with the variables that a job has", hint=_HINT)
-        warn(f"{failed}; the job imports it again, and fails if that happens there too")
+        warn(f"{failed}; the job imports it again, and fails if the error occurs there too")
     elif answer.died:
         warn(f"importing {target} ended its process: {answer.died}; the job imports it again")
     elif not answer.ended:
-        warn(f"importing {target} takes longer than {IMPORT_WITHIN:.0f} s here, and was not waited for")
+        warn(f"importing {target} takes longer than {IMPORT_WITHIN:.0f} s here, so submit did not wait for it")
     return CodeRecord.from_json(answer.found.get("code"))
 
 
-_HINT = "install what is missing for this interpreter, or mend the code; a job does not see this shell's PYTHONPATH"
+_HINT = "install what is missing for this interpreter, or fix the code; a job does not see this shell's PYTHONPATH"
 
 
 def _same_environment(config: RunConfig) -> bool:
@@ -207,7 +207,7 @@ def near_methods(config: RunConfig) -> list[str]:
 
 
 def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | None:
-    """Return a required method that the class cannot have, and a misspelling of it; None if the class may work.
+    """Return a required method that the class lacks, and a misspelling of it, if any; None if the class may work.
 
     Only for a class derived from BaseWorkload alone.
     """
@@ -241,7 +241,7 @@ def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
 
 
 def _used_names(tree: ast.Module) -> set[str]:
-    """Return every attribute, name and string in a file, by which its code may call a method."""
+    """Return every attribute, name and string in a file; its code may call a method by any of them."""
     return {name for node in ast.walk(tree) for name in _names_of(node)}
 
 
@@ -271,7 +271,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def check(config: RunConfig, beside: Path | None = None) -> None:
     """Raise ConfigError for code that a job cannot import or start, or that another module would shadow.
 
-    `beside`: the folder from which the run was submitted; this process's by default.
+    `beside`: the folder from which the run was submitted; by default this process's.
     """
     folders = [Path(folder).expanduser() for folder in config.workload.path]
     for folder in folders:
@@ -286,7 +286,7 @@ def check(config: RunConfig, beside: Path | None = None) -> None:
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"workload.path: no folder {folder}", where="workload.path", hint="give an existing folder")
-    if (taken := _of_our_name(folder)) is not None:
+    if (taken := _find_name_clash(folder)) is not None:
         raise ConfigError(
             f"{taken} has the name of one of orch's own packages, so a job could never import it",
             where="workload.path",
@@ -294,8 +294,8 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _of_our_name(folder: Path) -> Path | None:
-    """Return the file or folder here that Python would import under the name of an orch package."""
+def _find_name_clash(folder: Path) -> Path | None:
+    """Return the file or folder in this folder that Python would import instead of an orch package."""
     if folder.resolve() == _ROOT:
         return None
     for name in OURS:
@@ -308,15 +308,15 @@ def _of_our_name(folder: Path) -> Path | None:
 
 
 def _check_import_path(config: RunConfig) -> None:
-    """Refuse a PYTHONPATH for the job in which other packages shadow orch's own."""
+    """Refuse a PYTHONPATH with which other packages would shadow orch's own in the job."""
     key = "env" if _IMPORT_PATH in config.env else "env_from"
     value = config.env.get(_IMPORT_PATH, os.environ.get(_IMPORT_PATH, "") if _IMPORT_PATH in config.env_from else "")
     for folder in filter(None, value.split(os.pathsep)):
-        if (taken := _of_our_name(Path(folder))) is not None:
+        if (taken := _find_name_clash(Path(folder))) is not None:
             raise ConfigError(
-                f"{taken} has the name of one of orch's own packages, and the job's PYTHONPATH has it before those",
+                f"{taken} has the name of one of orch's own packages, and the job's PYTHONPATH puts it first",
                 where=f"{key}.{_IMPORT_PATH}" if key == "env" else f"{key}: {_IMPORT_PATH}",
-                hint=f"rename it, or give PYTHONPATH without {folder}; workload.path=[FOLDER] comes after orch's own",
+                hint=f"rename it, or remove {folder} from PYTHONPATH; workload.path=[FOLDER] comes after orch's own",
             )
 
 
@@ -331,7 +331,7 @@ def _check_target(target: str, folders: list[Path]) -> None:
         searched = ", ".join(str(place) for place in places) or "no folder (workload.path is empty)"
         raise ConfigError(
             f"workload.target={target}: no module {module}",
-            where=f"searched {searched} and what is installed",
+            where=f"searched {searched} and installed packages",
             hint=f"did you mean {meant}:{name}?" if (meant := _near_module(module, places)) else _ON_THE_PATH,
         )
     if file.suffix == ".py":
@@ -339,7 +339,7 @@ def _check_target(target: str, folders: list[Path]) -> None:
 
 
 def _refuse_shadowed(target: str, top: str, folders: list[Path]) -> None:
-    """Refuse a module that Python's own or an installed one shadows: jobs search `workload.path` last."""
+    """Refuse a module shadowed by a standard or installed one: jobs search `workload.path` last."""
     if (shadowed := shadowing_file(top, folders, ImportSearch(last=folders))) is not None:
         own, first = shadowed
         raise ConfigError(
@@ -351,7 +351,7 @@ def _refuse_shadowed(target: str, top: str, folders: list[Path]) -> None:
 
 
 def shadowed_helpers(config: RunConfig, beside: Path | None = None) -> list[str]:
-    """Return warnings about imported modules of `workload.path` that a job would find elsewhere."""
+    """Return warnings about modules in `workload.path` that a job would import from elsewhere."""
     folders = [Path(folder).expanduser() for folder in config.workload.path]
     if config.command or config.trains_built_in_workload or not folders:
         return []
@@ -395,14 +395,14 @@ def _find_installed_file(module: str) -> Path | None:
 
 
 def _check_class(target: str, name: str, file: Path) -> None:
-    """Check the syntax, and that the top level names the class, before the job finds out on 512 nodes."""
+    """Check the syntax, and that the top level defines the class, before the job fails on 512 nodes."""
     try:
         tree = ast.parse(file.read_text())
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         why = error.msg if isinstance(error, SyntaxError) else str(error)
         place = f"{file}:{line}" if line else str(file)
-        raise ConfigError(f"{file} is no Python that runs here: {why}", where=place, hint="mend it") from error
+        raise ConfigError(f"{file} is not valid Python here: {why}", where=place, hint="fix it") from error
     _check_base(target, name, file, tree)
     names = {name for node in tree.body for name in _bound_names(node)}
     # A star import or a module's __getattr__ may define any name, so only the job can check.
@@ -417,7 +417,7 @@ _SIGNATURES = {"build_model": "build_model(self)", "loss": "loss(self, model, ba
 
 
 def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
-    """Refuse a plain class without the required methods if nothing could supply them."""
+    """Refuse a plain class that lacks the required methods and cannot inherit them."""
     binds = [node for node in tree.body if name in _bound_names(node)]
     if len(binds) != 1 or not isinstance(kind := binds[0], ast.ClassDef):
         return
@@ -434,7 +434,7 @@ def _check_base(target: str, name: str, file: Path, tree: ast.Module) -> None:
     own = {each for node in kind.body for each in _bound_names(node)}
     if not own & {"__init__", "__new__"} or not own & {"build_model", "__getattr__"}:
         raise ConfigError(
-            f"workload.target={target}: {name} is no BaseWorkload",
+            f"workload.target={target}: {name} is not a BaseWorkload",
             where=f"{file}:{kind.lineno}",
             hint=f"import orch;  class {name}(orch.BaseWorkload): ...",
         )

@@ -67,7 +67,7 @@ def test_its_run_goes_on_from_its_checkpoint(older: User) -> None:
     (data,) = (older.root / ".data").iterdir()
     refused = older.run("resume", RUN, f"data.path={data}")  # its config names the folder as it was then
     assert refused.returncode == 4, refused.stderr
-    assert "code.orch differs from what the run was trained with" in refused.stderr
+    assert "code.orch differs from the run's training" in refused.stderr
     command = shlex.split(refused.stderr.strip().splitlines()[-1])
     asked = older.run(*command[1:], f"train.steps={STEPS}")
     assert asked.returncode == 0, asked.stderr

@@ -187,7 +187,7 @@ def test_what_show_offers_to_compare_with_is_the_run_before(orch: Type, seeds: S
     [
         (("--cluster", "slrum"), "'slrum' is not one of 'auto', 'local', 'slurm'"),
         (("cluster=slurm-cup",), "did you mean the preset cluster/slurm-cpu?"),
-        (("cluster=nope",), "there are cluster/local, cluster/slurm-a100-4"),
+        (("cluster=nope",), "available: cluster/local, cluster/slurm-a100-4"),
         (("cluster=local",), "  cluster.kind=local\n"),
         (("model=tiny",), "`includes: [model/tiny]`"),
         (("checkpoint=5",), "keys in `checkpoint`: "),
@@ -224,7 +224,7 @@ def test_a_long_reason_is_cut_in_lists_and_whole_in_show(orch: Type, seeds: Seed
     [
         (("nodes=2",), "did you mean `cluster.nodes`?"),
         (("train.step=5",), "did you mean `train.steps`?"),
-        (("other.yaml",), "other.yaml is a second configuration, and one is taken"),
+        (("other.yaml",), "other.yaml is a second configuration, but only one is accepted"),
         (("+env.FOO",), "  +env.FOO=VALUE, or ~env.FOO for its default\n"),
     ],
 )
@@ -293,7 +293,7 @@ def test_the_nearest_fault(orch: Type, seeds: Seeds) -> None:
 def test_a_key_where_a_configuration_is_asked_for_is_said_to_be_one(orch: Type) -> None:
     said = orch("submit", "train.steps", "5")
     assert said.code == 3
-    assert "  it is a key, and needs a configuration before it: orch submit tiny-gpt train.steps=VALUE\n" in said.err
+    assert "  this is a key; name a configuration before it: orch submit tiny-gpt train.steps=VALUE\n" in said.err
     assert orch("submit", "tiny-gpt", "train.steps=5", "--dry-run").code == 0
 
 
@@ -363,7 +363,7 @@ def here_of_slips(home: Path, tmp_path: Path, monkeypatch: Patch) -> None:
         ("train.py", 2, "orch submit torchrun-script 'command=[python, train.py]'"),
         ("my train.py", 2, "orch submit torchrun-script 'command=[python, \"my train.py\"]'"),
         ("go", 2, "orch submit torchrun-script 'command=[./go]'"),
-        ("gone.py", 3, "a script that is there: orch submit torchrun-script 'command=[python, gone.py]'"),
+        ("gone.py", 3, "with an existing script: orch submit torchrun-script 'command=[python, gone.py]'"),
     ],
 )
 def test_a_script_is_submitted_as_a_command(orch: Type, script: str, code: int, typed: str) -> None:

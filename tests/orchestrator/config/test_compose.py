@@ -164,7 +164,7 @@ def test_checkpoints_of_a_command(made: Compose, tmp_path: Path) -> None:
     assert made("command: [python, t.py]\ncheckpoints: {path: ~/o}\n").config.checkpoints.path == f"{Path.home()}/o"
     with pytest.raises(ConfigError, match=r"checkpoints\.pattern=last: must be one name with a `\*` for the step"):
         made("command: [python, t.py]\ncheckpoints: {path: out, pattern: last}\n")
-    with pytest.raises(ConfigError, match=r"checkpoints\.path=out: is for a run of a `command` of yours"):
+    with pytest.raises(ConfigError, match=r"checkpoints\.path=out: is only for a `command`"):
         made(READS + "checkpoints: {path: out}\n")
 
 
@@ -228,7 +228,7 @@ WRONG_OVERRIDES = [
     ("train.steps", "no value", "train.steps=VALUE"),
     ("nonsense here", "must be key=value, +key=value or ~key", "train.steps=100"),
     ("~train.steps=3", "takes no value", "~train.steps"),
-    ("+train.steps=5", "`train.steps` is no entry of an open map", "train.steps=5"),
+    ("+train.steps=5", "`train.steps` is not an entry of an open map", "train.steps=5"),
     ("workload.args.a=1", "`workload.args.a` is not set", "+workload.args.a=VALUE"),
     ("~env.NOPE", "`env.NOPE` is not set", "orch config show"),
     ("train.steps=[1", "not YAML", "close the bracket"),
@@ -239,7 +239,7 @@ WRONG_OVERRIDES = [
     ("checkpoint.tiers=s3://b/x", "must be a list of mappings", "checkpoint.tiers=[{KEY: VALUE}]"),
     ("train.steps=${train.nope}", "Interpolation key 'train.nope' not found", "write the full key"),
     ("drill.events=[{stepp: 3}]", "unknown key `drill.events.stepp`", "did you mean `drill.events.step`?"),
-    ("drill.events=[{step: abc}]", "drill.events: `step`", "an entry reads"),
+    ("drill.events=[{step: abc}]", "drill.events: `step`", "example of an entry:"),
     ("drill.events=[7]", "every entry of `drill.events` must be a mapping", "keys: kind, rank"),
     ("drill.events=[{kind: burn}]", "kind=burn must be one of kill-rank", "leave drill.events out"),
     ("drill.events=[{rank: 9}]", "rank=9 is not one of the 4 ranks", "rank: 3"),
@@ -256,7 +256,7 @@ WRONG_OVERRIDES = [
     ("+workload.args.augment=no", "is the word no, which YAML 1.2 reads as text", 'write false, or "no" in quotes'),
     ("cluster.root=${HOME}/runs", "Interpolation key 'HOME' not found", "did you mean $HOME/runs?"),
     ("workload.path=[a, '${HOME}/b']", "Interpolation key 'HOME' not found", "did you mean $HOME/b?"),
-    ("+env.CACHE=${HOME}/x", "Interpolation key 'HOME' not found", "write the value of HOME out, or \\${HOME} for"),
+    ("+env.CACHE=${HOME}/x", "Interpolation key 'HOME' not found", "write out the value of HOME, or \\${HOME} for"),
     ("checkpoint.auto.last=5", "unknown key `checkpoint.auto.last`", "did you mean `checkpoint.auto.least`?"),
     ("checkpoint.auto.least=0", "checkpoint.auto.least=0: must be from 1", "leave checkpoint.auto.least out"),
     (
@@ -267,10 +267,10 @@ WRONG_OVERRIDES = [
     ("checkpoint.stagin.mode=lazy", "unknown key `checkpoint.stagin`", "did you mean `checkpoint.staging.mode`?"),
     ("checkpoint.staging.mode=lasy", "must be block or lazy", "leave checkpoint.staging.mode out"),
     ("checkpoint.tiers=[{pth: /a}]", "unknown key `checkpoint.tiers.pth`", "did you mean `checkpoint.tiers.path`?"),
-    ("checkpoint.tiers=[{path: /a, keep: many}]", "checkpoint.tiers: `keep`", "an entry reads {path: "),
+    ("checkpoint.tiers=[{path: /a, keep: many}]", "checkpoint.tiers: `keep`", "example of an entry: {path: "),
     ("checkpoint.tiers=[{path: /a, keep: 1}]", "/a: keep=1: keep at least 2", "leave checkpoint.tiers out"),
     ("checkpoint.tiers=[{path: /a, shared: false}]", "none of them is shared", "leave checkpoint.tiers out"),
-    ("checkpoint.tiers=[{path: $NOPE/a}]", "there is no variable NOPE here", "export NOPE=..."),
+    ("checkpoint.tiers=[{path: $NOPE/a}]", "the variable NOPE is not set here", "export NOPE=..."),
     ("checkpoint.tiers=/a", "must be a list of mappings", "checkpoint.tiers=["),
     ("cluster.kind=pbs", "must be auto, local or slurm", "leave cluster.kind out"),
     (
@@ -291,23 +291,23 @@ WRONG_OVERRIDES = [
     ("model.heads=0", "model.heads=0: must be at least 1", "leave model.heads out"),
     ("name=a/b", "name=a/b: must be letters", "name=my-run"),
     ("name=-x", "name=-x: must begin with a letter or digit", "name=my-run"),
-    ("optimizer.lr=.inf", "optimizer.lr=inf: must be a finite number", "~optimizer.lr takes its default"),
+    ("optimizer.lr=.inf", "optimizer.lr=inf: must be a finite number", "~optimizer.lr restores the default"),
     ("model.norm_eps=.nan", "model.norm_eps=nan: must be a finite number", "~model.norm_eps"),
-    ("drill.events=[{value: .inf}]", "'value': inf, ", "~drill.events takes its default"),
+    ("drill.events=[{value: .inf}]", "'value': inf, ", "~drill.events restores the default"),
     ("+workload.args.most=.inf", "`workload.args.most` is .inf: must be a finite number", 'write "inf" in quotes'),
     ("+workload.args.x=[1, {least: -.inf}]", "`workload.args.x.least` is -.inf: must be", 'write "-inf" in quotes'),
     ("+workload.args.most=1e999", "`workload.args.most` is 1e999: must be a finite number", "call float() on it"),
-    ("+env.A-B=1", "env.A-B: is no name of an environment variable", "+env.MY_VARIABLE"),
+    ("+env.A-B=1", "env.A-B: is not a valid name of an environment variable", "+env.MY_VARIABLE"),
     ("workload=nonsense", "must be package.module:Class", "workload=my_pkg.my_module:MyWorkload"),
     ("workload.path=[/nowhere]", "no folder /nowhere", "workload.path=["),
-    ("~data.text", "nothing is given to train on", "data.text=[python-stdlib]"),
-    ("data.path=/nowhere", "both say what to read", "'~data.text' to train on data.path, or '~data.path'"),
-    ("cluster.root=", "`cluster.root`=: is empty, and must be a folder", "~cluster.root takes its default"),
-    ("cluster.root=' '", "`cluster.root`= : is empty", "~cluster.root takes its default"),
+    ("~data.text", "no training data is given", "data.text=[python-stdlib]"),
+    ("data.path=/nowhere", "only one may be set", "'~data.text' to train on data.path, or '~data.path'"),
+    ("cluster.root=", "`cluster.root`=: is empty, but must be a folder", "~cluster.root restores the default"),
+    ("cluster.root=' '", "`cluster.root`= : is empty", "~cluster.root restores the default"),
     ("cluster.root=/etc/passwd", "cluster.root=/etc/passwd: is a file, and must be a folder", "cluster.root=FOLDER"),
     ("recovery.backoff=1e300", "recovery.backoff=1e+300: must be at most 604800 seconds", "~recovery.backoff"),
     ("recovery.backoff_max=1e9", "recovery.backoff_max=1e+09: must be at most 604800", "~recovery.backoff_max"),
-    ("data.text=['']", "`data.text`=: is empty", "~data.text takes its default"),
+    ("data.text=['']", "`data.text`=: is empty", "~data.text restores the default"),
     ("model.experts.count=-1", "model.experts.count=-1: must be at least 0", "leave model.experts.count out"),
     ("data.text=[/nowhere.txt]", "no such file or folder /nowhere.txt", "python-stdlib"),
 ]
@@ -351,12 +351,12 @@ def test_a_missing_data_folder_says_how_to_make_it(environ: dict[str, str]) -> N
 WRONG_FILES = [
     ("train: {steps: [1\n", "not YAML", 2),
     ("a: b: c\n", "not YAML", 1),
-    ("- a\n- b\n", "must be a mapping, this is a list", None),
-    ("just words\n", "must be a mapping, this is a single value", None),
+    ("- a\n- b\n", "must be a mapping, not a list", None),
+    ("just words\n", "must be a mapping, not a single value", None),
     ("train:\n  steps: 1\n  steps: 2\n", "`steps` is given twice", 3),
     ("train:\n  stepps: 1\n", "unknown key `train.stepps`", 2),
     ("x: !!python/object:os.system {}\n", "not allowed", 1),
-    ("a: &a [*a]\n", "unfold without end", None),
+    ("a: &a [*a]\n", "expand without end", None),
     (f"name: {'[' * 1000}{']' * 1000}\n", "nested too deeply", None),
     ("---\na: 1\n---\nb: 2\n", "not YAML", 3),
     ("train:\n  steps: many\n", "`train.steps`=many", 2),
@@ -415,7 +415,7 @@ def test_a_pipe_or_a_device_is_not_read_and_not_said_to_be_missing(
     os.mkfifo("pipe.yaml")
     with pytest.raises(NotFound, match="is a pipe or a device; only regular files are read") as caught:
         compose(source, environ=environ)
-    assert caught.value.hint == "write the configuration into a regular file, and name that"
+    assert caught.value.hint == "write the configuration to a regular file, and name that"
 
 
 @pytest.mark.parametrize("source", ["", "qqqqqqq", "."])
@@ -432,11 +432,11 @@ def test_folders_may_be_written_with_variables_of_the_shell(
     for written in ("$SCRATCH/runs", r"\${SCRATCH}/runs", "$SCRATCH//x/../runs"):
         assert made(READS, f"cluster.root={written}").config.cluster.root == str(tmp_path / "scratch" / "runs")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="dangling: is a link to nothing"):
+    with pytest.raises(ConfigError, match="dangling: is a broken link"):
         made(READS, "cluster.root=dangling")
     environ["EMPTY"] = ""
     with pytest.raises(ConfigError, match=r"cluster.root`=\$EMPTY: is empty"):
         made(READS, "cluster.root=$EMPTY")
-    with pytest.raises(ConfigError, match=r"cluster.root`=\$SCRATHC/runs: there is no variable SCRATHC") as refused:
+    with pytest.raises(ConfigError, match=r"cluster.root`=\$SCRATHC/runs: the variable SCRATHC is not set") as refused:
         made(READS, "cluster.root=$SCRATHC/runs")
     assert refused.value.where == "override #1: cluster.root=$SCRATHC/runs"

@@ -20,7 +20,7 @@ REFUSED = [
     ("cluster.min_nodes=3", "do not fit train.batch_size=16 and `parallel`; these do: 2, 1", "cluster.min_nodes=2"),
     ("cluster.min_nodes=2 parallel.tp=8 parallel.tp_across_nodes=true model.heads=8 model.kv_heads=8",
      "no number of nodes does", "~cluster.min_nodes"),
-    ("cluster.min_nodes=1 command=[python,train.py]", "a `command` of yours has a batch of its own",
+    ("cluster.min_nodes=1 command=[python,train.py]", "your `command` sets its own batch size",
      "~cluster.min_nodes"),
 ]  # fmt: skip
 

@@ -13,13 +13,13 @@ COMMAND = "command=[python, train.py]"
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("train.steps=5", "give the program an option of its own"),
-        ("optimizer.lr=1e-3", "give the program an option of its own"),
-        ("+workload.args.width=3", "give the program an option of its own"),
+        ("train.steps=5", "pass an option to the program"),
+        ("optimizer.lr=1e-3", "pass an option to the program"),
+        ("+workload.args.width=3", "pass an option to the program"),
         ("checkpoint.every=5", "checkpoints.path=FOLDER shows them to orch"),
         ("checkpoint.tiers=[{path: run}]", "checkpoints.path=FOLDER"),
-        ("parallel.tp=2", "the program makes its own mesh"),
-        ("detection.spike.roll_backs=1", "orch sees no loss"),
+        ("parallel.tp=2", "the program creates its own mesh"),
+        ("detection.spike.roll_backs=1", "orch does not see the program's loss"),
     ],
 )
 def test_what_is_typed_in_vain_is_refused(override: str, instead: str) -> None:

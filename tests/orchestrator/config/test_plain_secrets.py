@@ -97,10 +97,10 @@ def test_the_config_of_an_older_run_is_read_as_it_is_until_a_person_changes_it()
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (["env_from=[7A]"], "env_from: 7A is no name"),
-        (["env_from=[ORCH_SECRETS]"], "env_from: ORCH_SECRETS is no name"),
+        (["env_from=[7A]"], "env_from: 7A is not a valid name"),
+        (["env_from=[ORCH_SECRETS]"], "env_from: ORCH_SECRETS is not a valid name"),
         (["env_from=[PATH]"], "env_from: a job has its submitter's PATH anyway"),
-        (["env_from=[A]", "+env.A=1"], "env_from: A stands in env, too"),
+        (["env_from=[A]", "+env.A=1"], "env_from: A is also in env"),
     ],
 )
 def test_names_that_cannot_be_taken(overrides: list[str], what: str) -> None:

@@ -24,5 +24,5 @@ def test_longer_ones_are_refused_by_their_key():
 def test_so_are_many_that_are_too_long_together():
     words = ("python", *["z" * 100_000] * 63)
     assert complained(command=words) == [
-        "command and env: have 6300582 bytes together, and Linux allows 6291456 for a program"
+        "command and env: have 6300582 bytes together, but Linux allows 6291456 for a program"
     ]

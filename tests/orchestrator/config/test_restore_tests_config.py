@@ -37,7 +37,7 @@ def test_intervals_in_seconds() -> None:
         ("restore_tests.budget=-1", "must be 0 or a share"),
         ("restore_tests.max_parallel=0", "must be at least 1"),
         ("+restore_tests.cluster.partitin=low", "did you mean restore_tests.cluster.partition?"),
-        ("restore_tests.command=[python, r.py]", "is for a run of a `command` of yours"),
+        ("restore_tests.command=[python, r.py]", "is only for a `command`"),
     ],
 )
 def test_what_is_refused(override: str, said: str) -> None:

@@ -10,8 +10,8 @@ from orchestrator.errors import ConfigError
 ODD = [
     (f"train: {{steps: {'9' * 5000}}}\n", "a number has 5000 digits", ":1", "put it in quotes"),
     (f"train: {{steps: 0x{'F' * 5000}}}\n", "a number has 5002 digits", ":1", "put it in quotes"),
-    ("train:\n\tsteps: 1\n", "a tab stands where the line is indented", ":2", "indent with spaces"),
-    ("train:\n  <<: {steps: 1}\n", "merge keys (`<<`) are not read", ":2", "write the keys out"),
+    ("train:\n\tsteps: 1\n", "the line is indented with a tab", ":2", "indent with spaces"),
+    ("train:\n  <<: {steps: 1}\n", "merge keys (`<<`) are not supported", ":2", "write out the keys"),
     ("a: 1\n---\nb: 2\n", "a single document in the stream, but found another", ":2", "keep one document"),
     ('includes: [tiny-gpt]\nenv: {A: "\\udc80"}\n', "env.A=\udc80: is not UTF-8 text", ":2", "UTF-8 terminal"),
 ]

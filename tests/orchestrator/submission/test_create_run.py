@@ -104,7 +104,9 @@ def test_a_folder_that_others_may_change_gets_no_tokens() -> None:
         place = root / f".data-{os.geteuid()}"
         place.mkdir()
         place.chmod(0o777)
-        with pytest.raises(Precondition, match="not yours alone: .* can be changed by everybody"):
+        with pytest.raises(
+            Precondition, match="other users can change the tokens of data.text: .* can be changed by everybody"
+        ):
             prepare(root)
         place.chmod(0o500)
         with pytest.raises(Precondition, match="cannot be written: Permission denied") as refused:
@@ -255,7 +257,7 @@ def test_a_workload_is_looked_for_before_512_nodes_do(tmp_path: Path, store: Sto
         submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorklod")
     assert refused.value.hint == "did you mean pkg.model:MyWorkload?"
     own(tmp_path, "broken.py", "def (")
-    with pytest.raises(ConfigError, match=r"broken.py is no Python that runs here: invalid syntax$") as refused:
+    with pytest.raises(ConfigError, match=r"broken.py is not valid Python here: invalid syntax$") as refused:
         submit(tmp_path, store, *path, "workload.target=broken:MyWorkload")
     assert refused.value.where.endswith("broken.py:1")
     run, _ = submit(tmp_path, store, *path, "workload.target=pkg.model:MyWorkload")
@@ -277,7 +279,7 @@ def test_a_workload_is_looked_for_before_512_nodes_do(tmp_path: Path, store: Sto
 def test_a_class_that_cannot_be_a_workload_is_refused(tmp_path: Path, text: str, refused: bool) -> None:
     code = own(tmp_path, "mine.py", text)[0].partition("[")[2].rstrip("]")
     config = RunConfig(workload=WorkloadConfig(target="mine:X", path=(code,)))
-    with pytest.raises(ConfigError, match="mine:X: X is no BaseWorkload") if refused else nullcontext() as told:
+    with pytest.raises(ConfigError, match="mine:X: X is not a BaseWorkload") if refused else nullcontext() as told:
         user_code.check(config)
     if refused:
         assert told.value.hint.endswith("class X(orch.BaseWorkload): ...")
@@ -361,7 +363,7 @@ def test_a_tier_that_has_another_user_s_run_of_that_name_is_refused_before_anyth
     user = os.geteuid()
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: user + 1)
-        with pytest.raises(ConfigError, match="mine-1 is there already and belongs to "):
+        with pytest.raises(ConfigError, match="mine-1 already exists and belongs to "):
             submit(tmp_path, store, "name=mine", "cluster.shared_root=true", tiers)
     assert nothing_was_written(tmp_path, store)
     assert submit(tmp_path, store, "name=mine", tiers)[0].name == "mine-1"

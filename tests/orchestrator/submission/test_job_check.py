@@ -115,7 +115,7 @@ def test_a_refusal_has_slurms_words_and_what_to_type(
     ("said", "words"),
     [
         # Nodes that are down are reason enough for these words, and sbatch would take the job.
-        (NO_NODES, "Requested node configuration is not available; it is submitted all the same"),
+        (NO_NODES, "Requested node configuration is not available; it is submitted anyway"),
         ("allocation failure: Required partition not available (inactive or drain)", "inactive or drain"),
         ("allocation failure: something that nobody knows", "something that nobody knows"),
     ],
@@ -162,7 +162,7 @@ def test_what_a_wrapper_submits_instead_of_asking_is_cancelled(site: Site, tmp_p
 
 def test_silent_nodes_leave_a_refusal_for_lack_of_nodes_to_slurm(site: Site) -> None:
     site.ask(refusing(NO_NODES), "cluster.mem=900G", sinfo="exit 1")
-    assert "it is submitted all the same" in site.warned[0]
+    assert "it is submitted anyway" in site.warned[0]
 
 
 def composed(*overrides: str) -> Any:

@@ -48,7 +48,7 @@ DOUBLED = [
 
 @pytest.mark.parametrize(("command", "hint"), DOUBLED)
 def test_a_launcher_on_each_of_several_ranks_is_refused(command: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match="would train a model of its own") as refused:
+    with pytest.raises(ConfigError, match="would train a separate model") as refused:
         check(tuple(command.split()))
     assert hint in refused.value.hint
     assert "orch starts 2 ranks (2 x 1)" in refused.value.what
@@ -97,7 +97,7 @@ BEHIND = [
 
 @pytest.mark.parametrize("command", BEHIND)
 def test_a_launcher_behind_any_other_program_is_refused(command: str) -> None:
-    with pytest.raises(ConfigError, match="would train a model of its own"):
+    with pytest.raises(ConfigError, match="would train a separate model"):
         check(tuple(command.split()))
     check(tuple(command.split()), nodes=1)
 
@@ -144,7 +144,7 @@ def test_the_text_of_a_shell_is_read_too(text: str, refused: bool, here: Path) -
     behind = (("prlimit", "--core=0", "bash", "-c", text), ("xvfb-run", "-a", "bash", "go.sh"))
     for command in (("bash", "-c", text), ("bash", "go.sh"), ("./go.sh", "1"), *behind):
         if refused:
-            with pytest.raises(ConfigError, match="would train a model of its own"):
+            with pytest.raises(ConfigError, match="would train a separate model"):
                 check(command)
         else:
             check(command)

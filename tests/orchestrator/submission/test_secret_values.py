@@ -97,7 +97,7 @@ def test_a_variable_that_is_no_secret_hides_nothing_of_what_orch_records(
 
 @pytest.mark.parametrize("override", [f"+workload.args.word=a{CANARY}b", f"+env.WORDS=my {CANARY}"])
 def test_a_value_that_stands_in_the_config_as_well_is_refused(shell: Shell, override: str) -> None:
-    with pytest.raises(ConfigError, match="has the value of HF_TOKEN in it") as refused:
+    with pytest.raises(ConfigError, match="contains the value of HF_TOKEN") as refused:
         shell.submit(NAMES, override)
     assert CANARY not in f"{refused.value.what} {refused.value.where} {refused.value.hint}"
     assert shell.store.runs() == []
@@ -206,7 +206,7 @@ def test_resume_takes_what_the_shell_has_and_keeps_the_rest(shell: Shell, monkey
     newer = "https://hooks.example.net/services/canary-newer-hook"
     notes: list[str] = []
     asked = resume_request(shell.store, run, [f"notify.webhook={newer}"], [], notes.append)
-    assert notes == [f"{run.name} goes on with the value of ORCH_PRIVATE in this shell, which is another than before"]
+    assert notes == [f"{run.name} continues with the new value of ORCH_PRIVATE from this shell"]
     assert asked[REPLACED_VARIABLES] == ["ORCH_PRIVATE"]
     secrets = RunSecrets.read(folder.secrets)
     assert secrets.values == {"HF_TOKEN": CANARY, "ORCH_PRIVATE": OTHER}

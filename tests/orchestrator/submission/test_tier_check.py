@@ -52,7 +52,7 @@ def test_the_tier_is_named_with_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (ChildAnswer(found={"trying": "s3://b"}), "s3://b cannot be used: it does not answer within 30 s"),
+        (ChildAnswer(found={"trying": "s3://b"}), "s3://b cannot be used: no answer within 30 s"),
         (ChildAnswer(found={"trying": "s3://b"}, died="killed by SIGSEGV"), "s3://b cannot be used: killed by SIGSEGV"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_folder_of_another_user_with_the_run_s_name_is_refused(
     check_name(scratch, name="gpt-2")
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/gpt-1 is there already and belongs to ") as caught:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/gpt-1 already exists and belongs to ") as caught:
         check_name(TierConfig(), scratch)
     assert caught.value.hint == "type name=OTHER, or give the tier another path"
     check_name(TierConfig(), TierConfig(path=str(tmp_path), shared=False))
@@ -104,9 +104,9 @@ def test_a_folder_with_the_run_s_name_that_cannot_be_read_is_refused(closed: str
         (folder / "scratch" / "gpt-1").mkdir(parents=True)
         (folder / "scratch" / closed).chmod(0)
         why = (
-            "is there already and cannot be read and written by you"
+            "already exists, but you cannot read and write it"
             if closed == "gpt-1"
-            else "cannot be looked at: Permission denied"
+            else "cannot be read: Permission denied"
         )
         with pytest.raises(ConfigError, match=f"{folder}/scratch/gpt-1 {why}"):
             check_name(TierConfig(path=str(folder / "scratch")))

@@ -141,7 +141,7 @@ def test_resume_without_changes(orch: Type, run: Resumable) -> None:
         (["model.dim=256"], "model.dim cannot change", "leave it as it was"),
         (["train.lrr=1"], "unknown key `train.lrr`", "did you mean `optimizer.lr`"),
         (["optimizer.lr=fast"], "must be a number", "default"),
-        (["train.steps=100"], "has trained more already", "train.steps=121 or more"),
+        (["train.steps=100"], "has already trained more", "train.steps=121 or more"),
         (["checkpoint.tiers=[{path: /scratch}]"], "checkpoint.tiers lacks run", "{path: run}"),
         (["~train.seed", "model.layers=9"], "model.layers cannot change", "leave it as it was"),
     ],
@@ -232,7 +232,7 @@ def test_fixed_code(orch: Type, seeds: Seeds, tmp_path: Path, state: RunState, k
     typed = orch("resume", run.name, "--no-controller")
     assert typed.code == (4 if asks else 0), typed.err
     assert ("--accept code.user" in typed.err) == asks
-    assert ("trains on with fixed code" in typed.err) == (not asks)
+    assert ("continues with fixed code" in typed.err) == (not asks)
 
 
 def test_unknown_key_of_live_run(orch: Type, seeds: Seeds) -> None:
@@ -245,7 +245,7 @@ def test_unknown_key_of_live_run(orch: Type, seeds: Seeds) -> None:
 def test_accept_other_software(orch: Type, run: Resumable, monkeypatch: Patch) -> None:
     monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
     refused = orch("resume", run.name, "--no-controller")
-    assert "env.torch differs from what the run was trained with" in refused.err
+    assert "env.torch differs from the run's training" in refused.err
     assert f"orch resume {run.name} --accept env.torch" in refused.err
     assert orch("resume", run.name, "--accept", "env.torch", "--no-controller").code == 0
     assert run.asked()["identity"]["env"]["torch"] == "9.9"
@@ -278,7 +278,7 @@ def test_other_interpreter_is_not_compared(orch: Type, run: Resumable, seeds: Se
     monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
     found = orch("resume", run.name, "--no-controller")
     assert found.code == 0
-    assert "its attempts have not recorded them, and its jobs have another interpreter" in " ".join(found.err.split())
+    assert "its attempts have not recorded them, and its jobs use another interpreter" in " ".join(found.err.split())
 
 
 def test_unknown_accept_key(orch: Type, run: Resumable) -> None:
@@ -300,7 +300,7 @@ def test_finished_program(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     refused = orch("resume", run.name)
     assert refused.code == 4
     assert "is SUCCEEDED: it has finished\n" in refused.err
-    assert refused.err.endswith(f"  `orch show {run.name}` tells how its program ended\n")
+    assert refused.err.endswith(f"  `orch show {run.name}` shows how its program ended\n")
 
 
 def test_live_run_keeps_config(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_compared_packages(orch: Type, seeds: Seeds, tmp_path: Path, overrides: 
     install_here("timm", "1.0")
     refused = orch("resume", run.name, "--no-controller")
     assert (refused.code, "env.packages: timm 2.0 -> 1.0" in refused.err) == (4, True), refused.err
-    assert "env.packages differs from what the run was trained with" in refused.err
+    assert "env.packages differs from the run's training" in refused.err
     assert orch("resume", run.name, "--accept", "env.packages", "--no-controller").code == 0
     install_here("torch", "2.1")
     assert "env.torch: 2.0 -> 2.1; env.packages: timm 2.0 -> 1.0, torch 2.0 -> 2.1" in orch("resume", run.name).err

@@ -170,16 +170,16 @@ def test_message_of_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import json, os, signal, sys, time\n"
         "def stop(*_):\n"
-        "    print(json.dumps({'error': {'message': 'detached: a-1 goes on', 'hint': 'orch cancel a-1'}}))\n"
+        "    print(json.dumps({'error': {'message': 'detached: a-1 continues', 'hint': 'orch cancel a-1'}}))\n"
         "    sys.exit(130)\n"
         "signal.signal(signal.SIGINT, stop)\n"
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "time.sleep(60)\n"
     )
     monkeypatch.setattr(command_line, "_PROGRAM", program)
-    with pytest.warns(orch.OrchWarning, match="detached: a-1 goes on"), pytest.raises(KeyboardInterrupt) as interrupt:
+    with pytest.warns(orch.OrchWarning, match="detached: a-1 continues"), pytest.raises(KeyboardInterrupt) as interrupt:
         command_line.ask("submit", "x")
-    assert interrupt.value.__notes__ == ["detached: a-1 goes on; orch cancel a-1"]
+    assert interrupt.value.__notes__ == ["detached: a-1 continues; orch cancel a-1"]
 
 
 def test_run_is_not_constructed(typed: list[tuple[str, ...]]) -> None:

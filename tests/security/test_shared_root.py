@@ -131,7 +131,7 @@ def test_a_root_that_others_can_write_is_refused_and_the_hint_names_the_key(plac
     done = place.ann.orch("submit", "tiny-gpt", f"cluster.root={place.project}", *SMALL)
     assert done.returncode == 4
     assert f"{place.project} can be changed by group orchg" in done.stderr
-    assert "cluster.shared_root=true uses it all the same" in done.stderr
+    assert "cluster.shared_root=true uses it anyway" in done.stderr
     assert list(place.project.iterdir()) == []
 
 

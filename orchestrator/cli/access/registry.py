@@ -38,7 +38,7 @@ def _warn_of_record(words: str) -> None:
 
 
 def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> str:
-    """Ensure that a controller acts on the recorded request, or run one controller pass in this process.
+    """Make sure that a controller acts on the recorded request, or run one controller pass in this process.
 
     Returns why the scheduler did not answer this process; empty if it answered or a controller acts.
     """

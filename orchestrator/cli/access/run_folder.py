@@ -19,7 +19,7 @@ from trainer.protocol.run_dir import RunDir
 ASK_WITHIN = 2.0
 """Seconds to wait for a file system. A hung one must not block a status query."""
 PUT_BACK = (
-    "move it back or put a link there; or make the registry anew from every folder that holds runs: "
+    "move it back or put a link there; or rebuild the registry from every folder that holds runs: "
     "`orch db rebuild --root FOLDER --root OTHER`"
 )
 
@@ -34,13 +34,13 @@ def existing_folder(run: str, run_dir: str) -> RunDir:
 
 
 def warn_of_missing(screen: Screen, run: str, run_dir: str) -> None:
-    """Warn if the run's folder is missing. For verbs that can answer without it."""
+    """Warn if the run's folder is missing; for verbs that work without it."""
     if _is_missing(run_dir):
         screen.warn("folder_missing", f"{_missing(run)}: {run_dir}; {PUT_BACK}")
 
 
 def warn_of_moved(screen: Screen, view: RunView) -> None:
-    """Warn if the folder of a run is missing. A run that never had a job may not have one yet."""
+    """Warn if the run's folder is missing. A run that has never had a job may not have a folder yet."""
     if has_moved(view):
         warn_of_missing(screen, view.run, view.run_dir)
 
@@ -67,21 +67,21 @@ def _is_missing(run_dir: str) -> bool:
 
 
 def _answers(folder: str, *, there: bool) -> bool:
-    """Return whether the file system confirms in time that the folder exists (or, with `there` False, does not)."""
-    said: list[bool] = []
+    """Return whether the file system confirms in time that the folder exists (or is missing, if `there` is False)."""
+    answers: list[bool] = []
 
     def ask() -> None:
         try:
-            said.append(stat.S_ISDIR(os.stat(folder).st_mode))
+            answers.append(stat.S_ISDIR(os.stat(folder).st_mode))
         except (FileNotFoundError, NotADirectoryError):
-            said.append(False)
+            answers.append(False)
         except OSError:  # a folder without read permission: the state is unknown
             pass
 
     asker = threading.Thread(target=ask, name="folder", daemon=True)
     asker.start()
     asker.join(ASK_WITHIN)
-    return said == [there]
+    return answers == [there]
 
 
 def _missing(run: str) -> str:
@@ -108,7 +108,7 @@ def controller_lives(now: float, scheduler: str = "") -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLocation:
-    """Scheduler of a run. `reached` is False only if this host is known to reach another cluster, or none."""
+    """Scheduler of a run. `reached` is False only if this host reaches another cluster or no cluster."""
 
     run: str
     scheduler: str
@@ -141,7 +141,7 @@ def locate_run(run: str, kind: str, scheduler: str) -> RunLocation:
 
 
 def reaches(kind: str, scheduler: str) -> bool:
-    """Return whether this host reaches that scheduler; also True if its own scheduler does not answer just now."""
+    """Return whether this host reaches that scheduler; also True if this host's scheduler does not answer now."""
     from orchestrator.scheduler.available_schedulers import kinds, make_instance
 
     if not scheduler:
@@ -159,7 +159,7 @@ def where_to_start(scheduler: str, kind: str, here: str) -> str:
 
 
 def last_seen(scheduler: str) -> str:
-    """Return the host of this scheduler's last controller, or else the registry's path."""
+    """Describe the host of this scheduler's last controller, or else give the registry's path."""
     from orchestrator.registry import fast_queries
 
     held = fast_queries.lease(registry_path(), scheduler)

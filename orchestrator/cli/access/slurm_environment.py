@@ -1,4 +1,4 @@
-"""Comparison of this shell's Slurm client environment with the controller's, for the case that only one works."""
+"""Compare this shell's Slurm client environment with the controller's, in case only one of them works."""
 
 import os
 import time
@@ -11,13 +11,13 @@ from orchestrator.registry.lease import displayed_state, holder_host
 from orchestrator.registry.records import Lease
 from orchestrator.scheduler.slurm.client_environment import ClientEnvironment
 
-RESTART = "`orch controller stop`, then the same again: the next controller has this shell's environment"
+RESTART = "`orch controller stop`, then run the command again: the next controller uses this shell's environment"
 
 _ELSEWHERE = "in a shell where `sinfo` answers (`export SLURM_CONF=FILE`), type `orch controller start`"
 
 
 def read_live_contact(lease: Lease | None) -> SlurmContact | None:
-    """Return the Slurm contact of the live controller with this lease; None without one or before its first report."""
+    """Return the Slurm contact of the live controller with this lease; None without a controller or first report."""
     return read_contact(registry_path(), lease) if displayed_state(lease, time.time()).alive else None
 
 
@@ -28,7 +28,7 @@ def silence_reason(lease: Lease | None) -> str:
 
 
 def unset_words(kind: str) -> str:
-    """Return a remark that SLURM_CONF is not set in this shell; empty if it is set or irrelevant."""
+    """Return a note that SLURM_CONF is not set in this shell; empty if it is set or irrelevant."""
     from orchestrator.scheduler.available_schedulers import FACTORIES  # `orch status` seldom needs it
 
     matters = FACTORIES[kind].named_by_environment
@@ -36,13 +36,13 @@ def unset_words(kind: str) -> str:
 
 
 def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> bool:
-    """Warn that a request is pending because its scheduler does not answer; return whether that is so.
+    """Warn if a request is pending because its scheduler does not answer; return whether it is.
 
     `here` is the error from this process's own controller pass; empty if a controller acts.
     """
     if here:
-        told = f"{kind} does not answer from here ({here}{unset_words(kind)}): the request stands"
-        screen.warn("no_answer", f"{told}; {_ELSEWHERE}")
+        words = f"{kind} does not answer from here ({here}{unset_words(kind)}): the request stands"
+        screen.warn("no_answer", f"{words}; {_ELSEWHERE}")
         return True
     from orchestrator.registry import fast_queries
     from orchestrator.scheduler.available_schedulers import make_instance
@@ -51,8 +51,8 @@ def warn_of_silence(screen: Screen, kind: str, scheduler: str, here: str) -> boo
     leases = [fast_queries.lease(registry_path(), key) for key in (scheduler, unknown_instance(kind)) if key]
     silence = next(filter(None, map(silence_reason, leases)), "")
     if silence:
-        told = f"{kind} does not answer the controller ({silence}): the request stands, and is carried out when it does"
-        screen.warn("no_answer", told)
+        words = f"{kind} does not answer the controller ({silence}): the request stands until it does"
+        screen.warn("no_answer", words)
     if silence or any(displayed_state(lease, time.time()).alive for lease in leases):
         return bool(silence)
     reached = make_instance(kind)
@@ -88,7 +88,7 @@ def compare_with_controller(screen: Screen, kind: str) -> None:
             f"{who} gets no answer from Slurm: {contact.silence}", where=f"its {'; its '.join(differs)}", hint=RESTART
         )
     if contact.silence and differs:
-        screen.note(f"{who} gets no answer from Slurm; it goes on with this shell's environment")
+        screen.note(f"{who} gets no answer from Slurm; it continues with this shell's environment")
     elif contact.client.sbatch != mine.sbatch:
         words = f"{who} submits with {contact.client.sbatch}, not with this shell's {mine.sbatch}; {RESTART}"
         screen.warn("other_sbatch", words)

@@ -1,4 +1,4 @@
-"""`orch ckpt export` and `orch ckpt import`: weights for other programs, and runs that begin with existing weights."""
+"""`orch ckpt export` and `orch ckpt import`: write weights for other programs, and start runs from weights."""
 
 import json
 import os
@@ -36,7 +36,7 @@ EXPORT_JSON = "{checkpoint, step, run, path, files: [{name, bytes}], bytes, tens
 @click.argument("folder", metavar="DIR", type=NonEmptyPath(path_type=Path))
 @click.option(
     "--to", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True,
-    help="safetensors: as `transformers` loads it. torch: one file for torch.load.",
+    help="safetensors: loadable by `transformers`. torch: one file for torch.load.",
 )  # fmt: skip
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Convert the model's floating-point values.")
 @click.option("--with-optimizer", is_flag=True, help="Also write the optimizer's state (with --to torch).")
@@ -81,7 +81,7 @@ def export(
         ) from error
     except FileExistsError as error:
         raise Precondition(
-            "the folder is not empty", where=str(folder), hint="name a new folder, or empty this one first"
+            "the folder is not empty", where=str(folder), hint="name a new folder, or empty this folder first"
         ) from error
     _show_export(screen, chosen, folder, done, provenance, built_in=order.has_built_in_model)
 
@@ -89,12 +89,12 @@ def export(
 def _require_folder(folder: Path, to: str) -> None:
     """Raise Precondition if `folder` is an existing file, ConfigError if its name looks like a file's."""
     if folder.exists() and not folder.is_dir():
-        raise Precondition(f"{folder} is a file, and must be a folder", hint="name a new folder")
+        raise Precondition(f"{folder} must be a folder, but is a file", hint="name a new folder")
     if folder.suffix in _FILES and not folder.is_dir():
         meant = folder.with_suffix("")
         file = "checkpoint.pt" if to == "torch" else "model.safetensors, or checkpoint.pt with --to torch"
         hint = f"name the folder: {shlex.quote(str(meant))}   (it then has {meant}/{file})"
-        raise ConfigError(f"{folder} is the name of a file, and an export is a folder", where="DIR", hint=hint)
+        raise ConfigError(f"{folder} looks like a file name, but an export is a folder", where="DIR", hint=hint)
 
 
 def _show_export(
@@ -108,17 +108,17 @@ def _show_export(
         "tensors": tensors, "compared": done.compared, "converted": converted,
     }  # fmt: skip
     if "config.json" not in os.listdir(folder) and provenance["tensors"] and not built_in:
-        screen.warn("no_config", "no config.json: only for the built-in model it is known what `transformers` calls it")
+        screen.warn("no_config", "no config.json: orch can write it only for the built-in model")
     if screen.json:
         screen.data("ckpt.export", answer)
         return
     files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
     screen.say(f"{chosen.name} -> {folder}: {size(done.size)} in {files}")
-    proof = f"{count(tensors)} tensors read back with the values that were verified in the checkpoint"
-    saved = f"; {count(done.compared)} have the fingerprints that it was saved with" if done.compared else ""
+    proof = f"{count(tensors)} tensors read back; their values match the checkpoint"
+    saved = f"; {count(done.compared)} match the fingerprints recorded when it was saved" if done.compared else ""
     screen.say(f"  {proof}{saved}")
     if converted:
-        screen.say(f"  {count(converted)} of them converted, which is not lossless where it rounds")
+        screen.say(f"  {count(converted)} tensors were converted; values may be rounded")
 
 
 IMPORT_JSON = """
@@ -144,7 +144,7 @@ def import_(
 
     They become the run's first checkpoint, verified like any other. Training starts at step 0 with a fresh
     optimizer. An export with the optimizer's state continues at its step, but random generators, schedulers, buffers
-    of ranks other than the first and the workload's own state begin anew, and data that has a `state_dict` must have
+    of ranks other than the first and the workload's own state start again, and data that has a `state_dict` must have
     a `seek(consumed)` too. `orch submit --from` continues bit for bit, also from a checkpoint's folder.
 
     Names, shapes and dtypes that do not fit are reported one by one, with the override that fixes them (exit code
@@ -192,10 +192,10 @@ def _resolve_weights(given: str) -> Path:
     """Return the given file or folder. Raises NotFound, or ConfigError for a URL."""
     if "://" in given:
         hint = "download them first, then name the folder"
-        raise ConfigError("weights are read from a folder or file of this machine", where=given, hint=hint)
+        raise ConfigError("weights must be in a folder or file on this machine", where=given, hint=hint)
     place = Path(given).expanduser()
     if not place.exists():
-        raise NotFound(f"there is nothing at {given}", hint="name a folder or a file with weights")
+        raise NotFound(f"{given} does not exist", hint="name a folder or a file with weights")
     return place
 
 
@@ -203,7 +203,7 @@ def _require_weights(given: str, place: Path) -> None:
     """Raise NotFound for a folder without weights, ConfigError for a checkpoint of orch, before torch is loaded."""
     if place.is_dir() and parse_name(place.absolute().name) is not None:
         raise ConfigError(
-            f"{given} is a checkpoint of orch, which is not imported", where=str(place.absolute()),
+            f"{given} is an orch checkpoint, which cannot be imported", where=str(place.absolute()),
             hint=f"orch submit --from {shlex.quote(str(place.absolute()))}   (--weights-only: a fresh optimizer)",
         )  # fmt: skip
     if place.is_dir() and not is_export(place):
@@ -230,14 +230,14 @@ def _show_import(screen: Screen, brought: dict[str, Any], launched: dict[str, An
         screen.note(f"  {note}")
     if brought["optimizer"]:
         screen.note(
-            "  random generators, schedulers and a workload's own state begin anew; "
+            "  random generators, schedulers and a workload's own state start again; "
             "`orch submit --from RUN@STEP` brings them"
         )
-    proof = f", {count(brought['compared'])} with the fingerprints of their export" if brought["compared"] else ""
+    proof = f"; {count(brought['compared'])} match the fingerprints recorded at export" if brought["compared"] else ""
     if launched is None:
         screen.say(f"{brought['source']} fits: {count(brought['tensors'])} tensors; training would begin at {begins}")
         return
     job = f"job {launched['job_id']}" if launched["job_id"] else "no job yet"
     screen.say(f"{launched['run']} submitted ({launched['cluster']}, {job}); it begins at {begins}")
-    screen.say(f"  {name}: {count(brought['tensors'])} tensors of {brought['source']}{proof}")
+    screen.say(f"  {name}: {count(brought['tensors'])} tensors from {brought['source']}{proof}")
     screen.note(f"  status   orch status {launched['run']}\n  wait     orch wait {launched['run']} --follow")

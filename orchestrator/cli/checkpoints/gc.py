@@ -74,8 +74,8 @@ GC_JSON = "list of {run, tier, path, name, bytes, what, done, reason}; done is `
 def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, refused: bool) -> int:
     """Delete half-written checkpoints of attempts that have ended.
 
-    It works on every tier that this machine sees. It never touches what a live attempt writes; of a run with a live
-    attempt it deletes nothing on the tiers that jobs copy to. It names corrupt checkpoints and keeps them as
+    It works on every tier that this machine sees. It never touches what a live attempt writes; for a run with a
+    live attempt it deletes nothing on the tiers that jobs copy to. It lists corrupt checkpoints and keeps them as
     evidence, unless --refused is given. A run's next attempt also deletes what its jobs have left. The exit code is
     4 if something could not be deleted.
     """
@@ -83,7 +83,7 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
         what = "RUN and --all exclude each other" if runs else "no run is given"
         hint = f"`orch ckpt gc {shlex.join(runs) or 'RUN'}`, or `orch ckpt gc --all`"
         raise ConfigError(what, where="command line: orch ckpt gc", hint=hint)
-    screen.if_interrupted = lambda: "interrupted: what is deleted stays deleted; the same command deletes the rest"
+    screen.if_interrupted = lambda: "interrupted: deleted folders stay deleted; run the same command again for the rest"
     if runs:
         with open_store(readonly=True) as store:  # check the names before anything else, controller or not
             runs = tuple(store.run(name).name for name in runs)
@@ -112,9 +112,9 @@ def _open_registry(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
         lease = acquire(store, ObservedSince(Clock().mono), time.time(), once=True)
         if lease is None:
             raise Precondition(
-                "a controller is at work, and only one may delete what is committed",
-                where="`orch controller status` tells which",
-                hint=f"`orch controller stop`, then this again; jobs go on meanwhile; afterwards {START}",
+                "a controller is running, and only one process may delete committed checkpoints",
+                where="`orch controller status` shows it",
+                hint=f"`orch controller stop`, then run this again; jobs continue meanwhile; afterwards {START}",
             )
         try:
             yield store, lease
@@ -123,7 +123,7 @@ def _open_registry(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
 
 
 def gc_candidates(store: "Store", run: "Run", screen: Screen, *, refused: bool = False) -> list[GcCandidate]:
-    """Judge every folder of a run that is not a valid checkpoint. Warns of unreadable tiers and skips them."""
+    """Judge every folder of a run that is not a valid checkpoint. Warns about unreadable tiers and skips them."""
     found: list[GcCandidate] = []
     warn_of_missing(screen, run.name, run.run_dir)
     for tier in visible_tiers(RunDir(Path(run.run_dir))):
@@ -213,12 +213,12 @@ def _may_live(run: "Run", attempts: "Sequence[Attempt]") -> bool:
 
 
 def _still_good(tier: Tier, name: str) -> str:
-    """Return why a refused copy is kept: its bytes verify now, so another copy was bad or a read failed temporarily."""
+    """Return why a refused copy is kept: its bytes verify now, so another copy was bad or a read failed for a while."""
     bad = {fault.file for fault in verify_checkpoint(tier.storage, name, 2).faults}
     if not bad:
-        return "its bytes are as they were written"
+        return "its bytes are intact"
     absent, _ = missing_files(tier.storage, name) if not tier.shared else (frozenset(), 0)
-    return "it is a node's own part, whose bytes are as they were written" if bad <= absent else ""
+    return "it is one node's part of a checkpoint, and its bytes are intact" if bad <= absent else ""
 
 
 def _delete(screen: Screen, store: "Store", lease: "Lease | None", item: GcCandidate) -> bool:
@@ -280,7 +280,7 @@ def _show(screen: Screen, found: list[GcCandidate], failed: list[GcCandidate], d
 def du(screen: Screen, runs: tuple[str, ...]) -> None:
     """Print the bytes of checkpoints by run, tier and trust; without RUN, of every run.
 
-    TRUST is `debris` for what is half-written. GC FREES is what `orch ckpt gc` would delete.
+    TRUST is `debris` for half-written folders. GC FREES is the size that `orch ckpt gc` would delete.
     """
     with open_store(readonly=True) as store:
         chosen = [store.run(name) for name in runs] if runs else store.runs()

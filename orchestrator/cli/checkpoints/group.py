@@ -7,8 +7,8 @@ from orchestrator.cli.terminal.command_classes import LazyGroup
 VERBS = {
     "ls": ("checkpoints.ls:ls", "List the checkpoints of a run, newest first."),
     "verify": ("checkpoints.verify:verify", "Compare a checkpoint's bytes with its digests."),
-    "restore-test": ("restore_tests:restore_test", "Restore a checkpoint in a job of its own, and compare."),
-    "diff": ("checkpoints.verify:diff", "Compare two checkpoints, tensor by tensor."),
+    "restore-test": ("restore_tests:restore_test", "Restore a checkpoint in a separate job, and compare."),
+    "diff": ("checkpoints.verify:diff", "Compare two checkpoints, one tensor at a time."),
     "export": ("checkpoints.export_import:export", "Write the model as safetensors or a torch file."),
     "import": ("checkpoints.export_import:import_", "Submit a run that begins with existing weights."),
     "pin": ("checkpoints.ls:pin", "Keep a checkpoint regardless of retention."),
@@ -25,8 +25,8 @@ def ckpt() -> None:
     A checkpoint is RUN@STEP, RUN@latest (or RUN alone), RUN@best (by `checkpoint.best`), RUN@ and the name of its
     folder, or the path or URL of its folder.
 
-    If a run has several tiers, orch takes the nearest complete copy; the run's own folder is called `run`. It warns
-    about a tier that it cannot read from here and uses the others; the exit code is 4 only if none of them has the
+    If a run has several tiers, orch reads the nearest complete copy; the run's own folder is called `run`. It warns
+    about a tier that it cannot read from here, and uses the others; the exit code is 4 only if none of them has the
     checkpoint. A shared tier may hold checkpoints of another run with the same name, from another ORCH_HOME or
     user. RUN@STEP never selects those; their path or URL does.
     """

@@ -1,4 +1,4 @@
-"""A run's first checkpoint from imported weights: checked against the model and written beside the runs."""
+"""Make a run's first checkpoint from imported weights, checked against the model and written beside the runs."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ SHOWN = 12
 
 @contextmanager
 def staging_folder(cluster: ClusterConfig) -> Iterator[Path]:
-    """Yield the folder in which the checkpoint is made, until its run's folder takes it over."""
+    """Yield a folder for the new checkpoint, until it moves into its run's folder."""
     from orchestrator.submission.create_run import writable_root
 
     place = writable_root(cluster.root, shared=cluster.shared_root) / f"{STAGING}-{os.geteuid()}"
@@ -71,9 +71,9 @@ def _does_not_fit(where: str, complaints: list[tuple[str, str]]) -> ConfigError:
 
     lines = [what for what, _ in complaints[:SHOWN]]
     lines += [f"and {len(complaints) - SHOWN} more"] if len(complaints) > SHOWN else []
-    mends = " ".join(overrides(complaints))
-    hint = f"add {mends}" if mends else "choose a configuration whose model is the one that is given"
-    return ConfigError("it does not fit: " + "; ".join(lines), where=where, hint=hint)
+    changes = " ".join(overrides(complaints))
+    hint = f"add {changes}" if changes else "choose a configuration for the given model"
+    return ConfigError("the weights do not fit: " + "; ".join(lines), where=where, hint=hint)
 
 
 def _write_imported(screen: Screen, staging: Path, step: int, tensors: dict[str, Any], extra: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @click.command("pin", cls=Verb)
 @click.argument("target", metavar="RUN[@STEP]")
-@click.option("--note", default="", help="Why you keep it; `orch ckpt ls` shows it.")
+@click.option("--note", default="", help="Reason, shown by `orch ckpt ls`.")
 @click.pass_obj
 def pin(screen: Screen, target: str, note: str) -> None:
     """Keep a checkpoint on every tier regardless of retention, until `orch ckpt unpin`.
@@ -44,7 +44,7 @@ def pin(screen: Screen, target: str, note: str) -> None:
     # Retention may have deleted it before the pin was written.
     if not any(copy.is_there for copy in copies if copy.name == found.name):
         garbage.remove_pin(_pins(found, target), found.name, "")
-        raise NotFound(f"{found.name} was deleted at this very moment", where=found.path, hint="pin a newer one")
+        raise NotFound(f"{found.name} has just been deleted", where=found.path, hint="pin a newer checkpoint")
     screen.say(f"{found.name}: pinned{f' ({note})' if note else ''}")
     if screen.json:
         screen.data("ckpt.pin", {"name": found.name, "path": found.path, "pinned": True, "note": note})
@@ -56,7 +56,7 @@ def pin(screen: Screen, target: str, note: str) -> None:
 def unpin(screen: Screen, target: str) -> None:
     """Return a checkpoint to retention.
 
-    It removes every pin, also that of a deleted checkpoint and those of commands that were killed on another host.
+    It removes every pin, including those of deleted checkpoints and of commands that were killed on another host.
     The exit code is 3 if the checkpoint is not pinned.
     """
     storage, names = _find_pins(target)
@@ -106,7 +106,7 @@ number} | null}
 
 @click.command("ls", cls=Verb, json_data=LS_JSON)
 @click.argument("run")
-@click.option("-a", "--all", "everything", is_flag=True, help="List deleted ones too.")
+@click.option("-a", "--all", "everything", is_flag=True, help="List deleted checkpoints too.")
 @click.pass_obj
 def ls(screen: Screen, run: str, everything: bool) -> None:
     """List the checkpoints of a run, newest first, with the trust in each.
@@ -152,7 +152,7 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
 
 
 def _row(found: Any, trust: str, path: str, reason: str) -> Row:
-    """Return the row of a checkpoint in the registry or of one on a tier."""
+    """Return the row for a checkpoint from the registry or from a tier."""
     return {
         "step": found.step, "trust": str(trust), "bytes": found.bytes, "path": path, "attempt": found.attempt,
         "name": found.name, "committed_at": iso(found.committed_at), "reason": reason, "tiers": [], "verified": [],
@@ -161,7 +161,7 @@ def _row(found: Any, trust: str, path: str, reason: str) -> Row:
 
 
 def _add_places(screen: Screen, rows: dict[str, Row], tiers: list[Tier], place: RunDir, own: OwnCheckpoints) -> bool:
-    """Add the tiers of each checkpoint, and a row for each one on disk that is not in the registry yet.
+    """Add the tiers of each checkpoint, and a row for each checkpoint on disk that is not in the registry yet.
 
     Returns whether every tier could be read. Checkpoints of another run of this name are only counted.
     """
@@ -183,7 +183,7 @@ def _add_places(screen: Screen, rows: dict[str, Row], tiers: list[Tier], place: 
 
 
 def _mark_gone(screen: Screen, run: str, rows: dict[str, Row], *, is_command: bool) -> None:
-    """Mark checkpoints as gone that no tier has and that orch did not delete."""
+    """Mark checkpoints as gone if no tier has them and orch did not delete them."""
     gone = [row for row in rows.values() if not row["tiers"] and row["trust"] != Trust.DELETED]
     for row in gone:
         what = f"gone: there is no {row['path']}" if is_command else "gone: no tier has it"

@@ -99,7 +99,7 @@ def split_target(words: str) -> tuple[str, str]:
 
 
 def saving_run(name: str) -> "Run":
-    """Return the run by name, beginning of a name, or `@last`. Raises NotFound, also for a restore test."""
+    """Return the run by name, unique prefix, or `@last`. Raises NotFound, also for a restore test."""
     run = known_run(name)
     if (order := run.identity.get("restore_test")) is not None:
         raise NotFound(
@@ -111,7 +111,7 @@ def saving_run(name: str) -> "Run":
 
 
 def find(words: str, warn: Warn) -> list[Target]:
-    """Return the checkpoints that match `words`, for each the nearest complete copy first.
+    """Return the checkpoints that match `words`; of each, the nearest complete copy comes first.
 
     Raises NotFound or ConfigError. An unreadable tier is reported to `warn`; its OSError is raised if no other tier
     has a checkpoint.
@@ -145,7 +145,7 @@ def _select_step(run: "Run", words: str, step: str, listed: list[Target]) -> lis
     if not same:
         steps = ", ".join(str(found) for found in list(dict.fromkeys(target.step for target in listed))[:8])
         what = f"step {step}" if step.isdigit() else step
-        raise NotFound(f"{run.name} has no checkpoint of {what}", where=run.run_dir, hint=f"there are: {steps}")
+        raise NotFound(f"{run.name} has no checkpoint of {what}", where=run.run_dir, hint=f"available steps: {steps}")
     return same
 
 
@@ -171,7 +171,7 @@ def find_one(words: str, warn: Warn) -> Target:
 
 
 def known_run(name: str) -> "Run":
-    """Return the run by name, beginning of a name, or `@last`. Raises NotFound."""
+    """Return the run by name, unique prefix, or `@last`. Raises NotFound."""
     with open_store(readonly=True) as store:
         return store.run(name)
 
@@ -204,7 +204,7 @@ def locate_target(words: str) -> Target:
 
 
 def _not_a_checkpoint(name: str, folder: Path | None, words: str) -> ConfigError:
-    """Return an error that describes a folder other than a checkpoint's, with what to name instead."""
+    """Return the error for a folder that is not a checkpoint; the hint has what to name instead."""
     if folder is not None and RunDir(folder).config.exists() and RunDir(folder).checkpoints.is_dir():
         return ConfigError(f"{words} is a run's folder, not a checkpoint's", where=str(folder), hint=_of_run(folder))
     if folder is not None and is_export(folder):
@@ -268,14 +268,14 @@ def find_registered(store: "Store", target: Target) -> "tuple[Run | None, Checkp
 
 
 def warn_if_doubted(warn: Warn, row: "Checkpoint | None") -> None:
-    """Warn of a checkpoint that the run would not resume from."""
+    """Warn about a checkpoint that the run would not resume from."""
     if row is not None and row.trust in (Trust.SUSPECT, Trust.CORRUPT):
         warn(row.trust.lower(), f"{row.name} is {row.trust}{f': {row.reason}' if row.reason else ''}")
 
 
 @contextmanager
 def kept_while_read(*targets: Target) -> Iterator[None]:
-    """Pin these checkpoints within the block, each with a pin of its own.
+    """Pin these checkpoints within the block, each with a separate pin.
 
     Raises NotFound for a checkpoint deleted before the pin was written. In a read-only folder nothing is pinned, and a
     checkpoint deleted during the block raises NotFound, too.

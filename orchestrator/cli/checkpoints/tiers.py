@@ -42,7 +42,7 @@ class Tier:
         return self.catalog.storage
 
     def is_within(self, place: RunDir) -> bool:
-        """Return whether it is inside the run's folder, which has no checkpoints of other runs."""
+        """Return whether the tier is inside the run's folder, which has no checkpoints of other runs."""
         return self.catalog.root.is_relative_to(place.path)
 
     def own_and_others(self, place: RunDir, own: OwnCheckpoints) -> tuple[list[Entry], list[Entry]]:
@@ -96,7 +96,7 @@ def own_checkpoints(store: "Store", run: "Run") -> OwnCheckpoints:
 
 
 def _locate_tier(place: RunDir, config: TierConfig, *, is_copy_target: bool) -> list[Tier]:
-    """Return one configured tier as visible from here: of the nodes' own disks only the folders on this machine."""
+    """Return one configured tier as seen from here; for disks of nodes, only the folders on this machine."""
     try:
         tier = resolve_tier(config, place.checkpoints, place.name, socket.gethostname())
     except (ImportError, ValueError) as error:

@@ -38,8 +38,8 @@ def prepare() -> None:
 
 VERIFY_JSON = """
 list of {name, step, path, ok, unreadable, level, bytes, seconds, gib_per_s, tier, faults: [{file, chunk, tensor,
-tensors, reason}], notes}; unreadable: no fault was found, but some files could not be read now; notes name what was
-missing and so was not checked
+tensors, reason}], notes}; unreadable: no fault was found, but some files could not be read now; notes list what was
+missing and therefore not checked
 """
 
 
@@ -60,12 +60,12 @@ missing and so was not checked
 def verify(screen: Screen, target: str, level: int, copies: bool) -> int:
     """Compare a checkpoint's bytes with the digests taken when it was written.
 
-    Without @STEP it takes the newest one; `@all` takes every one. The exit code is 7 if there is any fault, else 4 if
-    the place does not answer or a file cannot be read now. Each fault names file, chunk and tensors if possible.
+    Without @STEP it verifies the newest checkpoint, with `@all` every one. The exit code is 7 if there is any fault,
+    else 4 if storage does not answer or a file cannot be read now. Faults name file, chunk and tensors if possible.
 
     From level 2 on the result is recorded: `orch ckpt ls` shows it, and retention never counts a bad copy as a
-    substitute. Levels 3 and 4 import torch and read files twice. On a node's own disk (`shared: false`) the files
-    that are there are verified, up to level 2.
+    substitute. Levels 3 and 4 import torch and read files twice. On a node's own disk (`shared: false`) only
+    the files on that disk are verified, up to level 2.
     """
     screen.if_interrupted = lambda: "interrupted: only results that were printed are recorded"
     found = find(target, screen.warn)
@@ -93,7 +93,7 @@ def _verify_one(screen: Screen, target: Target, level: int) -> dict[str, Any]:
     if not report.ok and target.run is not None:
         require_there(target)  # a checkpoint that its run deleted meanwhile is not faulty
     rate = report.bytes / report.seconds / 1024**3 if report.seconds > 0 else 0.0
-    # Files that cannot be read now say nothing about the checkpoint.
+    # Files that cannot be read now do not prove a fault of the checkpoint.
     unreadable = not report.ok and all(fault.is_unreadable for fault in report.faults)
     word = "UNREADABLE" if unreadable else "VALID" if report.ok else "INVALID"
     read = f"{size(report.bytes)} in {report.seconds:.2f} s, {rate:.2f} GiB/s" if report.level else "sizes only"
@@ -125,8 +125,8 @@ def _report(target: Target, level: int, meter: Any) -> Report:
         # Structure and values need all files.
         report = verify_checkpoint(target.storage, target.name, min(level, 2), meter)
         faults = tuple(fault for fault in report.faults if fault.file not in absent)
-        notes = [f"{len(absent)} of {total} files, which other nodes have: that part was not looked at"]
-        notes += ["structure and values (levels 3 and 4), which need every file: not looked at"] if level > 2 else []
+        notes = [f"{len(absent)} of {total} files, which other nodes have: not checked"]
+        notes += ["structure and values (levels 3 and 4), which need every file: not checked"] if level > 2 else []
         return replace(report, ok=not faults, faults=faults, notes=tuple(notes))
     if level < 3:
         return verify_checkpoint(target.storage, target.name, level, meter)

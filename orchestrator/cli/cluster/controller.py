@@ -37,7 +37,7 @@ def start_controller(screen: Screen, kind: str) -> tuple[bool, Health]:
     Returns whether this command started it, and its health.
     """
     started = service.ensure_running(registry_path(), kind)
-    screen.if_interrupted = lambda: "interrupted: `orch controller status` says whether the controller has come up"
+    screen.if_interrupted = lambda: "interrupted: `orch controller status` shows whether the controller has started"
     key = lease_key(kind)
     before = controller_state(time.time(), key)
     if before.stalled:
@@ -46,9 +46,9 @@ def start_controller(screen: Screen, kind: str) -> tuple[bool, Health]:
     while not controller_state(time.time(), key).stays:
         if time.monotonic() >= deadline:
             raise Precondition(
-                f"the controller was started, and has not come up within {ALIVE_WITHIN:.0f} s",
+                f"the controller was started, but took no lease within {ALIVE_WITHIN:.0f} s",
                 where=str(controller_log()),
-                hint="that file says why; `orch controller run` runs one in the foreground",
+                hint="see that file for the reason; `orch controller run` runs one in the foreground",
             )  # fmt: skip
         time.sleep(LOOK_EVERY)
     return started, service.status(registry_path(), key)
@@ -79,8 +79,8 @@ def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:
     # The daemon reports its actions by logging; in the foreground the log goes to the terminal.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     kind = resolve(cluster)
-    screen.if_interrupted = lambda: "interrupted: no controller runs here; the jobs go on"
-    screen.note(f"controller for {registry_path()}, {kind}; Ctrl-C ends it, the runs go on")
+    screen.if_interrupted = lambda: "interrupted: no controller runs here; the jobs continue"
+    screen.note(f"controller for {registry_path()}, {kind}; Ctrl-C ends it, the runs continue")
     service.run_daemon(registry_path(), idle_exit, kind)
 
 
@@ -128,7 +128,7 @@ def tick(screen: Screen) -> int:
     Use it in cron. It replaces a stalled controller once its lease has expired, a minute at most, or reports why it
     cannot (exit code 4). The exit code is 5 if a scheduler did not answer: its runs are unchanged.
     """
-    screen.if_interrupted = lambda: "interrupted: the next pass goes on where this one stopped"
+    screen.if_interrupted = lambda: "interrupted: the next pass continues where this one stopped"
     report, stalled = _pass()
     if stalled:
         screen.warn("controller_stalled", f"{stalled}: nothing was done for its runs; {TAKE_OVER}")
@@ -152,7 +152,7 @@ def tick(screen: Screen) -> int:
 def _pass() -> tuple[TickReport | None, str]:
     """Run a pass for each kind of scheduler here and merge the reports; None if controllers are alive for all of them.
 
-    Also returns why no controller acts for one of them; empty if all are served.
+    Also returns why a scheduler has no acting controller; empty if all have one.
     """
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]
@@ -169,7 +169,7 @@ the newest controller, and under controllers all of them, each with silence: the
 @controller.command("status", json_data=STATUS_JSON)
 @click.pass_obj
 def status(screen: Screen) -> None:
-    """List the controllers, their clusters, and when they last looked at the runs.
+    """List the controllers, their clusters, and the time of their last pass.
 
     A controller is stalled if it was stopped by a signal or has not renewed its lease for a minute. If its Slurm
     does not answer, the reason is printed.

@@ -1,4 +1,4 @@
-"""The user's crontab or scrontab: reading it and replacing our lines."""
+"""Read the user's crontab or scrontab, and replace orch's lines in it."""
 
 import os
 import shlex
@@ -35,7 +35,7 @@ def lines(via: str, every: int) -> list[str]:
 
 
 def _search_paths() -> dict[str, str]:
-    """Return the variables with which Slurm is found; cron sets a PATH of two folders and nothing else."""
+    """Return the variables needed to find Slurm; cron sets only a PATH of two folders."""
     folders = dict.fromkeys(name for name in os.environ.get("PATH", "").split(":") if os.path.isdir(name))
     others = {
         name: os.environ[name] for name in ("SLURM_CONF", "SLURM_CLUSTERS", "LD_LIBRARY_PATH") if os.environ.get(name)
@@ -53,7 +53,7 @@ def read(via: str) -> list[str]:
     if "no crontab" in done.stderr.lower():
         return []
     raise Precondition(
-        f"{_program(via)} -l failed: {done.stderr.strip() or f'exit code {done.returncode} without a word'}",
+        f"{_program(via)} -l failed: {done.stderr.strip() or f'exit code {done.returncode}, no output'}",
         where=via,
         hint="the other table may work: --via scrontab" if via == "cron" else "the other table may work: --via cron",
     )
@@ -79,9 +79,9 @@ def write(via: str, table: list[str]) -> None:
     done = _run(via, "-", text="".join(f"{line}\n" for line in table))
     if done.returncode:
         raise Precondition(
-            f"{_program(via)} did not take the table: {done.stderr.strip()}",
+            f"{_program(via)} rejected the table: {done.stderr.strip()}",
             where=via,
-            hint=f"`orch controller install --via {via} --print` shows the lines, to be put in by hand",
+            hint=f"`orch controller install --via {via} --print` prints the lines, so that you can add them by hand",
         )
 
 

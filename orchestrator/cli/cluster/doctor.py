@@ -58,15 +58,13 @@ def slurm(
         return
     if (named := os.environ.get("SLURM_CONF")) and not os.path.isfile(named):
         hint = "unset SLURM_CONF, or name the file with Slurm's configuration"
-        yield Check("slurm", FAIL, f"SLURM_CONF={named}: no such file, so that no Slurm command answers", hint)
+        yield Check("slurm", FAIL, f"SLURM_CONF={named}: no such file, so no Slurm command works", hint)
         return
     try:
         version, settings = ask(["sbatch", "--version"]).strip(), parse_config(ask(["scontrol", "show", "config"]))
     except OrchError as error:
         level = FAIL if wanted else WARN
-        yield Check(
-            "slurm", level, error.what, "`scontrol ping` tells when it answers; runs here can be local meanwhile"
-        )
+        yield Check("slurm", level, error.what, "`scontrol ping` shows when it answers; meanwhile runs can be local")
         return
     name = settings.get("ClusterName", "?")
     yield Check("slurm", OK, f"{version}, cluster {name}")
@@ -92,9 +90,9 @@ def parse_config(text: str) -> dict[str, str]:
 
 def accounting(settings: Mapping[str, str], ask: CommandRunner) -> Check:
     """Check whether `sacct` reports ended jobs."""
-    without = "the queue, heartbeats and outcome files decide; that a node failed is known later or not at all"
+    without = "the queue, heartbeats and outcome files decide; node failures are detected late or not at all"
     if settings.get("AccountingStorageType", "").endswith("none") or shutil.which("sacct") is None:
-        return Check("accounting", WARN, f"there is no accounting here: {without}")
+        return Check("accounting", WARN, f"no accounting here: {without}")
     try:
         ask(["sacct", "-X", "-n", "-S", "now-1hours"])
     except OrchError as error:
@@ -107,18 +105,18 @@ def demand(source: str, asked: Resources, ask: CommandRunner, *, wanted: bool) -
     try:
         partitions, nodes = partitions_here(ask(list(PARTITIONS))), read_nodes(ask(list(NODES)))
     except OrchError as error:
-        return Check("nodes", WARN, f"whether nodes have what {source} asks for is not known: {error.what}")
+        return Check("nodes", WARN, f"cannot check whether nodes have what {source} requests: {error.what}")
     default = next((name for name, is_default in partitions.items() if is_default), "")
     missing = [name for name in filter(None, asked.partition.split(",")) if name not in partitions]
     if missing or not (asked.partition or default):
         which = f"partition {missing[0]}, which does not exist" if missing else "no partition, and there is no default"
         change = f"cluster.partition={default or next(iter(partitions), 'NAME')}"
-        text = f"{source} names {which}: there are {', '.join(partitions)}"
+        text = f"{source} names {which}; available: {', '.join(partitions)}"
     elif (short := shortfall(asked, nodes)) is not None:
-        text, change = f"{source} asks for more than nodes have: {short.words}", short.change
+        text, change = f"{source} requests more than nodes have: {short.words}", short.change
     else:
         where = asked.partition or default
-        return Check("nodes", OK, f"partition {where} has what {source} asks for: {asked_words(asked)}")
+        return Check("nodes", OK, f"partition {where} has what {source} requests: {asked_words(asked)}")
     hint = f"`orch submit {source} {change}`, or write that into ~/.config/orch/config.yaml" if change else "sinfo -Nel"
     return Check("nodes", FAIL if wanted else WARN, text, hint)
 
@@ -127,7 +125,7 @@ def promises(settings: Mapping[str, str]) -> Iterator[Check]:
     """Explain the site's settings: time to detect a failure, time to save on preemption, requeueing."""
     wait, timeout = seconds(settings.get("KillWait")), seconds(settings.get("SlurmdTimeout"))
     lead = f"{wait} s" if wait is not None else "an unknown time"
-    yield Check("stop", OK, f"KillWait {lead}: what a job has to save in after SIGTERM; --signal gives it more")
+    yield Check("stop", OK, f"KillWait {lead}: the time that a job has to save after SIGTERM; --signal extends it")
     if wait is not None and wait < 10:
         yield Check(
             "stop",
@@ -136,7 +134,7 @@ def promises(settings: Mapping[str, str]) -> Iterator[Check]:
             "cluster.signal_lead=300 leaves five minutes for a save, in ~/.config/orch/config.yaml or at submit",
         )
     if timeout is None or timeout == 0:
-        text = "SlurmdTimeout is 0: Slurm never gives up on a silent node, so only heartbeats tell"
+        text = "SlurmdTimeout is 0: Slurm never gives up on a silent node, so only heartbeats reveal a failure"
         yield Check("node failure", WARN, text)
     else:
         yield Check(
@@ -152,10 +150,10 @@ def _preemption(settings: Mapping[str, str]) -> Check:
     if mode.upper() == "OFF" or kind.endswith("none"):
         return Check("preemption", OK, "jobs are not preempted here")
     if "SUSPEND" in mode.upper() or "GANG" in mode.upper():
-        text = f"PreemptMode {mode}: a preempted job may be stopped in place; it looks like a hang until it goes on"
+        text = f"PreemptMode {mode}: a preempted job may be stopped in place; it looks like a hang until it continues"
         return Check("preemption", WARN, text)
     return Check(
-        "preemption", OK, f"PreemptMode {mode}: a preempted run saves and goes on in a new job, free of budget"
+        "preemption", OK, f"PreemptMode {mode}: a preempted run saves and continues in a new job, outside the budget"
     )
 
 
@@ -252,4 +250,4 @@ def _show(screen: Screen, found: list[Check]) -> None:
         if check.hint and check.level != OK:
             screen.say(f"      -> {check.hint}", hang=3)
     count = {level: sum(1 for check in found if check.level == level) for level in MARKS}
-    screen.note(f"{count[OK]} ok, {count[WARN]} to know, {count[FAIL]} to mend")
+    screen.note(f"{count[OK]} ok, {count[WARN]} to know, {count[FAIL]} to fix")

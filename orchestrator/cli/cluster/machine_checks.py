@@ -139,7 +139,7 @@ def registry(path: Path) -> Iterator[Check]:
 def run_folder(root: Path | None) -> Iterator[Check]:
     """Check that the folder of all runs is writable, supports rename, and has free space."""
     if root is None:
-        yield Check("root", INFO, "no folder for runs was looked at", "orch doctor --root FOLDER")
+        yield Check("root", INFO, "no folder for runs was checked", "orch doctor --root FOLDER")
         return
     there = _nearest(root)
     try:
@@ -152,7 +152,7 @@ def run_folder(root: Path | None) -> Iterator[Check]:
     text = f"run folder {root} ({_kind(there)}, {size(disk.free)} free)"
     yield Check("root", OK, text if there == root else f"{text}; it will be made")
     if weak := weakness(there):
-        hint = weak.closing() or "cluster.shared_root=true uses it all the same, or cluster.root=FOLDER names another"
+        hint = weak.closing() or "cluster.shared_root=true uses it anyway, or cluster.root=FOLDER names another"
         yield Check("root", WARN, f"`orch submit` refuses this folder: {weak}", hint)
     if disk.free < _LITTLE:
         yield Check(

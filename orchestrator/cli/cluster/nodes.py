@@ -20,7 +20,7 @@ _LONGEST_WHY = 200
 
 @click.group(cls=Noun)
 def nodes() -> None:
-    """List the nodes that runs have used; keep jobs away from some, and release them."""
+    """List the nodes that runs have used, exclude nodes from jobs, and release them."""
 
 
 @nodes.command("ls")
@@ -28,7 +28,7 @@ def nodes() -> None:
 def ls(screen: Screen) -> None:
     """List every node: attempts, failures, until when it is excluded, by whom and why.
 
-    FAILURES are those that may be the node's. LAST SEEN is `never` if no attempt ran on it. BY is `person` or
+    FAILURES are failures that the node may have caused. LAST SEEN is `never` if no attempt ran on it. BY is `person` or
     `orch`. docs/watching.md has the rules by which orch excludes nodes.
     """
     now = time.time()
@@ -71,14 +71,14 @@ def _row(node: Any, now: float) -> dict[str, Any]:
     default=None,
     help="For this time (30m, 2h, 1d); default: until `orch nodes release`.",
 )
-@click.option("--why", metavar="TEXT", default="", help="What `orch nodes ls` shows as the reason.")
+@click.option("--why", metavar="TEXT", default="", help="Reason, shown by `orch nodes ls`.")
 @NO_CONTROLLER
 @click.pass_obj
 def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str, no_controller: bool) -> int:
     """Keep jobs away from nodes: queued jobs, and jobs of any run that are submitted from now on.
 
     NODE is a name or a host list (gpu[003,017]) of at most 100000 nodes. Running jobs keep their nodes. orch obeys
-    even if too few nodes are left for a job; Slurm then gives the reason. The exit code is 3 for a node that
+    even if too few nodes remain for a job; Slurm then gives the reason. The exit code is 3 for a node that
     neither a run nor Slurm has, 4 if nothing was submitted to its cluster yet or the node is simulated.
     """
     from orchestrator.config.restore_tests_config import interval_seconds  # only here

@@ -179,7 +179,7 @@ def _words(read: Callable[[], Iterable[str]]) -> Source:
 
 
 def _acceptable_keys(context: click.Context, incomplete: str) -> Iterator[Item]:
-    """Yield the settings in which a resumed run may differ from its training so far with `--accept`."""
+    """Yield the settings that a resumed run may change with `--accept`."""
     from orchestrator.submission.resume_contract import CONFIG, IDENTITY, Rule
 
     yield from (CompletionItem(key) for key, term in {**IDENTITY, **CONFIG}.items() if term.rule is Rule.ACCEPT)
@@ -199,4 +199,4 @@ _SOURCES: dict[str, Source] = {
     "config diff first": _configs_and_runs, "config diff second": _configs_and_runs, "ckpt diff first": _checkpoints,
     "ckpt diff second": _checkpoints,
 }  # fmt: skip
-"""Sources by parameter name, or by verb and name where the name has another meaning."""
+"""Sources by parameter name, or by verb and name if the name has a different meaning there."""

@@ -1,4 +1,4 @@
-"""`orch demo`: a small run that loses a rank and recovers, or whose checkpoints are tested, one of them damaged."""
+"""`orch demo`: a small run that loses a rank and recovers, or whose checkpoints are tested after one is damaged."""
 
 import os
 import time
@@ -103,7 +103,7 @@ def launch_demo(
 
 
 def _finish(screen: Screen, trouble: OrchError | None) -> int:
-    """Return 0 without trouble. Else raise it, or with --json, whose answer is printed, return its exit code."""
+    """Return 0 without trouble; else raise the error, or with --json return its exit code."""
     if trouble is not None and not screen.json:
         raise trouble
     return 0 if trouble is None else trouble.exit_code
@@ -125,7 +125,7 @@ def _demonstrate_recovery(screen: Screen, overrides: tuple[str, ...], root: Path
 
 @dataclass(frozen=True, kw_only=True)
 class DemoReport:
-    """The first fault of a run and the recovery from it, with None for events that did not happen."""
+    """A run's first fault and the recovery from it; None for events that did not happen."""
 
     fault: str | None
     step: int | None
@@ -356,7 +356,7 @@ def _show_tests(
         return
     good = max((test.step for test in tests if test.verdict == Outcome.RESTORED), default=None)
     if good is not None:
-        screen.say(f"good       up to step {good}: `orch resume` goes on from there")
+        screen.say(f"good       up to step {good}: `orch resume` continues from there")
     screen.say(f"\n$ orch restore-tests history {run}")
     show_tests(screen, tests[::-1])
     commands = (

@@ -1,4 +1,4 @@
-"""`orch drill`: injects a fault into a live run or a demo, and scores the reaction."""
+"""`orch drill`: inject a fault into a live run or a demo, and score the reaction."""
 
 import shlex
 from dataclasses import asdict
@@ -36,7 +36,7 @@ back_s, back_step, steps_lost, evidence, over, passed, verdict}
 
 @click.command(cls=Verb, json_data=DRILL_JSON)
 @click.argument("words", metavar="RUN KIND | --demo KIND [KEY=VALUE ...]", nargs=-1, required=True)
-@click.option("--demo", is_flag=True, help="Use a small run of its own on this machine.")
+@click.option("--demo", is_flag=True, help="Use a small separate run on this machine.")
 @click.option(
     "--rank", type=click.IntRange(0), metavar="N", default=None, help="The rank to hit (for node faults: the node)."
 )
@@ -102,7 +102,7 @@ def _in_a_run(
     found = find_live_attempt(name)
     if kind == "full-disk":
         raise Precondition(
-            "full-disk needs a job on this machine that is nobody else's", where="command line",
+            "full-disk needs a private job on this machine", where="command line",
             hint="orch drill --demo full-disk",
         )  # fmt: skip
     _check(kind, found.run, found.config)
@@ -111,7 +111,7 @@ def _in_a_run(
     if cost is not None and not yes:
         raise Precondition(
             f"{kind} costs {found.run} more than a restart: {cost}", where="command line",
-            hint=f"if that is meant:  orch drill {found.run} {kind} --yes      in a demo:  orch drill --demo {kind}",
+            hint=f"to do it anyway:  orch drill {found.run} {kind} --yes      in a demo:  orch drill --demo {kind}",
         )  # fmt: skip
     with following(screen, found.run) as follower:
         follower.skip_existing()
@@ -128,7 +128,7 @@ def _check(kind: str, run: str, config: JobConfig) -> None:
     """Raise Precondition if the fault would have no effect in a run of this configuration."""
     why = why_undetectable(kind, config)
     if why is not None:
-        raise Precondition(f"{kind} tells nothing in {run}: {why}", where=run, hint=f"orch drill --demo {kind}")
+        raise Precondition(f"{kind} has no effect in {run}: {why}", where=run, hint=f"orch drill --demo {kind}")
     # A spare would continue from memory and never read the damaged checkpoint.
     if kind == "corrupt-checkpoint" and config.cluster.spare_nodes:
         spares = config.cluster.spare_nodes

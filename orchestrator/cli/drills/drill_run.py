@@ -1,4 +1,4 @@
-"""Drill: preconditions, injection from this process or by the job, and score."""
+"""Run a drill: check the preconditions, inject the fault from here or in the job, and score the reaction."""
 
 import os
 import resource
@@ -34,9 +34,9 @@ _COSTLY = {
     "full-disk": "its saves fail until a new job starts", "slow-rank": "its rank stays slow until the next restart",
     "corrupt-checkpoint": "its newest checkpoint is damaged for good",
 }  # fmt: skip
-"""Costs of a fault to any run beyond the time of a restart."""
+"""Cost of a fault to any run, beyond the time of a restart."""
 _FROM_OUTSIDE = ("kill-rank", "kill-agent", "kill-node", "full-disk")
-"""Faults that need no cooperation of a rank and whose end is visible from outside."""
+"""Faults that need no help from a rank, and whose end is visible from outside."""
 
 
 def why_undetectable(kind: str, config: JobConfig) -> str | None:
@@ -175,7 +175,7 @@ class DrillRun:
                 await_end(found, request, ANSWER)
                 step, path = damage_newest(found.folder)
                 self._record_injection(found, step=step)
-                screen.note(f"{found.run}: turned some bytes over in {path}")
+                screen.note(f"{found.run}: inverted some bytes in {path}")
             case kind:
                 value = last if at is None and kind in NODE_KINDS else at
                 request = found.send_request(
@@ -186,10 +186,10 @@ class DrillRun:
     def _await_strike(self, screen: Screen, found: LiveAttempt, request: str, seconds: float) -> None:
         """Wait until the job injects the fault and answers, which it does once all its ranks train."""
         self._refused = partial(found.answer, request)
-        began, told = time.monotonic(), False
+        began, noted = time.monotonic(), False
 
         def struck(view: RunView) -> bool:
-            nonlocal told
+            nonlocal noted
             self._refused()
             # With kill-agent, the agent may die before it answers.
             if found.answer(request) is not None or any(each.kind == EventKind.DRILL for each in self._follower.events):
@@ -197,8 +197,8 @@ class DrillRun:
             if view.is_over or view.attempts > found.attempt_dir.number:
                 why = f"attempt {found.attempt_dir.number} of {self._run} ended before {self._kind} struck"
                 raise Precondition(why, where=view.reason or view.state, hint=f"orch show {self._run}")
-            if not told and time.monotonic() - began >= _SLOW:
-                told = True
+            if not noted and time.monotonic() - began >= _SLOW:
+                noted = True
                 screen.note(f"{self._run}: its ranks do not train yet; {self._kind} strikes when they do")
             return False
 
@@ -207,15 +207,15 @@ class DrillRun:
         except WaitTimeout as late:
             raise WaitTimeout(
                 f"{self._kind} has not struck {self._run} within {seconds:g} s: its ranks do not train yet",
-                where=late.where, hint=f"it strikes when they do; look:  orch status {self._run} -w",
+                where=late.where, hint=f"it strikes when they do; see:  orch status {self._run} -w",
             ) from late  # fmt: skip
         if (answer := found.answer(request)) is not None:
             screen.note(f"{self._run}: {answer}")
 
     def _record_injection(self, found: LiveAttempt, **data: Any) -> None:
         place = {"attempt": found.heartbeat.attempt, "generation": found.heartbeat.generation}
-        told = {"kind": self._kind, "rank": None, **data}
-        self._done.append(Event(time=time.time(), source="drill", seq=1, kind=EventKind.DRILL, data=told, **place))
+        fields = {"kind": self._kind, "rank": None, **data}
+        self._done.append(Event(time=time.time(), source="drill", seq=1, kind=EventKind.DRILL, data=fields, **place))
 
     def until_saved(self, seconds: float) -> None:
         """Wait until the demo has trained and saved enough steps. Raises RunFailed if it ends first."""

@@ -1,4 +1,4 @@
-"""PURE: scoring of an injected fault: detection, attribution and time to recovery."""
+"""Score an injected fault: detection, attribution and time to recovery. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +108,7 @@ def score(
     drills = [event for event in events if event.kind == EventKind.DRILL and event.data.get("kind") in names]
     ended = state in ENDED_RUNS or state == RunState.HELD
     if not drills:
-        return Scorecard(kind=kind, struck="", over=ended, verdict="the fault never came about")
+        return Scorecard(kind=kind, struck="", over=ended, verdict="the fault never struck")
     fault = drills[-1]
     later = [event for event in events if event.time >= fault.time and event is not fault]
     sign = next((event for event in later if event.kind in expected.signs and _is_direct_sign(event, fault)), None)
@@ -143,7 +143,7 @@ def score(
     wrong = _first_mistake(card, expected, over=over, ended=ended)
     resumed = "training again" if card.back_step is not None else "its ranks run again"
     good = {"restart": f"noticed, rightly named, and {resumed}", "hold": "noticed, and held for a person"}
-    verdict = wrong or good.get(expected.then, "noticed, and training goes on")
+    verdict = wrong or good.get(expected.then, "noticed, and training continues")
     return replace(card, over=over or ended, passed=not wrong, verdict=verdict)
 
 

@@ -118,14 +118,14 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     """
     found = find_live_attempt(run)  # first, so that the hint below names a command that works
     if not stack:
-        hint = f"where its ranks stand: orch attach {run} --stack"
-        raise ConfigError("attach to what?", where="command line", hint=hint)
+        hint = f"to see the stacks of its ranks: orch attach {run} --stack"
+        raise ConfigError("--stack is missing", where="command line", hint=hint)
     if rank is not None and node is not None:
-        raise ConfigError("--rank and --node at once", where="command line", hint="give one of them")
+        raise ConfigError("--rank and --node exclude each other", where="command line", hint="give one of them")
     require_rank_and_node(found.cluster, rank, node)
     detail = "" if node is None else str(node)
     request = found.send_request(RequestKind.STACKS, "orch attach", value=rank, detail=detail)
-    screen.if_interrupted = lambda: f"interrupted: {found.run} goes on; the stacks are still written to its evidence"
+    screen.if_interrupted = lambda: f"interrupted: {found.run} continues; the stacks are still written to its evidence"
     folder = found.folder.path / await_answer(found, request, timeout)
     threads = read_stacks(folder / "stacks")
     readings, answered = _read_ranks(found, folder), {thread.rank for thread in threads}
@@ -137,7 +137,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     if not threads:
         raise Precondition(
             f"{found.run}: no rank reported its stack: {'; '.join(map(_describe_missing, missing[:_MOST_NAMED]))}",
-            where=str(folder), hint="a rank that is stopped cannot; what else there is lies in that folder",
+            where=str(folder), hint="a stopped rank cannot; other evidence is in that folder",
         )  # fmt: skip
     if screen.json:
         rows = [{"node": _node(readings, thread.rank), **thread.to_json()} for thread in threads]
@@ -154,7 +154,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
 
 
 def _selected_ranks(cluster: ClusterShape, rank: int | None, node: int | None) -> range:
-    """Return the ranks that were asked."""
+    """Return the ranks whose stacks were requested."""
     if rank is not None:
         return range(rank, rank + 1)
     first = 0 if node is None else node * cluster.ranks_per_node
@@ -182,7 +182,7 @@ def _explain_silence(reading: RankReading | None) -> str:
 
 
 def _read_ranks(found: LiveAttempt, folder: Path) -> dict[int, RankReading]:
-    """Return each rank as its agent saw it during the request, or else as the job last reported it."""
+    """Return each rank's reading from its agent during the request, or else the job's last report."""
     newest = newest_ranks(found.attempt_dir)
     readings = {one.rank: one for one in newest.ranks} if newest is not None else {}
     for path in sorted(folder.glob("node-*/cells.json")):

@@ -1,4 +1,4 @@
-"""The root failure of a run: its rank and the text that shows it."""
+"""Find a run's root failure: its rank and the text that shows it."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def first_error(place: RunDir, attempt: int | None) -> RootFailure | None:
 
 
 def controller_failure(place: RunDir, run: str, attempt: int | None) -> RootFailure | None:
-    """Return the failure that the controller concluded if the job left none, with output of the scheduler or agents."""
+    """Return the controller's verdict on a job that left no failure, with output from the scheduler or agents."""
     with open_store(readonly=True) as store:
         attempts = [each for each in store.attempts(run) if each.failure and attempt in (None, each.number)]
     if not attempts:
@@ -71,8 +71,8 @@ def controller_failure(place: RunDir, run: str, attempt: int | None) -> RootFail
 def _root_failure(place: RunDir, folder: AttemptDir) -> RootFailure | None:
     """Return the root failure by the coordinator, with the rank's own message if it left one.
 
-    For an attempt that a failure ended, that failure is the root; otherwise it is the earliest failure, which the run
-    survived. Without a coordinator's report it is the earliest primary failure reported by ranks or agents.
+    If a failure ended the attempt, that failure is the root; otherwise the root is the earliest failure, which the run
+    survived. Without a coordinator's report, it is the earliest primary failure reported by ranks or agents.
     """
     events = list(_events(folder))
     reported, seen = list(_rank_failures(folder)), list(_killed_ranks(folder, events))

@@ -42,7 +42,7 @@ def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
     A save that is already under way does not count. The request survives restarts within the attempt, and stands
     after a timeout (exit code 124). The exit code is 4 if nothing runs, or if the ranks are a `command:` of yours.
     """
-    screen.if_interrupted = lambda: "interrupted: nothing was asked for"
+    screen.if_interrupted = lambda: "interrupted: nothing was requested"
     found = find_live_attempt(run)
     stands = f"interrupted: the request stands, and {found.run} saves at its next step boundary"
     with interrupts_held():
@@ -54,8 +54,8 @@ def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
         step = int(saved[1]) if saved else None
         screen.data("save", {"run": found.run, "attempt": found.attempt_dir.number, "answer": answer, "step": step})
     elif answer is None:
-        screen.say(f"{found.run}: asked to save; training goes on")
-        screen.note(f"  look:  orch ckpt ls {found.run}")
+        screen.say(f"{found.run}: save requested; training continues")
+        screen.note(f"  see:  orch ckpt ls {found.run}")
     else:
         screen.say(f"{found.run}: {answer}")
 
@@ -157,7 +157,7 @@ def await_answer(found: LiveAttempt, request: str, timeout: float, clock: Callab
         if clock() >= give_up:
             raise WaitTimeout(
                 f"{found.run} has not answered within {timeout:g} s", where=str(found.folder.requests / request),
-                hint=f"the request stands; look:  orch status {found.run}   orch logs {found.run} --node 0",
+                hint=f"the request stands; see:  orch status {found.run}   orch logs {found.run} --node 0",
             )  # fmt: skip
         time.sleep(LOOK_EVERY)
 
@@ -177,6 +177,6 @@ def await_end(found: LiveAttempt, request: str, timeout: float, clock: Callable[
         elif now - still >= STOPPED:
             return
         if now - began >= timeout:
-            what, place = f"attempt {found.attempt_dir.number} of {found.run} goes on", str(found.attempt_dir.path)
+            what, place = f"attempt {found.attempt_dir.number} of {found.run} continues", str(found.attempt_dir.path)
             raise WaitTimeout(what, where=place, hint=f"orch show {found.run}")
         time.sleep(LOOK_EVERY)

@@ -100,12 +100,12 @@ def logs(
 def _check(rank: str | None, node: int | None, controller: bool, follow_json: bool) -> None:
     where = "command line: orch logs"
     if rank is not None and not rank.isdigit() and rank not in ("all", "first-error"):
-        raise ConfigError(f"`{rank}` is no rank", where="command line: --rank", hint="a number, all or first-error")
+        raise ConfigError(f"`{rank}` is not a rank", where="command line: --rank", hint="a number, all or first-error")
     if sum((rank is not None, node is not None, controller)) > 1:
         what = "--rank, --node and --controller exclude each other"
         raise ConfigError(what, where=where, hint="give one of them")
     if follow_json:
-        raise ConfigError("-f has no end, --json is one object", where=where, hint="leave one out")
+        raise ConfigError("-f never ends, but --json prints one object", where=where, hint="omit one of them")
 
 
 def _require_existence(place: RunDir, wanted: LogSelection) -> None:

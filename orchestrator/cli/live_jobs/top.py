@@ -27,7 +27,7 @@ from trainer.protocol.rank_readings import RankReading
 from trainer.protocol.run_dir import RunDir
 
 MOST = 64
-"""Maximum number of ranks with a line each; of more ranks, the `WORST` are shown."""
+"""Maximum number of ranks with one line each; if there are more, only the `WORST` are shown."""
 WORST = 10
 _ABOVE = 3
 """Lines above the first rank: an empty one, the summary and the column titles."""
@@ -43,7 +43,7 @@ loss_change, loss_steps}; for a command, step and age of a rank are null
 
 @dataclass(frozen=True, kw_only=True)
 class LiveReading:
-    """A run's view with what the files of its newest attempt add to it."""
+    """A run's view, extended with data from the files of its newest attempt."""
 
     view: RunView
     beat: Heartbeat | None
@@ -176,7 +176,7 @@ def top(screen: Screen, run: str, once: bool, every: float) -> None:
 
 
 def print_reading(screen: Screen, reading: LiveReading) -> None:
-    """Print the lines about the run, its events and its ranks, as far as a live display has space."""
+    """Print the lines about the run, its events and its ranks; a live display omits those that do not fit."""
     for line in _head(reading):
         screen.say(line)
     if reading.events:
@@ -236,7 +236,7 @@ def _head(reading: LiveReading) -> list[str]:
 
 
 def _speed_line(reading: LiveReading) -> list[str]:
-    """Return one line, or none before the run has a speed."""
+    """Return the line with ETA, speed and loss trend; empty until one of them is known."""
     eta, seconds, (change, steps) = reading.view.eta_s, step_seconds(reading.steps), loss_trend(reading.steps)
     words = [f"ETA {span(eta)}"] if eta is not None else []
     words += [f"{seconds:.3g} s/step"] if seconds is not None else []

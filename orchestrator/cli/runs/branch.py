@@ -67,7 +67,7 @@ def _branch(
             raise Precondition(
                 f"{change.key} cannot differ from the checkpoint's run: {change.term.why.partition(';')[0]}",
                 where=f"{change.key}: {change.before} -> {change.now}",
-                hint=f"leave it as it was, or begin without --from {words}",
+                hint=f"keep the old value, or start without --from {words}",
             )
     step, steps = chosen.step or 0, composed.config.train.steps
     if steps <= step:
@@ -94,7 +94,7 @@ def _skipped_by_source(chosen: Target) -> list[dict[str, Any]]:
 
 
 def trained_config(chosen: Target, words: str) -> dict[str, Any]:
-    """Return the config that the checkpoint's run had then, with the code path of the trained copy, if one exists."""
+    """Return the config with which the checkpoint was saved, with the code path of the trained copy, if any."""
     file = chosen.run_config_file
     if chosen.run_dir is None or file is None or not chosen.shared or not Path(chosen.path).is_dir():
         hint = "copy it into a shared folder, or use `orch ckpt export`, then `orch ckpt import`"
@@ -126,7 +126,7 @@ def _saved_config(chosen: Target, file: Path) -> dict[str, Any]:
 
 
 def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
-    """Refuse a damaged checkpoint, warn of a suspect one; return its run, or None if this registry does not have it."""
+    """Refuse a damaged checkpoint, and warn about a suspect one; return its run if this registry has it."""
     if chosen.run_dir is None:
         return None
     place = LocalStorage(Path(chosen.path).parent)
@@ -143,7 +143,7 @@ def require_trusted(screen: Screen, store: Store, chosen: Target) -> Run | None:
 
 
 def _warn_of_differences(screen: Screen, store: Store, run: Run, config: RunConfig) -> None:
-    """Warn of code or software that differs from the run's training."""
+    """Warn about code or software that differs from the run's training."""
     now = current_identity(run, build(RunConfig, store.config(run.config_digest)))
     if not config.cluster.python and (record := CodeRecord.from_identity(now)) is not None:
         # The new run uses this interpreter's packages, whichever ones the other run had.

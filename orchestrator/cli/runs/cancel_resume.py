@@ -51,7 +51,7 @@ def cancel(screen: Screen, runs: tuple[str, ...], no_controller: bool) -> int:
     help="Move a run of another cluster to the one that this host reaches, if none of its jobs may be alive.",
 )  # fmt: skip
 @click.option(
-    "--accept", multiple=True, metavar="KEY", help="Go on although this differs from the run's (code.user); repeatable."
+    "--accept", multiple=True, metavar="KEY", help="Accept this difference from the run (code.user); repeatable."
 )
 @click.pass_obj
 def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bool, accept: tuple[str, ...]) -> int:
@@ -145,7 +145,7 @@ def _needs_controller(item: dict[str, Any]) -> bool:
 def _interrupt_message(verb: str, asked: list[dict[str, Any]]) -> str:
     names = [item["run"] for item in asked if item["ask"]]
     if not names:
-        return "interrupted: nothing was asked for"
+        return "interrupted: nothing was requested"
     where = next(item["where"] for item in asked if item["ask"])
     lives = run_folder.controller_lives(time.time(), where.scheduler)
     acts = "the controller acts on it" if lives else f"no controller runs that acts on it; {run_folder.START}"
@@ -192,9 +192,9 @@ def _request(
 def _check_request(verb: str, name: str, run: Run) -> None:
     """Raise NotFound for the beginning of a name, Precondition for a resume of a restore test or a removed run."""
     if name not in (run.name, "@last"):
-        raise NotFound(f"no run {name}", hint=f"{verb} takes whole names, so that it meets no other run: {run.name}?")
+        raise NotFound(f"no run {name}", hint=f"{verb} needs the full name, to avoid the wrong run: {run.name}?")
     if verb == "resume" and (order := run.identity.get("restore_test")) is not None:
-        what = f"{run.name} is a restore test: it is done once, and not resumed"
+        what = f"{run.name} is a restore test: it runs once and cannot be resumed"
         where = f"it restores {order['run']}@{order['step']}"
         raise Precondition(what, where=where, hint=repeat_test_command(order))
     if verb == "resume" and run.removal:
@@ -206,7 +206,7 @@ def _require_cluster(verb: str, run: Run, key: str, attempts: list[Attempt]) -> 
     """Raise SlurmUnreachable or Precondition for a stopped run of an unknown cluster that no controller can serve."""
     unknown = f"it is not known which cluster has the jobs of {run.name}"
     if not key:
-        hint = "in a shell where `sinfo` answers, type the same again; nothing was asked for"
+        hint = "in a shell where `sinfo` answers, run the same command again; nothing was requested"
         raise SlurmUnreachable(f"{run.cluster} does not answer, and {unknown}", where=run.reason, hint=hint)
     if verb == "cancel" and may_move(run.state, RunState.CANCELLED) and _may_have_job(attempts):
         hint = f"if it is this one ({key}): `orch resume {run.name} --here`, then `orch cancel {run.name}`"
@@ -226,9 +226,9 @@ def _require_folder(run: Run, attempts: list[Attempt], registry: Path) -> None:
         return
     folder = existing_folder(run.name, run.run_dir)
     if not never_submitted(attempts) and (why := check_run_folder(run, attempts[0])):
-        anew = f"or begin a new run: `orch submit --from {folder.checkpoints}/STEP`"
+        alternative = f"or begin a new run: `orch submit --from {folder.checkpoints}/STEP`"
         what = f"{why}; nothing shows that the folder there is that of {run.name}"
-        raise Precondition(what, where=str(folder.path), hint=f"{PUT_BACK}; {anew}")
+        raise Precondition(what, where=str(folder.path), hint=f"{PUT_BACK}; {alternative}")
     refuse_other_registry(run, attempts, registry)
 
 
@@ -236,13 +236,13 @@ def _already_live(store: Any, run: Run, item: dict[str, Any], change: ResumeOpti
     from orchestrator.controller.user_requests import pending_cancel
 
     if pending_cancel(store, run) is not None:
-        hint = f"`orch wait {run.name}` returns when it has stopped; then the same again"
+        hint = f"`orch wait {run.name}` returns when it has stopped; then run this again"
         raise Precondition(f"{run.name} is being cancelled", where=run.reason, hint=hint)
     if change is not None and change.overrides:
         what = f"{run.name} is {run.state}: its configuration changes only while no job of it lives"
-        hint = f"`orch cancel {run.name}` stops it; then the same again"
+        hint = f"`orch cancel {run.name}` stops it; then run this again"
         raise Precondition(what, where=" ".join(change.overrides), hint=hint)
-    return {**item, "answer": "is going on already"}
+    return {**item, "answer": "is already live"}
 
 
 def _store_changes(store: Any, run: Run, change: ResumeOptions) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _key_here(kind: str, *, must: bool) -> str:
     if must and not key:
         raise SlurmUnreachable(
             f"it is not known which cluster this is: {found.silence}",
-            hint="type the same in a shell where `sinfo` answers",
+            hint="run the same command in a shell where `sinfo` answers",
         )
     return key
 
@@ -308,7 +308,7 @@ def _print_answers(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> No
     for item in asked:
         answer = item["answer"] or _pending_words(item)
         screen.say(answer if answer.startswith(item["run"]) else f"{item['run']}: {answer} ({item['state']})")
-        screen.note(f"  look:  orch status {item['run']}")
+        screen.note(f"  see:  orch status {item['run']}")
 
 
 def _pending_words(item: dict[str, Any]) -> str:

@@ -32,9 +32,9 @@ _OUTLIERS = 0.02
 """Share of the highest losses that are excluded from the scale."""
 POINTS = 10
 WIDE, NARROW = 60, 24
-"""Width of a curve in characters, on wide and on narrow terminals."""
+"""Width of a curve in characters, on wide and narrow terminals."""
 BESIDE = 74
-"""Columns of the run table beside the names."""
+"""Width of the run table's other columns."""
 SOFTWARE = ("code.orch", "code.user", "env.python", "env.torch", "env.driver", "data.fingerprint")
 """Identity fields that may differ between runs of one configuration."""
 COMPARE_JSON = """
@@ -47,7 +47,7 @@ is a median over all steps; equal is null if the runs share no step
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Numbers of a run by step, including NaN and infinities; for a step that was trained again, the newest."""
+    """A run's numbers by step, including NaN and infinities; the newest, if a step was trained again."""
 
     losses: Mapping[int, float] = field(default_factory=dict)
     tokens_per_s: float | None = None  # median over all steps
@@ -455,7 +455,7 @@ def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int],
 
 
 def _describe_progress(found: Sequence[Compared], labels: Sequence[str]) -> str:
-    """Describe the progress that commands report, for lack of losses by step; empty if every run is a workload's."""
+    """Describe the progress reported by commands, which have no losses by step; empty if all runs are workloads."""
     if not any(run.config.get("command") for run in found):
         return ""
     stands = [

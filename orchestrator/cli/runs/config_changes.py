@@ -1,4 +1,4 @@
-"""Changes of a run's code and configuration, and edits of files without effect."""
+"""Changes to a run's code and configuration, and edits of files that have no effect."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def short_digests(value: Any) -> str:
 
 
 def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-    """Return each changed key with the first attempt that has it; the last attempt may not have begun yet."""
+    """Return each changed key and the first attempt with the change; the last attempt may not have begun yet."""
     # Attempts begun by an older orch have no config of their own.
     digests = [(attempt.number, attempt.base_digest or run.config_digest) for attempt in attempts]
     digests.append((len(attempts) + 1, run.config_digest))
@@ -71,7 +71,7 @@ def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> lis
 
 
 def warn_of_edited_config(screen: Screen, view: RunView) -> None:
-    """Warn of edits in the run's config.json that have no effect, with the command to type."""
+    """Warn about edits in the run's config.json that have no effect, and give the command to type."""
     edited = _find_edited_config(RunDir(Path(view.run_dir)))
     if edited is None:
         return

@@ -57,7 +57,7 @@ def detach_message(run: str) -> str:
         return f"interrupted: {run} is {view.state}\n  orch show {run}"
     commands = [f"orch status {run}", f"orch wait {run}", f"orch cancel {run}"]
     if run_folder.controller_lives(time.time(), view.scheduler):
-        return "\n  ".join([f"detached: {run} goes on ({view.state})", *commands])
+        return "\n  ".join([f"detached: {run} continues ({view.state})", *commands])
     what = f"detached: {run} is {view.state}, but no controller runs, so nothing is started or restarted from now on"
     return "\n  ".join([what, "orch controller start", *commands])
 
@@ -91,7 +91,7 @@ class RunFollower:
                 raise WaitTimeout(
                     f"{self._run} is still {view.state} after {timeout:g} s",
                     where=f"step {progress(view.step, view.total_steps, ' of ')}",
-                    hint=f"it goes on; wait again with `orch wait {self._run}`",
+                    hint=f"it continues; wait again with `orch wait {self._run}`",
                 )
             self._drive(view)
             time.sleep(min(LOOK_EVERY, max(0.0, deadline - time.monotonic())))
@@ -141,7 +141,7 @@ class RunFollower:
 def progress_line(view: RunView, latest: dict[str, Any] | None) -> str:
     """Return `tiny-gpt-3  RUNNING  step 120/200 60%  loss 2.1130  81000 tokens/s  attempt 1 generation 2`.
 
-    Without a step line, as for a user's own program, it has what the registry knows.
+    Without a step line (a user's own program writes none), it uses the registry.
     """
     if latest is None:
         step = f"  step {progress(view.step, view.total_steps)}" if view.step else ""
@@ -209,7 +209,7 @@ def events(screen: Screen, run: str, follow: bool, start: str | None, all_: bool
     """
     if follow and screen.json:
         where = "command line: orch events"
-        raise ConfigError("-f has no end, --json is one object", where=where, hint="leave one out")
+        raise ConfigError("-f never ends, but --json prints one object", where=where, hint="omit one of them")
     after = parse_since(start, time.time()) if start is not None else 0.0
     view = find_run(run)
     warn_of_moved(screen, view)

@@ -1,4 +1,4 @@
-"""Repeated reading of a live run's directory: JSON files that are replaced, and files that grow."""
+"""Read a live run's directory repeatedly: JSON files that are replaced, and files that grow."""
 
 import json
 import os

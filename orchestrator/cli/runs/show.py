@@ -68,7 +68,7 @@ restored
 
 @click.command(cls=Verb, json_data=SHOW_JSON)
 @click.argument("run")
-@click.option("--history", is_flag=True, help="Print every change of state with its reason (as -v).")
+@click.option("--history", is_flag=True, help="Print every change of state with its reason (same as -v).")
 @click.pass_obj
 def show(screen: Screen, run: str, history: bool) -> None:
     """Show one run in full: attempts, decisions, incidents, checkpoints, their restore tests, code, data.
@@ -130,7 +130,7 @@ def _document(
     run: Run, view: RunView, attempts: Sequence[Attempt], generations: Sequence[Generation],
     kept: Sequence[dict[str, Any]], transitions: Sequence[Transition],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the promised keys of `orch show --json`, followed by further ones."""
+    """Return the stable keys of `orch show --json`, followed by other keys."""
     moves = ("kind", "subject", "before", "after", "reason")
     return {
         **view.to_json(),
@@ -168,7 +168,7 @@ def attempt_json(attempt: Attempt, generations: Sequence[Generation]) -> dict[st
 
 
 def _failure_json(failure: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a failure with its promised keys first."""
+    """Return a failure with its stable keys first."""
     keys = ("kind", "reason", "rank", "node", "evidence")
     return None if failure is None else {**{key: failure.get(key) for key in keys}, **failure}
 

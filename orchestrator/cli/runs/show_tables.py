@@ -70,7 +70,7 @@ def _incident(run: Run, notice: Notice, generations: Sequence[Generation]) -> Ro
 def _outcome(notice: Notice, generations: Sequence[Generation]) -> str:
     """Return the outcome of an incident: the reason with which its generation ended."""
     if notice.data.get("withdrawn"):
-        return "nothing: it went on by itself"
+        return "nothing: it recovered without help"
     place = (notice.attempt, notice.generation)
     ended = (item.reason for item in generations if (item.attempt, item.number) == place and item.ended_at is not None)
     return next(ended, "")
@@ -154,7 +154,7 @@ def find_proven_checkpoint(
 
 
 def restore_tests_json(tests: Sequence[RestoreTest], proven: Proven | None, own: RestoreTest | None) -> Row:
-    """Return tests of a run's checkpoints, newest first, the proven checkpoint, and the test that the run itself is."""
+    """Return the tests of a run's checkpoints, newest first, the proven checkpoint, and the run's own test, if any."""
     return {
         "restore_tests": [restore_test_json(test) for test in reversed(tests)],
         "proven": {**asdict(proven), "ended_at": iso(proven.ended_at)} if proven else None,
@@ -172,12 +172,12 @@ def say_restore_tests(screen: Screen, run: str, tests: Sequence[RestoreTest], pr
         screen.table(TESTS, rows[: -NEWEST - 1 : -1], aligned=True)
     if len(tests) > NEWEST:
         screen.note(f"{len(tests) - NEWEST} more:  orch restore-tests history {run}")
-    words = "no checkpoint of it has been restored by a test"
+    words = "no test has restored a checkpoint of this run"
     if proven is not None:
         words = f"newest proven restorable: step {count(proven.step)}, {span(now - proven.ended_at)} ago, "
         words += f"on {', '.join(proven.layouts)}"
     elif any(test.verdict == Outcome.RESTORED for test in tests):
-        words = "no checkpoint that is there now, and good, has been restored by a test"
+        words = "no test has restored a checkpoint that still exists and is good"
     screen.say(("" if tests else "\n") + words)
 
 

@@ -172,7 +172,7 @@ def _say_need(screen: Screen, why: str, *commands: str) -> None:
 
 
 def _never_started(running: Sequence[RunView]) -> list[RunView]:
-    """Return the runs with a queued job that Slurm will never start in its present form."""
+    """Return the runs with a queued job that Slurm will never start without changes."""
     queued = [view for view in running if view.state == RunState.QUEUED]
     if not queued:
         return []
@@ -208,7 +208,7 @@ def warn_of_bad_tests(screen: Screen, views: Sequence[RunView]) -> None:
 
 
 def warn_of_undelivered(screen: Screen, views: Sequence[RunView]) -> None:
-    """Print one warning for all runs with a message that not all channels have delivered."""
+    """Print a single warning that covers every run with an undelivered notification."""
     sent = [view for view in views if view.notified.get("newest")]
     if not sent:
         return
@@ -286,7 +286,7 @@ SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local",
 
 
 def warn_without_controller(screen: Screen, views: Sequence[RunView]) -> None:
-    """Warn of every cluster with live runs but a stalled or missing controller; other controllers skip those runs."""
+    """Warn about clusters with live runs but a stalled or missing controller; other controllers skip those runs."""
     live = {view.scheduler: view.cluster for view in views if view.is_live}
     for scheduler, kind in sorted(live.items()):
         state = controller_state(time.time(), scheduler)

@@ -63,7 +63,7 @@ state, step, reason
 @click.option("-n", "--name", help="Name of the run; orch adds a number.")
 @click.option("--cluster", type=ClusterKind(), help="Where to run; overrides cluster.kind.")
 @click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended.")
-@click.option("--follow", is_flag=True, help="As --wait, and print events and a progress line.")
+@click.option("--follow", is_flag=True, help="Like --wait, and also print events and a progress line.")
 @click.option(
     "--no-controller",
     is_flag=True,
@@ -207,8 +207,8 @@ def _explain_missing_job(screen: Screen, run: Run, view: RunView, silent: tuple[
         assert view.end_error is not None
         raise view.end_error
     if run.cluster in silent:
-        what = f"{run.cluster} does not answer: {run.name} is recorded, and whether it has a job is not known"
-        hint = f"{START}, which goes on with it: do not submit it again"
+        what = f"{run.cluster} does not answer: {run.name} is recorded, but it is unknown whether it has a job"
+        hint = f"{START}, which continues with it: do not submit it again"
         raise SlurmUnreachable(what, where=run.run_dir, hint=hint)
     if not (state := controller_state(time.time(), run.scheduler)).alive:
         what = f"{run.name} is recorded, but no controller runs it: {state.reason}"
@@ -233,7 +233,7 @@ def _no_job_yet(view: RunView) -> str:
 
     why = view.reason or silence_reason(fast_queries.lease(registry_path(), view.scheduler or None))
     unset = "" if view.scheduler or not unset_words(view.cluster) else _UNSET
-    return f"no job yet{f': {why}' if why else ''}{unset}; the controller goes on trying: orch status {view.run}"
+    return f"no job yet{f': {why}' if why else ''}{unset}; the controller keeps trying: orch status {view.run}"
 
 
 _UNSET = "; SLURM_CONF is not set here: where it must be, set it, then `orch controller stop`, `orch controller start`"
@@ -301,7 +301,7 @@ def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: 
 
     separate_secrets(composed, os.environ)  # refused as by a submit
     kind = resolve(cluster or composed.config.cluster.kind)
-    if kind not in kinds():  # its script can be previewed all the same
+    if kind not in kinds():  # its script can be previewed anyway
         screen.warn("no_slurm", "there is no Slurm on this machine: submitting from here would be refused")
     make_script = FACTORIES[kind].script
     # The script of the first attempt, with placeholders for the run's number and nonce.

@@ -30,17 +30,17 @@ def check_tags(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def unknown_tags(tags: Iterable[str]) -> list[tuple[str, str]]:
-    """Return for each unused tag a message and a hint with similar or existing tags."""
+    """Return a message for each unused tag, and a hint with similar or existing tags."""
     from orchestrator.near_words import hint_with_choices, nearest  # only for a mistake
     from orchestrator.registry import fast_queries
 
     known = fast_queries.tag_names(registry_path())
     listed = f"tags: {', '.join(sorted(known)[:_SHOWN])}{', ...' if len(known) > _SHOWN else ''}"
-    told = []
+    messages = []
     for tag in tags:
         offer = hint_with_choices(nearest(tag, known), listed if known else "no run has any tag")
-        told += [(f"no run has the tag {tag}", offer)] if tag not in known else []
-    return told
+        messages += [(f"no run has the tag {tag}", offer)] if tag not in known else []
+    return messages
 
 
 _SHOWN = 12
@@ -68,7 +68,7 @@ def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
     """
     added, removed = _split_tags(words, remove)
     if both := sorted({*added} & {*removed}):
-        raise ConfigError(f"{both[0]} is to be added and removed", where=" ".join(words), hint="say one of the two")
+        raise ConfigError(f"{both[0]} cannot be both added and removed", where=" ".join(words), hint="choose one")
     with open_store(readonly=not words) as store:
         found = store.run(run)
         now = store.change_tags(found.name, added, removed) if words else found.tags

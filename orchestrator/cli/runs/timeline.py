@@ -26,7 +26,7 @@ _STOPS = {"cancel": ": cancel requested", "time_limit": ": the time limit is nea
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TOGETHER = 1.0
-"""Seconds by which the times within one controller pass may differ."""
+"""Seconds by which times within one controller pass may differ."""
 
 
 def describe_event(event: Event) -> str | None:
@@ -37,7 +37,7 @@ def describe_event(event: Event) -> str | None:
 
 
 class EventDescriber:
-    """Describer of events that mentions only the first of repeated save failures with the same reason."""
+    """Describes events; of repeated save failures with the same reason, only the first."""
 
     def __init__(self) -> None:
         self._described: dict[str, set[tuple[str, str]]] = {}  # by tier: kinds of event, and reasons
@@ -116,7 +116,7 @@ def _describe_failed_save(data: Data) -> str:
 
 def _describe_incident(data: Data) -> str:
     if data.get("withdrawn"):
-        return f"taken for hung, but it went on: {data['reason']}"
+        return f"looked hung, but continued: {data['reason']}"
     return f"hung: {data['reason']}; evidence in {data['evidence']}"
 
 
@@ -172,7 +172,7 @@ def _describe_first_step(data: Data) -> str:
 
 
 def _describe_seen(data: Data) -> str:
-    what = f"the program has {'written anew its' if data.get('anew') else 'a'} checkpoint of step {data['step']}"
+    what = f"the program has {'rewritten its' if data.get('anew') else 'a'} checkpoint of step {data['step']}"
     return f"{what} ({size(data['bytes'])})" + (f", which {data['damage']}" if data.get("damage") else "")
 
 
@@ -187,9 +187,9 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.DECISION: "decision: {action} ({reason})",
     EventKind.INCIDENT: _describe_incident,
     EventKind.STRAGGLER: _describe_straggler,
-    EventKind.CODE_CHANGED: "other code trains: {reason}",
+    EventKind.CODE_CHANGED: "different code trains now: {reason}",
     EventKind.BATCH_SKIPPED: "the batch of step {step} is skipped from now on: {reason}",
-    EventKind.RESTART_DIFFERS: "training went on differently from step {restored}: {reason} before the restart. "
+    EventKind.RESTART_DIFFERS: "training continued differently from step {restored}: {reason} before the restart. "
     "Either it depends on something that no checkpoint has, or it does not repeat",
     EventKind.LOSS_LEVEL: "the losses have a new level from step {step} on: {reason}",
     EventKind.SPARE_USED: "{name} takes the place of {instead}: {reason}",
@@ -212,7 +212,7 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.CHECKPOINT_FLUSHED: lambda d: (
         f"copied step {d['step']} to {d['tier']} ({size(d['bytes'])}, {d['seconds']:.1f} s)"
     ),
-    EventKind.CHECKPOINT_STUCK: "saving step {step} hangs, training goes on: {reason}",
+    EventKind.CHECKPOINT_STUCK: "saving step {step} hangs, training continues: {reason}",
     EventKind.CHECKPOINT_SUSPECT: "checkpoint {step} is suspect: {reason}",
     EventKind.CHECKPOINT_SEEN: _describe_seen,
     EventKind.CHECKPOINT_SET_ASIDE: "checkpoint {step} is now {path}: {reason}",

@@ -49,7 +49,7 @@ class TrainingFigures:
 
 
 def training_figures(lines: Sequence[StepLine], world_size: int) -> TrainingFigures | None:
-    """Return the figures of lines of steps.jsonl, oldest first; None without lines."""
+    """Return the figures for lines of steps.jsonl (oldest first); None without lines."""
     own = newest_generation(lines)[-RECENT_STEPS:]
     if not own:
         return None
@@ -104,7 +104,7 @@ def step_seconds(lines: Sequence[StepLine]) -> float | None:
 def loss_trend(lines: Sequence[StepLine]) -> tuple[float | None, int]:
     """Return the change of a line fitted to the newest generation's losses, and its number of steps; (None, 0) if few.
 
-    In a fitted line a noisy step does not make a trend.
+    A fitted line is robust against a noisy step.
     """
     own = newest_generation(lines)
     losses = [(line["step"], line["loss"]) for line in own if isinstance(line.get("loss"), (int, float))]
@@ -168,7 +168,7 @@ def describe_shares(shares: Mapping[str, float], exposed: Mapping[str, float]) -
 
 
 def _exposed_shares(lines: Sequence[StepLine]) -> dict[str, float]:
-    """Return shares of a step by kind of communication; each line has the communication of the step before it.
+    """Return each kind of communication's share of a step; a line has the communication of the step before it.
 
     Empty for lines of older releases.
     """
@@ -187,7 +187,7 @@ def _describe_slowest(ranks: Mapping[str, Mapping[str, float]]) -> str:
     """Describe the rank with the most work in each relevant section, relative to the median."""
     known = {name: one for name, one in ranks.items() if name in _SECTIONS and one["median"] >= _LEAST_SECONDS}
     parts = [f"{name} rank {one['rank']:.0f} ({one['most'] / one['median']:.2f} x)" for name, one in known.items()]
-    return f"slowest, beside the median of all: {', '.join(parts)}" if parts else ""
+    return f"slowest, relative to the median: {', '.join(parts)}" if parts else ""
 
 
 def _describe_bubble(ranks: Mapping[str, Mapping[str, float]]) -> str:

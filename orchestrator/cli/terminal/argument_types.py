@@ -36,7 +36,7 @@ class Seconds(click.FloatRange):
         try:
             float(value)
         except ValueError:
-            self.fail(f"{value!r} is no time: type seconds (60), or a number with s, m, h or d (1m)", param, ctx)
+            self.fail(f"{value!r} is not a time: type seconds (60), or a number with s, m, h or d (1m)", param, ctx)
         number = super().convert(value, param, ctx)
         if isinstance(number, float) and not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number of seconds", param, ctx)
@@ -52,7 +52,7 @@ def timeout_option(default: float, least: float = 0.0) -> Callable[[Any], Any]:
 
 
 class NonEmptyPath(click.Path):
-    """A path. An empty one, as from an unset shell variable, would mean the current folder and is refused."""
+    """A path. An empty path (an unset shell variable) would mean the current folder, so it is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value).strip():

@@ -1,4 +1,4 @@
-"""Command classes: global options at any place, lazy groups, and suggestions for unknown verbs and options."""
+"""Command classes: global options in any position, lazy groups, and suggestions for unknown verbs and options."""
 
 import importlib
 import itertools
@@ -39,7 +39,7 @@ def global_options() -> list[click.Option]:
         _flag(("--json",), "json", "Print one JSON object on stdout, for programs."),
         _flag(("-q", "--quiet"), "quiet", "Print only the answer, no notes on stderr."),
         _flag(("-v", "--verbose"), "verbose", "Print more."),
-        _flag(("--no-color",), "no_color", "Use no colours (as with NO_COLOR in the environment)."),
+        _flag(("--no-color",), "no_color", "Use no colours (same as NO_COLOR in the environment)."),
         _flag(("--no-progress",), "no_progress", "Show no progress bars."),
         _flag(("--utc",), "utc", "Print times in UTC instead of local time."),
         _flag(("--debug",), "debug", "Show the traceback of an error."),

@@ -1,4 +1,4 @@
-"""The only module that prints: answers on stdout, all else on stderr; tables, JSON, errors, progress."""
+"""The only module that prints: answers on stdout, everything else on stderr; tables, JSON, errors, progress."""
 
 import json
 import os
@@ -268,7 +268,7 @@ class Screen:
 
     @contextmanager
     def live_page(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Show a page that is redrawn in place; yields a function that takes the function that prints the page."""
+        """Show a page that is redrawn in place; yields a function that draws it, given a function that prints it."""
         from rich.live import Live  # rich: only where it is used
         from rich.text import Text
 

@@ -92,7 +92,7 @@ class _Answers(_Stream):
             raise ReaderGone from error
         raise OutputLost(
             f"the answer cannot be written: {error.strerror or error}", where="stdout",
-            hint="see that where stdout goes has room, then type the same command again",
+            hint="make space where stdout goes, then run the same command again",
         ) from error  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def prepare() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    os.umask(os.umask(0o077) & 0o077)  # never mask owner permissions, which orch needs itself
+    os.umask(os.umask(0o077) & 0o077)  # never mask owner permissions, which orch itself needs
     codecs.register_error(_ERRORS, _in_plain_signs)
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115  # for as long as the program lives
     # shutil takes the terminal's width from `sys.__stdout__`, and the originals are detached.

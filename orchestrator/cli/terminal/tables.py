@@ -11,7 +11,7 @@ from trainer.protocol.cut_text import cut
 WORDS = 30
 """Preferred minimum width of a text column in characters."""
 _LONG = 3 * WORDS
-"""Length of a last text above which it is printed below its row, if the table is wider than the page."""
+"""Length above which a last text is printed below its row if the table is wider than the page."""
 _GAP, _INDENT = "  ", "    "
 _PIECE = 44
 """Maximum length of a command or a word that is kept on one line if it fits."""
@@ -117,7 +117,7 @@ def _needed_width(columns: Sequence[Column], cells: Cells, *, last_folds: bool) 
 
 
 def _shared_out(columns: Sequence[Column], cells: Cells, width: int, *, last_folds: bool) -> dict[Column, int]:
-    """Return natural widths if they fit; otherwise text columns share the space that the others leave."""
+    """Return natural widths if they fit; otherwise text columns share the space left by the others."""
     folding = _folding(columns, last_folds)
     widths = {column: _natural(column, cells) for column in columns}
     spare = width - len(_GAP) * (len(columns) - 1) - sum(widths.values())

@@ -316,7 +316,7 @@ def test_what_a_site_means_for_runs(monkeypatch: Patch) -> None:
     said = {check.name: check for check in doctor.promises(settings)}
     assert "SlurmdTimeout 20 s" in said["node failure"].text
     assert said["stop"].level == machine_checks.WARN
-    assert "saves and goes on in a new job" in said["preemption"].text
+    assert "saves and continues in a new job" in said["preemption"].text
     suspended = {check.name: check for check in doctor.promises({**settings, "PreemptMode": "SUSPEND,GANG"})}
     assert suspended["preemption"].level == machine_checks.WARN
 

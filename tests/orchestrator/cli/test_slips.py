@@ -40,7 +40,7 @@ def test_an_import_in_the_wrong_order_is_told_the_right_one(orch: Type, first: s
 def test_weights_that_are_missing_are_not_taken_for_a_configuration(orch: Type) -> None:
     said = orch("ckpt", "import", "weihgts", "mine.yaml")
     assert said.code == 3
-    assert "there is nothing at weihgts" in said.err
+    assert "weihgts does not exist" in said.err
 
 
 def test_a_run_does_not_begin_with_an_export_but_imports_it(orch: Type) -> None:

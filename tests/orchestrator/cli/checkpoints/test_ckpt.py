@@ -227,7 +227,7 @@ def test_a_refused_checkpoint_that_verifies_stays(orch: Type, seeds: Seeds, run:
     end(seeds, run)
     drop_lease(seeds)
     (row,) = orch("ckpt", "gc", run, "--refused", "--json").data
-    assert (row["done"], row["reason"]) == ("left", "its bytes are as they were written")
+    assert (row["done"], row["reason"]) == ("left", "its bytes are intact")
     assert place.exists()
 
 

@@ -60,7 +60,7 @@ def test_export_says_what_was_proved(orch: Type, run: tuple[str, Path], tmp_path
     }  # fmt: skip
     assert json.loads((out / "orch.json").read_text())["checkpoint"] == run[1].name
     said = orch("ckpt", "export", run[0], tmp_path / "two").out
-    assert f"{count} have the fingerprints that it was saved with" in said
+    assert f"{count} match the fingerprints recorded when it was saved" in said
     again = orch("ckpt", "export", run[0], out)
     assert (again.code, "not empty" in again.err) == (4, True)
 
@@ -97,7 +97,7 @@ def test_export_refuses_what_makes_no_sense(orch: Type, run: tuple[str, Path], t
 def test_the_name_of_a_file_makes_no_folder(orch: Type, run: tuple[str, Path], tmp_path: Path, name: str) -> None:
     said = orch("ckpt", "export", run[0], tmp_path / name, "--to", "torch")
     assert said.code == 2
-    assert f"{tmp_path / name} is the name of a file, and an export is a folder" in said.err
+    assert f"{tmp_path / name} looks like a file name, but an export is a folder" in said.err
     folder = (tmp_path / name).with_suffix("")
     assert f"name the folder: {folder}   (it then has {folder}/checkpoint.pt)" in said.err
     assert not (tmp_path / name).exists()
@@ -297,7 +297,7 @@ def test_a_run_begins_with_the_weights_of_another_alone(
 def test_weights_alone_must_fit_and_come_from_somewhere(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
     bad = orch("submit", "tiny-gpt", "--from", f"{run[0]}@5", "--weights-only", *settings(tmp_path))
     assert bad.code == 2
-    assert "it does not fit: " in bad.err
+    assert "the weights do not fit: " in bad.err
     assert f"  {run[0]}@5" in bad.err
     assert not list((tmp_path / "made" / f".imports-{os.geteuid()}").iterdir()), "a refusal leaves nothing"
     alone = orch("submit", "tiny-gpt", "--weights-only", *settings(tmp_path))

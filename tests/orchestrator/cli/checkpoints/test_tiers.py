@@ -327,11 +327,9 @@ def nodes(seeds: Seeds, run: str, tmp_path: Path) -> tuple[Path, Path]:
 def test_a_node_s_own_part_is_verified_as_such(orch: Type, run: str, nodes: tuple[Path, Path], level: int) -> None:
     done = orch("ckpt", "verify", run, "--copies", "--level", level, "--json")
     assert (done.code, [row["ok"] for row in done.data]) == (0, [True, True])
-    assert [row["notes"][0] for row in done.data] == [
-        "1 of 3 files, which other nodes have: that part was not looked at"
-    ] * 2
+    assert [row["notes"][0] for row in done.data] == ["1 of 3 files, which other nodes have: not checked"] * 2
     assert [row["level"] for row in done.data] == [min(level, 2)] * 2
-    assert "1 of 3 files, which other nodes have: that part was not looked at" in orch("ckpt", "verify", run).err
+    assert "1 of 3 files, which other nodes have: not checked" in orch("ckpt", "verify", run).err
     (nodes[1] / "__1_0.distcp").write_bytes(b"y" * 499 + b"!")
     assert orch("ckpt", "verify", run, "--copies", "--level", level).code == (7 if level else 0)
 
@@ -357,7 +355,7 @@ def test_gc_leaves_the_sound_parts_of_a_refused_checkpoint(
     drop_lease(seeds)
     done = orch("ckpt", "gc", run, "--refused", "--json")
     assert [row["done"] for row in done.data] == ["left", "deleted"]
-    assert "a node's own part" in done.data[0]["reason"]
+    assert "one node's part of a checkpoint" in done.data[0]["reason"]
     assert (nodes[0].exists(), nodes[1].exists()) == (True, False)
 
 

@@ -17,14 +17,14 @@ SINFO = {
 @pytest.mark.parametrize(
     ("asked", "wanted", "level", "text", "hint"),
     [
-        ({"mem": "3G"}, False, "ok", "partition low has what first asks for: 2 nodes with 1 core, 3G", ""),
+        ({"mem": "3G"}, False, "ok", "partition low has what first requests: 2 nodes with 1 core, 3G", ""),
         (
-            {"mem": "8G"}, False, "warn", "first asks for more than nodes have: cluster.mem=8G on 2 nodes: partition "
+            {"mem": "8G"}, False, "warn", "first requests more than nodes have: cluster.mem=8G on 2 nodes: partition "
             "low has no node with that much", "`orch submit first cluster.mem=4000M`, or write that into",
         ),
-        ({"mem": "8G"}, True, "fail", "first asks for more than nodes have", "cluster.mem=4000M"),
+        ({"mem": "8G"}, True, "fail", "first requests more than nodes have", "cluster.mem=4000M"),
         (
-            {"partition": "nope"}, True, "fail", "first names partition nope, which does not exist: there are low, "
+            {"partition": "nope"}, True, "fail", "first names partition nope, which does not exist; available: low, "
             "high", "`orch submit first cluster.partition=low`, or write that into",
         ),
     ],
@@ -45,5 +45,5 @@ def test_doctor_takes_no_answer_for_no_fault() -> None:
     found = doctor.demand("first", Resources(nodes=2), silent, wanted=True)
     assert (found.level, found.text) == (
         "warn",
-        "whether nodes have what first asks for is not known: sinfo got no answer",
+        "cannot check whether nodes have what first requests: sinfo got no answer",
     )

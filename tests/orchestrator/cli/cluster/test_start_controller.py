@@ -71,7 +71,7 @@ def test_one_that_does_not_come_up_is_an_error_with_its_log(
     monkeypatch.setattr(controller, "ALIVE_WITHIN", 0.0)
     refused = orch("controller", "start", "--cluster", "local")
     assert refused.code == 4
-    assert "has not come up" in refused.err
+    assert "but took no lease" in refused.err
     assert str(controller_log()) in refused.err
     assert "`orch controller run` runs one in the foreground" in refused.err
 
@@ -115,7 +115,7 @@ def test_resuming_a_live_run_starts_a_controller_where_none_runs(
         leave(seeds)
     done = orch("resume", run)
     assert done.code == 0
-    assert f"{run}: is going on already" in done.out
+    assert f"{run}: is already live" in done.out
     assert started_kinds == ([] if lives else ["local"])
     assert ("no controller was alive: started one" in done.err) is not lives
 

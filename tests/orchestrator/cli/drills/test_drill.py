@@ -158,7 +158,7 @@ def test_a_timeout_reports_that_the_drill_is_still_pending(orch: Type, seeds: Se
     said = orch("drill", run, "kill-rank", "--timeout", 1)
     assert said.code == 124
     assert "kill-rank has not struck tiny-1 within 1 s: its ranks do not train yet" in said.err
-    assert "it strikes when they do; look:  orch status tiny-1 -w" in said.err
+    assert "it strikes when they do; see:  orch status tiny-1 -w" in said.err
 
 
 def test_spare_nodes_are_never_hit(orch: Type, seeds: Seeds) -> None:
@@ -256,7 +256,7 @@ def test_a_demo_with_an_undetectable_fault_is_not_started(orch: Type, monkeypatc
     monkeypatch.setattr(demo, "launch", lambda *_args, **_named: pytest.fail("it was started"))
     said = orch("drill", "--demo", "stop-rank", "detection.hang.on=false")
     assert said.code == 4
-    assert "stop-rank tells nothing in this demo: hang detection is off" in said.err
+    assert "stop-rank has no effect in this demo: hang detection is off" in said.err
 
 
 @pytest.mark.parametrize("form", ["people", "json"])

@@ -169,7 +169,7 @@ def test_only_the_newest_drill_counts() -> None:
 def test_a_fault_that_never_came() -> None:
     assert Tape().score("kill-rank", state=RunState.RUNNING).over is False
     card = Tape().score("kill-rank", state=RunState.SUCCEEDED)
-    assert (card.over, card.passed, card.verdict) == (True, False, "the fault never came about")
+    assert (card.over, card.passed, card.verdict) == (True, False, "the fault never struck")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -77,7 +77,7 @@ def test_save_comes_back_with_the_step(orch: Type, seeds: Seeds) -> None:
 def test_save_without_waiting_leaves_the_request(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     folder = begun(seeds, run)
-    assert orch("save", run, "--no-wait").out == "tiny-1: asked to save; training goes on\n"
+    assert orch("save", run, "--no-wait").out == "tiny-1: save requested; training continues\n"
     (request,) = pending(folder.requests, 1, set())
     assert (request.kind, request.reason) == (RequestKind.SAVE, "orch save")
 
@@ -134,7 +134,7 @@ def test_await_end_of_attempt(orch: Type, seeds: Seeds, monkeypatch: Patch) -> N
 
     clock.now = 0.0
     clock.then = lambda: folder.attempt(1).heartbeat.write_text(dump_line({"seq": int(clock.now * 10)}))
-    with pytest.raises(WaitTimeout, match="attempt 1 of tiny-1 goes on"):
+    with pytest.raises(WaitTimeout, match="attempt 1 of tiny-1 continues"):
         live_attempt.await_end(found, "drill.001.json", 60.0, clock)
 
     clock.now = 0.0

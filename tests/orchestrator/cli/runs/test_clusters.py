@@ -219,7 +219,7 @@ def test_impossible_request(orch: Type, seeds: Seeds, verb: str) -> None:
     said = orch(verb, run, "--no-controller")
     assert said.code == 5, said
     assert f"it is not known which cluster has the jobs of {run}" in said.err
-    assert "in a shell where `sinfo` answers, type the same again" in " ".join(said.err.split())
+    assert "in a shell where `sinfo` answers, run the same command again" in " ".join(said.err.split())
     assert seeds.store.user_requests() == []
 
 
@@ -265,7 +265,7 @@ def test_what_a_controller_can_take_over_is_told(seeds: Seeds, screen: Any) -> N
     controller(seeds, SILENT, variables={})
     compare_with_controller(screen, "slurm")
     assert screen.said == [
-        "the controller (pid 7 on login1) gets no answer from Slurm; it goes on with this shell's environment"
+        "the controller (pid 7 on login1) gets no answer from Slurm; it continues with this shell's environment"
     ]
 
 
@@ -275,7 +275,7 @@ def test_what_it_cannot_take_over_is_refused_with_the_cure(seeds: Seeds, screen:
         compare_with_controller(screen, "slurm")
     assert refused.value.what == f"the controller (pid 7 on login1) gets no answer from Slurm: {SILENT}"
     assert refused.value.where == "its SLURM_CONF is unset, not /etc/here.conf; its SLURM_JWT is different"
-    assert refused.value.hint.startswith("`orch controller stop`, then the same again")
+    assert refused.value.hint.startswith("`orch controller stop`, then run the command again")
 
 
 def test_another_sbatch_is_warned_of(seeds: Seeds, screen: Any) -> None:
@@ -300,11 +300,11 @@ def test_a_controller_that_gets_no_answer_is_not_ok(orch: Type, seeds: Seeds) ->
 @pytest.mark.parametrize(
     ("row", "conf", "words"),
     [
-        ({"reason": "waits for room"}, "/a", "no job yet: waits for room; the controller goes on trying"),
-        ({}, "/a", f"no job yet: {SILENT}; the controller goes on trying: orch status a-1"),
+        ({"reason": "waits for room"}, "/a", "no job yet: waits for room; the controller keeps trying"),
+        ({}, "/a", f"no job yet: {SILENT}; the controller keeps trying: orch status a-1"),
         ({}, "", f"no job yet: {SILENT}; SLURM_CONF is not set here"),
-        ({"scheduler": "lab@login1:6817/0badcafe"}, "", "no job yet; the controller goes on trying"),
-        ({"cluster": "local"}, "", f"no job yet: {SILENT}; the controller goes on trying"),
+        ({"scheduler": "lab@login1:6817/0badcafe"}, "", "no job yet; the controller keeps trying"),
+        ({"cluster": "local"}, "", f"no job yet: {SILENT}; the controller keeps trying"),
     ],
 )
 def test_no_job_yet(row: dict[str, str], conf: str, words: str, seeds: Seeds, monkeypatch: Patch) -> None:

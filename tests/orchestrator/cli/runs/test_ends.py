@@ -86,7 +86,7 @@ def test_interrupted_wait(seeds: Seeds) -> None:
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=20)
     assert child.returncode == 130
-    assert f"{run} goes on" in err
+    assert f"{run} continues" in err
     assert f"orch cancel {run}" in err
 
 
@@ -115,7 +115,7 @@ def test_refused_requests(orch: Type, seeds: Seeds, service: SimpleNamespace) ->
         assert "is SUCCEEDED" in refused.err
     assert seeds.store.user_requests() == []
     live = seeds.run()
-    assert orch("resume", live).out.startswith("tiny-2: is going on already")
+    assert orch("resume", live).out.startswith("tiny-2: is already live")
     seeds.store.add_user_request(live, "cancel", {}, now=time.time())
     refused = orch("resume", live)
     assert (refused.code, "tiny-2 is being cancelled" in refused.err, "orch wait tiny-2" in refused.err) == (

@@ -183,7 +183,7 @@ def test_follow_until_end(orch: Type, seeds: Seeds, monkeypatch: Patch, state: R
 def test_follow_excludes_json(orch: Type, seeds: Seeds) -> None:
     refused = orch("events", seeds.run(), "-f", "--json")
     assert refused.code == 2
-    assert refused.answer["error"]["hint"] == "leave one out"
+    assert refused.answer["error"]["hint"] == "omit one of them"
 
 
 def test_events_without_folder(orch: Type, seeds: Seeds) -> None:
@@ -264,7 +264,7 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
     (EventKind.CHECKPOINT_FLUSHED, {"step": 20, "name": "a", "tier": "/far", "bytes": 1 << 20, "seconds": 2.0},
      "copied step 20 to /far (1.0 MiB, 2.0 s)"),
     (EventKind.CHECKPOINT_STUCK, {"step": 20, "reason": "9 bytes to go"},
-     "saving step 20 hangs, training goes on: 9 bytes to go"),
+     "saving step 20 hangs, training continues: 9 bytes to go"),
     (EventKind.CHECKPOINT_SUSPECT, {"step": 20, "reason": "twice SIGSEGV"},
      "checkpoint 20 is suspect: twice SIGSEGV"),
     (EventKind.CHECKPOINT_CADENCE, {"steps": 1200, "seconds": 600.0, "reason": "a save costs 2 s"},
@@ -274,7 +274,7 @@ SAID: list[tuple[EventKind, dict[str, Any], str]] = [
     (EventKind.CHECKPOINT_SEEN, {"step": 20, "name": "a.1f", "bytes": 7, "damage": "is damaged: a.pt is empty"},
      "the program has a checkpoint of step 20 (7 B), which is damaged: a.pt is empty"),
     (EventKind.CHECKPOINT_SEEN, {"step": 0, "name": "a.1f.2.anew", "anew": "a.1f", "bytes": 7, "new": True},
-     "the program has written anew its checkpoint of step 0 (7 B)"),
+     "the program has rewritten its checkpoint of step 0 (7 B)"),
     (EventKind.CHECKPOINT_SET_ASIDE, {"step": 20, "name": "a.1f", "path": "/out/.orch-set-aside.20", "reason": "torn"},
      "checkpoint 20 is now /out/.orch-set-aside.20: torn"),
 ]  # fmt: skip
@@ -290,8 +290,8 @@ def test_restart_differs() -> None:
     data = {"step": 22, "restored": 20, "reason": "loss of step 22 is 3.5, it was 2.5"}
     event = Event(time=1.0, source="r", seq=1, kind=EventKind.RESTART_DIFFERS, attempt=1, generation=2, data=data)
     assert describe_event(event) == (
-        "attempt 1 generation 2: training went on differently from step 20: loss of step 22 is 3.5, it was 2.5 before "
-        "the restart. Either it depends on something that no checkpoint has, or it does not repeat"
+        "attempt 1 generation 2: training continued differently from step 20: loss of step 22 is 3.5, it was 2.5 "
+        "before the restart. Either it depends on something that no checkpoint has, or it does not repeat"
     )
 
 
@@ -320,13 +320,13 @@ NOTICED: list[tuple[EventKind, dict[str, Any], str]] = [
     (EventKind.INCIDENT, {"reason": "rank 3 stopped first", "evidence": "a/b", "withdrawn": False},
      "hung: rank 3 stopped first; evidence in a/b"),
     (EventKind.INCIDENT, {"reason": "rank 3 stopped first", "evidence": "a/b", "withdrawn": True},
-     "taken for hung, but it went on: rank 3 stopped first"),
+     "looked hung, but continued: rank 3 stopped first"),
     (EventKind.STRAGGLER, {"rank": 1, "node": "n1", "section": "forward", "ratio": 1.3, "over": False},
      "rank 1 on n1 is slow: forward takes 1.30 x its peers' time"),
     (EventKind.STRAGGLER, {"rank": 1, "node": "n1", "section": "forward", "ratio": 1.0, "over": True},
      "rank 1 on n1 is as fast as its peers again"),
     (EventKind.CODE_CHANGED, {"digest": "ab", "reason": "mine changed since attempt 1", "files": {}},
-     "other code trains: mine changed since attempt 1"),
+     "different code trains now: mine changed since attempt 1"),
     (EventKind.BATCH_SKIPPED, {"step": 7, "position": 96, "reason": "loss nan"},
      "the batch of step 7 is skipped from now on: loss nan"),
     (EventKind.LOSS_LEVEL, {"step": 7, "reason": "loss 9 is high"},

@@ -90,10 +90,10 @@ def test_submit_while_it_waits_for_the_job(
     assert done.code == 130
     if json:
         error = done.answer["error"]
-        assert (error["code"], error["message"]) == ("Interrupted", "detached: tiny-gpt-1 goes on (CREATED)")
+        assert (error["code"], error["message"]) == ("Interrupted", "detached: tiny-gpt-1 continues (CREATED)")
         assert error["hint"] == "orch status tiny-gpt-1; orch wait tiny-gpt-1; orch cancel tiny-gpt-1"
         return
-    assert done.err.strip().splitlines()[:2] == ["detached: tiny-gpt-1 goes on (CREATED)", "  orch status tiny-gpt-1"]
+    assert done.err.strip().splitlines()[:2] == ["detached: tiny-gpt-1 continues (CREATED)", "  orch status tiny-gpt-1"]
 
 
 def test_a_run_that_is_over_does_not_go_on(seeds: Seeds) -> None:
@@ -109,7 +109,7 @@ def test_detach_message(orch: Type, seeds: Seeds, monkeypatch: Patch, words: tup
     monkeypatch.setattr(time, "sleep", ctrl_c)
     done = orch(*words, run)
     assert done.code == 130
-    assert f"detached: {run} goes on (RUNNING)" in done.err
+    assert f"detached: {run} continues (RUNNING)" in done.err
     seeds.store.drop_lease(lease)
     assert f"detached: {run} is RUNNING, but no controller runs" in orch(*words, run).err
 
@@ -120,7 +120,7 @@ def test_request(orch: Type, seeds: Seeds, monkeypatch: Patch, no_controller: No
     monkeypatch.setattr(cancel_resume, "_store_changes", lambda *_: {})
     with monkeypatch.context() as early:
         early.setattr(cancel_resume.run_folder, "locate_run", ctrl_c)
-        assert orch(verb, run).err.strip() == "interrupted: nothing was asked for"
+        assert orch(verb, run).err.strip() == "interrupted: nothing was requested"
     assert seeds.store.user_requests() == []
     monkeypatch.setattr(cancel_resume, "await_answers", ctrl_c)
     done = orch(verb, run)
@@ -154,7 +154,7 @@ def test_save_request(orch: Type, seeds: Seeds, monkeypatch: Patch, where: str, 
     assert done.code == 130
     asked = "the request stands" in done.err
     assert asked is bool(left)
-    assert ("nothing was asked for" in done.err) is not asked
+    assert ("nothing was requested" in done.err) is not asked
     assert len(pending(folder.requests, 1, set())) == left
 
 

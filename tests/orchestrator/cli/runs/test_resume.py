@@ -137,13 +137,13 @@ def test_resume_without_changes(orch: Type, run: Resumable) -> None:
 @pytest.mark.parametrize(
     ("words", "what", "hint"),
     [
-        (["train.seed=5"], "train.seed cannot change", "leave it as it was"),
-        (["model.dim=256"], "model.dim cannot change", "leave it as it was"),
+        (["train.seed=5"], "train.seed cannot change", "keep the old value"),
+        (["model.dim=256"], "model.dim cannot change", "keep the old value"),
         (["train.lrr=1"], "unknown key `train.lrr`", "did you mean `optimizer.lr`"),
         (["optimizer.lr=fast"], "must be a number", "default"),
         (["train.steps=100"], "has already trained more", "train.steps=121 or more"),
         (["checkpoint.tiers=[{path: /scratch}]"], "checkpoint.tiers lacks run", "{path: run}"),
-        (["~train.seed", "model.layers=9"], "model.layers cannot change", "leave it as it was"),
+        (["~train.seed", "model.layers=9"], "model.layers cannot change", "keep the old value"),
     ],
 )
 def test_refused_change(orch: Type, run: Resumable, words: list[str], what: str, hint: str) -> None:
@@ -196,7 +196,7 @@ def test_unregistered_progress_counts(orch: Type, seeds: Seeds, tmp_path: Path, 
     ("words", "hint"),
     [
         (["cluster.nodes=3"], "type cluster.nodes=2"),
-        (["train.batch_size=7"], "leave it as it was"),
+        (["train.batch_size=7"], "keep the old value"),
     ],
 )
 def test_hint_is_accepted(orch: Type, seeds: Seeds, tmp_path: Path, words: list[str], hint: str) -> None:

@@ -162,7 +162,7 @@ def test_an_incident_that_went_on_by_itself_is_said_so(orch: Type, seeds: Seeds)
     run = seeds.run()
     hang(seeds, run, withdrawn=True)
     (found,) = orch("show", run, "--json").data["incidents"]
-    assert (found["withdrawn"], found["done"]) == (True, "nothing: it went on by itself")
+    assert (found["withdrawn"], found["done"]) == (True, "nothing: it recovered without help")
 
 
 def test_stragglers_batches_spares_and_unfit_nodes_have_their_tables(orch: Type, seeds: Seeds) -> None:
@@ -269,10 +269,10 @@ def test_show_says_so_when_nothing_is_proven(orch: Type, seeds: Seeds) -> None:
     assert "restored by a test" not in orch("show", run).out
     seeds.checkpoint(run, 100)
     seeds.restore_test(run, 100, Outcome.NOT_FINISHED, "no node")
-    assert "\nno checkpoint of it has been restored by a test\n" in orch("show", run).out
+    assert "\nno test has restored a checkpoint of this run\n" in orch("show", run).out
     assert orch("show", run, "--json").data["proven"] is None
     seeds.restore_test(run, 200, Outcome.RESTORED)  # deleted since
-    assert "\nno checkpoint that is there now, and good, has been restored by a test\n" in orch("show", run).out
+    assert "\nno test has restored a checkpoint that still exists and is good\n" in orch("show", run).out
 
 
 def test_a_test_tells_what_it_restores_and_what_it_has_compared(orch: Type, seeds: Seeds) -> None:

@@ -63,7 +63,7 @@ def test_all_ranks_are_compared_and_traffic_is_told_by_dimension() -> None:
     figures = training_figures([older, newer, line(101)], world_size=4)
     assert figures is not None
     words = describe_figures(figures)
-    assert words["ranks"] == "slowest, beside the median of all: forward rank 3 (2.50 x)"
+    assert words["ranks"] == "slowest, relative to the median: forward rank 3 (2.50 x)"
     assert words["traffic"] == "tp 1.0 MiB, world 72 B in each step of rank 0"
 
 

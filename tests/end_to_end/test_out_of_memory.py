@@ -36,7 +36,7 @@ def test_the_kernels_kill_is_told_from_any_other(user: User) -> None:
     (attempt,) = user.show(run)["attempts"]
     first = attempt["generation_list"][0]["failure"]
     assert (first["kind"], first["rank"], first["signal"]) == ("out_of_memory", 1, signal.SIGKILL)
-    assert "ran out of memory: the kernel killed it, its cgroup may have 2.0 GiB" in first["reason"]
+    assert "ran out of memory: the kernel killed it; the limit of its cgroup is 2.0 GiB" in first["reason"]
     assert "give the job more (cluster.mem), or use less" in first["reason"]
     assert "rank 1 on local-0 ended: out of memory: the kernel killed it" in done.stderr
     assert os.path.exists(user.folder / "taken")

@@ -231,13 +231,13 @@ class Agent:
         except LaunchRefused as refusal:
             return self._refuse(identity, str(refusal))
         except HungFileSystem as error:
-            sys.stderr.write(f"orch-agent: cannot begin: {error}\n")
+            sys.stderr.write(f"orch-agent: cannot start: {error}\n")
             return ExitCode.STORAGE
         except OSError as error:
             if not is_disk_error(error):
                 raise
             said = explain_disk_error(error, self._run.path)
-            sys.stderr.write(f"orch-agent: cannot begin: {said}\n")
+            sys.stderr.write(f"orch-agent: cannot start: {said}\n")
             return ExitCode.STORAGE
         except asyncio.CancelledError:
             sys.stderr.write("orch-agent: asked to end before it started, or its job is gone\n")
@@ -288,7 +288,7 @@ class Agent:
             self._node.fail(error)
 
     def _follow_job(self, identity: NodeIdentity) -> None:
-        """Watch the local job's process, submitit's; if it is gone, so is the job, and nothing else notices."""
+        """Watch the local job's process (submitit's): if it is gone, so is the job, and nothing else notices."""
         if not traits(identity.kind).simulated_nodes:
             return
         handle = os.pidfd_open(int(identity.job_id.partition("-")[0]))

@@ -17,7 +17,7 @@ def test_a_step_that_stays_bad_holds_the_run(training: Callable[..., LocalJob]) 
     outcome = work.outcome()
     assert outcome.failure is not None
     assert (outcome.generations, outcome.failure.kind, outcome.failure.node) == (2, "numeric", None)
-    assert "step 3 was bad before, and the batch it had then was skipped" in outcome.reason
+    assert "step 3 was bad before, and its batch at that time was skipped" in outcome.reason
 
 
 def test_different_collectives_end_the_attempt_for_good(training: Callable[..., LocalJob]) -> None:  # noqa: F811

@@ -17,7 +17,7 @@ from trainer.protocol.messages.ranks import FROM_FORK_SERVER, ImportFailed, pack
         ("import sys\nsys.exit(0)\n", "SystemExit", "it called sys.exit(0)"),
         ("raise SystemExit\n", "SystemExit", "it called sys.exit(None)"),
         ("raise ValueError('bad data')\n", "ValueError", "bad data"),
-        ("from torch.optim import NoSuchThing\n", "WorkloadError", f"; torch here is {torch.__version__}: a version"),
+        ("from torch.optim import NoSuchThing\n", "WorkloadError", f"; the installed torch {torch.__version__} lacks"),
         ("import nothing_of_that_name\n", "WorkloadError", "No module named 'nothing_of_that_name'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""State of one attempt and its owner: the current generation, the history of the earlier ones, and the decisions."""
+"""State of one attempt and its owner: the current generation, the history of earlier generations, and decisions."""
 
 import asyncio
 import time
@@ -34,19 +34,19 @@ from trainer.protocol.skipped_batches import Skip
 class AttemptHistory:
     """Record of the finished generations of this attempt."""
 
-    restarts: int = 0  # since the newest progress
-    rollbacks: int = 0  # since the newest progress
-    saved: int = 0  # newest step of a checkpoint of this run, when the attempt began or since
-    advanced: bool = False  # the running generation made progress: a checkpoint that is new to the run
+    restarts: int = 0  # since the last progress
+    rollbacks: int = 0  # since the last progress
+    saved: int = 0  # step of the run's newest checkpoint
+    advanced: bool = False  # the running generation made progress: it saved a checkpoint that is new to the run
     trained: bool = False  # a step was trained in this attempt or an earlier one
-    mark: str = ""  # of the newest failure
+    mark: str = ""  # signature of the latest failure
     failed_generations: list[FailedGeneration] = field(default_factory=list)
     suspects: list[int] = field(default_factory=list)  # steps whose checkpoints must not be restored
     skipped: list[Skip] = field(default_factory=list)  # batches skipped by rollbacks of this attempt
     hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once per hang
     hangs: int = 0  # generations that ended in a hang
     generations: int = 0
-    new_nodes: bool = True  # since the last generation; also True before the first
+    new_nodes: bool = True  # nodes joined since the last generation; also True before the first
     fruitless_before: int = 0  # consecutive restarts that trained no new step
     furthest: int = 0  # furthest step trained by any earlier generation
     reached: int = 0  # furthest step of the running generation; 0: none
@@ -60,7 +60,7 @@ class AttemptHistory:
 
     @property
     def fruitless(self) -> int:
-        """Return the number of consecutive restarts, this one included, that trained no step new to the attempt."""
+        """Return the number of consecutive restarts, including this one, that did not reach a new step."""
         if self.reached > self.furthest:
             return 0
         return self.fruitless_before + (self.generations > 0)
@@ -126,7 +126,7 @@ class GenerationState:
     started: float = 0.0
     ends: dict[int, RankEnd] = field(default_factory=dict)
     first_failure: float | None = None
-    broken: Failure | None = None  # failure other than an exit of its ranks
+    broken: Failure | None = None  # failure other than a rank's exit
     dead_ranks_analysed: bool = False  # the flight records of its dead ranks were read
     restored: int = 0  # step of the checkpoint it started from; 0: none
     stop_announced: float = 0.0  # announced stop time, on the coordinator's clock
@@ -138,11 +138,11 @@ class GenerationState:
             self.first_failure = end.at
 
     def note_drill(self, kind: str) -> None:
-        """Record that a fault of this kind is injected on request."""
+        """Record a requested drill of this kind."""
         self.drill = self.drill if kind in HARMLESS else kind
 
     def fail(self, failure: Failure, now: float) -> None:
-        """Record a failure other than a rank's exit; the first one counts, unless a restart cannot fix a later one."""
+        """Record a failure other than a rank's exit. The first is kept unless a restart cannot fix a later one."""
         # Ranks that wait for a dead peer do not move either; the peer's exit is the better evidence.
         if failure.kind is FailureKind.HANG and any(not end.good for end in self.ends.values()):
             return
@@ -160,7 +160,7 @@ class Timeouts:
     """Time limits in seconds; tests pass shorter ones."""
 
     join: float = 300.0
-    """Wait for all agents to join. srun starts them within seconds, but file systems show new files late."""
+    """Wait for all agents to join. srun starts them within seconds, but file systems may show new files late."""
     preflight: float = 120.0
     """Wait for all agents to report their preflight."""
     ready: float = 1800.0
@@ -170,17 +170,17 @@ class Timeouts:
     kill: float = 60.0
     """Wait for the ranks of a failed generation to exit."""
     rejoin: float = 5.0
-    """Wait for an agent to rejoin that disconnected before its first message; its connection may have timed out."""
+    """Wait for the return of an agent that disconnected before its first message, perhaps because of a timeout."""
     verdict: float = 5.0
-    """Limit for writing a verdict or reading records of dead ranks. A hung file system delays the kill by this much."""
+    """Limit for writing a verdict or reading records of dead ranks. A hung file system delays the kill this long."""
     heartbeat: float = 5.0
-    """Limit for writing a heartbeat; the next one is due after a second."""
+    """Limit for writing a heartbeat; the next one is due a second later."""
     outcome: float = 10.0
-    """Limit for writing the outcome. The agents must still learn of the end afterwards, and Slurm's KillWait is 30."""
+    """Limit for writing the outcome. The agents must be notified afterwards, within Slurm's KillWait of 30 seconds."""
 
 
 class RunningAttempt:
-    """Owner of an attempt's state: agents, current generation, history and stop request; changed only by methods."""
+    """Owner of an attempt's state: agents, current generation, history, stop request. Only methods change it."""
 
     def __init__(
         self, *, run: RunDir, attempt: AttemptDir, config: JobConfig, identity: NodeIdentity, events: EventLog,
@@ -243,7 +243,7 @@ class RunningAttempt:
 
     def restart_in_place(self, decision: Decision) -> None:
         """Prepare the next generation on the same nodes."""
-        # The decision covers the failure it was made for, not another that occurred while ranks were killed.
+        # The decision covers only the failure that prompted it, not one that occurred while ranks were being killed.
         if self.generation.broken is decision.failure:
             self.generation.broken = None
         self.history.restarts += decision.action is Action.RESTART and not self.generation.drill
@@ -328,7 +328,7 @@ class RunningAttempt:
         )
 
     async def record_decision(self, decision: Decision) -> None:
-        """Record what ended the current generation; a skipped batch is on disk on return unless the disk fails."""
+        """Record what ended the current generation. On return, a skipped batch is on disk unless the disk failed."""
         self.history.record_failure(
             self.with_drill(decision.failure), decision.mark, self.generation.restored, decision.suspect,
             decision.skip, requested=bool(self.generation.drill),

@@ -16,7 +16,7 @@ from trainer.protocol.rank_readings import RankReading, RankReadings
 from trainer.protocol.run_dir import AttemptDir
 
 MOST = 64
-"""Maximum number of ranks listed: in a larger job, the slow ones and those that have not moved for longest."""
+"""Maximum number of ranks listed. A larger job lists its slow ranks and the ranks that have been still for longest."""
 
 
 def rank_readings(
@@ -47,16 +47,16 @@ class AttemptProgress:
         self.loss: float | str | None = None
         self.phase = "init"
         self._saves: dict[int, str] = {}
-        self.unsaved_bytes = 0  # of the checkpoint whose save failed last
+        self.unsaved_bytes = 0  # size of the checkpoint that last failed to save
 
     @property
     def saves_failing(self) -> str:
-        """Return since when and why saves fail; empty while they succeed."""
+        """Return when saves began to fail, and why; empty while they succeed."""
         return next((self._saves[rank] for rank in sorted(self._saves)), "")
 
     def note_saves(self, rank: int, trouble: str, size: int) -> None:
         """Record a rank's report that saves of `size` bytes fail.
-        Rank 0 commits for all, so its success clears every report.
+        Rank 0 commits for all ranks, so its success clears every report.
         """
         self.unsaved_bytes = size or self.unsaved_bytes
         if rank == 0:
@@ -65,7 +65,7 @@ class AttemptProgress:
             self._saves[rank] = trouble[:LONGEST_TROUBLE]
 
     def merge(self, reports: Sequence[ProgressReport]) -> None:
-        """Merge the newest report of every node, node rank 0 first; nodes that have no step yet are ignored."""
+        """Merge every node's newest report, starting with node rank 0; nodes without a step are ignored."""
         if not reports:
             return
         slowest = min(reports, key=lambda report: report.step)
@@ -104,7 +104,7 @@ Reading = tuple[Heartbeat, RankReadings | None]
 
 
 class Outbox:
-    """Bounded file access of the coordinator. Runs in threads that the exit does not wait for; raises no OSError."""
+    """Time-limited file access for the coordinator. Runs in threads that do not delay the exit."""
 
     def __init__(self, attempt: AttemptDir, *, heartbeat: float, outcome: float) -> None:
         """`heartbeat` and `outcome` are the time limits of those writes, in seconds."""
@@ -113,7 +113,7 @@ class Outbox:
         self._looking: asyncio.Future[bool] | None = None
 
     async def be_found(self, fields: Mapping[str, Any]) -> None:
-        """Reserve space for the outcome and publish the listening address. Raises OSError; no agent can join then."""
+        """Reserve space for the outcome and publish the listening address. Raises OSError if no agent can join."""
 
         def write() -> None:
             AttemptOutcome.reserve(self._attempt.outcome)
@@ -123,7 +123,7 @@ class Outbox:
 
     async def show(self, reading: Callable[[], Reading]) -> None:
         """Replace heartbeat.json and ranks.json; skipped while an earlier write is in progress.
-        Two writes never overlap: the older one could finish last and its content would stay.
+        Two writes never overlap: if the older write finished last, its stale content would remain.
         """
         give_up = time.monotonic() + self._heartbeat_seconds
         while self._showing is not None and not self._showing.done():
@@ -151,7 +151,7 @@ class Outbox:
                 raise error
 
     async def look(self, condition: Callable[[], bool]) -> bool:
-        """Return whether `condition` holds; False, without a second call, while the file system does not answer."""
+        """Return whether `condition` holds; False, without another call, while the file system is not responding."""
         if self._looking is None:
             self._looking = start_detached(condition)
         await asyncio.wait([self._looking], timeout=self._heartbeat_seconds)
@@ -166,6 +166,6 @@ class Outbox:
         try:
             await run_detached(lambda: outcome.write(path), self._outcome_seconds)
         except OSError as error:
-            late = f"it takes longer than {self._outcome_seconds:.0f} s"
+            late = f"timed out after {self._outcome_seconds:.0f} s"
             why = late if isinstance(error, TimeoutError) else str(error)
-            sys.stderr.write(f"orch-agent: cannot write {path}: {why}; it would say: {outcome.reason}\n")
+            sys.stderr.write(f"orch-agent: cannot write {path}: {why}; outcome: {outcome.reason}\n")

@@ -10,13 +10,13 @@ from trainer.protocol.messages.agents import ProgressReport
 from trainer.protocol.rank_progress.progress import StopReason
 
 PRESSING = ("SIGTERM", "SIGINT")
-"""Signals that SIGKILL follows soon."""
+"""Signals soon followed by SIGKILL."""
 WARNINGS = ("SIGUSR1", "SIGUSR2")
-"""Signals before the end of a job: orch requests USR2 from Slurm; sites, submitit and Lightning use USR1."""
+"""Signals sent before a job ends: orch requests USR2 from Slurm; sites, submitit and Lightning use USR1."""
 
 _BEGINS_LATE = 600.0
 _LATE_SHARE = 0.05
-"""Share of the job's duration: a clock that runs ahead costs at most this much of the job."""
+"""Maximum share of the job's duration lost to a clock that runs ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Stopping:
     def correct(self, end: float, lasts: float | None = None) -> float:
         """Set the job's end from the scheduler, converted with this node's time of day; returns the end used.
         `lasts`: seconds from the job's start to its end, both on the scheduler's clock. A node's time of day may be off
-        by hours, so it counts only within the possible delay of the coordinator's start.
+        by hours, so it is trusted only within the possible delay of the coordinator's start.
         """
         if lasts is not None:
             latest = self._started + lasts
@@ -158,7 +158,7 @@ class Stopping:
 
     def record_timings(self, reports: Sequence[ProgressReport]) -> None:
         """Record the durations of saves (99th percentile) and steps measured by rank 0.
-        Old values are kept until it has measured any.
+        Old values are kept until rank 0 reports new ones.
         """
         self._save = max([report.save_seconds for report in reports], default=0.0) or self._save
         self._step = max([report.step_seconds for report in reports], default=self._step) or self._step

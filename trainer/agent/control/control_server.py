@@ -79,7 +79,7 @@ InboxMessage = FromAgent | AgentJoined | AgentLost | AgentRefused | Tick | Attem
 AGENT_TIMEOUT_SECONDS = 60.0
 """Silence after which an agent (or coordinator) is lost; a live one sends every few seconds."""
 STALLED_TIMEOUT_SECONDS = 10.0
-"""The same limit while no rank of the job moves, as when a node has lost the network and its peers wait for it."""
+"""The same limit while no rank moves, for example when a node has lost its network and its peers are waiting."""
 POLL_SECONDS = 2.0
 """Interval of a listener's checks."""
 LATE_SECONDS = 3.0
@@ -87,8 +87,8 @@ LATE_SECONDS = 3.0
 
 
 class PeerTimeout:
-    """Silence timer of one peer.
-    Restarts after this process was paused: the peer may have been suspended too, and resume later.
+    """Silence timer for one peer.
+    Restarts after a pause of this process: the peer may have been suspended too, and may resume later.
     """
 
     def __init__(self, now: float) -> None:
@@ -98,7 +98,7 @@ class PeerTimeout:
         self._since = self._looked = now
 
     def seconds_silent(self, now: float) -> float:
-        """Return seconds of silence, in a check due POLL_SECONDS after the last check or message."""
+        """Return the seconds of silence; a check is due POLL_SECONDS after the last check or message."""
         if now - self._looked > POLL_SECONDS + LATE_SECONDS:
             self._since = now
         self._looked = now
@@ -119,7 +119,7 @@ Serve = Callable[[Hello, AgentPeer], Awaitable[None]]
 
 
 class _UnauthenticatedPeer:
-    """A connection that has not proved the token yet: only a socket and the bytes received, no task or stream."""
+    """A connection that has not proved it has the token: only a socket and the bytes received, no task or stream."""
 
     def __init__(self, connection: socket.socket, due: float) -> None:
         self.connection, self.due, self.challenge = connection, due, new_nonce()
@@ -128,15 +128,15 @@ class _UnauthenticatedPeer:
             connection.send(challenge_line(self.challenge))
 
     def hello(self) -> tuple[bytes, bytes] | None:
-        """Return its first line and the bytes after it, or None until it is complete. Raises OSError or WireError."""
+        """Return the first line and the bytes after it; None until it is complete. Raises OSError or WireError."""
         with contextlib.suppress(BlockingIOError):
             data = self.connection.recv(LONGEST_HELLO)
             if not data:
-                raise ConnectionResetError("it hung up")
+                raise ConnectionResetError("the peer closed the connection")
             self._received += data
         line, end, rest = self._received.partition(b"\n")
         if len(line) > LONGEST_HELLO:
-            raise WireError("a hello that is too long")
+            raise WireError("an overlong hello")
         return (bytes(line), bytes(rest)) if end else None
 
 
@@ -149,16 +149,16 @@ class ControlServer:
         self, token: str, *, admit: Admit, serve: Serve, on_foreign: Callable[[Hello, str], None] | None = None,
         patience: float = HELLO_SECONDS,
     ) -> None:  # fmt: skip
-        """`on_foreign` is called with the hello of an agent of another protocol and the reason for its refusal."""
+        """`on_foreign` is called with the hello of an agent that uses a different protocol, and why it was refused."""
         self.token, self._admit, self._serve, self._patience = token, admit, serve, patience
         self._on_foreign = on_foreign
-        self._unauthenticated: OrderedDict[int, _UnauthenticatedPeer] = OrderedDict()  # by descriptor, the oldest first
+        self._unauthenticated: OrderedDict[int, _UnauthenticatedPeer] = OrderedDict()  # by descriptor, oldest first
         self._listener: socket.socket | None = None
         self._clock: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, host: str) -> int:
-        """Listen on a free port of this one address; returns the port."""
+        """Listen on a free port of this address only; returns the port."""
         listener = self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         listener.bind((host, 0))
         listener.listen(1024)

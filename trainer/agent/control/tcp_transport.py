@@ -87,7 +87,7 @@ _NONCE_DIGITS = 64
 
 
 class Seal:
-    """Proofs of one direction, in line order."""
+    """Signs and verifies the lines of one direction, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
@@ -119,12 +119,12 @@ def challenge_line(nonce: str) -> bytes:
 
 
 def hello_seal(token: str, challenge: str) -> Seal:
-    """Return the seal of an agent's first line; it is valid for this challenge only."""
+    """Return the seal for an agent's first line; it is valid only for this challenge."""
     return Seal(_key(token, "hello", challenge))
 
 
 def session_seals(token: str, challenge: str, nonce: str) -> tuple[Seal, Seal]:
-    """Return the seals of the listener's lines and the agent's lines."""
+    """Return the seals for the listener's lines and the agent's lines."""
     return Seal(_key(token, "listener", challenge, nonce)), Seal(_key(token, "agent", challenge, nonce))
 
 
@@ -160,7 +160,7 @@ class NotGreeted(ConnectionError):
 
 
 class ForeignProtocol(WireError):
-    """Raised if the coordinator speaks another protocol, so that retrying is useless."""
+    """Raised if the coordinator uses a different protocol; retrying is useless."""
 
 
 class Peer(asyncio.Protocol, Generic[Sent, Heard]):
@@ -326,8 +326,8 @@ def read(direction: Direction[Heard], line: bytes | bytearray) -> Heard:
 
 async def connect(host: str, port: int, token: str, hello: Hello) -> CoordinatorPeer:
     """Connect, prove the token, send the hello (with a fresh nonce) and wait for the welcome.
-    Raises OSError if that fails, the connection is closed, or the listener does not have the token. Retrying is right
-    then: a coordinator under attack may drop a connection before it reads the hello. Raises WireError if the
+    Raises OSError if that fails, the connection is closed, or the listener does not have the token. The caller should
+    retry: a coordinator under attack may drop a connection before it reads the hello. Raises WireError if the
     coordinator read the hello and refuses, and ForeignProtocol if the refusal is permanent.
     """
     async with asyncio.timeout(WELCOME_SECONDS):  # TimeoutError is an OSError
@@ -341,7 +341,7 @@ async def connect(host: str, port: int, token: str, hello: Hello) -> Coordinator
         except TimeoutError as error:
             raise NotGreeted(f"the coordinator has not greeted within {GREETING_SECONDS:g} s") from error
         except Unproven as error:
-            raise NotGreeted("what listens there is not this attempt's coordinator") from error
+            raise NotGreeted("the listener is not this attempt's coordinator") from error
         finally:
             if foreign or not isinstance(answer, Welcome):
                 peer.drop()

@@ -1,4 +1,4 @@
-"""Start of an attempt or generation: nodes join, pass preflight and start fork servers, or the attempt ends."""
+"""The coordinator of an attempt, and the start of each generation: join, preflight, fork servers."""
 
 import secrets
 import time
@@ -27,7 +27,7 @@ from trainer.protocol.messages.agents import End, Hello, KillGeneration
 
 
 class Startup:
-    """Conditions before training; each method waits for one and returns a Decision if it cannot be met."""
+    """Start-up before training. Each method waits for one condition and returns a Decision if it cannot be met."""
 
     def __init__(self, state: RunningAttempt, messages: MessageLoop) -> None:
         self._state, self._roster, self._messages = state, state.roster, messages
@@ -48,7 +48,7 @@ class Startup:
         return await self.wait_ready()
 
     async def wait_ready(self) -> Decision | None:
-        """Wait until every training node can start ranks; spares replace nodes that fail meanwhile."""
+        """Wait until every training node can start ranks; spares replace nodes that fail in the meantime."""
         self._state.enter(AttemptStage.WARMING)
         decision = await self._wait_fork_servers()
         while decision is not None and spare_nodes.can_replace(decision, self._roster):
@@ -58,7 +58,7 @@ class Startup:
         return decision
 
     async def _wait_joined(self) -> Decision | None:
-        """Wait until every agent has joined, or enough have and the others have had their time."""
+        """Wait until every agent has joined, or until enough have and the grace period for the others is over."""
         seconds = self._state.timeouts.join
         settled = self._is_settled(self._roster.complete, self._roster.enough)
         if await self._messages.wait_until(settled, seconds):
@@ -68,7 +68,7 @@ class Startup:
         return in_job_policy.end(reason, Failure(kind=FailureKind.AGENT_LOST, reason=reason))
 
     async def _wait_preflight(self) -> Decision | None:
-        """Wait until every node has passed preflight, or enough have."""
+        """Wait until every node has passed preflight, or until enough nodes have."""
         seconds = self._state.timeouts.preflight
         settled = self._is_settled(self._roster.all_examined, self._roster.can_train)
         answered = await self._messages.wait_until(settled, seconds)
@@ -78,7 +78,7 @@ class Startup:
             for failure in (preflight.find_blamed_node(faults), *self._exclude_skewed_nodes())
             if failure is not None
         ]
-        # A fault of a single node ends nothing if the other nodes are enough.
+        # A fault on a single node does not end the attempt if enough other nodes are fit.
         alone = all(failure.kind is FailureKind.NODE_SUSPECT for failure in found)
         if found and not (alone and self._roster.can_train()):
             return in_job_policy.end("; ".join(failure.reason for failure in found), found[0])
@@ -118,7 +118,7 @@ class Startup:
         return None
 
     def _is_settled(self, whole: Callable[[], bool], enough: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a condition: `whole()` holds, `enough()` has held for a while, or waiting is pointless."""
+        """Return a condition, true if `whole()` holds, `enough()` has held for a while, or waiting is pointless."""
         since: float | None = None
 
         def is_settled() -> bool:
@@ -143,7 +143,7 @@ class Startup:
 
     def _too_late(self) -> bool:
         """Return whether a requested stop makes a new generation pointless.
-        True if none has trained or too little time is left.
+        True if no generation has trained or too little time is left.
         """
         state = self._state
         if state.stopping.stop is None:
@@ -165,7 +165,7 @@ _LOOK_SECONDS, _SOON_SECONDS = 0.25, 0.05
 
 
 class Coordinator:
-    """Leader of an attempt, generation by generation; its parts share one `RunningAttempt`."""
+    """Runs an attempt one generation at a time; its parts share one `RunningAttempt`."""
 
     def __init__(self, state: RunningAttempt) -> None:
         self._state, self._host = state, ""
@@ -201,7 +201,7 @@ class Coordinator:
             await self._control_server.close()
 
     async def _lead(self) -> Decision:
-        """Run generations until one ends the attempt. An exception ends it too, and its outcome names the exception."""
+        """Run generations until one ends the attempt. An exception also ends it and is named in the outcome."""
         try:
             decision = await self._startup.run()
             while decision is None:
@@ -216,7 +216,7 @@ class Coordinator:
     # -- the life of a generation ------------------------------------------------------------------------------------
 
     async def _run_generation(self) -> Decision | None:
-        """Run one generation; returns a Decision if the attempt ends with it, None if another follows."""
+        """Run one generation; returns a Decision if the attempt ends, None if another generation follows."""
         await self._launch_ranks()
         decision = await self._watch_ranks()
         await self._state.record_decision(decision)
@@ -224,7 +224,7 @@ class Coordinator:
         return await self._prepare_next(decision, killed=killed)
 
     async def _launch_ranks(self) -> None:
-        """Start the ranks on all training nodes and repeat a pending stop or save request to them."""
+        """Start the ranks on all training nodes and repeat any pending stop or save request."""
         state = self._state
         generation, cluster = state.begin_generation(), state.config.cluster
         await self._command.start_generation(generation.number)
@@ -239,7 +239,7 @@ class Coordinator:
         """Check the ranks until they have ended or failed and `in_job_policy` has decided what follows."""
         state = self._state
         while (decision := in_job_policy.decide(state.situation(self._command.past()))).action is Action.WAIT:
-            # Check often only while a deadline may decide something.
+            # Check often only after a failure or a stop request, when a deadline may pass.
             urgent = state.generation.first_failure or state.stopping.stop
             await self._messages.wait_for_news(_SOON_SECONDS if urgent else _LOOK_SECONDS)
             await self._command.check(state.generation)
@@ -249,7 +249,7 @@ class Coordinator:
         return decision
 
     async def _tear_down(self, decision: Decision) -> bool:
-        """Kill the rest of the generation; returns whether it is gone from every node that runs the next one."""
+        """Kill the rest of the generation; returns whether it is gone from every node that will run the next one."""
         state = self._state
         state.enter(AttemptStage.CLEARING)
         killed = await self._kill_generation(decision)
@@ -262,14 +262,14 @@ class Coordinator:
         return killed
 
     async def _kill_generation(self, decision: Decision) -> bool:
-        """Kill the current generation's ranks; returns whether all are gone, ignoring nodes given up by `decision`."""
+        """Kill the generation's ranks; returns whether all are gone, except on nodes that `decision` gives up."""
         number, roster = self._state.generation.number, self._state.roster
         roster.broadcast(KillGeneration(generation=number))
         given_up = spare_nodes.left_behind(decision)
         return await self._messages.wait_until(lambda: roster.all_gone(number, but=given_up), self._state.timeouts.kill)
 
     def _exclude_stuck_nodes(self, decision: Decision) -> Decision:
-        """Return the decision that replaces `decision` if ranks cannot be killed: their nodes are always excluded."""
+        """Return the decision that replaces `decision` if ranks cannot be killed; their nodes are excluded."""
         state = self._state
         instead = spare_nodes.replace_unkillable_nodes(
             decision, state.roster, state.generation.number, seconds=state.timeouts.kill,
@@ -279,7 +279,7 @@ class Coordinator:
         return instead
 
     async def _prepare_next(self, decision: Decision, *, killed: bool) -> Decision | None:
-        """Wait until the next generation can start; returns a Decision if there will not be one."""
+        """Wait until the next generation can start; returns a Decision if none will follow."""
         state = self._state
         if decision.action not in (Action.RESTART, Action.ROLL_BACK, Action.REPLACE):
             return decision

@@ -1,4 +1,4 @@
-"""Incidents: their events, verdict.json, and the resulting failure of the generation."""
+"""Incidents: events, verdict.json, and the failures they cause."""
 
 import asyncio
 import sys
@@ -33,7 +33,7 @@ from trainer.protocol.secrets.secret_redaction import in_use
 
 
 def is_needed(ends: Sequence[RankEnd]) -> bool:
-    """Return whether no exit explains itself: each bad one was an abort or reported a lost peer."""
+    """Return whether no exit is self-explanatory: every bad exit was an abort or reported a lost peer."""
     bad = [end for end in ends if not end.good]
     return bool(bad) and all(secondary_order(end) > 0 for end in bad)
 
@@ -69,7 +69,7 @@ _MOST_WAITING = 64
 
 
 def build_failure(judgement: HangJudgement, evidence: str) -> Failure:
-    """Return the failure that the incident means for the attempt. `evidence` is the bundle's path in the run folder."""
+    """Return the failure that the incident causes. `evidence` is the bundle's path in the run folder."""
     kind = FailureKind.DESYNC if judgement.kind is HangKind.DESYNC else FailureKind.HANG
     return Failure(
         kind=kind,
@@ -83,7 +83,7 @@ def build_failure(judgement: HangJudgement, evidence: str) -> Failure:
 
 
 def event_fields(incident: Incident, evidence: str, *, withdrawn: bool) -> dict[str, Any]:
-    """Return the fields of the event; `withdrawn`: the ranks continued while evidence was collected."""
+    """Return the event's fields; `withdrawn`: the ranks continued while evidence was collected."""
     judgement = incident.judgement
     return {
         "name": incident.name,
@@ -120,10 +120,10 @@ def write_verdict(bundle: Path, incident: Incident, seen: list[RankSample], *, w
 
 
 _SETTLED = 0.5
-"""Seconds after the first failed exit within which most others follow and flight records are written."""
+"""Seconds after the first failed exit; by then most others have followed and flight records are written."""
 
 _PLACED = 3
-"""Maximum number of ranks whose mesh position a reason gives."""
+"""Maximum number of ranks whose mesh positions a reason includes."""
 
 
 class JobMonitor:
@@ -148,7 +148,7 @@ class JobMonitor:
         machines = {member.name: member.machine for member in self._roster.training_members()}
         preflight = self._config.detection.preflight
         self._benchmark = NodeBenchmark(nodes, machines, preflight)
-        # On a single machine no other node can replace this one, and other load would count against the node.
+        # On a single machine no other node can replace this one, and unrelated load would be blamed on the node.
         if self._usual_speeds is None and not traits(cluster.kind).simulated_nodes:
             self._usual_speeds = background_tasks.start_detached(
                 lambda: usual_speeds(self._state.run_dir, self._state.attempt_dir.number, preflight)
@@ -167,7 +167,7 @@ class JobMonitor:
         )  # fmt: skip
 
     def receive(self, node: int, message: ProgressReport | RankSpeeds | FlightRecords | EvidenceCollected) -> None:
-        """Handle a report, flight records or the end of evidence collection; raises the errors of a malformed one."""
+        """Handle a report, flight records or the end of evidence collection; a malformed message raises an error."""
         match message:
             case ProgressReport():
                 self._hang_detector.add_report(node, message, time.monotonic())
@@ -192,7 +192,7 @@ class JobMonitor:
         )
         whose = {} if slow_node is None else {"name": slow_node.node}
         late = benchmark.missing()
-        why = f"no figures from {len(late)} rank(s) within detection.preflight.seconds: {late[:8]}" if late else ""
+        why = f"no measurements from {len(late)} rank(s) within detection.preflight.seconds: {late[:8]}" if late else ""
         reason, speeds = why if slow_node is None else slow_node.reason, benchmark.median_speeds()
         self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
 
@@ -212,7 +212,7 @@ class JobMonitor:
             return self._find_slow_node() or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
-        # Once all ranks have ended, the next decision has nothing else to wait for.
+        # Once all ranks have ended, the next decision need not wait.
         if len(now.ends) < self._config.cluster.world_size and time.monotonic() - now.first_failure < _SETTLED:
             return None
         now.dead_ranks_analysed = True
@@ -226,12 +226,12 @@ class JobMonitor:
         return slow_node
 
     async def _find_hang(self) -> Failure | None:
-        """Return the failure of a certain hang, once its evidence is collected."""
+        """Return the failure for a confirmed hang, once its evidence is collected."""
         incident = self._hang_detector.look(time.monotonic())
         return None if incident is None else await self._conclude(incident)
 
     async def _find_desync(self, ends: Sequence[RankEnd]) -> Failure | None:
-        """Return the failure of ranks that called different collectives but report only lost peers."""
+        """Return the failure if ranks called different collectives but report only lost peers."""
         world = self._config.cluster.world_size
         try:
             finding = await background_tasks.run_detached(
@@ -267,7 +267,7 @@ class JobMonitor:
             await background_tasks.run_detached(
                 lambda: write_verdict(bundle, incident, seen, withdrawn=withdrawn), self._state.timeouts.verdict
             )
-        except (OSError, TimeoutError) as error:  # the disk fault may be what hangs
+        except (OSError, TimeoutError) as error:  # the same disk may have caused the hang
             sys.stderr.write(f"orch-agent: cannot write {bundle}: {error!r}\n")
         path = str(bundle.relative_to(self._state.run_dir.path))
         self._events.write(EventKind.INCIDENT, **event_fields(incident, path, withdrawn=withdrawn))

@@ -16,8 +16,8 @@ class LaunchRefused(Exception):
 
 async def wait_for_go(path: Path, identity: NodeIdentity, attempt: int, *, seconds: float | None = None) -> LaunchToken:
     """Wait for the attempt's launch token and return it.
-    Raises Refused if it belongs to another job or does not arrive in time, and HungFileSystem if its file system does
-    not answer.
+    Raises LaunchRefused if it belongs to another job or does not arrive in time, and HungFileSystem if its file system
+    does not respond.
     """
     # Slurm restarted this job; it has already trained under the same token.
     if identity.restarts > 0:
@@ -40,7 +40,7 @@ async def _read_late(path: Path, patience: float) -> LaunchToken:
         try:
             return await token.result(give_up - time.monotonic())
         except FileNotFoundError:
-            problem = "is not there"
+            problem = "does not exist"
         except HungFileSystem as error:
             raise HungFileSystem(path, patience) from error
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -52,11 +52,11 @@ async def _read_late(path: Path, patience: float) -> LaunchToken:
 
 
 class Fence:
-    """Repeated check of GO: a missing token, or another job's, means that this attempt must end."""
+    """Repeated check of the launch token: if it is missing or belongs to another job, this attempt must end."""
 
     def __init__(self, path: Path, token: LaunchToken) -> None:
         self._path, self._token, self._misses = path, token, 0
-        self.reason = ""  # why it is down
+        self.reason = ""  # why the attempt is fenced
 
     def is_down(self) -> bool:
         """Return whether two consecutive reads found no matching token. An unresponsive file system proves nothing."""
@@ -65,11 +65,11 @@ class Fence:
         except FileNotFoundError:
             held = False
             revoked = "its launch token was revoked: the controller has fenced this attempt off"
-            deleted = f"its launch token {self._path} is missing: deleted, but not by orch, and so no save is safe"
+            deleted = f"its launch token {self._path} is missing: it was deleted, but not by orch, so no save is safe"
             self.reason = revoked if was_revoked(self._path) else deleted
         except (OSError, ValueError, TypeError, KeyError):
             return False
         else:
-            self.reason = f"its launch token {self._path} is that of another job"
+            self.reason = f"its launch token {self._path} belongs to another job"
         self._misses = 0 if held else self._misses + 1
         return self._misses >= 2

@@ -1,4 +1,4 @@
-"""Failures of nodes, and whether the current generation needs the node."""
+"""The coordinator's message handling: node failures, periodic tasks and messages from agents."""
 
 import asyncio
 import time
@@ -52,7 +52,7 @@ class NodeFailures:
             self._fail(FailureKind.AGENT_LOST, node, f"the agent of {member.name} is lost: {why}")
 
     def foreign(self, node: int, refused: AgentRefused) -> None:
-        """Record the refusal of an agent with another protocol; its node cannot join unless another agent did."""
+        """Record the refusal of an agent with a different protocol; its node cannot join unless another agent did."""
         reason = f"the agent of {refused.name}: {refused.reason}"
         self._state.events.write(EventKind.DECISION, action="refuse", reason=reason)
         if node in self._roster.members:
@@ -104,7 +104,7 @@ class Timers:
         self._fence = Fence(state.attempt_dir.go, state.token)
         self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
         self._tasks: list[asyncio.Task[None]] = []
-        # Seconds between two pings and between two readings of all ranks, as agents of this many nodes report.
+        # Seconds between pings and between readings of all ranks: the reporting interval of agents in a job this large.
         self._pause, self._ranks_due = calm_seconds(state.config.cluster.all_nodes), 0.0
 
     def start(self) -> None:
@@ -123,7 +123,7 @@ class Timers:
 
     async def write_status(self) -> None:
         """Write heartbeat.json, and ranks.json while ranks run."""
-        # Merge first, so that a hung file system cannot delay it: failures and the outcome contain the step.
+        # Merge first, so that a hung file system cannot delay the merge: failures and the outcome include the step.
         self._state.merge_reports()
         await self._state.outbox.show(self._read_status)
 
@@ -160,7 +160,7 @@ _NO_NEWS = (agents.ProgressReport, agents.FlightRecords, agents.RankSaves)
 
 
 class MessageLoop:
-    """Message handling while a part of the coordinator waits for something."""
+    """Handles messages while a part of the coordinator waits."""
 
     def __init__(self, state: RunningAttempt, monitor: JobMonitor, requests: RequestHandlers, timers: Timers) -> None:
         self._state, self._monitor, self._requests, self._timers = state, monitor, requests, timers
@@ -177,7 +177,7 @@ class MessageLoop:
         return True
 
     async def wait_for_news(self, seconds: float) -> None:
-        """Handle messages until one may call for a decision, or for `seconds`."""
+        """Handle messages until one may call for a decision, for at most `seconds`."""
         news, give_up = False, time.monotonic() + seconds
         while not news and (left := give_up - time.monotonic()) > 0:
             news = await self._handle_next(left)
@@ -193,7 +193,7 @@ class MessageLoop:
         try:
             self._handle(node, message)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            self._on_agent_lost(node, f"it sent a {wire_name(type(message))!r} that cannot be read: {error!r}")
+            self._on_agent_lost(node, f"it sent an invalid {wire_name(type(message))!r}: {error!r}")
         return not isinstance(message, _NO_NEWS)
 
     def _handle(self, node: int, message: InboxMessage) -> None:
@@ -225,7 +225,7 @@ class MessageLoop:
                 self._handle_generation_message(node, message)
 
     def _place(self, rank: int) -> str:
-        """Return the position of a rank in the mesh; empty for a user program, which builds its own."""
+        """Return a rank's position in the mesh; empty for a user program, which builds its own."""
         config = self._state.config
         return "" if config.command else config.parallel.place_words(config.cluster.world_size, rank)
 

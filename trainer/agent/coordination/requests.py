@@ -1,4 +1,4 @@
-"""Drills requested of the live job: each is ordered and answered once all ranks train."""
+"""Operator requests to a live job: saves, stops, stacks and drills, and the answers to them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from trainer.protocol.requests import REFUSED, Request, RequestKind, pending
 
 class DrillOrders:
     """Queue of requested drills, held back until all ranks train.
-    A fault during start-up would hit no rank, or another fault's restart.
+    A fault injected during start-up would hit no rank, or hit the restart after another fault.
     """
 
     def __init__(self, state: RunningAttempt) -> None:
@@ -47,7 +47,7 @@ class DrillOrders:
 
 
 def _all_train(state: RunningAttempt) -> bool:
-    """Return whether every rank of the current generation has trained a step; for a command, has started."""
+    """Return whether every rank of the current generation has trained a step or, for a command, has started."""
     if state.stage is not AttemptStage.RUNNING or state.generation.first_failure is not None:
         return False
     reports = state.reports()
@@ -89,7 +89,7 @@ def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
 
 def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
     """Return the newest step whose save may have begun; a request made now needs a later one.
-    No save follows the last step, so that one always answers a request.
+    No save follows the last step, so the last step always answers a request.
     """
     step = max((report.step for report in reports), default=0)
     return min(step, total - 1) if total else step
@@ -97,7 +97,7 @@ def newest_begun_save(reports: Sequence[ProgressReport], total: int) -> int:
 
 @dataclass(kw_only=True)
 class _Stacks:
-    """Pending stacks of a request, answered when all agents have written them, or at `until`."""
+    """Pending request for stacks, answered once all agents have written them, or at `until`."""
 
     request: str
     folder: str
@@ -135,7 +135,7 @@ class RequestHandlers:
         stopping = self._state.stopping
         end = stopping.correct(now + left, float(lasts) if lasts.isascii() and lasts.isdigit() else None)
         off = left - (end - now)
-        wrong = f"; the clock of this node is off: by its time of day it would be in {left:.0f} s" if off else ""
+        wrong = f"; this node's clock is off: by its time of day, the end would be in {left:.0f} s" if off else ""
         return f"the job ends in {end - now:.0f} s{wrong}"
 
     def finished(self, now: float) -> Iterator[tuple[str, str]]:
@@ -152,7 +152,7 @@ class RequestHandlers:
                 yield stacks.request, stacks.folder
 
     def evidence_collected(self, node: int, message: EvidenceCollected) -> None:
-        """Record that an agent has written the stacks of its ranks as far as possible."""
+        """Record that an agent has written all the stacks it can."""
         stacks = self._stacks.get(message.incident)
         if stacks is not None:
             stacks.waits.discard(node)
@@ -165,7 +165,7 @@ class RequestHandlers:
 
     def _request_save(self, request: Request) -> str | None:
         if self._config.command:
-            return f"{REFUSED}the ranks are the user's own command, orch cannot ask it to save"
+            return f"{REFUSED}the ranks run the user's own command, which orch cannot ask to save"
         if self._state.stopping.stop is not None:
             return "a stop with a save is under way"
         self._saves[request.name] = newest_begun_save(self._state.reports(), self._state.progress.total)
@@ -178,7 +178,7 @@ class RequestHandlers:
     def _request_stacks(self, request: Request, now: float) -> str | None:
         ranks = self._requested_ranks(request)
         if self._config.command or not ranks:
-            why = "the ranks are the user's own command" if self._config.command else "there is no such rank or node"
+            why = "the ranks are the user's own command" if self._config.command else "no such rank or node"
             return f"{REFUSED}{why}"
         name = f"attach-{request.name.split('.')[2]}"
         bundle = self._state.attempt_dir.incident(name)

@@ -1,6 +1,6 @@
-"""Comparison of all ranks' flight records: absent ranks, stopped GPUs and desyncs.
-Pure functions. The wait graph (`waits`) leads from every waiting rank to the unexplained ones (`roots`), and all of
-those are named. If the records are inconclusive, the finding states it and names no rank.
+"""Compares all ranks' flight records to find absent ranks, stopped GPUs and desyncs.
+Pure functions. The wait graph (`waits`) leads from every waiting rank to the unexplained ranks (`roots`), all of
+which are named. If the records are inconclusive, the finding reports that and names no rank.
 """
 
 from collections import Counter
@@ -33,11 +33,11 @@ WaitRoots = dict[Node, RootKind]
 
 
 _SYNCHRONIZING = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "barrier")
-"""Operations that complete on no rank before all have begun them; not so for broadcasts and uneven all_to_alls."""
+"""Operations that complete on no rank before every rank has begun them, unlike broadcasts and uneven all_to_alls."""
 
 
 def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
-    """Return ranks whose GPUs stopped: they called as much as their peers, but less is completed or begun."""
+    """Return ranks whose GPUs stopped: they called as many operations as their peers, but completed or began fewer."""
     found: WaitRoots = {}
     held: dict[int, list[Node]] = {}
     stopped: dict[int, RootKind] = {}
@@ -46,7 +46,7 @@ def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
             for rank in _lagging(records, place):
                 stopped[rank] = "gpu_stopped"
             for rank in place.queued:
-                # Earlier operations may block it. Without any, and with a complete record, the GPU is at fault.
+                # Earlier operations may block it. If there are none and the record is complete, the GPU is at fault.
                 if waits.calls[rank][0] == node and records.flights[rank].whole:
                     stopped.setdefault(rank, "queued")
     for rank, called in waits.calls.items():
@@ -107,14 +107,14 @@ def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
 
 
 def message_roots(waits: WaitGraph, never_sent: Iterable[int]) -> WaitRoots:
-    """Return ranks that omitted a message, whatever they wait for now; nothing progresses without it."""
+    """Return ranks that omitted a message, whatever they wait for now; nothing progresses without that message."""
     return {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
 
 
 def last_resort(waits: WaitGraph, explained: Collection[Node]) -> WaitRoots:
     """Return the rank in a ring of waiting ranks that waits only for messages.
-    Receiving early is usual and blocks no other rank, but a rank that has not called a collective that others are in is
-    behind. It is named only if it is the only such rank in its ring.
+    Receiving early is usual and blocks no other rank, but a rank that has not called a collective its peers are in is
+    behind. Such a rank is named only if it is the only one in its ring.
     """
     unknown = waits.reaching(waits.open)
     left = [node for node in range(len(waits.places)) if node not in explained and node not in unknown]
@@ -185,11 +185,11 @@ def _sinks(waits: WaitGraph, nodes: Collection[Node]) -> list[set[Node]]:
 
 
 _WAYS = 4
-"""Maximum number of different entries to a collective that a reason lists."""
+"""Maximum number of variants of a collective that a reason lists."""
 
 
 def desync(records: Records) -> Finding | None:
-    """Return the first collective that ranks entered differently, except long completed ones; None if none."""
+    """Return the first collective that ranks entered differently, ignoring long-completed ones, or None."""
     for key, by_sequence in records.numbers.items():
         if key in records.doubtful:
             continue
@@ -218,16 +218,16 @@ def _differing(
         usual = _usual(records, key, sequence, told, usual)
     culprits = tuple(sorted(rank for rank, (what, _) in told.items() if what not in usual))
     if not culprits:
-        culprits, doubt = tuple(sorted(told)), "; which of them is wrong the records do not tell"
+        culprits, doubt = tuple(sorted(told)), "; the records do not show which of them is wrong"
     else:
-        doubt = "" if certain else "; the others have done the like before"
+        doubt = "" if certain else "; the others have made such calls before"
     ways = "; ".join(
         f"{ranks_text(sorted(rank for rank, (other, _) in told.items() if other == what))} entered "
         f"{next(text for other, text in told.values() if other == what)}"
         for what, _ in counts.most_common(_WAYS)
     )
     if len(counts) > _WAYS:
-        ways += f"; and {len(counts) - _WAYS:,} more ways"
+        ways += f"; and {len(counts) - _WAYS:,} more variants"
     reason = f"collective #{sequence} of group {key} differs between ranks: {ways}{doubt}"
     named = () if len(culprits) == len(told) else culprits
     return Finding(
@@ -245,7 +245,7 @@ def _differing(
 def _usual(
     records: Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]], ways: Sequence[object]
 ) -> list[object]:
-    """Return the ways of entering a collective that occur earlier in some rank's own record, or all if none does."""
+    """Return the variants of a collective that occur earlier in some rank's own record, or all if none does."""
     # A rank that skipped a call continues with its peer's later calls, so either may be wrong.
     if _is_shifted(records, key, sequence, told):
         return list(ways)
@@ -282,7 +282,7 @@ def find_crossed_groups(stalls: Sequence[Stall]) -> Finding | None:
         for rank in stall.inside:
             inside.setdefault(rank, []).append(stall)
     for stall in missed:
-        # A stall crossed with this one contains all ranks that it misses, so checking the first is enough.
+        # A stall crossed with this one contains all its missing ranks, so checking the first is enough.
         for other in inside.get(stall.missing[0], ()):
             here, there = set(stall.missing) & set(other.inside), set(other.missing) & set(stall.inside)
             if there and len(here) == len(stall.missing):
@@ -293,7 +293,7 @@ def find_crossed_groups(stalls: Sequence[Stall]) -> Finding | None:
                     group=stall.group,
                     sequence=stall.sequence,
                     reason=f"{ranks_text(sorted(there))} wait in {stall} and {ranks_text(sorted(here))} in {other}: "
-                    "they went into two groups' collectives in different orders",
+                    "they entered the collectives of two groups in different orders",
                 )
     return None
 
@@ -306,7 +306,7 @@ def analyse(
     flights: Iterable[FlightRecord], expected_ranks: Iterable[int], unanswered: Iterable[int] = (),
     never_sent: Iterable[int] = (),
 ) -> Finding:  # fmt: skip
-    """Compare flight records, paired by group and sequence number; `unanswered` ranks were queried without an answer.
+    """Compare flight records, paired by group and sequence number; `unanswered` ranks were queried but did not answer.
     `never_sent`: ranks known to have omitted a message that another rank waits for.
     """
     records = Records(flights, expected_ranks, unanswered)
@@ -319,7 +319,7 @@ def analyse(
         return _nothing(records)
     found = gpu_roots(records, waits) | host_roots(records, waits) | message_roots(waits, never_sent)
     explained = waits.reaching(found)
-    # Ranks that wait for each other in two groups called them in different orders, unless another rank delays them.
+    # Ranks that wait for each other in two groups called these in different orders, unless another rank delays them.
     rest = [place for node, place in enumerate(waits.places) if isinstance(place, Stall) and node not in explained]
     if (mutual := find_crossed_groups(rest)) is not None:
         return mutual
@@ -338,8 +338,8 @@ def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding
     for root, kind in found.items():
         told.setdefault((kind, _stall_origin(waits, waiting[root], found)), []).append(waits.inside(root)[0])
     culprits, reasons = [], []
-    # Ranks that never came are the clearest case; among equals, the wave-front nearest to its root comes first.
-    for (kind, node), ranks in sorted(told.items(), key=lambda one: (one[0][0] == "gpu_stopped", min(one[1]))):
+    # Absent ranks are the clearest case; among equals, the wave-front nearest to its root comes first.
+    for (kind, node), ranks in sorted(told.items(), key=lambda item: (item[0][0] == "gpu_stopped", min(item[1]))):
         reason = _reason(waits, kind, node, tuple(sorted(ranks)))
         reasons.append(reason)
         place = waits.places[node]
@@ -371,8 +371,8 @@ def _waiting(waits: WaitGraph, found: WaitRoots) -> dict[Node, list[Node]]:
 
 
 def _stall_origin(waits: WaitGraph, waiting: Sequence[Node], found: WaitRoots) -> Node:
-    """Return where a root's stall began: all ranks missing there are roots. The smallest such group wins.
-    Ranks in other groups may only wait for it: tensor parallel precedes data parallel.
+    """Return where a root's stall began: in the smallest group whose missing ranks are all roots.
+    Ranks in other groups may only be waiting for that group: tensor parallel precedes data parallel.
     """
 
     def priority(node: Node) -> tuple[bool, bool, int]:
@@ -401,26 +401,24 @@ def _reason(waits: WaitGraph, kind: RootKind, node: Node, ranks: Sequence[int]) 
         case "queued":
             return f"{who} did not begin {place}: it is queued behind other work on the GPU, {inside}"
         case "gpu_stopped":
-            return f"{who} called {place} and it is not over there, although peers are through later ones: GPU stopped"
+            return (
+                f"{who} called {place} but did not complete it, although peers have completed later ones: GPU stopped"
+            )
     return f"{who} never entered {place}, {inside}"
 
 
 def _together(stalled: Sequence[Stall], stuck: Sequence[object]) -> Finding:
-    """Return a finding without a culprit: all ranks came and none makes progress, or they wait in a ring."""
+    """Return a finding without a culprit: all ranks joined and none makes progress, or they wait in a ring."""
     places = [place for place in stuck if isinstance(place, Stall)] or [s for s in stalled if not s.missing]
     if not places and not stalled:
         return _lost_message([place for place in stuck if isinstance(place, MessageChannel)])
     stall = max(places or stalled, key=lambda stall: len(stall.inside))
     ranks = tuple(sorted({rank for place in places or [stall] for rank in place.inside}))
-    rest = (
-        "no rank is missing, and it does not complete"
-        if places
-        else "the ranks that are missing wait for others in turn"
-    )
+    rest = "no rank is missing, but it does not complete" if places else "the missing ranks wait for others themselves"
     if stall.doubtful:
-        rest = "the group was made again under its name, and the records do not show which rank is missing"
+        rest = "the group was created again under the same name, and the records do not show which rank is missing"
     if len(places) > 1:
-        rest += f"; so it is in {len(places) - 1:,} more group(s)"
+        rest += f"; likewise in {len(places) - 1:,} more group(s)"
     return Finding(
         kind="stuck_together",
         ranks=ranks,
@@ -439,7 +437,7 @@ def _lost_message(channels: Sequence[MessageChannel]) -> Finding:
         kind="stuck_together",
         ranks=ranks,
         group=channels[0].group,
-        reason=f"both ends have called {told}, but it does not complete: the link between them, or the GPU of either",
+        reason=f"both ends have called {told}, but it does not complete: suspect the link between them, or either GPU",
     )
 
 

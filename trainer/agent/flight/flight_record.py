@@ -15,10 +15,10 @@ from typing import Any
 from trainer.protocol.messages.ranks import decode_runs, encode_runs
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, MemoryError)
-"""Exceptions raised by reading a malformed record."""
+"""Exceptions that reading a malformed record may raise."""
 _LARGEST = 2**63 - 1
 _LONGEST_WORD = 200
-"""Maximum characters kept of a word."""
+"""Maximum characters kept per word."""
 
 
 def number(value: Any, otherwise: int = 0) -> int:
@@ -45,7 +45,7 @@ _PEERS = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)\Z")
 _WORLD = 1_000_000
 """Maximum number of ranks in a world."""
 _MOST_MESSAGES = 200
-"""Oldest unfinished messages kept per rank; later ones wait behind these."""
+"""Number of the oldest unfinished messages kept per rank; later ones wait behind these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def find_unfinished_messages(
     raw: Iterable[Mapping[str, Any]], done: Iterable[bool], members: Mapping[str, Sequence[int]], suffix: str = ""
 ) -> tuple[P2PMessage, ...]:
     """Return a dump's unfinished messages in order.
-    `members` has the ranks of each group in the group's order. torch never marks the parts of a batch
+    `members` maps each group to its ranks, in the group's order. torch never marks the parts of a batch
     (`batch_isend_irecv`) as done; the "coalesced" entry after them is marked.
     """
     rows = [(at, entry, over) for at, (entry, over) in enumerate(zip(raw, done, strict=True))]
@@ -167,7 +167,7 @@ def _of_nccl(dump: Mapping[str, Any]) -> bool:
 def _names(
     config: Mapping[str, Any], status: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, str]:
-    """Return group names by local number: paired by the entries, else by order if the names are ascending numbers."""
+    """Map local numbers to group names: paired through the entries, or by order if the names are ascending numbers."""
     seen = {str(entry.get("pg_id")): group_name(entry) for entry in entries}
     known = {local: name for local, name in seen.items() if local in status}
     names = [word(value.get("name", key)) for key, value in config.items() if isinstance(value, Mapping)]
@@ -179,11 +179,11 @@ def _names(
 
 
 KEPT = 30
-"""Newest collectives kept per group."""
+"""Number of newest collectives kept per group."""
 WIRE = 8000
-"""Maximum bytes of one rank's record on the wire; longer ones drop their oldest collectives."""
+"""Maximum bytes of one rank's record on the wire; longer records drop their oldest collectives."""
 _FEWEST = 4
-"""Oldest unfinished collectives of a group that are never dropped."""
+"""Number of a group's oldest unfinished collectives that are never dropped."""
 _DIMENSIONS = 64
 """Maximum dimensions of a tensor."""
 _LONGEST = 60
@@ -194,7 +194,7 @@ ON_HOST = " on the host"
 
 SCHEDULED, STARTED, DONE = "scheduled", "started", "done"
 _ALIKE = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "reduce_scatter")
-"""Operations in which all ranks contribute equally many elements; uneven all_to_all, gather and scatter are legal."""
+"""Operations in which all ranks contribute the same number of elements. Others, such as gather, may be uneven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class CollectiveEntry:
 
     @property
     def shape(self) -> tuple[int, str]:
-        """Return the part that must agree between ranks; sizes with the same product do."""
+        """Return the part that must match on all ranks; sizes with equal products match."""
         return (self.elements, self.dtypes) if self.elements >= 0 else (-1, "")
 
     def __str__(self) -> str:
@@ -221,7 +221,7 @@ class CollectiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Process group as one of its ranks knows it."""
+    """Process group as seen by one of its ranks."""
 
     ranks: tuple[int, ...]  # empty: unknown
     entered: int  # last collective entered
@@ -318,7 +318,7 @@ def read(
     rank: int, host: Any, device: Any | None, groups: Mapping[str, Mapping[str, Any]] | None = None
 ) -> FlightRecord:
     """Merge the records of a rank's two recorders: NCCL's (`device`), if any, and gloo's (`host`).
-    Each numbers the collectives of the same groups independently. Raises ValueError if `host` is not a dump.
+    Each recorder numbers the collectives of the same groups independently. Raises ValueError if `host` is not a dump.
     """
     if device is None:
         return parse(rank, host, groups)
@@ -357,7 +357,7 @@ def newest(dump: bytes, most: int) -> bytes:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:40]!r} stands for a word")
+        raise TypeError(f"expected text, found {str(value)[:40]!r}")
     return value
 
 
@@ -484,7 +484,7 @@ def _group(
 
 
 def _select_newest(entries: Iterable[CollectiveEntry], keep: int) -> list[CollectiveEntry]:
-    """Return the newest entries, keeping a few places for the oldest unfinished ones, in which the rank waits."""
+    """Return the newest entries, reserving a few places for the oldest unfinished ones, where the rank waits."""
     ordered = sorted(entries, key=lambda entry: entry.sequence)
     if len(ordered) <= keep:
         return ordered

@@ -1,4 +1,4 @@
-"""Flight records of ranks: queries of live ones over Unix sockets, and safe reading of the dumps of dead ones.
+"""Flight records of ranks: queries to live ranks over Unix sockets, and safe reading of the dumps left by dead ones.
 
 A pickle is a program whose opcodes may import and call anything. `load` reads the opcodes (`pickletools`) and accepts
 only those for plain values.
@@ -49,18 +49,18 @@ _IGNORED = frozenset({"PROTO", "FRAME"})
 def load_plain_values(data: bytes) -> Any:
     """Return the content of a pickle of dicts, lists, tuples, strings and numbers; raises ValueError for others."""
     if len(data) > MAX_PICKLE_BYTES:
-        raise ValueError(f"a pickle of {len(data):,} bytes: more than {MAX_PICKLE_BYTES:,} are not read")
+        raise ValueError(f"pickle size {len(data):,} exceeds {MAX_PICKLE_BYTES:,} bytes")
     machine = _Machine()
     try:
         for steps, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if steps > _STEPS:
-                raise ValueError("a pickle of too many steps")
+                raise ValueError("pickle has too many opcodes")
             if opcode.name == "STOP":
                 return _check_expansion(machine.result())
             machine.do(opcode.name, argument)
     except (IndexError, KeyError, TypeError, UnicodeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a pickle of plain values: {error!r}") from error
-    raise ValueError("a pickle without an end")
+    raise ValueError("pickle has no end")
 
 
 def _check_expansion(value: Any) -> Any:
@@ -70,14 +70,14 @@ def _check_expansion(value: Any) -> Any:
         count += len(level)
         letters += sum(len(one) for one in level if isinstance(one, str))
         if count > _NODES or letters > _LETTERS:
-            raise ValueError("a pickle of too many values")
+            raise ValueError("pickle has too many values")
         inner = [one for one in level if isinstance(one, list | tuple | dict)]
         if not inner:
             return value
         if count + sum(map(len, inner)) > _NODES:
-            raise ValueError("a pickle of too many values")
+            raise ValueError("pickle has too many values")
         level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
-    raise ValueError("a pickle that is too deep")
+    raise ValueError("pickle is nested too deeply")
 
 
 class _Machine:
@@ -128,17 +128,17 @@ class _Machine:
                 self._stack.append({})
                 self._set(values)
             case _:
-                raise ValueError(f"a pickle that does more than hold plain values: {name}")
+                raise ValueError(f"pickle opcode not allowed: {name}")
 
     def _set(self, values: list[Any]) -> None:
         if len(values) % 2:
-            raise ValueError("a pickle with a key without a value")
+            raise ValueError("pickle has a key without a value")
         self._top(dict).update(zip(values[::2], values[1::2], strict=True))
 
     def _pop(self, count: int) -> list[Any]:
         values = self._stack[-count:]
         if len(values) < count or any(value is _MARK for value in values):
-            raise ValueError("a pickle that takes more than it has")
+            raise ValueError("pickle stack is empty")
         del self._stack[-count:]
         return values
 
@@ -151,12 +151,12 @@ class _Machine:
     def _top(self, kind: type = object) -> Any:
         value = self._stack[-1]
         if value is _MARK or not isinstance(value, kind):
-            raise ValueError(f"a pickle that takes a {type(value).__name__} for a {kind.__name__}")
+            raise ValueError(f"pickle uses a {type(value).__name__} as a {kind.__name__}")
         return value
 
     def result(self) -> Any:
         if len(self._stack) != 1 or self._stack[0] is _MARK:
-            raise ValueError("a pickle of not one value")
+            raise ValueError("pickle must contain exactly one value")
         return self._stack[0]
 
 
@@ -206,12 +206,12 @@ async def flight(rank: int, path: str, seconds: float) -> FlightRecord | None:
         return None
     try:
         return read(rank, host, device or None, _groups(path))
-    except UNREADABLE:  # an answer that no known torch version gives
+    except UNREADABLE:  # an answer that no known torch version sends
         return None
 
 
 async def flights(paths: Mapping[int, str], seconds: float) -> tuple[list[FlightRecord], list[int]]:
-    """Query all these ranks at once; returns the records and the ranks that gave none."""
+    """Query all these ranks at once; returns the records and the ranks that returned none."""
     answers = await asyncio.gather(*(flight(rank, path, seconds) for rank, path in paths.items()))
     found = [answer for answer in answers if answer is not None]
     return found, sorted(set(paths) - {answer.rank for answer in found})
@@ -284,7 +284,7 @@ async def _chunks(reader: asyncio.StreamReader) -> bytes:
 
 def _check_size(size: int) -> int:
     if not 0 <= size <= MOST:
-        raise ValueError(f"an answer of {size} bytes")
+        raise ValueError(f"response size {size} is outside 0 to {MOST} bytes")
     return size
 
 
@@ -302,26 +302,26 @@ def records_of_dead_ranks(attempt: AttemptDir, generation: int) -> list[FlightRe
     """
     found: dict[int, FlightRecord] = {}
     for path in attempt.all_last_flights(generation):
-        with _its_own_fault(path):
+        with _report_unreadable(path):
             for line in filter(None, path.read_bytes().splitlines()):
-                with _its_own_fault(path):
+                with _report_unreadable(path):
                     left = json.loads(line)
                     rank = int(left["rank"])
                     found[rank] = read(rank, left, left.get("device"), left.get("groups"))
     for rank, path in attempt.watchdog_flights(generation):
         if rank not in found:
-            with _its_own_fault(path):
+            with _report_unreadable(path):
                 found[rank] = parse(rank, load_plain_values(_bytes(path)))
     return list(found.values())
 
 
 @contextmanager
-def _its_own_fault(path: Path) -> Iterator[None]:
+def _report_unreadable(path: Path) -> Iterator[None]:
     """Report an unreadable record on stderr and skip it; other ranks' records are still read."""
     try:
         yield
     except (OSError, *UNREADABLE) as error:
-        sys.stderr.write(f"orch-agent: a flight record in {path.name} cannot be read: {error!r:.200}\n")
+        sys.stderr.write(f"orch-agent: cannot read a flight record in {path.name}: {error!r:.200}\n")
 
 
 def _bytes(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""All ranks' flight records, paired by group and sequence number: the first unfinished collective of each group."""
+"""All ranks' flight records, paired by group and sequence number, and the graph of their waits."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ class Records:
         self.flights = {flight.rank: flight for flight in flights}
         self.silent = set(unanswered) - set(self.flights)
         self.world = tuple(sorted({*expected, *self.flights}))
-        self.having: dict[str, dict[int, Group]] = {}  # each group as each of its ranks knows it
+        self.having: dict[str, dict[int, Group]] = {}  # each group as seen by each of its ranks
         for rank, flight in self.flights.items():
             for key, group in flight.groups.items():
                 self.having.setdefault(key, {})[rank] = group
@@ -59,7 +59,7 @@ class Records:
         self.doubtful = {key for key in self.having if not self._same_life(key)}
         """Groups created again under the same name, where it is unknown which ranks' numbers belong together."""
         self._doubt_counters()
-        self.numbers = _by_number(self)
+        self.numbers = _index_entries(self)
         self.timed = any(flight.timed for flight in self.flights.values())
         """Whether NCCL reports which collectives have begun; without TORCH_NCCL_ENABLE_TIMING none seems to have."""
 
@@ -91,7 +91,7 @@ class Records:
                     having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
 
     def _find_members(self, key: str, known: set[int]) -> tuple[int, ...]:
-        """Return the members reported by its ranks; else all ranks that have it, or the world for the default group."""
+        """Return the members that its ranks report, else all ranks that have it, or the world for the default group."""
         having = self.having[key]
         told = max((group.ranks for group in having.values()), key=len, default=())
         if told:
@@ -109,7 +109,7 @@ class Records:
         return group.completed if group else 0
 
 
-def _by_number(records: Records) -> Numbers:
+def _index_entries(records: Records) -> Numbers:
     """Return entries by group, sequence number and rank, without duplicates (coalesced calls), which are ambiguous."""
     found: dict[str, dict[int, dict[int, CollectiveEntry]]] = {}
     for rank, flight in records.flights.items():
@@ -137,7 +137,7 @@ def _stall(records: Records, key: str) -> Stall | None:
         rank for rank in members if records.entered_count(key, rank) >= first > records.completed_count(key, rank)
     ]
     late = [rank for rank in members if records.entered_count(key, rank) < first]
-    # On a GPU, a collective may be queued behind endless work while its peers' have begun.
+    # On a GPU, a collective may be queued behind work that never ends while peers have begun theirs.
     begun = any(rank in entries and entries[rank].state == STARTED for rank in inside)
     begun = begun or (records.timed and any(records.completed_count(key, rank) >= first for rank in members))
     queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
@@ -203,7 +203,7 @@ class Finding:
 
     @property
     def on_host(self) -> bool:
-        """Return whether it is a collective of host memory in a job with GPUs."""
+        """Return whether the collective is one of host memory in a job with GPUs."""
         return self.group.endswith(ON_HOST)
 
 
@@ -273,7 +273,7 @@ class _Item:
 
 @dataclass(slots=True)
 class WaitGraph:
-    """Graph of waits: `after[n]` are the nodes for which node n waits."""
+    """Graph of waits: `after[n]` lists the nodes that node n waits for."""
 
     places: list[Place] = field(default_factory=list)
     after: list[list[Node]] = field(default_factory=list)
@@ -292,7 +292,7 @@ class WaitGraph:
         return self.hosts[rank]
 
     def gpu(self, rank: int, held: Iterable[Node]) -> Node:
-        """Add the GPU of a rank, which these nodes wait for, as does its host if it is in the graph."""
+        """Add a rank's GPU; these nodes wait for it, as does the rank's host if it is in the graph."""
         node = self.add(Gpu(rank))
         for other in {*held, *([self.hosts[rank]] if rank in self.hosts else ())}:
             self.after[other].append(node)
@@ -310,8 +310,8 @@ class WaitGraph:
                 return (place.rank,)
 
     def reaching(self, roots: Iterable[Node]) -> dict[Node, Node | None]:
-        """Return all nodes that wait for one of these, directly or not.
-        Each maps to the next node on its way; roots map to None.
+        """Return all nodes that wait for one of `roots`, directly or indirectly.
+        Each node maps to the next one on its path; roots map to None.
         """
         before: list[list[Node]] = [[] for _ in self.places]
         for node, after in enumerate(self.after):
@@ -345,7 +345,7 @@ def build(records: Records, stalls: Sequence[Stall]) -> WaitGraph:
 
 
 def channels(records: Records) -> list[MessageChannel]:
-    """Return the first unfinished message of every direction, as both ends recorded it."""
+    """Return the first unfinished message in each direction, as both ends recorded it."""
     sends: dict[tuple[str, int, int], P2PMessage] = {}
     receives: dict[tuple[str, int, int], P2PMessage] = {}
     for flight in records.flights.values():
@@ -424,7 +424,7 @@ def _is_on_host(place: Place) -> bool:
 
 
 def _before(stream: Sequence[_Item], at: int) -> list[Node]:
-    """Return the nodes just before this position, back to the first that holds; that one covers the rest."""
+    """Return the nodes just before this position, back to the first one that `holds`, which covers the rest."""
     found = []
     for item in reversed(stream[:at]):
         found.append(item.node)

@@ -69,7 +69,7 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
         now = carry_late(now, before)
         now.write(attempt.code)
     except OSError as error:  # training does not depend on it
-        sys.stderr.write(f"orch: the code of this attempt is not recorded: {error}\n")
+        sys.stderr.write(f"orch: cannot record the code of this attempt: {error}\n")
         return CodeAtStart()
     return CodeAtStart.from_comparison(before, now, occasion, since)
 
@@ -105,7 +105,7 @@ _LAST_START = "the last start in this attempt"
 
 
 def _is_away(run: RunDir, config: JobConfig) -> bool:
-    """Return whether no command can start, since its folder is absent: what trained last stays on record."""
+    """Return whether the command cannot start because its folder is absent; the last trained code stays on record."""
     return bool(config.command) and not working_directory(run, config).is_dir()
 
 
@@ -120,7 +120,7 @@ def _code_here(run: RunDir, config: JobConfig, skip: Collection[str]) -> CodeRec
     if config.command:
         record = record_named(config, working_directory(run, config))
         return with_packages(record, replace(config, command=with_interpreter(config)), {})
-    built_in = CodeRecord(covers="the packages alone: the workload is orch's own")
+    built_in = CodeRecord(covers="packages only: the workload is orch's own")
     record = built_in if config.trains_built_in_workload else record_imported(sys.modules, skip, config)
     return with_packages(record, config, {name: sys.modules[name] for name in sys.modules.keys() - skip})
 
@@ -144,6 +144,6 @@ def _read_submitted(run_json: Path, now: CodeRecord) -> CodeRecord | None:
         packages = normalize_names(env.get("packages") or {}) if same else {}
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    # The submit does not read folders that only ranks have, such as those of env.PYTHONPATH.
+    # `orch submit` does not read folders that only ranks use, such as those in env.PYTHONPATH.
     known = {**(now.packages or {}), **packages}
     return replace(record or CodeRecord(), packages=known) if packages else record

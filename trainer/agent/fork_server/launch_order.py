@@ -1,4 +1,4 @@
-"""Start of an existing torchrun script as a rank."""
+"""Launch orders of ranks: command, environment, working directory, cores and GPUs."""
 
 import json
 import os
@@ -55,9 +55,9 @@ def torchrun_environment(
 
 
 def with_interpreter(config: JobConfig) -> tuple[str, ...]:
-    """Return the command, with this interpreter if it begins with `python` and `env` sets no PATH.
-    PATH may have another interpreter first, or none: running `orch` from a virtual environment does not require
-    activating it.
+    """Return the command, run by this interpreter if it begins with `python` and `env` sets no PATH.
+    PATH may lead to another interpreter or to none: `orch` can run from a virtual environment that is not
+    activated.
     """
     program, *words = config.command
     own = program in _INTERPRETERS and "PATH" not in config.env
@@ -65,7 +65,7 @@ def with_interpreter(config: JobConfig) -> tuple[str, ...]:
 
 
 def interpreter_first(path: str) -> str:
-    """Return a PATH on which `python` and programs of its environment belong to this interpreter."""
+    """Return a PATH that resolves `python` and the programs of its environment to this interpreter."""
     own = os.path.dirname(sys.executable)
     found = shutil.which("python", path=path)
     same = found is not None and os.path.dirname(os.path.abspath(found)) == own
@@ -75,7 +75,7 @@ def interpreter_first(path: str) -> str:
 def working_directory(run: RunDir, config: JobConfig) -> Path:
     """Return the command's working directory: the submit folder if known, else the run directory.
 
-    It may be absent, its file system not mounted. Elsewhere the program would find no checkpoint.
+    It may be absent if its file system is not mounted. In another folder the program would find no checkpoint.
     """
     return Path(config.env.get(FOLDER_VARIABLE) or _from_record(run) or run.path)
 
@@ -169,7 +169,7 @@ class RankLauncher:
             local_world_size=cluster.ranks_per_node,
             node=start.node_rank,
             node_name=self._identity.name,
-            cell_fd=-1,  # the fork server fills in what it receives
+            cell_fd=-1,  # filled in by the fork server
             control_fd=-1,
             host=self._host(),
             flight=self._sockets.path(rank, start.generation) if self._sockets else "",

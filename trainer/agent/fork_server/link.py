@@ -25,7 +25,7 @@ from trainer.protocol.run_dir import AttemptDir
 _DEFAULTS = {"PYTHONHASHSEED": "0"}
 """Environment variables of ranks, unless `env` or the job's environment sets them.
 Python draws its hash seed when the interpreter starts, and the seed determines the order of a set of strings. Every
-attempt, node, fork and restore test must use the same one.
+attempt, node, fork and restore test must use the same seed.
 """
 
 
@@ -103,7 +103,7 @@ class ForkServerLink:
         try:
             send_packet(self._socket, message, descriptors)
         except OSError as error:
-            self._lose(f"it does not listen: {error}")
+            self._lose(f"cannot send to it: {error}")
 
     def _read(self) -> None:
         message, descriptors = receive_packet(self._socket, FROM_FORK_SERVER)
@@ -117,7 +117,7 @@ class ForkServerLink:
         self._lose("")
 
     def kill(self, reason: str) -> None:
-        """Kill a fork server that does not follow an order."""
+        """Kill a fork server that does not carry out an order."""
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
@@ -149,10 +149,10 @@ class ForkServerLink:
         os.close(self._death)
 
     async def stop(self) -> bool:
-        """End the fork server; returns True if it left no ranks, having reaped them or not started any."""
+        """End the fork server; returns True if it left no ranks: it had reaped them all or started none."""
         if self._lost:
             return False
-        # On the end of its socket it kills its remaining ranks and exits.
+        # When its socket closes, it kills its remaining ranks and exits.
         self._lost = True
         self._close()
         if not self._listening:  # still importing, has no ranks

@@ -61,7 +61,7 @@ RankMain = Callable[[RankSpec], int]
 
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Signals that Python ignores from its start; an executed program expects the defaults."""
+"""Signals that Python ignores from start-up; an executed program expects the defaults."""
 
 
 def become_rank(
@@ -69,7 +69,7 @@ def become_rank(
 ) -> NoReturn:
     """Turn the calling, freshly forked process into the rank that `order` describes; never returns.
     The fork was made within `block_step_signals`. The first of `descriptors` is its output. `main` is the warm entry
-    point; without it the rank is executed cold, or is the user's own command.
+    point; without it the rank starts cold, or runs the user's own command.
     """
     code: int = ExitCode.ERROR
     try:
@@ -106,7 +106,7 @@ def _detach_from_fork_server(parent: int, fork_server_fds: Sequence[int]) -> Non
 
 
 def _redirect(output: int, generation: int) -> None:
-    """Redirect input from /dev/null and output to the rank's log, after a line that names the generation."""
+    """Redirect input from /dev/null, and output to the rank's log after writing a line with the generation."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.write(output, f"{generation_mark(generation)}\n".encode())
     for descriptor, target in ((nothing, 0), (output, 1), (output, 2)):
@@ -126,8 +126,8 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
         os.chdir(folder)
     except OSError as error:
         why = error.strerror
-        hint = f"mount it, or name another one: +env.{FOLDER_VARIABLE}=FOLDER"
-        sys.stderr.write(f"cannot enter the folder of the submit, {folder}: {why}; {hint}\n")
+        hint = f"mount it, or set another one: +env.{FOLDER_VARIABLE}=FOLDER"
+        sys.stderr.write(f"cannot enter the submit folder {folder}: {why}; {hint}\n")
         _flush()
         os._exit(ExitCode.STORAGE)
     try:
@@ -141,7 +141,7 @@ def _run_command(command: Sequence[str], folder: str) -> NoReturn:
 
 
 def _is_found(program: str) -> bool:
-    """Return whether PATH has a file of that name, as shells search it; an unreadable folder counts as empty."""
+    """Return whether a file with that name is in PATH; like a shell, skips unreadable folders."""
     if os.sep in program:
         return True
     return any(os.path.isfile(os.path.join(place, program)) for place in os.get_exec_path())
@@ -156,7 +156,7 @@ def _run_cold(spec: RankSpec) -> NoReturn:
 
 
 def _with_descriptors(spec: RankSpec, descriptors: Sequence[int]) -> RankSpec:
-    # Without arena and writer descriptors the rank makes its own.
+    # Without arena and writer descriptors the rank creates its own.
     cell, control, stacks, arena, writer = (*descriptors, -1, -1)[:5]
     return replace(spec, cell_fd=cell, control_fd=control, stacks_fd=stacks, arena_fd=arena, writer_fd=writer)
 
@@ -178,7 +178,7 @@ class ForkServer:
         self._groups: dict[int, int] = {}  # process group with a reaped leader and possibly members -> rank
         self._empty: dict[int, int] = {}  # empty process group not reported gone yet -> rank
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._poll = select.poll()  # `select` refuses descriptors above 1,023, which a workload's import may use up
+        self._poll = select.poll()  # `select` fails above descriptor 1,023, and imports may use up lower ones
         for descriptor in (link.fileno(), self._wake_in):
             self._poll.register(descriptor, select.POLLIN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -247,7 +247,7 @@ class ForkServer:
 
     def _signal_all(self, number: int) -> None:
         for group in (*self._leaders, *self._groups):
-            # A child killed before it created its group is reached by its PID.
+            # A child that has not yet created its group can be reached only by its PID.
             if not proc.kill_group(group, number) and group in self._leaders:
                 with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(group, number)
@@ -337,7 +337,7 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
     except BaseException as error:  # noqa: BLE001  # outermost edge
         text = in_use().text
         message = str(traceback.TracebackException(type(error), error, None))  # whatever its own `__str__` does
-        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message + _torch_words(error)
+        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message + _torch_hint(error)
         missing = describe_missing(error)
         failed = ImportFailed(
             exception=type(error).__name__,
@@ -351,19 +351,19 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
     return main, ours
 
 
-def _torch_words(error: BaseException) -> str:
+def _torch_hint(error: BaseException) -> str:
     """Describe the installed torch version if it lacks the imported name."""
     torch, cause = sys.modules.get("torch"), error.__cause__ or error
     if torch is None or not isinstance(cause, ImportError) or (cause.name or "").partition(".")[0] != "torch":
         return ""
-    return f"; torch here is {torch.__version__}: a version that has it is needed"
+    return f"; the installed torch {torch.__version__} lacks it: install a version that has it"
 
 
 def main(arguments: list[str]) -> None:
     outlive_step_signals()
     descriptor, agent, attempt = int(arguments[0]), int(arguments[1]), AttemptDir(Path(arguments[2]))
     cold, *recorded = arguments[3:] or [""]
-    # No ranks exist to clean up during the import, and a handler would have to wait for it.
+    # No ranks exist to clean up during the import, and a handler would have to wait for the import.
     proc.set_pdeathsig(agent, signal.SIGKILL)
     proc.become_subreaper()
     setproctitle("orch-forkserver")

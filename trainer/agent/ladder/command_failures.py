@@ -1,4 +1,4 @@
-"""Judgement of a failing user program: its own fault, its checkpoint, or the environment. Pure.
+"""Judges why a user program fails: its own fault, its checkpoint, or the environment. Pure.
 Only errors that the bytes of a file can cause count as loading errors, whatever else they name; errors of a GPU, the
 network or missing permissions never do. Earlier output proves nothing: most programs print what they resume from,
 whatever fails next.
@@ -26,13 +26,13 @@ _FRAME = re.compile(r'^\s+File "')
 _COMPLAINT = re.compile(r"(?i:error|fail|cannot|could not|unable|corrupt|invalid|truncated|unexpected)")
 _CHAINED = re.compile(r"(During handling of the above|The above) exception")
 _ERRNO = re.compile(r"\b(?:errno|os error)\W{1,3}(\d{1,5})", re.IGNORECASE)
-_OF_BYTES = frozenset({errno.ENOENT, errno.EINVAL, errno.EBADMSG, errno.EUCLEAN})
-"""The system's errors for a missing, truncated or damaged file; the bytes of a file cause no other errno."""
+_FILE_ERRNOS = frozenset({errno.ENOENT, errno.EINVAL, errno.EBADMSG, errno.EUCLEAN})
+"""Errnos of a missing, truncated or damaged file; the content of a file causes no others."""
 _URL = r"://"
-_ABSOLUTE = r"(?<![\w./:~+@-])~?/(?![\w./+-]{0,300}\.(?:cc|cpp|cu|h|hpp|rs):\d)[\w.]"  # but for lines of source code
+_ABSOLUTE = r"(?<![\w./:~+@-])~?/(?![\w./+-]{0,300}\.(?:cc|cpp|cu|h|hpp|rs):\d)[\w.]"  # except lines of source code
 _QUOTED = r"['\"][^'\"]{0,300}/[^'\"]{0,300}['\"]"
-_OF_THE_SYSTEM = r"\[Errno -?\d+\] [^:]{1,100}: ['\"]"
-_PLACE = re.compile("|".join((_URL, _ABSOLUTE, _QUOTED, _OF_THE_SYSTEM)))
+_OS_ERROR = r"\[Errno -?\d+\] [^:]{1,100}: ['\"]"
+_PLACE = re.compile("|".join((_URL, _ABSOLUTE, _QUOTED, _OS_ERROR)))
 """A file or address in an error message."""
 _ARGUMENT = re.compile(r"\(\s{0,20}(?:open\(|Path\()?[rb]?['\"][^'\"{}]{0,300}[/.][^'\"{}]{1,300}['\"]\s{0,20}[,)]")
 """A file that a line of code names as the first argument of a call."""
@@ -48,7 +48,7 @@ def is_loading_error(said: str, lines: Sequence[str], checkpoint: str, *, raised
     if not raised and not _COMPLAINT.search(said):
         return False
     words = "\n".join((*_causes(lines), said))
-    if any(int(number) not in _OF_BYTES for number in _ERRNO.findall(words)) or has_meaning(
+    if any(int(number) not in _FILE_ERRNOS for number in _ERRNO.findall(words)) or has_meaning(
         text, Meaning.TRAINING_DATA
     ):
         return False
@@ -68,7 +68,7 @@ def is_loading_error(said: str, lines: Sequence[str], checkpoint: str, *, raised
 
 
 def _causes(lines: Sequence[str]) -> list[str]:
-    """Return the messages of the exceptions that the last one was raised from, or while handling."""
+    """Return the messages of the exceptions that led to the last one: its causes, or those being handled."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     chained = [at for at, line in enumerate(lines) if _CHAINED.match(line)]
     return [lines[at - 1] for at in chained if at]
@@ -83,7 +83,7 @@ def _last_traceback(lines: Sequence[str]) -> list[str]:
 
 
 def _is_named(checkpoint: str, text: str) -> bool:
-    """Return whether the text names it. A name that is a plain number or word counts only as part of a path."""
+    """Return whether the text names the checkpoint. A plain number or word counts only as part of a path."""
     before = r"(?<=[/'\"])" if re.fullmatch(r"\d+|[A-Za-z]+", checkpoint) else r"(?<![\w-])"
     return bool(checkpoint) and bool(re.search(f"{before}{re.escape(checkpoint)}(?![\\w-])", text))
 
@@ -92,7 +92,7 @@ START_SECONDS = 300.0
 """Time that a program may need to start; one that ran longer is assumed to have trained."""
 
 LONGEST_SECONDS = 3600.0
-"""A program that ran longer than this worked; a repeated failure is then no proof of its own fault."""
+"""A program that ran longer than this worked, so a repeated failure does not prove that it is at fault."""
 
 REPEATS = 3
 """Consecutive matching failures after which another attempt is pointless."""
@@ -128,15 +128,15 @@ class CommandPast:
 
     failures: tuple[CommandFailure, ...] = ()  # consecutive, oldest first, of the earlier generations
     newest: NewestCheckpoint | None = None
-    saved: bool = False  # a checkpoint since this generation began, of a new step
-    saved_after: float = 0.0  # seconds from then to the newest complete checkpoint, whatever its step; 0: none
-    trained: bool = False  # at some time before this generation
-    older: str = ""  # name of an older checkpoint without a known sign of damage; or empty
-    torn: NewestCheckpoint | None = None  # an incomplete older one, if the newest has no sign of damage
-    cleared: bool = False  # an older one was set aside, and the newest has stayed the newest
-    first: bool = False  # it is the only one, and no complete one is known to have existed
+    saved: bool = False  # it saved a checkpoint of a new step in this generation
+    saved_after: float = 0.0  # seconds from the start to the newest complete checkpoint, whatever its step; 0: none
+    trained: bool = False  # it trained at some time before this generation
+    older: str = ""  # name of an older checkpoint without a known sign of damage, or empty
+    torn: NewestCheckpoint | None = None  # an incomplete older checkpoint, if the newest has no sign of damage
+    cleared: bool = False  # an older checkpoint was set aside, and the newest is still the newest
+    first: bool = False  # the newest is the only checkpoint, and no complete one is known to have existed
     aside: tuple[str, ...] = ()  # names of the checkpoints set aside since the program last trained
-    doubtful: bool = False  # one of them has no sign of damage
+    doubtful: bool = False  # a checkpoint in `aside` has no sign of damage
     unmovable: str = ""  # reason why no checkpoint may be moved away; empty: allowed
     unmatched: str = ""  # names in `checkpoints.path` if `checkpoints.pattern` matches none of them
     disk: str = ""  # why the run's folder was not writable when a rank had failed; empty: it was
@@ -144,12 +144,12 @@ class CommandPast:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandJudgement:
-    """Decision on whether another attempt is pointless, and why to set the newest checkpoint aside, if so."""
+    """Whether another attempt is pointless, and why to set the newest checkpoint aside, if it should be."""
 
     final: bool
     reason: str
     set_aside: str = ""
-    tries: int = 0  # failures from a checkpoint without a sign of damage that is retried
+    tries: int = 0  # failures from a retried checkpoint that shows no damage
 
 
 def has_advanced(past: CommandPast, seconds: float) -> bool:
@@ -160,7 +160,7 @@ def has_advanced(past: CommandPast, seconds: float) -> bool:
 
 
 def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) -> Decision:
-    """Return the cause among `ends`, `seconds` after this generation was started."""
+    """Return the cause among `ends`; this generation was started `seconds` ago."""
     root = find_root(ends)
     cause = find_cause(ends, trained=True)
     raised = cause.known_failure.kind in _OWN_KINDS and cause.retry and root.signal is None
@@ -202,7 +202,7 @@ def command_cause(ends: Sequence[RankEnd], past: CommandPast, seconds: float) ->
 
 
 def _ended_early(ends: Sequence[RankEnd], root: RankEnd) -> RankEnd | None:
-    """Return the first rank that ended well while another still waited for a peer, as one with fewer batches does."""
+    """Return the first rank that exited 0 while another still waited for a peer, as with fewer batches."""
     good = [end for end in ends if end.good and end.at <= root.at]
     waited = root.secondary or root.signal == signal.SIGABRT  # raised by communication libraries
     return min(good, key=lambda end: end.at) if good and waited else None
@@ -232,13 +232,13 @@ def judge(row: Sequence[CommandFailure], past: CommandPast) -> CommandJudgement:
 def _count_repeats(row: Sequence[CommandFailure]) -> int:
     count = 1
     for one in reversed(row[:-1]):
-        if not _alike(one, row[-1]):
+        if not _failures_match(one, row[-1]):
             break
         count += 1
     return count
 
 
-def _alike(one: CommandFailure, other: CommandFailure) -> bool:
+def _failures_match(one: CommandFailure, other: CommandFailure) -> bool:
     return (
         (one.mark, one.crashed, one.saved) == (other.mark, other.crashed, other.saved)
         and _near(one.seconds, other.seconds, _TIME, _FEW_SECONDS)
@@ -252,7 +252,7 @@ def _near(one: float, other: float, ratio: float, few: float) -> bool:
 
 
 def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
-    """Return the number of failures soon after a start from the newest checkpoint; 0 if that shows damage.
+    """Return the number of failures soon after a start from the newest checkpoint; 0 if it shows damage.
     A second read of the same file may succeed, and an older checkpoint may load, so one failure decides nothing.
     """
     if past.newest is None or past.newest.damage or row[-1].trained:
@@ -262,7 +262,7 @@ def _tries(row: Sequence[CommandFailure], past: CommandPast) -> int:
 
 def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
     """Return why a checkpoint must not be loaded again; empty if all may be.
-    `past.torn` is chosen if set: a program does not necessarily load the newest, and the torn one is useless.
+    `past.torn` is chosen if set: a program may not load the newest checkpoint, and the torn one is useless.
     """
     last, newest = row[-1], past.newest
     if newest is None or len(past.aside) >= MOST_SET_ASIDE:
@@ -274,17 +274,17 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
         soon = [one for one in row if one.began_from == newest.identity and one.loading and not one.trained]
         if last not in soon or len(soon) < 2 or last.crashed:
             return ""
-        why = f"the program failed {len(soon)} times soon after a start, and this one {past.torn.damage}"
-        return f"{past.torn.name}, an older checkpoint, will be moved away before {newest.name} is doubted: {why}"
+        why = f"the program failed {len(soon)} times soon after a start, and this checkpoint {past.torn.damage}"
+        return f"{past.torn.name}, an older checkpoint, will be moved away before {newest.name} is blamed: {why}"
     # The last complete checkpoint is never given up, and neither are several that all look damaged: the sign may be
-    # wrong. A damaged first one costs no progress.
+    # wrong. Moving a damaged first one costs no progress.
     if not past.older and not (past.first and newest.damage):
         return ""
     if not newest.damage and (past.doubtful or last.crashed):
         return ""
     # Provably incomplete bytes are sufficient. Otherwise only failures to load a file count.
     by_bytes = bool(_is_torn(past) and past.older)
-    # A large checkpoint takes long to load; if it is damaged, failing while loading does not show that it had trained.
+    # A large checkpoint takes long to load; if it is damaged, a failure while loading does not mean it had trained.
     soon = [
         one for one in row
         if one.began_from == newest.identity
@@ -299,7 +299,7 @@ def _why_set_aside(row: Sequence[CommandFailure], past: CommandPast) -> str:
         return ""
     why = f"it {newest.damage}" if newest.damage else f"the program failed {len(soon)} times soon after a start from it"
     then = f", so that {past.older} becomes the newest" if past.older else ""
-    alone = "" if past.older else "; orch sees no whole older one"
+    alone = "" if past.older else "; orch finds no complete older one"
     return f"{newest.name}, its newest checkpoint, will be moved away{then}: {why}{alone}"
 
 
@@ -316,42 +316,40 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
     if past.newest is not None:
         torn = f", which {past.newest.damage}" if past.newest.damage else ""
         if past.cleared:
-            gone = f"{past.aside[-1]} was moved away before"
+            gone = f"{past.aside[-1]} was moved away earlier"
             return f"; its newest checkpoint is {past.newest.name}{torn}, and {gone}"
         if past.aside:
-            then = (
-                "made no difference" if same_without(row) else "is the newest now, from which it fails in another way"
-            )
+            then = "made no difference" if same_without(row) else "is now the newest, and the program fails differently"
             return f"; its newest checkpoint was {past.aside[0]}, and {past.newest.name}{torn} {then}"
-        if past.unmovable and _of_its_checkpoint(root, past, row):
-            return f"; its newest checkpoint is {past.newest.name}{torn}. orch moves none, {past.unmovable}"
+        if past.unmovable and _is_checkpoint_fault(root, past, row):
+            return f"; its newest checkpoint is {past.newest.name}{torn}. orch moves no checkpoint, {past.unmovable}"
         # The advice helps only if it failed while loading the checkpoint.
-        advised = not past.older and _of_its_checkpoint(root, past, row)
-        alone = ", and orch sees no whole older one: repair it, or move it away to begin anew" if advised else ""
+        advised = not past.older and _is_checkpoint_fault(root, past, row)
+        alone = ", and orch finds no complete older one: repair it, or move it away to start again" if advised else ""
         return f"; its newest checkpoint is {past.newest.name}{torn}{alone}"
     if past.unmatched:
-        return f"; checkpoints.pattern matches nothing in checkpoints.path, where there are {past.unmatched}"
+        return f"; checkpoints.pattern matches nothing in checkpoints.path, which contains {past.unmatched}"
     if not past.trained:
         return ""
     named = [found for line in root.lines for found in _NAMED.findall(line)]
     which = f" ({named[-1]})" if named else ""
     return (
         f"; it had trained before, so the likely cause is what it loads now: its own newest checkpoint{which}. "
-        "With checkpoints.path=FOLDER orch moves a torn one away"
+        "With checkpoints.path=FOLDER orch moves an incomplete one away"
     )
 
 
 def _final_kind(kind: FailureKind, root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> FailureKind:
-    if _of_its_checkpoint(root, past, row):
+    if _is_checkpoint_fault(root, past, row):
         return FailureKind.STORAGE
     return kind if kind is FailureKind.OUT_OF_MEMORY else FailureKind.USER_ERROR
 
 
-def _of_its_checkpoint(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> bool:
+def _is_checkpoint_fault(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]) -> bool:
     """Return whether the loaded data, not the code, must be fixed."""
     if _is_torn(past) and past.older:
         return True
-    # Two undamaged checkpoints that fail equally, with an error of complete files: the code or a library has changed.
+    # Two undamaged checkpoints fail with the same error, one of complete files: the code or a library has changed.
     whole = past.newest is not None and not past.newest.damage and past.doubtful
     if whole and same_without(row) and has_meaning(_error_text(root), Meaning.MISFIT):
         return False
@@ -364,7 +362,7 @@ def _is_torn(past: CommandPast) -> bool:
 
 
 def _loading(root: RankEnd, past: CommandPast, *, doubt: bool) -> bool:
-    """Return whether it failed while loading its newest checkpoint, or any file if that is unknown."""
+    """Return whether the program failed while loading its newest checkpoint, or any file if that is unknown."""
     names = [one.name for one in (past.newest, past.torn) if one is not None] or [""]
     raised = root.exception is not None
     return any(is_loading_error(_error_text(root), root.lines, name, raised=raised, doubt=doubt) for name in names)

@@ -1,4 +1,4 @@
-"""The coordinator's next action inside an attempt. Pure.
+"""The coordinator's next action within an attempt. Pure.
 Rungs 1 (roll back, skip a batch), 2 (restart in place), 3 (use a spare node) and 4 (leave the attempt).
 """
 
@@ -24,7 +24,7 @@ async def record_skip(skip: Skip, attempt: AttemptDir, events: EventLog, *, seco
     """Record the batch before any rank can read it again; a hung file system delays this by at most `seconds`."""
     try:
         await run_detached(lambda: skipped_batches.add(attempt, [skip]), seconds)
-    except (OSError, ValueError) as error:  # this attempt skips it nevertheless
+    except (OSError, ValueError) as error:  # this attempt skips it anyway
         sys.stderr.write(f"orch-agent: cannot write {attempt.skipped_batches}: {error!r}\n")
     events.write(EventKind.BATCH_SKIPPED, step=skip.step, position=skip.position, reason=skip.reason)
 
@@ -33,7 +33,7 @@ SETTLE_SECONDS = 1.0
 """Seconds for peers to report their own outcomes; bounded, since they may be blocked in a collective forever."""
 
 SURE_SECONDS = 0.2
-"""The same limit if an exit explains itself: only an earlier exit could be the cause, and its report is on its way."""
+"""The same limit if an exit is self-explanatory: only an earlier exit could be the cause, and its report is coming."""
 
 QUICK_SECONDS = 60.0
 """Two equal exceptions at the same step, each within this many seconds, are classified as a deterministic bug."""
@@ -45,8 +45,8 @@ FIXED_BY_RESTART = select_kinds(lambda traits: traits.restarts_in_place)
 """Failures that a new generation on the same nodes fixes."""
 
 AGAIN_SECONDS = 30.0
-"""Minimum seconds for a restart in order to save: the kill, a warm start, a restore, a step or two, and the save.
-Longer than the 20 s after a SIGTERM: SIGKILL follows soon, and a clean end is worth more than an attempt to save.
+"""Minimum seconds left for a restart just to save: the kill, a warm start, a restore, a step or two, and the save.
+Longer than the 20 s after a SIGTERM: SIGKILL follows soon, and a clean end is better than an attempt to save.
 """
 
 START_SECONDS = 10.0
@@ -55,7 +55,7 @@ START_SECONDS = 10.0
 LONGEST_REASON = 2000
 """Maximum characters of the outcome's reason: agents refuse overlong lines, and a desync may name every rank."""
 
-_LOOKED_INTO = select_kinds(lambda traits: traits.examined)
+_EXAMINED = select_kinds(lambda traits: traits.examined)
 """Failures declared after examining all ranks, so no further reports will arrive."""
 
 _NEVER_RETRY = select_kinds(lambda traits: traits.comes_back)
@@ -74,14 +74,14 @@ class Situation:
     since_failure: float = 0.0  # seconds since the first bad end or breakage
     since_end: float = 60.0  # seconds since the newest exit of a rank
     ran_for: float = 0.0  # seconds since the generation started
-    trained: bool = False  # the run has trained a step, as far as known
-    restarts: int = 0  # in this attempt since its newest progress
+    trained: bool = False  # the run is known to have trained a step
+    restarts: int = 0  # in this attempt since its last progress
     budget: int = 0  # recovery.restarts_in_place
     backoff: tuple[float, float] = (0.0, 0.0)  # recovery.backoff and backoff_max
     advanced: bool = False  # this generation made progress, which resets restarts and rollbacks
-    last_mark: str = ""  # of the previous failure
+    last_mark: str = ""  # signature of the previous failure
     stopping: StopReason = StopReason.NONE
-    stop_why: str = ""  # origin of the stop request, as far as the job knows
+    stop_why: str = ""  # origin of the stop request, if known
     overdue: bool = False  # the stop's deadline has passed
     left: float = 0.0  # seconds until that deadline
     restarted_to_save: bool = False  # a generation was already started only to save and stop
@@ -93,12 +93,12 @@ class Situation:
     spares: int = 0  # nodes that could replace another
     home: str = ""  # the coordinator's own node, which a spare cannot replace
     skipped: tuple[Skip, ...] = ()  # batches skipped by rollbacks of this attempt
-    rollbacks: int = 0  # in this attempt since its newest progress
+    rollbacks: int = 0  # in this attempt since its last progress
     spike_budget: int = 0  # detection.spike.roll_backs
     hung: tuple[str, ...] = ()  # nodes blamed for hangs of earlier generations
-    fruitless: int = 0  # consecutive restarts, this one included, without a step new to the attempt
-    saves_failing: str = ""  # since when and why; empty while saves succeed
-    drill: str = ""  # kind of the drill requested of this generation that ends it
+    fruitless: int = 0  # consecutive restarts, including this one, that did not reach a new step
+    saves_failing: str = ""  # when saves began to fail, and why; empty while they succeed
+    drill: str = ""  # kind of the requested drill that ends this generation
 
     @property
     def stop_words(self) -> str:
@@ -132,7 +132,7 @@ def decide(now: Situation) -> Decision:
         return _without_failure(now)
     # All ranks are examined before a hang is declared, so none of them has more to report.
     asked = now.broken is not None and now.broken.kind in (FailureKind.HANG, FailureKind.DESYNC)
-    if now.broken is not None and now.broken.kind in _LOOKED_INTO and now.stopping is StopReason.NONE:
+    if now.broken is not None and now.broken.kind in _EXAMINED and now.stopping is StopReason.NONE:
         return _after_failure(now)
     # The first bad exit may not be the cause, so give the other ranks a moment to report theirs.
     settle = 0.0 if asked else SURE_SECONDS if any(secondary_order(end) == 0 for end in now.bad()) else SETTLE_SECONDS
@@ -184,7 +184,7 @@ def _end_if_saves_fail(now: Situation, reason: str) -> Decision | None:
 
 def _failed_while_stopping(now: Situation) -> Decision:
     if now.command is not None:
-        # SIGTERM is the request, so dying of it, or any exit code after it, complies.
+        # SIGTERM is the request, so death by SIGTERM or any exit code after it complies.
         if len(now.ends) == now.world:
             return Decision(action=Action.STOP, reason=f"the command ended when asked: {now.stop_words}")
         if not now.overdue:
@@ -227,7 +227,7 @@ def _no_time(now: Situation) -> str:
     if now.restarted_to_save:
         return "once more after a restart for the save"
     # The deadline also moves while ranks make progress; only the present remainder is certain.
-    return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too few to start again"
+    return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too little to start again"
 
 
 def _after_failure(now: Situation) -> Decision:
@@ -285,10 +285,10 @@ def _roll_back(now: Situation, cause: Decision, reason: str, *, doubted: bool) -
     failure, used = cause.known_failure, now.rollbacks_used
     assert cause.skip is not None
     if cause.skip.position in {skip.position for skip in now.skipped}:
-        return end(f"{reason}; that batch was to be skipped already", failure, cause.mark)
+        return end(f"{reason}; that batch should already have been skipped", failure, cause.mark)
     # The batch was not the cause; an older checkpoint may help. Loss spikes are exempt, as bad batches come in runs.
     if not (doubted or failure.exception == LOSS_SPIKE) and failure.step in {skip.step for skip in now.skipped}:
-        reason = f"{reason}; step {failure.step} was bad before, and the batch it had then was skipped"
+        reason = f"{reason}; step {failure.step} was bad before, and its batch at that time was skipped"
         return end(reason, failure, cause.mark)
     if used >= now.spike_budget:
         return end(f"{reason}; {_spent(now.spike_budget, 'rollback', 'rollbacks')}", failure, cause.mark)
@@ -335,15 +335,15 @@ def _pause(now: Situation, cause: Decision) -> float:
     return min(most, first * 2.0 ** min(tries - 1, 60))
 
 
-def _spent(budget: int, one: str, several: str) -> str:
+def _spent(budget: int, singular: str, plural: str) -> str:
     """Describe an exhausted rung, which ends the attempt but is not its cause."""
     if budget == 0:
-        return f"no {several} allowed"
-    return f"{budget} {one if budget == 1 else several} used up without a new checkpoint"
+        return f"no {plural} allowed"
+    return f"{budget} {singular if budget == 1 else plural} used up without a new checkpoint"
 
 
 def _cause(now: Situation, *, forgive: bool = False) -> Decision:
-    """Return the root cause of the failure; `forgive`: ignore that it also occurred before at the same step."""
+    """Return the root cause of the failure; `forgive`: ignore an earlier occurrence at the same step."""
     if now.broken is not None:
         action = Action.RESTART if now.broken.kind in FIXED_BY_RESTART else Action.END
         return Decision(action=action, reason=now.broken.reason, failure=now.broken, mark="broken")

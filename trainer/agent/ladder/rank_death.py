@@ -25,37 +25,37 @@ _CHECKPOINTS = frozenset(
     one.__name__ for one in (SaveFailed, NothingVerifies, NothingIntact, UnreadableNow, TierUnavailable)
 )
 """Exceptions raised if the run's checkpoints cannot be written, or none can be trusted."""
-_OF_CODE = frozenset(
+_CODE_ERRORS = frozenset(
     {"AssertionError", "AttributeError", "IndexError", "KeyError", "NameError", "TypeError", "ValueError"}
 )
-"""Exceptions that code raises about itself, whatever their messages mention; no disk raises them."""
+"""Exceptions that the code itself causes, whatever their messages mention; no disk error raises them."""
 _BAD_STEPS = ("BadStep", LOSS_SPIKE)
 """Raised by every rank when the reduced loss is unusable."""
 _RESERVED = (ExitCode.STORAGE, ExitCode.RETRY, ExitCode.NODE_SUSPECT, ExitCode.NEVER_RETRY)
-_LESS_OF_A_GPU = (
-    "use less of the GPU (train.micro_batch_size, train.activation_checkpointing=true), or share the model among more "
+_LESS_GPU_MEMORY = (
+    "use less GPU memory (train.micro_batch_size, train.activation_checkpointing=true), or shard the model over more "
     "ranks (parallel.dp_shard, parallel.tp)"
 )
-_OF_A_COMMAND = "give the job more (cluster.mem), or let the program use less, as with smaller batches"
-LIMITS = "`ulimit -u`, and pids.max of the job's cgroup, bound the threads and processes of a user there"
+_LESS_MEMORY = "give the job more (cluster.mem), or reduce the program's use, for example with smaller batches"
+LIMITS = "`ulimit -u` and pids.max of the job's cgroup limit a user's threads and processes there"
 
 
 def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", restored: int = 0) -> Decision:
     """Return the cause among `ends`, at least one of which is bad.
-    `trained`: the run has trained at least one step, as far as known; `last_mark`: the `mark` of the previous failure;
+    `trained`: the run is known to have trained at least one step; `last_mark`: the `mark` of the previous failure;
     `restored`: the step from which the generation started.
     """
     root = find_root(ends)
     kind, retry, what = _classify(root)
     said = f"{root.exception}: {root.message}" if root.exception else ""
-    # Many errors of one class can be raised before the first step of a generation.
+    # Before a generation's first step, errors of one class can have many causes.
     words = VARYING.sub("#", said) if not root.step or root.step <= restored else root.exception
     mark = f"{words or root.signal or root.exit_code}@{root.step}"
     # A run that has trained has shown that its code works.
-    outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _OF_CODE and is_outside(said)
+    outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _CODE_ERRORS and is_outside(said)
     outside = outside or (kind is FailureKind.UNKNOWN and _meets_limit(root, said))  # this may be temporary, too
     kind = FailureKind.UNKNOWN if outside else kind
-    # A new job waits for an installation that is made anew, and never mixes the old one with the new one.
+    # A new job waits until a replaced installation is complete, and never mixes the old one with the new one.
     if kind is FailureKind.EXCEPTION and trained and has_meaning(said, Meaning.INSTALLATION):
         kind, retry, what = FailureKind.STORAGE, False, f"could not read its installation: {_short(said)}"
     own_exception = kind in (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
@@ -68,18 +68,18 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
     # Without a retry the error counts as recurring.
     kind = FailureKind.USER_ERROR if kind is FailureKind.EXCEPTION and not retry else kind
     # All ranks read the same sums, so the first one to report is not to blame.
-    nobody = kind is FailureKind.NUMERIC
+    shared = kind is FailureKind.NUMERIC
     failure = Failure(
         kind=kind,
-        reason=what if nobody else f"rank {root.rank} on {root.node}{f' ({root.place})' if root.place else ''} {what}",
-        rank=None if nobody else root.rank,
-        node=None if nobody else root.node,
+        reason=what if shared else f"rank {root.rank} on {root.node}{f' ({root.place})' if root.place else ''} {what}",
+        rank=None if shared else root.rank,
+        node=None if shared else root.node,
         step=root.step,
         exit_code=root.exit_code,
         signal=root.signal,
         exception=root.exception,
-        # orch itself words a bad step; its message differs by the number that is bad.
-        message=None if nobody or root.exception is None else _short(root.message or ""),
+        # orch itself writes the message of a bad step, in which the bad number varies.
+        message=None if shared or root.exception is None else _short(root.message or ""),
     )
     skip = None if root.position is None else Skip(step=root.step or 0, position=root.position, reason=failure.reason)
     action = Action.RESTART if retry else Action.END
@@ -87,13 +87,13 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
 
 
 def is_outside(said: str) -> bool:
-    """Return whether an error shows that the network, a server or a process beside the program failed."""
+    """Return whether an error shows a failure of the network, a server or another process."""
     return has_meaning(said, Meaning.OUTSIDE)
 
 
 def _meets_limit(end: RankEnd, said: str) -> bool:
-    """Return whether the node could not start a thread or process, which proves nothing about the code at any step."""
-    return has_meaning(said, Meaning.NO_PROCESSES) and end.exception not in _OF_CODE and not end.secondary
+    """Return whether the node could not start a thread or process, which proves nothing about the code."""
+    return has_meaning(said, Meaning.NO_PROCESSES) and end.exception not in _CODE_ERRORS and not end.secondary
 
 
 def find_root(ends: Sequence[RankEnd]) -> RankEnd:
@@ -102,13 +102,13 @@ def find_root(ends: Sequence[RankEnd]) -> RankEnd:
 
 
 def secondary_order(end: RankEnd) -> int:
-    """Return 0 if this exit explains itself, 1 if it may follow from another, 2 if it reports that it does."""
+    """Return 0 if this exit is self-explanatory, 1 if another exit may have caused it, 2 if it reports that one did."""
     if end.secondary:
         return 2
     if end.signal is not None:
         # Communication libraries abort the process when a peer is gone.
         return 1 if end.signal == signal.SIGABRT and not _mismatch(end) else 0
-    # It may have received data of another collective from the rank that gloo aborts.
+    # It may have received another collective's data from the rank that gloo aborts.
     if end.exception is not None and _mismatch(end):
         return 1
     return 0 if end.exception is not None or end.exit_code in _RESERVED else 1
@@ -118,11 +118,11 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     """Return the kind, whether to retry, and the description that follows "rank N on NODE"."""
     said = f"{end.exception}: {end.message}" if end.exception else ""
     if _mismatch(end):
-        return FailureKind.DESYNC, False, f"met another collective than its own: {_short(end.message or '')}"
+        return FailureKind.DESYNC, False, f"ran a different collective than its peers: {_short(end.message or '')}"
     if end.out_of_memory:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {end.out_of_memory}; {_memory_hint(end)}"
     if end.signal == signal.SIGXFSZ:
-        return FailureKind.STORAGE, False, "reached the limit on file sizes (SIGXFSZ; ulimit -f)"
+        return FailureKind.STORAGE, False, "reached the file size limit (SIGXFSZ; ulimit -f)"
     if end.signal is not None:
         return FailureKind.RANK_KILLED, True, f"was killed by {signal_name(end.signal)}"
     if end.exit_code == ExitCode.NEVER_RETRY:
@@ -132,11 +132,11 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     if end.exception in _BAD_STEPS and end.position is not None:
         return FailureKind.NUMERIC, True, _short(end.message or "")
     if end.exception == NothingFits.__name__:
-        way = "put the code and the model's sizes back as they were, or submit a new run"
+        way = "restore the earlier code and model sizes, or submit a new run"
         return (
             FailureKind.USER_ERROR,
             False,
-            f"has another model than its checkpoints: {_short(end.message or '')}; {way}",
+            f"has a different model than its checkpoints: {_short(end.message or '')}; {way}",
         )
     if end.exception == UnsavableState.__name__:
         return FailureKind.USER_ERROR, False, f"cannot save its state: {_short(end.message or '')}"
@@ -148,19 +148,19 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     if has_meaning(said, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
         return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
     if _meets_limit(end, said):
-        return FailureKind.UNKNOWN, True, f"met a limit of its node: {_short(said)}; {LIMITS}"
-    if has_meaning(said, Meaning.STORAGE) and end.exception not in _OF_CODE:
+        return FailureKind.UNKNOWN, True, f"hit a limit of its node: {_short(said)}; {LIMITS}"
+    if has_meaning(said, Meaning.STORAGE) and end.exception not in _CODE_ERRORS:
         return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
     if has_meaning(said, Meaning.VARIABLE) and not end.secondary:
         name = variable_named(said)
-        way = f"`env.{name}=...` gives another value, `~env.{name}` takes it out of the configuration"
-        return FailureKind.INSTALLATION, False, f"cannot use {name} of its environment: {_short(said)}; {way}"
+        way = f"`env.{name}=...` sets another value, `~env.{name}` removes it from the configuration"
+        return FailureKind.INSTALLATION, False, f"cannot use {name} from its environment: {_short(said)}; {way}"
     if end.secondary:
-        return FailureKind.UNKNOWN, True, f"only saw a peer go away: {_short(said)}"
+        return FailureKind.UNKNOWN, True, f"lost the connection to a peer: {_short(said)}"
     if end.exit_code == ExitCode.RETRY:
         return FailureKind.UNKNOWN, True, f"asked to be restarted (exit code 75){_after(said)}"
     if has_meaning(said, Meaning.NO_RENDEZVOUS):
-        return FailureKind.UNKNOWN, True, f"could not meet its peers: {_short(said)}"
+        return FailureKind.UNKNOWN, True, f"could not connect to its peers: {_short(said)}"
     if end.exception is not None:
         return FailureKind.EXCEPTION, True, f"raised {_short(said)}"
     if end.exit_code in GOOD:
@@ -171,16 +171,16 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
 
 
 def variable_named(said: str) -> str:
-    """Return the variable that an error of torch, gloo or NCCL concerns; gloo and NCCL do not name theirs."""
+    """Return the variable that an error of torch, gloo or NCCL concerns; gloo and NCCL do not name it."""
     named = re.search(r"\b(TORCH|NCCL|GLOO)_[A-Z_]+\b", said)
     return named[0] if named else "GLOO_SOCKET_IFNAME" if "Unable to find" in said else "NCCL_SOCKET_IFNAME"
 
 
 def _memory_hint(end: RankEnd) -> str:
-    """Return what to change; a command's steps and settings are unknown."""
+    """Return how to reduce memory use; a command's settings are unknown."""
     if end.step is None:
-        return _OF_A_COMMAND
-    return _LESS_OF_A_GPU if has_meaning(f"{end.exception}: {end.message}", Meaning.GPU_MEMORY) else MORE_MEMORY
+        return _LESS_MEMORY
+    return _LESS_GPU_MEMORY if has_meaning(f"{end.exception}: {end.message}", Meaning.GPU_MEMORY) else MORE_MEMORY
 
 
 def _mismatch(end: RankEnd) -> bool:

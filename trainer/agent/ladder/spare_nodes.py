@@ -10,13 +10,13 @@ from trainer.protocol.failures.outcome import Failure, FailureKind
 def replace(decision: Decision, roster: Roster, events: EventLog, *, drill: str = "") -> Decision | None:
     """Replace every lost or excluded node with a spare; returns how the attempt ends if that fails.
     `drill`: kind of the drill that caused the loss, if any.
-    Why this is safe although a lost node, or the ranks of a blamed one, may survive out of reach for a while:
+    Why this is safe although a lost node, or a blamed node's ranks, may survive out of reach for a while:
     - Its agent ends its ranks when its connection ends or times out, and is never admitted again. A blamed node's agent
       was ordered to kill them and has no node rank any more.
     - Its ranks cannot train: every step needs all ranks of their generation, and those on other nodes are killed before
       a new generation starts.
     - They cannot commit or delete a checkpoint: rank 0, beside the coordinator, leads both, and a commit needs a
-      message from every rank of its generation. (On a node's own disk only, its first rank may delete.)
+      message from every rank of its generation. (Only on a node's own disk may the node's first rank delete.)
     - They cannot corrupt one: files are only created, never overwritten, and each generation uses its own names.
     """
     failure = decision.known_failure
@@ -81,7 +81,7 @@ def replace_unkillable_nodes(
 
 
 def can_replace(decision: Decision | None, roster: Roster) -> bool:
-    """Return whether this end, between two generations, was caused by one node alone and spares are left."""
+    """Return whether a single node caused this end between two generations, and spares are left."""
     if decision is None or decision.action is not Action.END or decision.failure is None or not roster.spares():
         return False
     # A program that no node can import will not load on a spare either.

@@ -30,7 +30,7 @@ class RankMeasurement:
         """Return a rank's measurements; raises ValueError if any is not positive."""
         one = message.speeds
         if not all(value > 0 for value in (one.matmul, one.memory, *(seconds for _, seconds in one.pairs))):
-            raise ValueError("measured nothing")
+            raise ValueError("measurements must be positive")
         return cls(rank=message.rank, matmul=one.matmul, memory=one.memory, pairs=one.pairs)
 
 
@@ -90,14 +90,14 @@ def _cut_off(measured: Sequence[RankMeasurement], nodes: Sequence[str], config: 
                 seconds[pair] = max(seconds.get(pair, 0.0), took)
     if len({node for pair in seconds for node in pair}) < _FEWEST:
         return None
-    # In a small ring one bad node affects half the pairs or more, so the speed reached by a third of them is usual.
+    # In a small ring one bad node affects half the pairs or more, so the speed that a third of them reach is usual.
     usual = sorted(seconds.values())[(len(seconds) - 1) // 3]
     bad = {pair for pair, took in seconds.items() if took * config.slowest > usual}
     for node in sorted({node for pair in bad for node in pair}, key=lambda node: -_longest(node, seconds)):
         own = [pair for pair in seconds if node in pair]
         if bad.issuperset(own) and all(_well_elsewhere(pair - {node}, own, seconds, bad) for pair in own):
             times = ", ".join(f"{seconds[pair]:.3f} s with {min(pair - {node})}" for pair in own)
-            return _suspect(node, f"exchanges data slowly with every partner: {times}; usual are {usual:.3f} s")
+            return _suspect(node, f"exchanges data slowly with every partner: {times}; {usual:.3f} s is usual")
     return None
 
 
@@ -123,7 +123,7 @@ _EARLIER = 8
 
 
 _READ = 1 << 20
-"""Bytes read of each attempt's events; measurements are near the beginning."""
+"""Bytes read from each attempt's events; measurements are near the beginning."""
 
 
 _AGREE = 2
@@ -146,7 +146,7 @@ class NodeBenchmark:
         """Add one rank's measurements; returns True if they complete the trial. Raises ValueError."""
         one = RankMeasurement.from_message(message)
         if not 0 <= one.rank < len(self._nodes):
-            raise ValueError(f"there is no rank {one.rank}")
+            raise ValueError(f"no such rank: {one.rank}")
         if self._over:
             return False
         self._first = now if self._first is None else self._first
@@ -155,7 +155,7 @@ class NodeBenchmark:
         return self._over
 
     def timed_out(self, now: float) -> bool:
-        """Return True, once, when the time for the missing measurements has passed since the first arrived."""
+        """Return True, once, when measurements are overdue; their time starts when the first one arrives."""
         if self._over or self._first is None or now - self._first <= self._config.seconds:
             return False
         self._over = True
@@ -175,7 +175,7 @@ class NodeBenchmark:
 
 def usual_speeds(run: RunDir, attempt: int, config: PreflightConfig) -> dict[str, float]:
     """Return the median speeds of this run's earlier attempts, omitting measurements that disagree. Reads files.
-    Measurements further apart than the slow-node limit come from different machines or from other load.
+    Measurements further apart than the slow-node limit come from different machines or other load.
     """
     earlier = [
         speeds for number in range(max(1, attempt - _EARLIER), attempt) for speeds in _recorded_speeds(run, number)

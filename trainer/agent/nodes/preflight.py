@@ -25,7 +25,7 @@ from trainer.protocol.messages.agents import PreflightFault
 _BRAKES = {
     "hw_slowdown": "the hardware slows it down",
     "hw_thermal_slowdown": "it is too hot",
-    "hw_power_brake_slowdown": "its power supply brakes it",
+    "hw_power_brake_slowdown": "its power supply throttles it",
     "sw_thermal_slowdown": "the driver slows it down because of heat",
 }
 """Causes of low clocks that an idle GPU should not have."""
@@ -53,7 +53,7 @@ def _gpu_complaints(gpu: ElementTree.Element) -> Iterator[str]:
     if any(
         _read_field(gpu, f"ecc_errors/{sums}/sram_threshold_exceeded") == "yes" for sums in ("volatile", "aggregate")
     ):
-        yield "has had more errors in its SRAM than its maker allows"
+        yield "has exceeded its manufacturer's limit on SRAM errors"
     if _read_field(gpu, "retired_pages/pending_retirement") == "yes":
         yield "needs a reset before broken pages of its memory are retired"
     if _read_field(gpu, "remapped_rows/remapped_row_failure") == "yes":
@@ -61,7 +61,7 @@ def _gpu_complaints(gpu: ElementTree.Element) -> Iterator[str]:
     if _read_field(gpu, "remapped_rows/remapped_row_pending") == "yes":
         yield "needs a reset before broken rows of its memory are replaced"
     if _read_field(gpu, "gpu_recovery_action") not in ("", "none", "n/a"):
-        yield f"asks for recovery: {_read_field(gpu, 'gpu_recovery_action')}"
+        yield f"requests recovery: {_read_field(gpu, 'gpu_recovery_action')}"
     for brake, words in _BRAKES.items():
         if any(_read_field(gpu, f"*/{tag}{brake}") == "active" for tag in _BRAKE_TAGS):
             yield f"is throttled: {words}"
@@ -90,8 +90,8 @@ def _read_field(gpu: ElementTree.Element, path: str) -> str:
 
 def lost_links(report: str) -> str:
     """Return the GPUs in `nvidia-smi nvlink --status` with fewer links up than their neighbours; empty if none.
-    The expected number depends on the machine. Bridges join pairs: a GPU without one has no link up, and both GPUs of a
-    narrow one have equally many. Neither is a loss.
+    The expected number depends on the machine. Bridges join pairs: a GPU without a bridge has no link up, and both
+    GPUs of a narrow bridge have the same number. Neither counts as a loss.
     """
     up: dict[int, int] = {}
     gpu = -1
@@ -144,7 +144,7 @@ def _run_folder(run_dir: Path) -> PreflightFault | None:
         return PreflightFault(check="run folder", reason=reason, shared=True, full=full)
     if back != token:
         return PreflightFault(
-            check="run folder", reason=f"{run_dir} reads back other bytes than were written", shared=True
+            check="run folder", reason=f"{run_dir} returns different bytes than were written", shared=True
         )
     return None
 
@@ -237,7 +237,7 @@ def _driver_count() -> int | None:
 
 
 def _broken_devices(wanted: int) -> PreflightFault | None:
-    """Check for GPUs that respond but have lost memory, links or clocks."""
+    """Check for GPUs that respond but have lost memory, links or clock speed."""
     if not wanted:
         return None
     try:
@@ -311,5 +311,5 @@ def _blame_by_files(of_files: Mapping[str, float | None], config: PreflightConfi
         return None
     ((node, ahead),) = off.items()
     reason = f"{node}: its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the file server's"
-    reason += f", with which the clock of {right[0]} agrees (limit {config.skew:g} s)"
+    reason += f", which agrees with the clock of {right[0]} (limit {config.skew:g} s)"
     return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)

@@ -97,12 +97,12 @@ def replacements(
     """
     vacant = [node_rank for node_rank, node in sorted(node_ranks.items()) if node not in fit]
     if not vacant:
-        return (), "no node has to be replaced"
+        return (), "no node needs to be replaced"
     if node_ranks[min(node_ranks)] not in fit:
         return (), f"node {node_ranks[min(node_ranks)]}, which leads the job, is lost"
     spares = sorted(set(fit) - set(node_ranks.values()), key=lambda node: (node not in ready, node))
     if len(spares) < len(vacant):
-        return (), f"{len(vacant)} node(s) have to be replaced, {len(spares)} spare node(s) are left"
+        return (), f"{len(vacant)} node(s) must be replaced, {len(spares)} spare node(s) are left"
     moves = tuple(
         Replacement(node_rank=node_rank, node=node, instead=node_ranks[node_rank])
         for node_rank, node in zip(vacant, spares[: len(vacant)], strict=True)
@@ -126,13 +126,13 @@ class Member:
     has_sent: bool = False  # a message after its hello
     faults: list[PreflightFault] | None = None
     ready: bool = False
-    gone: int = 0  # newest generation that has no process left on this node
-    lost: str = ""  # reason of its loss
+    gone: int = 0  # newest generation with no process left on this node
+    lost: str = ""  # why it was lost
     machine: str = ""  # identity of its machine, if known
     switches: tuple[str, ...] = ()  # above it, topmost first
     ahead: float = 0.0  # seconds by which its clock leads the coordinator's, including network delay
     ahead_of_files: float | None = None  # seconds by which it leads the clock of the run folder's server
-    excluded: str = ""  # reason why its node must not train although its agent answers
+    excluded: str = ""  # why its node must not train although its agent answers
     progress: ProgressReport = _NOTHING_REPORTED  # newest report
 
     @property

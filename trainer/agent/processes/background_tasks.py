@@ -17,10 +17,10 @@ SHORTEST_READ = 1.0
 
 
 class HungFileSystem(OSError):
-    """Raised if a file system does not answer; the message includes the path."""
+    """Raised if a file system does not respond; the message includes the path."""
 
     def __init__(self, path: Path, seconds: float) -> None:
-        super().__init__(f"the file system does not answer for {seconds:.0f} s: {path}")
+        super().__init__(f"the file system has not responded for {seconds:.0f} s: {path}")
 
 
 async def run_detached(function: Callable[[], T], seconds: float) -> T:
@@ -152,7 +152,7 @@ MOST_CHARACTERS = 16 << 20
 """Limits of the text waiting for a hung file; text beyond them is lost."""
 
 CLOSE_SECONDS = 5.0
-"""Maximum delay of the exit by a hung file."""
+"""Maximum delay of the exit caused by a hung file."""
 
 
 class WriteBehind:
@@ -185,13 +185,13 @@ class WriteBehind:
             self._lost(text, why)
 
     def _refusal(self) -> str:
-        """Return why no more text is accepted; empty if it is."""
+        """Return why no more text is accepted; empty if text is accepted."""
         if self._closed:
-            return "it came after the end"
+            return "the writer is closed"
         # Once full, it accepts nothing until all is written: gaps are few, and each is reported.
         if len(self._texts) >= MOST_TEXTS or self._characters >= MOST_CHARACTERS:
             self._full = True
-        return "too much waits for a file that hangs; what follows is lost too, until it answers" if self._full else ""
+        return "too much text waits for a hung file; further text is lost until the file responds" if self._full else ""
 
     def flush(self, seconds: float) -> bool:
         """Wait at most `seconds` until all is written; returns whether it is."""
@@ -206,7 +206,7 @@ class WriteBehind:
             left = list(self._texts)
             self._news.notify_all()
         if not done and left:
-            self._lost(left[0], f"its file hangs at the end; {len(left) - 1} more after it are lost, too")
+            self._lost(left[0], f"its file hung at exit; {len(left) - 1} later texts are also lost")
 
     def _run(self) -> None:
         while (text := self._next()) is not None:
@@ -228,7 +228,7 @@ class WriteBehind:
 
 
 def settle(all_of_them: Iterable[WriteBehind], seconds: float = CLOSE_SECONDS) -> None:
-    """Close all of them within `seconds` in total."""
+    """Close all writers within `seconds` in total."""
     give_up = time.monotonic() + seconds
     for one in all_of_them:
         one.close(max(0.0, give_up - time.monotonic()))

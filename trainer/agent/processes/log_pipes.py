@@ -1,6 +1,6 @@
 """Output of a node's processes, read by the agent from pipes and written to rotated log files.
-A process that writes to a file itself, such as a user's own program, could fill the disk. The agent also replaces the
-values of secrets by their names here, whichever process printed them.
+A process that writes to a file itself, such as a user's own program, could fill the disk. The agent also replaces
+secret values with their names here, whichever process printed them.
 """
 
 import fcntl
@@ -20,9 +20,9 @@ from trainer.protocol.secrets.secret_redaction import RedactedStream
 PIPE_BYTES = 1 << 20
 _BLOCK = 1 << 18
 MOST_WAITING = 32 << 20
-"""Maximum bytes waiting for the file system; beyond it, printing processes block."""
+"""Maximum bytes waiting for the file system; beyond this, printing processes block."""
 STALL_SECONDS = 5.0
-"""Seconds they block when the file system accepts nothing; later output is dropped."""
+"""Seconds that processes block while the file system accepts nothing; later output is dropped."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Parent-death signals, process groups, orphans, and the report of an agent that loses its coordinator."""
+"""Processes of a node: death signals, groups, orphans, activity, OOM kills, and the report of a lost coordinator."""
 
 import ctypes
 import os
@@ -94,7 +94,7 @@ _CPU_CLOCK = 2
 _THREADS = 500
 """Maximum number of threads described per process."""
 _TEXT = 16384
-"""Maximum bytes kept of one file."""
+"""Maximum bytes kept per file."""
 _WHOLE = ("status", "io", "wchan", "syscall", "stack", "cgroup", "limits", "cmdline")
 
 
@@ -156,7 +156,7 @@ def _stat(path: Path) -> list[str]:
 
 
 def _cpu_seconds(pid: int, ticks: float) -> float:
-    """Return CPU seconds to the nanosecond; without a kernel clock for it, `ticks`, seconds at 10 ms resolution."""
+    """Return CPU seconds to the nanosecond, or `ticks` (10 ms resolution) if the kernel has no clock for it."""
     try:
         return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
     except OSError:
@@ -279,12 +279,12 @@ class OomKills:
         if self._log is not None:
             self._pids.update(_new_pids(self._log))
             killed = pid in self._pids
-        else:  # another process of the cgroup may be meant, but nothing else sends SIGKILL
+        else:  # the kill may have hit another process of the cgroup, but nothing else sends SIGKILL
             killed = self._count() > self._before
         if not killed:
             return ""
         limit = self._limit()
-        return "the kernel killed it" + (f", its cgroup may have {limit / (1 << 30):.1f} GiB" if limit else "")
+        return "the kernel killed it" + (f"; the limit of its cgroup is {limit / (1 << 30):.1f} GiB" if limit else "")
 
     def close(self) -> None:
         if self._log is not None:

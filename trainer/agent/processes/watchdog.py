@@ -21,13 +21,13 @@ REPORT_SECONDS = 5.0
 
 
 class StallTimer:
-    """PURE: time without a heartbeat of the agent, as observed by this process."""
+    """PURE: time without a heartbeat from the agent, as observed by this process."""
 
     def __init__(self, now: float) -> None:
         self._looked, self.seconds = now, 0.0
 
     def look(self, now: float, moved: bool) -> float:
-        """Return the seconds so far, in a check due LOOK_SECONDS after the previous one."""
+        """Return the seconds so far; a check is due LOOK_SECONDS after the previous one."""
         late = now - self._looked > LOOK_SECONDS + LATE_SECONDS
         self.seconds = 0.0 if moved or late else self.seconds + now - self._looked
         self._looked = now
@@ -72,11 +72,11 @@ def main(words: list[str]) -> int:
     handle = os.pidfd_open(int(pid))
     if os.getppid() != int(pid) or not watch(int(beats), float(seconds)):
         return 0
-    why = f"the agent of {name} stood still for {float(seconds):.0f} s ({process_state(int(pid))}); its node ended it"
+    why = f"the agent of {name} stood still for {float(seconds):.0f} s ({process_state(int(pid))}) and was killed"
     sys.stderr.write(f"orch-watchdog: {why}\n")
-    told = threading.Thread(target=report, args=(Path(path), int(node), name, why), daemon=True)
-    told.start()
-    told.join(REPORT_SECONDS)
+    reporter = threading.Thread(target=report, args=(Path(path), int(node), name, why), daemon=True)
+    reporter.start()
+    reporter.join(REPORT_SECONDS)
     # Its fork server, ranks and writers die with it, and the job ends.
     signal.pidfd_send_signal(handle, signal.SIGKILL)
     os._exit(0)

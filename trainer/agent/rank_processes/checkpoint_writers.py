@@ -1,4 +1,4 @@
-"""The checkpoint writers of one node: a process and a memory per local rank, both kept across generations.
+"""The checkpoint writers of one node: one process and one memory file per local rank, both kept across generations.
 The agent owns them because a rank's copies of its state must outlive the rank, for use by a restart in place.
 """
 

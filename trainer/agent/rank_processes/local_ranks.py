@@ -30,7 +30,7 @@ from trainer.protocol.requests import REFUSED, Request
 
 @dataclass(kw_only=True)
 class LocalRank:
-    """Local rank as its agent knows it."""
+    """Local rank as seen by its agent."""
 
     rank: int
     cell: ProgressCell
@@ -207,7 +207,7 @@ def _why_not_obeyed(ranks: LocalRanks, link: ForkServerLink) -> str:
     if link.stopped():
         return "it was stopped when its ranks had to be killed"
     if any(local.pid is None and not local.gone for local in ranks.by_rank.values()):
-        return "it did not say which processes it had to kill"
+        return "it did not report which processes it had to kill"
     return ""
 
 
@@ -222,7 +222,7 @@ async def kill_orphaned_ranks(
 ) -> None:
     """Kill the process groups of all remaining ranks and the processes that left those groups; reports each exit.
     `exclude`: children of this process other than ranks, the checkpoint writers. A process that cannot be killed (hung
-    in the kernel) is given up after half a minute and not reported gone.
+    in the kernel) is abandoned after half a minute and not reported gone.
     """
     give_up = time.monotonic() + _LONGEST
     left = True
@@ -270,7 +270,7 @@ def _collect_other_children(ranks: LocalRanks) -> None:
 
 AGENT_KINDS = {
     "kill-agent": "SIGKILL to the agent of a node",
-    "kill-node": "SIGKILL to the agent of a node and to everything that it has started",
+    "kill-node": "SIGKILL to the agent of a node and to everything it has started",
 }
 """Faults that an agent injects into its own node; the rank concerned injects those in `KINDS`."""
 
@@ -283,7 +283,7 @@ def drill_order(request: Request, cluster: ClusterShape) -> tuple[InjectFault | 
     kind, at = request.detail, 0 if request.value is None else int(request.value)
     node = kind in AGENT_KINDS
     if not node and kind not in KINDS:
-        return None, f"{REFUSED}no such drill: {kind}; there are {', '.join([*KINDS, *AGENT_KINDS])}"
+        return None, f"{REFUSED}no such drill: {kind}; available drills: {', '.join([*KINDS, *AGENT_KINDS])}"
     what, most = ("node", cluster.nodes) if node else ("rank", cluster.world_size)
     if not 0 <= at < most:
         return None, f"{REFUSED}there is no {what} {at}, only 0 to {most - 1}"

@@ -1,4 +1,4 @@
-"""Last output of a program: the end of its log and the exception in it."""
+"""Exit of a rank: its last output, the exception in it, and the ordered reports to the coordinator."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ class LastOutput:
 
 
 def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
-    """Return the output in this generation's part of a rank's log, and the error file of torch's `@record`."""
+    """Return this generation's last output from a rank's log and from the error file of torch's `@record`."""
     try:
         raw = read_tail(log, _MOST).rpartition(f"{generation_mark(generation)}\n".encode())[2]
     except OSError:
@@ -154,7 +154,7 @@ def decode_shell_exit(exit_code: int | None, number: int | None) -> tuple[int | 
 
 
 def add_local_facts(end: RankEnd, local: LocalRank, ranks: LocalRanks, node: str, *, command: bool) -> RankEnd:
-    """Add to a rank's end what its agent has in memory; involves no disk.
+    """Add to a rank's end the information in its agent's memory; uses no disk.
     `command`: it was a user's own program, known only by its exit and its log.
     """
     while local.receive_message() is not None:
@@ -204,13 +204,13 @@ async def _complete_command_end(attempt: AttemptDir, end: RankEnd) -> RankEnd:
     end = replace(end, lines=output.lines, written=output.written)
     if end.signal is None and output.exception is not None:
         message = (output.message or "")[:_LONGEST]
-        secondary = _of_torch(output.exception) and has_meaning(message, Meaning.PEER_GONE)
+        secondary = _is_from_torch(output.exception) and has_meaning(message, Meaning.PEER_GONE)
         return replace(end, exception=output.exception, message=message, secondary=secondary)
     return replace(end, message=output.uncaught) if end.signal == signal.SIGABRT else end
 
 
-def _of_torch(exception: str) -> bool:
-    """Return whether torch's collectives raise this.
+def _is_from_torch(exception: str) -> bool:
+    """Return whether torch's collectives raise this exception.
     A program's own ConnectionRefusedError is a cause, not a lost peer.
     """
     name = exception.rpartition(".")[2]
@@ -218,7 +218,7 @@ def _of_torch(exception: str) -> bool:
 
 
 def _left_in_files(attempt: AttemptDir, end: RankEnd) -> tuple[RankEnd | None, str | None]:
-    """Return the rank's outcome, or the C++ exception in its log if it was aborted and wrote none."""
+    """Return the rank's outcome, or the C++ exception in its log if it was aborted and wrote no outcome."""
     outcome = find_outcome(attempt, end.node, end.rank, end.generation)
     aborted = outcome is None and end.signal == signal.SIGABRT
     return outcome, last_cpp_exception(attempt.rank_log(end.rank), end.generation) if aborted else None

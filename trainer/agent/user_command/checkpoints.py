@@ -1,5 +1,5 @@
-"""PURE: assignment of the entries of a folder to checkpoints of a user's own program.
-Programs write a file per rank, or one for the model and one for the optimizer. All files of one step are one
+"""Checkpoints of a user's own program: groups the entries of a folder and checks them for damage.
+Programs write a file per rank, or one for the model and one for the optimizer. All files of one step form one
 checkpoint: ranks that load different steps silently train a mixture.
 """
 
@@ -35,23 +35,23 @@ def group(names: Collection[str], config: CommandCheckpointsConfig, most: int) -
         if (step := config.parse_step(name)) is not None:
             matched[step].append(name)
     steps = sorted(matched, reverse=True)
-    numbered = _by_number(names, steps[: most + 1], config)
+    numbered = _map_steps(names, steps[: most + 1], config)
     return [
         (step, matched[step][0], _siblings(matched[step][0], step, numbered, steps[at + 1 : at + 2], config))
         for at, step in enumerate(steps[:most])
     ]
 
 
-def _by_number(
+def _map_steps(
     names: Iterable[str], steps: Collection[int], config: CommandCheckpointsConfig
 ) -> dict[int, list[str]]:  # fmt: skip
-    """Return names by each of the steps that occurs in them."""
+    """Map each step to the names that contain it."""
     found: dict[int, list[str]] = {step: [] for step in steps}
     words = len(_TEMPORARY.findall(config.pattern))
     for name in names:
         if name.startswith(SET_ASIDE) or len(_TEMPORARY.findall(name)) > words:
             continue
-        # The pattern may take only a part of a number as the step.
+        # The pattern may capture only part of a number as the step.
         for number in found.keys() & {config.parse_step(name), *map(parse_digits, _NUMBER.findall(name))}:
             found[number].append(name)
     return found
@@ -61,7 +61,7 @@ def _siblings(
     main: str, step: int, numbered: Mapping[int, list[str]], older: Collection[int], config: CommandCheckpointsConfig
 ) -> list[str]:
     prefix = config.name_prefix(main)
-    # A name whose first number is the step belongs to it if every step has one: `optimizer-30.pt` beside `model-30.pt`.
+    # A name whose first number is the step belongs to it if all steps do: `optimizer-30.pt` beside `model-30.pt`.
     alone = not _NUMBER.search(prefix)
     forms = {_form(name, number) for number in older for name in numbered[number]} if alone else set()
     ranks = same_but_for_rank(main, numbered[step])
@@ -97,7 +97,7 @@ def has_rank(name: str) -> bool:
 
 def same_but_for_rank(name: str, others: Iterable[str]) -> list[str]:
     """Return the names that differ from this one only in the rank number, if rank 0 is among them.
-    Without a rank 0 the number has another meaning: `lora-rank8` beside `lora-rank16`.
+    Without a rank 0 the number has a different meaning, as in `lora-rank8` and `lora-rank16`.
     """
     if not has_rank(name):
         return []
@@ -107,7 +107,7 @@ def same_but_for_rank(name: str, others: Iterable[str]) -> list[str]:
 
 
 def find_digits(name: str, step: int) -> str:
-    """Return the last number in a name that is the step, as it is written there; the step if none is."""
+    """Return the last occurrence of the step in a name, as written there; the step itself if there is none."""
     return next((digits for digits in reversed(_NUMBER.findall(name)) if parse_digits(digits) == step), str(step))
 
 
@@ -158,7 +158,7 @@ def record_earlier(folder: Path, config: CommandCheckpointsConfig) -> Stamps:
 def leave_out_earlier(
     folder: Path, there: Mapping[str, str], config: CommandCheckpointsConfig, earlier: Stamps
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the entries without earlier checkpoints above the run's newest one, and the earlier ones' names.
+    """Return the entries without earlier checkpoints above the run's newest one, and the names of earlier ones.
     A checkpoint changed since the first start is the run's own. Raises OSError.
     """
     steps = {name: step for name in there if (step := config.parse_step(name)) is not None}
@@ -175,7 +175,7 @@ def leave_out_earlier(
 
 
 def _newest_change(path: Path) -> int:
-    """Return the time of the newest change of an entry or, if readable, within its folder. Raises OSError."""
+    """Return when an entry, or anything within its folder if readable, last changed. Raises OSError."""
     times = [path.lstat().st_mtime_ns]
     with suppress(OSError):
         times += [os.lstat(entry).st_mtime_ns for entry in islice(_entries(path), _MOST_ENTRIES)]
@@ -188,7 +188,7 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 MOST = 20
-"""Maximum number of checkpoints read; of older ones only the names are known."""
+"""Maximum number of checkpoints read; only the names of older ones are known."""
 _MOST_FILES, _MOST_FOLDERS = 2000, 2000
 _LARGEST = 64 << 20
 _ARCHIVES = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
@@ -197,7 +197,7 @@ _WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCH
 _MARKERS = frozenset({".bin", ".json", ".pkl"})
 """Suffixes also used for empty markers, and for files of a rank that has nothing to write."""
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""Left by Hugging Face's Trainer in a checkpoint it had no time to finish, and ignored when it loads one."""
+"""Left by Hugging Face's Trainer in a checkpoint it had no time to finish; the Trainer ignores it when loading."""
 
 _BESIDE = "../"
 """Prefix of file names in the other entries of a checkpoint."""
@@ -209,7 +209,7 @@ Files = dict[str, tuple[int, int]]
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpoint:
     """Checkpoint of a user program.
-    `identity` distinguishes it from a later one of the same name; `damage` gives why it is incomplete.
+    `identity` distinguishes it from a later one with the same name; `damage` gives why it is incomplete.
     """
 
     step: int
@@ -315,7 +315,7 @@ def _read(path: Path, step: int, identity: str, siblings: Sequence[str]) -> Comm
 
 
 def _read_entry(path: Path) -> tuple[Files, bool]:
-    """Return the files of a folder, or a file as the only one, and whether there is more. Raises OSError."""
+    """Return the files of a folder, or the file itself, and whether there are more. Raises OSError."""
     found, cut = _list_folder(path) if path.is_dir() else ([path], False)
     states = [(file, _state(file)) for file in found[:_MOST_FILES]]
     files = {"" if file == path else str(file.relative_to(path)): state for file, state in states if state is not None}
@@ -363,7 +363,7 @@ def assess_damage(found: list[CommandCheckpoint], most: int = 4) -> list[Command
 
 
 def damage(one: CommandCheckpoint, filled: Collection[str]) -> str:
-    """Return why this checkpoint cannot be complete, by cheap signs; empty without a sign.
+    """Return a cheaply found sign that this checkpoint cannot be complete; empty if there is none.
     `filled`: kinds of files that are non-empty in some checkpoint of the run.
     """
     if one.files.keys() & {_INCOMPLETE, *(f"{_BESIDE}{name}/{_INCOMPLETE}" for name in one.siblings)}:
@@ -383,7 +383,7 @@ def _may_be_empty(
     one: CommandCheckpoint, name: str, filled: Collection[str], read_metadata: Callable[[Path], bytes]
 ) -> bool:
     """Return whether a complete checkpoint may contain this file empty."""
-    # torch writes one per rank, and its metadata names those with content.
+    # torch writes one file per rank, and its metadata names the files with content.
     if name.endswith(".distcp"):
         return os.fsencode(Path(name).name) not in read_metadata(one.place(name).parent)
     # A marker is empty in all checkpoints; among several files of one kind, some ranks may have nothing to write.
@@ -435,7 +435,7 @@ def _torn(file: Path, size: int) -> str:
         elif file.suffix == ".json" and size <= _LARGEST:
             return _cut_json(file)
     except Malformed as error:
-        return f"is no whole safetensors file: {error}"
+        return f"is not a complete safetensors file: {error}"
     except OSError:  # an I/O error proves nothing about the bytes
         return ""
     return ""
@@ -454,11 +454,11 @@ def _cut_json(file: Path) -> str:
     except JSONDecodeError as error:
         ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         zeros = text[error.pos : error.pos + 1] == "\0"
-        return "is no whole JSON file" if (ended or zeros) and not _is_json_lines(text) else ""
+        return "is not a complete JSON file" if (ended or zeros) and not _is_json_lines(text) else ""
     except UnicodeDecodeError as error:
-        return "is no whole JSON file" if error.end == len(data) and "end" in error.reason else ""
+        return "is not a complete JSON file" if error.end == len(data) and "end" in error.reason else ""
     except (RecursionError, MemoryError) as error:
-        return f"is no JSON file that can be read: {type(error).__name__}"
+        return f"is not a readable JSON file: {type(error).__name__}"
     return ""
 
 
@@ -479,11 +479,11 @@ def _cut_archive(file: Path) -> str:
     with open_regular(file) as stream:
         if (beginning := stream.read(4)) != b"PK\x03\x04":
             is_zeros = beginning == bytes(4) and file.suffix != ".bin"  # raw numbers may begin with zeros
-            return "begins with zeros, as no format does" if is_zeros else ""
+            return "begins with zeros, which no format does" if is_zeros else ""
         try:
             zipfile.ZipFile(stream).close()
         except zipfile.BadZipFile:
-            return "is no whole archive of torch.save: its directory is missing, it was cut off"
+            return "is not a complete torch.save archive: its directory is missing, so it was truncated"
         # Raised by zipfile for a directory with garbled numbers.
         except (
             NotImplementedError,
@@ -494,5 +494,5 @@ def _cut_archive(file: Path) -> str:
             LookupError,
             MemoryError,
         ) as error:
-            return f"is no whole archive of torch.save: its directory cannot be read: {type(error).__name__}"
+            return f"is not a complete torch.save archive: cannot read its directory: {type(error).__name__}"
     return ""

@@ -112,7 +112,7 @@ class MemoryFile:
 
 
 def _read(path: Path) -> CommandMemory | None:
-    """Return the stored state, without checkpoints that are still, or again, in place; None without a file."""
+    """Return the stored state, omitting set-aside checkpoints that are in place; None if there is no file."""
     try:
         fields = read_json(path)
         failures = [CommandFailure(**each) for each in fields["failures"]]
@@ -121,26 +121,26 @@ def _read(path: Path) -> CommandMemory | None:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return CommandMemory(saved=True, earlier={})
-    # An older version has not recorded whether one existed.
+    # Older versions did not record whether one existed.
     saved = bool(fields.get("saved", True))
     aside = [one for one in aside if not _is_back(one)]
     return CommandMemory(failures=failures, aside=aside, saved=saved, earlier=_read_stamps(fields))
 
 
 def _read_stamps(fields: dict[str, Any]) -> Stamps:
-    stamps = fields.get("earlier")  # an older version has not recorded it
+    stamps = fields.get("earlier")  # older versions did not record it
     return {str(name): int(at) for name, at in stamps.items()} if isinstance(stamps, dict) else {}
 
 
 def _is_back(one: SetAsideCheckpoint) -> bool:
     """Return whether the checkpoint is in place.
-    It is recorded before its rename and put back before removal of the record.
+    A move is recorded before the rename, and the record is removed after the checkpoint is put back.
     """
     return os.path.lexists(one.original) and not os.path.lexists(one.path)
 
 
 class CommandRun:
-    """View of a user's program that is kept between generations; inactive for a workload of orch."""
+    """View of a user's program that is kept between generations; inactive for orch's own workloads."""
 
     def __init__(
         self, run: RunDir, attempt: AttemptDir, config: JobConfig, events: EventLog, progress: AttemptProgress
@@ -169,7 +169,7 @@ class CommandRun:
         return working_directory(self._run, self._config) / self._config.checkpoints.path
 
     def past(self) -> CommandPast | None:
-        """Return the input of `in_job_policy.Situation`; None for a workload of orch."""
+        """Return the input of `in_job_policy.Situation`; None for orch's own workloads."""
         if not self._on:
             return None
         newest = self._command_progress.began_from if self._command_progress else None
@@ -205,9 +205,9 @@ class CommandRun:
     async def _why_unmovable(self, progress: CommandProgress) -> str:
         """Return why it is unknown what the program would load without its newest checkpoint; empty if it is known."""
         if other := await run_bounded(partial(find_other_rank, self._folder())):
-            return f"because checkpoints.path names the folder of one rank: {other} is another"
+            return f"because checkpoints.path is the folder of one rank: {other} is another"
         if later := progress.written_later():
-            return f"because steps begin anew: {later} was written after it"
+            return f"because steps start again: {later} was written after it"
         return ""
 
     async def check(self, now: GenerationState) -> None:
@@ -221,13 +221,13 @@ class CommandRun:
         if self._on and self._command_progress is not None:
             await self._command_progress.check(now.first_failure)
         if self._on and not self._progress_kept and self._has_worked(now):
-            # However this attempt ends, the next one does not need the failures before this.
+            # However this attempt ends, the next one does not need the earlier failures.
             self._progress_kept = True
             saved = self._memory.saved or self._has_whole()
             await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
 
     async def end_generation(self, decision: Decision, now: GenerationState, *, cleared: bool) -> None:
-        """Record the end of a generation; `cleared`: no process of it is left that could write."""
+        """Record the end of a generation; `cleared`: none of its processes is left to write."""
         if not self._on:
             return
         if self._step_watch is not None:
@@ -325,7 +325,7 @@ class CommandRun:
         target = await run_bounded(partial(find_target, newest, self._run, self._attempt.number, generation))
         pointers = await run_bounded(partial(pointers_to, newest, older))
         if target is None or pointers is None:
-            sys.stderr.write(f"orch-agent: {newest.path} cannot be moved out of its folder: it stays\n")
+            sys.stderr.write(f"orch-agent: {newest.path} cannot be moved out of its folder and stays there\n")
             return
         aside = SetAsideCheckpoint(
             step=newest.step, identity=newest.identity, original=str(newest.path), path=str(target), bytes=newest.bytes,
@@ -335,7 +335,7 @@ class CommandRun:
         self._memory.aside.append(aside)
         kept, config = await self._keep(self._memory), self._config.checkpoints
         moved = await run_bounded(lambda: set_aside(newest, target, config)) if kept else False
-        if not moved:  # modified since, or immovable: the program gets it again
+        if not moved:  # modified since, or immovable: the program loads it again
             if moved is False:  # else the move is late and may still happen
                 self._memory.aside.remove(aside)
             return
@@ -348,7 +348,7 @@ class CommandRun:
         )  # fmt: skip
 
     async def _retarget(self, one: SetAsideCheckpoint, *, back: bool = False) -> list[Pointer]:
-        """Repair, or restore, the pointers to this checkpoint as the newest; returns those changed."""
+        """Repair, or restore, the pointers that name this checkpoint as the newest; returns the changed ones."""
         scratch = Path(one.path)
         return [
             pointer for pointer in one.pointers if await run_bounded(partial(retarget, pointer, scratch, back=back))

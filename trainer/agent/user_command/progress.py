@@ -30,7 +30,7 @@ from trainer.protocol.messages.ranks import generation_mark
 LOOK_SECONDS = 5.0
 """Interval of checks while the program runs."""
 WAIT_SECONDS = 10.0
-"""Maximum delay of a decision, or of the next generation, by a slow file system."""
+"""Maximum delay that a slow file system may cause to a decision or to the next generation."""
 
 T = TypeVar("T")
 Found = tuple[list[CommandCheckpoint], set[str]]
@@ -49,7 +49,7 @@ async def run_bounded(work: Callable[[], T]) -> T | None:
 
 
 def _log_error(error: BaseException) -> None:
-    sys.stderr.write(f"orch-agent: cannot look at the program's checkpoints: {ascii(error)}\n")
+    sys.stderr.write(f"orch-agent: cannot check the program's checkpoints: {ascii(error)}\n")
 
 
 class CommandProgress:
@@ -74,8 +74,8 @@ class CommandProgress:
         self._states: dict[str, Files] = {}  # identity -> files at this generation's start, or at the last event since
         self._there: set[str] = set()  # identities at the last check
         self._gone: set[str] = set()  # deleted identities; a new file may reuse one
-        self._told: dict[str, int] = {}  # identity -> step of checkpoints reported in events
-        self._told_earlier: set[str] = set()  # those of them from before the run
+        self._reported: dict[str, int] = {}  # identity -> step of checkpoints reported in events
+        self._reported_earlier: set[str] = set()  # those of them that predate the run
         self._highest = -1  # highest step of any checkpoint present when a generation of this attempt began or ended
         self._first, self._looked_at = True, 0.0
         self._looking: asyncio.Future[Found] | None = None
@@ -112,8 +112,8 @@ class CommandProgress:
 
     def has_saved(self) -> bool:
         """Return whether a checkpoint is newer than this generation's starting point.
-        A sign of damage may be wrong, but a step that is torn repeatedly does not count as progress. Names that do not
-        grow prove nothing; then the program's own step must have grown.
+        A sign of damage may be wrong, but a step that is torn repeatedly does not count as progress. Steps that do not
+        increase prove nothing; the program's own step must then have increased.
         """
         if self.saved_after and not self._counts_steps and self._progress.step > self.step_before:
             return True
@@ -135,7 +135,7 @@ class CommandProgress:
         if began is None:
             return None
         older = [one for one in self._latest if one.step < began.step]
-        # A rank without a file of that step would continue from another step.
+        # A rank without a file of that step would continue from a different step.
         if older and older[0].parts < began.parts:
             return None
         return next((one for one in older if not one.damage), None)
@@ -155,7 +155,7 @@ class CommandProgress:
 
     def forget(self, one: CommandCheckpoint) -> None:
         """Forget a checkpoint that was set aside, so that no event reports it as deleted."""
-        self._told.pop(one.identity, None)
+        self._reported.pop(one.identity, None)
         self._states.pop(one.identity, None)
         self._latest = [other for other in self._latest if other.identity != one.identity]
         self._note_saved()
@@ -179,14 +179,14 @@ class CommandProgress:
             # a sign of damage may be too; it counts once all writers have exited.
             unchanged = settled or before.get(one.identity) == one.files
             written = settled or (not one.damage and (at > 0 or unchanged))
-            told = one.identity in self._told and (one.earlier or one.identity not in self._told_earlier)
+            told = one.identity in self._reported and (one.earlier or one.identity not in self._reported_earlier)
             if written and not told:
                 self._write_event(one, anew=one.identity in self._gone)
             elif told and unchanged and self._is_new(one):
                 self._write_event(one, anew=True)
         # A suddenly empty folder is more likely unreachable than emptied.
-        for identity in [name for name in self._told if found and name not in there]:
-            self._events.write(EventKind.CHECKPOINT_DELETED, step=self._told.pop(identity), name=identity)
+        for identity in [name for name in self._reported if found and name not in there]:
+            self._events.write(EventKind.CHECKPOINT_DELETED, step=self._reported.pop(identity), name=identity)
             self._states.pop(identity, None)
             self._gone.add(identity)
         self._latest, self._there = found, there
@@ -194,7 +194,7 @@ class CommandProgress:
             self._note_saved()
 
     def _is_new(self, one: CommandCheckpoint) -> bool:
-        """Return whether it was written since this generation began: all its files have changed.
+        """Return whether the checkpoint was written since this generation began: all its files have changed.
         A program may change a marker in it at every start, without training a step.
         """
         state = self._states.get(one.identity)
@@ -204,17 +204,17 @@ class CommandProgress:
 
     def _note_saved(self) -> None:
         """Set the saved step of the run to the newest checkpoint that is present."""
-        told = [one for one in self._latest if one.identity in self._told]
+        told = [one for one in self._latest if one.identity in self._reported]
         self._progress.saved = max((one.step for one in told if not one.earlier), default=0)
         if self._counts_steps:
             self._progress.step = max((one.step for one in told), default=0)
 
     def _write_event(self, one: CommandCheckpoint, *, anew: bool) -> None:
-        """Report a checkpoint; one written `anew` under a known identity gets a new event name."""
-        self._told[one.identity] = one.step
+        """Report a checkpoint; `anew`: it was rewritten under a known identity, so its event gets a new name."""
+        self._reported[one.identity] = one.step
         self._states[one.identity] = one.files
         changed = max((time for _, time in one.files.values()), default=0)
-        (self._told_earlier.add if one.earlier else self._told_earlier.discard)(one.identity)
+        (self._reported_earlier.add if one.earlier else self._reported_earlier.discard)(one.identity)
         self._events.write(
             EventKind.CHECKPOINT_SEEN, step=one.step, path=str(one.path), bytes=one.bytes, new=not self._first,
             **({"name": f"{one.identity}.{changed:x}.anew", "anew": one.identity} if anew else {"name": one.identity}),
@@ -248,7 +248,7 @@ def newest_step(text: str, pattern: str, seconds: float = MATCH_SECONDS) -> Comm
         done = subprocess.run(command, input=text.encode(), stdout=subprocess.PIPE, timeout=seconds, check=False)
     except subprocess.TimeoutExpired as late:
         raise SlowPattern(
-            f"progress.pattern={pattern} has found no step in the newest lines within {seconds:g} s"
+            f"progress.pattern={pattern} found no step in the newest lines within {seconds:g} s"
         ) from late
     groups = json.loads(done.stdout) if done.stdout else None  # empty: it was killed
     if groups is None:

@@ -24,7 +24,7 @@ from trainer.protocol.run_dir import RunDir
 
 BAD = 7
 """Exit code of a program for a bad checkpoint; orch's own commands use it too."""
-_NOT_STARTED = {126: "the program cannot be executed", 127: "there is no such program"}
+_NOT_STARTED = {126: "the program cannot be executed", 127: "no such program"}
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
 
 
@@ -39,8 +39,8 @@ def main(program: list[str]) -> int:
     changed = content(checkpoint) != before
     if code == ExitCode.RETRY or (changed and shielded):
         # The program cannot have changed it, so another process still writes: no result.
-        why = f"exit code {code}" if code else "somebody else writes to it"
-        sys.stderr.write(f"orch: nothing was found out: {why}\n")
+        why = f"exit code {code}" if code else "another process writes to it"
+        sys.stderr.write(f"orch: no result: {why}\n")
         return ExitCode.RETRY
     evidence = {"read_only": shielded, "program_seconds": time.time() - began, "place": str(checkpoint.parent)}
     _report(*judge(code, changed, int(os.environ.get("RANK", "0"))), evidence)
@@ -64,10 +64,10 @@ def judge(code: int, changed: bool, rank: int) -> tuple[Outcome, str]:
         where = "restore_tests.command"
         return Outcome.NOT_COMPARABLE, f"exit code {code} of rank {rank}: {_NOT_STARTED[code]} ({where})"
     if code:
-        bad = f"{BAD} is for a bad checkpoint"
+        bad = f"{BAD} means a bad checkpoint"
         return Outcome.NOT_COMPARABLE, f"the program failed: exit code {code} of rank {rank} ({bad})"
     if changed:
-        return Outcome.NOT_COMPARABLE, "the checkpoint changed meanwhile: by the program, or by a run that writes to it"
+        return Outcome.NOT_COMPARABLE, "the checkpoint changed meanwhile: by the program or by a run that writes to it"
     return Outcome.RESTORED, "the program restored it: exit code 0"
 
 

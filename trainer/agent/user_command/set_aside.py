@@ -1,4 +1,4 @@
-"""Moves of a checkpoint of a user's program out of the folder it scans, and back, completely or not at all.
+"""Moves a user program's checkpoint out of the folder that the program scans, and back, completely or not at all.
 A file that names the checkpoint as the newest (DeepSpeed's `latest`, Megatron's `latest_checkpointed_iteration.txt`, a
 symbolic link `last.ckpt`) is changed to name an older one.
 """
@@ -33,7 +33,7 @@ class Pointer:
     def words(self) -> str:
         """Return a description of the repair."""
         name = Path(self.path).name
-        return f"{name} names {Path(self.after.strip()).name} from now on" if self.after else f"{name} is moved too"
+        return f"{name} now names {Path(self.after.strip()).name}" if self.after else f"{name} is moved too"
 
 
 def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: int) -> Path | None:
@@ -164,7 +164,7 @@ def _entry_like(name: str, one: CommandCheckpoint, instead: CommandCheckpoint) -
         return instead.path.name
     found = counterpart(name, one.path.name, instead.path.name, instead.siblings)
     if found is None:
-        raise LookupError(f"{instead.path} has nothing like {name}")
+        raise LookupError(f"{instead.path} has no counterpart of {name}")
     return found
 
 

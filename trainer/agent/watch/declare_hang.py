@@ -1,7 +1,7 @@
-"""Declaration of a hang: the verdict on the rank that stopped first, and the detector that collects its evidence.
+"""Declares hangs: judges which rank stopped first, and collects the evidence.
 
 Only the rank that stopped first (`first_to_stop`) is checked against its own limit, so ranks that wait for a peer in a
-legal slow phase are never blamed for waiting. `in_job_policy.decide` has the consequence.
+legal slow phase are never blamed for waiting. `in_job_policy.decide` chooses the response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,10 +58,10 @@ FRESH = 5.0
 """Maximum age in seconds of flight records on which a kill may be based; older ones are requested again."""
 
 AHEAD = 3.0
-"""Seconds before the end of a limit to request records again that will be too old by then."""
+"""Seconds before a limit expires at which records that would be too old by then are requested again."""
 
 
-_TOLD = 8
+_MAX_ROOTS = 8
 """Maximum number of roots that a reason lists."""
 _NO_GAPS: Gaps = {}
 
@@ -85,7 +85,7 @@ class HangJudgement:
     kind: HangKind = HangKind.UNKNOWN
     waiting: tuple[int, ...] = ()
     limit: float = 0.0
-    culprits: tuple[Culprit, ...] = ()  # all roots, that of `culprit` first; empty if none is named
+    culprits: tuple[Culprit, ...] = ()  # all roots, that of `culprit` first; empty if no rank is named
     chain: str = ""  # path of waits, from the flight records
 
 
@@ -101,9 +101,9 @@ def judge(
     on_gpus: bool = False,
 ) -> HangJudgement:
     """Judge one generation.
-    `finding` is the analysis of flight records requested `found` seconds ago. `lock_held` has the ranks in whose
-    interpreters no thread can run. `halted_for` has the seconds a rank has been seen halted, if known. `report_gaps`
-    has silences of nodes, which do not count against their ranks. `on_gpus`: ranks that wait for a GPU collective spin,
+    `finding` is the analysis of flight records requested `found` seconds ago. `lock_held` lists the ranks whose
+    interpreters can run no thread. `halted_for` maps ranks to the seconds they have been seen halted. `report_gaps`
+    holds nodes' silences, which do not count against ranks. `on_gpus`: ranks that wait for a GPU collective spin,
     so their CPU time does not count as activity.
     """
     live = [one for one in sightings if not one.ended]
@@ -128,7 +128,7 @@ def judge(
         return HangJudgement(verdict=HangVerdict.LOOK, reason=f"no rank has moved for {format_seconds(quiet)}")
     if over < 0:
         if not suspicion.is_halted and over > -AHEAD and found - over > FRESH:
-            return HangJudgement(verdict=HangVerdict.LOOK, reason=f"a limit is over in {format_seconds(-over)}")
+            return HangJudgement(verdict=HangVerdict.LOOK, reason=f"a limit expires in {format_seconds(-over)}")
         return _within(suspicion, allowed, len(live) - 1)
     # A rank may complete many collectives between two writes to its cell.
     if found > FRESH and not certain:
@@ -147,8 +147,8 @@ def _newest(live: Sequence[RankSample], report_gaps: Gaps) -> RankSample:
 def _still_moving(mover: RankSample, quiet: float, due: float, report_gaps: Gaps) -> str:
     lasting = [began for began, ended in report_gaps.get(mover.node, ()) if not ended]
     if lasting:
-        return f"nothing has been heard of {mover.node} for {format_seconds(lasting[0])}; its ranks may move"
-    return f"rank {mover.rank} moved {format_seconds(quiet)} ago; nothing is looked into before {format_seconds(due)}"
+        return f"{mover.node} has not reported for {format_seconds(lasting[0])}; its ranks may be moving"
+    return f"rank {mover.rank} moved {format_seconds(quiet)} ago; no check is due before {format_seconds(due)}"
 
 
 def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_for: bool) -> tuple[float, Allowed]:
@@ -162,7 +162,7 @@ def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_
 
 
 def _overdue_alone(one: RankSample, suspicion: Suspicion, limits: Limits, report_gaps: Gaps, waited_for: bool) -> float:
-    """Return the seconds for which one of several roots exceeds its own limit."""
+    """Return how many seconds one of several roots is past its own limit."""
     return seconds_still(one, report_gaps) - limits.for_rank(one, waited_for=waited_for, spins=suspicion.spins).seconds
 
 
@@ -214,20 +214,20 @@ def _who_stopped(roots: Sequence[RankSample], why: str, limit: str, waiting: int
     if len(roots) == 1:
         where = f"it has been in {_where(roots[0])}, {limit}"
         return f"{_rank_label(roots[0])} stopped first: {where}; {_waiting(waiting)}; {why}"
-    who = ", ".join(f"{_rank_label(one)} in {_where(one)}" for one in roots[:_TOLD])
-    more = f" and {len(roots) - _TOLD} more" if len(roots) > _TOLD else ""
-    return f"{len(roots)} ranks stopped, each by itself: {who}{more}, {limit}; {_waiting(waiting, 'them')}; {why}"
+    who = ", ".join(f"{_rank_label(one)} in {_where(one)}" for one in roots[:_MAX_ROOTS])
+    more = f" and {len(roots) - _MAX_ROOTS} more" if len(roots) > _MAX_ROOTS else ""
+    return f"{len(roots)} ranks stopped independently: {who}{more}, {limit}; {_waiting(waiting, 'them')}; {why}"
 
 
 def _hung_together(suspicion: Suspicion, allowed: Allowed, limit: str, waiting: tuple[int, ...]) -> HangJudgement:
-    """Return the judgement when all have joined without progress.
-    Blames no rank, and a node only if it is the only one.
+    """Return the judgement when all ranks have joined but none makes progress.
+    Blames no rank, and blames a node only if it is the only one.
     """
     joined = suspicion.rivals
     nodes = sorted({one.node for one in joined})
     oldest = max(joined, key=lambda one: one.age)
     places = ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
-    what = f"the network between {places} is suspect" if len(nodes) > 1 else f"all of it is on {places}"
+    what = f"the network between {places} is suspect" if len(nodes) > 1 else f"all of these ranks are on {places}"
     return HangJudgement(
         verdict=HangVerdict.HUNG,
         reason=f"no rank stopped first: {suspicion.why}; "
@@ -250,7 +250,7 @@ def _waiting(peers: int, whom: str = "it") -> str:
 
 
 def _where(one: RankSample) -> str:
-    """Describe its phase, the last step it finished, and the duration."""
+    """Describe the rank's phase, the last step it finished, and how long it has been there."""
     after = "before the end of its first step" if one.first else f"after step {one.step}"
     doing = "" if one.moment is None else f" ({one.moment})"
     return f"{one.phase}{doing} {after} for {format_seconds(one.age)}"
@@ -261,7 +261,7 @@ QUIET_SECONDS = 1.0
 _ANSWER_SECONDS, _NODES_A_SECOND = 2.0, 300.0
 """Time limit for agents to fetch their ranks' flight records, and nodes handled per second."""
 _QUERY_AGAIN_SECONDS = 4.0
-"""Seconds between two queries; `hangs.FRESH` is the maximum age of an answer."""
+"""Seconds between two queries; `FRESH` is the maximum age of an answer."""
 _LOCK_HELD_SECONDS = 3.0
 """Seconds without Python's lock beyond which a rank is suspect."""
 _HEALTHY_RANKS = 2
@@ -333,7 +333,7 @@ class HangDetector:
         self.snapshot.add_report(report, self._roster.members[node].name, now)
 
     def add_flight_records(self, node: int, message: FlightRecords) -> None:
-        """Add an agent's answer to `QueryFlights`; raises the errors of a malformed record."""
+        """Add an agent's answer to `QueryFlights`; a malformed record raises an error."""
         query = self._query
         if query is None or message.serial != query.serial:
             return
@@ -434,7 +434,7 @@ class HangDetector:
         query = self._query
         if query is not None and now - query.asked < _QUERY_AGAIN_SECONDS:
             return
-        # Answers of thousands of nodes take longer than that; a new query meanwhile would discard them.
+        # Answers from thousands of nodes take longer; a new query in the meantime would discard them.
         if query is not None and not query.is_over(now) and query.asked >= self.snapshot.moved:
             return
         self._serial += 1

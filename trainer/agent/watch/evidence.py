@@ -1,4 +1,4 @@
-"""Stacks of all threads of a rank, written by the rank itself or read from outside."""
+"""Evidence of a hang, collected by the agent: stacks, logs, flight records, and the state of processes and node."""
 
 import asyncio
 import json
@@ -129,7 +129,7 @@ def gpus(seconds: float) -> bytes:
 def _run_tool(command: list[str], seconds: float) -> bytes:
     program = shutil.which(command[0])
     if program is None:
-        raise OSError(f"there is no {command[0]} here")
+        raise OSError(f"{command[0]} is not installed")
     try:
         done = subprocess.run(
             [program, *command[1:]], stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
@@ -137,7 +137,7 @@ def _run_tool(command: list[str], seconds: float) -> bytes:
     except subprocess.TimeoutExpired:
         raise OSError(f"{command[0]} took more than {seconds:.1f} s") from None
     if not done.stdout:
-        raise OSError(f"{command[0]}: {done.stderr.decode(errors='replace').strip()[:500] or 'says nothing'}")
+        raise OSError(f"{command[0]}: {done.stderr.decode(errors='replace').strip()[:500] or 'no output'}")
     return done.stdout
 
 
@@ -164,7 +164,7 @@ class Unavailable(Exception):  # noqa: N818  # not an error: a stopped process c
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Local rank, as its agent knows it."""
+    """Local rank as seen by its agent."""
 
     rank: int
     pid: int | None
@@ -235,7 +235,7 @@ async def _keep(bundle: _Bundle, name: str, find: Find, seconds: float) -> None:
         async with asyncio.timeout(share):
             found = await find(share)
     except TimeoutError:
-        bundle.missing[name] = f"not found within {share:.1f} s"
+        bundle.missing[name] = f"not collected within {share:.1f} s"
         return
     except (OSError, Unavailable) as error:
         bundle.missing[name] = str(error)
@@ -243,9 +243,9 @@ async def _keep(bundle: _Bundle, name: str, find: Find, seconds: float) -> None:
     try:
         await bundle.write(name, found)
     except TimeoutError:
-        bundle.missing[name] = "found, but not written in time"
+        bundle.missing[name] = "collected, but not written in time"
     except (OSError, Unavailable) as error:
-        bundle.missing[name] = f"found, but not written: {error}"
+        bundle.missing[name] = f"collected, but not written: {error}"
 
 
 def _write(path: Path, found: bytes) -> None:
@@ -278,7 +278,7 @@ def _living(one: Subject) -> int:
 
 
 def _running(one: Subject) -> int:
-    """Return the PID of a rank that can answer. Querying a stopped process blocks, and training with it."""
+    """Return the PID of a rank that can answer. Querying a stopped process would block, and training with it."""
     pid = _living(one)
     signs = proc.read_activity(pid)
     if signs is not None and signs.state == "T":
@@ -307,7 +307,7 @@ async def _py_spy(one: Subject, seconds: float) -> bytes:
 
 async def _proc(one: Subject, seconds: float) -> bytes:
     if one.pid is None or (told := await run_detached(lambda: proc.describe(one.pid or 0), seconds)) is None:
-        raise Unavailable("there is no such process")
+        raise Unavailable("no such process")
     return json.dumps(told, indent=1).encode()
 
 
@@ -332,7 +332,7 @@ async def _node(look: Callable[[float], bytes], seconds: float) -> bytes:
 
 _AT_ONCE = 4
 """Flight records per message: `flight_record.WIRE` bytes each, plus quoting."""
-_TOLD = 100
+_MAX_MISSING = 100
 """Maximum number of missing parts reported to the coordinator."""
 
 
@@ -370,7 +370,7 @@ class EvidenceCollector:
         seen = {one.rank: asdict(one) for one in sampler.samples()}
         subjects = [self._subject(local, generation, seen[rank]) for rank, local in ranks.by_rank.items()]
         found = await collect(folder, self._node, subjects, full, order.seconds)
-        missing = dict(list(found["missing"].items())[:_TOLD])
+        missing = dict(list(found["missing"].items())[:_MAX_MISSING])
         peer.send(EvidenceCollected(generation=generation, incident=order.incident, missing=missing))
 
     def _subject(self, local: LocalRank, generation: int, seen: dict[str, Any]) -> Subject:

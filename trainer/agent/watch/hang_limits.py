@@ -37,7 +37,7 @@ class RankSample:
     lock: float = 0.0  # seconds without any thread running in its interpreter; 0: unknown
     ended: bool = False
     moment: StageActivity | None = None  # in a pipeline: its activity and micro-batch
-    sent: SentMessages | None = None  # and its progress in sending
+    sent: SentMessages | None = None  # in a pipeline: its progress in sending
 
     @property
     def waits_for_message(self) -> bool:
@@ -45,7 +45,7 @@ class RankSample:
         return self.moment is not None and self.moment.activity in _WAITS
 
     def to_row(self) -> SampleRow:
-        """Return the row for the wire, without the node's name, which the coordinator knows, and pipeline state."""
+        """Return the row for the wire, without pipeline state or the node's name, which the coordinator already has."""
         return (
             self.rank, self.step, self.phase, self.first, self.collective, self.age, self.alive, self.state, self.lock,
             self.ended,
@@ -56,7 +56,7 @@ class RankSample:
         """Return the sample in a row; raises ValueError for an impossible time. `stages`: the rank's pipeline row."""
         rank, step, phase, first, collective, age, alive, state, lock, ended = row
         if age < 0 or alive < 0 or lock < 0:
-            raise ValueError(f"a sample of rank {rank} in the future")
+            raise ValueError(f"the sample of rank {rank} is in the future")
         return cls(
             rank=rank, node=node, step=step, phase=phase, first=first, collective=collective, age=age, alive=alive,
             state=state, lock=lock, ended=ended,
@@ -132,7 +132,7 @@ class Limits:
         began = max(0.0, one.age - one.alive)  # seconds of activity after its last cell write
         most = self.config.most
         if one.state == "t":
-            return Allowed(most, f"the {format_seconds(most)} for which a debugger may hold it")
+            return Allowed(most, f"the {format_seconds(most)} that a debugger may hold it")
         if one.state in HALTED and waited_for:
             return self._halted_limit(began)
         silent = self._phase_limit(one.phase, one.first)
@@ -190,14 +190,14 @@ _KEPT = 32
 
 
 Gaps = Mapping[str, Sequence[tuple[float, float]]]
-"""Silences per node, as the number of seconds ago they began and ended; 0 for a lasting one."""
+"""Silences per node, as the seconds since each began and since it ended; the latter is 0 while it lasts."""
 
 
 class ReportGaps:
     """Gaps between the reports of each node, caused by its machine, its agent, the network or the listener.
     Only the time beyond `longest` counts, so that a node whose reports are always late can still be judged. While
-    agents are asked to report more often, `close` replaces it. For a finished gap it counts from the request, as the
-    report after it gave the age of all data; for a lasting gap, from the last report, as nothing is known since.
+    agents are asked to report more often, `close` replaces `longest`. A finished gap is then counted from the request,
+    since the report after it gave the age of all data; a lasting gap is counted from the last report.
     """
 
     def __init__(self, longest: float = LONGEST, close: float = LONGEST) -> None:
@@ -232,7 +232,7 @@ class ReportGaps:
 
 
 def seconds_still(one: RankSample, report_gaps: Gaps) -> float:
-    """Return the seconds this rank is known not to have moved, without the gaps in its node's reports."""
+    """Return the seconds this rank is known not to have moved, excluding the gaps in its node's reports."""
     gaps = report_gaps.get(one.node)
     if not gaps:
         return one.age
@@ -259,14 +259,14 @@ def report_seconds(nodes: int) -> float:
 
 
 def calm_seconds(nodes: int) -> float:
-    """Return the seconds between two reports of an agent otherwise; equals `report_seconds` in a small job."""
+    """Return the seconds between two reports outside close monitoring; equals `report_seconds` in a small job."""
     return max(report_seconds(nodes), min(_MOST_CALM, nodes / _CALM_REPORTS_A_SECOND))
 
 
 class ReportSchedule:
     """Report times of one agent.
-    Regular reports keep their place among those of the other nodes, whatever is sent in between. In a large job some
-    node thus reports at any moment, and the coordinator soon learns that ranks move.
+    Regular reports keep their time slots, whatever is sent in between. In a large job some node therefore reports at
+    any moment, and the coordinator soon learns that ranks move.
     """
 
     def __init__(self, node: int, nodes: int, now: float) -> None:

@@ -40,7 +40,7 @@ class JobSnapshot:
         for row in report.samples:
             sample = RankSample.from_row(row, node, stages.get(row[0], ()))
             if not 0 <= sample.rank < self._world:
-                raise ValueError(f"there is no rank {sample.rank}")
+                raise ValueError(f"no such rank: {sample.rank}")
             if sample.rank not in self._seen:
                 insort(self._order, sample.rank)
             self._seen[sample.rank] = (now, sample)
@@ -106,7 +106,7 @@ def children_count(state: str) -> bool:
 
 
 def writer_counts(phase: str, state: str) -> bool:
-    """Return whether its writer's work counts. Within a step no rank waits for it, so an old save does not count."""
+    """Return whether a rank's writer counts. Within a step no rank waits for it, so an old save does not count."""
     return state not in HALTED and phase not in FAST
 
 
@@ -133,7 +133,7 @@ class _RankHistory:
     """Data kept about one rank between two checks."""
 
     started: float
-    told: tuple[int, str, bool] = (-1, "", False)  # newest write, state and exit reported
+    reported: tuple[int, str, bool] = (-1, "", False)  # newest write, state and exit reported
     looked: float | None = None  # while it does not move
     lived: float = 0.0
     state: str | None = None
@@ -191,9 +191,9 @@ class Sampler:
     def _has_changed(self, sample: RankSample, watched: _RankHistory) -> bool:
         local = self._ranks.by_rank[sample.rank]
         now = (local.last.moved_at, sample.state, sample.ended)
-        # For a rank that does not move every check is news: its activity may excuse it.
-        news = now != watched.told or (sample.age > STILL and not sample.ended)
-        watched.told = now
+        # For a rank that does not move, every check is news: its activity may explain the delay.
+        news = now != watched.reported or (sample.age > STILL and not sample.ended)
+        watched.reported = now
         return news
 
     def _age(self, local: LocalRank, now: float) -> float:
@@ -255,7 +255,7 @@ class Sampler:
             watched.lived = now
 
     def _without_answers(self, local: LocalRank, pid: int, signs: ProcessActivity) -> ProcessActivity:
-        """Return its activity without that caused by its agent's queries for flight records and stacks."""
+        """Return the rank's activity, excluding the agent's own queries for flight records and stacks."""
         watched, stacks = self._watched[local.rank], os.fstat(local.stacks)
         if stacks.st_mtime_ns != watched.stacks_at:
             watched.stacks_at, watched.stack_bytes = stacks.st_mtime_ns, watched.stack_bytes + stacks.st_size

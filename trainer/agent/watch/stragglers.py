@@ -1,5 +1,4 @@
-"""Stragglers: slow ranks by section, and waits of pipelines and rings. Pure.
-A rank that has continued past a message that its receiver waits for has never sent it.
+"""Stragglers: ranks that are slower than their peers, by section of a step. Pure.
 Ranks with the same model-parallel coordinate do the same work on other data. Each is compared with the median of the
 *others*. In a group of two, a rank is slow only if it is slower than its peer and than its own past. If no rank has a
 peer (pure tensor or pipeline parallelism), each is compared with its own past, and that ratio with its neighbours': a
@@ -21,7 +20,7 @@ WINDOW = 4
 """Steps per window, the shortest interval in which ranks are compared; windows end at its multiples."""
 _SURE = 4.0  # standard deviations of the group's own noise by which a slow rank must exceed its peers
 _MIXED = 16  # in groups up to this size a quartile is meaningless
-_FALSE_NAMES = 5e-6  # allowed per window of a whole group
+_FALSE_NAMES = 5e-6  # false alarms allowed per window of a whole group
 _RAREST = 5e-4  # minimum assumed share of hiccups in a healthy group
 _FAR = 6.0  # standard deviations from its neighbours that make a window a hiccup
 
@@ -43,7 +42,7 @@ SHORT, LONG = Level(span=1, name="short"), Level(span=6, name="long")
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerVerdict:
-    """A rank is slower than its peers or, if `over`, as fast as they are again."""
+    """A rank is slower than its peers or, if `over`, as fast as its peers again."""
 
     rank: int
     node: str
@@ -56,11 +55,11 @@ class StragglerVerdict:
     over: bool = False
 
 
-def should_report_work(told: int, steps: int) -> bool:
-    """Return whether to report a rank's work up to `steps` if work up to `told` was reported.
+def should_report_work(reported: int, steps: int) -> bool:
+    """Return whether to report a rank's work up to `steps` if work up to `reported` was reported.
     A reading from the very end of a window makes it exact; readings within a window are useless.
     """
-    return steps // WINDOW > told // WINDOW
+    return steps // WINDOW > reported // WINDOW
 
 
 def reference(ordered: Sequence[float]) -> float:
@@ -114,8 +113,8 @@ def is_slow(
     level: Level, ratios: Sequence[float], *, noise: float, hiccups: float, ranks: int, config: StragglerConfig,
     than: str = "its peers",
 ) -> tuple[bool, str]:  # fmt: skip
-    """Return whether these newest consecutive raised windows show a straggler, and the reason.
-    `than` names the reference.
+    """Return whether the latest consecutive slow windows show a straggler, and why.
+    `than` names the baseline.
     """
     wanted = needed_windows(level, hiccups, ranks, config)
     if len(ratios) < wanted:
@@ -127,7 +126,7 @@ def is_slow(
 
 
 def is_over(ratio: float, named: float) -> bool:
-    """Return whether a window is nearer to the peers than to the ratio at which the rank was named."""
+    """Return whether a window is closer to the peers than to the ratio at which the rank was named."""
     return ratio < 1 + (named - 1) / 2
 
 
@@ -146,7 +145,7 @@ _OWN = 20  # windows for the median of a rank's own earlier pace
 _RECENT = 3 * LONG.span  # windows too new for that: the rank may have become slow in them
 _FEWEST_OWN = 5
 _MIN_OWN_SECONDS = 2.0
-"""Seconds of usual work for which a rank without peers must have been slow; load from other programs passes."""
+"""Seconds of usual work for which a rank without peers must have been slow; load from other programs is temporary."""
 _SOME = 500
 
 
@@ -166,7 +165,7 @@ class _Case:
 
 @dataclass(kw_only=True)
 class _Streak:
-    """Consecutive windows in which a rank was raised."""
+    """Consecutive windows in which a rank was slow."""
 
     begin: int  # step
     ratios: list[float] = field(default_factory=list)
@@ -184,19 +183,19 @@ class _Group:
     however far apart the reports are.
     """
 
-    def __init__(self, ranks: Sequence[int], config: StragglerConfig, *, alike: bool = True) -> None:
-        """`alike` is False for ranks with different work; each is then compared with its own past."""
+    def __init__(self, ranks: Sequence[int], config: StragglerConfig, *, same_work: bool = True) -> None:
+        """`same_work` is False for ranks with different work; each is then compared with its own past."""
         size = len(ranks)
-        self.ranks, self.alike, self._config = ranks, alike, config
+        self.ranks, self.same_work, self._config = ranks, same_work, config
         self._steps = array("q", [-1]) * size
         self._start, self._mark, self._block = ([array("d", [0.0]) * size for _ in range(_STEPS + 1)] for _ in range(3))
         self._waiting, self._closed, self._furthest = size, 0, 0
         self.begin = self.end = 0
         self._noises: deque[float] = deque(maxlen=_MEMORY)
         self._recent: deque[tuple[Sequence[float], float]] = deque(maxlen=LONG.span)
-        needs_past = size == 2 or not alike
+        needs_past = size == 2 or not same_work
         self._past: list[deque[float]] = [deque(maxlen=_OWN + _RECENT) for _ in ranks] if needs_past else []
-        self._sections: list[deque[list[float]]] = [] if alike else [deque(maxlen=_OWN + _RECENT) for _ in ranks]
+        self._sections: list[deque[list[float]]] = [] if same_work else [deque(maxlen=_OWN + _RECENT) for _ in ranks]
         self._hiccups = self._looked = 0.0
         self._streaks: dict[Level, dict[int, _Streak]] = {SHORT: {}, LONG: {}}
         self.cases: dict[int, _Case] = {}
@@ -242,7 +241,7 @@ class _Group:
         self._noises.append(spread(self._relative_to_past(values) if self._past else ordered))
         noise = self._noise()
         compared = values
-        if not self.alike:
+        if not self.same_work:
             compared = [value / self._earlier(place) for place, value in enumerate(values)]
             normal = reference(sorted(compared))
         self._recent.append((compared, normal))
@@ -264,7 +263,7 @@ class _Group:
 
     def _scale(self, place: int) -> float:
         """Return the nanoseconds per unit of the compared values."""
-        return 1.0 if self.alike else self._earlier(place)
+        return 1.0 if self.same_work else self._earlier(place)
 
     def _noise(self) -> float:
         noises = list(self._noises)
@@ -273,7 +272,7 @@ class _Group:
         return median(noises)
 
     def _raised_ratios(self, noise: float) -> dict[int, float]:
-        """Return the ratios of ranks whose newest window is raised, by position."""
+        """Return the ratios of ranks whose newest window is slow, by position."""
         values, normal = self._recent[-1]
         bar = window_limit(SHORT, noise, self._config)
         over = [place for place, value in enumerate(values) if value > bar * normal]
@@ -281,8 +280,8 @@ class _Group:
         return {place: ratio for place, ratio in ratios.items() if ratio > bar}
 
     def _raised_for_long(self, noise: float) -> dict[int, float]:
-        """Return the ratios of ranks whose long window is raised without its hiccups, by position.
-        Only raised means are checked.
+        """Return the ratios of ranks whose long window is slow without its hiccups, by position.
+        Only means above the limit are checked.
         """
         block = [value / self._scale(place) for place, value in enumerate(self._each_step(self._block, _TOTAL))]
         bar = window_limit(LONG, noise, self._config)
@@ -292,7 +291,7 @@ class _Group:
 
     def _ratio(self, place: int, span: int, noise: float) -> float:
         """Return the slowdown relative to the peers.
-        Of two, or with different work, it is at most the slowdown relative to its own past.
+        In a group of two, or with different work, it is at most the slowdown relative to the rank's own past.
         """
         windows = list(self._recent)[-span:]
         against = steady([values[place] / normal for values, normal in windows], noise)
@@ -311,13 +310,13 @@ class _Group:
         for place, past in enumerate(self._past):
             if place not in self.cases:
                 past.append(values[place])
-        if not self.alike:
+        if not self.same_work:
             columns = [self._each_step(self._start, column) for column in range(_TOTAL)]
             for place, seen in enumerate(self._sections):
                 seen.append([spent[place] for spent in columns])
 
     def _extend(self, level: Level, raised: dict[int, float], noise: float, found: _Found) -> None:
-        """Extend the streaks of raised ranks and break the others; long enough ones become cases."""
+        """Extend the streaks of slow ranks and break the others; streaks that are long enough become cases."""
         streaks = self._streaks[level]
         broken = [place for place in streaks if place not in raised]
         gone = sum(len(streaks.pop(place).ratios) for place in broken)
@@ -333,7 +332,7 @@ class _Group:
             streak.ratios.append(ratio)
             slow, reason = is_slow(
                 level, streak.ratios, noise=noise, hiccups=hiccups, ranks=len(self.ranks), config=self._config,
-                than="its peers" if self.alike else "what it was, beside its neighbours,",
+                than="its peers" if self.same_work else "its own past, relative to its neighbours',",
             )  # fmt: skip
             if slow and self._is_long_enough(place, streak):
                 self._open(level, place, streak, reason)
@@ -341,7 +340,7 @@ class _Group:
 
     def _is_long_enough(self, place: int, streak: _Streak) -> bool:
         """Return whether a rank without peers has been slow long enough; short steps fill three windows quickly."""
-        if self.alike:
+        if self.same_work:
             return True
         usual = self._recent[-1][1] * self._scale(place)
         return usual * (self.end - streak.begin) >= _MIN_OWN_SECONDS * 1e9
@@ -368,7 +367,7 @@ class _Group:
     def _section(self, level: Level, place: int) -> tuple[str, float]:
         """Return the section with most of the excess; in a large group a sample of peers is sufficient."""
         since, size = self._start if level is SHORT else self._block, len(self.ranks)
-        if not self.alike:
+        if not self.same_work:
             usual = [median(spent) for spent in zip(*self._sections[place], strict=True)]
             return section([self._each_step(since, column)[place] for column in range(_TOTAL)], usual)
         some = range(0, size, max(1, size // _SOME))
@@ -409,7 +408,7 @@ class WorkWindows:
         alone = [ranks[0] for ranks in together.values() if len(ranks) == 1]
         groups = [_Group(ranks, config) for ranks in together.values() if len(ranks) > 1]
         if len(alone) > 1:  # each has different work; a slowdown of all comes from the machine or the data
-            groups.append(_Group(alone, config, alike=False))
+            groups.append(_Group(alone, config, same_work=False))
         for group in groups:
             self._places.update({rank: (group, place) for place, rank in enumerate(group.ranks)})
 
@@ -438,7 +437,7 @@ class WorkWindows:
     def _verdict(self, group: _Group, place: int, case: _Case, *, over: bool) -> StragglerVerdict:
         rank = group.ranks[place]
         hours = case.lost * 1e-9 * self._world / 3600
-        usual = "as its peers again" if group.alike else "again as it was"
+        usual = "as its peers again" if group.same_work else "as before"
         reason = f"as fast {usual} after {case.steps} steps" if over else case.reason
         return StragglerVerdict(
             rank=rank,

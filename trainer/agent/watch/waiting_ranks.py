@@ -23,12 +23,12 @@ _NOBODY: Mapping[int, float] = {}
 
 
 class HangKind(StrEnum):
-    STOPPED = "stopped"  # its process, by a signal
-    DEAD = "dead"  # its process, unnoticed
+    STOPPED = "stopped"  # its process was stopped by a signal
+    DEAD = "dead"  # its process died unnoticed
     STUCK_IN_DATA = "stuck_in_data"
     STUCK_IN_SAVE = "stuck_in_save"
     STUCK_IN_COMPUTE = "stuck_in_compute"
-    LOCK_HELD = "lock_held"  # Python's
+    LOCK_HELD = "lock_held"  # no thread can take Python's lock
     DESYNC = "desync"  # ranks call different collectives: a bug of the program
     NETWORK = "network"  # all have joined a collective across nodes, and none makes progress
     UNKNOWN = "unknown"
@@ -37,7 +37,7 @@ class HangKind(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Suspicion:
     """The rank that stopped first; None if all `rivals` wait in the same collective.
-    WARNING: among several rivals it is unknown which still works and which wait for it, so the limits of all count.
+    WARNING: among several rivals it is unknown which still works and which wait for it, so all their limits count.
     """
 
     rank: RankSample | None
@@ -60,7 +60,7 @@ _ORDER = ("init", "restore", "checkpoint", "eval", "data", "compile", "forward",
 _PLACE = {phase: index for index, phase in enumerate(_ORDER)}
 
 
-# Micro-batches alternate forward and backward; only the collectives show which of the two is behind.
+# Micro-batches alternate forward and backward; only the collectives show which rank is behind.
 _TURN = {**_PLACE, "backward": _PLACE["forward"]}
 
 
@@ -147,7 +147,7 @@ def _suspect_from_records(
 
 
 def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> Suspicion:
-    """Without records: suspect the rank that is furthest behind, for which the others wait."""
+    """Suspect the rank that is furthest behind: without records, the others are assumed to wait for it."""
     # Ranks may wait for messages at any position, since stages never advance equally.
     working = [one for one in live if not one.waits_for_message] or live
     step = min(one.step for one in working)
@@ -155,7 +155,7 @@ def _least_advanced(live: Sequence[RankSample], lock_held: AbstractSet[int]) -> 
     first = _first(behind, lock_held)
     rivals, kind, why = _ranks_at_place(first, behind), _kind(first, lock_held), "it is furthest behind"
     if len(rivals) > 1 and len(live) > 1:
-        why = f"of {len(rivals)} ranks at the same place it has been there longest"
+        why = f"of {len(rivals)} ranks at the same place, it has been there longest"
         # Ranks load and save independently. In a collective, the longest wait proves little.
         if kind is HangKind.STUCK_IN_COMPUTE:
             kind = HangKind.UNKNOWN
@@ -171,7 +171,7 @@ def _with_lock(one: RankSample, lock_held: AbstractSet[int], why: str) -> str:
 
 
 def _ranks_at_place(first: RankSample, ranks: Sequence[RankSample]) -> tuple[RankSample, ...]:
-    """Return the ranks that have come as far as `first`, itself included."""
+    """Return the ranks that have come as far as `first`, including `first` itself."""
     place = _place(first)
     return tuple(one for one in ranks if one.step == first.step and _place(one) == place)
 
@@ -238,14 +238,14 @@ class StageNeighbours:
         )  # fmt: skip
 
     def _rank(self, stage: int, like: int) -> int:
-        """Return the rank that has `stage` for the tokens of rank `like`."""
+        """Return the rank that runs `stage` for the tokens of rank `like`."""
         return rank_of_stage(self.config, stage) * self._inner + like % self._inner
 
 
 def with_stage_waits(
     flights: Mapping[int, FlightRecord], seen: Iterable[RankSample], neighbours: StageNeighbours
 ) -> list[FlightRecord]:
-    """Return the records, each with the message between stages that its rank waits for; NCCL's contain their own."""
+    """Return the records, each with the stage message that its rank waits for; NCCL's records already contain it."""
     waits = dict(_waits(seen, neighbours))
     found = []
     for rank, flight in flights.items():

@@ -84,10 +84,10 @@ def test_save_without_waiting_leaves_the_request(orch: Type, seeds: Seeds) -> No
 
 def test_a_no_is_told_as_one(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
-    with Agent(begun(seeds, run), "refused: the ranks are the user's own command, orch cannot ask it to save"):
+    with Agent(begun(seeds, run), "refused: the ranks run the user's own command, which orch cannot ask to save"):
         said = orch("save", run)
     assert said.code == 4
-    assert "the ranks are the user's own command" in said.err
+    assert "the ranks run the user's own command" in said.err
 
 
 def test_attempt_ends_before_it_answers(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:

@@ -90,7 +90,7 @@ def test_a_token_that_somebody_deleted_is_not_called_revoked(job):
     until(lambda: len(work.notes()) == 4, 20, work.story)
     work.attempt.go.unlink()
     assert work.wait(15) == [75, 75], work.story()
-    assert f"{work.attempt.go} is missing: deleted, but not by orch" in work.outcome().reason
+    assert f"{work.attempt.go} is missing: it was deleted, but not by orch" in work.outcome().reason
 
 
 def test_a_leader_without_the_named_interface_says_so_and_is_not_retried(job):

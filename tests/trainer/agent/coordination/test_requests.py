@@ -100,7 +100,7 @@ def test_a_stop_and_a_deadline(desk) -> None:
     started = desk.state.stopping._started
     answer = desk.ask(RequestKind.DEADLINE, value=1300.0 - 7200, detail="3600")
     assert desk.state.stopping.end == started + 3420.0
-    assert answer.endswith(" s; the clock of this node is off: by its time of day it would be in -6900 s")
+    assert answer.endswith(" s; this node's clock is off: by its time of day, the end would be in -6900 s")
     assert desk.ask(RequestKind.DEADLINE) == "refused: a deadline request needs a value"
 
 
@@ -135,7 +135,7 @@ def test_stacks_of_a_node_that_never_answers_are_not_waited_for(desk) -> None:
 
 @pytest.mark.parametrize("fields", [{"value": 4}, {"value": -1}, {"detail": "2"}, {"detail": "x"}])
 def test_stacks_of_nobody_are_refused(desk, fields) -> None:
-    assert desk.ask(RequestKind.STACKS, **fields) == "refused: there is no such rank or node"
+    assert desk.ask(RequestKind.STACKS, **fields) == "refused: no such rank or node"
 
 
 def test_of_a_command_neither_saves_nor_stacks(tmp_path) -> None:

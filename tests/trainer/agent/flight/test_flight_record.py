@@ -116,14 +116,14 @@ def test_of_two_the_one_that_never_did_so_before() -> None:
     flights = [flight(0, *before, call("0", 4, size=9)), flight(1, *before, call("0", 4))]
     finding = analyse(flights, range(2))
     assert (finding.kind, finding.ranks) == ("desync_shape", (0,))
-    assert finding.reason.endswith("the others have done the like before")
+    assert finding.reason.endswith("the others have made such calls before")
 
 
 def test_of_two_alike_both_are_named() -> None:
     flights = [flight(0, call("0", 1, size=9)), flight(1, call("0", 1, size=5))]
     finding = analyse(flights, range(2))
     assert (finding.kind, finding.ranks) == ("desync_shape", (0, 1))
-    assert finding.reason.endswith("which of them is wrong the records do not tell")
+    assert finding.reason.endswith("the records do not show which of them is wrong")
 
 
 def test_views_of_as_many_elements_agree() -> None:
@@ -189,7 +189,7 @@ def test_groups_entered_in_different_orders() -> None:
     finding = analyse(flights, range(2))
     assert finding.kind == "desync_order"
     assert finding.ranks
-    assert finding.reason.endswith("they went into two groups' collectives in different orders")
+    assert finding.reason.endswith("they entered the collectives of two groups in different orders")
 
 
 def test_ranks_that_wait_in_a_ring() -> None:
@@ -200,7 +200,7 @@ def test_ranks_that_wait_in_a_ring() -> None:
         flights.append(flight(rank, *history(own, 3, inside=True), *history(other, 2, inside=False), groups=told))
     finding = analyse(flights, range(3))
     assert finding.kind == "stuck_together"
-    assert finding.reason.endswith("the ranks that are missing wait for others in turn")
+    assert finding.reason.endswith("the missing ranks wait for others themselves")
 
 
 @pytest.mark.proof
@@ -374,7 +374,7 @@ def test_many_ways_to_be_wrong_are_counted_not_listed() -> None:
     flights = [flight(rank, call("0", 1, size=rank + 1, retired=False)) for rank in range(2000)]
     found = analyse(flights, range(2000))
     assert found.kind == "desync_shape"
-    assert "and 1,996 more ways" in found.reason
+    assert "and 1,996 more variants" in found.reason
     assert len(found.reason) < 1000
 
 
@@ -455,7 +455,7 @@ def test_where_records_have_lost_lives_nobody_is_named(library: str, last: tuple
     finding = found([whole, cut, cut, record(library, last, False)])
     assert (finding.kind, finding.culprits) == ("stuck_together", ())
     assert finding.reason.endswith(
-        "the group was made again under its name, and the records do not show which rank is missing"
+        "the group was created again under the same name, and the records do not show which rank is missing"
     )
 
 

@@ -296,9 +296,9 @@ def test_a_record_that_cannot_be_read_is_told_and_ends_nobody(
         file.write(f'{text}\n{json.dumps({"rank": 5, "entries": history("0", 4, inside=True)})}\n{{"rank": 6, ')
     assert [one.rank for one in records_of_dead_ranks(attempt, 3)] == [1, 5]
     said = capsys.readouterr().err
-    assert "a flight record in flight-rank-00000.g003.json cannot be read: RecursionError" in said
-    assert "a flight record in flights-n1.g003.jsonl cannot be read: RecursionError" in said
-    assert "a flight record in flights-n1.g003.jsonl cannot be read: JSONDecodeError" in said
+    assert "cannot read a flight record in flight-rank-00000.g003.json: RecursionError" in said
+    assert "cannot read a flight record in flights-n1.g003.jsonl: RecursionError" in said
+    assert "cannot read a flight record in flights-n1.g003.jsonl: JSONDecodeError" in said
 
 
 def test_equal_words_of_a_record_are_kept_once_and_cut() -> None:

@@ -70,7 +70,7 @@ def test_why_a_program_did_not_start_is_in_the_reason(code):
 def test_a_node_that_starts_no_process_is_not_the_programs_fault(failing):
     cause = Program().times(5, failing)
     assert (cause.failure.kind, cause.retry, cause.outside, cause.own) == (FailureKind.UNKNOWN, True, True, None)
-    assert cause.failure.reason.count("`ulimit -u`, and pids.max") == 1
+    assert cause.failure.reason.count("`ulimit -u` and pids.max") == 1
 
 
 def test_memory_that_is_short_again_and_again_stays_that():
@@ -79,7 +79,7 @@ def test_memory_that_is_short_again_and_again_stays_that():
         assert program.fails(short).failure.kind is FailureKind.OUT_OF_MEMORY
     cause = program.fails(short)
     assert (cause.retry, cause.failure.kind) == (False, FailureKind.OUT_OF_MEMORY)
-    assert "let the program use less, as with smaller batches" in cause.failure.reason
+    assert "reduce the program's use, for example with smaller batches" in cause.failure.reason
     killed = Program().fails(end(exit_code=None, signal=signal.SIGKILL, out_of_memory="the kernel killed it"))
     assert (killed.retry, killed.failure.kind) == (True, FailureKind.OUT_OF_MEMORY)
 
@@ -154,10 +154,10 @@ def test_days_of_training_between_two_failures_make_them_two():
         (
             [raised("RuntimeError", "Connection closed by peer", secondary=True)],
             FailureKind.UNKNOWN,
-            "saw a peer go away",
+            "lost the connection to a peer",
         ),
         ([end(0), end(1, exit_code=None, signal=9)], FailureKind.RANK_KILLED, "rank 1 on n1 was killed by SIGKILL"),
-        ([raised("DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, "could not meet its peers"),
+        ([raised("DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, "could not connect to its peers"),
         ([raised("gaierror", "Temporary failure in name resolution")], FailureKind.UNKNOWN, "gaierror"),
         ([raised("OSError", "[Errno 116] Stale file handle")], FailureKind.UNKNOWN, "Stale file handle"),
         ([raised("BrokenPipeError", "[Errno 108] Cannot send: '/o/c/a.pt'")], FailureKind.UNKNOWN, "Cannot send"),
@@ -217,8 +217,8 @@ def test_the_last_whole_checkpoint_is_never_given_up():
     last = program.fails(LOADING)
     assert (last.set_aside, last.retry, last.failure.kind) == ("", False, FailureKind.STORAGE)
     assert last.failure.reason.endswith(
-        "its newest checkpoint is checkpoint-50, and orch sees no whole older one: repair it, or move it away to begin "
-        "anew"
+        "its newest checkpoint is checkpoint-50, and orch finds no complete older one: repair it, or move it away to "
+        "start again"
     )
 
 
@@ -227,7 +227,7 @@ def test_a_damaged_one_goes_only_where_a_whole_one_is_left_or_it_is_the_first_of
     assert not Program(newest=TORN, older="", first=False).times(2, LOADING).set_aside
     assert Program(newest=TORN, older="").times(3, LOADING).failure.kind is FailureKind.STORAGE
     first = Program(newest=TORN, older="", first=True).times(2, LOADING).set_aside
-    assert "will be moved away: it lacks trainer_state.json; orch sees no whole older one" in first
+    assert "will be moved away: it lacks trainer_state.json; orch finds no complete older one" in first
     cut = Program(newest=replace(TORN, lacking=False), older="", first=True)
     assert not cut.times(2, raised("ConnectionError")).set_aside  # it was not loading anything
     assert not cut.fails(LOADING).set_aside
@@ -260,7 +260,7 @@ def test_another_failure_from_the_older_one_is_not_called_the_same():
     program = Program(newest=OLDER, aside=("checkpoint-50",))
     program.past["failures"] = (Program(newest=TORN).times(1, LOADING).own,) * 2
     reason = program.times(3, raised("KeyError")).failure.reason
-    assert "checkpoint-40 is the newest now, from which it fails in another way" in reason
+    assert "checkpoint-40 is now the newest, and the program fails differently" in reason
     assert "no difference" not in reason
 
 
@@ -450,9 +450,7 @@ def test_a_rank_that_ended_well_before_its_peers_is_the_cause():
     program = Program()
     first, _, last = (program.fails(waiting, finished) for _ in range(3))
     assert (first.failure.rank, first.failure.node, first.retry) == (1, "n1", True)
-    assert first.failure.reason.startswith(
-        "rank 1 on n1 ended with exit code 0 before the others: rank 0 on n0 only saw"
-    )
+    assert first.failure.reason.startswith("rank 1 on n1 ended with exit code 0 before the others: rank 0 on n0 lost")
     assert (last.retry, "3 times in a row" in last.failure.reason) == (False, True)
     aborted = end(exit_code=None, signal=int(signal.SIGABRT), at=2.0)  # by NCCL's watchdog
     assert Program().fails(aborted, finished).failure.rank == 1

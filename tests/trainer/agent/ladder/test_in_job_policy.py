@@ -56,7 +56,7 @@ CAUSES = [
     ([killed(1, signal.SIGABRT), raised(3)], FailureKind.EXCEPTION, 3, True, "raised ValueError"),
     ([killed(1, signal.SIGABRT), echo(0)], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
     ([end(0, exit_code=1), killed(3)], FailureKind.RANK_KILLED, 3, True, "SIGKILL"),
-    ([echo(3), echo(1)], FailureKind.UNKNOWN, 1, True, "only saw a peer go away"),
+    ([echo(3), echo(1)], FailureKind.UNKNOWN, 1, True, "lost the connection to a peer"),
     ([end(0, exit_code=0), end(1, exit_code=78)], FailureKind.USER_ERROR, 1, False, "never to be retried"),
     ([end(1, exit_code=77)], FailureKind.NODE_SUSPECT, 1, False, "suspects its node"),
     ([end(1, exit_code=75)], FailureKind.UNKNOWN, 1, True, "asked to be restarted"),
@@ -67,7 +67,7 @@ CAUSES = [
     ([raised(1, "SaveFailed", "the last checkpoint was not saved")], FailureKind.STORAGE, 1, False, "its checkpoints"),
     ([raised(1, "NothingVerifies", "2 refused")], FailureKind.STORAGE, 1, False, "its checkpoints"),
     ([raised(1, "UnreadableNow", "step-3")], FailureKind.STORAGE, 1, False, "its checkpoints"),
-    ([raised(1, "NothingFits", "x has shape 3 in it, 4 here")], FailureKind.USER_ERROR, 1, False, "another model"),
+    ([raised(1, "NothingFits", "x has shape 3 in it, 4 here")], FailureKind.USER_ERROR, 1, False, "a different model"),
     (
         [raised(1, "UnsavableState", "KeyError: 'x' on disk full")],
         FailureKind.USER_ERROR, 1, False, "cannot save its state",
@@ -75,24 +75,24 @@ CAUSES = [
     ([raised(1, "OSError", "[Errno 122] Disk quota exceeded")], FailureKind.STORAGE, 1, False, "its storage"),
     ([raised(1, "OSError", "[Errno 5] Input/output error")], FailureKind.STORAGE, 1, False, "its storage"),
     ([raised(1, "OSError", "[Errno 27] File too large")], FailureKind.STORAGE, 1, False, "its storage"),
-    ([killed(1, signal.SIGXFSZ)], FailureKind.STORAGE, 1, False, "the limit on file sizes (SIGXFSZ; ulimit -f)"),
+    ([killed(1, signal.SIGXFSZ)], FailureKind.STORAGE, 1, False, "the file size limit (SIGXFSZ; ulimit -f)"),
     ([raised(1, "RuntimeError", "[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth9")],
-     FailureKind.INSTALLATION, 1, False, "cannot use GLOO_SOCKET_IFNAME of its environment"),
+     FailureKind.INSTALLATION, 1, False, "cannot use GLOO_SOCKET_IFNAME from its environment"),
     ([raised(1, "RuntimeError", "Invalid value for environment variable: TORCH_NCCL_TRACE_BUFFER_SIZE")],
-     FailureKind.INSTALLATION, 1, False, "`~env.TORCH_NCCL_TRACE_BUFFER_SIZE` takes it out"),
+     FailureKind.INSTALLATION, 1, False, "`~env.TORCH_NCCL_TRACE_BUFFER_SIZE` removes it from"),
     ([raised(1, "OSError", "[Errno 55] else")], FailureKind.EXCEPTION, 1, True, "raised OSError"),
-    ([raised(1, "DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, 1, True, "could not meet its peers"),
+    ([raised(1, "DistStoreError", "2/4 clients joined")], FailureKind.UNKNOWN, 1, True, "could not connect to its"),
     ([killed(1, 40)], FailureKind.RANK_KILLED, 1, True, "signal 40"),
     ([end(2)], FailureKind.EXCEPTION, 2, True, "exit code None"),
     ([end(1, exit_code=0, reported=False)], FailureKind.EXCEPTION, 1, True, "exited 0 without reporting completion"),
     ([end(1, exit_code=76, reported=False), killed(2)], FailureKind.RANK_KILLED, 2, True, "SIGKILL"),
     ([raised(1, "BadStep", "step 7: loss nan")], FailureKind.EXCEPTION, 1, True, "raised BadStep"),  # without a place
-    ([echo(0), killed(1, signal.SIGABRT, message=GLOO, at=5.0)], FailureKind.DESYNC, 1, False, "another collective"),
-    ([end(0, exit_code=1), killed(1, signal.SIGABRT, message=GLOO)], FailureKind.DESYNC, 1, False, "met another"),
-    ([raised(3, "RuntimeError", f"x {GLOO}")], FailureKind.DESYNC, 3, False, "met another collective than its own"),
+    ([echo(0), killed(1, signal.SIGABRT, message=GLOO, at=5.0)], FailureKind.DESYNC, 1, False, "ran a different"),
+    ([end(0, exit_code=1), killed(1, signal.SIGABRT, message=GLOO)], FailureKind.DESYNC, 1, False, "ran a different"),
+    ([raised(3, "RuntimeError", f"x {GLOO}")], FailureKind.DESYNC, 3, False, "a different collective than its peers"),
     ([raised(0, "OtherCollective", OTHER), killed(1, signal.SIGABRT, message=GLOO, at=5.0)],
-     FailureKind.DESYNC, 1, False, "met another"),
-    ([raised(0, "OtherCollective", OTHER), raised(2, "OtherCollective", OTHER)], FailureKind.DESYNC, 0, False, "met"),
+     FailureKind.DESYNC, 1, False, "ran a different collective"),
+    ([raised(0, "OtherCollective", OTHER), raised(2, "OtherCollective", OTHER)], FailureKind.DESYNC, 0, False, "ran"),
     ([raised(0, "OtherCollective", OTHER), killed(1)], FailureKind.RANK_KILLED, 1, True, "SIGKILL"),
     ([killed(1, signal.SIGABRT, message="double free")], FailureKind.RANK_KILLED, 1, True, "SIGABRT"),
 ]  # fmt: skip
@@ -139,8 +139,8 @@ NO_THREADS = [
 def test_a_node_that_starts_no_thread_is_waited_for_and_counted_before_the_first_step_too(what, message, trained):
     cause = find_cause([raised(1, what, message, step=0)], trained=trained)
     assert (cause.failure.kind, cause.retry, cause.outside) == (FailureKind.UNKNOWN, True, True)
-    assert cause.failure.reason.startswith(f"rank 1 on n1 met a limit of its node: {what}: {message}")
-    assert "`ulimit -u`, and pids.max" in cause.failure.reason
+    assert cause.failure.reason.startswith(f"rank 1 on n1 hit a limit of its node: {what}: {message}")
+    assert "`ulimit -u` and pids.max" in cause.failure.reason
     again = find_cause([raised(1, what, message, step=0)], trained=trained, last_mark=cause.mark)
     assert again.retry
     decision = decide(situation(raised(1, what, message, step=0), trained=trained, backoff=(30.0, 600.0)))
@@ -214,7 +214,7 @@ DECISIONS = [
     (situation(killed(1), since_failure=0.1), Action.WAIT, "waiting for the reports of its peers"),
     (situation(killed(1), since_failure=0.3), Action.RESTART, "restart 1 of 5 in place"),
     (situation(echo(1), since_failure=0.9), Action.WAIT, "waiting for the reports of its peers"),
-    (situation(echo(1), since_failure=1.1), Action.RESTART, "only saw a peer go away"),
+    (situation(echo(1), since_failure=1.1), Action.RESTART, "lost the connection to a peer"),
     (
         situation(killed(1), echo(0), echo(2), echo(3), since_failure=0.0),
         Action.RESTART,
@@ -238,9 +238,9 @@ DECISIONS = [
     (
         situation(killed(1), stopping=TERM),
         Action.END,
-        "while stopping (preemption), with 0 s left, too few to start",
+        "while stopping (preemption), with 0 s left, too little to start",
     ),
-    (situation(killed(1), stopping=TERM, left=29.0), Action.END, "with 29 s left, too few"),
+    (situation(killed(1), stopping=TERM, left=29.0), Action.END, "with 29 s left, too little"),
     (
         situation(killed(1), stopping=TERM, left=30.0),
         Action.RESTART,

@@ -141,9 +141,9 @@ BAD = [
     (
         {"skipped": (Skip(step=7, position=48, reason=""),)},
         Action.END,
-        "step 7 was bad before, and the batch it had then",
+        "step 7 was bad before, and its batch at that time",
     ),
-    ({"skipped": (Skip(step=6, position=56, reason=""),)}, Action.END, "that batch was to be skipped already"),
+    ({"skipped": (Skip(step=6, position=56, reason=""),)}, Action.END, "that batch should already have been skipped"),
     (
         {"stopping": StopReason.TIME_LIMIT, "left": 90.0},
         Action.ROLL_BACK,
@@ -165,7 +165,7 @@ def test_a_bad_step_without_time_to_save_ends_as_the_stop_does_and_leaves_its_ba
     decision = decide(now)
     assert (decision.action, decision.failure.kind) == (Action.END, FailureKind.TIME_LIMIT)
     assert decision.skip == Skip(step=7, position=56, reason=find_cause(now.ends, trained=True).failure.reason)
-    why = "once more after a restart" if again else "with 5 s left, too few to start again"
+    why = "once more after a restart" if again else "with 5 s left, too little to start again"
     assert f"data, {why}" in decision.reason
     assert "that batch is skipped from now on (time limit)" in decision.reason
 

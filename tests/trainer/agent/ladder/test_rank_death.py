@@ -12,11 +12,11 @@ from trainer.agent.watch.waiting_ranks import HangKind
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.failures.rank_end import RankEnd
 
-KILLED = {"signal": signal.SIGKILL, "out_of_memory": "the kernel killed it, its cgroup may have 4.0 GiB"}
+KILLED = {"signal": signal.SIGKILL, "out_of_memory": "the kernel killed it; the limit of its cgroup is 4.0 GiB"}
 GPU = {"exit_code": 1, "exception": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 20.00 GiB"}
 ENDS: dict[str, tuple[dict[str, Any], FailureKind, str]] = {
-    "kernel": (KILLED, FailureKind.OUT_OF_MEMORY, "may have 4.0 GiB; give the job more (cluster.mem), or use less"),
-    "GPU": (GPU, FailureKind.OUT_OF_MEMORY, "20.00 GiB; use less of the GPU (train.micro_batch_size, "),
+    "kernel": (KILLED, FailureKind.OUT_OF_MEMORY, "is 4.0 GiB; give the job more (cluster.mem), or use less"),
+    "GPU": (GPU, FailureKind.OUT_OF_MEMORY, "20.00 GiB; use less GPU memory (train.micro_batch_size, "),
     "Python": ({"exit_code": 1, "exception": "MemoryError", "message": ""}, FailureKind.OUT_OF_MEMORY, "cluster.mem"),
     "torch on the CPU": (
         {

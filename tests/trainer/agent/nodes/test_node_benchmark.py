@@ -55,7 +55,7 @@ def test_nodes_that_may_share_a_machine_are_not_held_against_each_other(machines
 def test_a_rank_counts_once_and_only_if_there_is_one() -> None:
     benchmark = NodeBenchmark(NODES[:2], MACHINES, PreflightConfig())
     assert [benchmark.add(told(rank), 0.0) for rank in (0, 0, 1, 1)] == [False, False, True, False]
-    with pytest.raises(ValueError, match="there is no rank 2"):
+    with pytest.raises(ValueError, match="no such rank: 2"):
         benchmark.add(told(2), 0.0)
 
 
@@ -231,7 +231,7 @@ def test_both_of_a_pair_meet_in_the_same_round(nodes, local):
     ],
 )
 def test_speeds_that_are_none_are_refused(speeds):
-    with pytest.raises(ValueError, match="measured nothing"):
+    with pytest.raises(ValueError, match="measurements must be positive"):
         RankMeasurement.from_message(RankSpeeds(generation=1, rank=0, speeds=speeds))
 
 

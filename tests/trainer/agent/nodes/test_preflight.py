@@ -51,7 +51,7 @@ def test_of_two_nodes_the_one_that_agrees_with_the_file_server_is_right(of_files
     failure = preflight.skew({"a": 0.0, "b": 3600.0}, PreflightConfig(), of_files)
     assert (failure.kind, failure.node) == (kind, node)
     assert node is None or f"{node}: its clock is 3600 s " in failure.reason
-    assert node is None or "the file server's, with which the clock of" in failure.reason
+    assert node is None or "the file server's, which agrees with the clock of" in failure.reason
 
 
 def test_nodes_that_agree_are_not_blamed_for_the_clock_of_the_file_server():
@@ -167,12 +167,12 @@ def sick(tag: str, said: str) -> str:
 @pytest.mark.parametrize(
     ("tag", "said", "words"),
     [
-        ("sram_threshold_exceeded", "Yes", "has had more errors in its SRAM than its maker allows"),
+        ("sram_threshold_exceeded", "Yes", "has exceeded its manufacturer's limit on SRAM errors"),
         ("remapped_row_failure", "Yes", "has no spare rows left for broken memory"),
         ("remapped_row_pending", "Yes", "needs a reset before broken rows of its memory are replaced"),
-        ("gpu_recovery_action", "Drain P2P", "asks for recovery: drain p2p"),
+        ("gpu_recovery_action", "Drain P2P", "requests recovery: drain p2p"),
         ("clocks_event_reason_hw_thermal_slowdown", "Active", "is throttled: it is too hot"),
-        ("clocks_event_reason_hw_power_brake_slowdown", "Active", "is throttled: its power supply brakes it"),
+        ("clocks_event_reason_hw_power_brake_slowdown", "Active", "is throttled: its power supply throttles it"),
     ],
 )
 def test_what_speaks_against_a_gpu(tag, said, words):

@@ -81,7 +81,7 @@ def test_the_order_by_switches_is_what_agents_say_when_they_greet():
 @pytest.mark.parametrize(
     ("fit", "ready", "moves", "reason"),
     [
-        ({0, 1, 2, 3, 4}, {3, 4}, (), "no node has to be replaced"),
+        ({0, 1, 2, 3, 4}, {3, 4}, (), "no node needs to be replaced"),
         ({0, 2, 3, 4}, {3, 4}, (Replacement(node_rank=1, node=3, instead=1),), "1 of 2 spare node(s) take a node rank"),
         ({0, 2, 3, 4}, {4}, (Replacement(node_rank=1, node=4, instead=1),), "1 of 2 spare node(s) take a node rank"),
         (
@@ -90,7 +90,7 @@ def test_the_order_by_switches_is_what_agents_say_when_they_greet():
             (Replacement(node_rank=1, node=3, instead=1), Replacement(node_rank=2, node=4, instead=2)),
             "2 of 2 ",
         ),
-        ({0, 4}, {4}, (), "2 node(s) have to be replaced, 1 spare node(s) are left"),
+        ({0, 4}, {4}, (), "2 node(s) must be replaced, 1 spare node(s) are left"),
         ({1, 2, 3, 4}, {3, 4}, (), "node 0, which leads the job, is lost"),
     ],
 )

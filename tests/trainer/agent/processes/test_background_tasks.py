@@ -70,7 +70,7 @@ def test_the_gate_gives_up_on_a_token_that_cannot_be_read(
     hang: Hang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_gate.LaunchToken, "read", hang)
-    with pytest.raises(HungFileSystem, match=r"does not answer for .* s: .*GO"):
+    with pytest.raises(HungFileSystem, match=r"has not responded for .* s: .*GO"):
         within(15, lambda: launch_gate.wait_for_go(tmp_path / "GO", IDENTITY, 1, seconds=0.2))
 
 
@@ -242,7 +242,7 @@ def test_the_end_waits_for_a_file_that_hangs_no_longer_than_its_limit_and_tells(
     settle([behind, behind], 0.2)
     assert time.monotonic() - began < 2
     assert [text for text, _ in lost] == ["one", "one"]
-    assert "1 more" in lost[0][1]
+    assert "1 later" in lost[0][1]
     assert not gate.closed.is_set(), "another file could get the number of one that is still being written"
     gate.open()
     assert gate.closed.wait(30)
@@ -260,7 +260,7 @@ def test_what_finds_no_room_is_lost_and_told_once_for_each_stall(behind, gate, l
     behind.close()
     assert gate.written == ["a1", "a2", "a3", "later"]
     assert [text for text, _ in lost] == ["lost"]
-    assert "hangs" in lost[0][1]
+    assert "hung" in lost[0][1]
 
 
 def test_a_write_that_fails_is_told_and_costs_only_itself(lost):
@@ -277,7 +277,7 @@ def test_a_write_that_fails_is_told_and_costs_only_itself(lost):
     behind.close()
     behind.append("late")
     assert written == ["one", "two"]
-    assert lost == [("bad", "[Errno 28] No space left on device"), ("late", "it came after the end")]
+    assert lost == [("bad", "[Errno 28] No space left on device"), ("late", "the writer is closed")]
 
 
 def test_an_event_has_the_time_the_number_and_the_generation_of_its_call(tmp_path, monkeypatch):
@@ -424,5 +424,5 @@ def test_a_job_ends_as_it_should_although_its_events_hang(job: Callable[..., Loc
     assert work.outcome().exit_code == 0
     assert work.events() == []
     said = work.attempt.agent_log(0).read_text()
-    assert "is lost: its file hangs at the end" in said
+    assert "is lost: its file hung at exit" in said
     assert said in (Path(work.attempt.submission) / "0.err").read_text()

@@ -173,7 +173,7 @@ def words(cgroup: Path, source: str) -> list[str]:
 def test_the_counter_of_the_cgroup_shows_the_kill_and_its_limit(cgroup: Path) -> None:
     before, killed, _ = words(cgroup, "counter")
     assert before == ""
-    assert killed == "the kernel killed it, its cgroup may have 0.1 GiB"
+    assert killed == "the kernel killed it; the limit of its cgroup is 0.1 GiB"
 
 
 def test_the_kernels_log_tells_which_process_it_was(cgroup: Path) -> None:
@@ -202,7 +202,7 @@ def test_files_of_both_versions_are_read(tmp_path: Path, version: str, line: str
     kills = OomKills(cgroups=tmp_path / "fs", membership=tmp_path / "cgroup", log=NOWHERE)
     assert kills.words(1) == "", "what was killed before is no kill of a rank"
     (step / version).write_text("oom 4\noom_kill 3\n")
-    assert kills.words(1) == "the kernel killed it, its cgroup may have 4.0 GiB"
+    assert kills.words(1) == "the kernel killed it; the limit of its cgroup is 4.0 GiB"
 
 
 def test_without_cgroup_and_log_nothing_is_claimed(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_sign_of_damage_in_any_entry_is_one_of_the_checkpoint(tmp_path):
         for rank in (0, 1):
             (tmp_path / f"ep0-ba{step}-rank{rank}.pt").write_bytes(archive()[: 60 if (step, rank) == (30, 1) else None])
     newest, older = assess_damage(find(tmp_path, config)[0])
-    assert newest.damage.startswith("is damaged: ep0-ba30-rank1.pt is no whole archive of torch.save")
+    assert newest.damage.startswith("is damaged: ep0-ba30-rank1.pt is not a complete torch.save archive")
     assert older.damage == ""
 
 
@@ -186,7 +186,7 @@ def test_a_file_may_be_a_checkpoint(tmp_path):
     newest, older = assess_damage(find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))[0])
     assert (
         newest.damage
-        == "is damaged: step_6.pt is no whole archive of torch.save: its directory is missing, it was cut off"
+        == "is damaged: step_6.pt is not a complete torch.save archive: its directory is missing, so it was truncated"
     )
     assert older.damage == ""
 
@@ -194,18 +194,18 @@ def test_a_file_may_be_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model.safetensors": safetensors()[:-1]}, "model.safetensors is no whole safetensors file: its values end"),
+        ({"model.safetensors": safetensors()[:-1]}, "is not a complete safetensors file: its values end"),
         ({"model.safetensors": b""}, "model.safetensors is empty"),
-        ({"optimizer.pt": archive()[:60]}, "optimizer.pt is no whole archive of torch.save"),
-        ({"optimizer.pt": bytes(300)}, "optimizer.pt begins with zeros, as no format does"),
-        ({"trainer_state.json": b'{"global_st'}, "trainer_state.json is no whole JSON file"),
+        ({"optimizer.pt": archive()[:60]}, "optimizer.pt is not a complete torch.save archive"),
+        ({"optimizer.pt": bytes(300)}, "optimizer.pt begins with zeros, which no format does"),
+        ({"trainer_state.json": b'{"global_st'}, "trainer_state.json is not a complete JSON file"),
         ({"trainer_state.json": None}, "lacks trainer_state.json, which checkpoint-9 and checkpoint-8 have"),
-        ({"trainer_state.json": b"[" * 200_000}, "trainer_state.json is no JSON file that can be read: RecursionError"),
-        ({"optimizer.pt": garbled(archive())}, "its directory cannot be read: NotImplementedError"),
-        ({"caf\udce9.json": b"{"}, "is damaged: caf\\udce9.json is no whole JSON file"),
-        ({"trainer_state.json": b'{"global_step": 1, "name": "so'}, "trainer_state.json is no whole JSON file"),
-        ({"trainer_state.json": b'{"step": 1,' + bytes(40)}, "trainer_state.json is no whole JSON file"),
-        ({"trainer_state.json": '{"name": "é'.encode()[:-1]}, "trainer_state.json is no whole JSON file"),
+        ({"trainer_state.json": b"[" * 200_000}, "trainer_state.json is not a readable JSON file: RecursionError"),
+        ({"optimizer.pt": garbled(archive())}, "cannot read its directory: NotImplementedError"),
+        ({"caf\udce9.json": b"{"}, "is damaged: caf\\udce9.json is not a complete JSON file"),
+        ({"trainer_state.json": b'{"global_step": 1, "name": "so'}, "trainer_state.json is not a complete JSON file"),
+        ({"trainer_state.json": b'{"step": 1,' + bytes(40)}, "trainer_state.json is not a complete JSON file"),
+        ({"trainer_state.json": '{"name": "é'.encode()[:-1]}, "trainer_state.json is not a complete JSON file"),
         ({"log.json": b'{"a": 1}\n{"a": 2}\n'}, ""),
         ({"ds_config.json": b'{\n  // of DeepSpeed\n  "stage": 2\n}\n'}, ""),
         ({"log.json": b'{\n "a": 1\n}\n{\n "a": 2\n}\n'}, ""),
@@ -322,7 +322,7 @@ def test_files_count_however_deep_they_lie(tmp_path):
         deep.mkdir(parents=True)
         (deep / "state.pt").write_bytes(content)
     newest, older = assess_damage(find(tmp_path, CONFIG)[0])
-    assert newest.damage.startswith("is damaged: actor/fsdp/rank-0/model/state.pt is no whole archive")
+    assert newest.damage.startswith("is damaged: actor/fsdp/rank-0/model/state.pt is not a complete torch.save archive")
     assert (older.damage, older.bytes) == ("", len(archive()))
 
 
@@ -349,4 +349,4 @@ def test_no_garbled_archive_is_more_than_damaged(tmp_path):
         content[chance.randrange(whole.index(b"PK\x01\x02"), len(whole))] = chance.randrange(256)
         (tmp_path / "step_5.pt").write_bytes(content)
         ((one,), _) = find(tmp_path, CommandCheckpointsConfig(pattern="step_*.pt"))
-        assert damage(one, ()) == "" or "is no whole archive" in damage(one, ())
+        assert damage(one, ()) == "" or "is not a complete torch.save archive" in damage(one, ())

@@ -68,9 +68,7 @@ def test_what_was_not_foreseen_in_a_checkpoint_ends_no_coordinator(
     monkeypatch.setattr("trainer.agent.user_command.progress.assess_damage", raises)
     save(out, 10)
     assert Attempt(tmp_path, 1).fails().action is Action.RESTART
-    assert (
-        "cannot look at the program's checkpoints: AssertionError('what nobody thought of')" in capsys.readouterr().err
-    )
+    assert "cannot check the program's checkpoints: AssertionError('what nobody thought of')" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", ["", "[]", '{"failures": [{"x": 1}], "aside": []}'])
@@ -127,7 +125,7 @@ def test_a_pattern_that_matches_nothing_is_named_when_the_program_has_failed_for
     last = [attempt.fails() for _ in range(3)][-1]
     assert last.failure is not None
     assert last.failure.reason.endswith(
-        "; checkpoints.pattern matches nothing in checkpoints.path, where there are CKPT+08-45-01+00, "
+        "; checkpoints.pattern matches nothing in checkpoints.path, which contains CKPT+08-45-01+00, "
         "CKPT+08-45-02+00, ..."
     )
 
@@ -139,7 +137,7 @@ def test_the_only_checkpoint_is_read_again_after_growing_pauses(tmp_path: Path, 
     last = attempt.fails()
     assert last.failure is not None
     assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
-    assert "orch sees no whole older one: repair it, or move it away to begin anew" in last.reason
+    assert "orch finds no complete older one: repair it, or move it away to start again" in last.reason
     assert names(out) == ["checkpoint-10"]
 
 
@@ -151,11 +149,11 @@ def test_checkpoints_that_all_look_damaged_stay_and_count_as_progress(tmp_path: 
     assert attempt.progress.saved == 30
     seen = attempt.told(EventKind.CHECKPOINT_SEEN)
     assert [data["step"] for data in seen] == [10, 20, 30]
-    assert {data["damage"] for data in seen} == {"is damaged: state.json is no whole JSON file"}
+    assert {data["damage"] for data in seen} == {"is damaged: state.json is not a complete JSON file"}
     last = [attempt.fails() for _ in range(3)][-1]
     assert last.failure is not None
     assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
-    assert "checkpoint-30, which is damaged: state.json is no whole JSON file" in last.reason
+    assert "checkpoint-30, which is damaged: state.json is not a complete JSON file" in last.reason
     assert names(out) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
 
 

@@ -145,7 +145,7 @@ def test_a_file_that_names_the_newest_one_follows_it_away_and_back(tmp_path: Pat
     assert attempt.fails().pause == 0.0
     assert (names(out), (out / "latest").read_text()) == (["checkpoint-10", "latest"], "checkpoint-10")
     (aside,) = attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
-    assert aside["reason"].endswith("; latest names checkpoint-10 from now on")
+    assert aside["reason"].endswith("; latest now names checkpoint-10")
     assert attempt.fails().action is Action.END  # alike: it was not the checkpoint
     assert (names(out), (out / "latest").read_text()) == (["checkpoint-10", "checkpoint-20", "latest"], "checkpoint-20")
 
@@ -212,7 +212,7 @@ def test_nothing_is_moved_from_the_folder_of_one_rank(tmp_path: Path, out: Path)
     last = [attempt.fails() for _ in range(3)][-1]
     assert last.failure is not None
     assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
-    words = "orch moves none, because checkpoints.path names the folder of one rank: "
+    words = "orch moves no checkpoint, because checkpoints.path is the folder of one rank: "
     assert f"{words}{out / 'rank1'} is another" in last.reason
     assert names(out / "rank0") == names(out / "rank1") == ["checkpoint-10", "checkpoint-20"]
 
@@ -227,7 +227,7 @@ def test_nothing_is_moved_where_steps_begin_anew(tmp_path: Path, out: Path) -> N
     last = [attempt.fails() for _ in range(3)][-1]
     assert last.failure is not None
     assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
-    assert "orch moves none, because steps begin anew: stage2_epoch_20.json was written after it" in last.reason
+    assert "moves no checkpoint, because steps start again: stage2_epoch_20.json was written after it" in last.reason
     assert names(out) == [f"{name}.json" for name in saved]
 
 
@@ -288,7 +288,7 @@ def test_an_older_torn_one_is_moved_before_a_newest_without_a_sign_of_damage(
     attempt = Attempt(tmp_path, 1, restarts=9)
     assert attempt.fails().action is Action.RESTART
     reason = attempt.fails().reason
-    assert "checkpoint-90, an older checkpoint, will be moved away before checkpoint-100 is doubted" in reason
+    assert "checkpoint-90, an older checkpoint, will be moved away before checkpoint-100 is blamed" in reason
     assert (names(out), (out / "latest").read_text()) == (
         ["checkpoint-100", "checkpoint-80", "latest"],
         "checkpoint-80",
@@ -326,5 +326,5 @@ def test_an_older_torn_one_is_put_back_where_the_error_stays_and_no_other_is_lef
     assert names(out) == ["checkpoint-100"]
     last = attempt.fails(end)
     assert last.action is Action.END
-    assert "; its newest checkpoint is checkpoint-100, and checkpoint-90 was moved away before" in last.reason
+    assert "; its newest checkpoint is checkpoint-100, and checkpoint-90 was moved away earlier" in last.reason
     assert names(out) == ["checkpoint-100", "checkpoint-90"]

@@ -62,14 +62,14 @@ def test_a_pass_is_told_by_rank_0_and_a_failure_by_any(run: RunDir) -> None:
 def test_a_program_that_is_not_there_is_no_verdict(run: RunDir, shield: bool) -> None:
     code, told = restored(run, "", shield=shield, words=["no-such-program"])
     assert (code, [one["verdict"] for one in told]) == (127, ["NOT_COMPARABLE"])
-    assert told[0]["reason"] == "exit code 127 of rank 0: there is no such program (restore_tests.command)"
+    assert told[0]["reason"] == "exit code 127 of rank 0: no such program (restore_tests.command)"
 
 
 def test_a_program_that_raises_is_no_verdict(run: RunDir) -> None:
     """As where a package is missing, or the machine has no room."""
     code, told = restored(run, "import no_such_package")
     assert (code, told[0]["verdict"]) == (1, "NOT_COMPARABLE")
-    assert "the program failed: exit code 1 of rank 0 (7 is for a bad checkpoint)" in told[0]["reason"]
+    assert "the program failed: exit code 1 of rank 0 (7 means a bad checkpoint)" in told[0]["reason"]
 
 
 def test_exit_code_75_says_nothing(run: RunDir) -> None:
@@ -87,7 +87,7 @@ WRITES = "open(__import__('os').environ['ORCH_CHECKPOINT'] + '/weights', 'wb').w
 def test_a_program_that_writes_is_found_out_where_nothing_keeps_it_from_it(run: RunDir) -> None:
     code, told = restored(run, WRITES, shield=False)
     assert code == 1
-    reason = "the checkpoint changed meanwhile: by the program, or by a run that writes to it"
+    reason = "the checkpoint changed meanwhile: by the program or by a run that writes to it"
     assert (told[0]["verdict"], told[0]["reason"]) == ("NOT_COMPARABLE", reason)
 
 

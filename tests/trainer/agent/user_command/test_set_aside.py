@@ -130,7 +130,7 @@ def test_files_that_name_it_name_the_older_one_and_nothing_else_changes(out: Pat
     assert os.readlink(out / "last-link") == "checkpoint-9"
     assert (out / "latest").stat().st_mode & 0o777 == 0o640
     assert not any(retarget(pointer, target) for pointer in pointers), "once is enough"
-    assert pointers[0].words == "last-link names checkpoint-9 from now on"
+    assert pointers[0].words == "last-link now names checkpoint-9"
     assert put_back(target, one.path)
     assert all(retarget(pointer, target, back=True) for pointer in pointers)
     assert {name: (out / name).read_text() for name in POINTERS} == {name: text for name, (text, _) in POINTERS.items()}
@@ -221,5 +221,5 @@ def test_a_link_of_a_rank_that_the_older_one_does_not_have_stops_it(out: Path, e
     save_ranks(out, epoch, 30)
     (out / "ep0-ba20-rank1.pt").unlink()
     one, older = find(out, RANKS)[0]
-    with pytest.raises(LookupError, match=f"has nothing like ep{epoch}-ba30-rank1"):
+    with pytest.raises(LookupError, match=f"has no counterpart of ep{epoch}-ba30-rank1"):
         pointers_to(one, older)

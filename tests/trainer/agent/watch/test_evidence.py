@@ -129,7 +129,7 @@ def test_of_a_dead_rank_its_log_remains(stood: Any, tmp_path: Path) -> None:
     told = gather(tmp_path / "bundle", [one.subject, replace(one.subject, rank=1, pid=None)], {0, 1})
     for rank in (0, 1):
         assert told["missing"][f"stacks/rank-{rank:05d}.txt"] == "the process is dead"
-        assert told["missing"][f"proc/rank-{rank:05d}.json"] == "there is no such process"
+        assert told["missing"][f"proc/rank-{rank:05d}.json"] == "no such process"
         assert f"logs/rank-{rank:05d}.txt" in told["written"]
 
 
@@ -142,8 +142,8 @@ def test_what_hangs_is_named_and_holds_up_nothing(stood: Any, tmp_path: Path, mo
     os.mkfifo(bundle / "proc/rank-00000.json")
     told = gather(bundle, [replace(one.subject, log=slow)], {0}, seconds=2.0)
     never.set()
-    assert told["missing"]["logs/rank-00000.txt"] == "not found within 0.8 s"
-    assert told["missing"]["proc/rank-00000.json"] == "found, but not written in time"
+    assert told["missing"]["logs/rank-00000.txt"] == "not collected within 0.8 s"
+    assert told["missing"]["proc/rank-00000.json"] == "collected, but not written in time"
     assert "stacks/rank-00000.txt" in told["written"]
 
 

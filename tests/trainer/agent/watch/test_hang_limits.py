@@ -80,7 +80,7 @@ LIMITS = [
     (still(60, "data", state="T"), 3.0, "the 3.0 s that a halted process may take"),
     (still(60, "eval", state="T", alive=1.0), 62.0, "the 3.0 s that a halted process may take"),
     (still(60, "eval", state="Z"), 3.0, "the 3.0 s that a halted process may take"),
-    (still(60, "data", state="t"), 3600.0, "the 3600 s for which a debugger may hold it"),
+    (still(60, "data", state="t"), 3600.0, "the 3600 s that a debugger may hold it"),
 ]
 
 

@@ -189,12 +189,12 @@ def test_a_rank_without_peers_is_held_against_its_own_past():
     assert ranks.go(STAGES, 30) == []
     (verdict,) = ranks.go({**STAGES, 3: 0.75}, 5)
     assert (verdict.rank, verdict.ratio, verdict.section) == (3, 1.5, "backward")
-    assert "1.50 x what it was, beside its neighbours, in 3 short windows in a row (limit 1.07 x)" in verdict.reason
+    assert "1.50 x its own past, relative to its neighbours', in 3 short windows in a row (limit" in verdict.reason
     assert verdict.reason.endswith("most in backward (1.50 x)")
     assert verdict.gpu_hours == pytest.approx(0.25 * 12 * 4 / 3600)
     (over,) = ranks.go(STAGES, 3)
     assert (over.rank, over.over) == (3, True)
-    assert "as fast again as it was after" in over.reason
+    assert "as fast as before after" in over.reason
 
 
 def test_short_steps_of_a_rank_without_peers_must_be_slow_for_a_while_too():

@@ -314,6 +314,43 @@ def _defined(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, alias.asname) for alias in aliases if alias.asname)
 
 
+CLAUSE = re.compile(r"^(What|How|Who|Whom|Whose|Which|Those|Where|The same|That)\b")
+FRAGMENT = re.compile(r"^(Of|For|As|By|In|On|From|To|With|So|None|No|Beside|Until|Before|After)\b")
+SPEECH = re.compile(r"\b(tells?|told|hears?|heard|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
+PARTICIPLE = re.compile(
+    r"^_?[a-z]+(ed|told|said|found|made|kept|left|held|sent|given|shown|known|taken|laid|brought|meant|seen|done|gone|lost)$"
+)
+PREPOSITION = re.compile(r"^_?(of|over|again|perhaps|here|there|apart|beside)$|_(of|by|for|from|in|at|on|with|as)$")
+PARTICIPLES = {"closed": "the name in file objects", "started": "a state", "stopped": "a state", "finished": "a state"}
+"""Functions that may be named by a participle."""
+
+
+def test_docstrings_are_sentences() -> None:
+    """A docstring begins with an imperative or a noun, and no machine speaks in it."""
+
+    def violations() -> Iterator[str]:
+        for name, tree in trees().items():
+            for node in nodes(tree):
+                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                    continue
+                text, line = ast.get_docstring(node) or "", getattr(node, "lineno", 1)
+                if begins := CLAUSE.match(text) or FRAGMENT.match(text):
+                    yield f"{name}:{line} begins with {begins.group()}: {text.splitlines()[0]}"
+                prose = re.sub(r"`[^`]*`", "", text)
+                yield from (f"{name}:{line} says {word}" for word in SPEECH.findall(prose))
+
+    none_of(violations())
+
+
+def test_functions_are_named_by_verbs_or_nouns() -> None:
+    none_of(
+        f"{name}:{node.lineno} {node.name}: a verb and its object, a noun, or is_ and has_"
+        for name, tree in trees().items()
+        for node in functions(tree)
+        if node.name.lstrip("_") not in PARTICIPLES and (PARTICIPLE.match(node.name) or PREPOSITION.search(node.name))
+    )
+
+
 def test_functions_take_few_parameters() -> None:
     def violations() -> Iterator[str]:
         for name in SOURCES:

@@ -96,7 +96,7 @@ class Domain:
         moved = [run for run in self._actor.store.runs(LIVE_RUNS) if same_cluster_name(run.scheduler, self.scheduler)]
         return self.live() + moved
 
-    def _unclaimed(self) -> list[Run]:
+    def _unclaimed_runs(self) -> list[Run]:
         """Return the live runs that may belong to a scheduler whose instance is still unknown."""
         if not self.scheduler or is_known(self.scheduler):
             return []
@@ -119,11 +119,13 @@ class Domain:
 
     def count(self) -> int:
         """Return the number of live runs that this controller serves."""
-        return len(self._unclaimed() or self.live())
+        return len(self._unclaimed_runs() or self.live())
 
     def silent_schedulers(self) -> dict[str, str]:
         """Map each kind of scheduler with live runs but no known instance to the reason."""
-        return {run.cluster: self.silence(run.cluster) or "its instance is still unknown" for run in self._unclaimed()}
+        return {
+            run.cluster: self.silence(run.cluster) or "its instance is still unknown" for run in self._unclaimed_runs()
+        }
 
     def has_pending_request(self) -> bool:
         """Return whether a user request waits for this controller's answer."""

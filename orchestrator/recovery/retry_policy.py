@@ -53,14 +53,14 @@ class EndedAttempt:
         return self.failure.kind if self.failure else None
 
     @property
-    def ended_at(self) -> float:
+    def end_time(self) -> float:
         return self.row.ended_at or 0.0
 
     @property
-    def trained(self) -> float:
+    def training_seconds(self) -> float:
         """Seconds from start to end; from the submission if the node's clock was behind."""
         start = self.row.started_at
-        return 0.0 if start is None else self.ended_at - max(start, self.row.submitted_at or start)
+        return 0.0 if start is None else self.end_time - max(start, self.row.submitted_at or start)
 
     @property
     def script_failed(self) -> bool:
@@ -68,7 +68,7 @@ class EndedAttempt:
         return self.first_training and self.failure is not None and self.failure.script
 
     @property
-    def drilled(self) -> bool:
+    def was_drilled(self) -> bool:
         """Whether a drill that does not recur ended it."""
         return not self.drills_recur and self.failure is not None and bool(self.failure.drill)
 
@@ -114,7 +114,7 @@ def decide(
         return Decision(action=Action.SUCCEED, reason="all steps are trained")
     has_progress = _has_progress(history, len(history) - 1, steps_known=steps_known)
     # No retry can fix this, and without progress the next job is unlikely to need less memory.
-    out_of_memory = failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress and not last.drilled
+    out_of_memory = failure.kind is FailureKind.OUT_OF_MEMORY and not has_progress and not last.was_drilled
     if TRAITS[failure.kind].budget is Budget.PERSON or out_of_memory:
         return _final(failure, history, run)
     # An end that orch or a person caused on purpose proves nothing; after a free one, the queue is pause enough.
@@ -151,7 +151,7 @@ def _immediate_retry_reason(last: EndedAttempt, failure: Failure, has_progress: 
     """Return why the run continues at once after an end that is not a failure; empty for any other end."""
     if TRAITS[failure.kind].budget is Budget.NOTHING:
         return f"continues with fewer nodes: {failure.reason}"
-    if last.drilled:
+    if last.was_drilled:
         return f"continues after a drill, which uses no budget: {failure.reason}"
     return f"continues after {failure.kind}" if TRAITS[failure.kind].free and has_progress else ""
 
@@ -192,11 +192,11 @@ def backoff_seconds(row: int, recovery: RecoveryConfig, jitter: float) -> float:
 
 def _gives_up(outage: Sequence[EndedAttempt], recovery: RecoveryConfig) -> float:
     """Return when an outage has lasted too long, not counting long queues between failures or clock changes."""
-    gaps = [later.ended_at - earlier.ended_at for earlier, later in pairwise(outage)]
+    gaps = [later.end_time - earlier.end_time for earlier, later in pairwise(outage)]
     counted = sum(min(max(0.0, gap), LONGEST_GAP) for gap in gaps)
-    whole = outage[-1].ended_at - outage[0].ended_at  # less if the clock was set back and forward again in between
+    whole = outage[-1].end_time - outage[0].end_time  # less if the clock was set back and forward again in between
     lasted = min(counted, whole) if whole > 0 else counted
-    return outage[-1].ended_at + recovery.no_progress_hours * 3600 - lasted
+    return outage[-1].end_time + recovery.no_progress_hours * 3600 - lasted
 
 
 def _summarize_failures(row: Sequence[EndedAttempt]) -> str:
@@ -207,7 +207,7 @@ def _summarize_failures(row: Sequence[EndedAttempt]) -> str:
 
 def _describe_outage(outage: Sequence[EndedAttempt], now: float) -> str:
     """Return the failures and how long they took: `launch failed 4 times in 12 min`."""
-    lasted = now - min(past.ended_at for past in outage)
+    lasted = now - min(past.end_time for past in outage)
     minutes = f"{lasted / 60:.0f} min" if lasted < 7200 else f"{lasted / 3600:.1f} h"
     span = f" in {lasted:.0f} s" if lasted < 120 else f" in {minutes}"
     return _summarize_failures(outage) + ("" if len(outage) == 1 else span)
@@ -218,7 +218,7 @@ def _has_progress(history: Sequence[EndedAttempt], index: int, *, steps_known: b
     attempt, row, earlier = history[index], history[index].row, [past.row for past in history[:index]]
     enough = FREE_PROGRESS if attempt.is_free else PROGRESS_SECONDS
     if not steps_known:
-        return attempt.trained >= enough and (row.started_at is not None or row.generations > 0)
+        return attempt.training_seconds >= enough and (row.started_at is not None or row.generations > 0)
     if row.saved_step is not None and row.saved_step > max((past.saved_step or 0 for past in earlier), default=0):
         return True
     # Names that restart or rotate show no step: the program's own step counts, else time as above.
@@ -231,7 +231,7 @@ def _without_progress(history: Sequence[EndedAttempt], *, steps_known: bool) -> 
     row: list[EndedAttempt] = []
     for index in reversed(range(len(history))):
         past, advanced = history[index], _has_progress(history, index, steps_known=steps_known)
-        counts = past.budget not in (None, Budget.NOTHING) and not past.drilled
+        counts = past.budget not in (None, Budget.NOTHING) and not past.was_drilled
         if counts and not (advanced and past.is_free):
             row.append(past)
         if advanced:

@@ -70,21 +70,21 @@ class ControllerWrites(UserWrites):
             return taken
         epoch = held.epoch if held.holder == holder else next_epoch
         self._set_lease(held.epoch, epoch=epoch, holder=holder, renewed_at=now, expires_at=now + ttl)
-        return self._lease_of(epoch)
+        return self._find_lease(epoch)
 
     @writes
     def renew_lease(self, lease: Lease, now: float, ttl: float) -> Lease:
         """Extend the lease by `ttl` seconds. Raises Fenced if it is lost."""
         self._fence(lease.epoch)
         self._set_lease(lease.epoch, renewed_at=now, expires_at=now + ttl)
-        renewed = self._lease_of(lease.epoch)
+        renewed = self._find_lease(lease.epoch)
         assert renewed is not None
         return renewed
 
     @writes
     def drop_lease(self, lease: Lease) -> None:
         """Give up the lease; does nothing if another controller has taken it."""
-        held = self._lease_of(lease.epoch)
+        held = self._find_lease(lease.epoch)
         if held is not None and held.holder == lease.holder:
             self._set_lease(lease.epoch, holder=NO_HOLDER, expires_at=0.0)
 
@@ -314,7 +314,7 @@ class ControllerWrites(UserWrites):
 
         An expired lease passes until it is taken; this check and the write share a transaction.
         """
-        held = self._lease_of(epoch)
+        held = self._find_lease(epoch)
         if held is None or held.holder == NO_HOLDER:
             live = [f"epoch {row.epoch} is in force" for row in self.leases() if row.holder != NO_HOLDER]
             why = ", ".join(live) or "no controller holds the lease"
@@ -324,7 +324,7 @@ class ControllerWrites(UserWrites):
             if owner not in (None, "", held.scheduler):
                 raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owner}")
 
-    def _lease_of(self, epoch: int) -> Lease | None:
+    def _find_lease(self, epoch: int) -> Lease | None:
         """Return the lease with this epoch, which is unique."""
         return self.database.first(Lease, epoch=epoch)
 

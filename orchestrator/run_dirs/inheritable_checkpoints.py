@@ -114,7 +114,7 @@ def find_checkpoints(
     seen, names = of_run(entries, run, earlier), expected_names(places, known, copies)
     trusted = [row for row in known if row.name in names and row.trust not in _NOT_AGAIN]
     newest = max(trusted, key=lambda row: (row.step, row.attempt, row.name), default=None)
-    unread |= _absent(places, newest, copies)
+    unread |= _find_absent(places, newest, copies)
     in_sight = {entry.name for entry in seen}
     if newest is not None:
         hidden = newest.name not in in_sight
@@ -128,7 +128,7 @@ def find_checkpoints(
     )
 
 
-def _absent(
+def _find_absent(
     places: Iterable[ResolvedTier], newest: Checkpoint | None, copies: Iterable[CheckpointCopy]
 ) -> dict[str, OSError]:
     """Return by path the tiers without a folder that hold the newest checkpoint according to the registry."""

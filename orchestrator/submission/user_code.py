@@ -242,10 +242,10 @@ def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
 
 def _used_names(tree: ast.Module) -> set[str]:
     """Return every attribute, name and string in a file; its code may call a method by any of them."""
-    return {name for node in ast.walk(tree) for name in _names_of(node)}
+    return {name for node in ast.walk(tree) for name in _find_names(node)}
 
 
-def _names_of(node: ast.AST) -> Iterator[str]:
+def _find_names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute):
         yield node.attr
     elif isinstance(node, ast.Name):
@@ -258,7 +258,7 @@ def _all_names(tree: ast.Module) -> set[str]:
     """Return the names used, defined or imported in a file."""
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
     nodes = list(ast.walk(tree))
-    words = {name for node in nodes for name in _names_of(node)}
+    words = {name for node in nodes for name in _find_names(node)}
     return words | {node.name for node in nodes if isinstance(node, defined)}
 
 

@@ -12,7 +12,7 @@ Fix = dict[str, Any]
 
 
 class Splits(Enum):
-    """What a dimension's ranks divide; this decides which tokens and which part of the state a rank has."""
+    """The part of a training step that a dimension divides; it decides which tokens and state a rank has."""
 
     LAYERS = "layers"
     BATCH = "batch"

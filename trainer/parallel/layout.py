@@ -205,13 +205,13 @@ def _other_nodes(config: JobConfig, may_change: MayChange) -> Fix:
 def with_fix(config: JobConfig, fix: Fix) -> JobConfig:
     """Return the config with some keys changed."""
     for key, value in fix.items():
-        config = _replaced(config, key.split("."), value)
+        config = _replace_key(config, key.split("."), value)
     return config
 
 
-def _replaced(section: Any, path: list[str], value: Any) -> Any:
+def _replace_key(section: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
-    return replace(section, **{name: _replaced(getattr(section, name), rest, value) if rest else value})
+    return replace(section, **{name: _replace_key(getattr(section, name), rest, value) if rest else value})
 
 
 def _cost(config: JobConfig, fix: Fix) -> float:

@@ -189,7 +189,7 @@ def hash_config(config: Any) -> str:
 def build(kind: Any, value: Any) -> Any:
     """Turn plain JSON data into the dataclass `kind`, nested ones included; unknown keys are ignored."""
     if is_dataclass(kind):
-        hints = _types_of(typing.cast(type, kind))
+        hints = _find_types(typing.cast(type, kind))
         known = [
             item.name for item in fields(kind) if item.name in value
         ]  # in order, so that the first error is always the same
@@ -206,5 +206,5 @@ def build(kind: Any, value: Any) -> Any:
 
 
 @functools.cache  # it evaluates the text of every annotation
-def _types_of(kind: type) -> dict[str, Any]:
+def _find_types(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)

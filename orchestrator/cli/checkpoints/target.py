@@ -283,7 +283,7 @@ def kept_while_read(*targets: Target) -> Iterator[None]:
     of_runs = [target for target in targets if target.run is not None]
     with ExitStack() as pinned:
         for target in of_runs:
-            pinned.enter_context(_pinned(target))
+            pinned.enter_context(_keep_pinned(target))
         require_there(*of_runs)
         try:
             yield
@@ -293,7 +293,7 @@ def kept_while_read(*targets: Target) -> Iterator[None]:
 
 
 @contextmanager
-def _pinned(target: Target) -> Iterator[None]:
+def _keep_pinned(target: Target) -> Iterator[None]:
     """Pin the checkpoint for this process, if its run's folder can be written."""
     storage, holder = target.pins, ""
     with suppress(OSError):

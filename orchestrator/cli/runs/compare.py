@@ -15,7 +15,7 @@ from checkpointing.storage.durable import dump_line, number, open_regular
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.runs.run_reader import StepLine, parse_steps
 from orchestrator.cli.runs.tags import check_tags, unknown_tags
-from orchestrator.cli.runs.training_figures import median_of
+from orchestrator.cli.runs.training_figures import find_median
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, progress, span
 from orchestrator.config.redaction import redacted_value
@@ -70,7 +70,7 @@ class LossCurve:
             speeds.append({"tokens_per_s": line.get("tokens_per_s")})
         validated = (line for attempt in attempts for line in _read_lines(attempt.validation))
         return cls(
-            losses, median_of(speeds, "tokens_per_s"), computed,
+            losses, find_median(speeds, "tokens_per_s"), computed,
             {line["step"]: _computed_part(line) for line in validated},
         )  # fmt: skip
 

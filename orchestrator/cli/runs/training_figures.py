@@ -53,13 +53,13 @@ def training_figures(lines: Sequence[StepLine], world_size: int) -> TrainingFigu
     own = newest_generation(lines)[-RECENT_STEPS:]
     if not own:
         return None
-    speed = median_of(own, "tokens_per_s")
+    speed = find_median(own, "tokens_per_s")
     shares = [time_shares(line) for line in own]
     return TrainingFigures(
         steps=len(own),
         tokens_per_s_per_rank=speed / world_size if speed is not None else None,
-        tflops_per_rank=median_of(own, "tflops_per_rank"),
-        mfu=median_of(own, "mfu"),
+        tflops_per_rank=find_median(own, "tflops_per_rank"),
+        mfu=find_median(own, "mfu"),
         shares={name: median(one.get(name, 0.0) for one in shares if one) for name in shares[-1]},
         exposed=_exposed_shares(own),
         memory=dict(own[-1].get("memory") or {}),
@@ -78,7 +78,7 @@ def newest_generation(lines: Sequence[StepLine]) -> list[StepLine]:
     return [line for line in lines if place(line) == place(lines[-1])]
 
 
-def median_of(lines: Sequence[StepLine], key: str) -> float | None:
+def find_median(lines: Sequence[StepLine], key: str) -> float | None:
     """Return the median of a figure over the steps that have it; None if none has."""
     known = [line[key] for line in lines if isinstance(line.get(key), (int, float))]
     return median(known) if known else None

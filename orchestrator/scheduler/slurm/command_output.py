@@ -141,7 +141,7 @@ def _parse_queue_row(row: Row) -> JobStatus:
         comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=code, signal=signal,
         reason=_known(row["Reason"]), restarts=int(row["RestartCnt"]) if row["RestartCnt"].isdigit() else 0,
         start_time=epoch(row["StartTime"]), end_time=epoch(row["EndTime"]), held=word == "PENDING" and held,
-        source="queue", files=_files(row), unlaunched=_unlaunched(word, row, code, signal),
+        source="queue", files=_files(row), unlaunched=_is_unlaunched(word, row, code, signal),
         settings={name: row[field] for name, field in _SETTINGS.items() if _known(row[field])},
     )  # fmt: skip
 
@@ -158,12 +158,12 @@ def _parse_accounting_row(row: Row) -> JobStatus | None:
         job_id=row["JobIDRaw"], name=row["JobName"], state=word, submit_time=_known(row["Submit"]),
         comment=_known(row["Comment"]), nodes=_nodes(row), exit_code=code, signal=signal,
         reason=_known(row["Reason"]), end_time=epoch(row["End"]), source="accounting",
-        unlaunched=_unlaunched(word, row, code, signal),
+        unlaunched=_is_unlaunched(word, row, code, signal),
         cancelled_by=int(by[1]) if (by := _CANCELLED_BY.fullmatch(row["State"])) else None,
     )  # fmt: skip
 
 
-def _unlaunched(state: str, row: Row, code: int | None, signal: int | None) -> bool:
+def _is_unlaunched(state: str, row: Row, code: int | None, signal: int | None) -> bool:
     """Return whether the job had nodes and its script got no signal; accounting never records that signal."""
     return state == "CANCELLED" and bool(_known(row["NodeList"])) and signal is None and not code
 

@@ -116,4 +116,4 @@ def test_training_time_starts_at_the_submission_if_the_nodes_clock_was_behind(
 ) -> None:
     last = replace(ended(1, None), submitted_at=1000.0, started_at=started_at)
     view = ControlledRun(run=RUN, attempts=(last,), config=RunConfig())
-    assert history(view, BOOT, 1030.0)[0].trained == seconds
+    assert history(view, BOOT, 1030.0)[0].training_seconds == seconds

@@ -55,7 +55,7 @@ def after(
 
 def earlier(one: EndedAttempt, seconds: float) -> EndedAttempt:
     assert one.row.started_at is None
-    return replace(one, row=replace(one.row, ended_at=one.ended_at - seconds))
+    return replace(one, row=replace(one.row, ended_at=one.end_time - seconds))
 
 
 K = FailureKind

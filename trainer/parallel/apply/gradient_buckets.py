@@ -153,7 +153,7 @@ class GradientBuckets:
                     raise self._hook_error(parameter)
 
     def finish(self) -> None:
-        """After the backward pass, send the remaining buckets, which lack gradients, and wait for all buckets."""
+        """Send the remaining buckets, which lack gradients, after the backward pass, and wait for all buckets."""
         while self._left is not None and self._left < len(self._buckets):
             self._send_next()
         self._left = None

@@ -11,7 +11,7 @@ _ORCH = ("checkpointing", "orchestrator", "trainer")
 def describe_missing(error: BaseException) -> str:
     """Return a suffix for the message of such an error that names the folders; empty for other errors."""
     found = isinstance(error, ImportError) and _is_of_installation(error)
-    found = found or (isinstance(error, FileNotFoundError) and _package_of(error.filename) != "")
+    found = found or (isinstance(error, FileNotFoundError) and _find_package(error.filename) != "")
     return f"; part of the installation is missing (environment {sys.prefix}, orch in {_ROOT})" if found else ""
 
 
@@ -20,11 +20,11 @@ def _is_of_installation(error: ImportError) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [frame.f_code.co_filename for frame in frames]
     importers = [name for name in files if not name.startswith("<frozen importlib") and "/importlib/" not in name]
-    importer = _package_of(importers[-1]) if importers else ""
+    importer = _find_package(importers[-1]) if importers else ""
     return importer in _ORCH or (importer == "torch" and (error.name or "").partition(".")[0] == "torch")
 
 
-def _package_of(file: object) -> str:
+def _find_package(file: object) -> str:
     """Return `torch` or the orch package that contains this file; empty if neither does."""
     if not isinstance(file, str):
         return ""

@@ -135,7 +135,7 @@ def test_what_there_is_to_hit_is_hit(kind, at, words) -> None:
 @pytest.mark.parametrize(("kind", "at", "words"), [
     ("stop-rank", 4, "there is no rank 4, only 0 to 3"),
     ("kill-agent", 2, "there is no node 2, only 0 to 1"),
-    ("meteor", None, "no such drill: meteor; there are kill-rank"),
+    ("meteor", None, "no such drill: meteor; available drills: kill-rank"),
 ])  # fmt: skip
 def test_what_there_is_not_is_refused(kind, at, words) -> None:
     order, answer = local_ranks.drill_order(asked(kind, at), SHAPE)

@@ -12,7 +12,7 @@ HEAVY = ("torch", "sqlalchemy", "click", "omegaconf", "submitit", "orchestrator"
 
 
 def test_all_names() -> None:
-    assert set(orch.__all__) == {*orch._HOME_OF, "__version__"}
+    assert set(orch.__all__) == {*orch._HOME_BY_NAME, "__version__"}
     assert len(orch.__all__) == len(set(orch.__all__)) == 1 + sum(map(len, orch._HOMES.values()))
     for name in orch.__all__:
         assert getattr(orch, name) is not None
@@ -33,7 +33,7 @@ def test_light_import() -> None:
     assert loaded("orch.submit, orch.Run, orch.OrchError") == {"orchestrator"}
     # Packages of training import no others, see `test_imports_go_one_way`.
     for name in ("BaseWorkload", "Layout", "evaluating"):
-        assert orch._HOME_OF[name].startswith("trainer.")
+        assert orch._HOME_BY_NAME[name].startswith("trainer.")
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("sumbit", "submit"), ("Submit", "submit"), ("Zonk", "")])

@@ -162,7 +162,7 @@ def test_a_folder_that_hangs_now_and_then_costs_no_work_and_no_second_job(tmp_pa
         if rng.random() < 0.05 and (running := world.slurm.running()):
             world.slurm.preempt(running[0])
         report = world.controller.tick(world.lease)
-        assert all("does not answer" in error for error in report.errors)
+        assert all("has not answered" in error for error in report.errors)
         world.check()
         world.slurm.step(rng.choice([1.0, 5.0]))
     files.hung = set()

@@ -121,7 +121,7 @@ class World:
             self._check_inheritance()
             self.check()
             return None
-        hung = [error for error in report.errors if "does not answer" in error and self.files.hung]
+        hung = [error for error in report.errors if "has not answered" in error and self.files.hung]
         assert list(report.errors) == hung, report.errors
         if silent:
             self._check_silence(before)

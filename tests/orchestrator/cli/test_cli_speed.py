@@ -135,7 +135,7 @@ def test_a_job_is_not_given_a_pythonpath_that_hides_them(folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"{folder / 'trainer.py'} has the name of one of orch's own") as refused:
         user_code.check(config)
     assert refused.value.where == "env.PYTHONPATH"
-    assert f"without {folder}" in refused.value.hint
+    assert f"remove {folder} from PYTHONPATH" in refused.value.hint
 
 
 def test_a_job_is_not_given_such_a_pythonpath_of_the_shell(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

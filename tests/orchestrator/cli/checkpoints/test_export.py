@@ -90,7 +90,7 @@ def test_export_refuses_what_makes_no_sense(orch: Type, run: tuple[str, Path], t
     assert orch("ckpt", "export", f"{run[0]}@77", tmp_path / "out").code == 3
     (tmp_path / "mine.yaml").write_text("a: 1\n")
     said = orch("ckpt", "export", run[0], tmp_path / "mine.yaml")
-    assert (said.code, "mine.yaml is a file, and must be a folder" in said.err) == (4, True)
+    assert (said.code, "mine.yaml must be a folder, but is a file" in said.err) == (4, True)
 
 
 @pytest.mark.parametrize("name", ["out.pt", "model.safetensors", "a.b/x.pth"])

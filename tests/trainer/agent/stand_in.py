@@ -1,6 +1,7 @@
 """A training script of the standard library only: notes who it is, counts a little, and does what it is told.
 
-Usage: stand_in.py [WHAT@RANK@GENERATION ...] where WHAT is one of exit:N, kill, hang, child, deaf, trap.
+Usage: stand_in.py [WHAT@RANK@GENERATION ...] where WHAT is one of exit:N, kill, kill:NOTE,..., hang, child, deaf, trap;
+kill:deaf,trapped waits until both have been noted.
 It starts hundreds of times, and imports nothing that Python has not imported already: `json` or `signal` would take
 twice as long as all the rest.
 """
@@ -36,10 +37,21 @@ def note(**fields: object) -> None:
     os.close(descriptor)
 
 
+def wait_for_notes(names: list[str]) -> None:
+    path = os.path.join(os.environ["ORCH_RUN_DIR"], "notes.jsonl")
+    while True:
+        with open(path) as file:
+            noted = file.read()
+        if all(f'"{name}": true' in noted for name in names):
+            return
+        time.sleep(0.01)
+
+
 def act(what: str) -> None:
     if what.startswith("exit:"):
         sys.exit(int(what.partition(":")[2]))
-    elif what == "kill":
+    elif what.startswith("kill"):
+        wait_for_notes([name for name in what.partition(":")[2].split(",") if name])
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "child":
         note(children=[os.posix_spawnp("sleep", ["sleep", "120"], os.environ, setsid=apart) for apart in (False, True)])

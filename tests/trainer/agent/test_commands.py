@@ -393,7 +393,7 @@ job._process.wait()
 
 
 def test_a_program_whose_peer_died_hears_sigterm_and_may_save_before_it_is_killed(job):
-    work = job("kill@0@1", "trap@1@1", "deaf@2@1", "hang@3@1").start()
+    work = job("kill:deaf,trapped@0@1", "trap@1@1", "deaf@2@1", "hang@3@1").start()
     work.go()
     assert work.wait(60) == [0, 0], work.story()
     (saved,) = [note for note in work.notes() if "saved" in note]

@@ -14,7 +14,6 @@ from orchestrator.config import yaml_text
 from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import nearest
-from trainer.protocol.config_sections.moved_keys import MOVED, present_path
 
 Path = tuple[str, ...]
 INCLUDES = "includes"
@@ -75,8 +74,7 @@ def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> Co
     prefix, there = path[:-1], list(section(kind))
     typed = whole or path
     siblings = [dotted_key((*prefix, name)) for name in there]
-    near = dotted_key(present_path(typed)) if present_path(typed) != typed else ""
-    near = near or nearest_key(dotted_key(typed), siblings) or nearest(dotted_key(path), siblings)
+    near = nearest_key(dotted_key(typed), siblings) or nearest(dotted_key(path), siblings)
     meant = f"did you mean `{near}`?  " if near else ""
     place = f"keys in `{dotted_key(prefix)}`" if prefix else "keys"
     return ConfigError(f"unknown key `{dotted_key(path)}`", where=where, hint=f"{meant}{place}: {', '.join(there)}")
@@ -85,10 +83,9 @@ def unknown_key_error(path: Path, kind: Any, where: str, whole: Path = ()) -> Co
 def nearest_key(typed: str, siblings: Sequence[str] = ()) -> str:
     """Return the key with the closest spelling, or one with the same last part; empty if nothing matches."""
     present = [*map(dotted_key, every_key()), INCLUDES, *siblings]
-    known = {dotted_key(old): dotted_key(new) for old, new in MOVED.items()} | dict(zip(present, present, strict=True))
     last = typed.rpartition(".")[2]
     same = (key for key in present if key.rpartition(".")[2] == last)
-    return known.get(nearest(typed, known, 0.8)) or next(same, "") or nearest(typed, present)
+    return nearest(typed, present, 0.8) or next(same, "") or nearest(typed, present)
 
 
 @cache

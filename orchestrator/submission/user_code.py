@@ -24,6 +24,7 @@ from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.submission.command_script import check_command
 from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.failures.rank_end import exit_words
 from trainer.protocol.secrets import run_secrets
 from trainer.protocol.secrets.secret_redaction import in_use
 from trainer.protocol.user_code.code_record import CodeRecord
@@ -98,7 +99,7 @@ class BoundedChild:
         status = self._process.wait()
         self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _LAST_WORDS))
         lines = [line.strip() for line in self._printed.read().decode(errors="replace").splitlines() if line.strip()]
-        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+        how = exit_words(status, -status if status < 0 else None)
         return self._redactor.text(f"{how}: {lines[-1]}" if lines else how)
 
 

@@ -25,7 +25,6 @@ from trainer.agent.control import tcp_transport
 from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, NotGreeted, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.launch_gate import LaunchRefused, wait_for_go
-from trainer.agent.ladder.rank_death import signal_name
 from trainer.agent.node_agent import NodeAgent
 from trainer.agent.processes import proc, watchdog
 from trainer.agent.processes.background_tasks import (
@@ -42,6 +41,7 @@ from trainer.protocol.config import JobConfig, config_digest, load
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AgentEnd, ExitCode
+from trainer.protocol.failures.rank_end import signal_name
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.logs.line_file import LineFile
 from trainer.protocol.logs.log_rotation import LogsConfig

@@ -13,7 +13,6 @@ from trainer.agent.flight.recorder import FlightSockets
 from trainer.agent.fork_server import code_at_start, launch_order
 from trainer.agent.fork_server.launch_order import RankLauncher
 from trainer.agent.fork_server.link import ForkServerLink
-from trainer.agent.ladder.rank_death import exit_words, signal_name
 from trainer.agent.nodes import preflight, roster
 from trainer.agent.processes import background_tasks, proc
 from trainer.agent.processes.background_tasks import SupervisedTasks, describe_error
@@ -28,7 +27,7 @@ from trainer.agent.watch.sampling import Sampler, no_writer
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AgentEnd, ExitCode
-from trainer.protocol.failures.rank_end import RankEnd
+from trainer.protocol.failures.rank_end import RankEnd, exit_words, signal_name
 from trainer.protocol.messages import agents
 from trainer.protocol.messages.ranks import (
     ForkServerReady,

@@ -28,10 +28,7 @@ class LaunchToken:
 
     def write(self, path: Path) -> None:
         """Put the token in force. A write after revocation, such as one by a paused controller, has no effect."""
-        fields = asdict(self)
-        if not self.corrupt:  # agents of older versions reject this key
-            del fields["corrupt"]
-        write_durably(path, dump_line({"schema": "orch.go/1", **fields}).encode())
+        write_durably(path, dump_line({"schema": "orch.go/1", **asdict(self)}).encode())
 
     @classmethod
     def read(cls, path: Path) -> "LaunchToken":

@@ -10,11 +10,36 @@ from functools import cached_property
 from pathlib import Path
 
 
+def _entry(*parts: str) -> "cached_property[Path]":
+    """Return a property: the path of an entry of the owner's folder, cached because controllers read it often."""
+    return cached_property(lambda owner: owner.path.joinpath(*parts))
+
+
 @dataclass(frozen=True)
 class AttemptDir:
     """Folder `attempts/NNN` of one attempt (numbers count from 1)."""
 
     path: Path
+
+    config = _entry("config.json")  # present if it differs from the submitted one
+    run_config = _entry("run-config.json")  # the run's config, present in attempts smaller than the run
+    code = _entry("code.json")  # the user's code that this attempt imported: `trainer.protocol.user_code.code_record`
+    submission = _entry("submission")
+    go = _entry("GO")
+    coordinator = _entry("coordinator.json")
+    outcome = _entry("outcome.json")
+    heartbeat = _entry("heartbeat.json")
+    ranks = _entry("ranks.json")  # progress of every rank: `trainer.protocol.rank_readings`
+    skipped_batches = _entry("skipped.json")  # data positions that this attempt's rollbacks skip, with reasons
+    command_memory = _entry("command.json")  # facts about a user's program that the next attempt needs
+    restore_verdict = _entry("verdict.json")
+    logs = _entry("logs")
+    events = _entry("events")
+    evidence = _entry("evidence")
+    outcomes = _entry("outcomes")
+    metrics = _entry("metrics", "steps.jsonl")
+    validation = _entry("metrics", "validation.jsonl")  # one line per validation, in training order
+    final = _entry("metrics", "final.json")  # summary of the finished run: step, loss, digest of the weights
 
     @property
     def number(self) -> int:
@@ -23,53 +48,6 @@ class AttemptDir:
     @property
     def run(self) -> "RunDir":
         return RunDir(self.path.parent.parent)
-
-    @property
-    def config(self) -> Path:
-        """Return the config of this attempt, present if it differs from the submitted one."""
-        return self.path / "config.json"
-
-    @property
-    def run_config(self) -> Path:
-        """Return the run's config that this attempt's was derived from, present in attempts smaller than the run."""
-        return self.path / "run-config.json"
-
-    @property
-    def code(self) -> Path:
-        """Return the record of the user's code that this attempt imported: `trainer.protocol.user_code.code_record`."""
-        return self.path / "code.json"
-
-    @property
-    def submission(self) -> Path:
-        return self.path / "submission"
-
-    @property
-    def go(self) -> Path:
-        return self.path / "GO"
-
-    @property
-    def coordinator(self) -> Path:
-        return self.path / "coordinator.json"
-
-    @property
-    def outcome(self) -> Path:
-        return self.path / "outcome.json"
-
-    @property
-    def heartbeat(self) -> Path:
-        return self.path / "heartbeat.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events"
-
-    @property
-    def evidence(self) -> Path:
-        return self.path / "evidence"
 
     def incident(self, name: str) -> Path:
         """Return the evidence bundle of one incident."""
@@ -80,9 +58,7 @@ class AttemptDir:
         return self.evidence / f"flights-{node}.g{generation:03d}.jsonl"
 
     def all_last_flights(self, generation: int) -> list[Path]:
-        """Return the flight record files of one generation, including those of older versions (one per rank)."""
-        wanted = (f"flight-rank-*.g{generation:03d}.json", f"flights-*.g{generation:03d}.jsonl")
-        return [path for pattern in wanted for path in sorted(self.evidence.glob(pattern))]
+        return sorted(self.evidence.glob(f"flights-*.g{generation:03d}.jsonl"))
 
     def watchdog_flight(self, generation: int) -> Path:
         """Return the path prefix of the pickled flight records of NCCL's watchdog; torch appends the rank."""
@@ -94,52 +70,18 @@ class AttemptDir:
         found = ((path.name.removeprefix(prefix), path) for path in sorted(self.evidence.glob(f"{prefix}*")))
         return [(int(rank), path) for rank, path in found if rank.isdecimal()]
 
-    @property
-    def ranks(self) -> Path:
-        """Return the file with the progress of every rank, see `trainer.protocol.rank_readings`."""
-        return self.path / "ranks.json"
-
-    @property
-    def skipped_batches(self) -> Path:
-        """Return the file with the data positions that this attempt's rollbacks skip, with reasons."""
-        return self.path / "skipped.json"
-
-    @property
-    def outcomes(self) -> Path:
-        return self.path / "outcomes"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics" / "steps.jsonl"
-
-    @property
-    def validation(self) -> Path:
-        """Return the file with one line per validation, in training order."""
-        return self.path / "metrics" / "validation.jsonl"
-
-    @property
-    def final(self) -> Path:
-        """Return the summary of the finished run: step, loss, digest of the weights."""
-        return self.path / "metrics" / "final.json"
-
-    @property
-    def restore_verdict(self) -> Path:
-        """Return the verdict of a restore test."""
-        return self.path / "verdict.json"
-
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
+
+    def agent_log(self, node: int) -> Path:
+        return self.logs / f"agent-{node:04d}.log"
 
     def work_log(self, node: str) -> Path:
         """Return the work log of a node: one line per step and rank, written by the workers as proof of training."""
         return self.path / "metrics" / f"work-{node}.jsonl"
 
     def work_logs(self) -> list[Path]:
-        """Return the existing work logs; those of older versions have one rank each."""
         return sorted((self.path / "metrics").glob("work-*.jsonl"))
-
-    def agent_log(self, node: int) -> Path:
-        return self.logs / f"agent-{node:04d}.log"
 
     def event_file(self, source: str) -> Path:
         return self.events / f"{source}.jsonl"
@@ -153,13 +95,7 @@ class AttemptDir:
         return self.outcomes / f"ranks-{node}.jsonl"
 
     def all_rank_outcomes(self) -> list[Path]:
-        """Return the existing outcome files; those of older versions have one rank and generation each."""
-        return [path for pattern in ("rank-*.json", "ranks-*.jsonl") for path in sorted(self.outcomes.glob(pattern))]
-
-    @property
-    def command_memory(self) -> Path:
-        """Return the file with facts about a user's program that the next attempt needs."""
-        return self.path / "command.json"
+        return sorted(self.outcomes.glob("ranks-*.jsonl"))
 
     def error_file(self, rank: int, generation: int) -> Path:
         """Return the file where torch's `@record` writes the exception of a command's rank, for its agent to read."""
@@ -191,6 +127,16 @@ class RunDir:
     path: Path
     known_as: Path | None = None  # the folder's own path, if `path` is a different path to it (a descriptor)
 
+    run = _entry("run.json")
+    config = _entry("config.json")  # as submitted; an attempt may have its own (`attempt_config`)
+    secrets = _entry("secrets.json")  # values of `env_from` and of webhooks, the only file of the run with secrets
+    restore_test = _entry("restore_test.json")  # the restore order, present if this run is a restore test
+    record = _entry("record.json")  # the registry's record, written on the controller side for `orch db rebuild`
+    requests = _entry("requests")
+    code = _entry("code")
+    checkpoints = _entry("checkpoints")
+    attempts = _entry("attempts")
+
     @property
     def own_path(self) -> Path:
         """Return the path by which people and other processes know this folder."""
@@ -199,46 +145,6 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.own_path.name
-
-    @property
-    def run(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def config(self) -> Path:
-        """Return the config that the run was submitted with; an attempt may have its own (`attempt_config`)."""
-        return self.path / "config.json"
-
-    @property
-    def secrets(self) -> Path:
-        """Return the file with the values of `env_from` and of webhooks, the only file of the run with secrets."""
-        return self.path / "secrets.json"
-
-    @property
-    def restore_test(self) -> Path:
-        """Return the restore order, present if this run is a restore test."""
-        return self.path / "restore_test.json"
-
-    @property
-    def record(self) -> Path:
-        """Return the registry's record of this run, written on the controller side for `orch db rebuild`."""
-        return self.path / "record.json"
-
-    @property
-    def requests(self) -> Path:
-        return self.path / "requests"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @cached_property  # a controller reads it thousands of times per pass
-    def attempts(self) -> Path:
-        return self.path / "attempts"
 
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{number:03d}")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.agent.processes.proc import read_activity
+from trainer.protocol.failures.rank_end import exit_words
 from trainer.protocol.messages.ranks import (
     FROM_FORK_SERVER,
     FromForkServer,
@@ -128,7 +129,7 @@ class ForkServerLink:
         self._process.kill()
         status = self._process.wait(timeout=10)
         self._close()
-        self._on_lost(reason or _how_it_ended(status))
+        self._on_lost(reason or exit_words(status, -status if status < 0 else None))
 
     def _drain(self) -> None:
         """Read the last messages of a dead fork server before its death is reported."""
@@ -164,7 +165,3 @@ class ForkServerLink:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(timeout=10)
         return False
-
-
-def _how_it_ended(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"

@@ -17,7 +17,7 @@ from trainer.protocol.cut_text import cut
 from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.failure_patterns import VARYING, Meaning, has_meaning
 from trainer.protocol.failures.outcome import LOSS_SPIKE, MORE_MEMORY, ExitCode, Failure, FailureKind
-from trainer.protocol.failures.rank_end import GOOD, RankEnd
+from trainer.protocol.failures.rank_end import GOOD, RankEnd, signal_name
 from trainer.protocol.skipped_batches import Skip
 
 _NOT_STARTED = (126, 127)
@@ -186,20 +186,6 @@ def _memory_hint(end: RankEnd) -> str:
 def _mismatch(end: RankEnd) -> bool:
     """Return whether it reports that ranks called different collectives, which no restart fixes."""
     return not end.secondary and has_meaning(end.message or "", Meaning.MISMATCH)
-
-
-def exit_words(exit_code: int | None, number: int | None, memory_kill: str = "") -> str:
-    if memory_kill:
-        return f"out of memory: {memory_kill}"
-    return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
-
-
-def signal_name(number: int) -> str:
-    """Return the name, such as SIGKILL for 9; real-time signals get their number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _after(said: str) -> str:

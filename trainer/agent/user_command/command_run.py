@@ -115,21 +115,17 @@ def _read(path: Path) -> CommandMemory | None:
     """Return the stored state, omitting set-aside checkpoints that are in place; None if there is no file."""
     try:
         fields = read_json(path)
-        failures = [CommandFailure(**each) for each in fields["failures"]]
         aside = [SetAsideCheckpoint.from_json(each) for each in fields["aside"]]
+        return CommandMemory(
+            failures=[CommandFailure(**each) for each in fields["failures"]],
+            aside=[one for one in aside if not _is_back(one)],
+            saved=bool(fields["saved"]),
+            earlier={str(name): int(at) for name, at in (fields["earlier"] or {}).items()},
+        )
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return CommandMemory(saved=True, earlier={})
-    # Older versions did not record whether one existed.
-    saved = bool(fields.get("saved", True))
-    aside = [one for one in aside if not _is_back(one)]
-    return CommandMemory(failures=failures, aside=aside, saved=saved, earlier=_read_stamps(fields))
-
-
-def _read_stamps(fields: dict[str, Any]) -> Stamps:
-    stamps = fields.get("earlier")  # older versions did not record it
-    return {str(name): int(at) for name, at in stamps.items()} if isinstance(stamps, dict) else {}
 
 
 def _is_back(one: SetAsideCheckpoint) -> bool:

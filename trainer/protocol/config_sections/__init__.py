@@ -1,1 +1,1 @@
-"""Sections of the resolved configuration, one file each, and the keys of older versions."""
+"""Sections of the resolved configuration."""

@@ -1,6 +1,7 @@
 """The end of a rank, one type from the kernel to the retry policy, and the files that keep it."""
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,21 @@ class RankEnd:
         return self.exit_code in GOOD and self.reported
 
 
+def signal_name(number: int) -> str:
+    """Return the name, such as SIGKILL for 9; real-time signals get their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_words(exit_code: int | None, number: int | None, out_of_memory: str = "") -> str:
+    """Describe the exit of a process; `out_of_memory`: description of the kernel's kill."""
+    if out_of_memory:
+        return f"out of memory: {out_of_memory}"
+    return f"killed by {signal_name(number)}" if number is not None else f"exit code {exit_code}"
+
+
 def append_outcome(attempt: AttemptDir, end: RankEnd) -> None:
     """Write a rank's own report of its end durably; raises OSError."""
     stored = {key: getattr(end, key) for key in _STORED}
@@ -59,7 +75,7 @@ def append_outcome(attempt: AttemptDir, end: RankEnd) -> None:
 
 
 def all_outcomes(attempt: AttemptDir) -> list[tuple[RankEnd, Path]]:
-    """Return every outcome with its file, including those of older versions (a file each); torn lines are skipped."""
+    """Return every outcome with its file; torn lines are skipped."""
     return [(end, path) for path in attempt.all_rank_outcomes() for end in _read(path)]
 
 
@@ -107,9 +123,7 @@ def _read(path: Path) -> Iterator[RankEnd]:
         return
     for line in block.splitlines():
         try:
-            row = dict(json.loads(line))
-            row = {("secondary" if key == "echo" else key): value for key, value in row.items()}  # from older versions
-            end = RankEnd(**row)
+            end = RankEnd(**json.loads(line))
         except (ValueError, TypeError, RecursionError):  # torn by a kill
             continue
         numbers = (end.rank, end.generation, end.step, end.exit_code)

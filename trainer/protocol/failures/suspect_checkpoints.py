@@ -6,13 +6,13 @@ counts: it came after a step was trained from that state, it came twice, and no 
 """
 
 import builtins
-import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.protocol.config_sections.fault_detection_config import DrillEvent
 from trainer.protocol.failures.failure_patterns import VARYING
 from trainer.protocol.failures.outcome import Failure, select_kinds
+from trainer.protocol.failures.rank_end import signal_name
 
 NOT_BY_A_DRILL = select_kinds(lambda traits: traits.asked_to_stop)
 """Failure kinds that drills never cause."""
@@ -120,14 +120,7 @@ def _reason(newest: FailedGeneration, earlier: Sequence[FailedGeneration]) -> st
 def _mark(failure: Failure) -> str:
     """Return the property that makes two failures count as the same."""
     if failure.signal is not None:
-        return f"{failure.kind} by {_signal_name(failure.signal)}"
+        return f"{failure.kind} by {signal_name(failure.signal)}"
     if failure.exception:
         return failure.exception
     return f"exit code {failure.exit_code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -290,13 +290,13 @@ def test_a_record_that_cannot_be_read_is_told_and_ends_nobody(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     attempt = _attempt(tmp_path)
-    for rank, left in enumerate((text, json.dumps({"rank": 1, "entries": history("0", 4, inside=True)}))):
-        (attempt.evidence / f"flight-rank-{rank:05d}.g003.json").write_text(left)  # as older versions do
+    whole = json.dumps({"rank": 1, "entries": history("0", 4, inside=True)})
+    attempt.last_flights("n0", 3).write_text(f"{text}\n{whole}\n")
     with attempt.last_flights("n1", 3).open("w") as file:
         file.write(f'{text}\n{json.dumps({"rank": 5, "entries": history("0", 4, inside=True)})}\n{{"rank": 6, ')
     assert [one.rank for one in records_of_dead_ranks(attempt, 3)] == [1, 5]
     said = capsys.readouterr().err
-    assert "cannot read a flight record in flight-rank-00000.g003.json: RecursionError" in said
+    assert "cannot read a flight record in flights-n0.g003.jsonl: RecursionError" in said
     assert "cannot read a flight record in flights-n1.g003.jsonl: RecursionError" in said
     assert "cannot read a flight record in flights-n1.g003.jsonl: JSONDecodeError" in said
 

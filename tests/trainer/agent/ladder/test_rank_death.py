@@ -7,10 +7,10 @@ import pytest
 
 from trainer.agent.coordination.job_monitor import desync_judgement, is_needed
 from trainer.agent.flight.wait_graph import Finding
-from trainer.agent.ladder.rank_death import exit_words, find_cause
+from trainer.agent.ladder.rank_death import find_cause
 from trainer.agent.watch.waiting_ranks import HangKind
 from trainer.protocol.failures.outcome import FailureKind
-from trainer.protocol.failures.rank_end import RankEnd
+from trainer.protocol.failures.rank_end import RankEnd, exit_words
 
 KILLED = {"signal": signal.SIGKILL, "out_of_memory": "the kernel killed it; the limit of its cgroup is 4.0 GiB"}
 GPU = {"exit_code": 1, "exception": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 20.00 GiB"}

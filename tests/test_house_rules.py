@@ -71,6 +71,7 @@ UNPICKLERS = {
     "checkpointing/engine/restore/metadata_reader.py": "reads `.metadata` by an allow-list, after its digest matched",
     "checkpointing/engine/state/save_plan.py": "writes `.metadata`",
     "checkpointing/engine/collectives/group.py": "names the error",
+    "trainer/agent/flight/recorder.py": "reads dumps by an allow-list of opcodes",
 }
 """Which files may import pickle, and why: files are read by allow-lists; processes never send it to each other."""
 CODEC = "trainer/protocol/messages/codec.py"

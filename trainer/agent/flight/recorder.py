@@ -1,24 +1,28 @@
 """Flight records of ranks: queries to live ranks over Unix sockets, and safe reading of the dumps left by dead ones.
 
-A pickle is a program whose opcodes may import and call anything. `load` reads the opcodes (`pickletools`) and accepts
-only those for plain values.
+A pickle is a program whose opcodes may import and call anything. Before a dump is unpickled, its opcodes are checked
+(`pickletools`); only those that build plain values are allowed.
 """
 
 import asyncio
 import json
+import pickle
 import pickletools
 import shutil
 import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.trusted_path import is_trusted
 from trainer.agent.flight.flight_record import UNREADABLE, FlightRecord, parse, read
+from trainer.agent.processes.background_tasks import run_detached
 from trainer.protocol.messages.ranks import groups_file
 from trainer.protocol.run_dir import AttemptDir
 
@@ -30,37 +34,31 @@ _NODES, _DEEPEST = 3_000_000, 50
 """Maximum number of values and nesting depth of a dump; a value referenced twice counts twice."""
 _LETTERS = 256 << 20
 """Maximum characters of all strings; shared strings count repeatedly, since a reader copies them."""
-_MARK = object()
-
 _VALUES = frozenset({
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "BINFLOAT", "FLOAT", "BINUNICODE",
-    "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE",
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG", "BINFLOAT", "FLOAT", "BINUNICODE", "UNICODE",
+    "SHORT_BINUNICODE", "BINUNICODE8", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "MARK",
+    "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "DICT", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "PUT", "BINPUT",
+    "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "PROTO", "FRAME", "STOP",
 })  # fmt: skip
-_MAKE: Mapping[str, Callable[[], Any]] = {
-    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_LIST": list, "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-}  # fmt: skip
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
-_GET = frozenset({"GET", "BINGET", "LONG_BINGET"})
-_IGNORED = frozenset({"PROTO", "FRAME"})
+"""Opcodes that only build plain values. None of them imports, calls or constructs anything else."""
 
 
 def load_plain_values(data: bytes) -> Any:
     """Return the content of a pickle of dicts, lists, tuples, strings and numbers; raises ValueError for others."""
     if len(data) > MAX_PICKLE_BYTES:
         raise ValueError(f"pickle size {len(data):,} exceeds {MAX_PICKLE_BYTES:,} bytes")
-    machine = _Machine()
     try:
         for steps, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if steps > _STEPS:
                 raise ValueError("pickle has too many opcodes")
-            if opcode.name == "STOP":
-                return _check_expansion(machine.result())
-            machine.do(opcode.name, argument)
-    except (IndexError, KeyError, TypeError, UnicodeError, RecursionError, OverflowError) as error:
+            if opcode.name not in _VALUES:
+                raise ValueError(f"pickle opcode not allowed: {opcode.name}")
+            # The memo is an array as long as its largest index.
+            if opcode.name.endswith("PUT") and (argument or 0) > steps:
+                raise ValueError(f"pickle memo index {argument:,} is too large")
+        return _check_expansion(pickle.loads(data))
+    except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, OverflowError) as error:
         raise ValueError(f"not a pickle of plain values: {error!r}") from error
-    raise ValueError("pickle has no end")
 
 
 def _check_expansion(value: Any) -> Any:
@@ -80,96 +78,13 @@ def _check_expansion(value: Any) -> Any:
     raise ValueError("pickle is nested too deeply")
 
 
-class _Machine:
-    """Stack of a pickle, for the opcodes that only build plain values."""
-
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-
-    def do(self, name: str, argument: Any) -> None:
-        stack = self._stack
-        if name in _VALUES:
-            stack.append(argument)
-        elif name in _MAKE:
-            stack.append(_MAKE[name]())
-        elif name == "MARK":
-            stack.append(_MARK)
-        elif name in _TUPLES:
-            stack.append(tuple(self._pop(_TUPLES[name])))
-        elif name in _PUT:
-            self._memo[int(argument)] = self._top()
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = self._top()
-        elif name in _GET:
-            stack.append(self._memo[int(argument)])
-        elif name not in _IGNORED:
-            self._gather(name)
-
-    def _gather(self, name: str) -> None:
-        match name:
-            case "APPEND":
-                (value,) = self._pop(1)
-                self._top(list).append(value)
-            case "APPENDS":
-                values = self._to_mark()
-                self._top(list).extend(values)
-            case "SETITEM":
-                values = self._pop(2)
-                self._set(values)
-            case "SETITEMS":
-                self._set(self._to_mark())
-            case "LIST":
-                self._stack.append(self._to_mark())
-            case "TUPLE":
-                self._stack.append(tuple(self._to_mark()))
-            case "DICT":
-                values = self._to_mark()
-                self._stack.append({})
-                self._set(values)
-            case _:
-                raise ValueError(f"pickle opcode not allowed: {name}")
-
-    def _set(self, values: list[Any]) -> None:
-        if len(values) % 2:
-            raise ValueError("pickle has a key without a value")
-        self._top(dict).update(zip(values[::2], values[1::2], strict=True))
-
-    def _pop(self, count: int) -> list[Any]:
-        values = self._stack[-count:]
-        if len(values) < count or any(value is _MARK for value in values):
-            raise ValueError("pickle stack is empty")
-        del self._stack[-count:]
-        return values
-
-    def _to_mark(self) -> list[Any]:
-        at = max(place for place, value in enumerate(self._stack) if value is _MARK)
-        values = self._stack[at + 1 :]
-        del self._stack[at:]
-        return values
-
-    def _top(self, kind: type = object) -> Any:
-        value = self._stack[-1]
-        if value is _MARK or not isinstance(value, kind):
-            raise ValueError(f"pickle uses a {type(value).__name__} as a {kind.__name__}")
-        return value
-
-    def result(self) -> Any:
-        if len(self._stack) != 1 or self._stack[0] is _MARK:
-            raise ValueError("pickle must contain exactly one value")
-        return self._stack[0]
-
-
 HOST, DEVICE = "fr_trace_json", "dump_nccl_trace_json"
 """torch's two recorders: gloo's, always present, and NCCL's, if torch was built with it."""
 NOTHING = b""
 """Answer of a server that lacks the requested recorder."""
-MOST = 8 << 20
-"""Maximum bytes of an answer."""
+MAX_ANSWER_BYTES = 8 << 20
 _LONGEST_PATH = 100
 """Maximum characters of a Unix socket's path; the kernel's limit is 107."""
-_UNKNOWN = 404
-_REFUSED = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 
 
 class FlightSockets:
@@ -222,70 +137,35 @@ async def ask(path: str, handler: str, seconds: float) -> bytes | None:
     NOTHING if it lacks the handler; None if it is absent, refuses or is late.
     """
     try:
-        async with asyncio.timeout(seconds):
-            return await _ask(path, handler)
-    except (*_REFUSED, TimeoutError):
+        return await run_detached(lambda: _ask(path, handler, seconds), seconds) if path else None
+    except (OSError, ValueError, HTTPException):  # TimeoutError is an OSError
         return None
 
 
-async def _ask(path: str, handler: str) -> bytes | None:
-    if not path:
-        return None
-    reader, writer = await asyncio.open_unix_connection(path)
-    try:
-        if not _is_ours(writer.get_extra_info("socket")):
-            return None
-        writer.write(
-            f"POST /handler/{handler} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
-        )
-        await writer.drain()
-        status, headers = await _head(reader)
-        if status == _UNKNOWN:
+class _UnixConnection(HTTPConnection):
+    def __init__(self, path: str, seconds: float) -> None:
+        super().__init__("rank", timeout=seconds)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+        owner = struct.unpack("3i", self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if not is_trusted(owner[1]):
+            raise PermissionError(f"another user's process listens on {self._path}")
+
+
+def _ask(path: str, handler: str, seconds: float) -> bytes | None:
+    with closing(_UnixConnection(path, seconds)) as connection:
+        connection.request("POST", f"/handler/{handler}")
+        response = connection.getresponse()
+        if response.status == HTTPStatus.NOT_FOUND:
             return NOTHING
-        return await _body(reader, headers) if status == 200 else None
-    finally:
-        writer.close()
-
-
-def _is_ours(connection: socket.socket) -> bool:
-    """Return whether a process of this user listens there, according to the kernel."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return is_trusted(struct.unpack("3i", told)[1])
-
-
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return int(first.partition(" ")[2].partition(" ")[0]), headers
-
-
-async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
-    if "chunked" in headers.get("transfer-encoding", ""):
-        return await _chunks(reader)
-    if "content-length" in headers:
-        return await reader.readexactly(_check_size(int(headers["content-length"])))
-    body = b""
-    while more := await reader.read(65536):
-        body += more
-        _check_size(len(body))
-    return body
-
-
-async def _chunks(reader: asyncio.StreamReader) -> bytes:
-    body = b""
-    while True:
-        size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
-        if size == 0:
-            return body
-        _check_size(len(body) + size)
-        body += await reader.readexactly(size)
-        await reader.readexactly(2)
-
-
-def _check_size(size: int) -> int:
-    if not 0 <= size <= MOST:
-        raise ValueError(f"response size {size} is outside 0 to {MOST} bytes")
-    return size
+        body = response.read(MAX_ANSWER_BYTES + 1)
+        # `length` counts missing bytes. No dump is empty.
+        complete = bool(body) and not response.length and len(body) <= MAX_ANSWER_BYTES
+        return body if response.status == HTTPStatus.OK and complete else None
 
 
 def _groups(path: str) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ which are named. If the records are inconclusive, the finding reports that and n
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Literal
 
@@ -21,6 +21,7 @@ from trainer.agent.flight.wait_graph import (
     WaitGraph,
     build,
     chain,
+    find_reachable,
     ranks_text,
     stalls,
     wait_word,
@@ -38,8 +39,6 @@ _SYNCHRONIZING = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_
 
 def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
     """Return ranks whose GPUs stopped: they called as many operations as their peers, but completed or began fewer."""
-    found: WaitRoots = {}
-    held: dict[int, list[Node]] = {}
     stopped: dict[int, RootKind] = {}
     for node, place in enumerate(waits.places):
         if isinstance(place, Stall):
@@ -49,12 +48,7 @@ def gpu_roots(records: Records, waits: WaitGraph) -> WaitRoots:
                 # Earlier operations may block it. If there are none and the record is complete, the GPU is at fault.
                 if waits.calls[rank][0] == node and records.flights[rank].whole:
                     stopped.setdefault(rank, "queued")
-    for rank, called in waits.calls.items():
-        if rank in stopped:
-            held[rank] = called
-    for rank in sorted(stopped):
-        found[waits.gpu(rank, held.get(rank, ()))] = stopped[rank]
-    return found
+    return {waits.gpu(rank, waits.calls.get(rank, ())): stopped[rank] for rank in sorted(stopped)}
 
 
 def _lagging(records: Records, stall: Stall) -> Iterator[int]:
@@ -83,7 +77,7 @@ def _lagging(records: Records, stall: Stall) -> Iterator[int]:
 
 
 def _counts(group: Group) -> bool:
-    return group.on_gpu and group.sure and group.entered > group.completed
+    return group.on_gpu and group.sure and group.unfinished
 
 
 def _last_synchronizing(numbers: Mapping[int, Mapping[int, CollectiveEntry]], first: int, through: int) -> int:
@@ -104,11 +98,6 @@ def host_roots(records: Records, waits: WaitGraph) -> WaitRoots:
         elif not waits.after[node]:
             found[node] = "never_came"
     return found
-
-
-def message_roots(waits: WaitGraph, never_sent: Iterable[int]) -> WaitRoots:
-    """Return ranks that omitted a message, whatever they wait for now; nothing progresses without that message."""
-    return {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
 
 
 def last_resort(waits: WaitGraph, explained: Collection[Node]) -> WaitRoots:
@@ -136,54 +125,26 @@ def _waits_for_messages_only(waits: WaitGraph, node: Node) -> bool:
     return all(isinstance(one, MessageChannel) and one.target == place.rank for one in called)
 
 
-def fronts(waits: WaitGraph, explained: Mapping[Node, object]) -> list[Node]:
-    """Return nodes that all ranks have reached, that wait for nothing, and that make no progress."""
-    return [node for node, after in enumerate(waits.after) if not after and node not in explained]
-
-
 def _sinks(waits: WaitGraph, nodes: Collection[Node]) -> list[set[Node]]:
-    """Return strongly connected components of these nodes without outgoing edges (iterative Tarjan)."""
-    among = set(nodes)
-    index: dict[Node, int] = {}
-    low: dict[Node, int] = {}
-    part: dict[Node, int] = {}
-    parts: list[set[Node]] = []
-    stack: list[Node] = []
-    for start in nodes:
-        if start in index:
-            continue
-        work = [(start, iter(waits.after[start]))]
-        index[start] = low[start] = len(index)
-        stack.append(start)
-        while work:
-            node, others = work[-1]
-            for other in others:
-                if other not in among:
-                    continue
-                if other not in index:
-                    index[other] = low[other] = len(index)
-                    stack.append(other)
-                    work.append((other, iter(waits.after[other])))
-                    break
-                if other not in part:
-                    low[node] = min(low[node], index[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    one: set[Node] = set()
-                    while node not in one:
-                        one.add(member := stack.pop())
-                        part[member] = len(parts)
-                    parts.append(one)
-    return [
-        one
-        for number, one in enumerate(parts)
-        if all(part.get(other, number) == number for node in one for other in waits.after[node])
-    ]
+    """Return the strongly connected components of `nodes` without outgoing edges. No edge may leave `nodes`."""
+    before, left, found = waits.before(), dict.fromkeys(nodes), []
+    while left:
+        node = next(iter(left))
+        while True:
+            ahead, behind = find_reachable(waits.after, [node]), find_reachable(before, [node])
+            further = [other for other in ahead if other not in behind]
+            if not further:
+                break
+            node = further[-1]
+        found.append(set(ahead))
+        left = {other: None for other in left if other not in behind}
+    return found
 
 
+_COMPARED: Mapping[Kind, Callable[[CollectiveEntry], object]] = {
+    "desync_order": lambda entry: entry.op,
+    "desync_shape": lambda entry: entry.shape,
+}
 _WAYS = 4
 """Maximum number of variants of a collective that a reason lists."""
 
@@ -198,12 +159,10 @@ def desync(records: Records) -> Finding | None:
             entries = by_sequence[sequence]
             if sequence < over or len(entries) < 2:
                 continue
-            if len({entry.op for entry in entries.values()}) > 1:
-                told = {rank: (entry.op, str(entry)) for rank, entry in entries.items()}
-                return _differing(records, key, sequence, "desync_order", told)
-            if len({entry.shape for entry in entries.values()}) > 1:
-                shapes = {rank: (entry.shape, str(entry)) for rank, entry in entries.items()}
-                return _differing(records, key, sequence, "desync_shape", shapes)
+            for kind, part in _COMPARED.items():
+                if len({part(entry) for entry in entries.values()}) > 1:
+                    told = {rank: (part(entry), str(entry)) for rank, entry in entries.items()}
+                    return _differing(records, key, sequence, kind, told)
     return None
 
 
@@ -317,7 +276,9 @@ def analyse(
     waits = build(records, stalled)
     if not waits.places:
         return _nothing(records)
-    found = gpu_roots(records, waits) | host_roots(records, waits) | message_roots(waits, never_sent)
+    found = gpu_roots(records, waits) | host_roots(records, waits)
+    # Nothing progresses without an omitted message, whatever its sender waits for now.
+    found |= {waits.hosts[rank]: "never_came" for rank in never_sent if rank in waits.hosts}
     explained = waits.reaching(found)
     # Ranks that wait for each other in two groups called these in different orders, unless another rank delays them.
     rest = [place for node, place in enumerate(waits.places) if isinstance(place, Stall) and node not in explained]
@@ -328,13 +289,14 @@ def analyse(
         explained = waits.reaching(found)
     if found:
         return _merge_culprits(waits, found, chain(waits, explained))
-    return _together(stalled, [waits.places[node] for node in fronts(waits, explained)])
+    # All ranks have reached these places, and they wait for nothing.
+    return _together(stalled, [place for place, after in zip(waits.places, waits.after, strict=True) if not after])
 
 
 def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
     """Return the finding on all culprits, merged by kind and collective; the most awaited is named first."""
     told: dict[tuple[RootKind, Node], list[int]] = {}
-    waiting = _waiting(waits, found)
+    waiting = waits.before()
     for root, kind in found.items():
         told.setdefault((kind, _stall_origin(waits, waiting[root], found)), []).append(waits.inside(root)[0])
     culprits, reasons = [], []
@@ -359,15 +321,6 @@ def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding
         culprits=tuple(culprits),
         chain=longest,
     )
-
-
-def _waiting(waits: WaitGraph, found: WaitRoots) -> dict[Node, list[Node]]:
-    waiting: dict[Node, list[Node]] = {root: [] for root in found}
-    for node, after in enumerate(waits.after):
-        for other in after:
-            if other in waiting:
-                waiting[other].append(node)
-    return waiting
 
 
 def _stall_origin(waits: WaitGraph, waiting: Sequence[Node], found: WaitRoots) -> Node:

@@ -234,6 +234,11 @@ class Group:
     surely: bool = True  # `before` is exact: the record has lost nothing
 
     @property
+    def unfinished(self) -> bool:
+        """Return whether this rank has entered a collective that is not complete."""
+        return self.entered > self.completed
+
+    @property
     def marks(self) -> int:
         """Return the flags as a bit mask for the wire."""
         return self.on_gpu * 1 + self.sure * 2 + self.counted * 4 + self.surely * 8
@@ -251,7 +256,7 @@ class FlightRecord:
     whole: bool = False  # it holds an entry completed before every unfinished one, so no unfinished entry is lost
 
     def waits(self) -> set[str]:
-        return {key for key, group in self.groups.items() if group.entered > group.completed}
+        return {key for key, group in self.groups.items() if group.unfinished}
 
     def to_json(self) -> str:
         """Serialize for the wire, in at most `WIRE` bytes."""

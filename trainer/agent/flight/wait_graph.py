@@ -27,11 +27,11 @@ class Stall:
     group: str
     sequence: int
     inside: tuple[int, ...]  # entered it and have not completed it
-    late: tuple[int, ...]  # never entered it
-    queued: tuple[int, ...]  # called it, but their GPUs have not begun it while others' have
-    silent: tuple[int, ...]  # did not answer
-    unknown: tuple[int, ...]  # have no record and are not in `silent`
-    entry: CollectiveEntry | None  # as seen by one of the ranks inside
+    late: tuple[int, ...] = ()  # never entered it
+    queued: tuple[int, ...] = ()  # called it, but their GPUs have not begun it while others' have
+    silent: tuple[int, ...] = ()  # did not answer
+    unknown: tuple[int, ...] = ()  # have no record and are not in `silent`
+    entry: CollectiveEntry | None = None  # as seen by one of the ranks inside
     doubtful: bool = False  # the group was created again, and the records do not show which ranks are in which lifetime
 
     @property
@@ -40,6 +40,9 @@ class Stall:
 
     def __str__(self) -> str:
         return f"collective #{self.sequence} of group {self.group}" + (f" ({self.entry})" if self.entry else "")
+
+
+_UNUSED = Group(ranks=(), entered=0, completed=0)
 
 
 class Records:
@@ -72,7 +75,7 @@ class Records:
         strangers = any(rank in self.flights and rank not in having for rank in self.members[key])
         old = {rank: group for rank, group in having.items() if group.before < newest}
         lost = not all(group.surely for group in having.values())
-        if strangers or lost or any(group.entered > group.completed for group in old.values()):
+        if strangers or lost or any(group.unfinished for group in old.values()):
             return False
         for rank, group in old.items():
             having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
@@ -100,13 +103,9 @@ class Records:
             return self.world
         return tuple(sorted(having))
 
-    def entered_count(self, key: str, rank: int) -> int:
-        group = self.having[key].get(rank)
-        return group.entered if group else 0
-
-    def completed_count(self, key: str, rank: int) -> int:
-        group = self.having[key].get(rank)
-        return group.completed if group else 0
+    def group(self, key: str, rank: int) -> Group:
+        """Return a group as seen by one rank, which may not have used it yet."""
+        return self.having[key].get(rank, _UNUSED)
 
 
 def _index_entries(records: Records) -> Numbers:
@@ -125,21 +124,19 @@ def stalls(records: Records) -> list[Stall]:
 
 
 def _stall(records: Records, key: str) -> Stall | None:
-    members = [rank for rank in records.members[key] if rank in records.flights]
-    stuck = [records.completed_count(key, rank) + 1 for rank in members if _inside(records, key, rank)]
+    groups = {rank: records.group(key, rank) for rank in records.members[key] if rank in records.flights}
+    stuck = {rank: group.completed + 1 for rank, group in groups.items() if group.unfinished}
     if not stuck:
         return None
-    first = min(stuck)
+    first = min(stuck.values())
     if key in records.doubtful:
-        return _doubtful_stall(records, key, first)
+        return Stall(group=key, sequence=first, inside=tuple(stuck), doubtful=True)
     entries = records.numbers.get(key, {}).get(first, {})
-    inside = [
-        rank for rank in members if records.entered_count(key, rank) >= first > records.completed_count(key, rank)
-    ]
-    late = [rank for rank in members if records.entered_count(key, rank) < first]
+    inside = [rank for rank, sequence in stuck.items() if sequence == first]
+    late = [rank for rank, group in groups.items() if group.entered < first]
     # On a GPU, a collective may be queued behind work that never ends while peers have begun theirs.
     begun = any(rank in entries and entries[rank].state == STARTED for rank in inside)
-    begun = begun or (records.timed and any(records.completed_count(key, rank) >= first for rank in members))
+    begun = begun or (records.timed and any(group.completed >= first for group in groups.values()))
     queued = [rank for rank in inside if begun and rank in entries and entries[rank].state == SCHEDULED]
     silent = [rank for rank in records.members[key] if rank in records.silent]
     out = {*late, *silent, *(() if late else queued)}
@@ -153,18 +150,6 @@ def _stall(records: Records, key: str) -> Stall | None:
         unknown=tuple(r for r in records.members[key] if r not in records.flights and r not in records.silent),
         entry=next((entries[rank] for rank in inside if rank in entries), None),
     )
-
-
-def _doubtful_stall(records: Records, key: str, first: int) -> Stall:
-    """Return the stall of a doubtful group, whose missing ranks are unknown."""
-    inside = tuple(rank for rank in records.members[key] if rank in records.flights and _inside(records, key, rank))
-    return Stall(
-        group=key, sequence=first, inside=inside, late=(), queued=(), silent=(), unknown=(), entry=None, doubtful=True
-    )
-
-
-def _inside(records: Records, key: str, rank: int) -> bool:
-    return records.entered_count(key, rank) > records.completed_count(key, rank)
 
 
 Kind = Literal["none", "missing", "gpu_stopped", "desync_shape", "desync_order", "stuck_together"]
@@ -309,25 +294,31 @@ class WaitGraph:
             case Host() | Gpu():
                 return (place.rank,)
 
-    def reaching(self, roots: Iterable[Node]) -> dict[Node, Node | None]:
-        """Return all nodes that wait for one of `roots`, directly or indirectly.
-        Each node maps to the next one on its path; roots map to None.
-        """
+    def before(self) -> list[list[Node]]:
+        """Return the reversed graph: for each node, the nodes that wait for it."""
         before: list[list[Node]] = [[] for _ in self.places]
         for node, after in enumerate(self.after):
             for other in after:
                 before[other].append(node)
-        found: dict[Node, Node | None] = dict.fromkeys(roots)
-        edge = list(found)
-        while edge:
-            fresh = []
-            for node in edge:
-                for other in before[node]:
-                    if other not in found:
-                        found[other] = node
-                        fresh.append(other)
-            edge = fresh
-        return found
+        return before
+
+    def reaching(self, roots: Iterable[Node]) -> dict[Node, Node | None]:
+        """Return all nodes that wait for one of `roots`, directly or indirectly, as `find_reachable` does."""
+        return find_reachable(self.before(), roots)
+
+
+def find_reachable(edges: Sequence[Iterable[Node]], roots: Iterable[Node]) -> dict[Node, Node | None]:
+    """Return all nodes reachable from `roots`, nearest first.
+    Each node maps to the previous one on its path; roots map to None.
+    """
+    found: dict[Node, Node | None] = dict.fromkeys(roots)
+    queue = list(found)
+    for node in queue:
+        for other in edges[node]:
+            if other not in found:
+                found[other] = node
+                queue.append(other)
+    return found
 
 
 def build(records: Records, stalls: Sequence[Stall]) -> WaitGraph:
@@ -370,24 +361,16 @@ def _add_stall(waits: WaitGraph, records: Records, stall: Stall, items: dict[int
     waits.after[node] += [waits.host(rank) for rank in (*stall.late, *stall.silent)]
     if stall.unknown or stall.doubtful:
         waits.open.add(node)
-    first = records.numbers.get(stall.group, {}).get(stall.sequence, {})
+    numbers = records.numbers.get(stall.group, {})
     for rank in records.members[stall.group]:
-        if rank not in records.flights or records.entered_count(stall.group, rank) <= records.completed_count(
-            stall.group, rank
-        ):
+        group = records.group(stall.group, rank)
+        if rank not in records.flights or not group.unfinished:
             continue
-        behind = records.completed_count(stall.group, rank) < stall.sequence
-        entry = first.get(rank) if behind else None
-        order = entry.order if entry is not None else _first_order(records, stall.group, rank)
+        entry = numbers.get(group.completed + 1, {}).get(rank)
+        order = entry.order if entry is not None and entry.state != DONE else -1  # -1: no longer in the record
+        waits_here = group.completed < stall.sequence
         begun = entry is not None and entry.state == STARTED
-        items.setdefault(rank, []).append(_Item(order, node, behind and not begun))
-
-
-def _first_order(records: Records, key: str, rank: int) -> int:
-    """Return the record position of a rank's oldest unfinished collective in a group; -1 if the record lost it."""
-    numbers = records.numbers.get(key, {})
-    entry = numbers.get(records.completed_count(key, rank) + 1, {}).get(rank)
-    return entry.order if entry is not None and entry.state != DONE else -1
+        items.setdefault(rank, []).append(_Item(order, node, waits_here and not begun))
 
 
 def _add_channel(waits: WaitGraph, records: Records, channel: MessageChannel, items: dict[int, list[_Item]]) -> None:
@@ -436,19 +419,13 @@ def _before(stream: Sequence[_Item], at: int) -> list[Node]:
 def chain(waits: WaitGraph, way: dict[Node, Node | None], most: int = 6) -> str:
     """Describe the longest chain to a root; empty if all wait for it directly."""
     depth: dict[Node, int] = {}
-    for node in way:
-        trail = []
-        at: Node | None = node
-        while at is not None and at not in depth:
-            trail.append(at)
-            at = way[at]
-        start = depth[at] if at is not None else -1
-        for further, one in enumerate(reversed(trail), 1):
-            depth[one] = start + further
+    for node, following in way.items():  # nearest to a root first
+        depth[node] = 0 if following is None else depth[following] + 1
     shown = [node for node in depth if not isinstance(waits.places[node], Host | Gpu)]
     if not shown:
         return ""
-    links, at = [], max(shown, key=lambda node: (depth[node], -node))
+    links: list[str] = []
+    at: Node | None = max(shown, key=lambda node: (depth[node], -node))
     while at is not None:
         place = waits.places[at]
         if not isinstance(place, Host | Gpu):

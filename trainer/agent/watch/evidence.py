@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.flight import recorder
@@ -28,20 +29,6 @@ from trainer.protocol.secrets.secret_redaction import in_use
 
 _STACKS_LOOK = 0.05
 _MOST_STACKS = 1 << 20
-
-
-def obstacle(pid: int, memory: int) -> str | None:
-    """Return why the rank cannot be asked for its stacks, or None. A signal without a handler would kill it."""
-    if memory < 0:
-        return "there is no memory for its stacks"
-    signs = proc.read_activity(pid)
-    if signs is None or signs.state in "ZX":
-        return "the process is dead"
-    if signs.state in "Tt":
-        return "the process is stopped and handles no signal"
-    if not _catches(pid, STACKS):
-        return "the process is not ready for the signal (yet)"
-    return None
 
 
 def _catches(pid: int, number: int) -> bool:
@@ -69,44 +56,15 @@ async def ask_for_stacks(pid: int, memory: int) -> bytes:
         size = now
 
 
-def py_spy() -> str | None:
-    """Return the path of py-spy beside this Python or in PATH, or None."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
-
-
-def dump_with_py_spy(program: str, pid: int, seconds: float) -> bytes:
-    """Return py-spy's dump of the running process, taken without stopping it; raises OSError with py-spy's message."""
-    try:
-        done = subprocess.run(
-            [program, "dump", "--nonblocking", "--pid", str(pid)],
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise OSError(f"py-spy took more than {seconds:.1f} s") from None
-    if not done.stdout:
-        raise OSError(f"py-spy: {done.stderr.decode(errors='replace').strip()[:500]}")
-    return done.stdout
-
-
-_MESSAGES = 500
-"""Newest lines kept of the kernel's log."""
+_KERNEL_LINES = 500
 _FILES = (
-    "loadavg",
-    "uptime",
-    "meminfo",
-    "pressure/cpu",
-    "pressure/io",
-    "pressure/memory",
-    "vmstat",
-    "net/dev",
-    "mounts",
-)
+    "loadavg", "uptime", "meminfo", "pressure/cpu", "pressure/io", "pressure/memory", "vmstat", "net/dev", "mounts",
+)  # fmt: skip
 _GPU = "UTILIZATION,MEMORY,ECC,TEMPERATURE,POWER,CLOCK,PERFORMANCE,PAGE_RETIREMENT,ROW_REMAPPER,PIDS"
 
 
 def kernel(seconds: float) -> bytes:
-    return b"\n".join(_run_tool(["dmesg", "--time-format", "iso"], seconds).splitlines()[-_MESSAGES:])
+    return b"\n".join(_run_tool(["dmesg", "--time-format", "iso"], seconds).splitlines()[-_KERNEL_LINES:])
 
 
 def memory(seconds: float) -> bytes:
@@ -127,9 +85,11 @@ def gpus(seconds: float) -> bytes:
 
 
 def _run_tool(command: list[str], seconds: float) -> bytes:
-    program = shutil.which(command[0])
+    """Return the output of a program from this Python's folder or PATH; raises OSError if it prints none."""
+    program = shutil.which(command[0], path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
     if program is None:
-        raise OSError(f"{command[0]} is not installed")
+        hint = " (pip install 'orch[stacks]')" if command[0] == "py-spy" else ""
+        raise OSError(f"{command[0]} is not installed{hint}")
     try:
         done = subprocess.run(
             [program, *command[1:]], stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
@@ -154,7 +114,6 @@ _GATHERING = 0.7
 _SHARES = {"logs": 0.4, "stacks": 0.4, "proc": 0.4, "flight": 0.4}
 """Share of the time limit for each kind of item; the default is `_GATHERING`."""
 
-T = TypeVar("T")
 Find = Callable[[float], Awaitable[bytes]]
 
 
@@ -190,23 +149,18 @@ async def collect(
 
 def _parts(node: int, ranks: Sequence[Subject], full: Collection[int]) -> Iterator[tuple[str, Find]]:
     """Yield each item's file name and how to collect it, most informative first since the size is bounded."""
-    whole = [one for one in ranks if one.rank in full]
-    for one in whole:
+    for one in (one for one in ranks if one.rank in full):
         name = f"rank-{one.rank:05d}"
-        yield f"stacks/{name}.txt", _bound(_stacks, one)
-        yield f"stacks/{name}.py-spy.txt", _bound(_py_spy, one)
-        yield f"proc/{name}.json", _bound(_proc, one)
-        yield f"flight/{name}.json", _bound(_flight, one)
+        yield f"stacks/{name}.txt", partial(_stacks, one)
+        yield f"stacks/{name}.py-spy.txt", partial(_py_spy, one)
+        yield f"proc/{name}.json", partial(_proc, one)
+        yield f"flight/{name}.json", partial(_flight, one)
     cells = {str(one.rank): {"pid": one.pid, **one.cell} for one in ranks}
-    yield f"node-{node:04d}/cells.json", _bound(_ready, json.dumps(cells, indent=1).encode())
+    yield f"node-{node:04d}/cells.json", partial(_cells, cells)
     for file, look in NODE_PARTS.items():
-        yield f"node-{node:04d}/{file}", _bound(_node, look)
+        yield f"node-{node:04d}/{file}", partial(_detached, look)
     for one in ranks:
-        yield f"logs/rank-{one.rank:05d}.txt", _bound(_log, one)
-
-
-def _bound(function: Callable[[T, float], Awaitable[bytes]], subject: T) -> Find:
-    return lambda seconds: function(subject, seconds)
+        yield f"logs/rank-{one.rank:05d}.txt", partial(_detached, partial(_tail, one.log))
 
 
 class _Bundle:
@@ -258,51 +212,44 @@ def _write(path: Path, found: bytes) -> None:
 # -- collection of each item
 
 
-async def _ready(found: bytes, seconds: float) -> bytes:
-    return found
+async def _cells(cells: dict[str, Any], seconds: float) -> bytes:
+    return json.dumps(cells, indent=1).encode()
 
 
-async def _log(one: Subject, seconds: float) -> bytes:
-    return await run_detached(lambda: _tail(one.log), seconds)
+async def _detached(look: Callable[[float], bytes], seconds: float) -> bytes:
+    return await run_detached(lambda: look(seconds), seconds)
 
 
-def _tail(path: Path) -> bytes:
+def _tail(path: Path, seconds: float) -> bytes:
     return b"".join(read_tail(path, _TAIL).splitlines(keepends=True)[-_LINES:])
 
 
-def _living(one: Subject) -> int:
+def _live_pid(one: Subject, *, answers: bool = False) -> int:
+    """Return the PID of a live process.
+    `answers`: it must not be stopped, because querying a stopped process would block.
+    """
     signs = proc.read_activity(one.pid) if one.pid is not None else None
     if one.pid is None or signs is None or signs.state in "ZX":
         raise Unavailable("the process is dead")
-    return one.pid
-
-
-def _running(one: Subject) -> int:
-    """Return the PID of a rank that can answer. Querying a stopped process would block, and training with it."""
-    pid = _living(one)
-    signs = proc.read_activity(pid)
-    if signs is not None and signs.state == "T":
+    if answers and signs.state in "Tt":
         raise Unavailable("the process is stopped and handles no signal")
-    return pid
+    return one.pid
 
 
 async def _stacks(one: Subject, seconds: float) -> bytes:
     """Return stacks written by faulthandler in the process, or by torch's worker server if it handles no signal."""
-    pid = _running(one)
-    if (reason := obstacle(pid, one.stacks)) is None:
+    pid = _live_pid(one, answers=True)
+    if one.stacks >= 0 and _catches(pid, STACKS):  # a signal without a handler would kill it
         return await ask_for_stacks(pid, one.stacks)
     if answer := await recorder.ask(one.socket, "dump_traceback", seconds * 0.9):
         return answer
-    raise Unavailable(reason)
+    raise Unavailable("the process is not ready for the signal (yet)")
 
 
 async def _py_spy(one: Subject, seconds: float) -> bytes:
-    """Return stacks read from outside the process; works for a stopped process too."""
-    pid = _living(one)
-    program = py_spy()
-    if program is None:
-        raise Unavailable("py-spy is not installed (pip install 'orch[stacks]')")
-    return await run_detached(lambda: dump_with_py_spy(program, pid, seconds), seconds)
+    """Return stacks read from outside the process, without stopping it; works for a stopped process too."""
+    command = ["py-spy", "dump", "--nonblocking", "--pid", str(_live_pid(one))]
+    return await _detached(partial(_run_tool, command), seconds)
 
 
 async def _proc(one: Subject, seconds: float) -> bytes:
@@ -312,11 +259,9 @@ async def _proc(one: Subject, seconds: float) -> bytes:
 
 
 async def _flight(one: Subject, seconds: float) -> bytes:
-    _running(one)
-    ask = recorder.ask
-    host, device = await asyncio.gather(
-        ask(one.socket, recorder.HOST, seconds * 0.9), ask(one.socket, recorder.DEVICE, seconds * 0.9)
-    )
+    _live_pid(one, answers=True)
+    recorders = (recorder.HOST, recorder.DEVICE)
+    host, device = await asyncio.gather(*(recorder.ask(one.socket, name, seconds * 0.9) for name in recorders))
     if not host:
         raise Unavailable("its flight server did not answer" if one.socket else "it has no flight server")
     # Two full records exceed one file, so the newest entries of each are kept.
@@ -324,10 +269,6 @@ async def _flight(one: Subject, seconds: float) -> bytes:
         return newest(host, FILE)
     told = newest(device, FILE // 2 - 64) if device is not None else b'"its flight server did not answer in time"'
     return b'{"device": %s, "host": %s}' % (told, newest(host, FILE // 2 - 64))
-
-
-async def _node(look: Callable[[float], bytes], seconds: float) -> bytes:
-    return await run_detached(lambda: look(seconds), seconds)
 
 
 _AT_ONCE = 4

@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.nodes.node_benchmark import (
-    NodeBenchmark,
-    RankMeasurement,
-    find_slow_node,
-    median_speeds_of_nodes,
-    usual_speeds,
-)
+from trainer.agent.nodes.node_benchmark import NodeBenchmark, usual_speeds
 from trainer.protocol.config_sections.fault_detection_config import PreflightConfig
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import FailureKind
@@ -33,12 +27,6 @@ def measured(machines: dict[str, str], slow: int | None = None) -> NodeBenchmark
     complete = [benchmark.add(told(rank, 2e8 if rank == slow else 1e9), 0.0) for rank in range(4)]
     assert complete == [False, False, False, True]
     return benchmark
-
-
-def test_a_slow_node_is_suspect_when_all_have_measured() -> None:
-    failure = measured(MACHINES, slow=2).failure()
-    assert failure is not None
-    assert (failure.kind, failure.node) == (FailureKind.NODE_SUSPECT, "n2")
 
 
 def test_nodes_that_are_fit_pass_and_their_median_is_told() -> None:
@@ -123,24 +111,20 @@ def test_of_a_single_node_its_runs_history_speaks() -> None:
     assert failure.reason.startswith("n0: matrix multiplication at 0.50 x the median of earlier attempts")
 
 
-CONFIG = PreflightConfig()
 RANKS = 2
 """On every node."""
 
 
-def names(nodes: int) -> list[str]:
-    return [f"n{rank // RANKS}" for rank in range(nodes * RANKS)]
-
-
-def measurements(nodes: int, *, slow: dict[int, float] | None = None, **pairs: float) -> list[RankMeasurement]:
-    """Ranks that are alike but for the speed of those in `slow`; `pairs`: seconds of some pairs, as `n0_n1`."""
-    found = []
+def benchmark(nodes: int, *, slow: dict[int, float] | None = None, **pairs: float) -> NodeBenchmark:
+    """Ranks with equal speeds except those in `slow`; `pairs`: seconds of some pairs, as `n0_n1`."""
+    names = [f"n{rank // RANKS}" for rank in range(nodes * RANKS)]
+    made = NodeBenchmark(names, {name: f"boot-{name}" for name in names}, PreflightConfig())
     for rank in range(nodes * RANKS):
         peers = [peer for peer in partners(rank, nodes * RANKS, RANKS) if peer >= 0]
         times = tuple((peer, seconds(rank, peer, pairs)) for peer in peers)
-        speed = (slow or {}).get(rank, 1.0)
-        found.append(RankMeasurement(rank=rank, matmul=1e9 * speed, memory=1e10, pairs=times))
-    return found
+        speeds = Speeds(matmul=1e9 * (slow or {}).get(rank, 1.0), memory=1e10, pairs=times)
+        made.add(RankSpeeds(generation=1, rank=rank, speeds=speeds), 0.0)
+    return made
 
 
 def seconds(rank: int, peer: int, pairs: dict[str, float]) -> float:
@@ -150,11 +134,11 @@ def seconds(rank: int, peer: int, pairs: dict[str, float]) -> float:
 
 def test_fit_nodes_pass():
     for nodes in (1, 2, 3, 4, 5, 9):
-        assert find_slow_node(measurements(nodes), names(nodes), CONFIG) is None
+        assert benchmark(nodes).failure() is None
 
 
 def test_a_slow_rank_makes_its_node_suspect_with_figures():
-    failure = find_slow_node(measurements(3, slow={4: 0.5}), names(3), CONFIG)
+    failure = benchmark(3, slow={4: 0.5}).failure()
     assert failure is not None
     assert (failure.kind, failure.node) == (FailureKind.NODE_SUSPECT, "n2")
     assert failure.reason == (
@@ -163,23 +147,23 @@ def test_a_slow_rank_makes_its_node_suspect_with_figures():
 
 
 def test_the_slowest_of_several_is_blamed():
-    failure = find_slow_node(measurements(5, slow={0: 0.5, 8: 0.3}), names(5), CONFIG)
+    failure = benchmark(5, slow={0: 0.5, 8: 0.3}).failure()
     assert failure is not None
     assert failure.node == "n4"
 
 
-def test_two_nodes_are_held_against_the_fleet_only():
-    slow = measurements(2, slow={0: 0.3})
-    assert find_slow_node(slow, names(2), CONFIG) is None
-    failure = find_slow_node(slow, names(2), CONFIG, median_speeds_of_nodes(measurements(4), names(4)))
+def test_two_nodes_are_compared_with_earlier_attempts_only():
+    slow = benchmark(2, slow={0: 0.3})
+    assert slow.failure() is None
+    assert slow.failure({}) is None
+    failure = slow.failure(benchmark(4).median_speeds())
     assert failure is not None
     assert failure.reason.startswith("n0: matrix multiplication at 0.30 x the median of earlier attempts")
-    assert find_slow_node(slow, names(2), CONFIG, {}) is None
 
 
-def test_what_the_fleet_can_do_is_the_median_of_its_nodes():
-    assert median_speeds_of_nodes(measurements(3, slow={0: 0.1}), names(3)) == {"matmul": 1e9, "memory": 1e10}
-    assert median_speeds_of_nodes([], []) == {}
+def test_usual_speeds_are_the_median_of_the_nodes():
+    assert benchmark(3, slow={0: 0.1}).median_speeds() == {"matmul": 1e9, "memory": 1e10}
+    assert benchmark(0).median_speeds() == {}
 
 
 @pytest.mark.parametrize(
@@ -196,17 +180,15 @@ def test_what_the_fleet_can_do_is_the_median_of_its_nodes():
     ],
 )
 def test_two_rounds_isolate_the_node_that_exchanges_slowly(nodes, pairs, blamed):
-    failure = find_slow_node(measurements(nodes, **pairs), names(nodes), CONFIG)
+    failure = benchmark(nodes, **pairs).failure()
     assert (failure and failure.node) == blamed
     if failure is not None:
         assert failure.kind is FailureKind.NODE_SUSPECT
         assert "exchanges data slowly with every partner: " in failure.reason
 
 
-def test_slow_pairs_within_a_node_are_not_the_networks():
-    found = measurements(4)
-    within = [RankMeasurement(rank=one.rank, matmul=1e9, memory=1e10, pairs=((one.rank ^ 1, 9.0),)) for one in found]
-    assert find_slow_node(within, names(4), CONFIG) is None
+def test_slow_pairs_within_a_node_are_ignored():
+    assert benchmark(4, n0_n0=9.0, n1_n1=9.0, n2_n2=9.0, n3_n3=9.0).failure() is None
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
@@ -230,11 +212,6 @@ def test_both_of_a_pair_meet_in_the_same_round(nodes, local):
         Speeds(matmul=1.0, memory=1.0, pairs=((1, float("nan")),)),
     ],
 )
-def test_speeds_that_are_none_are_refused(speeds):
+def test_invalid_speeds_are_refused(speeds):
     with pytest.raises(ValueError, match="measurements must be positive"):
-        RankMeasurement.from_message(RankSpeeds(generation=1, rank=0, speeds=speeds))
-
-
-def test_speeds_as_ranks_send_them():
-    message = RankSpeeds(generation=1, rank=3, speeds=Speeds(matmul=2.0, memory=3.0, pairs=((1, 0.5),)))
-    assert RankMeasurement.from_message(message) == RankMeasurement(rank=3, matmul=2.0, memory=3.0, pairs=((1, 0.5),))
+        benchmark(1).add(RankSpeeds(generation=1, rank=0, speeds=speeds), 0.0)

@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,9 +109,7 @@ def test_a_rank_that_does_not_know_the_signal_lives_on(stood: Any, tmp_path: Pat
 def test_a_stopped_rank_is_read_from_outside(stood: Any, tmp_path: Path) -> None:
     one = stood()
     os.kill(one.process.pid, signal.SIGSTOP)
-    end = time.monotonic() + 5
-    while evidence.obstacle(one.process.pid, one.subject.stacks) is None and time.monotonic() < end:
-        time.sleep(0.01)
+    os.waitid(os.P_PID, one.process.pid, os.WSTOPPED | os.WNOWAIT)
     told = gather(tmp_path / "bundle", [one.subject], {0})
     assert told["missing"]["stacks/rank-00000.txt"] == "the process is stopped and handles no signal"
     assert json.loads((tmp_path / "bundle/proc/rank-00000.json").read_text())["state"] == "T"

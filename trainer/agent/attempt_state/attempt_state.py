@@ -3,15 +3,14 @@
 import asyncio
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import psutil
 
-from checkpointing.format.commit import parse_name
 from trainer.agent.attempt_state.published_files import AttemptProgress, Outbox
 from trainer.agent.attempt_state.stopping import Bounds, Stop, Stopping
 from trainer.agent.control.control_server import InboxMessage
 from trainer.agent.ladder import spare_nodes
+from trainer.agent.ladder.attempt_history import AttemptHistory
 from trainer.agent.ladder.command_failures import CommandPast, has_advanced
 from trainer.agent.ladder.in_job_policy import FIXED_BY_RESTART, Situation, record_skip
 from trainer.agent.nodes.roster import Roster
@@ -20,102 +19,13 @@ from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.rank_end import RankEnd
-from trainer.protocol.failures.suspect_checkpoints import HARMLESS, FailedGeneration, drill_behind, failed_generation
+from trainer.protocol.failures.suspect_checkpoints import HARMLESS, drill_behind
 from trainer.protocol.heartbeat import AttemptStage, Heartbeat
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.agents import AskStop, ExpectStop, ProgressReport, StartGeneration
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.run_dir import AttemptDir, RunDir
-from trainer.protocol.skipped_batches import Skip
-
-
-@dataclass(kw_only=True)
-class AttemptHistory:
-    """Record of the finished generations of this attempt."""
-
-    restarts: int = 0  # since the last progress
-    rollbacks: int = 0  # since the last progress
-    saved: int = 0  # step of the run's newest checkpoint
-    advanced: bool = False  # the running generation made progress: it saved a checkpoint that is new to the run
-    trained: bool = False  # a step was trained in this attempt or an earlier one
-    mark: str = ""  # signature of the latest failure
-    failed_generations: list[FailedGeneration] = field(default_factory=list)
-    suspects: list[int] = field(default_factory=list)  # steps whose checkpoints must not be restored
-    skipped: list[Skip] = field(default_factory=list)  # batches skipped by rollbacks of this attempt
-    hung: list[str] = field(default_factory=list)  # nodes blamed for a hang, once per hang
-    hangs: int = 0  # generations that ended in a hang
-    generations: int = 0
-    new_nodes: bool = True  # nodes joined since the last generation; also True before the first
-    fruitless_before: int = 0  # consecutive restarts that trained no new step
-    furthest: int = 0  # furthest step trained by any earlier generation
-    reached: int = 0  # furthest step of the running generation; 0: none
-    restarted_to_save: bool = False  # a generation was started only to save and stop
-
-    @classmethod
-    def from_token(cls, token: LaunchToken) -> "AttemptHistory":
-        found = [parse_name(name) for name in (*token.checkpoints, *token.perhaps)]
-        newest = max((name.step for name in found if name is not None), default=0)
-        return cls(trained=token.trained or newest > 0, saved=newest)
-
-    @property
-    def fruitless(self) -> int:
-        """Return the number of consecutive restarts, including this one, that did not reach a new step."""
-        if self.reached > self.furthest:
-            return 0
-        return self.fruitless_before + (self.generations > 0)
-
-    def situation_fields(self) -> dict[str, Any]:
-        """Return the fields of `in_job_policy.Situation` that come from the history."""
-        return {
-            "trained": self.trained,
-            "restarts": self.restarts,
-            "rollbacks": self.rollbacks,
-            "advanced": self.advanced,
-            "last_mark": self.mark,
-            "failed_generations": tuple(self.failed_generations),
-            "suspects": tuple(self.suspects),
-            "skipped": tuple(self.skipped),
-            "hung": tuple(self.hung),
-            "fruitless": self.fruitless,
-            "restarted_to_save": self.restarted_to_save,
-        }
-
-    def record_failure(
-        self, failure: Failure | None, mark: str, restored: int, suspect: int | None, skip: Skip | None = None, *,
-        requested: bool = False,
-    ) -> None:  # fmt: skip
-        """Record the end of a generation that started from the checkpoint of step `restored`.
-        `requested`: an operator's drill ended it, so the restart does not count.
-        """
-        if self.advanced:  # same rule as between attempts
-            self.restarts = self.rollbacks = 0
-        self.advanced = False
-        self.mark = "" if requested else mark
-        self.fruitless_before, self.furthest = self.fruitless - requested, max(self.furthest, self.reached)
-        self.generations, self.reached = self.generations + 1, 0
-        if failure is not None and failure.kind is FailureKind.HANG and not failure.drill:
-            self.hung += failure.nodes
-            self.hangs += 1
-        if skip is not None:
-            self.skipped.append(skip)
-            self.rollbacks += 1
-        one = failed_generation(failure, restored, None) if failure is not None else None
-        if one is not None:
-            self.failed_generations.append(one)
-        if suspect is not None:
-            self.suspects.append(suspect)
-
-    def add_report(self, report: ProgressReport) -> None:
-        self.trained = self.trained or report.stepped or report.restored > 0
-        if report.stepped:
-            self.reached = max(self.reached, report.step)
-        saved = report.saved
-        self.advanced, self.saved = self.advanced or saved > self.saved, max(self.saved, saved)
-        if saved in self.suspects and report.restored < saved:
-            # Saved again from an older checkpoint, so this step no longer holds the suspect state.
-            self.suspects.remove(saved)
-            self.failed_generations = [one for one in self.failed_generations if one.restored != saved]
 
 
 @dataclass(kw_only=True)
@@ -324,7 +234,7 @@ class RunningAttempt:
             home=self.identity.name,
             saves_failing=self.progress.saves_failing,
             drill=generation.drill,
-            **self.history.situation_fields(),
+            history=self.history,
         )
 
     async def record_decision(self, decision: Decision) -> None:

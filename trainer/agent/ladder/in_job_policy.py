@@ -3,8 +3,9 @@ Rungs 1 (roll back, skip a batch), 2 (restart in place), 3 (use a spare node) an
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from trainer.agent.ladder.attempt_history import AttemptHistory
 from trainer.agent.ladder.command_failures import CommandPast, command_cause
 from trainer.agent.ladder.rank_death import find_cause, secondary_order
 from trainer.agent.processes.background_tasks import run_detached
@@ -14,7 +15,7 @@ from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import LOSS_SPIKE, AttemptResult, ExitCode, Failure, FailureKind, select_kinds
 from trainer.protocol.failures.rank_end import RankEnd
-from trainer.protocol.failures.suspect_checkpoints import FailedGeneration, failed_generation, suspect_steps
+from trainer.protocol.failures.suspect_checkpoints import failed_generation, suspect_steps
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.skipped_batches import Skip
@@ -38,7 +39,7 @@ SURE_SECONDS = 0.2
 QUICK_SECONDS = 60.0
 """Two equal exceptions at the same step, each within this many seconds, are classified as a deterministic bug."""
 
-FRUITLESS = 3
+MAX_WITHOUT_PROGRESS = 3
 """Consecutive restarts without a new step after which the attempt ends."""
 
 FIXED_BY_RESTART = select_kinds(lambda traits: traits.restarts_in_place)
@@ -70,33 +71,23 @@ class Situation:
     """All inputs of a decision within an attempt."""
 
     world: int
+    history: AttemptHistory = field(default_factory=AttemptHistory)
     ends: tuple[RankEnd, ...] = ()
     since_failure: float = 0.0  # seconds since the first bad end or breakage
     since_end: float = 60.0  # seconds since the newest exit of a rank
     ran_for: float = 0.0  # seconds since the generation started
-    trained: bool = False  # the run is known to have trained a step
-    restarts: int = 0  # in this attempt since its last progress
     budget: int = 0  # recovery.restarts_in_place
     backoff: tuple[float, float] = (0.0, 0.0)  # recovery.backoff and backoff_max
-    advanced: bool = False  # this generation made progress, which resets restarts and rollbacks
-    last_mark: str = ""  # signature of the previous failure
     stopping: StopReason = StopReason.NONE
     stop_why: str = ""  # origin of the stop request, if known
     overdue: bool = False  # the stop's deadline has passed
     left: float = 0.0  # seconds until that deadline
-    restarted_to_save: bool = False  # a generation was already started only to save and stop
     command: CommandPast | None = None  # set if the ranks run the user's own command
     broken: Failure | None = None  # failure of the machinery: an agent, a fork server, a preflight
     restored: int = 0  # step of the checkpoint that this generation started from; 0: none
-    failed_generations: tuple[FailedGeneration, ...] = ()  # earlier ones
-    suspects: tuple[int, ...] = ()  # steps whose checkpoints are already suspect
     spares: int = 0  # nodes that could replace another
     home: str = ""  # the coordinator's own node, which a spare cannot replace
-    skipped: tuple[Skip, ...] = ()  # batches skipped by rollbacks of this attempt
-    rollbacks: int = 0  # in this attempt since its last progress
     spike_budget: int = 0  # detection.spike.roll_backs
-    hung: tuple[str, ...] = ()  # nodes blamed for hangs of earlier generations
-    fruitless: int = 0  # consecutive restarts, including this one, that did not reach a new step
     saves_failing: str = ""  # when saves began to fail, and why; empty while they succeed
     drill: str = ""  # kind of the requested drill that ends this generation
 
@@ -106,14 +97,6 @@ class Situation:
 
     def bad(self) -> list[RankEnd]:
         return [end for end in self.ends if not end.good]
-
-    @property
-    def restarts_used(self) -> int:
-        return 0 if self.advanced else self.restarts
-
-    @property
-    def rollbacks_used(self) -> int:
-        return 0 if self.advanced else self.rollbacks
 
 
 _STOP_FAILURES = {
@@ -217,14 +200,14 @@ def _bad_while_stopping(now: Situation, cause: Decision, reason: str) -> Decisio
 
 def _not_again(now: Situation) -> str:
     """Return why ranks that failed while stopping are not restarted to save; empty if they are."""
-    if now.restarts_used >= now.budget and not now.restarted_to_save:
+    if now.history.restarts_used >= now.budget and not now.history.restarted_to_save:
         return f"with {_spent(now.budget, 'restart in place', 'restarts in place')}"
     return _no_time(now)
 
 
 def _no_time(now: Situation) -> str:
     """Return why no time is left for a restart; a rollback checks only this, since it uses no restart."""
-    if now.restarted_to_save:
+    if now.history.restarted_to_save:
         return "once more after a restart for the save"
     # The deadline also moves while ranks make progress; only the present remainder is certain.
     return "" if now.left >= AGAIN_SECONDS else f"with {now.left:.0f} s left, too little to start again"
@@ -257,7 +240,7 @@ def _new_suspect(now: Situation) -> _Suspect | None:
     if now.drill:
         return None
     last = failed_generation(_cause(now, forgive=True).known_failure, now.restored, None)
-    found = {} if last is None else suspect_steps([*now.failed_generations, last], now.suspects)
+    found = {} if last is None else suspect_steps([*now.history.failed_generations, last], now.history.suspects)
     return _Suspect(now.restored, found[now.restored]) if now.restored in found else None
 
 
@@ -269,7 +252,7 @@ def _rung(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Dec
     if failure.kind is FailureKind.NODE_SUSPECT:
         return _replace(now, failure, reason) or end(reason, failure, cause.mark)
     # A single hang can have any cause; two on one node point to that node.
-    again = tuple(node for node in failure.nodes if node in now.hung)
+    again = tuple(node for node in failure.nodes if node in now.history.hung)
     if failure.kind is FailureKind.HANG and again and not now.drill:
         verb = "is" if len(again) == 1 else "are"
         reason = f"{reason}; {', '.join(again)} {verb} blamed for a hang for the second time in this attempt"
@@ -282,12 +265,12 @@ def _rung(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Dec
 
 def _roll_back(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Decision:
     """Rung 1: restore the newest checkpoint and skip the batch of the bad step; uses no restart."""
-    failure, used = cause.known_failure, now.rollbacks_used
+    failure, used = cause.known_failure, now.history.rollbacks_used
     assert cause.skip is not None
-    if cause.skip.position in {skip.position for skip in now.skipped}:
+    if cause.skip.position in {skip.position for skip in now.history.skipped}:
         return end(f"{reason}; that batch should already have been skipped", failure, cause.mark)
     # The batch was not the cause; an older checkpoint may help. Loss spikes are exempt, as bad batches come in runs.
-    if not (doubted or failure.exception == LOSS_SPIKE) and failure.step in {skip.step for skip in now.skipped}:
+    if not (doubted or failure.exception == LOSS_SPIKE) and failure.step in {skip.step for skip in now.history.skipped}:
         reason = f"{reason}; step {failure.step} was bad before, and its batch at that time was skipped"
         return end(reason, failure, cause.mark)
     if used >= now.spike_budget:
@@ -310,16 +293,18 @@ def _restart(now: Situation, cause: Decision, reason: str) -> Decision:
     if not cause.retry:
         return end(reason, failure, cause.mark)
     # The steps of a command are unknown.
-    if now.fruitless >= FRUITLESS and now.command is None:
-        return end(f"{reason}; {now.fruitless} restarts in a row have trained no new step", failure, cause.mark)
-    if now.restarts_used >= now.budget:
+    if now.history.without_progress >= MAX_WITHOUT_PROGRESS and now.command is None:
+        return end(
+            f"{reason}; {now.history.without_progress} restarts in a row have trained no new step", failure, cause.mark
+        )
+    if now.history.restarts_used >= now.budget:
         why = _spent(now.budget, "restart in place", "restarts in place")
         return end(f"{reason}; {why}", failure, cause.mark)
     pause = _pause(now, cause)
     after = f", in {pause:.0f} s" if pause else ""
     return Decision(
         action=Action.RESTART,
-        reason=f"{reason}; restart {now.restarts_used + 1} of {now.budget} in place{after}",
+        reason=f"{reason}; restart {now.history.restarts_used + 1} of {now.budget} in place{after}",
         failure=failure,
         mark=cause.mark,
         pause=pause,
@@ -328,7 +313,7 @@ def _restart(now: Situation, cause: Decision, reason: str) -> Decision:
 
 def _pause(now: Situation, cause: Decision) -> float:
     """Return the pause in seconds before retrying a checkpoint that just failed, or an external server."""
-    tries = cause.tries or (now.restarts_used + 1 if cause.outside else 0)
+    tries = cause.tries or (now.history.restarts_used + 1 if cause.outside else 0)
     if not tries:
         return 0.0
     first, most = now.backoff
@@ -349,8 +334,8 @@ def _cause(now: Situation, *, forgive: bool = False) -> Decision:
         return Decision(action=action, reason=now.broken.reason, failure=now.broken, mark="broken")
     if now.command is not None:
         return command_cause(now.ends, now.command, now.ran_for)
-    quick = now.ran_for < QUICK_SECONDS and not forgive
-    return find_cause(now.ends, trained=now.trained, last_mark=now.last_mark if quick else "", restored=now.restored)
+    last_mark = now.history.mark if now.ran_for < QUICK_SECONDS and not forgive else ""
+    return find_cause(now.ends, trained=now.history.trained, last_mark=last_mark, restored=now.restored)
 
 
 def stop_failure(stopping: StopReason, reason: str, words: str) -> Decision:

@@ -1,11 +1,13 @@
 """Decisions within an attempt, on tables: cause first, then what to do about it."""
 
+import dataclasses
 import json
 import signal
 from typing import Any
 
 import pytest
 
+from trainer.agent.ladder.attempt_history import AttemptHistory
 from trainer.agent.ladder.command_failures import CommandPast, NewestCheckpoint
 from trainer.agent.ladder.in_job_policy import LONGEST_REASON, Situation, decide, exit_code, final_outcome
 from trainer.agent.ladder.rank_death import find_cause
@@ -32,7 +34,10 @@ def echo(rank: int, **fields: Any) -> RankEnd:
 
 
 def situation(*ends: RankEnd, **fields: Any) -> Situation:
-    return Situation(**{"world": 4, "ends": ends, "since_failure": 9.0, "trained": True, "budget": 5, **fields})
+    """Fields of `AttemptHistory` override those of `history`."""
+    past = {one.name: fields.pop(one.name) for one in dataclasses.fields(AttemptHistory) if one.name in fields}
+    history = dataclasses.replace(fields.pop("history", AttemptHistory(trained=True)), **past)
+    return Situation(**{"world": 4, "ends": ends, "since_failure": 9.0, "history": history, "budget": 5, **fields})
 
 
 def bad_step(rank: int, step: int = 7, position: int = 56, **fields: Any) -> RankEnd:
@@ -200,9 +205,17 @@ DECISIONS = [
     (situation(*ALL_DONE, command=CommandPast(), since_end=1.0), Action.FINISH, "all ranks finished"),
     (situation(*ALL_DONE, since_end=0.0), Action.FINISH, "all ranks finished"),
     (situation(broken=HUNG, since_failure=0.0), Action.RESTART, "rank 1 on n1 hangs; restart 1 of 5 in place"),
-    (situation(broken=HUNG, restarts=5, fruitless=2), Action.END, "5 restarts in place used up without a new"),
-    (situation(killed(1), fruitless=3), Action.END, "3 restarts in a row have trained no new step"),
-    (situation(killed(1), fruitless=3, command=CommandPast()), Action.RESTART, "restart 1 of 5 in place"),
+    (
+        situation(broken=HUNG, restarts=5, earlier_without_progress=2),
+        Action.END,
+        "5 restarts in place used up without a new",
+    ),
+    (situation(killed(1), earlier_without_progress=3), Action.END, "3 restarts in a row have trained no new step"),
+    (
+        situation(killed(1), earlier_without_progress=3, command=CommandPast()),
+        Action.RESTART,
+        "restart 1 of 5 in place",
+    ),
     (situation(killed(1), budget=0), Action.END, "SIGKILL; no restarts in place allowed"),
     (
         situation(killed(1), budget=1, restarts=1),
@@ -361,7 +374,7 @@ def test_the_same_exception_at_the_same_step_is_final_only_soon_after_the_restar
     seconds: float, action: Action
 ) -> None:
     mark = find_cause([raised(1)], trained=True).mark
-    assert decide(situation(raised(1), last_mark=mark, ran_for=seconds)).action is action
+    assert decide(situation(raised(1), mark=mark, ran_for=seconds)).action is action
 
 
 def test_how_an_attempt_ends() -> None:
@@ -381,9 +394,18 @@ def test_how_an_attempt_ends() -> None:
 def test_what_is_not_known_of_a_situation_changes_no_decision() -> None:
     now = Situation(world=2)
     assert (now.since_failure, now.since_end, now.ran_for, now.left, now.backoff) == (0.0, 60.0, 0.0, 0.0, (0.0, 0.0))
-    counted = (now.restarts, now.budget, now.restored, now.spares, now.spike_budget, now.rollbacks, now.fruitless)
+    past = now.history
+    counted = (
+        past.restarts,
+        now.budget,
+        now.restored,
+        now.spares,
+        now.spike_budget,
+        past.rollbacks,
+        past.without_progress,
+    )
     assert counted == (0,) * 7
-    assert [now.trained, now.overdue, now.restarted_to_save, now.advanced] == [False] * 4
+    assert [past.trained, now.overdue, past.restarted_to_save, past.advanced] == [False] * 4
     assert decide(now).pause == 0.0
 
 
@@ -427,7 +449,7 @@ def test_an_outage_never_counts_as_a_bug_that_came_back(outage: tuple[str, str])
     """Neither against the code nor against the checkpoint; each restart waits longer."""
     one = raised(0, *outage, step=0)
     mark = find_cause([one], trained=True).mark
-    again = {"last_mark": mark, "ran_for": 0.3, "backoff": (10.0, 25.0), "restored": 20}
+    again = {"mark": mark, "ran_for": 0.3, "backoff": (10.0, 25.0), "restored": 20}
     for restarts, pause in enumerate([10.0, 20.0, 25.0]):
         decision = decide(situation(one, world=1, restarts=restarts, **again))
         assert (decision.action, decision.pause) == (Action.RESTART, pause)

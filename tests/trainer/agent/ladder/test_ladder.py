@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import bad_step, echo, end, killed, raised, situation
-from trainer.agent.attempt_state.attempt_state import AttemptHistory, GenerationState
+from trainer.agent.attempt_state.attempt_state import GenerationState
+from trainer.agent.ladder.attempt_history import AttemptHistory
 from trainer.agent.ladder.in_job_policy import decide, exit_code, record_skip
 from trainer.agent.ladder.rank_death import find_cause
 from trainer.protocol import skipped_batches
@@ -135,7 +136,7 @@ BAD = [
     ({"skipped": (OTHER,), "rollbacks": 1}, Action.ROLL_BACK, "rollback 2 of 3"),
     ({"skipped": (OTHER,), "rollbacks": 3, "advanced": True}, Action.ROLL_BACK, "rollback 1 of 3"),
     ({"restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
-    ({"fruitless": 9}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"earlier_without_progress": 9}, Action.ROLL_BACK, "rollback 1 of 3"),
     ({"spike_budget": 0}, Action.END, "no rollbacks allowed"),
     ({"skipped": (OTHER,), "rollbacks": 1, "spike_budget": 1}, Action.END, "1 rollback used up without"),
     (
@@ -200,8 +201,8 @@ class Attempt:
         )
         decision = decide(
             situation(
-                *ends, restored=restored,
-                **{**past.situation_fields(), "budget": 9, "spike_budget": 3, **self.fields, **fields},
+                *ends, restored=restored, history=past,
+                **{"budget": 9, "spike_budget": 3, **self.fields, **fields},
             )
         )  # fmt: skip
         drill = str(fields.get("drill", ""))
@@ -255,7 +256,7 @@ def test_three_restarts_in_a_row_without_a_new_step_are_enough():
     attempt = Attempt()
     assert attempt.over(killed(1, step=105), stepped=105).action is Action.RESTART
     for number, signal in enumerate((9, 7, 4), start=1):
-        assert attempt.past.fruitless == number
+        assert attempt.past.without_progress == number
         decision = attempt.over(killed(number, signal, step=105), stepped=105)
         assert (decision.action is Action.END) == (number == 3), decision
     assert "3 restarts in a row have trained no new step" in decision.reason
@@ -291,7 +292,7 @@ def test_drills_that_somebody_requests_use_up_nothing():
     hung = Failure(kind=FailureKind.HANG, reason="rank 3 on n1 stopped first", rank=3, node="n1")
     for _ in range(2):
         assert attempt.over(broken=hung, stepped=105, drill="stop-rank").action is Action.RESTART
-    assert (attempt.past.restarts, attempt.past.fruitless, attempt.past.hung) == (0, 0, [])
+    assert (attempt.past.restarts, attempt.past.without_progress, attempt.past.hung) == (0, 0, [])
     assert "restart 1 of 1 in place" in attempt.over(killed(1, step=108), stepped=108).reason
 
 
@@ -299,9 +300,9 @@ def test_a_drill_forgives_no_failure_before_it():
     attempt = Attempt()
     for _ in range(2):
         attempt.over(killed(1, step=105), stepped=105)
-    before = attempt.past.fruitless
+    before = attempt.past.without_progress
     attempt.over(killed(1, step=105), stepped=105, drill="kill-rank")
-    assert attempt.past.fruitless == before > 0
+    assert attempt.past.without_progress == before > 0
 
 
 def test_a_drilled_desync_holds_the_run_all_the_same():

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised, situation
-from trainer.agent.attempt_state.attempt_state import AttemptHistory
-from trainer.agent.ladder.in_job_policy import Situation, decide
+from trainer.agent.ladder.attempt_history import AttemptHistory
+from trainer.agent.ladder.in_job_policy import decide
 from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
@@ -100,12 +100,7 @@ class Attempt:
 
     def failed_generations(self, restored: int, *ends: object) -> Decision:
         past = self.past
-        now: Situation = situation(
-            *ends, restored=restored, failed_generations=tuple(past.failed_generations), suspects=tuple(past.suspects),
-            last_mark=past.mark,
-            restarts=past.restarts, budget=9,
-        )  # fmt: skip
-        decision = decide(now)
+        decision = decide(situation(*ends, restored=restored, history=past, budget=9))
         past.record_failure(decision.failure, decision.mark, restored, decision.suspect)
         past.restarts += decision.action is Action.RESTART
         return decision

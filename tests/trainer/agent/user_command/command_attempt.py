@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
+from trainer.agent.ladder.attempt_history import AttemptHistory
 from trainer.agent.ladder.in_job_policy import Situation, decide
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
@@ -67,8 +68,8 @@ class Attempt:
             while_it_ran()
             await self.program.check(GenerationState(number=self.number, started=100.0, first_failure=float("inf")))
         situation = Situation(
-            world=1, ends=(end,), since_failure=5.0, ran_for=5.0, restarts=self.restarts, budget=self.budget,
-            backoff=(10.0, 900.0), command=self.program.past(),
+            world=1, ends=(end,), since_failure=5.0, ran_for=5.0, history=AttemptHistory(restarts=self.restarts),
+            budget=self.budget, backoff=(10.0, 900.0), command=self.program.past(),
         )  # fmt: skip
         decision = decide(situation)
         self.restarts += decision.action is Action.RESTART

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.attempt_state.attempt_state import AttemptHistory
+from trainer.agent.ladder.attempt_history import AttemptHistory
 from trainer.agent.watch.hang_limits import (
     FAST,
     Limits,

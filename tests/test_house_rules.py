@@ -35,8 +35,8 @@ EXEMPT = {
 """Folders of `trainer/`, and what they may import of it; `trainer/models/` uses all but the agent."""
 AGENT_ROOMS = (
     "control",
-    "flight",
     "processes",
+    "flight",
     "fork_server",
     "rank_processes",
     "nodes",

@@ -27,7 +27,7 @@ class AttemptHistory:
     hangs: int = 0  # generations that ended in a hang
     generations: int = 0
     new_nodes: bool = True  # nodes joined since the last generation; also True before the first
-    earlier_without_progress: int = 0  # consecutive restarts that trained no new step
+    earlier_futile: int = 0  # consecutive restarts that trained no new step
     furthest: int = 0  # furthest step trained by any earlier generation
     reached: int = 0  # furthest step of the running generation; 0: none
     restarted_to_save: bool = False  # a generation was started only to save and stop
@@ -39,11 +39,11 @@ class AttemptHistory:
         return cls(trained=token.trained or newest > 0, saved=newest)
 
     @property
-    def without_progress(self) -> int:
+    def futile_restarts(self) -> int:
         """Return the number of consecutive restarts, including this one, that did not reach a new step."""
         if self.reached > self.furthest:
             return 0
-        return self.earlier_without_progress + (self.generations > 0)
+        return self.earlier_futile + (self.generations > 0)
 
     @property
     def restarts_used(self) -> int:
@@ -62,8 +62,8 @@ class AttemptHistory:
         """
         self.restarts, self.rollbacks, self.advanced = self.restarts_used, self.rollbacks_used, False
         self.mark = "" if requested else mark
-        self.earlier_without_progress, self.furthest = (
-            self.without_progress - requested,
+        self.earlier_futile, self.furthest = (
+            self.futile_restarts - requested,
             max(self.furthest, self.reached),
         )
         self.generations, self.reached = self.generations + 1, 0

@@ -39,7 +39,7 @@ SURE_SECONDS = 0.2
 QUICK_SECONDS = 60.0
 """Two equal exceptions at the same step, each within this many seconds, are classified as a deterministic bug."""
 
-MAX_WITHOUT_PROGRESS = 3
+MAX_FUTILE_RESTARTS = 3
 """Consecutive restarts without a new step after which the attempt ends."""
 
 FIXED_BY_RESTART = select_kinds(lambda traits: traits.restarts_in_place)
@@ -293,9 +293,9 @@ def _restart(now: Situation, cause: Decision, reason: str) -> Decision:
     if not cause.retry:
         return end(reason, failure, cause.mark)
     # The steps of a command are unknown.
-    if now.history.without_progress >= MAX_WITHOUT_PROGRESS and now.command is None:
+    if now.history.futile_restarts >= MAX_FUTILE_RESTARTS and now.command is None:
         return end(
-            f"{reason}; {now.history.without_progress} restarts in a row have trained no new step", failure, cause.mark
+            f"{reason}; {now.history.futile_restarts} restarts in a row have trained no new step", failure, cause.mark
         )
     if now.history.restarts_used >= now.budget:
         why = _spent(now.budget, "restart in place", "restarts in place")

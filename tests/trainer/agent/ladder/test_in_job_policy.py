@@ -206,13 +206,13 @@ DECISIONS = [
     (situation(*ALL_DONE, since_end=0.0), Action.FINISH, "all ranks finished"),
     (situation(broken=HUNG, since_failure=0.0), Action.RESTART, "rank 1 on n1 hangs; restart 1 of 5 in place"),
     (
-        situation(broken=HUNG, restarts=5, earlier_without_progress=2),
+        situation(broken=HUNG, restarts=5, earlier_futile=2),
         Action.END,
         "5 restarts in place used up without a new",
     ),
-    (situation(killed(1), earlier_without_progress=3), Action.END, "3 restarts in a row have trained no new step"),
+    (situation(killed(1), earlier_futile=3), Action.END, "3 restarts in a row have trained no new step"),
     (
-        situation(killed(1), earlier_without_progress=3, command=CommandPast()),
+        situation(killed(1), earlier_futile=3, command=CommandPast()),
         Action.RESTART,
         "restart 1 of 5 in place",
     ),
@@ -402,7 +402,7 @@ def test_what_is_not_known_of_a_situation_changes_no_decision() -> None:
         now.spares,
         now.spike_budget,
         past.rollbacks,
-        past.without_progress,
+        past.futile_restarts,
     )
     assert counted == (0,) * 7
     assert [past.trained, now.overdue, past.restarted_to_save, past.advanced] == [False] * 4

@@ -136,7 +136,7 @@ BAD = [
     ({"skipped": (OTHER,), "rollbacks": 1}, Action.ROLL_BACK, "rollback 2 of 3"),
     ({"skipped": (OTHER,), "rollbacks": 3, "advanced": True}, Action.ROLL_BACK, "rollback 1 of 3"),
     ({"restarts": 5}, Action.ROLL_BACK, "rollback 1 of 3"),
-    ({"earlier_without_progress": 9}, Action.ROLL_BACK, "rollback 1 of 3"),
+    ({"earlier_futile": 9}, Action.ROLL_BACK, "rollback 1 of 3"),
     ({"spike_budget": 0}, Action.END, "no rollbacks allowed"),
     ({"skipped": (OTHER,), "rollbacks": 1, "spike_budget": 1}, Action.END, "1 rollback used up without"),
     (
@@ -256,7 +256,7 @@ def test_three_restarts_in_a_row_without_a_new_step_are_enough():
     attempt = Attempt()
     assert attempt.over(killed(1, step=105), stepped=105).action is Action.RESTART
     for number, signal in enumerate((9, 7, 4), start=1):
-        assert attempt.past.without_progress == number
+        assert attempt.past.futile_restarts == number
         decision = attempt.over(killed(number, signal, step=105), stepped=105)
         assert (decision.action is Action.END) == (number == 3), decision
     assert "3 restarts in a row have trained no new step" in decision.reason
@@ -292,7 +292,7 @@ def test_drills_that_somebody_requests_use_up_nothing():
     hung = Failure(kind=FailureKind.HANG, reason="rank 3 on n1 stopped first", rank=3, node="n1")
     for _ in range(2):
         assert attempt.over(broken=hung, stepped=105, drill="stop-rank").action is Action.RESTART
-    assert (attempt.past.restarts, attempt.past.without_progress, attempt.past.hung) == (0, 0, [])
+    assert (attempt.past.restarts, attempt.past.futile_restarts, attempt.past.hung) == (0, 0, [])
     assert "restart 1 of 1 in place" in attempt.over(killed(1, step=108), stepped=108).reason
 
 
@@ -300,9 +300,9 @@ def test_a_drill_forgives_no_failure_before_it():
     attempt = Attempt()
     for _ in range(2):
         attempt.over(killed(1, step=105), stepped=105)
-    before = attempt.past.without_progress
+    before = attempt.past.futile_restarts
     attempt.over(killed(1, step=105), stepped=105, drill="kill-rank")
-    assert attempt.past.without_progress == before > 0
+    assert attempt.past.futile_restarts == before > 0
 
 
 def test_a_drilled_desync_holds_the_run_all_the_same():

@@ -166,7 +166,7 @@ def _make_nest(source: SealedCheckpoint, request: ExportRequest) -> Callable[[Ma
         # Strict loading requires every name of a shared tensor.
         model |= {name: model[names[key]] for name, key in further_names(source, keys).items()}
         if request.has_built_in_model and "output.weight" not in model and "embedding.weight" in model:
-            model["output.weight"] = model["embedding.weight"]  # older checkpoints record no further names
+            model["output.weight"] = model["embedding.weight"]  # imported checkpoints record no further names
         state: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith(_OPTIMIZER):

@@ -25,7 +25,7 @@ from trainer.models import hugging_face
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig
 from trainer.worker import workload
-from trainer.worker.saved_state.checkpoint_contents import OWN_BUFFERS, buffers_name, model_tensors, shared_tensors
+from trainer.worker.saved_state.checkpoint_contents import buffers_name, model_tensors, shared_tensors
 
 PROVENANCE = "orch.json"
 """File with the provenance of an export."""
@@ -260,7 +260,7 @@ def _check_position(found: ImportPlan, source: ImportSource, config: JobConfig) 
 
 def facts(source: ImportSource, found: ImportPlan) -> tuple[int, dict[str, Any]]:
     """Return the step at which training continues, and the plain part of the checkpoint."""
-    made = {**OWN_BUFFERS, "imported": {"source": str(source.place), "optimizer": found.optimizer}}
+    made = {"imported": {"source": str(source.place), "optimizer": found.optimizer}}
     begin = {"step": 0, "consumed": 0, "loss": float("nan"), "seed": None, "fingerprint": None}
     # Without its data position a state can only start from step 0.
     if not found.optimizer or not isinstance(source.facts.get("consumed"), int):

@@ -43,12 +43,6 @@ def test_overflows_are_counted_over_restarts():
     assert other.facts() == {"overflows": 3}, "the optimizer stays that far behind"
 
 
-def test_a_checkpoint_of_an_older_release_has_no_count_of_overflows():
-    scale = LossScale("float16")
-    scale.restore({"scale": 8.0, "good_steps": 5})
-    assert (scale.scale, scale.overflows) == (8.0, 0)
-
-
 def test_an_overflow_at_the_smallest_scale_is_a_fault_of_the_run():
     scale = LossScale("float16")
     while scale.scale > SMALLEST:

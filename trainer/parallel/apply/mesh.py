@@ -4,9 +4,11 @@ Parameters have their own mesh. On it the ranks that share a sequence (cp) count
 they differ only in their tokens.
 """
 
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,3 +178,16 @@ class _Meshes:
 
 def _backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "nccl"
+
+
+def all_gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value of every rank of the group, in rank order; sent as JSON, because pickled data could run code."""
+    text = json.dumps(value).encode()
+    size = torch.tensor([len(text)], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size() if group is None else group.size())]
+    dist.all_gather(sizes, size, group=group)
+    row = torch.zeros(max(map(int, sizes)), dtype=torch.uint8, device=device)
+    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = [torch.zeros_like(row) for _ in sizes]
+    dist.all_gather(rows, row, group=group)
+    return [json.loads(bytes(one[: int(length)].tolist())) for one, length in zip(rows, sizes, strict=True)]

@@ -1,7 +1,6 @@
 """Contents of a checkpoint: tensors, facts, expected entries and the weights' digest."""
 
 import ctypes
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from checkpointing.engine.state.fingerprints import digest_replicas
 from checkpointing.format.manifest import Index, Manifest
 from checkpointing.storage.digests import digest
 from checkpointing.storage.durable import canonical
-from trainer.parallel.apply.mesh import Layout
+from trainer.parallel.apply.mesh import Layout, all_gather_json
 from trainer.worker.saved_state.rng_state import generators_fault, origin_fault, rng_name
 
 TensorMetadata = list[Any]
@@ -107,10 +106,6 @@ def trained_keys(index: Index) -> set[str]:
     return {key for key in index.tensors if key.startswith(_MODEL) and key.removeprefix(_MODEL) in holding}
 
 
-OWN_BUFFERS = {"own_buffers": "all"}
-"""Fact of checkpoints that keep buffers of every dtype per rank; older releases did so only for floating point."""
-
-
 def buffer_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every slot of a persistent buffer, filled or None: its full name, its module, and its name there."""
     for prefix, module in model.named_modules():
@@ -138,9 +133,9 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def shared_tensors(model: nn.Module, saved: Mapping[str, Any] = OWN_BUFFERS) -> dict[str, torch.Tensor]:
-    """Return the `model_tensors` that all ranks share, in a checkpoint with the facts `saved`."""
-    own = {f"model/{name}" for name in select_rank_buffers(_own_buffers(model), saved)}
+def shared_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the `model_tensors` that all ranks share."""
+    own = {f"model/{name}" for name in _own_buffers(model)}
     return {key: tensor for key, tensor in model_tensors(model).items() if key not in own}
 
 
@@ -165,40 +160,6 @@ def alike_on_all_ranks(model: nn.Module) -> set[str]:
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in getattr(module, "same_on_all_ranks", ())
-    }
-
-
-def select_rank_buffers(buffers: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the buffers that a checkpoint with the facts `saved` keeps per rank."""
-    every = saved.get("own_buffers") == OWN_BUFFERS["own_buffers"]
-    return {name: buffer for name, buffer in buffers.items() if every or buffer.is_floating_point()}
-
-
-def facts(
-    *, step: int, consumed: float, position: int, loss: float, config_digest: str, seed: int, fingerprint: str | None,
-    software: Mapping[str, Any], validated: int, metrics: Mapping[str, float],
-    loss_scale: Mapping[str, Any], accepted_losses: Iterable[float], ranks: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the plain part of a checkpoint; `position`: as in `Positions`. `fingerprint`: that of the data, or None.
-
-    `software`: `software_facts`. `validated`: the newest step with a validation. `metrics`: the workload's metrics of
-    this step. `loss_scale`: state of float16 loss scaling. `accepted_losses`: the window of losses for spike detection.
-    """
-    return {
-        "step": step,
-        "consumed": consumed,
-        "position": position,
-        "loss": loss,
-        "config_digest": config_digest,
-        "seed": seed,
-        "fingerprint": fingerprint,
-        **software,
-        "validated": validated,
-        "metrics": dict(metrics),
-        "accepted_losses": list(accepted_losses),
-        "ranks": ranks,
-        **OWN_BUFFERS,
-        **({"loss_scale": dict(loss_scale)} if loss_scale else {}),
     }
 
 
@@ -249,7 +210,7 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
     }
     known = [
         (*entry, stage)
-        for stage, of_stage in enumerate(_gather_json(tensors, group, layout))
+        for stage, of_stage in enumerate(all_gather_json(tensors, layout.device, group))
         for entry in of_stage.items()
     ]
     own = _own_tensors(model)
@@ -264,19 +225,6 @@ def _tensors_of_stages(model: nn.Module, layout: Layout) -> Iterator[tuple[str, 
             yield name, tensor
         elif tensor is not None:
             dist.send(tensor.to(layout.device).contiguous(), ranks[0], group=group)
-
-
-def _gather_json(value: dict[str, list[Any]], group: dist.ProcessGroup, layout: Layout) -> list[dict[str, list[Any]]]:
-    """Return each group rank's value, sent as JSON, because unpickling data of other ranks is unsafe."""
-    text = json.dumps(value).encode()
-    size = torch.tensor([len(text)], device=layout.device)
-    sizes = [torch.zeros_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
-    row = torch.zeros(max(map(int, sizes)), dtype=torch.uint8, device=layout.device)
-    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = [torch.zeros_like(row) for _ in sizes]
-    dist.all_gather(rows, row, group=group)
-    return [json.loads(bytes(one[: int(length)].tolist())) for one, length in zip(rows, sizes, strict=True)]
 
 
 @contextmanager

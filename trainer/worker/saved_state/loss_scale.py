@@ -39,7 +39,7 @@ class LossScale:
         return {**scale, "overflows": self.overflows} if scale or self.overflows else {}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Restore the scale of a checkpoint; other precisions have no scale, and older releases no overflow count."""
+        """Restore the facts of a checkpoint, which may have been trained in another precision."""
         self.overflows = int(facts.get("overflows", 0))
         if self.is_dynamic and "scale" in facts:
             self.scale, self._good = float(facts["scale"]), int(facts["good_steps"])

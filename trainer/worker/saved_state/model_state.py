@@ -4,7 +4,7 @@ A restart rebuilds the model with the buffers of the first step. A save records 
 rank, so that the restart can allocate these buffers and put them in place.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -265,7 +265,7 @@ class BufferState:
         self._built = _describe(model)
         self._modules = {name for name, _ in model.named_modules()}
         self._alike = checkpoint_contents.alike_on_all_ranks(model)
-        self._targets: dict[str, torch.Tensor] = {}
+        self._filled: dict[str, torch.Tensor] = {}
         self._wanted: dict[str, Description] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -293,18 +293,16 @@ class BufferState:
         """
         self._wanted = self._describe_wanted(states[self._rank if self._rank < len(states) else 0])
         live = checkpoint_contents.persistent_buffers(self._model)
-        found = {
+        self._filled = {
             name: self._allocate_buffer(name, form, live)
             for name, form in self._wanted.items()
             if isinstance(form, list)
         }
-        ranks = saved.get("ranks")  # absent in older checkpoints: then both are read if they exist
-        self._source = self._rank if ranks is None or self._rank < ranks else 0
-        self._targets = self._keys(found, self._source, saved)
-        if ranks is None and self._rank:
-            first = {name: torch.zeros_like(buffer) for name, buffer in found.items()}
-            self._targets = {**self._keys(first, 0, saved), **self._targets}
-        return self._targets
+        own = buffers_name(self._rank if self._rank < saved.get("ranks", 1) else 0)  # imports have those of one rank
+        return {
+            f"{'model/' if name in self._alike or isinstance(buffer, DTensor) else own}{name}": buffer
+            for name, buffer in self._filled.items()
+        }
 
     def _describe_wanted(self, state: Mapping[str, Any]) -> dict[str, Description]:
         facts = state.get("buffers", {})
@@ -328,17 +326,8 @@ class BufferState:
             raise WorkloadError(f"the checkpoint has buffer {name} {form}, which the model does not have")
         return made
 
-    def _keys(
-        self, buffers: Mapping[str, torch.Tensor], rank: int, saved: Mapping[str, Any]
-    ) -> dict[str, torch.Tensor]:
-        shared = {name for name, one in buffers.items() if name in self._alike or isinstance(one, DTensor)}
-        own = {f"{buffers_name(rank)}{name}": one for name, one in buffers.items() if name not in shared}
-        of_rank = checkpoint_contents.select_rank_buffers(own, saved)
-        rest = {f"model/{key.removeprefix(buffers_name(rank))}": own[key] for key in own.keys() - of_rank.keys()}
-        return {**of_rank, **rest, **{f"model/{name}": buffers[name] for name in shared}}
-
-    def restore(self, absent: Collection[str]) -> None:
-        """Put the filled targets into the model; `absent`: targets that the checkpoint did not fill."""
+    def restore(self) -> None:
+        """Put the filled targets into the model."""
         slots = {name: (module, key) for name, module, key in buffer_slots(self._model)}
         modules = dict(self._model.named_modules())
         for name in slots.keys() - self._wanted.keys():
@@ -348,17 +337,8 @@ class BufferState:
             module, key = slots.get(name) or (modules[name.rpartition(".")[0]], name.rpartition(".")[2])
             if key not in module._buffers:
                 module.__dict__.pop(key, None)  # a plain attribute that the buffer has replaced
-            module._buffers[key] = self._fill_buffer(form["same"] if isinstance(form, dict) else name, absent, form)
-
-    def _fill_buffer(self, name: str, absent: Collection[str], form: Description) -> torch.Tensor | None:
-        if form is None:
-            return None
-        key = f"{buffers_name(self._source)}{name}"
-        if key not in self._targets:
-            return self._targets[f"model/{name}"]
-        if key in absent:
-            self._targets[key].copy_(self._targets[f"{buffers_name(0)}{name}"])
-        return self._targets[key]
+            first = form["same"] if isinstance(form, dict) else name
+            module._buffers[key] = None if form is None else self._filled[first]
 
 
 def _describe(model: nn.Module) -> dict[str, Description]:

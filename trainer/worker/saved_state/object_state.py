@@ -193,7 +193,6 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "ordered": lambda pairs: OrderedDict(map(tuple, pairs)),
     "counter": lambda pairs: Counter(dict(map(tuple, pairs))),
     "complex": lambda parts: complex(*parts),
-    "view": lambda parts: torch.as_strided(*parts),  # in checkpoints without "memory"
     "memory": lambda parts: _view_memory(*parts),
     "leaf": lambda tensor: tensor.requires_grad_(),
     "own parameter": lambda parts: nn.Parameter(*parts),

@@ -290,7 +290,7 @@ class OptimizerState:
     # ---- restoring
 
     def targets(self, facts: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-        """Return the tensors to fill from a checkpoint with these facts; an older checkpoint has no `facts`.
+        """Return the tensors to fill from a checkpoint with these facts; None: an imported checkpoint without facts.
 
         Raises WorkloadError if the checkpoint belongs to another optimizer.
         """
@@ -328,10 +328,10 @@ class OptimizerState:
     def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
         """Apply the filled targets and the facts; return messages about lost or overruled values.
 
-        `absent`: targets missing from an older checkpoint; their parameters start without state.
+        `absent`: targets missing from an imported checkpoint; their parameters start without state.
         """
         if facts is None:
-            return self._restore_old(absent)
+            return self._restore_imported(absent)
         self._restore_state(facts)
         overruled = self.groups.restore(facts.get("groups", ()), self._targets)
         saved = facts.get("entries", {})
@@ -340,18 +340,14 @@ class OptimizerState:
         other = [key for key in saved if object_state.text(now.get(key)) != object_state.text(saved[key])]
         return [*overruled, *(f"{key} of the optimizer's state_dict differs from its saved value" for key in other)]
 
-    def _restore_old(self, absent: Collection[str]) -> list[str]:
+    def _restore_imported(self, absent: Collection[str]) -> list[str]:
         counted = sorted({key for group in self.groups.changed_values() for key in group["values"]})
         counted += sorted(self._values())
         self._forget([self._parameters[name] for name in map(_owner, absent) if name in self._parameters])
         self.groups.reset()
         if _loads_itself(self._optimizer):
             self._load({})
-        if not counted:
-            return []
-        return [
-            f"the checkpoint has no {', '.join(counted)} of the optimizer, which start again (an older orch saved it)"
-        ]
+        return [f"the checkpoint has no {', '.join(counted)} of the optimizer, which start again"] if counted else []
 
     def _restore_state(self, facts: Mapping[str, Any]) -> None:
         values = facts.get("values", {})

@@ -42,7 +42,7 @@ class SchedulerState:
             else:
                 group["lr"] = float(rate)
         self._scheduler.load_state_dict(state["scheduler"])
-        kept = state.get("built", self._built)  # not saved by older releases
+        kept = state["built"]
         changed = [f"{key} {kept[key]} (now {now})" for key, now in self._built.items() if kept.get(key, now) != now]
         self.overruled = [f"the checkpoint's schedule continues: {', '.join(changed)}"] if changed else []
         self._built = kept

@@ -188,21 +188,22 @@ class TrainState:
         self._parameters.refuse_changed()
         self._entries.refuse_changed()
         self._workload_state.separate_ranks(self._rank)
-        extra = checkpoint_contents.facts(
-            step=self.step,
-            consumed=plain_position(self._data.consumed),
-            position=self.positions.next,
-            loss=self.loss,
-            config_digest=self._config_digest,
-            seed=self._seed,
-            fingerprint=getattr(self._data, "fingerprint", None),
-            software=self._software_facts,
-            validated=self.validated,
-            metrics=self.metrics,
-            loss_scale=self.loss_scale.facts(),
-            accepted_losses=self.accepted_losses,
-            ranks=self._ranks,
-        )
+        extra = {
+            "step": self.step,
+            "consumed": plain_position(self._data.consumed),
+            "position": self.positions.next,
+            "loss": self.loss,
+            "config_digest": self._config_digest,
+            "seed": self._seed,
+            "fingerprint": getattr(self._data, "fingerprint", None),
+            **self._software_facts,
+            "validated": self.validated,
+            "metrics": dict(self.metrics),
+            "accepted_losses": list(self.accepted_losses),
+            "ranks": self._ranks,
+        }
+        if loss_scale := self.loss_scale.facts():
+            extra["loss_scale"] = loss_scale
         if names := checkpoint_contents.shared_names(self._model):
             extra[checkpoint_contents.SHARED_NAMES] = names
         tensors = self._inventory.tensors()
@@ -305,12 +306,10 @@ class TrainState:
         self._optimizer_state.prime()
         self._prepare(saver)
         packed = torch.zeros_like(pack_rng(self._device))
-        # A parameter that never had a gradient has no saved state. Ranks that the saving world did not have start with
-        # the buffers of rank 0.
-        folders = ("optimizer/", *(("buffers/",) if self._rank else ()))
         restored = saver.restore(
             lambda extra: {**self._targets(extra), self._rng: packed},
-            optional_keys=OptionalKeys(together=folders, complete=_COMPLETE),
+            # A parameter that never had a gradient has no saved state.
+            optional_keys=OptionalKeys(together=("optimizer/",), complete=_COMPLETE),
         )
         if restored is None:
             self._optimizer_state.reset()
@@ -324,15 +323,13 @@ class TrainState:
         absent = set(restored.absent)
         self.step, self.loss = restored.step, number(restored.extra["loss"])
         self.metrics = {name: number(value) for name, value in restored.extra.get("metrics", {}).items()}
-        # A checkpoint from an older release or another tool owes no validation.
+        # Imported checkpoints have only step, loss, seed and `consumed`.
         self.validated = int(restored.extra.get("validated", self.step))
         self.loss_scale.restore(restored.extra.get("loss_scale", {}))
-        # Absent in checkpoints from older releases or other tools.
         self.accepted_losses.extend(float(loss) for loss in restored.extra.get("accepted_losses", ()))
         self._data_state.restore(restored.extra["consumed"])
-        # Older releases and other tools used `consumed` as the position.
         self.positions.seek(restored.extra.get("position", restored.extra["consumed"]))
-        self._buffers.restore(absent)
+        self._buffers.restore()
         self._inventory.forget()
         self._restore_extra_state(restored.extra)
         for reason in run_load_hooks(self._model):

@@ -18,10 +18,6 @@ _CPU_FLAGS = frozenset({"flags", "Features"})
 _ARITHMETIC = re.compile(r"(sse|ssse|avx|amx|fma|f16c|asimd|sve|sme|bf16|i8mm)")
 _KERNEL_SETTINGS = re.compile(r"(ONEDNN_|DNNL_|MKL_|ATEN_CPU_CAPABILITY$)")
 """Variables with which MKL, oneDNN and torch choose CPU kernels."""
-_RECORDED_LATER = frozenset({"cpu_model", "kernel_settings"})
-"""Names missing from checkpoints of earlier releases; their absence is not a difference.
-
-`text_hash` is not among them: earlier releases used a random seed in every job."""
 
 
 def software(device: torch.device) -> dict[str, Any]:
@@ -74,12 +70,10 @@ def _driver() -> str | None:
         return None
 
 
-def differences(before: Any, now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return changes as name -> [before, now]; empty without an earlier record."""
-    if not isinstance(before, Mapping):
-        return {}
-    names = {*before, *now} - (_RECORDED_LATER - {*before})
-    return {name: [before.get(name), now.get(name)] for name in sorted(names) if before.get(name) != now.get(name)}
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return changes as name -> [before, now]."""
+    names = sorted({*before, *now})
+    return {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
 
 
 FIRST = "software"
@@ -105,27 +99,18 @@ def changed_software(
     """Return the software of any rank that differs from its predecessor's in a checkpoint with the facts `saved`.
 
     The first value maps a name to [before, now] of the first rank that differs, the second to that rank's number unless
-    it is 0. Checkpoints of earlier releases have only rank 0's software; a value that differs from rank 0's on another
-    rank then has None as before, because it is unknown. Ranks beyond the saving world are compared with its rank 0.
+    it is 0. Ranks beyond the saving world are compared with its rank 0. Imported checkpoints have no such facts.
     """
     changes: dict[str, list[Any]] = {}
     ranks: dict[str, int] = {}
     if FIRST not in saved:
         return changes, ranks
+    others, numbers = saved[RANKS]["others"], saved[RANKS]["ranks"]
     for rank, now in enumerate(of_ranks):
-        for name, pair in _changes_of_rank(saved, rank, now, of_ranks[0]).items():
+        number = numbers[rank] if rank < len(numbers) else 0
+        for name, pair in differences(others[number - 1] if number else saved[FIRST], now).items():
             if name not in changes:
                 changes[name] = pair
                 if rank:
                     ranks[name] = rank
     return changes, ranks
-
-
-def _changes_of_rank(
-    saved: Mapping[str, Any], rank: int, now: Mapping[str, Any], first: Mapping[str, Any]
-) -> dict[str, list[Any]]:
-    if rank and RANKS not in saved:
-        return {name: [None, value] for name, value in now.items() if first.get(name) != value}
-    numbers = saved[RANKS]["ranks"] if RANKS in saved else []
-    number = numbers[rank] if rank < len(numbers) else 0
-    return differences(saved[RANKS]["others"][number - 1] if number else saved[FIRST], now)

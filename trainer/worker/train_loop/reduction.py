@@ -1,6 +1,5 @@
 """The single exchange of a step: gradient norm, loss, metrics, stop votes and rank 0's message."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.parallel.apply.data_parallel import are_equal, residue
 from trainer.parallel.apply.gradient_buckets import GradientFacts, StepSums, own_part
-from trainer.parallel.apply.mesh import Layout
+from trainer.parallel.apply.mesh import Layout, all_gather_json
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.worker.train_loop.save_schedule import SaveVote
 from trainer.worker.workload import Mean, Metric, Rank0, Sum, WorkloadError
@@ -57,7 +56,9 @@ class MetricReducer:
         """Return the float64 row to be summed over the ranks; collective at the first call. Raises WorkloadError."""
         given = self._check_metrics(values)
         if self._names is None:
-            self._names = list(dict.fromkeys(name for names in _all_gather_json(list(given)) for name in names))
+            self._names = list(
+                dict.fromkeys(name for names in all_gather_json(list(given), torch.device("cpu")) for name in names)
+            )
         new = [name for name in given if name not in self._names]
         if new:
             raise WorkloadError(
@@ -121,20 +122,6 @@ def _whole(number: Any) -> Any:
         return float(number)
     number = number.full_tensor() if isinstance(number, DTensor) else number
     return number.detach().double()
-
-
-def _all_gather_json(value: Any) -> list[Any]:
-    """Return the value of every rank, in rank order; plain JSON, so that no rank runs code from another."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    world = dist.get_world_size()
-    lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world)]
-    dist.all_gather(lengths, torch.tensor([len(mine)], device="cpu"))
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    padded[: len(mine)] = mine
-    parts = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(world)]
-    dist.all_gather(parts, padded)
-    return [json.loads(bytes(part[: int(length)].tolist())) for part, length in zip(parts, lengths, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,15 +64,6 @@ def test_buffers_of_every_dtype_stand_under_their_rank():
     assert list(checkpoint_contents.shared_tensors(model)) == ["model/net.alike"]
 
 
-def test_an_older_checkpoint_keeps_only_floating_buffers_per_rank():
-    model, older = Counters(), {"step": 3}
-    assert sorted(checkpoint_contents.shared_tensors(model, older)) == [
-        "model/alike", "model/mask", "model/norm.num_batches_tracked", "model/phase",
-    ]  # fmt: skip
-    of_rank = checkpoint_contents.select_rank_buffers(checkpoint_contents.rank_buffers(model, 0), older)
-    assert sorted(of_rank) == ["buffers/rank-00000/norm.running_mean", "buffers/rank-00000/norm.running_var"]
-
-
 @pytest.mark.parametrize(
     ("peer", "differ"),
     [

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from trainer.worker.saved_state.checkpoint_contents import OWN_BUFFERS, tensor_metadata
+from trainer.worker.saved_state.checkpoint_contents import tensor_metadata
 from trainer.worker.saved_state.model_state import BufferState, ModelEntries, ParameterForms, cannot_be_filled
 from trainer.worker.workload import WorkloadError
 
@@ -77,7 +77,7 @@ def test_a_buffer_that_becomes_sharded_is_refused_and_one_that_was_cannot_be_mad
     with pytest.raises(
         WorkloadError, match=r"has buffer seen \['float32', \[3\], 'cpu', True\], which the model does not"
     ):
-        BufferState(Counts(), 0, CPU).targets([saved], OWN_BUFFERS)
+        BufferState(Counts(), 0, CPU).targets([saved], {})
 
 
 def test_a_buffer_of_a_module_that_is_not_there_is_refused() -> None:
@@ -85,18 +85,10 @@ def test_a_buffer_of_a_module_that_is_not_there_is_refused() -> None:
     with pytest.raises(
         WorkloadError, match=r"^the checkpoint has buffer gone.seen in a module that the model does not"
     ):
-        BufferState(Counts(), 0, CPU).targets([saved], OWN_BUFFERS)
+        BufferState(Counts(), 0, CPU).targets([saved], {})
 
 
-@pytest.mark.parametrize("has_own", [True, False])
-def test_a_rank_reads_its_own_buffers_of_an_older_checkpoint_or_those_of_the_first(has_own: bool) -> None:
-    """Such a checkpoint does not say how many ranks have saved it, so both are asked for."""
-    model = Counts()
-    state = BufferState(model, 1, CPU)
-    targets = state.targets([{}], OWN_BUFFERS)
-    assert targets.keys() == {"buffers/rank-00000/seen", "buffers/rank-00001/seen"}
-    targets["buffers/rank-00000/seen"].fill_(7)
-    if has_own:
-        targets["buffers/rank-00001/seen"].fill_(8)
-    state.restore(() if has_own else ("buffers/rank-00001/seen",))
-    assert model.seen.tolist() == [8 if has_own else 7] * 2
+def test_ranks_beyond_the_saving_world_read_the_buffers_of_the_first() -> None:
+    for ranks, source in ((1, 0), (2, 1)):
+        targets = BufferState(Counts(), 1, CPU).targets([{}], {"ranks": ranks})
+        assert targets.keys() == {f"buffers/rank-{source:05d}/seen"}

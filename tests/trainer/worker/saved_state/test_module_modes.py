@@ -49,7 +49,7 @@ def test_a_module_without_the_modules_inside_it_is_named_by_itself() -> None:
     assert modes(again) == modes(model)
 
 
-def test_a_part_that_is_gone_is_reported_by_name_and_an_older_checkpoint_changes_nothing() -> None:
+def test_a_part_that_is_gone_is_reported_by_name() -> None:
     model = built()
     noted = ModuleModes(model)
     assert noted.restore({}) == []

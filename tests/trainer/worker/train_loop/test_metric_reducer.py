@@ -78,7 +78,7 @@ def test_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_of_all_ranks_are_known_though_they_differ_in_length(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     theirs = torch.tensor(list(json.dumps([other]).encode()), dtype=torch.uint8)
 
-    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
         sent = torch.tensor([len(theirs)]) if mine.dtype == torch.int64 else theirs
         parts[0].copy_(mine)
         parts[1][: len(sent)] = sent

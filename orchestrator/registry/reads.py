@@ -31,6 +31,7 @@ from orchestrator.registry.records import (
 )
 from orchestrator.registry.tables import TABLES
 from orchestrator.states import RunState
+from trainer.protocol.config_sections.moved_keys import in_present_keys
 
 _RUNS, _TESTS = TABLES[Run].c, TABLES[RestoreTest].c
 _ATTEMPTS, _GENERATIONS, _NOTICES = TABLES[Attempt].c, TABLES[Generation].c, TABLES[Notice].c
@@ -170,14 +171,16 @@ class Reads(StoreOperations):
 
     @reads
     def config(self, digest: str) -> dict[str, Any]:
-        """Return the resolved config with this digest; raises NotFound, or RegistryError if its bytes are damaged."""
+        """Return the resolved config with this digest, converted to the keys of this version.
+
+        Raises NotFound, or RegistryError if its bytes are damaged.
+        """
         found = self.database.first(ConfigText, digest=digest)
         if found is None:
             raise NotFound(f"no config {digest}", hint="`orch show RUN` tells a run's digest")
         if hashlib.sha256(found.data.encode()).hexdigest() != digest:
             raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
-        config: dict[str, Any] = json.loads(found.data)
-        return config
+        return in_present_keys(json.loads(found.data))
 
     @reads
     def config_digests(self) -> set[str]:

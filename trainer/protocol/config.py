@@ -14,6 +14,7 @@ from checkpointing.storage.durable import canonical, read_json
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.config_sections.fault_detection_config import DetectionConfig, DrillConfig
+from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
 from trainer.protocol.logs.log_rotation import LogsConfig
 from trainer.protocol.run_dir import RunDir
@@ -167,7 +168,7 @@ class JobConfig(RecipeConfig):
 
 def load(run: RunDir, attempt: int) -> JobConfig:
     """Read the config of an attempt; 0: the submitted one. Raises OSError or ValueError."""
-    config = build(JobConfig, read_json(run.attempt_config(attempt)))
+    config = build(JobConfig, in_present_keys(read_json(run.attempt_config(attempt))))
     assert isinstance(config, JobConfig)
     if not config.workload.snapshot:
         return config

@@ -18,6 +18,7 @@ from orchestrator.errors import NotFound
 from orchestrator.registry.records import Attempt, Notice, Run
 from orchestrator.run_view import RunView
 from orchestrator.states import RunState
+from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.events import EventKind
 from trainer.protocol.run_dir import RunDir
 
@@ -124,6 +125,7 @@ def _edited_overrides(content: Any, submitted: str, current: str) -> str | None:
     except NotFound:
         return ""
     # Changes made by `orch resume RUN KEY=VALUE` are not edits; edits that it repeated are already in force.
+    content = in_present_keys(content)
     wanted = diff(known, content)
     missing = {key: after for key, (before, after) in diff(now, content).items() if key in wanted}
     if not missing:

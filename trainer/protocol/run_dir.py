@@ -49,6 +49,10 @@ class AttemptDir:
     def run(self) -> "RunDir":
         return RunDir(self.path.parent.parent)
 
+    def earlier_attempts(self) -> list["AttemptDir"]:
+        """Return the run's earlier attempts that have a folder, oldest first."""
+        return [attempt for attempt in self.run.all_attempts() if attempt.number < self.number]
+
     def incident(self, name: str) -> Path:
         """Return the evidence bundle of one incident."""
         return self.evidence / name

@@ -129,8 +129,8 @@ def _code_before(attempt: AttemptDir, now: CodeRecord) -> tuple[CodeRecord | Non
     """Return the code that trained last, else the submitted code; raises OSError."""
     if (own := CodeRecord.read(attempt.code)) is not None:
         return own, _LAST_START, Occasion.NEXT
-    for past in reversed(attempt.run.all_attempts()):
-        if past.number < attempt.number and (trained := CodeRecord.read(past.code)) is not None:
+    for past in reversed(attempt.earlier_attempts()):
+        if (trained := CodeRecord.read(past.code)) is not None:
             return trained, f"attempt {past.number}", Occasion.NEXT
     return _read_submitted(attempt.run.run, now), "the submit", Occasion.START
 

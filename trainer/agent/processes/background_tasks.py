@@ -59,6 +59,30 @@ class RepeatedRead(Generic[T]):
         return reading.result()
 
 
+class PeriodicRead(Generic[T]):
+    """A periodic read in a detached thread; at most one runs at a time."""
+
+    def __init__(self, function: Callable[[], T], clock: Callable[[], float] | None = None) -> None:
+        self._function, self._clock = function, clock or time.monotonic
+        self._reading: asyncio.Future[T] | None = None
+        self.began_at = float("-inf")
+        """Start of the last read."""
+
+    def poll(self, pause: float) -> "asyncio.Future[T] | None":
+        """Return a finished read, once; otherwise start one if the last began at least `pause` seconds ago."""
+        done = None
+        if self._reading is None:
+            if self._clock() - self.began_at >= pause:
+                self._reading, self.began_at = start_detached(self._function), self._clock()
+        elif self._reading.done():
+            done, self._reading = self._reading, None
+        return done
+
+    def discard(self) -> None:
+        """Ignore the result of a running read."""
+        self._reading = None
+
+
 def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":
     """Run `function` in a detached thread; returns a future."""
     loop = asyncio.get_running_loop()

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -81,34 +80,12 @@ class CommandMemory:
         return line.encode(errors="backslashreplace")
 
     @classmethod
-    def before(cls, run: RunDir, attempt: int) -> "CommandMemory":
+    def before(cls, attempt: AttemptDir) -> "CommandMemory":
         """Return the newest state left by an earlier attempt; without failures and checkpoints if none or unreadable.
         Raises OSError.
         """
-        for earlier in reversed(run.all_attempts()):
-            if earlier.number < attempt and (found := _read(earlier.command_memory)) is not None:
-                return found
-        return CommandMemory()
-
-
-class MemoryFile:
-    """File that always ends up with the last state kept, even if an earlier write is late on a slow file system."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._newest, self._lock = path, b"", Lock()
-
-    def keep(self, memory: CommandMemory) -> Callable[[], bool]:
-        """Return a function for a separate thread that writes the state.
-        It returns True once on disk and raises OSError.
-        """
-        self._newest = memory.encode()
-
-        def write() -> bool:
-            with self._lock:
-                write_durably(self._path, self._newest)
-            return True
-
-        return write
+        found = map(_read, (one.command_memory for one in reversed(attempt.earlier_attempts())))
+        return next((memory for memory in found if memory is not None), CommandMemory())
 
 
 def _read(path: Path) -> CommandMemory | None:
@@ -143,19 +120,12 @@ class CommandRun:
     ) -> None:
         self._run, self._attempt, self._config, self._events = run, attempt, config, events
         self._on, self._trained = bool(config.command), False
-        own = config.checkpoints
-        self._command_progress = (
-            CommandProgress(self._folder, own, events, progress, counts_steps=not config.progress.pattern)
-            if own.path
-            else None
+        self._checkpoints = CommandProgress(
+            self._folder, config.checkpoints, events, progress, counts_steps=not config.progress.pattern
         )
-        said = config.progress
-        self._step_watch = (
-            StepWatch(said, attempt.rank_log(0), lambda: working_directory(run, config), progress)
-            if self._on and said.pattern
-            else None
-        )
-        self._memory, self._file = CommandMemory(), MemoryFile(attempt.command_memory)
+        self._steps = StepWatch(config.progress, attempt.rank_log(0), lambda: working_directory(run, config), progress)
+        self._memory = CommandMemory()
+        self._newest_memory, self._writing = b"", Lock()
         self._recalled = self._progress_kept = False
         self._unmovable = ""  # reason why no checkpoint may be moved away
         self._unmatched = ""  # names in the checkpoint folder if the pattern matches none of them
@@ -168,16 +138,14 @@ class CommandRun:
         """Return the input of `in_job_policy.Situation`; None for orch's own workloads."""
         if not self._on:
             return None
-        newest = self._command_progress.began_from if self._command_progress else None
-        torn = self._command_progress.torn if self._command_progress else None
-        aside, older = self._memory.aside, self._command_progress.older() if self._command_progress else None
+        found, aside = self._checkpoints, self._memory.aside
+        newest, older = found.began_from, found.older()
         return CommandPast(
-            failures=tuple(self._memory.failures), newest=_describe(newest), saved=self._has_saved(),
-            trained=self._trained,
-            saved_after=self._command_progress.saved_after if self._command_progress else 0.0,
-            older=older.path.name if older else "", torn=_describe(torn),
+            failures=tuple(self._memory.failures), newest=_describe(newest), saved=found.has_saved(),
+            trained=self._trained, saved_after=found.saved_after,
+            older=older.path.name if older else "", torn=_describe(found.torn),
             cleared=newest is not None and any(one.step < newest.step for one in aside),
-            first=not self._memory.saved and self._command_progress is not None and self._command_progress.is_alone(),
+            first=not self._memory.saved and found.is_alone(),
             aside=tuple(one.name for one in sorted(aside, key=lambda one: -one.step)),
             doubtful=any(not one.damage for one in aside),
             unmovable=self._unmovable, unmatched=self._unmatched, disk=self._disk or "",
@@ -185,53 +153,52 @@ class CommandRun:
 
     async def start_generation(self, generation: int) -> None:
         """Record the checkpoints that the program starts from; no rank is running."""
+        if not self._on:
+            return
         self._progress_kept, self._disk = False, None
-        if self._on and not self._recalled:
+        if not self._recalled:
             self._trained = self._trained or bool(await run_bounded(self._earlier_trained))
             await self._recall()
-        if self._step_watch is not None:
-            self._step_watch.start_generation(generation)
-        if self._on and self._command_progress is not None:
-            await self._command_progress.start_generation()
-            self._unmovable = await self._why_unmovable(self._command_progress)
-            if self._command_progress.began_from is None:
+        self._steps.start_generation(generation)
+        await self._checkpoints.start_generation()
+        if self._config.checkpoints.path:
+            self._unmovable = await self._why_unmovable()
+            if self._checkpoints.began_from is None:
                 self._unmatched = await run_bounded(partial(_first_names, self._folder())) or ""
-            self._memory.saved = self._memory.saved or self._has_whole()
+        self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
 
-    async def _why_unmovable(self, progress: CommandProgress) -> str:
+    async def _why_unmovable(self) -> str:
         """Return why it is unknown what the program would load without its newest checkpoint; empty if it is known."""
         if other := await run_bounded(partial(find_other_rank, self._folder())):
             return f"because checkpoints.path is the folder of one rank: {other} is another"
-        if later := progress.written_later():
+        if later := self._checkpoints.written_later():
             return f"because steps start again: {later} was written after it"
         return ""
 
     async def check(self, now: GenerationState) -> None:
         """Check the running program: periodically, and at once after a rank has failed."""
-        if self._on and now.first_failure is not None and self._disk is None:
-            if self._step_watch is not None:  # the last check was seconds ago
-                await self._step_watch.check_settled()
+        if not self._on:
+            return
+        if now.first_failure is not None and self._disk is None:
+            await self._steps.check_settled()  # the last check was seconds ago
             self._disk = await run_bounded(partial(write_probe, self._run.path)) or ""
-        if self._step_watch is not None:
-            self._step_watch.check()
-        if self._on and self._command_progress is not None:
-            await self._command_progress.check(now.first_failure)
-        if self._on and not self._progress_kept and self._has_worked(now):
+        self._steps.check()
+        await self._checkpoints.check(now.first_failure)
+        if not self._progress_kept and self._has_worked(now):
             # However this attempt ends, the next one does not need the earlier failures.
             self._progress_kept = True
-            saved = self._memory.saved or self._has_whole()
+            saved = self._memory.saved or self._checkpoints.has_whole()
             await self._keep(CommandMemory(saved=saved, earlier=self._memory.earlier))
 
     async def end_generation(self, decision: Decision, now: GenerationState, *, cleared: bool) -> None:
         """Record the end of a generation; `cleared`: none of its processes is left to write."""
         if not self._on:
             return
-        if self._step_watch is not None:
-            await self._step_watch.check_settled()
-        if self._command_progress is not None and cleared:
-            await self._command_progress.check_settled()
+        await self._steps.check_settled()
+        if cleared:
+            await self._checkpoints.check_settled()
         self._remember(decision, now)
-        self._memory.saved = self._memory.saved or self._has_whole()
+        self._memory.saved = self._memory.saved or self._checkpoints.has_whole()
         if decision.set_aside and cleared:
             await self._set_aside(decision.set_aside, now.number)
         # An operator must act, so undo what did not help; the next attempt starts without it.
@@ -245,9 +212,8 @@ class CommandRun:
 
     async def _recall(self) -> None:
         """Load the state of earlier attempts; repeated in the next generation if the file system is late."""
-        if self._command_progress is not None:
-            self._command_progress.step_before = await run_bounded(self._earlier_step) or 0
-        found = await run_bounded(partial(CommandMemory.before, self._run, self._attempt.number))
+        self._checkpoints.step_before = await run_bounded(self._earlier_step) or 0
+        found = await run_bounded(partial(CommandMemory.before, self._attempt))
         if found is not None:
             self._memory.failures[:0], self._memory.aside[:0] = found.failures, found.aside
             self._memory.saved = self._memory.saved or found.saved
@@ -259,21 +225,32 @@ class CommandRun:
 
     async def _note_earlier(self, recalled: Stamps | None) -> None:
         """Separate the run's own checkpoints from checkpoints that existed before its first start."""
-        if self._command_progress is None:
+        if not self._config.checkpoints.path:
             return
         if recalled is None:  # this is the first start
             look = partial(record_earlier, self._folder(), self._config.checkpoints)
             recalled = await run_bounded(look) or {}
-        self._memory.earlier = self._command_progress.earlier = recalled
+        self._memory.earlier = self._checkpoints.earlier = recalled
         if recalled:
             await self._keep(self._memory)
 
     async def _keep(self, memory: CommandMemory) -> bool:
-        """Return whether the state was written; never overwrites earlier attempts' state before it was read."""
-        return self._recalled and bool(await run_bounded(self._file.keep(memory)))
+        """Return whether the state was written; never overwrites earlier attempts' state before it was read.
+        The file ends up with the last state, even if an earlier write is late on a slow file system.
+        """
+        if not self._recalled:
+            return False
+        self._newest_memory = memory.encode()
+
+        def write() -> bool:
+            with self._writing:
+                write_durably(self._attempt.command_memory, self._newest_memory)
+            return True
+
+        return bool(await run_bounded(write))
 
     def _has_worked(self, now: GenerationState) -> bool:
-        return self._has_saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
+        return self._checkpoints.has_saved() or (now.first_failure or time.monotonic()) - now.started > START_SECONDS
 
     def _remember(self, decision: Decision, now: GenerationState) -> None:
         worked = self._has_worked(now)
@@ -281,7 +258,7 @@ class CommandRun:
         if worked:  # checkpoints set aside before that no longer matter
             self._memory.aside.clear()
         if decision.own is not None:
-            saved, trained = self._has_saved(), decision.own.trained or worked
+            saved, trained = self._checkpoints.has_saved(), decision.own.trained or worked
             self._memory.failures.append(replace(decision.own, saved=saved, trained=trained))
         elif worked or decision.action is Action.REPLACE:
             self._memory.failures.clear()
@@ -292,31 +269,22 @@ class CommandRun:
         only = past is not None and past.cleared and len({one.mark for one in row}) == 1
         return only or same_without(row)
 
-    def _has_saved(self) -> bool:
-        return self._command_progress is not None and self._command_progress.has_saved()
-
-    def _has_whole(self) -> bool:
-        return self._command_progress is not None and self._command_progress.has_whole()
-
     def _earlier_step(self) -> int:
         """Return the highest step in the last heartbeats of earlier attempts; 0 if unknown."""
         highest = 0
-        for one in self._run.all_attempts():
-            if one.number < self._attempt.number:
-                with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-                    highest = max(highest, Heartbeat.read(one.heartbeat).step or 0)
+        for one in self._attempt.earlier_attempts():
+            with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+                highest = max(highest, Heartbeat.read(one.heartbeat).step or 0)
         return highest
 
     def _earlier_trained(self) -> bool:
         """Return whether an earlier attempt ran longer than a start takes."""
-        earlier = [one for one in self._run.all_attempts() if one.number < self._attempt.number]
-        return any(_attempt_seconds(one) > START_SECONDS for one in earlier)
+        return any(_attempt_seconds(one) > START_SECONDS for one in self._attempt.earlier_attempts())
 
     async def _set_aside(self, reason: str, generation: int) -> None:
-        assert self._command_progress is not None
-        newest, older = self._command_progress.began_from, self._command_progress.older()
-        if (torn := self._command_progress.torn) is not None:
-            newest, older = torn, self._command_progress.older(torn) or newest
+        newest, older = self._checkpoints.began_from, self._checkpoints.older()
+        if (torn := self._checkpoints.torn) is not None:
+            newest, older = torn, self._checkpoints.older(torn) or newest
         assert newest is not None
         target = await run_bounded(partial(find_target, newest, self._run, self._attempt.number, generation))
         pointers = await run_bounded(partial(pointers_to, newest, older))
@@ -335,7 +303,7 @@ class CommandRun:
             if moved is False:  # else the move is late and may still happen
                 self._memory.aside.remove(aside)
             return
-        self._command_progress.forget(newest)
+        self._checkpoints.forget(newest)
         done = await self._retarget(aside)
         self._events.write(
             EventKind.CHECKPOINT_SET_ASIDE, step=newest.step, name=newest.identity, path=str(target),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.agent.attempt_state.published_files import AttemptProgress
-from trainer.agent.processes.background_tasks import run_detached, start_detached
+from trainer.agent.processes.background_tasks import PeriodicRead, run_detached
 from trainer.agent.user_command import match_step
 from trainer.agent.user_command.checkpoints import (
     CommandCheckpoint,
@@ -77,8 +77,8 @@ class CommandProgress:
         self._reported: dict[str, int] = {}  # identity -> step of checkpoints reported in events
         self._reported_earlier: set[str] = set()  # those of them that predate the run
         self._highest = -1  # highest step of any checkpoint present when a generation of this attempt began or ended
-        self._first, self._looked_at = True, 0.0
-        self._looking: asyncio.Future[Found] | None = None
+        self._first = True
+        self._reads = PeriodicRead(self._find)
 
     async def start_generation(self) -> None:
         """Record the checkpoints that the program starts from."""
@@ -94,20 +94,17 @@ class CommandProgress:
 
     async def check(self, failed_at: float | None) -> None:
         """Check periodically without waiting, and once after a rank has failed (`failed_at`, monotonic)."""
-        if failed_at is not None and self._looked_at < failed_at:
+        if failed_at is not None and self._reads.began_at < failed_at:
             await self._check_now(settled=False)
-        elif self._looking is not None and self._looking.done():
-            looked, self._looking = self._looking, None
+        elif (looked := self._reads.poll(LOOK_SECONDS)) is not None:
             if (error := looked.exception()) is not None:
                 _log_error(error)
             else:
                 self._take(*looked.result(), settled=False)
-        elif self._looking is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:
-            self._looking, self._looked_at = start_detached(self._find), time.monotonic()
 
     async def check_settled(self) -> None:
         """Check after all writers have exited, so that the state is final."""
-        self._looking = None
+        self._reads.discard()
         await self._check_now(settled=True)
 
     def has_saved(self) -> bool:
@@ -161,11 +158,13 @@ class CommandProgress:
         self._note_saved()
 
     def _find(self) -> Found:
+        if not self._config.path:
+            return [], set()
         found, there = find(self._folder(), self._config, self.earlier)
         return assess_damage(found), there
 
     async def _check_now(self, *, settled: bool) -> None:
-        self._looked_at = time.monotonic()
+        self._reads.began_at = time.monotonic()
         found = await run_bounded(self._find)
         if found is not None:
             self._take(*found, settled=settled)
@@ -274,31 +273,28 @@ class StepWatch:
 
     def __init__(
         self, config: CommandProgressConfig, log: Path, folder: Callable[[], Path], progress: AttemptProgress,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         """`log` is rank 0's; `folder` is the program's working directory."""
         self._config, self._log, self._folder, self._progress = config, log, folder, progress
-        self._clock = clock
-        self._generation, self._looked_at, self._slow = 0, float("-inf"), False
-        self._looking: asyncio.Future[CommandStep | None] | None = None
+        self._generation, self._slow = 0, False
+        self._reads = PeriodicRead(self._read, clock)
 
     def start_generation(self, generation: int) -> None:
         """Ignore output of earlier generations from here on."""
-        self._generation, self._looking = generation, None
+        self._generation = generation
+        self._reads.discard()
 
     def check(self) -> None:
         """Take the result of the last check, and start another when due."""
-        if self._looking is not None and self._looking.done():
-            looked, self._looking = self._looking, None
-            self._take(looked)
         pause = SLOW_LOOK_SECONDS if self._slow else STEP_LOOK_SECONDS
-        if self._looking is None and self._clock() - self._looked_at >= pause:
-            self._looking, self._looked_at = start_detached(self._read), self._clock()
+        if self._config.pattern and (looked := self._reads.poll(pause)) is not None:
+            self._take(looked)
 
     async def check_settled(self) -> None:
         """Check the final output, after all writers have exited."""
-        self._looking = None
-        if not self._slow:
+        self._reads.discard()
+        if self._config.pattern and not self._slow:
             self._show(await run_bounded(self._read))
 
     def _take(self, looked: "asyncio.Future[CommandStep | None]") -> None:

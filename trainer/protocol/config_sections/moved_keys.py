@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-MOVED = {
+MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     ("recovery", "straggler", "replace_after"): ("recovery", "exclude_slow_after"),
     **{
         ("train", name): ("optimizer", name)

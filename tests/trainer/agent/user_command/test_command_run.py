@@ -82,16 +82,16 @@ def test_what_an_attempt_left_damaged_counts_for_nothing(tmp_path: Path, out: Pa
 
 
 def test_the_newest_one_counts_once_it_has_stayed_the_same(tmp_path: Path, out: Path, monkeypatch: Any) -> None:
-    attempt = Attempt(tmp_path, 1)
     seconds = [1000.0]
     monkeypatch.setattr("trainer.agent.user_command.progress.time.monotonic", lambda: seconds[0])
+    attempt = Attempt(tmp_path, 1)
     now = GenerationState(number=1, started=1000.0)
 
     async def looks(times: int) -> None:
         for _ in range(times):
             seconds[0] += LOOK_SECONDS
             await attempt.program.check(now)
-            await asyncio.gather(*(task for task in [attempt.program._command_progress._looking] if task))  # type: ignore[union-attr]
+            await asyncio.gather(*filter(None, [attempt.program._checkpoints._reads._reading]))
             await attempt.program.check(now)
 
     async def run() -> None:
@@ -191,10 +191,9 @@ def test_checkpoints_from_before_the_run_hide_no_progress(tmp_path: Path, out: P
             assert past is not None
             assert (past.saved, attempt.progress.saved, attempt.progress.step) == (True, step, step)
         assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN) if data["new"]] == list(steps)
-    assert attempt.program._command_progress is not None
     asyncio.run(attempt.program.start_generation(9))
-    assert attempt.program._command_progress.began_from is not None
-    assert attempt.program._command_progress.began_from.step == 40, "it has not gone on from a higher one"
+    assert attempt.program._checkpoints.began_from is not None
+    assert attempt.program._checkpoints.began_from.step == 40, "it has not gone on from a higher one"
     last = [attempt.fails(BUG) for _ in range(3)][-1]
     assert last.action is Action.END
 

@@ -77,7 +77,7 @@ def _lagging(records: Records, stall: Stall) -> Iterator[int]:
 
 
 def _counts(group: Group) -> bool:
-    return group.on_gpu and group.sure and group.unfinished
+    return group.on_gpu and group.sure and group.is_unfinished
 
 
 def _last_synchronizing(numbers: Mapping[int, Mapping[int, CollectiveEntry]], first: int, through: int) -> int:

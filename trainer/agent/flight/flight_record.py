@@ -234,7 +234,7 @@ class Group:
     surely: bool = True  # `before` is exact: the record has lost nothing
 
     @property
-    def unfinished(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Return whether this rank has entered a collective that is not complete."""
         return self.entered > self.completed
 
@@ -256,7 +256,7 @@ class FlightRecord:
     whole: bool = False  # it holds an entry completed before every unfinished one, so no unfinished entry is lost
 
     def waits(self) -> set[str]:
-        return {key for key, group in self.groups.items() if group.unfinished}
+        return {key for key, group in self.groups.items() if group.is_unfinished}
 
     def to_json(self) -> str:
         """Serialize for the wire, in at most `WIRE` bytes."""

@@ -75,7 +75,7 @@ class Records:
         strangers = any(rank in self.flights and rank not in having for rank in self.members[key])
         old = {rank: group for rank, group in having.items() if group.before < newest}
         lost = not all(group.surely for group in having.values())
-        if strangers or lost or any(group.unfinished for group in old.values()):
+        if strangers or lost or any(group.is_unfinished for group in old.values()):
             return False
         for rank, group in old.items():
             having[rank] = Group(group.ranks, 0, 0, group.description, group.on_gpu)
@@ -125,7 +125,7 @@ def stalls(records: Records) -> list[Stall]:
 
 def _stall(records: Records, key: str) -> Stall | None:
     groups = {rank: records.group(key, rank) for rank in records.members[key] if rank in records.flights}
-    stuck = {rank: group.completed + 1 for rank, group in groups.items() if group.unfinished}
+    stuck = {rank: group.completed + 1 for rank, group in groups.items() if group.is_unfinished}
     if not stuck:
         return None
     first = min(stuck.values())
@@ -364,7 +364,7 @@ def _add_stall(waits: WaitGraph, records: Records, stall: Stall, items: dict[int
     numbers = records.numbers.get(stall.group, {})
     for rank in records.members[stall.group]:
         group = records.group(stall.group, rank)
-        if rank not in records.flights or not group.unfinished:
+        if rank not in records.flights or not group.is_unfinished:
             continue
         entry = numbers.get(group.completed + 1, {}).get(rank)
         order = entry.order if entry is not None and entry.state != DONE else -1  # -1: no longer in the record

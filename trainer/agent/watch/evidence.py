@@ -158,9 +158,9 @@ def _parts(node: int, ranks: Sequence[Subject], full: Collection[int]) -> Iterat
     cells = {str(one.rank): {"pid": one.pid, **one.cell} for one in ranks}
     yield f"node-{node:04d}/cells.json", partial(_cells, cells)
     for file, look in NODE_PARTS.items():
-        yield f"node-{node:04d}/{file}", partial(_detached, look)
+        yield f"node-{node:04d}/{file}", partial(_read_detached, look)
     for one in ranks:
-        yield f"logs/rank-{one.rank:05d}.txt", partial(_detached, partial(_tail, one.log))
+        yield f"logs/rank-{one.rank:05d}.txt", partial(_read_detached, partial(_tail, one.log))
 
 
 class _Bundle:
@@ -216,7 +216,7 @@ async def _cells(cells: dict[str, Any], seconds: float) -> bytes:
     return json.dumps(cells, indent=1).encode()
 
 
-async def _detached(look: Callable[[float], bytes], seconds: float) -> bytes:
+async def _read_detached(look: Callable[[float], bytes], seconds: float) -> bytes:
     return await run_detached(lambda: look(seconds), seconds)
 
 
@@ -249,7 +249,7 @@ async def _stacks(one: Subject, seconds: float) -> bytes:
 async def _py_spy(one: Subject, seconds: float) -> bytes:
     """Return stacks read from outside the process, without stopping it; works for a stopped process too."""
     command = ["py-spy", "dump", "--nonblocking", "--pid", str(_live_pid(one))]
-    return await _detached(partial(_run_tool, command), seconds)
+    return await _read_detached(partial(_run_tool, command), seconds)
 
 
 async def _proc(one: Subject, seconds: float) -> bytes:

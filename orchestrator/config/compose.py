@@ -4,13 +4,13 @@ import json
 import math
 import os
 import re
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from checkpointing.config import RUN, TierConfig
 from checkpointing.storage.durable import canonical, dump_line
 from orchestrator.config import keys, layers, redaction, validation
 from orchestrator.config.layers import Assignment
@@ -20,13 +20,6 @@ from orchestrator.errors import ConfigError
 from orchestrator.home import expand_home
 from trainer.parallel.layout import MayChange
 from trainer.protocol.config import build, hash_config
-from trainer.protocol.config_sections.fault_detection_config import DrillEvent
-
-
-def merge_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole configuration with interpolations replaced; raises OmegaConfBaseException."""
-    copied: dict[str, Any] = plain(_merge_cached(dump_line(values)))
-    return copied
 
 
 @lru_cache(maxsize=64)  # a controller recomposes the same configs in every pass, and merging is most of the work
@@ -104,7 +97,7 @@ def compose(
     wanted = layers.from_file(path)
     shipped = [item for item in wanted if item.shipped and not preset_wins]
     own = [item for item in wanted if preset_wins or not item.shipped]
-    given = [*layers.from_settings(settings), *layers.from_overrides(overrides)]
+    given = [*layers.from_overrides(settings, "set by orch"), *layers.from_overrides(overrides)]
     label = f"{path}, which is empty" if not wanted else str(path)
     composed = _compose_assignments([name, *shipped, *standing, *own, *given], environ, source=label)
     if not preset_wins:
@@ -268,39 +261,29 @@ def _resolve_values(values: dict[str, Any], origins: dict[keys.Path, str]) -> di
     from omegaconf.errors import OmegaConfBaseException  # heavy; only verbs that read configs need it
 
     try:
-        data: dict[str, Any] = merge_config(values)
+        data: dict[str, Any] = plain(_merge_cached(dump_line(values)))
     except OmegaConfBaseException as error:
-        for path, kind, example in _LISTS:  # OmegaConf 2.3 does not name the list that contains a wrong entry
-            entries = (_branch(values, path) or {}).get(path[-1])
-            _typed_entries(entries if isinstance(entries, list) else [], kind, path, example, origins)
         what, path, hint = _type_complaint(error, values)
         raise ConfigError(what, where=_where(path, origins), hint=hint) from error
-    for path, kind, example in _LISTS:
-        _typed_entries(data[path[0]][path[1]], kind, path, example, origins)
+    for path in keys.every_key():
+        kind = keys.key_type(path, "")
+        if typing.get_origin(kind) is tuple and keys.is_section(keys.item_kind(kind)):
+            _typed_entries(data[path[0]][path[1]], keys.item_kind(kind), path, origins)
     return data
 
 
-_LISTS: tuple[tuple[keys.Path, Any, str], ...] = (
-    (("drill", "events"), DrillEvent, "{kind: kill-rank, rank: 1, step: 20}"),
-    (("checkpoint", "tiers"), TierConfig, "{path: /scratch/ckpt, every: 1000, keep: 5}"),
-)
-"""Lists of mappings; OmegaConf does not check their entries."""
-
-
-def _typed_entries(
-    entries: list[dict[str, Any]], kind: Any, path: keys.Path, example: str, origins: dict[keys.Path, str]
-) -> None:
+def _typed_entries(entries: list[dict[str, Any]], kind: Any, path: keys.Path, origins: dict[keys.Path, str]) -> None:
+    """Check and convert the entries of a list of mappings, which OmegaConf ignores."""
     from omegaconf import OmegaConf  # heavy
     from omegaconf.errors import OmegaConfBaseException
 
-    schema = writable_schema(kind)
     for entry in entries:
         try:
-            entry.update(plain(OmegaConf.to_container(OmegaConf.merge(schema, entry))))
+            entry.update(plain(OmegaConf.to_container(OmegaConf.merge(writable_schema(kind), entry))))
         except OmegaConfBaseException as error:
-            name, what = keys.dotted_key(path), str(error).splitlines()[0]
-            hint = f"example of an entry: {example}"
-            raise ConfigError(f"{name}: `{error.full_key}`: {what}", where=_where(path, origins), hint=hint) from error
+            what = f"{keys.dotted_key(path)}: `{error.full_key}`: {str(error).splitlines()[0]}"
+            expected = keys.type_words(keys.section(kind)[str(error.full_key)])
+            raise ConfigError(what, where=_where(path, origins), hint=f"write {expected}") from error
 
 
 def _where(path: keys.Path, origins: dict[keys.Path, str]) -> str:
@@ -335,18 +318,17 @@ _NOT_RELATIVE = ("/", "~", "$", "\\$")
 def _make_folders_absolute(values: dict[str, Any], folders: Mapping[keys.Path, str]) -> None:
     """Make relative folders absolute before other values refer to them (`${cluster.root}/x`)."""
     for path, is_folder in _FOLDERS.items():
-        branch = _branch(values, path)
+        branch, place = _branch(values, path), _literal(os.path.abspath(folders.get(path, "")))
         if branch is None or path[-1] not in branch:
             continue
-        place, given = folders.get(path, ""), branch[path[-1]]
-
-        def absolute(name: Any, place: str = place, is_folder: Callable[[str], bool] = is_folder) -> Any:
-            relative = isinstance(name, str) and name.strip() and not name.startswith(_NOT_RELATIVE)
-            if not (relative and is_folder(name)):
-                return name
-            return os.path.normpath(os.path.join(_literal(os.path.abspath(place)), name))
-
-        branch[path[-1]] = list(map(absolute, given)) if isinstance(given, list | tuple) else absolute(given)
+        given = branch[path[-1]]
+        names = [
+            os.path.normpath(os.path.join(place, name))
+            if isinstance(name, str) and name.strip() and not name.startswith(_NOT_RELATIVE) and is_folder(name)
+            else name
+            for name in (given if isinstance(given, list | tuple) else [given])
+        ]
+        branch[path[-1]] = names if isinstance(given, list | tuple) else names[0]
 
 
 def _branch(data: dict[str, Any], path: keys.Path) -> dict[str, Any] | None:
@@ -371,18 +353,14 @@ def _absolute(
             if variable not in environ:
                 shown = _replace_text(name, _DOLLAR, "$")
                 what = f"`{keys.dotted_key(key)}`={shown}: the variable {variable} is not set here"
-                raise ConfigError(
-                    what, where=_where(key, origins), hint=f"export {variable}=..., or write the full path"
-                )
+                hint = f"export {variable}=..., or write the full path"
+                raise ConfigError(what, where=_where(key, origins), hint=hint)
             return environ[variable]
 
         written = _VARIABLE.sub(value, name)
         if not written.strip():  # an unset shell variable would mean the current folder
             what = f"`{keys.dotted_key(key)}`={name}: is empty, but must be a folder"
-            here = folders.get(key) or "here"
-            raise ConfigError(
-                what, where=_where(key, origins), hint=f"~{keys.dotted_key(key)} restores the default; . is {here}"
-            )
+            raise ConfigError(what, where=_where(key, origins), hint=f"~{keys.dotted_key(key)} restores the default")
         return os.path.abspath(os.path.join(folders.get(key, ""), expand_home(written)))
 
     for path, is_folder in _FOLDERS.items():
@@ -393,24 +371,19 @@ def _absolute(
             branch[path[-1]] = [folder(name, *path) if is_folder(name) else name for name in given]
         elif is_folder(given):
             branch[path[-1]] = folder(given, *path)
-    for tier in data["checkpoint"]["tiers"]:
-        tier["path"] = _tier(tier["path"], folder)
-    if (own := data["checkpoints"]["path"]).startswith(("/", "~", "$")):  # others: from the command's folder
-        data["checkpoints"]["path"] = folder(own, "checkpoints", "path")
+    for path, owner in [
+        (("checkpoints", "path"), data["checkpoints"]),  # relative: from the command's folder
+        *((("checkpoint", "tiers"), tier) for tier in data["checkpoint"]["tiers"]),  # relative: below the run's folder
+    ]:
+        if owner["path"].startswith(("/", "~", "$")):
+            owner["path"] = folder(owner["path"], *path)
     restored: dict[str, Any] = _replace_text(data, _DOLLAR, "$")
     return restored
 
 
-def _tier(path: str, folder: Callable[..., str]) -> str:
-    """Expand shell variables in a tier's folder; a relative folder stays below the run's folder."""
-    if path == RUN or "://" in path or not path.startswith(("/", "~", "$")):
-        return path
-    return folder(path, "checkpoint", "tiers")
-
-
 def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
     for key, value in flat(data).items():
-        if not _is_finite(value):
+        if not all(math.isfinite(number) for number in redaction.leaves(value) if isinstance(number, float)):
             what, hint = f"{key}={value}: must be a finite number", f"~{key} restores the default"
             raise ConfigError(what, where=_origin(key, origins), hint=hint)
     try:
@@ -421,55 +394,14 @@ def _built(data: dict[str, Any], origins: dict[keys.Path, str]) -> RunConfig:
     return config
 
 
-def _is_finite(value: Any) -> bool:
-    """Return whether all numbers in a value are finite."""
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-_SHELL_VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}", re.ASCII)
-_OTHER_FOLDERS = (("checkpoints", "path"), ("checkpoint", "tiers"))
-
-
 def _type_complaint(error: Any, values: dict[str, Any]) -> tuple[str, keys.Path, str]:
     """Return the error, its key, and the remedy."""
-    path, given = _refused_value(str(error.full_key or ""), values)
-    what, name = str(error).splitlines()[0], keys.dotted_key(path)
-    if "nterpolation" in type(error).__name__ or isinstance(given, str) and "${" in given:
-        is_folder = path in _FOLDERS or path in _OTHER_FOLDERS
-        hint = _variable_meant(given, is_folder) or "write the full key, as in ${train.steps}; a literal one is \\${"
-        return f"`{name}`={given}: {what}", path, hint
+    path = tuple(re.sub(r"\[\d+\].*", "", str(error.full_key or "")).split("."))
+    given, name = (_branch(values, path) or {}).get(path[-1]), keys.dotted_key(path)
+    if "nterpolation" in type(error).__name__:
+        hint = "${...} refers to a key, as in ${train.steps}; a shell variable is $NAME, and \\${ is literal"
+        return f"`{name}`={given}: {str(error).splitlines()[0]}", path, hint
     kind = keys.key_type(path, "")
-    hint = f"write {name}={int(given)}" if kind in (int, int | str) and _is_whole(given) else ""
-    shown = f"`{name}`={given}: must be {keys.type_words(kind)}"
-    return shown, path, hint or f"its default is {keys.key_default(path)}"
-
-
-def _refused_value(full_key: str, values: dict[str, Any]) -> tuple[keys.Path, Any]:
-    """Return the key and value that OmegaConf names as `a.b[0].c`; the value may be a list element."""
-    path = tuple(re.sub(r"\[\d+\].*", "", full_key).split("."))
-    given: Any = values
-    for name in re.findall(r"[^.\[\]]+", full_key):
-        if isinstance(given, list | tuple) and name.isdigit() and int(name) < len(given):
-            given = given[int(name)]
-        else:
-            given = given.get(name) if isinstance(given, dict) else None
-    return path, given
-
-
-def _variable_meant(given: Any, is_folder: bool) -> str:
-    """Return the remedy for `${HOME}`, a shell variable; empty for a reference to a key."""
-    found = _SHELL_VARIABLE.search(given) if isinstance(given, str) else None
-    if found is None:
-        return ""
-    if is_folder:
-        meant = _SHELL_VARIABLE.sub(r"$\1", given)
-        return f"did you mean {meant}?  ${{...}} refers to a key"
-    return f"${{...}} refers to a key; write out the value of {found[1]}, or \\{found[0]} for these literal characters"
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
+    is_list = typing.get_origin(kind) is tuple
+    hint = f"write a list: '{name}=[A, B]'" if is_list else f"its default is {keys.key_default(path)}"
+    return f"`{name}`={given}: must be {keys.type_words(kind)}", path, hint

@@ -59,8 +59,8 @@ def key_type(path: Path, where: str) -> Any:
             raise unknown_key_error(path[: depth + 1], kind, where, path)
         else:
             parent = dotted_key(path[:depth])
-            hint = f"{parent}=VALUE"
-            raise ConfigError(f"`{parent}` is a single value without a key `{name}`", where=where, hint=hint)
+            what = f"`{parent}` is a single value without a key `{name}`"
+            raise ConfigError(what, where=where, hint=f"{parent}=VALUE")
     return kind
 
 
@@ -121,7 +121,6 @@ def type_words(kind: Any) -> str:
     return words.get(kind, "a mapping" if is_section(kind) or is_open(kind) else "a value")
 
 
-_SBATCH = "sbatch"
 _WORKLOAD = "workload"
 
 
@@ -131,8 +130,8 @@ def value(node: Node, path: Path, where: str) -> Any:
     Raises ConfigError for an unquoted yes, no, on or off outside Slurm options, and for a number that is not finite,
     because jobs read `config.json` and JSON cannot represent it.
     """
-    if path[0] != _WORKLOAD and _SBATCH in path:
-        return yaml_text.as_typed(node)
+    if path[0] != _WORKLOAD and "sbatch" in path:
+        return yaml_text.plain(node, as_typed=True)
     if isinstance(node, SequenceNode):
         return [value(item, path, where) for item in node.value]
     if isinstance(node, MappingNode):
@@ -141,7 +140,7 @@ def value(node: Node, path: Path, where: str) -> Any:
         what = f"`{dotted_key(path)}` is the word {node.value}, which YAML 1.2 reads as text"
         hint = f'write {meant}, or "{node.value}" in quotes for the word'
         raise ConfigError(what, where=yaml_text.node_location(node, where), hint=hint)
-    found = yaml_text.plain(node) if path[0] == _WORKLOAD else yaml_text.as_typed(node)
+    found = yaml_text.plain(node, as_typed=path[0] != _WORKLOAD)
     if isinstance(found, float) and not math.isfinite(found):
         what = f"`{dotted_key(path)}` is {node.value}: must be a finite number"
         hint = f'write "{found}" in quotes, and have the workload call float() on it'

@@ -1,10 +1,8 @@
 """Config sources: files with their includes and overrides become one list of assignments, weakest first."""
 
-import ast
-import difflib
-import json
 import re
 import shlex
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +12,16 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from orchestrator.config import keys, redaction, yaml_text
 from orchestrator.config.run_config import RunConfig
-from orchestrator.config.yaml_text import find_configs, near_file
+from orchestrator.config.yaml_text import format_list_items, near_file
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import shipped_folder
+from orchestrator.near_words import did_you_mean, nearest
 from trainer.protocol.config import WorkloadConfig
-from trainer.protocol.config_sections.scheduler_kinds import choices
 
 _COMMAND_LINE = ("notify", "command")
 """A list of strings that may be written as one string."""
-_COMMAND = ("command",)
-_FOLDERS = ("workload", "path")
-_CLUSTER = ("cluster",)
-_TARGET = re.compile(r"[\w./]+:[A-Za-z_]\w*")
+_STARTERS = {".py": "python", ".sh": "bash"}
+"""Programs that run scripts, by file suffix."""
 _OVERRIDE = re.compile(r"(?P<sign>[+~]?)(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -73,15 +69,19 @@ def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
 
 
 def locate(source: str, beside: Path, where: str) -> Path:
-    """Return the file of a preset or path. Raises NotFound with similar names, or ConfigError if a file includes it."""
+    """Return the file of a preset or path. Raises NotFound with a similar name, or ConfigError for an include.
+
+    Raises ConfigError for a script, with the command that submits it.
+    """
     as_path = Path(source).expanduser()
     path = beside / as_path
-    if not where:
-        _refuse_script(source, path)
     is_name = source.strip() and not source.startswith((".", "/", "~")) and as_path.suffix not in (".yaml", ".yml")
     if is_name and source in yaml_text.names():
         return shipped_folder("configs") / f"{source}.yaml"
     if source.strip() and path.is_file():
+        if (starter := _STARTERS.get(path.suffix)) is not None:
+            hint = f"orch submit torchrun-script {shlex.quote(f'command=[{starter}, {format_list_items([source])}]')}"
+            raise ConfigError(f"{source} is a script, not a configuration", where=where or str(path), hint=hint)
         return path
     what = f"config {source or '(empty)'}: {_no_file(path)}"
     if is_name and not path.exists():
@@ -89,54 +89,6 @@ def locate(source: str, beside: Path, where: str) -> Path:
     is_special = source.strip() and path.exists() and not path.is_dir()
     hint = "write the configuration to a regular file, and name that" if is_special else _offer(source, where, beside)
     raise (ConfigError if where else NotFound)(what, where=where or (source if is_name else str(path)), hint=hint)
-
-
-_INTERPRETERS = {".py": "python, ", ".sh": "bash, "}
-"""Command prefix by file suffix; a script with a `#!` line needs none."""
-
-
-def _refuse_script(source: str, path: Path) -> None:
-    """Raise ConfigError for a user's script, NotFound if it is missing, with the command that submits it."""
-    ending = Path(source).suffix
-    if ending not in _INTERPRETERS and (ending or not path.is_file() or not _names_interpreter(path)):
-        return
-    hint = _as_command(source)
-    if not path.is_file():
-        near = near_file(path, _INTERPRETERS)
-        there = source.removesuffix(path.name) + near if near else source
-        offer = f"did you mean {there}?  " if near else "with an existing script: "
-        raise NotFound(f"no such file {source}", where=str(path), hint=f"{offer}{_as_command(there)}")
-    hint = _workload_hint(path) or hint
-    raise ConfigError(f"{source} is a script, not a configuration", where=str(path), hint=hint)
-
-
-def _workload_hint(path: Path) -> str:
-    """Return a hint with the config of the workload class that a module defines, or an empty string."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and any(getattr(each, "name", "") == "build_model" for each in node.body):
-            named = f"workload: {{target: {path.stem}:{node.name}, path: [.]}}"
-            return f"it defines a workload; a configuration names it: `{named}`"
-    return ""
-
-
-def _as_command(source: str) -> str:
-    """Return the command that submits a script."""
-    starter = _INTERPRETERS.get(Path(source).suffix, "")
-    script = source if starter or "/" in source else f"./{source}"
-    word = script if re.fullmatch(r"[\w./~+-]+", script) else json.dumps(script, ensure_ascii=False)
-    return f"orch submit torchrun-script {shlex.quote(f'command=[{starter}{word}]')}"
-
-
-def _names_interpreter(path: Path) -> bool:
-    try:
-        with path.open("rb") as stream:
-            return stream.read(2) == b"#!"
-    except OSError:
-        return False
 
 
 def _no_file(path: Path) -> str:
@@ -147,23 +99,13 @@ def _no_file(path: Path) -> str:
 
 
 def _offer(source: str, where: str, beside: Path) -> str:
-    """Return a hint with the nearest file or presets; only files may include partial presets."""
+    """Return a hint with the nearest file or preset; only files may include partial presets."""
     typed = Path(source).expanduser()
-    source = source.rstrip("/") or source
-    if source.strip() and (inside := find_configs(beside / typed)):
-        return f"did you mean {' or '.join(shlex.quote(str(typed / file.name)) for file in inside)}?"
-    if _TARGET.fullmatch(source):
-        module, _, kind = source.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
-        return f"a configuration names the workload: `workload: {{target: {module}:{kind}, path: [.]}}`"
-    near_by = near_file(beside / typed, (".yaml", ".yml")) if source.strip(" ./~") else None
-    if near_by is not None:
-        return f"did you mean {shlex.quote(source.removesuffix(typed.name) + near_by)}?"
-    if (key := keys.nearest_key(source)) and "." in source:
-        return f"this is a key; name a configuration before it: orch submit tiny-gpt {key}=VALUE"
+    near = near_file(beside / typed, (".yaml", ".yml", typed.suffix or ".yaml")) if source.strip(" ./~") else None
+    if near is not None:
+        return f"did you mean {shlex.quote(source.rstrip('/').removesuffix(typed.name) + near)}?"
     known = [name for name in yaml_text.names() if where or "/" not in name]
-    near = difflib.get_close_matches(source, known, n=1, cutoff=0.8)
-    near = near or difflib.get_close_matches(Path(source).stem, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(known)}"
+    return did_you_mean(nearest(source, known, 0.8) or nearest(typed.stem, known), f"presets: {', '.join(known)}")
 
 
 def from_file(path: Path, above: tuple[Path, ...] = ()) -> list[Assignment]:
@@ -231,29 +173,11 @@ def _assignments(node: Node, kind: Any, path: keys.Path, where: str) -> Iterator
             inner = _kind_below(kind, below, yaml_text.node_location(key, where))
             yield from _assignments(value, inner, below, where)
     elif not yaml_text.is_null(node):
-        there = (
-            f"keys in `{keys.dotted_key(path)}`: {', '.join(keys.section(kind))}"
-            if keys.is_section(kind)
-            else f"{keys.dotted_key(path)}={{key: value}}"
-        )
-        offer = _preset_meant(path, str(node.value)) if isinstance(node, ScalarNode) else ""
-        raise ConfigError(f"`{keys.dotted_key(path)}` must be a mapping", where=here, hint=offer or there)
-
-
-def _preset_meant(path: keys.Path, value: str) -> str:
-    """Return a suggested replacement of a scalar for a section (`model=NAME`); empty if unknown."""
-    if _TARGET.fullmatch(value):
-        return f"did you mean `workload: {{target: {value}}}`?"
-    parts = [name for name in yaml_text.names() if name.startswith(f"{keys.dotted_key(path)}/")]
-    if not parts:
-        return ""
-    if path == _CLUSTER and value in choices():
-        return f"{keys.dotted_key((*path, 'kind'))}={value}"
-    near = yaml_text.nearest_part(keys.dotted_key(path), value)
-    if not near and path != _CLUSTER:  # `train=3` needs a key
-        return ""
-    suggestion = f"did you mean the preset {near}?  " if near else ""
-    return f"{suggestion}a YAML file includes a preset: `includes: [{near or parts[0]}]`; available: {', '.join(parts)}"
+        key = keys.dotted_key(path)
+        hint = f"keys in `{key}`: {', '.join(keys.section(kind))}" if keys.is_section(kind) else f"{key}={{key: value}}"
+        if presets := [name for name in yaml_text.names() if name.startswith(f"{key}/")]:
+            hint += f"; a file includes a preset: `includes: [{presets[0]}]`; available: {', '.join(presets)}"
+        raise ConfigError(f"`{key}` must be a mapping", where=here, hint=hint)
 
 
 def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:
@@ -267,69 +191,35 @@ def _kind_below(kind: Any, path: keys.Path, where: str) -> Any:
 
 
 def _value(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
-    """Return a node as data; a value of type text keeps its spelling (`017` keeps its zero)."""
-    is_list = keys.type_words(kind).startswith("a list")
-    if yaml_text.is_null(node) and kind is not Any:
-        hint = f"leave `{keys.dotted_key(path)}` out for its default" + (", or write ''" if kind is str else "")
-        raise _wrong(path, "empty", kind, yaml_text.node_location(node, where), hint)
-    if kind is str:
-        if not isinstance(node, ScalarNode):
-            raise _wrong(path, yaml_text.plain(node), kind, yaml_text.node_location(node, where), "put it in quotes")
-        return str(node.value)
+    """Return a node as data; text keeps its spelling (`017` keeps its zero). OmegaConf checks all other types."""
     if kind is Any:
         return keys.value(node, path, where)
-    if not is_list or _is_reference(node):
-        return yaml_text.plain(node)
-    if not isinstance(node, SequenceNode):
-        shown = str(yaml_text.plain(node))
-        of_mappings = keys.type_words(kind) == "a list of mappings"
-        what = "{KEY: VALUE}" if of_mappings else _as_list(path, shown)
-        hint = f"write a list: {shlex.quote(f'{keys.dotted_key(path)}=[{what}]')}"
-        raise _wrong(path, shown, kind, yaml_text.node_location(node, where), hint)
-    inner = keys.item_kind(kind)
-    return [_item(item, inner, path, where) for item in node.value]
-
-
-def _as_list(path: keys.Path, text: str) -> str:
-    """Return the items of a list that was written as one string."""
-    if path == _FOLDERS:
-        return str(Path(text).parent) if Path(text).suffix == ".py" else text
-    words = text.split()
-    starter = _INTERPRETERS.get(Path(text).suffix, "") if path == _COMMAND and len(words) == 1 else ""
-    return starter + ", ".join(words)
-
-
-def _item(node: Node, kind: Any, path: keys.Path, where: str) -> Any:
-    if not keys.is_section(kind) or _is_reference(node):
-        return _value(node, kind, path, where)
-    here = yaml_text.node_location(node, where)
-    if not isinstance(node, MappingNode):
-        hint = f"keys: {', '.join(keys.section(kind))}"
-        raise ConfigError(f"every entry of `{keys.dotted_key(path)}` must be a mapping", where=here, hint=hint)
-    item = {}
-    for key, value in node.value:
-        if key.value not in keys.section(kind):
-            raise keys.unknown_key_error((*path, str(key.value)), kind, yaml_text.node_location(key, where))
-        item[key.value] = _value(value, keys.section(kind)[key.value], (*path, str(key.value)), where)
-    return item
+    if isinstance(node, SequenceNode) and typing.get_origin(kind) is tuple:
+        return [_value(item, keys.item_kind(kind), path, where) for item in node.value]
+    if isinstance(node, MappingNode) and keys.is_section(kind):
+        found = {}
+        for key, value in node.value:
+            below = (*path, str(key.value))
+            found[below[-1]] = _value(
+                value, _kind_below(kind, below, yaml_text.node_location(key, where)), below, where
+            )
+        return found
+    is_null, is_section = yaml_text.is_null(node), keys.is_section(kind)
+    if is_null or (kind is str and not isinstance(node, ScalarNode)) or (is_section and not _is_reference(node)):
+        shown, key = "empty" if is_null else yaml_text.plain(node), keys.dotted_key(path)
+        what = f"`{key}` is {shown}, must be {keys.type_words(kind)}"
+        hint = f"leave `{key}` out for its default" + (", or write ''" if kind is str else "")
+        raise ConfigError(what, where=yaml_text.node_location(node, where), hint=hint)
+    return str(node.value) if kind is str else yaml_text.plain(node)
 
 
 def _is_reference(node: Node) -> bool:
     return isinstance(node, ScalarNode) and str(node.value).startswith("${")
 
 
-def _wrong(path: keys.Path, shown: Any, kind: Any, where: str, hint: str) -> ConfigError:
-    return ConfigError(f"`{keys.dotted_key(path)}` is {shown}, must be {keys.type_words(kind)}", where=where, hint=hint)
-
-
-def from_overrides(overrides: Sequence[str]) -> list[Assignment]:
-    """Return the assignments of the command line, in order; raises ConfigError."""
-    return [item for number, text in enumerate(overrides, 1) for item in _override(f"override #{number}", text)]
-
-
-def from_settings(settings: Sequence[str]) -> list[Assignment]:
-    """Return the assignments that a verb makes itself, in override syntax."""
-    return [item for text in settings for item in _override("set by orch", text)]
+def from_overrides(overrides: Sequence[str], source: str = "override #{}") -> list[Assignment]:
+    """Return the assignments of texts in override syntax, in order; raises ConfigError."""
+    return [item for number, text in enumerate(overrides, 1) for item in _override(source.format(number), text)]
 
 
 def _override(source: str, text: str) -> list[Assignment]:
@@ -354,16 +244,11 @@ def _override(source: str, text: str) -> list[Assignment]:
         raise ConfigError(
             f"`{match['key']}` is not an entry of an open map, and + only adds such entries", where=where, hint=hint
         )
-    return [_as_override(item, sign) for item in _assignments(_node(value, kind, where), kind, path, where)]
-
-
-def _as_override(item: Assignment, sign: str) -> Assignment:
-    return Assignment(path=item.path, value=item.value, origin=item.origin, adds=sign == "+")
+    found = _assignments(_node(value, kind, where), kind, path, where)
+    return [replace(item, adds=sign == "+") for item in found]
 
 
 def _node(text: str, kind: Any, where: str) -> Node:
-    mark = None
     if kind is str and text[:1] not in ("'", '"'):
-        return ScalarNode("tag:yaml.org,2002:str", text, mark, mark)
-    node = yaml_text.parse(text, where)
-    return node if node is not None else ScalarNode("tag:yaml.org,2002:null", "", mark, mark)
+        return ScalarNode("tag:yaml.org,2002:str", text)
+    return yaml_text.parse(text, where) or ScalarNode("tag:yaml.org,2002:null", "")

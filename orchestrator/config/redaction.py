@@ -8,6 +8,17 @@ from typing import Any
 from orchestrator.errors import ConfigError
 
 SECRET_KEYS = ("notify.webhook",)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield all values in nested dicts, lists and tuples."""
+    if isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    else:
+        yield value
+
+
 _WEBHOOK = re.compile(r"(https?://)(?:[^\s/@\"']*@)?([^\s/?#\"']+)(?:[/?#][^\s\"',}\]]*)?")
 
 
@@ -125,7 +136,7 @@ def _find_secrets(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             key.startswith(_ARGUMENTS) and _SECRET_NAME.fullmatch(variable.upper()) and _may_be_secret(value, variable)
         ):
             yield key, "looks like a secret", re.sub(r"\W", "_", variable.upper())
-        for text in _texts(value):
+        for text in (text for text in leaves(value) if isinstance(text, str)):
             yield from (
                 (key, f"looks like {form.what}", _variable(name, key, form))
                 for form in _FORMS
@@ -186,14 +197,3 @@ def _options(words: Sequence[Any]) -> Iterator[tuple[str, str]]:
             and not value.startswith("-")
         ):
             yield f"{match[0].partition('=')[0]}", name
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _texts(inner)

@@ -26,24 +26,15 @@ from trainer.protocol.secrets.run_secrets import is_name
 
 def program_size_complaints(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield complaints about values that are too long, each with a remedy."""
-    variables = [f"{name}={value}" for name, value in config.env.items()]
-    for name, variable in zip(config.env, variables, strict=True):
-        if excess_bytes(variable):
-            yield f"env.{name}: {_too_long(variable)}", f"put the value into a file, and +env.{name}_FILE=PATH"
-    for place, argument in enumerate(config.command):
-        if excess_bytes(argument):
-            yield (
-                f"command: word {place + 1} {_too_long(argument)}",
-                "put it into a file, and give the program its path",
-            )
-    total = total_bytes([*variables, *config.command])
-    if total > MAX_TOTAL_BYTES:
+    texts = {f"env.{name}:": f"{name}={value}" for name, value in config.env.items()}
+    texts |= {f"command: word {place}": argument for place, argument in enumerate(config.command, 1)}
+    for key, text in texts.items():
+        if excess := excess_bytes(text):
+            what = f"{key} is {excess} bytes longer than the {MAX_STRING_BYTES} that Linux allows"
+            yield what, "put it into a file, and give the program its path"
+    if (total := total_bytes(list(texts.values()))) > MAX_TOTAL_BYTES:
         what = f"command and env: have {total} bytes together, but Linux allows {MAX_TOTAL_BYTES} for a program"
         yield what, "put the longest values into files"
-
-
-def _too_long(text: str) -> str:
-    return f"is {excess_bytes(text)} bytes longer than the {MAX_STRING_BYTES} that Linux allows"
 
 
 SHOWN = 8
@@ -115,7 +106,7 @@ def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> 
     """
     if not config.command:
         return
-    texts = [text for item in assignments for text in _texts(item.value)]
+    texts = [text for item in assignments for text in redaction.leaves(item.value) if isinstance(text, str)]
     for item in assignments:
         instead = next((what for path, what in _ONLY_FOR_WORKLOADS.items() if item.path[: len(path)] == path), "")
         key = keys.dotted_key(item.path)
@@ -125,13 +116,6 @@ def refuse_ineffective(config: RunConfig, assignments: Sequence[Assignment]) -> 
         raise ConfigError(
             f"{key}: has no effect on a `command`", where=redaction.place(item.origin) or item.origin, hint=hint
         )
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [text for item in items for text in _texts(item)]
 
 
 BUILT_IN = WorkloadConfig().target

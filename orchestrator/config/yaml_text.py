@@ -16,59 +16,21 @@ from orchestrator.errors import ConfigError
 from orchestrator.home import shipped_folder
 from orchestrator.near_words import nearest
 
-MOST = 5000
-"""Maximum number of folder entries to search."""
-
 
 def near_file(path: Path, endings: Collection[str]) -> str | None:
     """Return the name nearest to `path` among its siblings with one of these endings, or None."""
     try:
-        there = [file.name for _, file in zip(range(MOST), path.parent.iterdir(), strict=False)]
-        names = sorted(name for name in there if Path(name).suffix in endings and (path.parent / name).is_file())
+        names = sorted(file.name for file in path.parent.iterdir() if file.suffix in endings and file.is_file())
     except OSError:
         return None
-    same = [name for name in names if Path(name).stem == path.stem or name == f"{path.name}{Path(name).suffix}"]
     stems = {Path(name).stem.lower(): name for name in reversed(names)}
-    return next(iter(same), None) or stems.get(nearest(path.stem.lower(), stems, 0.7))
-
-
-def find_configs(folder: Path, most: int = 3) -> list[Path]:
-    """Return the configs in a folder, newest first: readable YAML files with a workload, command, data or includes."""
-    try:
-        there = [file for _, file in zip(range(MOST), folder.glob("*.y*ml"), strict=False) if file.is_file()]
-        newest = sorted(there, key=lambda file: file.stat().st_mtime, reverse=True)[:_LOOKED_AT]
-        return [file for file in newest if _BEGINS.search(file.read_text(errors="replace")[:_READ])][:most]
-    except OSError:
-        return []
-
-
-_LOOKED_AT, _READ = 50, 10_000
-_BEGINS = re.compile(r"^(includes|workload|command|data) *:", re.MULTILINE)
-
-
-def near_module(folder: Path, name: str) -> str:
-    """Return the module or package in a folder with a name close to this one; empty if none is close."""
-    file = near_file(folder / name, (".py",))
-    if file is not None and file.removesuffix(".py").isidentifier():
-        return file.removesuffix(".py")
-    try:
-        packages = [place.parent.name for place in folder.glob("*/__init__.py")]
-    except OSError:
-        return ""
-    return nearest(name, packages, 0.7)
+    return stems.get(nearest(path.stem.lower(), stems, 0.7))
 
 
 def names() -> list[str]:
     """Return the names of all presets as users write them: `tiny-gpt`, `model/tiny`."""
     root = shipped_folder("configs")
     return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
-
-
-def nearest_part(section: str, name: str) -> str:
-    """Return the preset for this section that `name` means, with or without the section prefix; empty if none."""
-    parts = {part.partition("/")[2]: part for part in names() if part.startswith(f"{section}/")}
-    wanted = name.rpartition("/")[2].removesuffix(".yaml")
-    return parts.get(wanted if wanted in parts else nearest(wanted, parts), "")
 
 
 _CORE = "tag:yaml.org,2002:"
@@ -112,8 +74,9 @@ def parse(text: str, where: str) -> Node | None:
         node: Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what, hint = _complaint(error)
-        hint = "put the text in quotes, or close the bracket" if where.startswith("override") else hint
+        what = error.problem or error.context or "unreadable"
+        is_typed = where.startswith("override")
+        hint = "put the text in quotes, or close the bracket" if is_typed else "fix that line, or the one before it"
         raise ConfigError(f"not YAML: {what}", where=place(where, mark), hint=hint) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {str(error).splitlines()[0]}", where=where, hint="is it a text file?") from error
@@ -122,19 +85,6 @@ def parse(text: str, where: str) -> Node | None:
     if node is not None:
         _check(node, where, [])
     return node
-
-
-def _complaint(error: yaml.MarkedYAMLError) -> tuple[str, str]:
-    """Describe the parser's error in a sentence, and give a remedy."""
-    what = error.problem or error.context or "unreadable"
-    if "'\\t'" in what:
-        return "the line is indented with a tab", "indent with spaces"
-    if what.startswith("but "):
-        return (
-            f"{error.context}, {what}",
-            "keep one document: move each part between two `---` into a separate file",
-        )
-    return what, "fix that line, or the one before it"
 
 
 def place(where: str, mark: Any) -> str:
@@ -190,34 +140,27 @@ def old_boolean(node: Node) -> str:
     return _OLD_BOOLEANS.get(str(node.value).lower(), "") if is_word else ""
 
 
-def as_typed(node: Node) -> Any:
-    """Return a node as Python data; a number that Python would print differently stays text (`007`, `1e3`)."""
-    if isinstance(node, SequenceNode):
-        return [as_typed(item) for item in node.value]
-    if isinstance(node, MappingNode):
-        return {key.value: as_typed(value) for key, value in node.value}
-    value = plain(node)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(node.value) if is_number and str(value) != node.value else value
+def plain(node: Node, *, as_typed: bool = False) -> Any:
+    """Return a node as Python data: None, bool, int, float, str, list or dict.
 
-
-def plain(node: Node) -> Any:
-    """Return a node as Python data: None, bool, int, float, str, list or dict."""
+    `as_typed`: a number that Python would print differently stays text (`007`, `1e3`).
+    """
     if isinstance(node, SequenceNode):
-        return [plain(item) for item in node.value]
+        return [plain(item, as_typed=as_typed) for item in node.value]
     if isinstance(node, MappingNode):
-        return {key.value: plain(value) for key, value in node.value}
+        return {key.value: plain(value, as_typed=as_typed) for key, value in node.value}
     text = str(node.value)
+    value: Any = text
     match node.tag.removeprefix(_CORE):
         case "null":
             return None
         case "bool":
             return text.lower() == "true"
         case "int":
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+            value = int(text, 0) if text[:2] in ("0o", "0x") else int(text)
         case "float":
-            return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
+            value = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text if as_typed and str(value) != text else value
 
 
 _UNQUOTED = re.compile(r"(?:[A-Za-z./][\w./+-]*|--?[A-Za-z][\w-]*)")

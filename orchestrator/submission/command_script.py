@@ -5,8 +5,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 
 from orchestrator.config.run_config import RunConfig
@@ -94,86 +93,71 @@ _MODULES = {
     "lightning.fabric.cli": "fabric run",
     "lightning_fabric.cli": "fabric run",
 }
-_PROGRAMS = {
-    **{name: name for name in ("torchrun", "deepspeed", "srun", "mpirun", "mpiexec", "horovodrun", "composer")},
-    "accelerate-launch": "accelerate launch",
-}
 _VERBS = {"accelerate": "launch", "fabric": "run", "lightning": "run", "colossalai": "run", "tune": "run"}
 """Programs that start ranks only with this subcommand."""
-_PYTHON_LAUNCHERS = frozenset({"torchrun", "accelerate launch", "deepspeed", "composer", "fabric run", "lightning run"})
-"""Launchers that start a Python script or module; `--no-python` makes them start a program."""
-_FLAGS = frozenset(
-    {"standalone", "multi-gpu", "cpu", "tpu", "use-deepspeed", "use-fsdp", "no-python", "run-path", "quiet"}
+_PYTHON_LAUNCHERS = frozenset(
+    {"torchrun", "deepspeed", "composer", "accelerate-launch", "accelerate launch", "fabric run", "lightning run"}
 )
-"""Launcher options without a value."""
-_PER_NODE = ("nproc-per-node", "num-gpus", "ntasks-per-node", "npernode")
-_IN_ALL = ("num-processes", "ntasks", "np", "n")
-_NODES = ("nnodes", "num-machines", "num-nodes")
+"""Launchers that start a Python script or module; `--no-python` makes them start a program."""
+_PROGRAM_LAUNCHERS = frozenset({"srun", "mpirun", "mpiexec", "horovodrun", "colossalai run"})
+_JOINING = ("torchrun", "accelerate launch", "accelerate-launch", "tune run")
+"""Launchers that join all nodes into one world if given their number, and then expect one process per node."""
+_NODES = re.compile(r"--(?:nnodes|num[-_]machines|num[-_]nodes)(?:[= ])(?!1(?: |$))")
+_RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|nnodes)\b")
 _OWN_RANKS = re.compile(r"RANK|WORLD_SIZE|SLURM_|GROUP_|NODE_ID|NODEID")
 """Variables that show that a shell script starts each rank itself."""
 _SEPARATORS = frozenset({"&&", "||", "|", ";", "&", "(", ")", "do", "then", "else", "{"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """A launcher with its options (no leading dashes, `-` for `_`), and the words that it starts."""
-
-    name: str
-    options: dict[str, str]
-    program: tuple[str, ...]
-
-    def number(self, names: Sequence[str]) -> int:
-        """Return the value of the first of these options; 0 if it is not a number."""
-        values = [self.options[name] for name in names if name in self.options]
-        return int(values[0]) if values and values[0].isdigit() else 0
-
-
 def refuse_launcher(config: RunConfig, script: str = "") -> None:
     """Raise ConfigError for a launcher if there is more than one rank; `script`: text of a shell script."""
-    if config.cluster.world_size == 1:
+    cluster, command = config.cluster, config.command
+    if cluster.world_size == 1:
         return
-    found = _launch(config.command)
-    text = inline_text(_from_shell(config.command)) or script
-    if found is None and text and not _OWN_RANKS.search(text):
-        found = next(filter(None, map(_launch, _simple_commands(text))), None)
-    if found is None or (config.cluster.ranks_per_node == 1 and _joins_nodes(found)):
+    text = inline_text(_from_shell(command)) or script
+    commands = [command, *(_simple_commands(text) if not _OWN_RANKS.search(text) else ())]
+    found, words = next(((name, words) for words in commands if (name := _find_launcher(words))), ("", ()))
+    joins_nodes = found in _JOINING and _NODES.search(" ".join(words)) is not None
+    if not found or (cluster.ranks_per_node == 1 and joins_nodes):
         return
-    cluster = config.cluster
-    each = f"{cluster.world_size} ranks ({cluster.nodes} x {cluster.ranks_per_node}), and {found.name} on each"
+    each = f"{cluster.world_size} ranks ({cluster.nodes} x {cluster.ranks_per_node}), and {found} on each"
     what = f"command: orch starts {each} would train a separate model"
-    raise ConfigError(what, where="command", hint=_instead(found, config))
+    hint = f"remove {found} and its options; cluster.nodes and cluster.ranks_per_node set the number of ranks"
+    raise ConfigError(what, where="command", hint=hint)
 
 
-def _joins_nodes(found: Launch) -> bool:
-    """Return whether the launcher joins all nodes into one world and expects one process per node."""
-    nodes = next((found.options[name] for name in _NODES if name in found.options), "1")
-    return nodes != "1" and found.name in ("torchrun", "accelerate launch", "tune run")
+def _find_launcher(command: Sequence[str]) -> str:
+    """Return the name of the launcher among these words, after any programs that start it; empty without one.
 
-
-def _instead(found: Launch, config: RunConfig) -> str:
-    command = f"command=[{format_list_items(found.program or ('python', 'YOUR_SCRIPT.py'))}]"
-    per_node = found.number(_PER_NODE) or (found.number(_IN_ALL) if config.cluster.nodes == 1 else 0)
-    names = ("ranks_per_node", "gpus_per_node") if config.cluster.gpus_per_node else ("ranks_per_node",)
-    ranks = "".join(f" cluster.{name}={per_node}" for name in names) if per_node > 1 else ""
-    settings = "; what its configuration sets (precision, sharding) goes into the script or `env`"
-    return f"{shlex.quote(command)}{ranks}" + (settings if found.name in ("accelerate launch", "deepspeed") else "")
-
-
-def _launch(command: Sequence[str]) -> Launch | None:
-    """Return the launcher among these words, after any programs that start it, or None.
-
-    Words after a script are its arguments. A launcher's name before a script counts only if it would start the script.
+    Words after a script are its arguments.
     """
     if not command or command[0] in _LAST_WORDS | _FILTERS:
-        return None
-    found = _parse_launcher(command)
-    if found is not None and not _is_mere_name(found, command):
-        return found
-    for at in range(1, _find_script_index(command) + 1):
-        found = _parse_launcher(command[at:])
-        if found is not None and _is_started(found, command[at:], is_value=command[at - 1].startswith("-")):
-            return found
-    return None
+        return ""
+    words = range(_find_script_index(command) + 1)
+    return next(filter(None, (_launcher_at(command, at) for at in words)), "")
+
+
+def _launcher_at(command: Sequence[str], at: int) -> str:
+    """Return the launcher that starts at this word; empty for any other word.
+
+    Inside a command, a launcher's name counts only if it would start something: a conda environment may have that name.
+    """
+    words = command[at:]
+    if _PYTHON.fullmatch(words[0]):
+        options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))
+        module = words[len(options) + 1 : len(options) + 3]
+        return _MODULES.get(module[1], "") if len(module) == 2 and module[0] == "-m" else ""
+    name = words[0].rpartition("/")[2]
+    if _VERBS.get(name) in words[1:2]:
+        name, words = f"{name} {words[1]}", words[1:]
+    if name == "tune run":  # torchtune uses torchrun only if a number of ranks is given
+        return name if any(map(_RANKS.match, words)) else ""
+    if name in _PROGRAM_LAUNCHERS:
+        return name if at == 0 or len(words) > 1 else ""
+    if name not in _PYTHON_LAUNCHERS or (len(words) > 1 and _PYTHON.fullmatch(words[1])):
+        return ""
+    starts = any(word.endswith(".py") or word in ("-m", "--module", "--no-python", "--no_python") for word in words)
+    return name if at == 0 or starts else ""
 
 
 def _find_script_index(words: Sequence[str]) -> int:
@@ -186,82 +170,18 @@ def _find_script_index(words: Sequence[str]) -> int:
     return len(words) - 1
 
 
-def _is_started(found: Launch, words: Sequence[str], *, is_value: bool) -> bool:
-    """Return whether words inside a command start a launcher, rather than name it (as a conda environment might)."""
-    if _PYTHON.fullmatch(words[0]):  # `python -m`
-        return True
-    if found.name == "tune run":
-        return True
-    given = found.program[:1]
-    if found.name not in _PYTHON_LAUNCHERS or "no-python" in found.options:
-        return bool(given) and (not is_value or _is_program(given[0]) or "/" in given[0])
-    return given == ("python",) and not _is_mere_name(found, words)
-
-
-def _is_mere_name(found: Launch, words: Sequence[str]) -> bool:
-    """Return whether Python follows the launcher: `torchrun python x.py` would start a file named `python`."""
-    return found.name in _PYTHON_LAUNCHERS and words[0].rpartition("/")[2] == found.name and bool(
-        len(words) > 1 and _PYTHON.fullmatch(words[1])
-    )  # fmt: skip
-
-
 def _from_shell(command: Sequence[str]) -> Sequence[str]:
     """Return the command's words from its shell onwards; empty if it starts no shell."""
     at = _find_script_index(command)
     return command[at:] if SHELL.fullmatch(command[at]) else ()
 
 
-def _parse_launcher(words: Sequence[str]) -> Launch | None:
-    """Return the launcher at the start of these words."""
-    program = words[0].rpartition("/")[2]
-    if _PYTHON.fullmatch(words[0]) and "-m" in words and (at := words.index("-m")) + 1 < len(words):
-        is_module = all(word.startswith("-") for word in words[1:at])
-        name, rest = _MODULES.get(words[at + 1], "") if is_module else "", words[at + 2 :]
-        rest = rest[1:] if rest[:1] and rest[0] in ("launch", "run") else rest
-    elif _VERBS.get(program) in words[1:2]:
-        name, rest = f"{program} {words[1]}", words[3 if "model" in words[2:3] else 2 :]  # `lightning run model`
-    else:
-        name, rest = _PROGRAMS.get(program, ""), words[1:]
-    found = _read(name, list(rest)) if name else None
-    if found is None or found.name != "tune run":
-        return found
-    # torchtune runs its recipe in one process, and uses torchrun only if a number of ranks is given.
-    ranks = any(option in found.options for option in (*_PER_NODE, *_NODES))
-    return replace(found, program=()) if ranks else None
-
-
-def _read(name: str, words: list[str]) -> Launch:
-    """Read options up to the program; a word after an option is its value unless it begins a program."""
-    options: dict[str, str] = {}
-    while words and words[0].startswith("-"):
-        option, mark, value = words.pop(0).lstrip("-").partition("=")
-        option = option.replace("_", "-")
-        if option in ("m", "module"):
-            return Launch(name=name, options=options, program=("python", "-m", *words))
-        has_value = not mark and option not in _FLAGS and words and not words[0].startswith("-")
-        if has_value and not _is_program(words[0]):
-            value = words.pop(0)
-        options[option] = value
-    script = words[:1]
-    is_python = bool(script) and script[0].endswith(".py")
-    return Launch(name=name, options=options, program=(*(["python"] if is_python else []), *words))
-
-
-def _is_program(word: str) -> bool:
-    return word.endswith((".py", ".sh")) or _PYTHON.fullmatch(word) is not None
-
-
 def _simple_commands(text: str) -> Iterator[list[str]]:
     """Yield the simple commands of a shell text, approximately: words between separators and line ends."""
     for line in lines_of_words(text):
-        words: list[str] = []
-        for word in line:
-            if word in _SEPARATORS:
-                yield words
-                words = []
-            else:
-                words.append(word)
-        yield words
+        for is_separator, words in groupby(line, _SEPARATORS.__contains__):
+            if not is_separator:
+                yield list(words)
 
 
 _INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|bash|sh)")

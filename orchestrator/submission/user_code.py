@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from orchestrator.config.run_config import RunConfig
-from orchestrator.config.yaml_text import near_module
+from orchestrator.config.yaml_text import near_file
 from orchestrator.errors import ConfigError
 from orchestrator.near_words import did_you_mean, nearest
 from orchestrator.scheduler.job_environment import Submitter
@@ -110,36 +110,25 @@ _SAME_ENVIRONMENT = frozenset({"default", "nccl"})
 """Templates that do not change the job's import path."""
 
 Note = Callable[[str], None]
-
-
-class WorkloadInspection:
-    """An import in progress; `finish` waits for it."""
-
-    def __init__(self, config: RunConfig, kind: str, child: BoundedChild | None) -> None:
-        self._config, self._kind, self._child = config, kind, child
-
-    def finish(self, note: Note, warn: Note) -> CodeRecord | None:
-        """Return the imported code, or None if unknown. Raises ConfigError for a setting that would fail the job."""
-        if self._child is None:
-            return None
-        return _judge(self._child.answer(IMPORT_WITHIN, note), self._config, self._kind, warn)
+Finish = Callable[[Note, Note], CodeRecord | None]
 
 
 @contextmanager
-def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iterator[WorkloadInspection]:
+def inspecting(config: RunConfig, kind: str, environ: Mapping[str, str]) -> Iterator[Finish]:
     """Import the workload in a child process, which ends with this block.
 
-    Nothing is imported if jobs use another interpreter. The built-in model is imported only if the configuration names
-    its classes.
+    The yielded function waits for it. It takes callbacks for a long wait and for warnings, and returns the imported
+    code, or None if unknown; it raises ConfigError for a setting that would fail the job. Nothing is imported if jobs
+    use another interpreter. The built-in model is imported only if the configuration names its classes.
     """
     wrap = config.parallel.fsdp.wrap
     plain = config.trains_built_in_workload and (wrap == "auto" or wrap.isdecimal())
     if config.command or config.cluster.python or plain:
-        yield WorkloadInspection(config, kind, None)
+        yield lambda note, warn: None
         return
     what = f"waiting for the import of {config.workload.target}, to see what it needs"
     with BoundedChild(_MODULE, asdict(config), job_environment(config, environ), what) as child:
-        yield WorkloadInspection(config, kind, child)
+        yield lambda note, warn: _judge(child.answer(IMPORT_WITHIN, note), config, kind, warn)
 
 
 def job_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -162,7 +151,9 @@ def _judge(answer: ChildAnswer, config: RunConfig, kind: str, warn: Note) -> Cod
         raise ConfigError(what, where=f"workload.target={target}", hint=hint)
     if failed := answer.found.get("failed"):
         # Other machines may have other devices and files, but their modules are the same.
-        if traits(kind).simulated_nodes or (answer.found["is_import"] and _same_environment(config)):
+        if traits(kind).simulated_nodes or (
+            answer.found["is_import"] and set(config.cluster.templates) <= _SAME_ENVIRONMENT
+        ):
             raise ConfigError(failed, where="imported with the variables that a job has", hint=_HINT)
         warn(f"{failed}; the job imports it again, and fails if the error occurs there too")
     elif answer.died:
@@ -173,10 +164,6 @@ def _judge(answer: ChildAnswer, config: RunConfig, kind: str, warn: Note) -> Cod
 
 
 _HINT = "install what is missing for this interpreter, or fix the code; a job does not see this shell's PYTHONPATH"
-
-
-def _same_environment(config: RunConfig) -> bool:
-    return set(config.cluster.templates) <= _SAME_ENVIRONMENT
 
 
 REQUIRED = ("build_model", "loss")
@@ -222,7 +209,8 @@ def missing_method(kind: ast.ClassDef, tree: ast.Module) -> tuple[str, str] | No
     bases = [ast.unparse(base) for base in kind.bases]
     if len(bases) != 1 or bases[0] not in {*ours, "orch.BaseWorkload"} or kind.keywords or kind.decorator_list:
         return None
-    named = _all_names(tree)
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
+    named = _used_names(tree) | {node.name for node in ast.walk(tree) if isinstance(node, defined)}
     if {"setattr", "__getattr__", "__getattribute__", "__dict__", "globals"} & named:
         return None
     typed = {meant: typed for typed, meant, _ in _slips(kind, tree)}
@@ -243,24 +231,8 @@ def _slips(kind: ast.ClassDef, tree: ast.Module) -> list[tuple[str, str, int]]:
 
 def _used_names(tree: ast.Module) -> set[str]:
     """Return every attribute, name and string in a file; its code may call a method by any of them."""
-    return {name for node in ast.walk(tree) for name in _find_names(node)}
-
-
-def _find_names(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Attribute):
-        yield node.attr
-    elif isinstance(node, ast.Name):
-        yield node.id
-    elif isinstance(node, ast.Constant):
-        yield str(node.value)
-
-
-def _all_names(tree: ast.Module) -> set[str]:
-    """Return the names used, defined or imported in a file."""
-    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias)
-    nodes = list(ast.walk(tree))
-    words = {name for node in nodes for name in _find_names(node)}
-    return words | {node.name for node in nodes if isinstance(node, defined)}
+    fields: dict[type[ast.AST], str] = {ast.Attribute: "attr", ast.Name: "id", ast.Constant: "value"}
+    return {str(getattr(node, fields[type(node)])) for node in ast.walk(tree) if type(node) in fields}
 
 
 OURS = ("orch", "orchestrator", "trainer", "checkpointing")
@@ -366,13 +338,10 @@ _ON_THE_PATH = "workload.path=[/folder/that/holds/it] puts a folder on the impor
 
 
 def _near_module(module: str, places: list[Path]) -> str:
-    """Return the intended module: without a file suffix, or with the nearest spelling."""
-    if module.endswith(".py") and _find_module_file(module.removesuffix(".py"), places):
-        return module.removesuffix(".py")
-    top, _, name = module.rpartition(".")
-    folders = [place / Path(*top.split(".")) for place in places] if top else places
-    near = [near_module(folder, name) for folder in folders]
-    return ".".join(filter(None, (top, next(filter(None, near), "")))) if any(near) else ""
+    """Return the module with the nearest spelling, without a file suffix; empty if none is close."""
+    below = Path(*module.removesuffix(".py").split("."))
+    file = next(filter(None, (near_file(place / below, (".py",)) for place in places)), "")
+    return ".".join([*below.parent.parts, file.removesuffix(".py")]) if file else ""
 
 
 def _find_module_file(module: str, places: list[Path]) -> Path | None:

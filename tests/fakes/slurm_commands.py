@@ -6,7 +6,7 @@ from pathlib import Path
 
 SINFO = """
 case "$*" in
-*%P*%c*) printf 'n1|low*|8|4000|(null)\\nn2|low*|8|4000|(null)\\nn1|high|8|4000|(null)\\n' ;;
+*%P*%c*) printf 'n1|low*|8|4000|(null)|idle\\nn2|low*|8|4000|(null)|idle\\nn1|high|8|4000|(null)|idle\\n' ;;
 *%P*) printf 'low*\\nhigh\\n' ;;
 *%N*) printf 'n1\\nn2\\n' ;;
 esac

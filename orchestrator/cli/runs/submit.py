@@ -170,10 +170,10 @@ def launch(
         compare_with_controller(screen, kind)
     user_code.check(config)
     tiers = launching.checking_tiers(config, os.environ)
-    with user_code.inspecting(config, kind, os.environ) as inspection, tiers as finish_tiers:
+    with user_code.inspecting(config, kind, os.environ) as finish_import, tiers as finish_tiers:
         _ask_slurm(screen, composed, kind)
         finish_tiers(screen.note)
-        code = inspection.finish(screen.note, lambda words: screen.warn("workload_import", words))
+        code = finish_import(screen.note, lambda words: screen.warn("workload_import", words))
     with open_store(create=True) as store, screen.bar("tokenizing") as meter:
         run, attempt = launching.create_run(
             store, composed, cluster=cluster, now=time.time(), progress=meter, on_recorded=set_interrupt_message,

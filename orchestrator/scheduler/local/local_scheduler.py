@@ -361,7 +361,7 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
         root = spec.submitter.package_root
         lines.append(f"export PYTHONPATH={shlex.quote(root)}" if root else "unset PYTHONPATH")
     return Intent(
-        name=check_field("name", "name", spec.name), comment=spec.comment, submission=str(spec.submission.absolute()),
+        name=check_field("name", spec.name, "name"), comment=spec.comment, submission=str(spec.submission.absolute()),
         run_dir=str(spec.run_dir), entry=entry, arguments=arguments(spec), nodes=spec.resources.nodes,
         limit_s=60 * minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
         command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),

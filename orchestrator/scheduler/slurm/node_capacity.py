@@ -11,9 +11,14 @@ from orchestrator.scheduler.slurm.command_output import UnreadableField, expand_
 from trainer.protocol.cut_text import cut
 
 ANSWER_WITHIN = 10.0
-NODES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G")
+NODES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G|%T")
 PARTITIONS = ("sinfo", "-h", "-a", "-o", "%P")
 _MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
+IN_SERVICE = frozenset(
+    {"IDLE", "MIXED", "MIX", "ALLOCATED", "ALLOC", "COMPLETING", "COMP", "PLANNED", "PLND", "RESERVED", "RESV"}
+)
+"""States of nodes in service; nodes in unknown states do not count."""
+_ABSENT = "*$^"  # suffixes of a node that does not respond, is under maintenance, or reboots
 _GPUS = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[A-Za-z_][\w.-]*)?:(\d+)", re.ASCII)
 
 
@@ -26,6 +31,7 @@ class NodeCapacity:
     cpus: int
     memory: float
     gpus: int = 0
+    is_up: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +80,14 @@ def read_nodes(text: str) -> list[NodeCapacity]:
     found = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.split("|")]
-        if len(parts) == 5 and parts[2].rstrip("+").isdigit() and parts[3].rstrip("+").isdigit():
-            name, partition, cpus, memory, gres = parts
-            gpus, size = sum(map(int, _GPUS.findall(gres))), float(memory.rstrip("+"))
-            node = NodeCapacity(name=name, partition=partition, cpus=int(cpus.rstrip("+")), memory=size, gpus=gpus)
+        if len(parts) == 6 and parts[2].rstrip("+").isdigit() and parts[3].rstrip("+").isdigit():
+            name, partition, cpus, memory, gres, state = parts
+            word = state.rstrip("*~#!%$@^-+")
+            node = NodeCapacity(
+                name=name, partition=partition, cpus=int(cpus.rstrip("+")), memory=float(memory.rstrip("+")),
+                gpus=sum(map(int, _GPUS.findall(gres))),
+                is_up=word.upper() in IN_SERVICE and not set(state[len(word) :]) & set(_ABSENT),
+            )  # fmt: skip
             found.append(node)
     return found
 
@@ -104,15 +114,6 @@ def shortfall(asked: Resources, nodes: Sequence[NodeCapacity]) -> Shortfall | No
     """
     found = [_of_partition(asked, name, members) for name, members in _candidates(asked, nodes).items()]
     return None if not found or None in found else found[0]
-
-
-def able_nodes(asked: Resources, nodes: Sequence[NodeCapacity]) -> dict[str, list[NodeCapacity]]:
-    """Return, by partition, the nodes that meet the job's per-node request and are not excluded."""
-    excluded, needs = _excluded_nodes(asked), _needs(asked)
-    return {
-        partition: [node for node in members if node.name not in excluded and _is_able(node, needs)]
-        for partition, members in _candidates(asked, nodes).items()
-    }
 
 
 def _is_able(node: NodeCapacity, needs: Sequence[_Need]) -> bool:
@@ -181,32 +182,20 @@ def _nodes(count: int) -> str:
     return "no node" if count == 0 else "1 node" if count == 1 else f"{count} nodes"
 
 
-NODE_STATES = ("sinfo", "-h", "-a", "-N", "-o", "%N|%P|%c|%m|%G|%T")
-IN_SERVICE = frozenset(
-    {"IDLE", "MIXED", "MIX", "ALLOCATED", "ALLOC", "COMPLETING", "COMP", "PLANNED", "PLND", "RESERVED", "RESV"}
-)
-"""States of nodes in service; nodes in unknown states do not count."""
-_ABSENT = "*$^"  # suffixes of a node that does not respond, is under maintenance, or reboots
-
-
 def usable_nodes(asked: Resources, without: frozenset[str]) -> int | None:
     """Return how many nodes of the job's partition could hold it, except `without`; the maximum of several partitions.
 
     `cluster.constraint` is not considered. Returns None for a partition that Slurm does not list; raises
     SlurmUnreachable.
     """
-    return count_usable(asked, without, _answer(NODE_STATES))
+    return count_usable(asked, without, known_nodes())
 
 
-def count_usable(asked: Resources, without: Collection[str], text: str) -> int | None:
-    """Count usable nodes in the output of `NODE_STATES`, as `usable_nodes` does."""
-    rows = [line.rpartition("|") for line in text.splitlines()]
-    nodes = read_nodes("\n".join(row for row, _, _ in rows))
-    up = {row.partition("|")[0].strip() for row, _, state in rows if _is_up(state.strip())} - set(without)
-    counts = [sum(node.name in up for node in members) for members in able_nodes(asked, nodes).values()]
+def count_usable(asked: Resources, without: Collection[str], nodes: Sequence[NodeCapacity]) -> int | None:
+    """Count usable nodes among all nodes of this Slurm, as `usable_nodes` does."""
+    excluded, needs = _excluded_nodes(asked) | set(without), _needs(asked)
+    counts = [
+        sum(node.is_up and node.name not in excluded and _is_able(node, needs) for node in members)
+        for members in _candidates(asked, nodes).values()
+    ]
     return max(counts, default=None)
-
-
-def _is_up(state: str) -> bool:
-    word = state.rstrip("*~#!%$@^-+")
-    return word.upper() in IN_SERVICE and not set(state[len(word) :]) & set(_ABSENT)

@@ -95,7 +95,7 @@ def executor(spec: JobSpec, folder: Path | None = None) -> HeldExecutor:
     if prepared.own_interpreter and spec.submitter.package_root:
         setup.append(f"export PYTHONPATH={shlex.quote(spec.submitter.package_root)}")
     made.update_parameters(
-        job_name=check_field("name", "name", spec.name), comment=check_field("name", "comment", spec.comment),
+        job_name=check_field("name", spec.name, "name"), comment=check_field("name", spec.comment, "comment"),
         nodes=resources.nodes, ntasks_per_node=1, cpus_per_task=resources.cpus_per_task,
         time=minutes("cluster.time", resources.time), signal_delay_s=resources.signal_lead, wckey=None, setup=setup,
         srun_args=[*_srun_arguments(resources), *([] if by_name else _NO_FILES), *prepared.srun],
@@ -115,7 +115,7 @@ def _placement(resources: Resources) -> dict[str, Any]:
         ("constraint", resources.constraint), ("mem", resources.mem),
     )  # fmt: skip
     chosen: dict[str, Any] = {
-        name: check_field(f"cluster.{name}", name, value) for name, value in fields if value != ""
+        name: check_field(f"cluster.{name}", value, name) for name, value in fields if value != ""
     }
     if resources.exclude:
         chosen["exclude"] = check_nodes("cluster.exclude", resources.exclude)
@@ -240,18 +240,14 @@ def _name_unknown_nodes(error: SubmitRejected, resources: Resources) -> SubmitRe
     excluded = {name for text in resources.exclude for name in expand_nodes(text)}
     wanted = set(expand_nodes(str(resources.sbatch.get("nodelist", ""))))
     unknown = (excluded | wanted) - here if here else set()
-    if wanted & unknown or (wanted and not excluded):
-        return _change_nodes(error, "cluster.sbatch.nodelist", wanted, unknown)
-    if ours := tuple(node for node in resources.avoided if node in unknown):
+    ours = tuple(node for node in resources.avoided if node in unknown)
+    if ours and not wanted & unknown:
         what = f"Slurm no longer knows {', '.join(ours)}, which orch avoided; the next try drops that"
         return SubmitRejected(what, retryable=Retryable.YES, unknown_nodes=ours)
-    return _change_nodes(error, "cluster.exclude", excluded, unknown) if unknown else error
-
-
-def _change_nodes(error: SubmitRejected, key: str, named: set[str], unknown: set[str]) -> SubmitRejected:
-    left = named - unknown
+    is_listed = wanted and (wanted & unknown or not excluded)
+    key, named = ("cluster.sbatch.nodelist", wanted) if is_listed else ("cluster.exclude", excluded)
     if named & unknown:
         error.what += f"; {key} names {', '.join(sorted(named & unknown))}, which Slurm does not know"
-    removed = f"~{key}" if key == "cluster.exclude" else f"{key}=NODES, or ~{key}"
-    error.change = f"{key}={fold_nodes(tuple(left))}" if named & unknown and left else removed
+    left = fold_nodes(tuple(named - unknown)) if named & unknown and named - unknown else ""
+    error.change = f"{key}={left}" if left else f"~{key}"
     return error

@@ -22,11 +22,6 @@ from orchestrator.scheduler.slurm.command_output import (
 )
 from trainer.protocol import time_spans
 
-_UNITS = ("K", "M", "G", "T")
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])I?B?", re.ASCII | re.IGNORECASE)
-_SPAN = re.compile(r"(\d+) ?(d|h|m|s)[a-z]*", re.ASCII | re.IGNORECASE)
-_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-
 
 @dataclass(frozen=True)
 class ValueFormat:
@@ -81,29 +76,6 @@ FORMS: dict[str, ValueFormat] = {
 FLAGS = frozenset({"contiguous", "ignore-pbs", "overcommit", "reboot", "spread-job", "stepmgr", "use-min-nodes"})
 """Options without a value, set by `true`."""
 WITH_OR_WITHOUT = frozenset({"exclusive", "nice"})  # options whose value is optional
-
-
-def memory_meant(text: str) -> str:
-    """Return the intended value of `8GiB` or `1.5 G` in Slurm's notation; empty if unclear."""
-    found = _MEMORY.fullmatch(text.strip())
-    if found is None:
-        return ""
-    number, unit = float(found[1]), found[2].upper()
-    if number.is_integer():
-        return f"{int(number)}{unit}"
-    smaller = _UNITS[max(0, _UNITS.index(unit) - 1)]
-    return f"{round(number * 1024)}{smaller}" if smaller != unit else ""
-
-
-def time_meant(text: str) -> str:
-    """Return the intended value of `1h` or `2d 12h` in Slurm's notation; empty if unclear."""
-    parts = _SPAN.findall(text)
-    if not parts or _SPAN.sub("", text).strip():
-        return ""
-    seconds = sum(int(number) * _SECONDS[unit.lower()] for number, unit in parts)
-    days, rest = divmod(seconds, 86400)
-    clock = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
-    return f"{days}-{clock.zfill(8)}" if days else clock
 
 
 _NAME = r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+:-]*"
@@ -184,16 +156,13 @@ def check_text(key: str, value: object) -> str:
     return text
 
 
-def _check_format(key: str, text: str, form: ValueFormat, meant: str = "") -> str:
+def _check_format(key: str, text: str, form: ValueFormat) -> str:
     if not form.accepts(text):
-        meant = memory_meant(text) if form is MEMORY else meant
-        raise _refusal(
-            key, text, "Slurm cannot read this", f"{key}={meant}" if meant else f"{key} takes {form.example}"
-        )
+        raise _refusal(key, text, "Slurm cannot read this", f"{key} takes {form.example}")
     return text
 
 
-def check_field(key: str, field: str, value: object) -> str:
+def check_field(key: str, value: object, field: str) -> str:
     """Return a valid value of a known field (see `_FIELDS`); raises ConfigError that names `key` and the remedy."""
     return _check_format(key, _plain(key, value), _FIELDS[field])
 
@@ -205,9 +174,6 @@ def minutes(key: str, value: object) -> int:
     try:
         seconds = time_spans.seconds(text)
     except ValueError as error:
-        longest = "7-00:00:00; a longer run continues in a new attempt"
-        meant = longest if time_spans.is_no_limit(text) else time_meant(text)
-        hint = f"{key}={meant}" if meant else hint
         raise _refusal(key, text, "Slurm cannot read this as a time limit", hint) from error
     if seconds <= 0:
         raise _refusal(key, text, "must be greater than zero", hint)
@@ -219,7 +185,7 @@ def check_nodes(key: str, names: tuple[str, ...]) -> str:
     single: list[str] = []
     for name in names:
         try:
-            single += expand_nodes(check_field(key, "nodes", name))
+            single += expand_nodes(check_field(key, name, "nodes"))
             if len(single) > MOST_NODES:
                 raise TooManyNodes
         except UnreadableField as error:
@@ -249,7 +215,7 @@ def _check_option_value(key: str, name: str, value: object) -> object:
     text = check_text(key, str(value) if isinstance(value, (int, float)) else value)
     if not _FREE.fullmatch(text):
         raise _refusal(key, text, "not allowed here", "letters, digits, spaces and _./:@+%=,;&|*()[]!^~- are")
-    return text if form is None else _check_format(key, text, form, time_meant(text) if name == "time-min" else "")
+    return text if form is None else _check_format(key, text, form)
 
 
 def _check_option(option: object, section: str) -> str:
@@ -287,7 +253,6 @@ KNOWN = frozenset(
 
 LONGEST_LEAD = 65535  # longest lead in seconds with which Slurm can signal a job before its end
 _SIZES = ("mem", "mem-per-cpu", "mem-per-gpu")
-_MEMORIES, _TIMES = (*_SIZES, "tmp"), ("time", "time-min")
 
 
 def faults(section: str, values: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -326,14 +291,13 @@ def _check_unit(key: str, name: str, value: object) -> None:
     """Refuse a bare number if Slurm's unit probably differs from the intended one."""
     text = str(value)
     number = int(text) if re.fullmatch(r"\d+", text, re.ASCII) else 0
-    if name in _MEMORIES and 0 < number < _FEWEST_MEGABYTES:
-        what, hint = f"Slurm reads this as {number} MB", f"{key}={number}G, or {key}={number}M for {number} MB"
-    elif name in _TIMES and number > _MOST_MINUTES:
-        what = f"Slurm reads this as {number} minutes, which is {time_meant(f'{number}m')}"
-        hint = f"{key}={time_meant(f'{number}m')}, or {key}={time_meant(f'{number}s')} for {number} seconds"
+    if name in (*_SIZES, "tmp") and 0 < number < _FEWEST_MEGABYTES:
+        unit, hint = "MB", f"{key}={number}G, or {key}={number}M"
+    elif name in ("time", "time-min") and number > _MOST_MINUTES:
+        unit, hint = "minutes", f"write D-HH:MM:SS or H:MM:SS: {key}=2-00:00:00"
     else:
         return
-    raise ConfigError(f"{key}={text}: {what}", where=key, hint=hint)
+    raise ConfigError(f"{key}={text}: Slurm reads this as {number} {unit}", where=key, hint=hint)
 
 
 def _lead(key: str, value: object) -> None:
@@ -342,16 +306,12 @@ def _lead(key: str, value: object) -> None:
         raise ConfigError(f"{key}={value}: must be from 0 to {LONGEST_LEAD} seconds", where=key, hint=hint)
 
 
-def _field(name: str, key: str, value: object) -> None:
-    check_field(key, name, value)
-
-
 def _hosts(key: str, value: object) -> None:
     check_nodes(key, (check_text(key, value),))
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
-    **{name: partial(_field, name) for name in ("partition", "account", "qos", "constraint", "mem")},
+    **{name: partial(check_field, field=name) for name in ("partition", "account", "qos", "constraint", "mem")},
     "exclude": _hosts,
     "time": minutes,
     "signal_lead": _lead,

@@ -88,7 +88,7 @@ def test_the_nearest_configuration_is_offered(orch: Type, typed: str, meant: str
 def test_a_script_that_is_mistyped_is_offered_as_it_is_submitted(orch: Type) -> None:
     said = orch("submit", "trian.py")
     assert said.code == 3
-    assert "did you mean train.py?  orch submit torchrun-script 'command=[python, train.py]'\n" in said.err
+    assert "did you mean train.py?\n" in said.err
 
 
 def test_a_run_is_resumed_or_branched_and_not_submitted(orch: Type, seeds: Seeds) -> None:
@@ -186,10 +186,8 @@ def test_what_show_offers_to_compare_with_is_the_run_before(orch: Type, seeds: S
     ("words", "offered"),
     [
         (("--cluster", "slrum"), "'slrum' is not one of 'auto', 'local', 'slurm'"),
-        (("cluster=slurm-cup",), "did you mean the preset cluster/slurm-cpu?"),
         (("cluster=nope",), "available: cluster/local, cluster/slurm-a100-4"),
-        (("cluster=local",), "  cluster.kind=local\n"),
-        (("model=tiny",), "`includes: [model/tiny]`"),
+        (("model=tiny",), "`includes: [model/"),
         (("checkpoint=5",), "keys in `checkpoint`: "),
     ],
 )
@@ -234,21 +232,6 @@ def test_a_setting_that_is_typed_as_elsewhere(orch: Type, words: tuple[str, ...]
     assert offered in said.err
 
 
-@pytest.mark.parametrize("typed", ["folder", "./folder", "folder/"])
-def test_a_folder_is_answered_with_the_configurations_in_it(orch: Type, here: Path, typed: str) -> None:
-    (here / "folder").mkdir()
-    (here / "folder" / "a.yaml").write_text(CONFIG)
-    said = orch("submit", typed)
-    assert said.code == 3
-    assert "is a folder" in said.err
-    assert "did you mean folder/a.yaml?" in said.err
-
-
-def test_a_class_is_no_configuration(orch: Type) -> None:
-    said = orch("submit", "my_model.py:Mine").err
-    assert "`workload: {target: my_model:Mine, path: [.]}`" in said
-
-
 @pytest.mark.parametrize(
     ("words", "typed"),
     [
@@ -290,21 +273,11 @@ def test_the_nearest_fault(orch: Type, seeds: Seeds) -> None:
     assert (said.code, "did you mean kill-rank?" in said.err) == (2, True)
 
 
-def test_a_key_where_a_configuration_is_asked_for_is_said_to_be_one(orch: Type) -> None:
-    said = orch("submit", "train.steps", "5")
-    assert said.code == 3
-    assert "  this is a key; name a configuration before it: orch submit tiny-gpt train.steps=VALUE\n" in said.err
-    assert orch("submit", "tiny-gpt", "train.steps=5", "--dry-run").code == 0
-
-
 @pytest.mark.parametrize(
     ("words", "code", "hint"),
     [
         (("./mine.yml/",), 3, "did you mean ./mine.yaml?"),
-        (("mine.yaml", "workload.path=my_model.py"), 2, "write a list: 'workload.path=[.]'"),
-        (("mine.yaml", "model=my_model:Mine"), 2, "did you mean `workload: {target: my_model:Mine}`?"),
-        (("./my_model.py",), 2, "`workload: {target: my_model:Mine, path: [.]}`"),
-        (("torchrun-script", "command=train.py"), 2, "write a list: 'command=[python, train.py]'"),
+        (("mine.yaml", "workload.path=my_model.py"), 2, "write a list: 'workload.path=[A, B]'"),
         (("torchrun-script", "command=[train.py]"), 2, "name what starts it: 'command=[python, train.py]'"),
         (("torchrun-script", "command=[./train.py]"), 2, "name what starts it: 'command=[python, ./train.py]'"),
         (("torchrun-script", "command=[python,", "train.py,", "--epochs,", "3]"), 2,
@@ -325,16 +298,6 @@ def test_what_a_slip_is_told_works(orch: Type) -> None:
         assert orch("submit", *words, "--dry-run").code == 0
 
 
-def test_of_a_folder_its_configurations_are_offered(orch: Type, here: Path) -> None:
-    (here / "a-list.yaml").write_text("- 1\n")
-    (here / "broken.yaml").write_text("{a: [\n")
-    said = orch("submit", here)
-    assert said.code == 3
-    assert f"{here}/mine.yaml" in said.err
-    assert "a-list.yaml" not in said.err
-    assert "broken.yaml" not in said.err
-
-
 @pytest.mark.parametrize("words", [("rm",), ("ckpt", "rm"), ("ckpt", "delete")])
 def test_one_checkpoint_is_not_deleted_by_hand(orch: Type, seeds: Seeds, words: tuple[str, ...]) -> None:
     """The answer must not be the command that removes the whole run."""
@@ -349,7 +312,6 @@ def here_of_slips(home: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     for name, text in (
         ("train.py", "x = 1\n"),
         ("my train.py", "x = 1\n"),
-        ("go", "#!/bin/sh\n"),
         ("empty.yaml", ""),
         ("nodata.yaml", "name: mine\n"),
         ("inc.yaml", "includes: [cluster/locl]\n"),
@@ -362,8 +324,7 @@ def here_of_slips(home: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     [
         ("train.py", 2, "orch submit torchrun-script 'command=[python, train.py]'"),
         ("my train.py", 2, "orch submit torchrun-script 'command=[python, \"my train.py\"]'"),
-        ("go", 2, "orch submit torchrun-script 'command=[./go]'"),
-        ("gone.py", 3, "with an existing script: orch submit torchrun-script 'command=[python, gone.py]'"),
+        ("gone.py", 3, "presets: demo, slurm-first-run, tiny-gpt, torchrun-script"),
     ],
 )
 def test_a_script_is_submitted_as_a_command(orch: Type, script: str, code: int, typed: str) -> None:
@@ -422,11 +383,6 @@ def test_a_run_where_a_configuration_is_asked_for(orch: Type, seeds: Seeds) -> N
     assert said.code == 3
     assert f"{run} is a run, not a preset or file" in said.err
     assert f"  orch show {run}   orch resume {run}   or a new run:  orch submit --from {run}\n" in said.err
-
-
-def test_a_list_is_offered_as_a_shell_takes_it(orch: Type) -> None:
-    said = orch("submit", "torchrun-script", "command=python train.py").err
-    assert "write a list: 'command=[python, train.py]'" in said
 
 
 def test_what_was_tokenized_is_trained_on_as_it_is_said(orch: Type, tmp_path: Path) -> None:

@@ -4,33 +4,26 @@ import pytest
 
 from orchestrator.config.compose import compose
 from orchestrator.errors import ConfigError
-from orchestrator.scheduler.slurm.sbatch_values import FLAGS, FORMS, KNOWN, LONGEST_LEAD, memory_meant, time_meant
+from orchestrator.scheduler.slurm.sbatch_values import FLAGS, FORMS, KNOWN, LONGEST_LEAD
 
 ENVIRON = {"HOME": "/nowhere"}
 
 REFUSED = [
     ("cluster.mem=lots", "Slurm cannot read this", "cluster.mem takes a whole number with K, M, G or T: 64G"),
-    ("cluster.mem=8GiB", "Slurm cannot read this", "cluster.mem=8G"),
-    ("cluster.mem=1.5G", "Slurm cannot read this", "cluster.mem=1536M"),
-    ("cluster.mem=100B", "Slurm cannot read this", "cluster.mem takes a whole number with K, M, G or T: 64G"),
+    ("cluster.mem=8GiB", "Slurm cannot read this", "cluster.mem takes"),
+    ("cluster.mem=1.5G", "Slurm cannot read this", "cluster.mem takes"),
     ("cluster.mem=-1", "Slurm cannot read this", "cluster.mem takes"),
     ("cluster.mem=٣G", "Slurm cannot read this", "cluster.mem takes"),
-    ("cluster.mem=8", "Slurm reads this as 8 MB", "cluster.mem=8G, or cluster.mem=8M for 8 MB"),
+    ("cluster.mem=8", "Slurm reads this as 8 MB", "cluster.mem=8G, or cluster.mem=8M"),
     ("+cluster.sbatch.mem-per-cpu=4", "reads this as 4 MB", "cluster.sbatch.mem-per-cpu=4G, or"),
-    (
-        "cluster.time=3600",
-        "reads this as 3600 minutes, which is 2-12:00:00",
-        "cluster.time=2-12:00:00, or cluster.time=1:00:00 for 3600 seconds",
-    ),
-    ("+restore_tests.cluster.time=7200", "7200 minutes", "or restore_tests.cluster.time=2:00:00 for 7200 seconds"),
-    ("cluster.time=1h", "as a time limit", "cluster.time=1:00:00"),
-    ("cluster.time=2d 12h", "as a time limit", "cluster.time=2-12:00:00"),
-    ("cluster.time=90 min", "as a time limit", "cluster.time=1:30:00"),
+    ("cluster.time=3600", "reads this as 3600 minutes", "write D-HH:MM:SS or H:MM:SS"),
+    ("+restore_tests.cluster.time=7200", "7200 minutes", "restore_tests.cluster.time=2-00:00:00"),
+    ("cluster.time=1h", "as a time limit", "cluster.time takes minutes, H:MM:SS or D-HH:MM:SS"),
     ("cluster.time=soon", "as a time limit", "cluster.time takes minutes, H:MM:SS or D-HH:MM:SS"),
     ("cluster.time=", "as a time limit", "cluster.time takes minutes"),
     ("cluster.time=-5", "as a time limit", "cluster.time takes minutes"),
     ("cluster.time=0", "must be greater than zero", "cluster.time takes minutes"),
-    ("cluster.time=UNLIMITED", "as a time limit", "cluster.time=7-00:00:00; a longer run continues in a new attempt"),
+    ("cluster.time=UNLIMITED", "as a time limit", "cluster.time takes minutes"),
     ("cluster.partition=a b", "Slurm cannot read this", "a partition name, or several with commas"),
     ("cluster.partition=débogage", "Slurm cannot read this", "a partition name"),
     ("cluster.partition=-p", "Slurm cannot read this", "a partition name"),
@@ -46,8 +39,8 @@ REFUSED = [
     ("+cluster.sbatch.gres=gpu:-1", "Slurm cannot read this", "cluster.sbatch.gres takes names with numbers"),
     ("+cluster.sbatch.nodelist=gpu[1-", "not a host list", "cluster.sbatch.nodelist takes gpu[003,017]"),
     ("+cluster.sbatch.gres=true", "needs a value", "gpu:a100:2"),
-    ("+cluster.sbatch.mem-per-cpu=2 GB", "Slurm cannot read this", "cluster.sbatch.mem-per-cpu=2G"),
-    ("+cluster.sbatch.time_min=1h", "Slurm cannot read this", "cluster.sbatch.time-min=1:00:00"),
+    ("+cluster.sbatch.mem-per-cpu=2 GB", "Slurm cannot read this", "cluster.sbatch.mem-per-cpu takes"),
+    ("+cluster.sbatch.time_min=1h", "Slurm cannot read this", "cluster.sbatch.time-min takes minutes"),
     ("+cluster.sbatch.mail-type=EVER", "Slurm cannot read this", "BEGIN, END, FAIL, ALL"),
     ("+cluster.sbatch.threads-per-core=x", "Slurm cannot read this", "a whole number"),
     ("+cluster.sbatch.contiguous=yes", "takes no value", "cluster.sbatch.contiguous=true sets it"),
@@ -55,7 +48,7 @@ REFUSED = [
     ("+cluster.sbatch.partition=x", "it has its own key: cluster.partition", "cluster.partition=VALUE"),
     ("+cluster.sbatch.output=x", "logs are in the run directory", "~cluster.sbatch.output"),
     ("+restore_tests.cluster.mem=lots", "restore_tests.cluster.mem='lots'", "restore_tests.cluster.mem takes"),
-    ("+restore_tests.cluster.time=1h", "restore_tests.cluster.time='1h'", "restore_tests.cluster.time=1:00:00"),
+    ("+restore_tests.cluster.time=1h", "restore_tests.cluster.time='1h'", "restore_tests.cluster.time takes"),
 ]
 
 
@@ -89,20 +82,6 @@ def test_only_one_way_to_ask_for_memory() -> None:
         compose("tiny-gpt", ["cluster.mem=8G", "+cluster.sbatch.mem-per-cpu=1G"], environ=ENVIRON)
     assert caught.value.hint == "~cluster.mem or ~cluster.sbatch.mem-per-cpu"
     compose("tiny-gpt", ["+cluster.sbatch.mem-per-cpu=1G"], environ=ENVIRON)
-
-
-@pytest.mark.parametrize("text", ["8GiB", "8 gb", "0.5T", "7.25G"])
-def test_a_size_that_is_proposed_can_be_typed(text: str) -> None:
-    compose("tiny-gpt", [f"cluster.mem={memory_meant(text)}"], environ=ENVIRON)
-
-
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [("1h", "1:00:00"), ("45m", "0:45:00"), ("36 hours", "1-12:00:00"), ("1d2h3m4s", "1-02:03:04"), ("soon", ""),
-     ("1x", ""), ("1h or so", "")],
-)  # fmt: skip
-def test_what_people_mean_by_a_time(text: str, meant: str) -> None:
-    assert time_meant(text) == meant
 
 
 def test_every_form_is_of_an_option_that_is_known() -> None:

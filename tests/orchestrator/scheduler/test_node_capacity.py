@@ -24,13 +24,13 @@ from tests.orchestrator.scheduler.conftest import Program, printing
 from tests.orchestrator.scheduler.test_slurm_text import queue
 
 SINFO = """\
-n1|low*|8|4000|(null)
-n1|high|8|4000|(null)
-n2|low*|8|3900|(null)
-n3|low*|4|8000|(null)
-g1|gpu|64|512000|gpu:a100:4(S:0-1),nvme:1
-g2|gpu|64|512000|gpu:a100:2,gpu:v100:2
-g3|gpu|64|257000|gres/gpu:8
+n1|low*|8|4000|(null)|idle
+n1|high|8|4000|(null)|idle
+n2|low*|8|3900|(null)|idle
+n3|low*|4|8000|(null)|idle
+g1|gpu|64|512000|gpu:a100:4(S:0-1),nvme:1|idle
+g2|gpu|64|512000|gpu:a100:2,gpu:v100:2|idle
+g3|gpu|64|257000|gres/gpu:8|idle
 CLUSTER: lab
 """
 NODES = read_nodes(SINFO)
@@ -218,7 +218,7 @@ n11|low*|8|4000|(null)|unheard-of
 def test_nodes_in_service_that_have_what_is_asked(
     asked: dict[str, Any], without: tuple[str, ...], count: int | None
 ) -> None:  # fmt: skip
-    assert count_usable(Resources(nodes=4, **asked), without, SINFO_STATES) == count
+    assert count_usable(Resources(nodes=4, **asked), without, read_nodes(SINFO_STATES)) == count
 
 
 def test_a_slurm_that_does_not_answer_is_no_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from orchestrator.scheduler.slurm.command_output import (
     read_node_states,
     read_queue,
 )
-from orchestrator.scheduler.slurm.node_capacity import count_usable
+from orchestrator.scheduler.slurm.node_capacity import count_usable, read_nodes
 from orchestrator.scheduler.slurm.slurm_scheduler import SlurmScheduler
 from tests.fakes.recorded_slurm import VERSIONS, RecordedSlurm
 from tests.orchestrator.scheduler.conftest import Program, printing
@@ -398,7 +398,7 @@ def test_nodes_are_read_the_same_in_every_version(recorded: RecordedSlurm) -> No
     nodes = frozenset({"n1", "n2", "n3", "n4"})
     shown = recorded.asked["sinfo states"]["stdout"]
     assert read_node_states(shown, nodes, frozenset({"DRAINED", "DRAINING"})) == {"n3"}
-    assert count_usable(Resources(nodes=4), (), recorded.asked["sinfo usable"]["stdout"]) == 4
+    assert count_usable(Resources(nodes=4), (), read_nodes(recorded.asked["sinfo usable"]["stdout"])) == 4
     assert read_sizes(recorded.asked["sinfo sizes"]["stdout"], "high") == 4
     assert read_sizes(recorded.asked["sinfo sizes"]["stdout"], "") == 4
 

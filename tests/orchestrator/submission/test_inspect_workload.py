@@ -78,8 +78,8 @@ def test_an_import_that_does_not_end_refuses_nothing(answer: ChildAnswer, words:
 )
 def test_nothing_is_imported_where_nothing_could_be_learnt(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.submission.user_code.BoundedChild", None)
-    with inspecting(config, "local", os.environ) as inspection:
-        assert inspection.finish(print, print) is None
+    with inspecting(config, "local", os.environ) as finish:
+        assert finish(print, print) is None
 
 
 def test_the_import_sees_what_a_job_sees(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_class_that_no_module_of_the_built_in_model_has_is_refused(monkeypatch
     monkeypatch.setattr(user_code, "subprocess", FORKING)
     config = RunConfig(parallel=ParallelConfig(fsdp=FsdpConfig(wrap="Nope")))
     with (
-        inspecting(config, "local", os.environ) as inspection,
+        inspecting(config, "local", os.environ) as finish,
         pytest.raises(ConfigError, match="no module of class Nope, only"),
     ):
-        inspection.finish(lambda words: None, print)
+        finish(lambda words: None, print)

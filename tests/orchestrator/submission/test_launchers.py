@@ -16,41 +16,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def check(command: tuple[str, ...], nodes: int = 2, ranks: int = 1, gpus: int = 0) -> None:
-    cluster = ClusterConfig(kind="local", nodes=nodes, ranks_per_node=ranks, gpus_per_node=gpus)
+def check(command: tuple[str, ...], nodes: int = 2, ranks: int = 1) -> None:
+    cluster = ClusterConfig(kind="local", nodes=nodes, ranks_per_node=ranks)
     user_code.check(RunConfig(command=command, cluster=cluster))
 
 
 DOUBLED = [
-    ("torchrun --nproc_per_node=2 train.py --x 1", "'command=[python, train.py, --x, \"1\"]' cluster.ranks_per_node=2"),
-    ("/opt/bin/torchrun --standalone train.py", "'command=[python, train.py]'"),
-    ("torchrun --nproc-per-node gpu -m pkg.train --y", "'command=[python, -m, pkg.train, --y]'"),
-    ("torchrun --no-python ./train.sh", "'command=[./train.sh]'"),
-    ("torchrun --nnodes=1 train.py", "'command=[python, train.py]'"),
-    ("python -m torch.distributed.run --nproc_per_node 4 train.py", "cluster.ranks_per_node=4"),
-    ("python3.11 -u -m torch.distributed.launch train.py", "'command=[python, train.py]'"),
-    ("accelerate launch --multi_gpu --mixed_precision bf16 train.py", "'command=[python, train.py]'; what its"),
-    ("python -m accelerate.commands.launch train.py", "'command=[python, train.py]'; what its"),
-    ("deepspeed --num_gpus 8 train.py --deepspeed ds.json", "--deepspeed, ds.json]' cluster.ranks_per_node=8; what"),
-    ("srun -n 4 --overlap python train.py", "'command=[python, train.py]'"),
-    ("mpirun -np 2 -x PATH python train.py", "'command=[python, train.py]'"),
-    ("env -u A OMP_NUM_THREADS=1 torchrun train.py", "'command=[python, train.py]'"),
-    ("nice -n 5 uv run torchrun train.py", "'command=[python, train.py]'"),
-    ("srun", "'command=[python, YOUR_SCRIPT.py]'"),
-    ("lightning run model --devices 2 train.py", "'command=[python, train.py]'"),
-    ("python -m lightning.fabric.cli run train.py", "'command=[python, train.py]'"),
-    (
-        "conda run -n a tune run --nproc_per_node 2 recipe",
-        "'command=[python, YOUR_SCRIPT.py]' cluster.ranks_per_node=2",
-    ),
-]
+    "torchrun --nproc_per_node=2 train.py --x 1", "/opt/bin/torchrun --standalone train.py",
+    "torchrun --nproc-per-node gpu -m pkg.train --y", "torchrun --no-python ./train.sh", "torchrun --nnodes=1 train.py",
+    "torchrun --nnodes 1 train.py", "python -m torch.distributed.run --nproc_per_node 4 train.py",
+    "python3.11 -u -m torch.distributed.launch train.py",
+    "accelerate launch --multi_gpu --mixed_precision bf16 train.py", "python -m accelerate.commands.launch train.py",
+    "deepspeed --num_gpus 8 train.py --deepspeed ds.json", "srun -n 4 --overlap python train.py",
+    "mpirun -np 2 -x PATH python train.py", "env -u A OMP_NUM_THREADS=1 torchrun train.py",
+    "nice -n 5 uv run torchrun train.py", "srun", "lightning run model --devices 2 train.py",
+    "python -m lightning.fabric.cli run train.py", "conda run -n a tune run --nproc_per_node 2 recipe",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "hint"), DOUBLED)
-def test_a_launcher_on_each_of_several_ranks_is_refused(command: str, hint: str) -> None:
+@pytest.mark.parametrize("command", DOUBLED)
+def test_a_launcher_on_each_of_several_ranks_is_refused(command: str) -> None:
     with pytest.raises(ConfigError, match="would train a separate model") as refused:
         check(tuple(command.split()))
-    assert hint in refused.value.hint
+    assert "cluster.ranks_per_node" in refused.value.hint
     assert "orch starts 2 ranks (2 x 1)" in refused.value.what
 
 
@@ -67,9 +55,6 @@ def test_one_rank_may_start_the_others_itself() -> None:
     check(("torchrun", "--nproc_per_node=4", "train.py"), nodes=1)
     with pytest.raises(ConfigError, match="2 ranks"):
         check(("torchrun", "--nnodes=2", "train.py"), nodes=1, ranks=2)
-    with pytest.raises(ConfigError) as refused:
-        check(("torchrun", "--nproc_per_node=4", "train.py"), nodes=2, ranks=2, gpus=2)
-    assert refused.value.hint.endswith("cluster.ranks_per_node=4 cluster.gpus_per_node=4")
 
 
 BEHIND = [

@@ -10,7 +10,7 @@ from orchestrator.scheduler.interface import Resources
 
 SINFO = {
     "%P": "low*\nhigh\n",
-    "%N|%P|%c|%m|%G": "n1|low*|8|4000|(null)\nn2|low*|8|4000|(null)\nn1|high|8|4000|(null)\n",
+    "%N|%P|%c|%m|%G|%T": "n1|low*|8|4000|(null)|idle\nn2|low*|8|4000|(null)|idle\nn1|high|8|4000|(null)|idle\n",
 }
 
 

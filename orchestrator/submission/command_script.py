@@ -134,10 +134,10 @@ def _find_launcher(command: Sequence[str]) -> str:
     if not command or command[0] in _LAST_WORDS | _FILTERS:
         return ""
     words = range(_find_script_index(command) + 1)
-    return next(filter(None, (_launcher_at(command, at) for at in words)), "")
+    return next(filter(None, (_read_launcher(command, at) for at in words)), "")
 
 
-def _launcher_at(command: Sequence[str], at: int) -> str:
+def _read_launcher(command: Sequence[str], at: int) -> str:
     """Return the launcher that starts at this word; empty for any other word.
 
     Inside a command, a launcher's name counts only if it would start something: a conda environment may have that name.

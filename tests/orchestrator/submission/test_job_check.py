@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, tuple[str, ...], str, str]] = [
         "allocation failure: Invalid node name specified",
         ("+cluster.sbatch.nodelist=n8", "cluster.exclude=n1"),
         "Invalid node name specified; cluster.sbatch.nodelist names n8, which Slurm does not know",
-        "type cluster.sbatch.nodelist=NODES, or ~cluster.sbatch.nodelist",
+        "type ~cluster.sbatch.nodelist",
     ),
     (
         "sbatch: unrecognized option '--bogus=1'\nTry \"sbatch --help\" for more information",

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import FileEntry
+from checkpointing.message_codec import peer_message
 from checkpointing.storage.backends import Storage, make_durable, open_storage
 from checkpointing.storage.digests import CHUNK, Sink, digest
 from checkpointing.tiers.tier import ResolvedTier
@@ -207,6 +208,7 @@ class Retry:
         raise AssertionError("attempts must be 1 or more")
 
 
+@peer_message
 @dataclass(frozen=True, kw_only=True)
 class CopyOrder:
     """A rank's share of copying a checkpoint: `source` and `target` are root paths or URLs, `bandwidth` in MiB/s."""
@@ -218,6 +220,7 @@ class CopyOrder:
     bandwidth: float = 0.0
 
 
+@peer_message
 @dataclass(frozen=True, kw_only=True)
 class Copied:
     """Result of a copy: bytes written (existing files count 0); `bad` is the fault found at the source."""

@@ -7,24 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from checkpointing.format.manifest import FileEntry
 from checkpointing.tiers.copy_files import Copied, CopyOrder
 from checkpointing.writer.arena import Arena
-from checkpointing.writer.write_orders import (
-    MessageStream,
-    WriteOrder,
-    WriteResult,
-    decode_entry,
-    decode_error,
-    decode_write_result,
-)
-
-T = TypeVar("T")
+from checkpointing.writer.write_orders import MessageStream, WriteOrder, WriteResult, decode_error
 
 _PATIENCE = 10.0
 _LEAVE_SECONDS = 2.0
@@ -45,7 +34,7 @@ class WriterLink:
         self.arena = arena
         self._messages, self._process = MessageStream(stream), process
         self._numbers, self._lock = itertools.count(1), threading.Lock()
-        self._waiting: dict[int, tuple[Future[Any], Callable[[dict[str, Any]], Any]]] = {}
+        self._waiting: dict[int, Future[Any]] = {}
         self._lost = False
         self._reader = threading.Thread(target=self._read, name="writer-link", daemon=True)
         self._reader.start()
@@ -94,37 +83,37 @@ class WriterLink:
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
         """Write files out of a buffer; the buffer must not change before the future has ended."""
-        return self._request({"do": "write", "order": asdict(order), "stamp": self.arena.stamp}, decode_write_result)
+        return self._request({"do": "write", "order": order, "stamp": self.arena.stamp})
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
         """Write one small file durably, in parallel with other orders."""
-        return self._request({"do": "put", "place": place, "folder": folder, "name": name}, decode_entry, blob)
+        return self._request({"do": "put", "place": place, "folder": folder, "name": name}, blob)
 
     def copy(self, order: CopyOrder) -> "Future[Copied]":
         """Copy files of a checkpoint to another tier, in parallel with other orders."""
-        return self._request({"do": "copy", "order": asdict(order)}, lambda fields: Copied(**fields))
+        return self._request({"do": "copy", "order": order})
 
     def ping(self) -> "Future[None]":
         """Return a future that ends when the writer answers, even if its disks hang."""
-        return self._request({"do": "ping"}, lambda _: None)
+        return self._request({"do": "ping"})
 
     def warm(self) -> "Future[None]":
         """Make the writer map the arena's newest shape with all its pages, ahead of the first order."""
-        return self._request({"do": "warm", "stamp": self.arena.stamp}, lambda _: None)
+        return self._request({"do": "warm", "stamp": self.arena.stamp})
 
     def cancel(self) -> None:
         """Cancel orders in flight between two blocks; their futures end with OSError (ECANCELED)."""
-        self._request({"do": "cancel"}, lambda _: None)
+        self._request({"do": "cancel"})
 
-    def _request(self, header: dict[str, Any], decode: Callable[[dict[str, Any]], T], blob: bytes = b"") -> "Future[T]":
-        future: Future[T] = Future()
+    def _request(self, header: dict[str, Any], blob: bytes = b"") -> "Future[Any]":
+        future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
             if self._lost:
                 future.set_exception(WriterLost("the checkpoint writer is gone"))
                 return future
             number = next(self._numbers)
-            self._waiting[number] = (future, decode)
+            self._waiting[number] = future
         try:
             self._messages.send({"id": number, **header}, blob)
         except OSError:
@@ -141,16 +130,14 @@ class WriterLink:
         with self._lock:
             self._lost, orphans = True, list(self._waiting.values())
             self._waiting.clear()
-        for future, _ in orphans:
+        for future in orphans:
             future.set_exception(WriterLost("the checkpoint writer is gone"))
 
     def _settle(self, header: dict[str, Any]) -> None:
-        with self._lock:
-            future, decode = self._waiting[header["id"]]
         error = decode_error(header["fault"]) if "fault" in header else None
-        result = None if error else decode(header["result"])
+        result = None if error else header["result"]
         with self._lock:
-            del self._waiting[header["id"]]
+            future = self._waiting.pop(header["id"])
         if error:
             future.set_exception(error)
         else:

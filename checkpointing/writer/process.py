@@ -14,9 +14,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from setproctitle import setproctitle
@@ -27,8 +26,6 @@ from checkpointing.writer.arena import Arena
 from checkpointing.writer.write_orders import (
     MessageStream,
     OrderThreads,
-    decode_copy_order,
-    decode_write_order,
     encode_error,
     put_file,
     write_files,
@@ -106,7 +103,7 @@ class WriterSession:
                 header, blob = message
                 try:
                     self._execute(header, blob)
-                except (OSError, LookupError, RuntimeError, TypeError) as error:
+                except (OSError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                     self._answer(header["id"], {"fault": encode_error(error)})
         finally:
             # Disconnect so that a peer that sent a malformed message sees the connection end.
@@ -121,48 +118,41 @@ class WriterSession:
         self._messages.close()
 
     def _execute(self, header: dict[str, Any], blob: bytes) -> None:
-        number = header["id"]
+        number, start = header["id"], self._orders.start
         match header["do"]:
             case "write":
                 self._reload_arena(header["stamp"])
-                order = decode_write_order(header["order"])
-                write = self._orders.start(
-                    lambda cancel_token: write_files(order, self._arena, cancel_token), reads_memory_for=order.place
-                )
-                self._answer_when_done(number, write, asdict)
+                order = header["order"]
+                write = start(lambda token: write_files(order, self._arena, token), reads_memory_for=order.place)
+                self._answer_when_done(number, write)
             case "put":
                 place, folder, name = header["place"], header["folder"], header["name"]
-                put = self._orders.start(
-                    lambda _: put_file(
-                        open_storage(place), folder, name, blob, lambda: self._orders.until_unread(place)
-                    )
-                )
-                self._answer_when_done(number, put, asdict)
+                unread = partial(self._orders.until_unread, place)
+                put = start(lambda _: put_file(open_storage(place), folder, name, blob, unread))
+                self._answer_when_done(number, put)
             case "copy":
-                flush = decode_copy_order(header["order"])
-                copied = self._orders.start(
-                    lambda cancel_token: copy_files(flush, stopped=cancel_token.is_cancelled, sleep=cancel_token.sleep)
-                )
-                self._answer_when_done(number, copied, asdict)
+                copy_order = header["order"]
+                copy = start(lambda token: copy_files(copy_order, stopped=token.is_cancelled, sleep=token.sleep))
+                self._answer_when_done(number, copy)
             case "warm":
                 self._reload_arena(header["stamp"])
-                self._answer_when_done(number, self._orders.start(lambda _: self._arena.populate()), lambda _: {})
-                self._orders.start(lambda cancel_token: self._arena.use_huge_pages(cancel_token.is_cancelled))
+                self._answer_when_done(number, start(lambda _: self._arena.populate()))
+                start(lambda token: self._arena.use_huge_pages(token.is_cancelled))
             case "cancel":
                 self._orders.cancel()
-                self._answer(number, {"result": {}})
+                self._answer(number, {"result": None})
             case "ping":
-                self._answer(number, {"result": {}})
+                self._answer(number, {"result": None})
 
     def _reload_arena(self, stamp: str) -> None:
         """Map the shape that the rank has given to the arena in the meantime."""
         if self._arena.stamp != stamp:
             self._arena.reload()
 
-    def _answer_when_done(self, number: int, future: "Future[Any]", encode: Callable[[Any], dict[str, Any]]) -> None:
+    def _answer_when_done(self, number: int, future: "Future[Any]") -> None:
         def send_result(done: "Future[Any]") -> None:
             error = done.exception()
-            self._answer(number, {"fault": encode_error(error)} if error else {"result": encode(done.result())})
+            self._answer(number, {"fault": encode_error(error)} if error else {"result": done.result()})
 
         future.add_done_callback(send_result)
 

@@ -5,7 +5,6 @@ A message is a 4-byte length, the header, and a blob whose size is in the header
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import struct
@@ -17,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
 from checkpointing.format.manifest import FileEntry
+from checkpointing.message_codec import decode, encode, peer_message
 from checkpointing.storage.backends import LocalStorage, Storage, open_storage
 from checkpointing.storage.digests import CHUNK, DigestSink, digest, filled_digest
 from checkpointing.storage.direct_io import BLOCK, write_direct
 from checkpointing.storage.durable import fsync_dir, make_folder
-from checkpointing.tiers.copy_files import CopyOrder
 from checkpointing.writer.arena import Arena, BufferRecord
 
 T = TypeVar("T")
@@ -140,6 +139,7 @@ _MOST_AT_ONCE = 4
 _HEAD_START = 0.001
 
 
+@peer_message
 @dataclass(frozen=True, kw_only=True)
 class WriteOrder:
     """Order to write parts of a buffer as new files of a checkpoint; `publish` also publishes the record in the arena.
@@ -158,6 +158,7 @@ class WriteOrder:
     places: tuple[tuple[str, int], ...] = ()  # name, offset in the file
 
 
+@peer_message
 @dataclass(frozen=True, kw_only=True)
 class WriteResult:
     """Durable result of a write order; `direct` if all of it bypassed the page cache.
@@ -320,7 +321,7 @@ class MessageStream:
 
     def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
         """Send one whole message; raises OSError if the other side is gone."""
-        data = json.dumps({**header, "blob": len(blob)}, separators=(",", ":")).encode()
+        data = encode({**header, "blob": len(blob)})
         with self._lock:
             self._stream.sendall(_LENGTH.pack(len(data)) + data)
             if blob:
@@ -332,7 +333,7 @@ class MessageStream:
             head = self._exactly(_LENGTH.size)
             length = _LENGTH.unpack(head)[0] if head else 0
             data = self._exactly(length) if 0 < length <= _LONGEST_HEADER else b""
-            header = json.loads(data) if data else None
+            header = decode(data) if data else None
             blob = self._exactly(header["blob"]) if header else b""
         except (OSError, ValueError, LookupError, TypeError):
             return None
@@ -373,22 +374,3 @@ def decode_error(fault: dict[str, Any]) -> OSError:
     if fault["errno"] is None:
         return OSError(fault["text"])
     return OSError(fault["errno"], fault["text"], *([fault["file"]] if fault["file"] else []))
-
-
-def decode_write_order(fields: dict[str, Any]) -> WriteOrder:
-    files = tuple((name, offset, size) for name, offset, size in fields["files"])
-    places = tuple((name, offset) for name, offset in fields["places"])
-    return WriteOrder(**{**fields, "files": files, "places": places})
-
-
-def decode_copy_order(fields: dict[str, Any]) -> CopyOrder:
-    return CopyOrder(**{**fields, "files": tuple(decode_entry(entry) for entry in fields["files"])})
-
-
-def decode_entry(fields: dict[str, Any]) -> FileEntry:
-    return FileEntry(**{**fields, "chunks": tuple(fields["chunks"])})
-
-
-def decode_write_result(fields: dict[str, Any]) -> WriteResult:
-    files = tuple(decode_entry(entry) for entry in fields["files"])
-    return WriteResult(**{**fields, "files": files, "filled": tuple(fields["filled"])})

@@ -2,8 +2,8 @@
 
 import pytest
 
-from checkpointing.engine.collectives.peer_codec import decode, encode
 from checkpointing.errors import CheckpointRefused, NothingFits, NothingIntact, NothingVerifies, nothing_verifies
+from checkpointing.message_codec import decode, encode
 
 DAMAGED = CheckpointRefused("step-2", "digest differs")
 AWAY = CheckpointRefused("step-3", "not there", damaged=False)

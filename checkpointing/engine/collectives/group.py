@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpointing.engine.collectives.peer_codec import decode, encode, peer_message
 from checkpointing.errors import (
     CheckpointError,
     CheckpointRefused,
@@ -28,6 +27,7 @@ from checkpointing.errors import (
     UnsavableState,
     Unsound,
 )
+from checkpointing.message_codec import decode, encode, peer_message
 from checkpointing.storage.storage_errors import FULL
 
 

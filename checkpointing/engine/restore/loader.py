@@ -23,7 +23,6 @@ from checkpointing.engine.collectives.group import (
     is_unreadable,
     result_or,
 )
-from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.read_buffers import ChunkReader, Lend, ReadBuffers, threads
 from checkpointing.engine.restore.source import (
     LoadSource,
@@ -35,6 +34,7 @@ from checkpointing.engine.restore.source import (
 )
 from checkpointing.errors import CheckpointRefused
 from checkpointing.format.read_plan import Shard, Slice, Strip, parts
+from checkpointing.message_codec import peer_message
 
 Wanted = Mapping[int, int]
 """Bytes that a rank needs from each chunk, by chunk number."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing.engine.collectives.group import RankGroup
-from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.loader import Loaded, RankLoad, Readers, ReadResult, on_all_ranks
 from checkpointing.engine.restore.read_buffers import ChunkReader, ReadBuffers
 from checkpointing.engine.restore.source import LoadSource, OptionalKeys, local_box, number_chunks
@@ -22,6 +21,7 @@ from checkpointing.engine.state.layout import Item, PlannedFiles
 from checkpointing.engine.state.save_plan import AgreedPlan
 from checkpointing.format.manifest import INDEX, Index, Manifest, Piece, TensorInfo
 from checkpointing.format.read_plan import Shard, intersect
+from checkpointing.message_codec import peer_message
 from checkpointing.storage.digests import digest
 from checkpointing.writer.arena import Arena, BufferRecord
 

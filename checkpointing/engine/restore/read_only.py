@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing.engine.collectives.group import Failed, RankGroup, World, result_or_failed
-from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.restorer import Restored, Restorer
 from checkpointing.engine.restore.source import ONLY_RNG, OptionalKeys, Targets, TensorsFor, local_box, local_part
 from checkpointing.engine.state.fingerprints import combine, fingerprint, partial
 from checkpointing.errors import CheckpointRefused, SaveFailed
 from checkpointing.event_sink import EmitEvent, EventSink
 from checkpointing.format.commit import parse_name
+from checkpointing.message_codec import peer_message
 from checkpointing.storage.backends import Storage, open_storage
 from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier

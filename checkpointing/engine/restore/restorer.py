@@ -14,7 +14,6 @@ from torch import Tensor
 
 from checkpointing.config import MEMORY
 from checkpointing.engine.collectives.group import Failed, RankGroup, result_or, result_or_failed
-from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks, to_refusal
 from checkpointing.engine.restore.metadata_reader import (
     foreign_names,
@@ -29,6 +28,7 @@ from checkpointing.errors import CheckpointRefused, NothingVerifies, UnreadableN
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
 from checkpointing.format.manifest import INDEX, Index, Manifest
+from checkpointing.message_codec import peer_message
 from checkpointing.storage.backends import Storage
 from checkpointing.tiers.catalog import DistrustedCheckpoints, Owner
 from checkpointing.tiers.copy_files import corrupt_copies, why_corrupt

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from checkpointing.engine.collectives.group import RankGroup, explain, result_or
-from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.save.saver import Writer
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import Commit, parse_name, seal
 from checkpointing.format.manifest import FileEntry, Manifest
+from checkpointing.message_codec import peer_message
 from checkpointing.storage.backends import Storage
 from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.copy_files import MIB, Copied, CopyOrder, divide_files

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.format.manifest import Piece
 from checkpointing.format.torch_record import locate_values, make_reader
+from checkpointing.message_codec import peer_message
 from checkpointing.storage.shared_memory import PAGE, whole_pages
 
 ALIGNMENT = 64

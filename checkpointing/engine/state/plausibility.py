@@ -13,9 +13,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.state.fingerprints import PieceSpec, blocks, combine, weighted_sums, word_type
 from checkpointing.engine.state.layout import Item
+from checkpointing.message_codec import peer_message
 
 _ROUNDED_SUM = (torch.float16,)
 """Types whose sums overflow early in their own precision."""

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpointing.engine.collectives.group import Failed, RankGroup, result_or_failed
-from checkpointing.engine.collectives.peer_codec import peer_message
 from checkpointing.engine.state.layout import (
     FileLayout,
     FileSpan,
@@ -40,6 +39,7 @@ from checkpointing.engine.state.layout import (
 )
 from checkpointing.format.commit import Places, assign_places
 from checkpointing.format.manifest import Index, Piece, TensorInfo
+from checkpointing.message_codec import peer_message
 from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE
 

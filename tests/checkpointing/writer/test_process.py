@@ -377,7 +377,7 @@ def test_nonsense_on_the_socket_ends_the_connection_and_not_the_writer(owned):
 
 
 def test_an_order_that_cannot_be_read_is_answered_and_the_next_one_is_served(link):
-    odd = link._request({"do": "write", "order": {"place": 1}, "stamp": link.arena.stamp}, lambda _: None)
+    odd = link._request({"do": "write", "order": {"place": 1}, "stamp": link.arena.stamp})
     assert odd.exception(SECONDS) is not None
     assert link.ping().result(SECONDS) is None
     assert link.alive

@@ -1,14 +1,15 @@
-"""Messages between ranks as typed JSON: plain values and classes that are registered here. Never code.
+"""Messages between ranks, and between a rank and its writer, as typed JSON: plain values and registered classes.
 
 Plain JSON values are unchanged. Everything else is an object with one key, its kind: `{"tuple": [...]}`, or a class
 with its fields in order, `{"Failed": [...]}`. Decoding creates only registered classes, with fields of their declared
-types.
+types, and runs no code. No torch: only a process that has imported it can encode or decode a dtype.
 """
 
 import base64
 import dataclasses
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Set
@@ -16,13 +17,10 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
-import torch
-
 from checkpointing.errors import CheckpointRefused, UnsafePickle
 from checkpointing.format.commit import Commit, Region
 from checkpointing.format.manifest import FileEntry, Index, Manifest, Piece, TensorInfo
 from checkpointing.format.read_plan import Strip
-from checkpointing.tiers.copy_files import Copied
 
 T = TypeVar("T")
 
@@ -33,11 +31,11 @@ _CLASSES: dict[str, type] = {}
 
 
 class InvalidMessage(ValueError):
-    """Bytes that no rank of this version sends, or a value that no rank can send."""
+    """Bytes that are not a message of this version, or a value that cannot be sent."""
 
 
 def peer_message(kind: type[T]) -> type[T]:
-    """Register a dataclass or named tuple as a message between ranks, encoded field by field."""
+    """Register a dataclass or named tuple as part of messages, encoded field by field."""
     if dataclasses.is_dataclass(kind):
         return _register(kind, tuple(field.name for field in dataclasses.fields(kind)))
     return _register(kind, kind._fields)  # type: ignore[attr-defined]
@@ -49,14 +47,14 @@ def _register(kind: type[T], fields: tuple[str, ...]) -> type[T]:
     return kind
 
 
-for _kind in (Commit, Copied, FileEntry, Index, Manifest, Piece, Region, Strip, TensorInfo):
+for _kind in (Commit, FileEntry, Index, Manifest, Piece, Region, Strip, TensorInfo):
     peer_message(_kind)
 for _error in (CheckpointRefused, UnsafePickle):
     _register(_error, ("name", "reason", "damaged", "fits", "unreadable"))
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as a message; raises InvalidMessage for a type that ranks do not send."""
+    """Return `value` as a message; raises InvalidMessage for an unregistered type."""
     return json.dumps(_encode_value(value), allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -65,7 +63,7 @@ def decode(message: bytes | bytearray) -> Any:
     try:
         return json.loads(message, object_hook=_decode_object, parse_constant=_raise_unknown)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidMessage(f"not a valid message from a rank: {error}") from error
+        raise InvalidMessage(f"not a valid message: {error}") from error
 
 
 def _encode_value(value: Any) -> Any:
@@ -79,7 +77,9 @@ def _encode_value(value: Any) -> Any:
     for base, encode_kind in _ENCODERS:
         if isinstance(value, base):
             return encode_kind(value)
-    raise InvalidMessage(f"ranks cannot send a {kind.__qualname__} to each other")
+    if kind.__module__ == "torch" and kind.__name__ == "dtype":
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise InvalidMessage(f"cannot send a {kind.__qualname__}")
 
 
 @cache
@@ -105,19 +105,15 @@ _ENCODERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (tuple, lambda value: {"tuple": [_encode_value(item) for item in value]}),
     (Mapping, _pairs),
     (Set, lambda value: {"set": [_encode_value(item) for item in value]}),
-    (torch.dtype, lambda value: {"dtype": str(value).removeprefix("torch.")}),
 )
 
 
 def _decode_object(found: dict[str, Any]) -> Any:
     """Return the value of one JSON object whose parts are already decoded."""
     ((kind, value),) = found.items()
-    make = _DECODERS.get(kind)
-    return (
-        make(value)
-        if make is not None
-        else _instance(_CLASSES[kind] if kind in _CLASSES else _raise_unknown(kind), value)
-    )
+    if kind in _DECODERS:
+        return _DECODERS[kind](value)
+    return _instance(_CLASSES[kind] if kind in _CLASSES else _raise_unknown(kind), value)
 
 
 def _instance(kind: Any, values: list[Any]) -> Any:
@@ -130,7 +126,7 @@ def _instance(kind: Any, values: list[Any]) -> Any:
 
 @cache
 def _declared_types(kind: type) -> tuple[tuple[type, ...], ...]:
-    """Return, for every field, the outermost classes that its annotation allows; any class if it has none."""
+    """Return the outermost classes that each field's annotation allows; any class without an annotation."""
     known = typing.get_type_hints(kind)
     return tuple(_classes(known.get(field, Any)) for field in _FIELDS[kind])
 
@@ -144,9 +140,9 @@ def _classes(hint: Any) -> tuple[type, ...]:
     return (float, int) if kind is float else (kind,)
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else _raise_unknown(f"dtype {name}")
+def _dtype(name: str) -> Any:
+    found = getattr(sys.modules.get("torch"), name, None)
+    return found if type(found).__name__ == "dtype" else _raise_unknown(f"dtype {name}")
 
 
 def _raise_unknown(what: str) -> typing.NoReturn:

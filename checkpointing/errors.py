@@ -46,12 +46,12 @@ class UnsafePickle(CheckpointRefused):
 
 
 class NothingVerifies(CheckpointError):
-    """Every committed checkpoint was refused; `touched` is True if tensors were already overwritten."""
+    """Every committed checkpoint was refused. No tensor has been overwritten."""
 
-    def __init__(self, refusals: Sequence[CheckpointRefused], *, touched: bool) -> None:
+    def __init__(self, refusals: Sequence[CheckpointRefused]) -> None:
         reasons = "; ".join(str(refusal) for refusal in refusals)
         super().__init__(f"{len(refusals)} committed checkpoint(s), none of which can be loaded: {reasons}")
-        self.refusals, self.touched = tuple(refusals), touched
+        self.refusals = tuple(refusals)
 
 
 class NothingIntact(NothingVerifies):
@@ -66,7 +66,7 @@ class UnreadableNow(NothingVerifies):
     """The newest checkpoint not permanently refused cannot be read at `places`; older ones were not tried."""
 
     def __init__(self, refusals: Sequence[CheckpointRefused], places: Sequence[str]) -> None:
-        super().__init__(refusals, touched=False)
+        super().__init__(refusals)
         reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refusals))
         self.args = (
             f"{' and '.join(places)} cannot be read, and no older checkpoint is loaded instead (make it readable, or "
@@ -74,14 +74,14 @@ class UnreadableNow(NothingVerifies):
         )
 
 
-def nothing_verifies(refusals: Sequence[CheckpointRefused], *, touched: bool) -> NothingVerifies:
+def nothing_verifies(refusals: Sequence[CheckpointRefused]) -> NothingVerifies:
     """Return the error that summarizes the refusals of all existing checkpoints."""
     kind: type[NothingVerifies] = NothingVerifies
     if all(refusal.damaged for refusal in refusals):
         kind = NothingIntact
     elif all(refusal.damaged or not refusal.fits for refusal in refusals):
         kind = NothingFits
-    return kind(refusals, touched=touched)
+    return kind(refusals)
 
 
 class SaveFailed(CheckpointError):

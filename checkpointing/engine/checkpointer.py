@@ -19,9 +19,9 @@ from checkpointing.engine.restore.own_layout import Memory
 from checkpointing.engine.restore.restorer import Restored, RestoreOptions, Restorer, agree_on_committed_step
 from checkpointing.engine.restore.source import ONLY_RNG, OptionalKeys, Targets, TensorsFor
 from checkpointing.engine.save.flusher import Flusher
-from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveAgreement, SaveQueue, SaveReadiness, agree_on_save
+from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveAgreement, SaveQueue, agree_on_save
 from checkpointing.engine.save.saver import CheckpointSaver, SavedCheckpoint, SaveJob, Writer
-from checkpointing.engine.state.plausibility import PlausibilityJudge
+from checkpointing.engine.state.plausibility import OFF, Inspection
 from checkpointing.engine.state.save_plan import AgreedPlan, agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.errors import SaveFailed, UnsavableState
@@ -75,7 +75,7 @@ class Checkpointer:
         self._flush_ranks = world.group(_LONG) if len(tiers.tiers) > 1 else None
         options = replace(restore or RestoreOptions(), verdicts=tiers.pins)
         self._restorer = Restorer(tiers.tiers, self._ranks, owner, self._events.emit, options=options)
-        self._judge = PlausibilityJudge(self._config.plausibility)
+        self._plausibility = self._config.plausibility
         self._flusher: Flusher | None = None
         self._first = tiers.tiers[0]
         policy = Policy.from_config(self._first.keep, self._config)
@@ -106,7 +106,7 @@ class Checkpointer:
             self._plan(tensors)
         assert self._saver is not None
         assert self._stager is not None
-        self._judge.inspection().inspect(*self._stager.sample())  # its tables are built only once
+        Inspection().inspect(*self._stager.sample())  # its tables are built only once
         self._stager.forget()
         # A writer that fails now reports it at the first save.
         concurrent.futures.wait([self._saver.writer.warm()], _WARM_SECONDS)
@@ -178,13 +178,11 @@ class Checkpointer:
         stager = self._stager
         return agree_on_save(
             self._ranks,
-            SaveReadiness(
-                plan=stager.plan.number if stager is not None and parts is not None else 0,
-                step=step,
-                has_room=(stager is None or stager.has_room) and (self._queue is None or self._queue.alive),
-                idle=stager is None or stager.buffers.idle,
-                rank_state=int(digest(canonical(own or {}))[:15], 16),
-            ),
+            plan=stager.plan.number if stager is not None and parts is not None else 0,
+            step=step,
+            has_room=(stager is None or stager.has_room) and (self._queue is None or self._queue.alive),
+            idle=stager is None or stager.is_idle,
+            rank_state=int(digest(canonical(own or {}))[:15], 16),
         )
 
     def _reason_to_skip(self, agreed: SaveAgreement) -> str | None:
@@ -200,7 +198,7 @@ class Checkpointer:
         assert self._queue is not None
         # The result of an earlier save does not apply to this one.
         self._newest, self.failure = step, None
-        staged = self._stager.stage(parts, compare=not self._judge.is_off)
+        staged = self._stager.stage(parts, compare=self._plausibility != OFF)
         job = SaveJob(step, self._stager.plan, staged, facts, self._facts, trained)
         self._queue.submit(job)
         self._stager.stage_buckets(staged, parts)
@@ -243,7 +241,9 @@ class Checkpointer:
         if self._saver is None:
             self._link = self._link or WriterLink.start()
             emit = self._events.emit
-            self._saver = CheckpointSaver(self._first, self._save_ranks, self._owner, self._link, self._judge, emit)
+            self._saver = CheckpointSaver(
+                self._first, self._save_ranks, self._owner, self._link, self._plausibility, emit
+            )
             self._queue = SaveQueue(self._saver, self._save_ranks, emit, self._on_save_end, self._pauses)
         return self._saver.writer
 

@@ -144,11 +144,17 @@ def read_commit(storage: Storage, name: str) -> Commit:
     return commit
 
 
-def write_file(storage: Storage, folder: str, name: str, data: bytes) -> DigestSink:
-    """Write one whole file durably and return the sink, which holds the digests of these bytes."""
+def write_file(
+    storage: Storage, folder: str, name: str, data: bytes, quiet: Callable[[], None] = lambda: None
+) -> FileEntry:
+    """Write one small file durably; raises OSError. Calls `quiet` before waiting for the disk.
+
+    An fsync during large writes waits for all queued ones and delays the following ones.
+    """
     with DigestSink(storage.create(f"{folder}/{name}")) as sink:
         sink.write(data)
-    return sink
+        quiet()
+    return FileEntry(name=name, size=sink.size, chunks=sink.chunks)
 
 
 def seal(storage: Storage, manifest: Manifest, fence: Callable[[], bool], now: float) -> Commit:

@@ -62,7 +62,7 @@ class Index:
                 for p in sorted(self.pieces, key=lambda p: (p.key, p.offsets, p.file))
             ],
         }
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        return canonical(value)
 
 
 def parse_index(data: bytes) -> Index:
@@ -98,7 +98,7 @@ def _check(piece: Piece, info: TensorInfo) -> None:
 def encode_fingerprints(values: dict[str, str]) -> bytes:
     """Return `fingerprints.json`; `values` maps each tensor's key to 16 hex digits."""
     value = {"schema": FINGERPRINTS_SCHEMA, "tensors": values}
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return canonical(value)
 
 
 def parse_fingerprints(data: bytes) -> dict[str, str]:

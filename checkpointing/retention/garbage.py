@@ -91,7 +91,7 @@ def _read(storage: Storage, path: str) -> Pin:
     return Pin(note="", pinned_at=0.0)
 
 
-_NOTE = b"The deletion of this checkpoint was begun; it is no longer one.\n"
+_NOTE = b"The deletion of this checkpoint has begun; it is no longer a checkpoint.\n"
 
 AttemptId = tuple[int, str]
 """Attempt and nonce of a folder's owner, from the folder's name."""
@@ -152,32 +152,24 @@ def decide_debris(
     `owner` is the caller's own attempt, `ended` are attempts that no longer write, `inherit` the names that the launch
     token hands over, `busy` the names that are being written or read.
     """
-    return [_decide(folder, owner, ended, inherit, busy) for folder in folders]
 
+    def decide(folder: DebrisFolder) -> tuple[bool, str]:
+        attempt, nonce = folder.attempt_id
+        if folder.name in busy:
+            return False, "is being written"
+        # The process that published the tombstone held the fence, and no reader has loaded the checkpoint since.
+        if folder.state is DebrisState.TOMBSTONED:
+            return True, "its deletion began but did not finish"
+        if folder.attempt_id == owner:
+            return True, "half-written by this attempt itself"
+        if folder.name in inherit:
+            return True, "handed over to this attempt, and not committed"
+        if folder.attempt_id in ended:
+            return True, f"half-written by attempt {attempt} ({nonce}), which has ended"
+        return False, f"half-written by attempt {attempt} ({nonce}), which is not known to have ended"
 
-def _decide(
-    folder: DebrisFolder,
-    owner: AttemptId | None,
-    ended: Collection[AttemptId],
-    inherit: Collection[str],
-    busy: Collection[str],
-) -> GarbageDecision:
-    def verdict(collect: bool, reason: str) -> GarbageDecision:
-        return GarbageDecision(folder=folder, collect=collect, reason=reason)
-
-    attempt, nonce = folder.attempt_id
-    if folder.name in busy:
-        return verdict(False, "is being written")
-    # The process that published the tombstone held the fence, and no reader has loaded the checkpoint since.
-    if folder.state is DebrisState.TOMBSTONED:
-        return verdict(True, "its deletion began but did not finish")
-    if folder.attempt_id == owner:
-        return verdict(True, "half-written by this attempt itself")
-    if folder.name in inherit:
-        return verdict(True, "handed over to this attempt, and not committed")
-    if folder.attempt_id in ended:
-        return verdict(True, f"half-written by attempt {attempt} ({nonce}), which has ended")
-    return verdict(False, f"half-written by attempt {attempt} ({nonce}), which is not known to have ended")
+    decisions = [(folder, *decide(folder)) for folder in folders]
+    return [GarbageDecision(folder=folder, collect=collect, reason=reason) for folder, collect, reason in decisions]
 
 
 def delete_debris(

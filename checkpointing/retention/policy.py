@@ -130,9 +130,8 @@ def best_names(trusted: Sequence[Entry], policy: Policy, metrics: Mapping[str, f
 
 def select_expired(entries: Sequence[Entry], policy: Policy, **facts: Any) -> list[tuple[Entry, str]]:
     """Return the entries that `decide_retention` (same arguments) does not keep, oldest first, with reasons."""
-    return [(judged.entry, judged.reason) for judged in decide_retention(entries, policy, **facts) if not judged.stays][
-        ::-1
-    ]
+    decisions = reversed(decide_retention(entries, policy, **facts))
+    return [(judged.entry, judged.reason) for judged in decisions if not judged.stays]
 
 
 def read_metric(manifest: Manifest, metric: str) -> float | None:

@@ -122,27 +122,24 @@ def fsync_file(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     """Replace `path` with `data` atomically, even across a power loss."""
-    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise naming(error, path) from None
+    _replace(path, data, mode, durably=True)
     fsync_dir(path.parent)
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     """Replace `path` atomically for readers without fsync; for files that are soon rewritten."""
+    _replace(path, data, mode, durably=False)
+
+
+def _replace(path: Path, data: bytes, mode: int, *, durably: bool) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
+            if durably:
+                stream.flush()
+                os.fsync(stream.fileno())
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -227,7 +224,7 @@ def only_own_files() -> Iterator[None]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; raises NotAFile at once for a FIFO, a device, a socket or a folder."""
+    """Open a file for reading; raises NotAFile immediately for a FIFO, a device, a socket or a folder."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     status = os.fstat(descriptor)

@@ -72,6 +72,11 @@ class Opened:
             return f"{self.path} can be changed by {writers} (mode {stat.S_IMODE(status.st_mode):04o})"
         return ""
 
+    def require_private(self) -> None:
+        """Raise NotPrivate if the folder itself is not private to this user."""
+        if fault := self.fault():
+            raise NotPrivate(errno.EPERM, fault, str(self.path))
+
 
 def is_trusted(uid: int) -> bool:
     """Return whether to trust files of this user: root, ourselves, and for root also user 65534 (NFS root squash)."""
@@ -136,8 +141,7 @@ def check_unshared(path: Path, *, then: str) -> None:
 def check_private(path: Path) -> None:
     """Raise NotPrivate if the folder belongs to another user or others may write it, OSError if it does not exist."""
     with open_folder(path) as found:
-        if fault := found.fault():
-            raise NotPrivate(errno.EPERM, fault, str(path))
+        found.require_private()
 
 
 _held: dict[Path, Path] = {}
@@ -151,9 +155,8 @@ def pin_path(path: Path) -> Path:
     """
     if path not in _held:
         with open_folder(path) as found:
-            if fault := found.fault():
-                raise NotPrivate(errno.EPERM, fault, str(path))
-            _held[path] = _descriptor_path(found.descriptor) if found.weak else path
+            found.require_private()
+            _held[path] = Path(f"/proc/{os.getpid()}/fd/{os.dup(found.descriptor)}") if found.weak else path
     return _held[path]
 
 
@@ -161,13 +164,8 @@ def pin_path(path: Path) -> Path:
 def pin_path_temporarily(path: Path) -> Iterator[Path]:
     """Like `pin_path`, but only within the context."""
     with open_folder(path) as found:
-        if fault := found.fault():
-            raise NotPrivate(errno.EPERM, fault, str(path))
+        found.require_private()
         yield Path(f"/proc/{os.getpid()}/fd/{found.descriptor}") if found.weak else path
-
-
-def _descriptor_path(descriptor: int) -> Path:
-    return Path(f"/proc/{os.getpid()}/fd/{os.dup(descriptor)}")
 
 
 class _Walk:

@@ -22,11 +22,8 @@ from checkpointing.verification.verdicts import bad_copies, read_verdicts
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
-@dataclass(frozen=True)
-class TierContents:
-    """Committed checkpoints of one tier that this attempt may load and trusts, by name, newest first."""
-
-    committed: tuple[str, ...]
+TierContents = tuple[str, ...]
+"""Names of one tier's committed checkpoints that this attempt may load and trusts, newest first."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def choose_checkpoint(
     `latest` was just committed (None: look for the newest), `last` is what this tier received last. `everything`
     ignores `every` and chooses the newest one, so that a finished run leaves its last checkpoint in every tier.
     """
-    here = contents[target].committed
+    here = contents[target]
     last = last or (here[0] if here else None)
     name, source = _newest(contents[:target], latest)
     if name is None:
@@ -76,7 +73,7 @@ def choose_checkpoint(
 
 def _newest(faster: Sequence[TierContents], latest: str | None) -> tuple[str | None, int]:
     """Return the name, and the fastest tier that has it."""
-    found = {name: at for at in reversed(range(len(faster))) for name in faster[at].committed}
+    found = {name: at for at in reversed(range(len(faster))) for name in faster[at]}
     if latest in found:
         assert latest is not None
         return latest, found[latest]
@@ -267,10 +264,10 @@ def copy_file(
 ) -> int:
     """Copy `folder/entry.name` durably; return the bytes written, 0 if the target already has an identical file.
 
-    Raises Refused (with the chunk) if the source does not match `entry`; no mismatching byte is passed on, and the
-    copy is not retried. Raises OSError if retries do not help, with errno ECANCELED once `stopped` returns True,
-    which is checked before every chunk. A half-written file is deleted, or replaced by the next try. After a stop
-    it is left in place, because another process may have taken it over.
+    Raises CheckpointRefused (with the chunk) if the source does not match `entry`; no mismatching byte is passed on,
+    and the copy is not retried. Raises OSError if retries do not help, with errno ECANCELED once `stopped` returns
+    True, which is checked before every chunk. A half-written file is deleted, or replaced by the next try. After a
+    stop it is left in place, because another process may have taken it over.
     """
     job = _Copy(source, target, folder, entry, throttle or Throttle(0.0), stopped)
     tries = itertools.count()

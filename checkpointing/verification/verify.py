@@ -2,7 +2,7 @@
 
 Files are digested by several threads, each of which digests a chunk as it reads it through the page cache, in pieces
 that are still in the core's own cache. The kernel reads ahead meanwhile, which a single thread with O_DIRECT cannot do.
-Pages that were not cached before are dropped at once, so that verification does not evict the data of a trainer.
+Pages that were not cached before are dropped immediately, so that verification does not evict the data of a trainer.
 """
 
 import ctypes
@@ -54,13 +54,13 @@ _MAX_THREADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault in one file; `chunk` counts from 0; `tensors` are the tensors whose values it affects.
+    """A fault in one file; `chunk` counts from 0; `tensors` are the keys of affected tensors.
 
     `gone`: the file could not be opened because it does not exist.
     """
 
     file: str
-    chunk: int | None
+    chunk: int | None = None
     reason: str
     tensors: tuple[str, ...] = ()
     gone: bool = False
@@ -69,7 +69,7 @@ class Fault:
     def from_error(cls, file: str, error: OSError) -> "Fault":
         """Return the fault of a file that could not be read."""
         gone = isinstance(error, FileNotFoundError)
-        return cls(file=file, chunk=None, reason=f"unreadable: {error_words(error)}", gone=gone)
+        return cls(file=file, reason=f"unreadable: {error_words(error)}", gone=gone)
 
     @property
     def tensor(self) -> str | None:
@@ -164,10 +164,10 @@ def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Faul
         present = storage.list(name)
     except ManifestError as error:
         file, _, reason = str(error).partition(" ")
-        return None, [Fault(file=file, chunk=None, reason=reason)]
+        return None, [Fault(file=file, reason=reason)]
     except OSError as error:
         return None, [Fault.from_error(_file_name(error), error)]
-    gone = [Fault(file=DELETED, chunk=None, reason="its deletion has begun")] if DELETED in present else []
+    gone = [Fault(file=DELETED, reason="its deletion has begun")] if DELETED in present else []
     return manifest, gone + [fault for entry in manifest.files if (fault := _size_fault(entry, present))]
 
 
@@ -194,12 +194,12 @@ def _file_name(error: OSError) -> str:
 
 def _size_fault(entry: FileEntry, present: dict[str, int | None]) -> Fault | None:
     if entry.name not in present:
-        return Fault(file=entry.name, chunk=None, reason="missing")
+        return Fault(file=entry.name, reason="missing")
     found = present[entry.name]
     if found is None:
-        return Fault(file=entry.name, chunk=None, reason="is a folder, not a file")
+        return Fault(file=entry.name, reason="is a folder, not a file")
     if found != entry.size:
-        return Fault(file=entry.name, chunk=None, reason=f"has {found} bytes instead of {entry.size}")
+        return Fault(file=entry.name, reason=f"has {found} bytes instead of {entry.size}")
     return None
 
 
@@ -209,20 +209,13 @@ def all_chunks(manifest: Manifest) -> list[Chunk]:
 
 
 def _choose_chunks(manifest: Manifest, level: int) -> list[Chunk]:
-    if level == 0:
-        return []
-    chunks = all_chunks(manifest)
-    return chunks if level == 2 else _sample_chunks(chunks, manifest.digest)
-
-
-def _sample_chunks(chunks: Sequence[Chunk], seed: str) -> list[Chunk]:
-    """Return the first and last chunk of every file and one in sixteen; always the same choice for a checkpoint."""
-    draw = random.Random(seed)
-    return [
-        chunk
-        for chunk in chunks
-        if chunk.index in (0, len(chunk.file.chunks) - 1) or draw.randrange(_SAMPLE_ONE_IN) == 0
-    ]
+    """Return no chunks, a sample or all; a checkpoint's sample never changes."""
+    chunks = all_chunks(manifest) if level else []
+    if level != 1:
+        return chunks
+    draw = random.Random(manifest.digest)
+    ends = [chunk.index in (0, len(chunk.file.chunks) - 1) for chunk in chunks]
+    return [chunk for chunk, is_end in zip(chunks, ends, strict=True) if is_end or draw.randrange(_SAMPLE_ONE_IN) == 0]
 
 
 def check_chunks(
@@ -353,7 +346,7 @@ class _StreamDigester:
 class PageCacheState:
     """Page cache residency before a scan; shared by its threads because the kernel's read-ahead is shared too.
 
-    Pages that were not resident are dropped at once, unless `keeps` is set for a later second reading.
+    Pages that were not resident are dropped immediately, unless `keeps` is set for a later second reading.
     """
 
     def __init__(self, keeps: bool = False) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
+from checkpointing.format.commit import write_file
 from checkpointing.storage.backends import open_storage
 from checkpointing.tiers.copy_files import copy_files
 from checkpointing.writer.arena import Arena
@@ -27,7 +28,6 @@ from checkpointing.writer.write_orders import (
     MessageStream,
     OrderThreads,
     encode_error,
-    put_file,
     write_files,
 )
 
@@ -128,7 +128,7 @@ class WriterSession:
             case "put":
                 place, folder, name = header["place"], header["folder"], header["name"]
                 unread = partial(self._orders.until_unread, place)
-                put = start(lambda _: put_file(open_storage(place), folder, name, blob, unread))
+                put = start(lambda _: write_file(open_storage(place), folder, name, blob, unread))
                 self._answer_when_done(number, put)
             case "copy":
                 copy_order = header["order"]

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard, TypeVar
 from checkpointing.format.manifest import FileEntry
 from checkpointing.message_codec import decode, encode, peer_message
 from checkpointing.storage.backends import LocalStorage, Storage, open_storage
-from checkpointing.storage.digests import CHUNK, DigestSink, digest, filled_digest
+from checkpointing.storage.digests import CHUNK, digest, filled_digest
 from checkpointing.storage.direct_io import BLOCK, write_direct
 from checkpointing.storage.durable import fsync_dir, make_folder
 from checkpointing.writer.arena import Arena, BufferRecord
@@ -224,20 +224,6 @@ def write_files(
     assert digest_thread.files is not None
     filled = tuple(digest_thread.filled)
     return WriteResult(files=digest_thread.files, filled=filled, seconds=time.monotonic() - start, direct=direct)
-
-
-def put_file(
-    storage: Storage, folder: str, name: str, blob: bytes, quiet: Callable[[], None] | None = None
-) -> FileEntry:
-    """Write one small file durably; raises OSError. Calls `quiet` before waiting for the disk.
-
-    An fsync during large writes waits for all queued ones and delays the following ones.
-    """
-    with DigestSink(storage.create(f"{folder}/{name}")) as sink:
-        sink.write(blob)
-        if quiet is not None:
-            quiet()
-    return FileEntry(name=name, size=sink.size, chunks=sink.chunks)
 
 
 def _write_all(

@@ -2,11 +2,12 @@
 
 from concurrent.futures import Future
 
+from checkpointing.format.commit import write_file
 from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.backends import Storage, open_storage
 from checkpointing.tiers.copy_files import Copied, CopyOrder, copy_files
 from checkpointing.writer.arena import Arena
-from checkpointing.writer.write_orders import OrderThreads, WriteOrder, WriteResult, put_file, write_files
+from checkpointing.writer.write_orders import OrderThreads, WriteOrder, WriteResult, write_files
 
 
 class InProcessWriter:
@@ -26,7 +27,7 @@ class InProcessWriter:
 
     def put(self, place: str, folder: str, name: str, blob: bytes) -> "Future[FileEntry]":
         storage = self._storage if self._storage is not None else open_storage(place)
-        return self._orders.start(lambda _: put_file(storage, folder, name, blob))
+        return self._orders.start(lambda _: write_file(storage, folder, name, blob))
 
     def copy(self, order: CopyOrder) -> "Future[Copied]":
         return self._orders.start(

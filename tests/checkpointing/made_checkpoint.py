@@ -26,10 +26,7 @@ def make(
 ) -> str:
     """Write and commit one checkpoint; returns its name."""
     name = checkpoint_name(step, attempt, nonce, take)
-    entries = []
-    for file, data in files.items():
-        sink = write_file(storage, name, file, data)
-        entries.append(FileEntry(name=file, size=sink.size, chunks=sink.chunks))
+    entries = [write_file(storage, name, file, data) for file, data in files.items()]
     manifest = describe(name, step, attempt, nonce, entries)
     seal(storage, replace(manifest, extra=extra) if extra is not None else manifest, fence, now)
     return name

@@ -24,7 +24,7 @@ OTHER_MODEL = CheckpointRefused("step-4", "w has shape (3,) in it, (4,) here", d
 def test_another_try_helps_only_where_one_is_neither_damaged_nor_of_another_model(
     refusals: list[CheckpointRefused], kind: type[NothingVerifies]
 ) -> None:
-    assert type(nothing_verifies(refusals, touched=False)) is kind
+    assert type(nothing_verifies(refusals)) is kind
 
 
 @pytest.mark.parametrize("refusal", [DAMAGED, AWAY, OTHER_MODEL, UNREADABLE])

@@ -49,8 +49,9 @@ def test_nan_and_a_refusal_come_back() -> None:
     [
         b"", b"cos\nsystem\n(S'true'\ntR.", b"\x80\x04N.", b"NaN", b"[1", b"[" * 100_000, b"\xff", b"{}",
         b'{"tuple":[1],"dict":[]}', b'{"os.system":["true"]}', b'{"object":[]}', b'{"Failed":["x"]}',
-        b'{"Failed":[1,false,false]}', b'{"Failed":{"reason":"x"}}', b'{"dtype":"load"}', b'{"dtype":"float99"}',
-        b'{"float":"1"}', b'{"bytes":"%%"}', b'{"dict":[[[],1]]}', b'{"FileEntry":["../../x",1,{"tuple":[]},4]}',
+        b'{"Failed":[1,false,false,false,false,false]}', b'{"Failed":{"reason":"x"}}', b'{"dtype":"load"}',
+        b'{"dtype":"float99"}', b'{"float":"1"}', b'{"bytes":"%%"}', b'{"dict":[[[],1]]}',
+        b'{"FileEntry":["../../x",1,{"tuple":[]},4]}',
         b'{"Candidate":["1","x",0,false]}',
     ],
 )  # fmt: skip
@@ -74,7 +75,7 @@ def ranks(key: bytes = KEY) -> RankGroup:
 def test_a_message_of_this_exchange_is_taken() -> None:
     sender, receiver = ranks(), ranks()
     message = sender._next_message({"a": 1}, to=3)
-    receiver._nothing()
+    receiver._next_message(None, to=0)
     assert receiver._verify(bytearray(message), 0, 3) == {"a": 1}
 
 
@@ -82,7 +83,7 @@ FORGERIES: dict[str, Callable[[RankGroup, bytearray], object]] = {
     "another sender": lambda receiver, message: receiver._verify(message, 1, 3),
     "another receiver": lambda receiver, message: receiver._verify(message, 0, 2),
     "to all": lambda receiver, message: receiver._verify(message, 0, -1),
-    "sent again": lambda receiver, message: (receiver._nothing(), receiver._verify(message, 0, 3)),
+    "sent again": lambda receiver, message: (receiver._next_message(None, to=0), receiver._verify(message, 0, 3)),
     "another group": lambda receiver, message: (setattr(receiver, "_name", "9"), receiver._verify(message, 0, 3)),
     "changed": lambda receiver, message: receiver._verify(message[:-1] + b"}", 0, 3),
     "cut": lambda receiver, message: receiver._verify(message[:-1], 0, 3),
@@ -99,6 +100,6 @@ FORGERIES: dict[str, Callable[[RankGroup, bytearray], object]] = {
 def test_any_other_is_refused(forged: Callable[[RankGroup, bytearray], object]) -> None:
     sender, receiver = ranks(), ranks()
     message = bytearray(sender._next_message([1], to=3))
-    receiver._nothing()
+    receiver._next_message(None, to=0)
     with pytest.raises(UnauthenticatedPeer, match="is not authenticated with this generation's key"):
         forged(receiver, message)

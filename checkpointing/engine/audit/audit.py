@@ -39,7 +39,6 @@ from checkpointing.format.manifest import (
 from checkpointing.format.read_plan import Box, overlaps
 from checkpointing.format.torch_record import ReadAt, read_record
 from checkpointing.storage.backends import LocalStorage, Storage
-from checkpointing.storage.storage_errors import error_words
 from checkpointing.verification.verify import (
     Chunk,
     Fault,
@@ -58,11 +57,11 @@ def strays(storage: Storage, manifest: Manifest) -> list[Fault]:
     """Return a fault for each file in the folder that the manifest does not list."""
     known = {COMMIT, MANIFEST, *(entry.name for entry in manifest.files)}
     found = sorted(set(storage.list(manifest.name)) - known)
-    return [Fault(file=name, chunk=None, reason=f"is not listed in {MANIFEST}") for name in found]
+    return [Fault(file=name, reason=f"is not listed in {MANIFEST}") for name in found]
 
 
 def structure_faults(
-    storage: Storage, manifest: Manifest, progress: Progress | None = None, choose_files: ChooseFiles | None = None
+    storage: Storage, manifest: Manifest, choose_files: ChooseFiles | None = None
 ) -> tuple[Index | None, list[Fault]]:
     """Return the index of an intact checkpoint and the faults of its structure.
 
@@ -73,16 +72,16 @@ def structure_faults(
         index = read_whole_index(storage, manifest)
     except CheckpointRefused as refusal:
         file = INDEX if manifest.file(INDEX) else METADATA
-        return None, [*faults, Fault(file=file, chunk=None, reason=refusal.reason)]
+        return None, [*faults, Fault(file=file, reason=refusal.reason)]
     try:
         faults += disagreements(index, read_metadata(storage, manifest))
     except CheckpointRefused as refusal:
-        faults.append(Fault(file=METADATA, chunk=None, reason=refusal.reason))
+        faults.append(Fault(file=METADATA, reason=refusal.reason))
     faults += cover_faults(index)
     outside = list(_outside(index, {entry.name: entry for entry in manifest.files}))
     faults += outside
     if not outside:
-        faults += record_faults(storage, manifest, index, progress, choose_files)
+        faults += record_faults(storage, manifest, index, choose_files)
     return index, faults
 
 
@@ -107,7 +106,7 @@ def _places(index: Index) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, i
 
 
 def _metadata_fault(key: str, what: str) -> Fault:
-    return Fault(file=METADATA, chunk=None, reason=f"{key} {what}", tensors=(key,))
+    return Fault(file=METADATA, reason=f"{key} {what}", tensors=(key,))
 
 
 def _kind(info: TensorInfo | None) -> str:
@@ -124,7 +123,7 @@ def cover_faults(index: Index) -> list[Fault]:
         reason = _cover(info, pieces[key])
         if reason:
             file = pieces[key][0].file if pieces[key] else INDEX
-            faults.append(Fault(file=file, chunk=None, reason=reason, tensors=(key,)))
+            faults.append(Fault(file=file, reason=reason, tensors=(key,)))
     return faults
 
 
@@ -147,9 +146,8 @@ def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
     for file, pieces in _by_file(index.pieces).items():
         entry = files.get(file)
         if entry is None:
-            yield Fault(
-                file=file, chunk=None, reason=f"is not listed in {MANIFEST}, but holds shards", tensors=_keys(pieces)
-            )
+            keys = tuple(dict.fromkeys(piece.key for piece in pieces))
+            yield Fault(file=file, reason=f"is not listed in {MANIFEST}, but holds shards", tensors=keys)
             continue
         for piece, following in pairwise([*pieces, None]):
             assert piece is not None
@@ -157,15 +155,14 @@ def _outside(index: Index, files: Mapping[str, FileEntry]) -> Iterator[Fault]:
             if piece.start + piece.length > end:
                 what = f"the file ends at {entry.size}" if following is None else f"another shard begins at {end}"
                 reason = f"a shard occupies bytes {piece.start} to {piece.start + piece.length}, but {what}"
-                yield Fault(file=file, chunk=None, reason=reason, tensors=(piece.key,))
+                yield Fault(file=file, reason=reason, tensors=(piece.key,))
 
 
 def record_faults(
-    storage: Storage, manifest: Manifest, index: Index, progress: Progress | None = None,
-    choose_files: ChooseFiles | None = None,
-) -> list[Fault]:  # fmt: skip
+    storage: Storage, manifest: Manifest, index: Index, choose_files: ChooseFiles | None = None
+) -> list[Fault]:
     """Return records that contradict the index, because plain `torch.load` reads the record."""
-    faults, done = [], 0
+    faults = []
     by_file = _by_file(index.pieces)
     for file in choose_files(list(by_file), manifest) if choose_files else by_file:
         pieces, entry = by_file[file], manifest.file(file)
@@ -178,9 +175,6 @@ def record_faults(
                 if reason:
                     chunk = piece.start // entry.chunk_size
                     faults.append(Fault(file=file, chunk=chunk, reason=reason, tensors=(piece.key,)))
-                done += 1
-                if progress:
-                    progress(done, len(index.pieces))
     return faults
 
 
@@ -199,10 +193,6 @@ def _by_file(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     for piece in sorted(pieces, key=lambda piece: (piece.file, piece.start)):
         files.setdefault(piece.file, []).append(piece)
     return files
-
-
-def _keys(pieces: Iterable[Piece]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(piece.key for piece in pieces))
 
 
 T = TypeVar("T")
@@ -335,16 +325,15 @@ def _audit_tensors(
         found, read, notes = value_faults(storage, manifest, index, expected, progress, share)
         return faults + found, read, notes
     except CheckpointRefused as refusal:
-        return [Fault(file=MANIFEST, chunk=None, reason=refusal.reason)], 0, []
+        return [Fault(file=MANIFEST, reason=refusal.reason)], 0, []
     except OSError as error:
-        file = str(error.filename or manifest.name).rpartition("/")[2]
-        return [Fault(file=file, chunk=None, reason=f"unreadable: {error_words(error)}")], 0, []
+        return [Fault.from_error(str(error.filename or manifest.name).rpartition("/")[2], error)], 0, []
 
 
 def _missing_tensors(index: Index, manifest: Manifest, expected: TensorExpectations) -> list[Fault]:
     file = INDEX if manifest.file(INDEX) else METADATA
     lacking = [key for key in expected.required if key not in index.tensors]
-    return [Fault(file=file, chunk=None, reason=f"missing tensor {key}", tensors=(key,)) for key in lacking]
+    return [Fault(file=file, reason=f"missing tensor {key}", tensors=(key,)) for key in lacking]
 
 
 def value_faults(
@@ -404,7 +393,7 @@ class _Judge:
         piece = piece or next(iter(self._sealed.pieces(key)), None)
         entry = self._sealed.manifest.file(piece.file) if piece else None
         if piece is None or entry is None:
-            return Fault(file=INDEX, chunk=None, reason=reason, tensors=(key,))
+            return Fault(file=INDEX, reason=reason, tensors=(key,))
         return Fault(file=entry.name, chunk=piece.data // entry.chunk_size, reason=reason, tensors=(key,))
 
 
@@ -413,7 +402,7 @@ def _fingerprints(storage: Storage, manifest: Manifest, index: Index) -> tuple[d
     try:
         known = read_fingerprints(storage, manifest)
     except ManifestError as error:
-        return None, [Fault(file=FINGERPRINTS, chunk=None, reason=str(error))]
+        return None, [Fault(file=FINGERPRINTS, reason=str(error))]
     extra = sorted((known or {}).keys() - index.tensors.keys())
     reason = "has a fingerprint, but no such tensor exists"
-    return known, [Fault(file=FINGERPRINTS, chunk=None, reason=f"{key} {reason}", tensors=(key,)) for key in extra]
+    return known, [Fault(file=FINGERPRINTS, reason=f"{key} {reason}", tensors=(key,)) for key in extra]

@@ -5,6 +5,7 @@ the group, the number of the exchange, sender, receiver and contents. A message 
 this exchange is refused before it is parsed.
 """
 
+import errno
 import hmac
 import threading
 from collections.abc import Callable, Sequence
@@ -73,6 +74,9 @@ FAILURES = (
 _PASSING = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """Disk, memory and device errors that may not recur at a later save."""
 
+_NAMED_RANKS = 2
+"""Number of ranks whose failures are reported individually: a full disk is full for all of them."""
+
 
 def explain(error: BaseException) -> str:
     """Return the error as one line; a full disk is named as such, whatever torch raised."""
@@ -110,23 +114,41 @@ def _first_line(error: BaseException) -> str:
 @peer_message
 @dataclass(frozen=True)
 class Failed:
-    """Failure that a rank sends instead of its result; `final` if a retry cannot help.
+    """Failure that a rank sends instead of its result.
 
-    `lasting` if no later save can help either, because the user's program or orch would fail in the same way.
+    `final`: a retry cannot help. `lasting`: no later save can help either, because the user's program or orch would
+    fail in the same way. `stuck`: an access did not return. `damaged`: the source of a copy is damaged.
     """
 
     reason: str
     fenced: bool = False
     final: bool = False
     lasting: bool = False
+    stuck: bool = False
+    damaged: bool = False
 
     @classmethod
     def from_error(cls, error: BaseException) -> "Failed":
         lasting = isinstance(error, UnsavableState) or not isinstance(error, (*_PASSING, CheckpointError))
         return cls(
-            explain(error), fenced=isinstance(error, FencedOff), final=isinstance(error, Unsound) or lasting,
+            explain(error),
+            fenced=isinstance(error, FencedOff),
+            final=isinstance(error, Unsound) or lasting,
             lasting=lasting,
-        )  # fmt: skip
+            stuck=isinstance(error, OSError) and error.errno == errno.ETIMEDOUT,
+        )
+
+    @classmethod
+    def combine(cls, results: Sequence[object]) -> "Failed | None":
+        """Return one failure for those among all ranks' results, or None if no rank failed."""
+        failed = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Failed)]
+        if not failed:
+            return None
+        reasons = [f"rank {rank}: {result.reason}" for rank, result in failed[:_NAMED_RANKS]]
+        if len(failed) > len(reasons):
+            reasons.append(f"and {len(failed) - len(reasons)} more rank(s)")
+        flags = ("fenced", "final", "lasting", "stuck", "damaged")
+        return cls("; ".join(reasons), *(any(getattr(result, flag) for _, result in failed) for flag in flags))
 
     def error(self, step: int) -> SaveFailed:
         """Return the exception that this failure becomes on every rank."""
@@ -209,7 +231,7 @@ class RankGroup:
         data = self._next_message(value, to=0)
         sizes = self._sizes(len(data))
         mine, _ = _padded_buffer(data, max(sizes))
-        received = [_room(max(sizes)) for _ in sizes] if self.leads else None
+        received = [_padded_buffer(b"", max(sizes)) for _ in sizes] if self.leads else None
         dist.gather(mine, [tensor for tensor, _ in received] if received else None, group=self._group, group_dst=0)
         return self._verify_all(received, sizes, to=0) if received else None
 
@@ -220,7 +242,7 @@ class RankGroup:
         data = self._next_message(value, to=_ALL)
         sizes = self._sizes(len(data))
         mine, _ = _padded_buffer(data, max(sizes))
-        received = [_room(max(sizes)) for _ in sizes]
+        received = [_padded_buffer(b"", max(sizes)) for _ in sizes]
         dist.all_gather([tensor for tensor, _ in received], mine, group=self._group)
         return self._verify_all(received, sizes, to=_ALL)
 
@@ -233,7 +255,7 @@ class RankGroup:
         data = [self._sign(value, to) for to, value in enumerate(values)] if values is not None else []
         sizes = self._broadcast_numbers([len(piece) for piece in data] or [0] * self.size)
         pieces = [_padded_buffer(piece, max(sizes))[0] for piece in data] if self.leads else None
-        tensor, room = _room(max(sizes))
+        tensor, room = _padded_buffer(b"", max(sizes))
         dist.scatter(tensor, pieces, group=self._group, group_src=0)
         mine: T = self._verify(room[: sizes[self.rank]], sender=0, to=self.rank)
         return mine
@@ -243,11 +265,17 @@ class RankGroup:
         if self.size == 1:
             assert value is not None
             return value
-        data = self._next_message(value, to=_ALL) if self.leads else self._nothing()
+        self._exchanges += 1
+        data = self._sign(value, to=_ALL) if self.leads else b""
         (size,) = self._broadcast_numbers([len(data)])
         tensor, room = _padded_buffer(data, size)
         dist.broadcast(tensor, group=self._group, group_src=0)
         return self._verify(room, sender=0, to=_ALL)
+
+    def from_leader(self, act: Callable[[], T]) -> T | Failed:
+        """Return the result or failure of `act`, which only rank 0 calls, on every rank."""
+        found: T | Failed = self.broadcast(result_or_failed(act) if self.leads else None)
+        return found
 
     def minimum(self, numbers: Sequence[int]) -> list[int]:
         """Return the element-wise minimum over all ranks, on every rank: 8 bytes each, not authenticated."""
@@ -263,10 +291,6 @@ class RankGroup:
         """Begin the next exchange and return this rank's message in it."""
         self._exchanges += 1
         return self._sign(value, to)
-
-    def _nothing(self) -> bytes:
-        self._exchanges += 1
-        return b""
 
     def _sign(self, value: Any, to: int) -> bytes:
         data = encode(value)
@@ -317,10 +341,6 @@ class World:
     def group(self, patience: timedelta | None = None) -> RankGroup:
         """Create a new group of all ranks; collective, see `RankGroup`."""
         return RankGroup(self.process_group, patience, key=self.key, leads_node=self.leads_node)
-
-
-def _room(size: int) -> tuple[Tensor, bytearray]:
-    return _padded_buffer(b"", size)
 
 
 def _padded_buffer(data: bytes, size: int) -> tuple[Tensor, bytearray]:

@@ -48,26 +48,10 @@ def lay_out_torch_file(path: Path, value: Any, tensors: Mapping[str, Tensor]) ->
     with without_checksums(), skip_data():
         torch.save(value, path)
     records = _records(path)
-    order = _order(value)
-    assert len(order) == len(records), "torch saves each storage as one record"
-    return {name: records[order[tensor.untyped_storage()._cdata]] for name, tensor in tensors.items()}
-
-
-def _order(value: Any) -> dict[int, int]:
-    """Return the storages in a nested value in torch's numbering order: by first occurrence."""
-    found: dict[int, int] = {}
-
-    def visit(item: Any) -> None:
-        if isinstance(item, Tensor):
-            found.setdefault(item.untyped_storage()._cdata, len(found))
-        elif isinstance(item, dict):
-            for inner in item.values():
-                visit(inner)
-        else:
-            assert item is None or isinstance(item, (str, int, float, list)), "plain values besides tensors"
-
-    visit(value)
-    return found
+    # torch numbers storages by their first occurrence.
+    storages = list(dict.fromkeys(tensor.untyped_storage()._cdata for tensor in flat(value).values()))
+    places = dict(zip(storages, records, strict=True))
+    return {name: places[tensor.untyped_storage()._cdata] for name, tensor in tensors.items()}
 
 
 def _records(path: Path) -> list[int]:
@@ -197,18 +181,9 @@ def write_torch(
             stream.seek(places[w.name])
             handed[w.name] = _copy_tensor(source, w, stream, meter)
         _settle(stream)
-    paths = {id(tensor): at for at, tensor in reversed(list(_paths(content)))}
+    paths = {id(tensor): at for at, tensor in reversed(flat(content).items())}
     found = _read_back(TorchTensors(flat(load_torch(path))), {w.name: paths[id(blanks[w.name])] for w in wanted}, meter)
     return _verify_export(source, wanted, folder, handed, found)
-
-
-def _paths(value: Any, before: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield paths as named by `flat`, with the original tensors."""
-    if isinstance(value, Tensor):
-        yield before, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _paths(item, f"{before}/{key}" if before else str(key))
 
 
 class _Meter:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -51,13 +51,7 @@ def tensor_info(tensor: Tensor) -> TensorInfo:
     return TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-class Writable(Protocol):
-    """The write interface of a file or sink."""
-
-    def write(self, data: Any, /) -> int: ...
-
-
-def put_values(stream: Writable, block: Tensor) -> None:
+def put_values(stream: BinaryIO | DigestSink, block: Tensor) -> None:
     """Write the values of a tensor on the CPU, row by row, without another copy of them."""
     if not block.numel():
         return
@@ -112,7 +106,7 @@ class TorchTensors:
     """Tensors that are mapped into memory from a torch.save file."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._held = dict(tensors)
+        self._held = {name: tensor.detach() for name, tensor in tensors.items()}
         self.tensors = {name: tensor_info(tensor) for name, tensor in tensors.items()}
 
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
@@ -180,7 +174,7 @@ def _why_not_torch(path: Path, error_text: str) -> str:
 def flat(value: Any, before: str = "", depth: int = 0) -> dict[str, Tensor]:
     """Return the tensors of nested dicts by slash-separated path; other values are left out."""
     if isinstance(value, Tensor):
-        return {before: value.detach()}
+        return {before: value}
     if not isinstance(value, Mapping) or depth > _LONGEST_DEPTH:
         return {}
     found: dict[str, Tensor] = {}
@@ -229,8 +223,7 @@ def write_checkpoint(
         INDEX: index.encode(), FINGERPRINTS: encode_fingerprints(writer.fingerprints), METADATA: encode_metadata(index)
     }  # fmt: skip
     for file, data in described.items():
-        sink = write_file(storage, str(name), file, data)
-        files.append(FileEntry(name=file, size=sink.size, chunks=sink.chunks))
+        files.append(write_file(storage, str(name), file, data))
     now = time.time()
     manifest = Manifest(
         name=str(name), step=name.step, attempt=name.attempt, nonce=name.nonce, created_at=now,

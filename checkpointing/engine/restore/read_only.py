@@ -72,8 +72,7 @@ def differing_tensors(
     could not compute its fingerprints.
     """
     parts = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
-    mine: list[str] | Failed | None = None if parts is None else result_or_failed(lambda: _lines(name, parts, saved))
-    lines: list[str] | Failed = ranks.broadcast(mine)
+    lines = ranks.from_leader(lambda: _lines(name, parts or (), saved))
     if isinstance(lines, Failed):
         raise CheckpointRefused(name, lines.reason, damaged=False)
     return lines
@@ -93,11 +92,9 @@ def _rank_fingerprints(rank: int, tensors: Mapping[str, Tensor], saved: Mapping[
 
 
 def _lines(name: str, parts: Sequence[RankFingerprints | Failed], saved: Mapping[str, str]) -> list[str]:
-    reports: list[RankFingerprints] = []
-    for rank, each in enumerate(parts):
-        if isinstance(each, Failed):
-            raise CheckpointRefused(name, f"rank {rank}: {each.reason}", damaged=False)
-        reports.append(each)
+    if failed := Failed.combine(parts):
+        raise CheckpointRefused(name, failed.reason, damaged=False)
+    reports = [each for each in parts if isinstance(each, RankFingerprints)]
     faults: dict[str, str] = {}
     for key, reason in (*_whole_faults(reports, saved), *_shard_faults(reports, saved)):
         faults.setdefault(key, reason)
@@ -183,10 +180,7 @@ class ReadOnlyCheckpoint:
         targets = Targets(tensors)
         restored = self._restorer.run(targets, optional_keys)
         assert restored is not None, "a checkpoint that is inherited and missing is an error"
-        mine: dict[str, str] | Failed | None = None
-        if self._ranks.leads:
-            mine = result_or_failed(lambda: saved_fingerprints(self._storage, self._name))
-        saved: dict[str, str] | Failed = self._ranks.broadcast(mine)
+        saved = self._ranks.from_leader(lambda: saved_fingerprints(self._storage, self._name))
         if isinstance(saved, Failed):
             raise CheckpointRefused(self._name, saved.reason, damaged=False)
         absent = set(restored.absent)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from checkpointing.config import MEMORY
-from checkpointing.engine.collectives.group import Failed, RankGroup, result_or, result_or_failed
+from checkpointing.engine.collectives.group import Failed, RankGroup, result_or
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks, to_refusal
 from checkpointing.engine.restore.metadata_reader import (
     foreign_names,
@@ -23,7 +23,7 @@ from checkpointing.engine.restore.metadata_reader import (
     with_places,
 )
 from checkpointing.engine.restore.own_layout import Memory, owners
-from checkpointing.engine.restore.source import LoadSource, OptionalKeys, Targets, to_shards
+from checkpointing.engine.restore.source import LoadSource, OptionalKeys, Targets, number_chunks
 from checkpointing.errors import CheckpointRefused, NothingVerifies, UnreadableNow, nothing_verifies
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
@@ -69,10 +69,7 @@ def agree_on_committed_step(
 
     It is older than the restored step if that was loaded from memory and never reached a disk.
     """
-    found: list[int | None] | Failed | None = None
-    if ranks.leads:
-        found = result_or_failed(lambda: [_find_committed(places, owner, restored)])
-    answer: list[int | None] | Failed = ranks.broadcast(found)
+    answer = ranks.from_leader(lambda: [_find_committed(places, owner, restored)])
     return restored.step if isinstance(answer, Failed) else answer[0]
 
 
@@ -180,7 +177,7 @@ class Restorer:
             return restored
         refusals += [CheckpointRefused(name, "was found CORRUPT, and no run resumes from it") for name in self._corrupt]
         if refusals:
-            raise nothing_verifies(refusals, touched=False)
+            raise nothing_verifies(refusals)
         return None
 
     # ---- candidates
@@ -192,7 +189,7 @@ class Restorer:
         for each in listings:
             if isinstance(each, CheckpointRefused):
                 # An unreadable folder must never look like a fresh start.
-                raise NothingVerifies([CheckpointRefused("the checkpoint folder", each.reason)], touched=False)
+                raise NothingVerifies([CheckpointRefused("the checkpoint folder", each.reason)])
         names = {each for listing in listings if not isinstance(listing, CheckpointRefused) for each in listing}
         found = [candidate for candidate in names if not candidate.foreign]
         if self.memory is not None:
@@ -202,7 +199,7 @@ class Restorer:
         missing = newer_names(self._required_names, found)
         if missing and (absent := self._ranks.broadcast(absent_paths(self._places) if self._ranks.leads else [])):
             reason = f"missing, and the tier {absent[0]} has no folder on rank 0's node"
-            raise NothingVerifies([CheckpointRefused(name, reason, damaged=False) for name in missing], touched=False)
+            raise NothingVerifies([CheckpointRefused(name, reason, damaged=False) for name in missing])
         return sorted(found, key=rank_candidate) + sorted(foreign, key=rank_candidate), missing
 
     def _has_node_local_places(self) -> bool:
@@ -429,7 +426,7 @@ class Restorer:
             seen = {file: size for file, size in seen.items() if present.get(file) == size}
         return LoadSource(
             name=name,
-            shards=to_shards(manifest.files),
+            shards=number_chunks((each.name, each.size, each.chunk_size, each.chunks) for each in manifest.files),
             index=index,
             open=lambda file: storage.open(f"{name}/{file}"),
             seen=frozenset(seen),

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from checkpointing.engine.restore.read_buffers import Open
 from checkpointing.errors import CheckpointRefused
-from checkpointing.format.manifest import FileEntry, Index
+from checkpointing.format.manifest import Index
 from checkpointing.format.read_plan import Box, Shard, Slice, Strip, intersect, overlaps, parts, strips
 
 
@@ -114,11 +114,6 @@ def number_chunks(files: Iterable[tuple[str, int, int, tuple[str, ...] | None]])
     return tuple(shards)
 
 
-def to_shards(files: Iterable[FileEntry]) -> tuple[Shard, ...]:
-    """Return the files of a manifest as shards."""
-    return number_chunks((entry.name, entry.size, entry.chunk_size, entry.chunks) for entry in files)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadSource:
     """Source of a load: all files with their digests, the positions of tensors in them, and a function to open one."""
@@ -175,10 +170,13 @@ def find_slices(
         more = f" and {len(needed) - 1} more" if len(needed) > 1 else ""
         raise CheckpointRefused(source.name, f"has no tensor {needed[0]}{more}", damaged=False, fits=False)
     needs: list[Slice] = []
-    boxes = Boxes()
+    boxes: dict[tuple[object, ...], Box] = {}  # of equal layouts
     for key in sorted(tensors.keys() & known.keys()):
         _check_fit(source, key, tensors[key])
-        local = boxes.for_tensor(tensors[key])
+        tensor = tensors[key]
+        mesh = (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else ()
+        layout = (tuple(tensor.shape), *mesh)
+        local = boxes[layout] = boxes.get(layout) or local_box(tensor)
         found = [
             need
             for number in source.pieces.get(key, ())
@@ -188,21 +186,6 @@ def find_slices(
             _check_cover(source.name, key, local, found)
         needs += found
     return needs, tuple(absent)
-
-
-class Boxes:
-    """Cache of tensors' boxes; equal DTensor layouts are computed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Box] = {}
-
-    def for_tensor(self, tensor: Tensor) -> Box:
-        if not isinstance(tensor, DTensor):
-            return Box((0,) * tensor.dim(), tuple(tensor.shape))
-        form = (tuple(tensor.shape), id(tensor.device_mesh), tensor.placements)
-        if form not in self._known:
-            self._known[form] = local_box(tensor)
-        return self._known[form]
 
 
 def _check_fit(source: LoadSource, key: str, tensor: Tensor) -> None:

@@ -8,16 +8,21 @@ from collections.abc import Callable
 from functools import partial
 
 from checkpointing.config import CheckpointConfig
-from checkpointing.engine.collectives.group import FAILURES, RankGroup, explain, start_background_thread
+from checkpointing.engine.collectives.group import (
+    FAILURES,
+    Failed,
+    RankGroup,
+    explain,
+    result_or_failed,
+    start_background_thread,
+)
 from checkpointing.engine.save.saver import Writer
 from checkpointing.engine.save.transfer import (
     BoundedTier,
     FlushState,
     Route,
     TierTransfer,
-    TransferFailure,
     TransferTimeouts,
-    result_or_transfer_failure,
 )
 from checkpointing.errors import CheckpointRefused
 from checkpointing.event_sink import EmitEvent, emit_nothing
@@ -179,27 +184,24 @@ class Flusher:
 
     def _serve_tier(self, target: int, everything: bool) -> bool:
         """Bring one tier up to date; return False if it should have received a checkpoint and did not."""
-        mine: Route | tuple[()] | TransferFailure | None = None
-        if self._ranks.leads:
-            mine = result_or_transfer_failure(lambda: self._route(target, everything))
-        route: Route | tuple[()] | TransferFailure = self._ranks.broadcast(mine)
+        route = self._ranks.from_leader(lambda: self._route(target, everything))
         self._stuck.discard(target)
         if isinstance(route, tuple):
             return True
         start = time.monotonic()
-        failure = route if isinstance(route, TransferFailure) else self._run_transfer(route)
+        failure = route if isinstance(route, Failed) else self._run_transfer(route)
         if failure is None:
             assert isinstance(route, Route)
             self._record_arrival(route, time.monotonic() - start)
             return True
-        if failure.bad and isinstance(route, Route):
+        if failure.damaged and isinstance(route, Route):
             self._damaged.refuse(self._tiers[route.source].tier.path, route.manifest.name)
         if failure.stuck:
             self._stuck.add(target)
         self._state.report_failure(self._tiers[target].tier, failure)
         return False
 
-    def _run_transfer(self, route: Route) -> TransferFailure | None:
+    def _run_transfer(self, route: Route) -> Failed | None:
         self.held = frozenset({route.manifest.name})
         try:
             return self._transfer.run(route)
@@ -232,14 +234,14 @@ class Flusher:
     def _choice(self, target: int, everything: bool) -> CopyChoice:
         contents = []
         for number, each in enumerate(self._tiers[: target + 1]):
-            content = result_or_transfer_failure(partial(self._contents, each))
-            if isinstance(content, TransferFailure):
+            content = result_or_failed(partial(self._contents, each))
+            if isinstance(content, Failed):
                 if number == target:
                     raise OSError(errno.ETIMEDOUT, content.reason) if content.stuck else OSError(content.reason)
-                content = TierContents(())  # another tier may have the checkpoint
+                content = ()  # another tier may have the checkpoint
             if number < target:
                 doubted = self._doubtful_names(each.tier)
-                content = TierContents(tuple(name for name in content.committed if name not in doubted))
+                content = tuple(name for name in content if name not in doubted)
             contents.append(content)
         return choose_checkpoint(
             contents,
@@ -254,9 +256,7 @@ class Flusher:
         return self._distrusted.in_tier(tier.path) | self._damaged.in_tier(tier.path)
 
     def _contents(self, bounded: BoundedTier) -> TierContents:
-        return TierContents(
-            tuple(entry.name for entry in bounded.run(bounded.tier.catalog.entries_for_owner, self._owner))
-        )
+        return tuple(entry.name for entry in bounded.run(bounded.tier.catalog.entries_for_owner, self._owner))
 
     def _manifest(self, name: str, source: BoundedTier) -> Manifest:
         manifest, faults = source.run(read_sealed, source.tier.storage, name)
@@ -271,10 +271,10 @@ class Flusher:
         self._state.report_arrival(target.tier, route.manifest, seconds)
         if self._ranks.looks_after(shared=target.tier.shared):
             retention, doubted = self._retention[route.target], self._doubtful_names(target.tier)
-            failure = result_or_transfer_failure(
+            failure = result_or_failed(
                 lambda: target.run_within(self._timeouts.copy, lambda: retention.apply(name, doubted))
             )
-            if isinstance(failure, TransferFailure):
+            if isinstance(failure, Failed):
                 _log.warning("%s: old checkpoints could not be deleted yet: %s", target.tier.path, failure.reason)
 
     def _report_late(self, at: int) -> None:

@@ -21,20 +21,6 @@ from checkpointing.event_sink import EmitEvent
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveReadiness:
-    """State of one rank when a save begins; `plan` is its plan's number, 0 if its state no longer matches.
-
-    `rank_state` is a digest of the facts that may differ between ranks.
-    """
-
-    plan: int
-    step: int
-    has_room: bool
-    idle: bool
-    rank_state: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class SaveAgreement:
     """Agreement, equal on every rank: `same` if all can use their current plan, `alike` if rank states are equal."""
 
@@ -44,18 +30,20 @@ class SaveAgreement:
     alike: bool = True
 
 
-def agree_on_save(ranks: RankGroup, mine: SaveReadiness) -> SaveAgreement:
-    """Exchange 64 bytes per rank; raises ValueError on every rank if their steps differ."""
-    alike = (mine.rank_state, -mine.rank_state)
-    least = ranks.minimum([mine.plan, -mine.plan, mine.step, -mine.step, mine.has_room, mine.idle, *alike])
-    plan, most_plan, step, most_step, has_room, idle, state, most_state = least
+def agree_on_save(
+    ranks: RankGroup, *, plan: int, step: int, has_room: bool, idle: bool, rank_state: int = 0
+) -> SaveAgreement:
+    """Exchange 64 bytes per rank; raises ValueError on every rank if their steps differ.
+
+    `plan` is the number of this rank's plan, 0 if its state no longer matches. `rank_state` is a digest of the facts
+    that may differ between ranks.
+    """
+    mine = [plan, -plan, step, -step, has_room, idle, rank_state, -rank_state]
+    plan, most_plan, step, most_step, all_have_room, all_idle, state, most_state = ranks.minimum(mine)
     if step != -most_step:
         raise ValueError(f"the ranks save different steps, from {step} to {-most_step}: they must call save together")
     return SaveAgreement(
-        same=plan == -most_plan != 0,
-        has_room=bool(has_room),
-        idle=bool(idle),
-        alike=state == -most_state,
+        same=plan == -most_plan != 0, has_room=bool(all_have_room), idle=bool(all_idle), alike=state == -most_state
     )
 
 

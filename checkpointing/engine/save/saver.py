@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from checkpointing.engine.collectives.group import Failed, RankGroup, result_or_failed
-from checkpointing.engine.state.plausibility import InspectionReport, PlausibilityJudge, StateJudgement
+from checkpointing.engine.state.plausibility import OFF, Inspection, InspectionReport, StateJudgement, judge_state
 from checkpointing.engine.state.save_plan import AgreedPlan
 from checkpointing.engine.state.staging import Bucket, Staged
 from checkpointing.errors import SaveFailed, UnsavableState
@@ -30,8 +30,6 @@ STUCK_SECONDS = 30.0
 
 _SLOW_DISK = 32 << 20  # bytes per second
 _HEAD_START = 0.001
-_NAMED_RANKS = 2
-"""Number of ranks whose failures are reported individually: a full disk is full for all of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,12 +95,12 @@ class CheckpointSaver:
         ranks: RankGroup,
         owner: Owner,
         writer: Writer,
-        judge: PlausibilityJudge,
+        plausibility: str,
         emit: EmitEvent,
     ) -> None:
-        """Create a saver for the first tier, `place`."""
+        """Create a saver for the first tier, `place`; `plausibility` is `refuse`, `warn` or `off`."""
         self._place, self._storage, self._ranks, self._owner = place, place.storage, ranks, owner
-        self._judge, self._emit = judge, emit
+        self._plausibility, self._emit = plausibility, emit
         self._seals = ranks.looks_after(shared=place.shared)
         self.writer = writer
 
@@ -125,8 +123,8 @@ class CheckpointSaver:
             concurrent.futures.wait(described)
             manifest = (
                 _refusal(judgement)
-                or _failures(everything)
-                or _first_failure(judgement)
+                or Failed.combine(everything)
+                or (judgement if isinstance(judgement, Failed) else None)
                 or result_or_failed(lambda: self._manifest(job, name, described, everything))
             )
         sealed = self._seal(manifest)
@@ -147,15 +145,14 @@ class CheckpointSaver:
     def _agreed_name(self, job: SaveJob) -> str:
         """Agree on a fresh name from rank 0; raises SaveFailed on every rank if that fails."""
         there = None if self._place.shared else self._ranks.gather(result_or_failed(self._place.catalog.names))
-        name: str | Failed | None = None
-        if self._ranks.leads:
-            name = (_failures(there) if there else None) or result_or_failed(lambda: self._name_checkpoint(job, there))
-        agreed: str | Failed = self._ranks.broadcast(name)
+        agreed = self._ranks.from_leader(lambda: self._name_checkpoint(job, there))
         if isinstance(agreed, Failed):
             raise SaveFailed(job.step, agreed.reason)
         return agreed
 
     def _name_checkpoint(self, job: SaveJob, there: Sequence[Any] | None) -> str:
+        if failed := Failed.combine(there or ()):
+            raise SaveFailed(job.step, failed.reason)
         owner, step = self._owner, job.step
         taken = self._place.catalog.names() if there is None else [each for names in there for each in names]
         # Steps grow within a generation: no name is reused, even after retention has deleted the first folder.
@@ -176,7 +173,7 @@ class CheckpointSaver:
     def _submit_parts(self, job: SaveJob, name: str, submitted: _Submitted) -> InspectionReport:
         """Hand every part to the writer once it is copied, and inspect it while it is being written."""
         self._ensure_writer()
-        inspection = self._judge.inspection(job.trained)
+        inspection = Inspection(() if self._plausibility == OFF else job.trained)
         for bucket in job.staged.buckets():
             bucket.copy.wait()
             if bucket.copy.failure is not None:
@@ -241,10 +238,10 @@ class CheckpointSaver:
         self, job: SaveJob, name: str, reports: Sequence[Any], described: "list[Future[FileEntry]]"
     ) -> StateJudgement:
         """Judge the state on rank 0 and write the fingerprints in parallel with the data; raises UnsavableState."""
-        failed = _failures(reports)
+        failed = Failed.combine(reports)
         if failed is not None:
             raise failed.error(job.step)
-        judgement = self._judge.judge(job.plan.everything, reports, job.plan.replicas)
+        judgement = judge_state(self._plausibility, job.plan.everything, reports, job.plan.replicas)
         if judgement.refused:
             raise UnsavableState(job.step, "; ".join(judgement.reasons))
         blob = encode_fingerprints(judgement.fingerprints)
@@ -271,20 +268,15 @@ class CheckpointSaver:
     def _seal(self, manifest: Manifest | Failed | None) -> Commit | Failed:
         """Seal on rank 0, or once per node in a node-local tier; return COMMIT or the failure, equal on every rank."""
         if not self._place.shared:
-            told: Manifest | Failed = self._ranks.broadcast(manifest)
-            manifest = told
+            manifest = self._ranks.broadcast(manifest)
         done: Commit | Failed | None = manifest if isinstance(manifest, Failed) else None
         if isinstance(manifest, Manifest) and self._seals:
             sealing = manifest
             done = result_or_failed(lambda: seal(self._storage, sealing, self._owner.fence, sealing.created_at))
-        if self._place.shared:
-            sealed: Commit | Failed = self._ranks.broadcast(done)
-            return sealed
-        ends = self._ranks.gather(done)
-        verdict: Commit | Failed | None = None
-        if ends is not None:
-            verdict = _failures(ends) or next(end for end in ends if end is not None)
-        agreed: Commit | Failed = self._ranks.broadcast(verdict)
+        if not self._place.shared:
+            ends = self._ranks.gather(done)
+            done = (Failed.combine(ends) or next(end for end in ends if end is not None)) if ends else None
+        agreed: Commit | Failed = self._ranks.broadcast(done)
         return agreed
 
     def _undo(self, job: SaveJob, name: str, failed: Failed) -> None:
@@ -309,24 +301,6 @@ class CheckpointSaver:
         self._emit("checkpoint.committed", {**facts, "manifest": saved.manifest})
         if judgement.reasons:
             self._emit("checkpoint.doubted", {"step": job.step, "reason": "; ".join(judgement.reasons)})
-
-
-def _failures(everything: Sequence[Any]) -> Failed | None:
-    failed = [(rank, part) for rank, part in enumerate(everything) if isinstance(part, Failed)]
-    if not failed:
-        return None
-    reasons = [f"rank {rank}: {part.reason}" for rank, part in failed[:_NAMED_RANKS]]
-    more = len(failed) - len(reasons)
-    return Failed(
-        "; ".join([*reasons, f"and {more} more rank(s)"] if more else reasons),
-        fenced=any(part.fenced for _, part in failed),
-        final=any(part.final for _, part in failed),
-        lasting=any(part.lasting for _, part in failed),
-    )
-
-
-def _first_failure(result: Any) -> Failed | None:
-    return result if isinstance(result, Failed) else None
 
 
 def _refusal(result: Any) -> Failed | None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from checkpointing.engine.collectives.group import RankGroup, explain, result_or
+from checkpointing.engine.collectives.group import Failed, RankGroup, result_or_failed
 from checkpointing.engine.save.saver import Writer
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import Commit, parse_name, seal
@@ -64,20 +64,6 @@ class BoundedTier:
             raise OSError(errno.ETIMEDOUT, f"{self.tier.path} has still not responded to an earlier access")
 
 
-@peer_message
-@dataclass(frozen=True)
-class TransferFailure:
-    """Reason why a checkpoint did not arrive; `stuck` if an access did not return, `bad` if the source is damaged."""
-
-    reason: str
-    stuck: bool = False
-    bad: bool = False
-
-    @classmethod
-    def from_error(cls, error: BaseException) -> "TransferFailure":
-        return cls(explain(error), stuck=isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
-
-
 class FlushState:
     """State and events of the flusher; `emit` does nothing on ranks other than 0."""
 
@@ -100,7 +86,7 @@ class FlushState:
             facts = {"step": parts.step, "name": self.latest, "tier": tier.path}
             self._emit("checkpoint.flushed", {**facts, "bytes": 0, "seconds": 0.0})
 
-    def report_failure(self, tier: ResolvedTier, failure: TransferFailure) -> None:
+    def report_failure(self, tier: ResolvedTier, failure: Failed) -> None:
         """Report a failure, once for the same checkpoint and reason."""
         known, self._failing[tier.path] = self._failing.get(tier.path), (self.latest, failure.reason)
         if not self.closing and known != self._failing[tier.path]:
@@ -164,19 +150,18 @@ class TierTransfer:
         self._tiers, self._ranks, self._owner = tiers, ranks, owner
         self._link, self._timeouts, self._state = link, timeouts, state
 
-    def run(self, route: Route) -> TransferFailure | None:
+    def run(self, route: Route) -> Failed | None:
         """Copy and seal; return None once the target has committed, else the same failure on every rank."""
-        seen = self._ranks.all_gather(result_or_transfer_failure(lambda: self._seen(route)))
-        failure = _first(seen)
-        if failure is not None:
+        seen = self._ranks.all_gather(result_or_failed(lambda: self._seen(route)))
+        if failure := Failed.combine(seen):
             return failure
-        names = [None if isinstance(found, TransferFailure) else found for found in seen]
-        shares = result_or_transfer_failure(lambda: divide_files(route.manifest.files, names))
-        if isinstance(shares, TransferFailure):
+        names = [None if isinstance(found, Failed) else found for found in seen]
+        shares = result_or_failed(lambda: divide_files(route.manifest.files, names))
+        if isinstance(shares, Failed):
             return shares  # the same on every rank, computed from the same lists
         mine = shares[self._ranks.rank]
-        failure = _first(self._await_copies(route, mine, max(map(_size, shares))))
-        return failure or _first(self._ranks.all_gather(result_or_transfer_failure(lambda: self._seal(route, mine))))
+        failure = Failed.combine(self._await_copies(route, mine, max(map(_size, shares))))
+        return failure or Failed.combine(self._ranks.all_gather(result_or_failed(lambda: self._seal(route, mine))))
 
     def _seen(self, route: Route) -> Collection[str] | None:
         source = self._tiers[route.source]
@@ -184,25 +169,23 @@ class TierTransfer:
             return None
         return frozenset(source.run(source.tier.storage.list, route.manifest.name))
 
-    def _await_copies(
-        self, route: Route, files: tuple[FileEntry, ...], most: int
-    ) -> list[Copied | TransferFailure | None]:
+    def _await_copies(self, route: Route, files: tuple[FileEntry, ...], most: int) -> list[Copied | Failed | None]:
         """Return the outcomes of all ranks' copies; a rank that is done waits here for the others."""
-        begun = result_or_transfer_failure(lambda: self._begin(route, files))
+        begun = result_or_failed(lambda: self._begin(route, files))
         late = time.monotonic() + self._copy_timeout(route, files)
         report_at = time.monotonic() + self._timeouts.access + self._usual(route, most)
         while True:
-            mine = begun if isinstance(begun, TransferFailure) else self._outcome(route, begun, late)
+            mine = begun if isinstance(begun, Failed) else self._outcome(route, begun, late)
             reports = self._ranks.all_gather((mine, self._ranks.leads and self._state.closing))
             outcomes = [outcome for outcome, _ in reports]
             if all(outcome is not None for outcome in outcomes):
                 return outcomes
             if any(closing for _, closing in reports):
-                return [TransferFailure("abandoned for now: the run is ending")]
+                return [Failed("abandoned for now: the run is ending")]
             if time.monotonic() >= report_at:
                 report_at = math.inf
                 waiting = ", ".join(str(rank) for rank, outcome in enumerate(outcomes) if outcome is None)
-                slow = TransferFailure(f"still under way (rank {waiting})", stuck=True)
+                slow = Failed(f"still under way (rank {waiting})", stuck=True)
                 self._state.report_failure(self._tiers[route.target].tier, slow)
 
     def _begin(self, route: Route, files: tuple[FileEntry, ...]) -> "Future[Copied]":
@@ -230,18 +213,16 @@ class TierTransfer:
     def _usual(self, route: Route, size: int) -> float:
         return 2 * size / MIB / min(self._tiers[route.target].tier.bandwidth or _DISK, _DISK)
 
-    def _outcome(self, route: Route, begun: "Future[Copied]", late: float) -> Copied | TransferFailure | None:
+    def _outcome(self, route: Route, begun: "Future[Copied]", late: float) -> Copied | Failed | None:
         """Return the outcome of this rank's copy, or None while it is running."""
         if not concurrent.futures.wait([begun], self._timeouts.look).done:
             if time.monotonic() < late:
                 return None
             self._tiers[route.target].abandon(begun)
-            return TransferFailure(f"rank {self._ranks.rank}: the copy does not finish", stuck=True)
-        copied = result_or_transfer_failure(begun.result)
-        if isinstance(copied, TransferFailure):
-            return TransferFailure(f"rank {self._ranks.rank}: {copied.reason}", copied.stuck, copied.bad)
-        if copied.bad:
-            return TransferFailure(f"rank {self._ranks.rank}: the source is damaged: {copied.bad}", bad=True)
+            return Failed("the copy does not finish", stuck=True)
+        copied = result_or_failed(begun.result)
+        if isinstance(copied, Copied) and copied.bad:
+            return Failed(f"the source is damaged: {copied.bad}", damaged=True)
         return copied
 
     def _seal(self, route: Route, mine: tuple[FileEntry, ...]) -> Commit | None:
@@ -270,19 +251,3 @@ def _size(files: Sequence[FileEntry]) -> int:
 def _missing(storage: Storage, folder: str, expected: Sequence[FileEntry]) -> list[str]:
     there = storage.list(folder)
     return [entry.name for entry in expected if there.get(entry.name) != entry.size]
-
-
-def result_or_transfer_failure(act: Callable[[], T]) -> T | TransferFailure:
-    """Return the result of `act`, or its error as a TransferFailure."""
-    return result_or(act, TransferFailure.from_error)
-
-
-def _first(outcomes: Sequence[object]) -> TransferFailure | None:
-    """Combine the failures of all ranks into one."""
-    failures = [outcome for outcome in outcomes if isinstance(outcome, TransferFailure)]
-    if not failures:
-        return None
-    reasons = list(dict.fromkeys(failure.reason for failure in failures))
-    return TransferFailure(
-        "; ".join(reasons[:4]), any(failure.stuck for failure in failures), any(failure.bad for failure in failures)
-    )

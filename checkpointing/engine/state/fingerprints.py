@@ -13,6 +13,7 @@ have the same fingerprint.
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,32 +78,13 @@ def _column_weights(form: "PieceSpec", start: int, count: int) -> Tensor:
     return _weights(index * form.words + word, _COLUMN_SEED)
 
 
-class PieceSpec(tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]):
-    """Type, size and position of a piece of a tensor: dtype, sizes, offsets, and the shape of the whole."""
+class PieceSpec(NamedTuple):
+    """Type, size and position of a piece of a tensor; `shape` is that of the whole tensor."""
 
-    __slots__ = ()
-
-    @classmethod
-    def create(
-        cls, dtype: torch.dtype, sizes: Sequence[int], offsets: Sequence[int], shape: Sequence[int]
-    ) -> "PieceSpec":
-        return cls((dtype, tuple(sizes), tuple(offsets), tuple(shape)))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self[0]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self[1]
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return self[2]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self[3]
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
 
     @property
     def words(self) -> int:
@@ -153,16 +135,10 @@ def blocks(items: int, rows: int, columns: int) -> Iterable[tuple[slice, slice, 
                 )
 
 
-def partial(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+def partial(local: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the contribution of a part at `offsets` in a tensor of this shape."""
-    form = PieceSpec.create(local.dtype, local.shape, offsets, shape)
-    values = local.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    words = values.reshape(-1).view(word_type(local.dtype)).reshape(1, form.rows, form.columns)
-    total = [0, 0]
-    for item, row, column in blocks(*words.shape):
-        sums = weighted_sums(words[item, row, column], form, row.start, column.start)
-        total = [(old + int(new)) & _MASK for old, new in zip(total, sums, strict=True)]
-    return total[0], total[1]
+    rows, columns = _digest_alike([local.cpu()], PieceSpec(local.dtype, local.shape, offsets, shape))[0].tolist()
+    return rows & _MASK, columns & _MASK
 
 
 def combine(parts: Iterable[tuple[int, int]]) -> str:
@@ -186,9 +162,8 @@ def digest_replicas(tensors: Sequence[Tensor]) -> Tensor:
     found = torch.zeros(len(tensors), 2, dtype=torch.int32, device=tensors[0].device if tensors else "cpu")
     groups: dict[PieceSpec, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        groups.setdefault(PieceSpec.create(tensor.dtype, tensor.shape, (0,) * tensor.dim(), tensor.shape), []).append(
-            number
-        )
+        form = PieceSpec(tensor.dtype, tensor.shape, (0,) * tensor.dim(), tensor.shape)
+        groups.setdefault(form, []).append(number)
     for form, numbers in groups.items():
         if not math.prod(form.sizes):
             continue

@@ -79,7 +79,7 @@ class Inspection:
 
 
 def piece_spec(item: Item) -> PieceSpec:
-    return PieceSpec.create(item.dtype, item.shape, item.share.offsets, item.share.whole)
+    return PieceSpec(item.dtype, item.shape, item.share.offsets, item.share.whole)
 
 
 def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
@@ -130,32 +130,20 @@ class StateJudgement:
     refused: bool = False
 
 
-class PlausibilityJudge:
-    """Judges every state before its commit, on rank 0."""
+def judge_state(
+    mode: str, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport],
+    replicas: Sequence[Sequence[str]] = (),
+) -> StateJudgement:  # fmt: skip
+    """Judge a state on rank 0, before its commit; `mode` is `refuse`, `warn` or `off`.
 
-    def __init__(self, mode: str = REFUSE) -> None:
-        """Create a judge; `mode` is `refuse`, `warn` or `off`."""
-        self._mode = mode
-
-    @property
-    def is_off(self) -> bool:
-        return self._mode == OFF
-
-    def inspection(self, trained: Collection[str] = ()) -> Inspection:
-        """Begin the inspection of one rank's part of a state; `trained`: keys of its trained weights."""
-        return Inspection(() if self.is_off else trained)
-
-    def judge(
-        self, everything: Sequence[Sequence[Item]], reports: Sequence[InspectionReport],
-        replicas: Sequence[Sequence[str]] = (),
-    ) -> StateJudgement:  # fmt: skip
-        """Judge a state; `everything` has all ranks' items in the order of reports, `replicas` as in `AgreedPlan`."""
-        fingerprints = _added_up(everything, [report.partials for report in reports])
-        if self.is_off:
-            return StateJudgement(fingerprints)
-        nan = nan_reason([found for report in reports for found in report.broken])
-        found = tuple(filter(None, [nan, differing_reason(replicas, [report.replicas for report in reports])]))
-        return StateJudgement(fingerprints, found, bool(found) and self._mode == REFUSE)
+    `everything` has all ranks' items in the order of reports, `replicas` as in `AgreedPlan`.
+    """
+    fingerprints = _added_up(everything, [report.partials for report in reports])
+    if mode == OFF:
+        return StateJudgement(fingerprints)
+    nan = nan_reason([found for report in reports for found in report.broken])
+    found = tuple(filter(None, [nan, differing_reason(replicas, [report.replicas for report in reports])]))
+    return StateJudgement(fingerprints, found, bool(found) and mode == REFUSE)
 
 
 def nan_reason(broken: Sequence[tuple[str, int]]) -> str:

@@ -142,7 +142,7 @@ def agree_on_plan(
     agreed: tuple[str, bool] | Failed | None = None
     if layouts is not None:
         everything = tuple(found[0] for found in layouts if not isinstance(found, Failed))
-        described = _combined_failure(layouts)
+        described = Failed.combine(layouts)
         if described is None:
             described = result_or_failed(lambda: _describe_plan(planned.metadata, _all_moved(places, everything)))
         # If one rank uses buckets, no rank retries or keeps copies; otherwise the ranks would get out of step.
@@ -263,7 +263,7 @@ def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
     metadata = None
     replicas: tuple[tuple[str, ...], ...] = ()
     if plans is not None:
-        agreed: tuple[list[tuple[int, ...]], Metadata] | Failed | None = _combined_failure(plans)
+        agreed: tuple[list[tuple[int, ...]], Metadata] | Failed | None = Failed.combine(plans)
         if agreed is None:
             whole = [plan for plan in plans if not isinstance(plan, Failed)]
             agreed = result_or_failed(lambda: _decide_items(whole))
@@ -292,16 +292,6 @@ def _decide_items(local_plans: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...
     plans = [_save_plan(each) for each in local_plans]
     agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
     return [_kept_item_numbers(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
-
-
-def _combined_failure(results: Sequence[Any]) -> Failed | None:
-    """Return one failure with the reasons of the failed ranks."""
-    reasons = [
-        result.reason if len(results) == 1 else f"rank {rank}: {result.reason}"
-        for rank, result in enumerate(results)
-        if isinstance(result, Failed)
-    ]
-    return Failed("; ".join(reasons[:4])) if reasons else None
 
 
 def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:

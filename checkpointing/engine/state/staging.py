@@ -246,33 +246,6 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.dtype, tuple(tensor.shape), tensor.layout, tensor.device, None)
 
 
-class Buffers:
-    """Free buffers of the arena; a save takes a buffer and returns it when it has ended."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        """Create the pool from `order`: all buffers, beginning with the first one to overwrite."""
-        self._all, self._free, self._changed = len(order), list(order), threading.Condition()
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    @property
-    def idle(self) -> bool:
-        return len(self._free) == self._all
-
-    def take(self) -> int:
-        """Return the least recently used free buffer; waits until there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free)
-            return self._free.pop(0)
-
-    def give_back(self, buffer: int) -> None:
-        with self._changed:
-            self._free.append(buffer)
-            self._changed.notify_all()
-
-
 @dataclass(frozen=True)
 class Bucket:
     """A part of a rank's state in a buffer; `copy` is the copy that fills it."""
@@ -286,12 +259,15 @@ class Bucket:
 class Staged:
     """A step's state on its way through the buffers, part by part: filled by one thread, emptied by another."""
 
-    def __init__(self, buffers: Buffers, parts: int, *, kept: bool, replicas: Tensor | None = None) -> None:
-        """Create an empty state; `kept` if all data stays in memory on every rank after the write, for retries.
+    def __init__(
+        self, free: "queue.SimpleQueue[int]", parts: int, *, kept: bool, replicas: Tensor | None = None
+    ) -> None:
+        """Create an empty state; emptied buffers return to `free`.
 
-        `replicas`: digests of the values that other ranks also hold, in the order of the plan.
+        `kept`: all data stays in memory on every rank after the write, for retries. `replicas`: digests of the values
+        that other ranks also hold, in the order of the plan.
         """
-        self._buffers, self._parts, self.kept, self._replicas = buffers, parts, kept, replicas
+        self._free, self._parts, self.kept, self._replicas = free, parts, kept, replicas
         self._filled: list[Bucket] = []
         self._emptied: list[Bucket] = []
         self._changed = threading.Condition()
@@ -317,7 +293,7 @@ class Staged:
         """Return the buffer of a part that has been written."""
         if bucket not in self._emptied:
             self._emptied.append(bucket)
-            self._buffers.give_back(bucket.buffer)
+            self._free.put(bucket.buffer)
 
     def drain(self) -> None:
         """Release all buffers; waits until the last part has been handed over and copied."""
@@ -335,7 +311,10 @@ class Stager:
         self._memory = [torch.frombuffer(arena.buffer(at), dtype=torch.uint8) for at in range(arena.buffers)]
         self._copier = Copier(lazy=mode == "lazy" and plan.whole, gpu=structure.gpu)
         self._copier.pin(self._memory)
-        self.buffers = Buffers(_oldest_first(arena))
+        self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Free buffers, the one to overwrite next first; a save takes a buffer and returns it when it has ended."""
+        for at in _oldest_first(arena):
+            self.free.put(at)
         self._sources = [structure.places[item.key] for item in plan.items]
         self._shared = [structure.places[key] for key in plan.shared]
         self._views: list[list[Tensor]] = []
@@ -347,7 +326,11 @@ class Stager:
     @property
     def has_room(self) -> bool:
         """Whether a save can begin without waiting for another one."""
-        return self.buffers.free > 0 if self.plan.whole else self.buffers.idle
+        return self.free.qsize() > 0 if self.plan.whole else self.is_idle
+
+    @property
+    def is_idle(self) -> bool:
+        return self.free.qsize() == self._arena.buffers
 
     def match(self, tensors: Mapping[str, Tensor]) -> list[Tensor] | None:
         """Return this rank's parts of the tensors, or None if they do not match the plan's structure."""
@@ -361,7 +344,7 @@ class Stager:
         """
         shared = [parts[at] for at in self._shared] if compare else []
         replicas = digest_replicas(shared) if shared else None
-        staged = Staged(self.buffers, len(self.plan.parts), kept=self.plan.whole, replicas=replicas)
+        staged = Staged(self.free, len(self.plan.parts), kept=self.plan.whole, replicas=replicas)
         if self.plan.whole:
             buffer = self._clear()
             sources = [parts[at] for at in self._sources]
@@ -385,7 +368,7 @@ class Stager:
             staged.add(Bucket(part, buffer, memory, copy))
 
     def _clear(self) -> int:
-        buffer = self.buffers.take()
+        buffer = self.free.get()
         self._arena.clear(buffer)
         return buffer
 

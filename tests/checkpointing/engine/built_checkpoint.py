@@ -28,7 +28,6 @@ from checkpointing.format.manifest import (
     FINGERPRINTS,
     INDEX,
     METADATA,
-    FileEntry,
     Index,
     Manifest,
     Piece,
@@ -82,15 +81,13 @@ class Built:
 
     def write(self, root: Path, step: int = 5) -> Path:
         """Seal it as it is; returns its folder."""
-        storage, name, entries = LocalStorage(root), checkpoint_name(step, 1, self.nonce), []
+        storage, name = LocalStorage(root), checkpoint_name(step, 1, self.nonce)
         files = {**self.files, METADATA: pickle.dumps(self.metadata)}
         if self.indexed:
             files[INDEX] = self.index.encode()
         if self.fingerprints is not None:
             files[FINGERPRINTS] = encode_fingerprints(self.fingerprints)
-        for file, data in files.items():
-            sink = write_file(storage, name, file, data)
-            entries.append(FileEntry(name=file, size=sink.size, chunks=sink.chunks))
+        entries = [write_file(storage, name, file, data) for file, data in files.items()]
         manifest = Manifest(
             name=name, step=step, attempt=1, nonce=self.nonce, created_at=1000.0, torch=torch.__version__,
             world=self.world, files=tuple(entries), extra=self.extra,

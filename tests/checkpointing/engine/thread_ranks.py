@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkpointing.engine.collectives.group import result_or_failed
 from checkpointing.storage.backends import Storage
 from checkpointing.tiers.copy_files import Copied, CopyOrder, copy_files
 from checkpointing.writer.write_orders import OrderThreads
@@ -62,6 +63,9 @@ class Member:
 
     def broadcast(self, value: Any) -> Any:
         return self.thread_group.exchange(self.rank, value)[0]
+
+    def from_leader(self, act: Callable[[], Any]) -> Any:
+        return self.broadcast(result_or_failed(act) if self.leads else None)
 
     def gather(self, value: Any) -> list[Any] | None:
         found = self.all_gather(value)

@@ -61,9 +61,8 @@ def prove(healthy: World, place: Path, seeds: range) -> Counter[str]:
 def assert_refused(world: World, made: object, done: Damage, seed: int) -> None:
     target = marked(state(2))
     assert not verify(world.folder(2), 2).ok, (seed, done)
-    with pytest.raises(NothingVerifies) as raised:
+    with pytest.raises(NothingVerifies):
         made.restore(target)  # type: ignore[attr-defined]
-    assert not raised.value.touched, (seed, done)
     assert same(target, marked(target)), (seed, done)
 
 

@@ -271,7 +271,7 @@ def name(step: int, attempt: int = 1) -> str:
 
 
 def content(*steps: int) -> TierContents:
-    return TierContents(tuple(name(step) for step in steps))
+    return tuple(name(step) for step in steps)
 
 
 @pytest.mark.parametrize(

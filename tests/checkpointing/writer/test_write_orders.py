@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from checkpointing.engine.collectives.group import Failed
-from checkpointing.engine.save.saver import _failures
 from checkpointing.errors import FencedOff
+from checkpointing.format.commit import write_file
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest, filled_digest
 from checkpointing.storage.shared_memory import PAGE
@@ -27,7 +27,6 @@ from checkpointing.writer.write_orders import (
     WriteOrder,
     decode_error,
     encode_error,
-    put_file,
     write_files,
 )
 from tests.checkpointing.in_process_writer import InProcessWriter
@@ -137,7 +136,7 @@ def test_an_order_that_gets_no_thread_is_refused_and_forgotten(monkeypatch: pyte
 
 
 def test_a_fence_on_any_rank_counts_for_all() -> None:
-    failed = _failures([None, Failed("no token", fenced=True), Failed("disk full")])
+    failed = Failed.combine([None, Failed("no token", fenced=True), Failed("disk full")])
     assert failed is not None
     assert isinstance(failed.error(1), FencedOff)
 
@@ -146,7 +145,7 @@ def test_a_small_file_lets_large_writes_end_before_it_waits_for_the_disk(tmp_pat
     order: list[str] = []
     (tmp_path / "step").mkdir()
     monkeypatch.setattr(os, "fsync", lambda _: order.append("fsync"))
-    put_file(LocalStorage(tmp_path), "step", "x", b"y", lambda: order.append("others have ended"))
+    write_file(LocalStorage(tmp_path), "step", "x", b"y", lambda: order.append("others have ended"))
     assert order.index("others have ended") < order.index("fsync")
 
 

@@ -211,11 +211,10 @@ def test_a_fault_is_refused_unread_and_the_older_one_is_taken(
         only = [Candidate(2, folder.name, 0)]
         patch.setattr("checkpointing.engine.restore.restorer.Restorer._candidates", lambda self: (only, []))
         watch.found = []
-        with nothing_unpickled(watch, folder, monkeypatch), pytest.raises(NothingVerifies) as raised:
+        with nothing_unpickled(watch, folder, monkeypatch), pytest.raises(NothingVerifies):
             made.restore(target)
         found, watch.found = watch.found, None
     assert found == [], f"{what}: something was unpickled"
-    assert not raised.value.touched
     assert all(not tensor.any() for tensor in target.values()), what
     assert loaded(made.restore(target)).step == 1
     assert same(target, state(1))
@@ -248,7 +247,7 @@ def test_when_all_are_damaged_nothing_is_started_over(bench: Bench) -> None:
     bench.saved(1, 2)
     for step in (1, 2):
         (bench.folder(step) / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(NothingVerifies) as raised:
+    with pytest.raises(NothingVerifies):
         bench.checkpointer().restore(blank())
     assert [refusal.name for refusal in raised.value.refusals] == [bench.folder(2).name, bench.folder(1).name]
     assert "__0_0.distcp: has 0 bytes" in str(raised.value)
@@ -354,7 +353,7 @@ def test_bytes_that_rot_between_check_and_read_are_caught(bench: Bench) -> None:
     assert verify(bench.folder(2), 2).ok
     target = blank()
     storage = Rotting(bench.root, good=0)
-    with pytest.raises(NothingVerifies) as raised:
+    with pytest.raises(NothingVerifies):
         bench.checkpointer(storage=storage).restore(target)
     assert [refusal.reason for refusal in raised.value.refusals] == ["__0_0.distcp chunk 0: digest differs"] * 2
     assert all(not tensor.any() for tensor in target.values())

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from checkpointing.engine.collectives.group import Failed
 from checkpointing.engine.save import flusher, transfer
 from checkpointing.engine.save.transfer import (
     BoundedTier,
     FlushState,
     Route,
     TierTransfer,
-    TransferFailure,
     TransferTimeouts,
 )
 from checkpointing.format.manifest import FileEntry, parse
@@ -360,7 +360,7 @@ def test_a_failure_that_an_arrival_has_ended_is_not_reported_as_ended_again(tier
     place, name = tiers.place("slow"), make(tiers.storages["fast"], 10)
     state.latest = name
     manifest = parse((tiers.root / "fast" / name / "manifest.json").read_bytes())
-    state.report_failure(place, TransferFailure("disk full"))
+    state.report_failure(place, Failed("disk full"))
     state.report_arrival(place, manifest, 1.0)
     state.report_presence(place)
     assert told == ["checkpoint.failed", "checkpoint.flushed"]
@@ -382,10 +382,3 @@ def test_the_time_for_a_copy_is_that_of_a_slow_disk_or_of_its_limit(
     files = tuple(FileEntry(name=name, size=size // 2, chunks=("0" * 32,) * 7) for name in ("a", "b"))
     assert made._copy_timeout(route, files) == 300.0 + patience
     assert made._usual(route, size) == usual
-
-
-def test_failures_of_many_ranks_are_one_with_its_first_reasons() -> None:
-    failures = [TransferFailure(f"reason {number // 2}", bad=number == 9) for number in range(12)]
-    assert transfer._first([None, *failures]) == TransferFailure("reason 0; reason 1; reason 2; reason 3", bad=True)
-    assert transfer._first([None, TransferFailure("hung", stuck=True)]) == TransferFailure("hung", stuck=True)
-    assert transfer._first([None, None]) is None

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from checkpointing.engine.collectives.group import Failed, result_or
-from checkpointing.engine.save.save_queue import SaveQueue, SaveReadiness, agree_on_save
+from checkpointing.engine.save.save_queue import SaveQueue, agree_on_save
 from checkpointing.engine.save.saver import CheckpointSaver, SavedCheckpoint, SaveJob
-from checkpointing.engine.state.plausibility import PlausibilityJudge
 from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.errors import SaveFailed
@@ -58,7 +57,7 @@ class Rank:
         tier = ResolvedTier(str(self.root), self.storage, Catalog(self.root, self.storage), shared=self.shared)
         owner = Owner(1, NONCE, (), lambda: True)
         tell = lambda kind, data: self.told.append((kind, data))  # noqa: E731
-        return CheckpointSaver(tier, self.member, owner, self.writer, PlausibilityJudge(), tell)  # type: ignore[arg-type]
+        return CheckpointSaver(tier, self.member, owner, self.writer, "refuse", tell)  # type: ignore[arg-type]
 
     def save(self, change: Callable[["Rank", SaveJob], None] = lambda *_: None) -> SavedCheckpoint | str:
         job = self.job()
@@ -149,7 +148,7 @@ def test_a_copy_that_failed_on_one_rank_fails_the_save_of_all(tmp_path: Path, is
 def test_what_all_ranks_can_do_is_agreed_on() -> None:
     def agree(member: Member, mine: dict[str, Any]) -> Any:
         ready = {"plan": 3, "step": 6, "has_room": True, "idle": True, "rank_state": 1} | mine
-        return result_or(lambda: agree_on_save(member, SaveReadiness(**ready)), str)  # type: ignore[arg-type]
+        return result_or(lambda: agree_on_save(member, **ready), str)  # type: ignore[arg-type]
 
     def agreed(*ranks: dict[str, Any]) -> Any:
         members = ThreadGroup(len(ranks)).members()

@@ -18,7 +18,7 @@ import torch
 from checkpointing.engine.collectives.group import Failed, RankGroup
 from checkpointing.engine.save import saver as saver_module
 from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveQueue
-from checkpointing.engine.save.saver import CheckpointSaver, _failures
+from checkpointing.engine.save.saver import CheckpointSaver
 from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.format.manifest import INDEX, METADATA
 from checkpointing.storage.backends import LocalStorage
@@ -333,14 +333,11 @@ def test_a_later_life_with_the_same_memory_goes_on_from_it(bench: Bench) -> None
     concurrent.futures.wait([again._link.ping()], 5)  # type: ignore[union-attr]
 
 
-def test_a_failure_of_many_ranks_is_told_of_two() -> None:
-    failed = [None, *(Failed(f"[Errno 28] No space left on rank {rank}'s disk") for rank in range(1, 64))]
-    found = _failures(failed)
-    assert found is not None
-    assert found.reason.startswith("rank 1: [Errno 28]")
-    assert "; rank 2: [Errno 28]" in found.reason
-    assert found.reason.endswith("; and 61 more rank(s)")
-    assert _failures([None, None]) is None
+def test_failures_of_many_ranks_become_one_that_names_two_of_them() -> None:
+    failed = [None, *(Failed(f"no space left on rank {rank}", stuck=rank == 9) for rank in range(1, 64))]
+    reason = "rank 1: no space left on rank 1; rank 2: no space left on rank 2; and 61 more rank(s)"
+    assert Failed.combine(failed) == Failed(reason, stuck=True)
+    assert Failed.combine([None, None]) is None
 
 
 @pytest.fixture

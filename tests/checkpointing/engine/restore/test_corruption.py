@@ -247,7 +247,7 @@ def test_when_all_are_damaged_nothing_is_started_over(bench: Bench) -> None:
     bench.saved(1, 2)
     for step in (1, 2):
         (bench.folder(step) / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(NothingVerifies):
+    with pytest.raises(NothingVerifies) as raised:
         bench.checkpointer().restore(blank())
     assert [refusal.name for refusal in raised.value.refusals] == [bench.folder(2).name, bench.folder(1).name]
     assert "__0_0.distcp: has 0 bytes" in str(raised.value)
@@ -353,7 +353,7 @@ def test_bytes_that_rot_between_check_and_read_are_caught(bench: Bench) -> None:
     assert verify(bench.folder(2), 2).ok
     target = blank()
     storage = Rotting(bench.root, good=0)
-    with pytest.raises(NothingVerifies):
+    with pytest.raises(NothingVerifies) as raised:
         bench.checkpointer(storage=storage).restore(target)
     assert [refusal.reason for refusal in raised.value.refusals] == ["__0_0.distcp chunk 0: digest differs"] * 2
     assert all(not tensor.any() for tensor in target.values())

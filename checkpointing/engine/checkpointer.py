@@ -231,10 +231,10 @@ class Checkpointer:
         writer = self._open_writer()
         arena = writer.arena
         arena.reload()
-        if (arena.plan, arena.buffers) == (plan.hash, plan.buffers) and arena.buffer_bytes >= plan.buffer_bytes:
+        if (arena.plan, arena.buffers) == (plan.hash, plan.buffers) and arena.buffer_bytes >= plan.layout.buffer_bytes:
             arena.populate()  # left by an earlier generation; its contents may be worth loading
         else:
-            arena.shape(plan.buffer_bytes, plan.buffers, plan.hash, _FACTS_ROOM)
+            arena.shape(plan.layout.buffer_bytes, plan.buffers, plan.hash, _FACTS_ROOM)
         return Stager(arena, plan, structure, self._config.staging.mode)
 
     def _open_writer(self) -> Writer:

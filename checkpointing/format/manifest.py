@@ -1,8 +1,8 @@
 """`manifest.json`, `index.json` and `fingerprints.json` of a checkpoint.
 
 Index and fingerprints are files of a checkpoint, listed in its manifest, readable without torch and without unpickling.
-The index is identical for every save of a layout; the fingerprints differ. A checkpoint without both (a foreign one) is
-read through its `.metadata`.
+The index is identical for every save of a layout; the fingerprints differ. Checkpoints of other tools have neither and
+are read through their `.metadata`.
 """
 
 import json

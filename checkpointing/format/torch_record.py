@@ -60,23 +60,6 @@ def read_record(read: ReadAt, start: int, length: int) -> TorchRecord:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def locate_values(read: ReadAt, start: int, length: int) -> tuple[int, int]:
-    """Return the file offset and size of the values of an archive's only tensor, from its headers alone.
-
-    Nothing is unpickled. Raises ValueError if there is not exactly one tensor. Checksums in the archive are not
-    compared: torch may omit them, and the manifest has better ones.
-    """
-    try:
-        with zipfile.ZipFile(FileSection(read, start, length)) as archive:
-            records = [info for info in archive.infolist() if info.filename.partition("/")[2].startswith("data/")]
-        if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"it has {len(records)} plain records of values instead of one")
-        (record,) = records
-        return start + member_offset(read, start, length, record), record.file_size
-    except _MALFORMED as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
 def make_reader(stream: BinaryIO) -> ReadAt:
     """Return a function that reads bytes at given offsets of a stream."""
 

@@ -301,7 +301,7 @@ def read_fingerprints(storage: Storage, manifest: Manifest) -> dict[str, str] | 
 
 def add_tensor_names(storage: Storage, manifest: Manifest, faults: list[Fault]) -> list[Fault]:
     """Add the affected tensors to the faults, if the checkpoint's index can still be trusted."""
-    if not faults or manifest.file(INDEX) is None:
+    if not faults:
         return faults
     try:
         index = parse_index(read_listed(storage, manifest, INDEX))

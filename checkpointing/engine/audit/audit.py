@@ -18,8 +18,8 @@ from checkpointing.engine.audit.sealed_checkpoint import SealedCheckpoint
 from checkpointing.engine.restore.metadata_reader import (
     VerifiedFile,
     index_from_metadata,
+    read_index,
     read_metadata,
-    read_whole_index,
 )
 from checkpointing.engine.restore.source import parse_dtype
 from checkpointing.engine.state.fingerprints import combine, partial
@@ -69,10 +69,9 @@ def structure_faults(
     """
     faults = strays(storage, manifest)
     try:
-        index = read_whole_index(storage, manifest)
+        index = read_index(storage, manifest)
     except CheckpointRefused as refusal:
-        file = INDEX if manifest.file(INDEX) else METADATA
-        return None, [*faults, Fault(file=file, reason=refusal.reason)]
+        return None, [*faults, Fault(file=INDEX, reason=refusal.reason)]
     try:
         faults += disagreements(index, read_metadata(storage, manifest))
     except CheckpointRefused as refusal:
@@ -197,7 +196,6 @@ def _by_file(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 T = TypeVar("T")
 AUDITS = {3: "structure", 4: "every value"}
-_WANTED = {3: (INDEX,), 4: (INDEX, FINGERPRINTS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +263,8 @@ def audit_checkpoint(
             if manifest is not None and not faults:
                 faults, read, seen = _audit_tensors(storage, manifest, level, progress, expect, share)
                 size += read
-                lacking = [file for file in _WANTED[level] if manifest.file(file) is None]
-                absent = [f"no {file}: that part was not checked" for file in lacking]
-                notes = [*(absent if share.leads else []), *seen]
+                absent = level == 4 and share.leads and manifest.file(FINGERPRINTS) is None
+                notes = [*([f"no {FINGERPRINTS}: that part was not checked"] if absent else []), *seen]
     return Report(
         ok=not faults, level=level, bytes=size, seconds=time.monotonic() - start, faults=tuple(faults),
         notes=tuple(notes),
@@ -321,19 +318,14 @@ def _audit_tensors(
         if level < 4 or index is None or faults:
             return faults, 0, []
         expected = expect(manifest) if expect else TensorExpectations()
-        faults = _missing_tensors(index, manifest, expected) if share.leads else []
+        lacking = [key for key in expected.required if key not in index.tensors] if share.leads else []
+        faults = [Fault(file=INDEX, reason=f"missing tensor {key}", tensors=(key,)) for key in lacking]
         found, read, notes = value_faults(storage, manifest, index, expected, progress, share)
         return faults + found, read, notes
     except CheckpointRefused as refusal:
         return [Fault(file=MANIFEST, reason=refusal.reason)], 0, []
     except OSError as error:
         return [Fault.from_error(str(error.filename or manifest.name).rpartition("/")[2], error)], 0, []
-
-
-def _missing_tensors(index: Index, manifest: Manifest, expected: TensorExpectations) -> list[Fault]:
-    file = INDEX if manifest.file(INDEX) else METADATA
-    lacking = [key for key in expected.required if key not in index.tensors]
-    return [Fault(file=file, reason=f"missing tensor {key}", tensors=(key,)) for key in lacking]
 
 
 def value_faults(

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from checkpointing.engine.restore.metadata_reader import VerifiedFile, read_whole_index
+from checkpointing.engine.restore.metadata_reader import VerifiedFile, read_index
 from checkpointing.errors import CheckpointRefused, ManifestError
 from checkpointing.format.manifest import Index, Manifest, Piece
 from checkpointing.storage.backends import Storage
@@ -73,7 +73,7 @@ class SealedCheckpoint:
         if manifest is None or faults:
             raise CheckpointRefused(name, "; ".join(map(str, faults[:4])))
         try:
-            index = read_whole_index(storage, manifest)
+            index = read_index(storage, manifest)
             return cls(storage, manifest, index, read_fingerprints(storage, manifest))
         except ManifestError as error:
             raise CheckpointRefused(name, str(error)) from error

@@ -1,8 +1,8 @@
-"""Reader of a checkpoint's index: `index.json`, or `.metadata` of older ones; verified bytes, allowed classes.
+"""Readers of a checkpoint's index and of DCP's `.metadata`, which is unpickled through an allow-list of classes.
 
-DCP checkpoints of other tools have no digests, so they are read only if the user allows it. Their `.metadata` is
-unpickled with the same allow-list, and values are located through the records around them, whose descriptions are read
-with substitute classes. A tensor not stored as a plain row of values is left to torch.load, weights only.
+DCP checkpoints of other tools have no digests, so they are read only if the user allows it. Their values are located
+through the records around them, whose descriptions are read with substitute classes. A tensor not stored as a plain row
+of values is left to torch.load, weights only.
 """
 
 import copyreg
@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
@@ -40,9 +38,10 @@ from checkpointing.format.manifest import (
     TensorInfo,
     parse_index,
 )
-from checkpointing.format.torch_record import locate_values, make_reader, read_record
+from checkpointing.format.torch_record import make_reader, read_record
 from checkpointing.storage.backends import Storage
 from checkpointing.storage.digests import CHUNK, digest
+from checkpointing.verification.verify import read_listed
 
 _META = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -115,7 +114,7 @@ class VerifiedFile:
         self._held: dict[int, bytes] = {}
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return exactly these bytes; raises Refused if the file has other bytes or fewer."""
+        """Return exactly these bytes; raises CheckpointRefused if the file has other bytes or fewer."""
         size = self._entry.chunk_size
         if offset < 0 or length < 0 or offset + length > self._entry.size:
             raise CheckpointRefused(self._name, f"{self._entry.name} has no bytes {offset}..{offset + length}")
@@ -140,42 +139,25 @@ class VerifiedFile:
         return self._held[index]
 
 
-def _read(storage: Storage, manifest: Manifest, file: str) -> bytes:
-    entry = manifest.file(file)
-    assert entry is not None
-    with storage.open(f"{manifest.name}/{file}") as stream:
-        return VerifiedFile(stream, entry, manifest.name).read(0, entry.size)
-
-
 def read_index(storage: Storage, manifest: Manifest) -> Index:
-    """Return a checkpoint's index from verified bytes; raises Refused or OSError.
-
-    Without `index.json`, it is built from `.metadata`, without the positions of values: see `with_places`.
-    """
-    if manifest.file(INDEX) is None:
-        return index_from_metadata(read_metadata(storage, manifest))
+    """Return a checkpoint's index from verified bytes; raises CheckpointRefused or OSError."""
     try:
-        return parse_index(_read(storage, manifest, INDEX))
+        return parse_index(read_listed(storage, manifest, INDEX))
     except ManifestError as error:
         raise CheckpointRefused(manifest.name, str(error)) from error
 
 
-def read_whole_index(storage: Storage, manifest: Manifest) -> Index:
-    """Return the index with the positions of all values, in a single process; raises Refused or OSError."""
-    index = read_index(storage, manifest)
-    if manifest.file(INDEX) is not None:
-        return index
-    files = sorted({piece.file for piece in index.pieces})
-    return Index(index.tensors, tuple(with_places(storage, manifest, index, files)))
-
-
 def read_metadata(storage: Storage, manifest: Manifest) -> Metadata:
-    """Unpickle `.metadata` from verified bytes through the allow-list; raises Refused (UnsafePickle) or OSError."""
-    return parse_metadata(_read(storage, manifest, METADATA), manifest.name)
+    """Unpickle `.metadata` from verified bytes through the allow-list; raises CheckpointRefused or OSError."""
+    try:
+        data = read_listed(storage, manifest, METADATA)
+    except ManifestError as error:
+        raise CheckpointRefused(manifest.name, str(error)) from error
+    return parse_metadata(data, manifest.name)
 
 
 def parse_metadata(data: bytes, name: str, kind: type[AllowList] = AllowList) -> Metadata:
-    """Unpickle `.metadata` through an allow-list, for `index_from_metadata`; raises Refused (UnsafePickle)."""
+    """Unpickle `.metadata` through an allow-list, for `index_from_metadata`; raises CheckpointRefused."""
     try:
         metadata = kind(data, name).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
@@ -186,21 +168,18 @@ def parse_metadata(data: bytes, name: str, kind: type[AllowList] = AllowList) ->
     return metadata
 
 
-def _chunks(saved: TensorStorageMetadata | BytesStorageMetadata) -> list[ChunkStorageMetadata]:
-    return saved.chunks if isinstance(saved, TensorStorageMetadata) else []
-
-
 def index_from_metadata(metadata: Metadata) -> Index:
     """Return the tensors and records that `.metadata` lists; it lacks the positions of values in a record."""
+    items = metadata.state_dict_metadata.items()
+    saved = {key: item for key, item in items if isinstance(item, TensorStorageMetadata)}
     tensors = {
-        key: TensorInfo(str(saved.properties.dtype).removeprefix("torch."), _whole(saved.size))
-        for key, saved in metadata.state_dict_metadata.items()
-        if isinstance(saved, TensorStorageMetadata)
+        key: TensorInfo(str(item.properties.dtype).removeprefix("torch."), _whole(item.size))
+        for key, item in saved.items()
     }
     sizes = {
         (key, _whole(chunk.offsets, len(info.shape))): _whole(chunk.sizes, len(info.shape))
         for key, info in tensors.items()
-        for chunk in _chunks(metadata.state_dict_metadata[key])
+        for chunk in saved[key].chunks
     }
     pieces = []
     for at, place in metadata.storage_data.items():
@@ -219,30 +198,7 @@ def _whole(numbers: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
     return found
 
 
-def with_places(storage: Storage, manifest: Manifest, index: Index, files: Iterable[str]) -> list[Piece]:
-    """Return the pieces in `files` with the positions of their values, verified; raises Refused or OSError."""
-    found = []
-    for file in files:
-        entry = manifest.file(file)
-        if entry is None:
-            raise CheckpointRefused(manifest.name, f"{METADATA} names {file}, which the manifest does not list")
-        with storage.open(f"{manifest.name}/{file}") as stream:
-            verified = VerifiedFile(stream, entry, manifest.name)
-            found += [_locate_piece(verified, manifest.name, piece) for piece in index.pieces if piece.file == file]
-    return found
-
-
-def _locate_piece(verified: VerifiedFile, name: str, piece: Piece) -> Piece:
-    try:
-        data, nbytes = locate_values(verified.read, piece.start, piece.length)
-    except ValueError as error:
-        raise CheckpointRefused(
-            name, f"{piece.file} has no complete frame of {piece.key} at {piece.start}: {error}"
-        ) from error
-    return replace(piece, data=data, nbytes=nbytes)
-
-
-_BYTES_ITEM = ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+_BYTES_ITEM = (_META, "BytesStorageMetadata")
 _PATHS = ("pathlib", "pathlib._local")
 _STEP = re.compile(r"(\d+)$")
 
@@ -285,7 +241,7 @@ def parse_step(name: str) -> int:
 
 
 def open_foreign(storage: Storage, name: str) -> LoadSource:
-    """Return the source of a foreign checkpoint; its chunks have no digests. Raises Refused or OSError."""
+    """Return the source of a foreign checkpoint; its chunks have no digests. Raises CheckpointRefused or OSError."""
     with storage.open(f"{name}/{METADATA}" if name else METADATA) as stream:
         data = stream.read()
     index = index_from_metadata(parse_metadata(data, name, ForeignAllowList))
@@ -325,7 +281,7 @@ def _locate_foreign(storage: Storage, name: str, piece: Piece, dtype: str) -> Pi
 
 
 def _load_piece(storage: Storage, name: str, piece: Piece, dtype: str) -> Tensor:
-    """Load a tensor that is a view, quantized, or in a custom format; raises Refused if it does not match."""
+    """Load a tensor that is a view, quantized, or in a custom format; raises CheckpointRefused if it does not match."""
     with storage.open(f"{name}/{piece.file}" if name else piece.file) as stream:
         stream.seek(piece.start)
         data = stream.read(piece.length)

@@ -15,19 +15,13 @@ from torch import Tensor
 from checkpointing.config import MEMORY
 from checkpointing.engine.collectives.group import Failed, RankGroup, result_or
 from checkpointing.engine.restore.loader import Loaded, load, load_own, on_all_ranks, to_refusal
-from checkpointing.engine.restore.metadata_reader import (
-    foreign_names,
-    open_foreign,
-    parse_step,
-    read_index,
-    with_places,
-)
+from checkpointing.engine.restore.metadata_reader import foreign_names, open_foreign, parse_step, read_index
 from checkpointing.engine.restore.own_layout import Memory, owners
 from checkpointing.engine.restore.source import LoadSource, OptionalKeys, Targets, number_chunks
 from checkpointing.errors import CheckpointRefused, NothingVerifies, UnreadableNow, nothing_verifies
 from checkpointing.event_sink import EmitEvent
 from checkpointing.format.commit import parse_name
-from checkpointing.format.manifest import INDEX, Index, Manifest
+from checkpointing.format.manifest import Index, Manifest
 from checkpointing.message_codec import peer_message
 from checkpointing.storage.backends import Storage
 from checkpointing.tiers.catalog import DistrustedCheckpoints, Owner
@@ -396,8 +390,7 @@ class Restorer:
                 refused = [each for each in manifests if isinstance(each, CheckpointRefused)]
                 raise CheckpointRefused(name, refused[0].reason, any(each.damaged for each in refused))
         assert found is not None
-        manifest, index = found
-        return manifest, index and self._resolve_index(place, manifest, index)
+        return found
 
     def _read_sealed(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
         manifest, faults = read_sealed(place.storage, name)
@@ -408,15 +401,6 @@ class Restorer:
         if self.memory is not None and place.shared and self.memory.on_disk.matches(manifest):
             return manifest, None
         return manifest, read_index(place.storage, manifest)
-
-    def _resolve_index(self, place: ResolvedTier, manifest: Manifest, index: Index) -> Index:
-        """Return the index with the positions of all values; for older checkpoints, ranks share reading the files."""
-        if manifest.file(INDEX) is not None:
-            return index
-        ranks = self._ranks
-        files = sorted({piece.file for piece in index.pieces})[ranks.rank :: ranks.size]
-        found = on_all_ranks(ranks, manifest.name, lambda: with_places(place.storage, manifest, index, files))
-        return Index(index.tensors, tuple(piece for part in found for piece in part))
 
     def _source(self, place: ResolvedTier, manifest: Manifest, index: Index) -> LoadSource:
         storage, name = place.storage, manifest.name

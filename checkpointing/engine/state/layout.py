@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from checkpointing.format.manifest import Piece
-from checkpointing.format.torch_record import locate_values, make_reader
+from checkpointing.format.torch_record import make_reader, read_record
 from checkpointing.message_codec import peer_message
 from checkpointing.storage.shared_memory import PAGE, whole_pages
 
@@ -86,9 +86,13 @@ def _small_template(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplat
     """Return a template cut from a real file, after comparing it with a file of different values."""
     zeros, others = torch.zeros(shape, dtype=dtype, device="cpu"), _alternating_tensor(dtype, shape)
     saved = _save_to_bytes(zeros)
-    start, nbytes = _locate_values(saved)
-    made = RecordTemplate(saved[:start], nbytes, saved[start + nbytes :])
-    values = bytes(others.reshape(-1).view(torch.uint8).tolist()) if nbytes else b""
+    try:
+        record = read_record(make_reader(io.BytesIO(saved)), 0, len(saved))
+    except ValueError as error:
+        reason = f"torch {torch.__version__} does not store a tensor's values as one plain record: {error}"
+        raise RecordFormatError(reason) from error
+    made = RecordTemplate(saved[: record.data], record.nbytes, saved[record.data + record.nbytes :])
+    values = bytes(others.reshape(-1).view(torch.uint8).tolist()) if record.nbytes else b""
     if made.head + values + made.tail != _save_to_bytes(others):
         raise RecordFormatError(
             f"torch {torch.__version__} writes a {dtype} tensor with bytes that depend on its values"
@@ -108,15 +112,6 @@ def _save_to_bytes(tensor: Tensor) -> bytes:
     with without_checksums():
         torch.save(tensor, stream)
     return stream.getvalue()
-
-
-def _locate_values(saved: bytes) -> tuple[int, int]:
-    """Return the offset and size of the values in a torch.save file."""
-    try:
-        return locate_values(make_reader(io.BytesIO(saved)), 0, len(saved))
-    except ValueError as error:
-        reason = f"torch {torch.__version__} does not store a tensor's values as one plain record: {error}"
-        raise RecordFormatError(reason) from error
 
 
 class _ValueSkipper:
@@ -164,7 +159,7 @@ FileSpan = tuple[str, int, int]
 class Share:
     """A rank's share of a tensor to write: `shape` values from `offsets` on in a tensor of shape `whole`.
 
-    `within` is their start in the rank's own part of the tensor.
+    `within` is their start in the rank's own part of the tensor. The last three fields are for torch's planner.
     """
 
     key: str
@@ -173,6 +168,9 @@ class Share:
     offsets: tuple[int, ...]
     whole: tuple[int, ...]
     within: tuple[int, ...]
+    sharded: bool = False
+    requires_grad: bool = False
+    pinned: bool = False
 
     @property
     def template(self) -> RecordTemplate:

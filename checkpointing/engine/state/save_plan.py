@@ -29,9 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from checkpointing.engine.collectives.group import Failed, RankGroup, result_or_failed
 from checkpointing.engine.state.layout import (
     FileLayout,
-    FileSpan,
     Item,
-    Part,
     PlannedFiles,
     Share,
     lay_out,
@@ -75,34 +73,19 @@ class AgreedPlan:
         return int(self.hash[:15], 16) + 1
 
     @property
-    def files(self) -> tuple[FileSpan, ...]:
-        return self.layout.files
-
-    @property
-    def items(self) -> tuple[Item, ...]:
-        return self.layout.items
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.layout.parts
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.layout.buffer_bytes
-
-    @property
     def size(self) -> int:
         """Bytes of a checkpoint of this plan, without the small files that describe it; rank 0 only."""
         return sum(item.piece.length for part in self.everything for item in part)
 
     def in_memory(self) -> PlannedFiles:
         """Return this rank's part as it is laid out in a buffer."""
-        return PlannedFiles(self.hash, self.files, self.items, self.index)
+        return PlannedFiles(self.hash, self.layout.files, self.layout.items, self.index)
 
     def on_disk(self) -> PlannedFiles:
         """Return this rank's part as it appears in a checkpoint's folder."""
-        files = tuple((*self.places.get(name, (name, 0)), size) for name, _, size in self.files)
-        return PlannedFiles(self.hash, files, tuple(_move_item(self.places, item) for item in self.items), self.index)
+        files = tuple((*self.places.get(name, (name, 0)), size) for name, _, size in self.layout.files)
+        items = tuple(_move_item(self.places, item) for item in self.layout.items)
+        return PlannedFiles(self.hash, files, items, self.index)
 
 
 def _move_item(places: Places, item: Item) -> Item:
@@ -133,8 +116,7 @@ def agree_on_plan(
     `most` bytes of host memory (0: no limit) decide whether there is a second buffer; `by_node`: one file per node.
     """
     planned = _distribute(ranks, result_or_failed(lambda: local_plan(tensors)))
-    shared = tuple(piece.rpartition("@")[0] for piece in planned.shared)
-    layout = result_or_failed(lambda: lay([_share(item) for item in planned.plan.items], ranks.rank))
+    layout = result_or_failed(lambda: lay(planned.shares, ranks.rank))
     layouts = ranks.gather(layout if isinstance(layout, Failed) else (layout.items, len(layout.parts) == 1))
     places = _agreed_places(ranks, layout) if by_node else [{}] * ranks.size
     everything: tuple[tuple[Item, ...], ...] = ()
@@ -153,12 +135,12 @@ def agree_on_plan(
         raise ValueError(outcome.reason)
     assert isinstance(layout, FileLayout)
     buffers = 1 if most and len(layout.parts) == 1 and 2 * layout.buffer_bytes > most else 2
-    mine = places[ranks.rank]
+    shared = tuple(piece.rpartition("@")[0] for piece in planned.shared)
+    mine = AgreedPlan(outcome[0], layout, buffers, outcome[1], places=places[ranks.rank], shared=shared)
     if not isinstance(described, tuple):
-        return AgreedPlan(outcome[0], layout, buffers, outcome[1], places=mine, shared=shared)
-    return AgreedPlan(
-        outcome[0], layout, buffers, outcome[1], described[1], described[2], everything, mine, shared, planned.replicas
-    )
+        return mine
+    _, metadata, index = described
+    return replace(mine, metadata=metadata, index=index, everything=everything, replicas=planned.replicas)
 
 
 def _agreed_places(ranks: RankGroup, layout: FileLayout | Failed) -> list[Places]:
@@ -172,75 +154,34 @@ def _all_moved(places: Sequence[Places], everything: Sequence[Sequence[Item]]) -
     return [[_move_item(mine, item) for item in part] for mine, part in zip(places, everything, strict=True)]
 
 
-# ---- a rank's local plan in plain fields for sending; the receiver rebuilds torch's classes
-
-
-@peer_message
-@dataclass(frozen=True, slots=True)
-class PlannedItem:
-    """Local plan for one tensor: the rank would write `sizes` values from `offsets` on, of shape `whole`."""
-
-    key: str
-    sharded: bool
-    dtype: torch.dtype
-    requires_grad: bool
-    pinned: bool
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    whole: tuple[int, ...]
+# ---- a rank's local plan in plain fields for sending; rank 0 rebuilds torch's classes
 
 
 @peer_message
 @dataclass(frozen=True)
 class LocalPlan:
-    """The items, and all keys of the state, including keys for which the rank writes nothing."""
+    """A rank's shares as if it were alone, and all keys of its state, including keys for which it writes nothing."""
 
-    items: tuple[PlannedItem, ...]
+    shares: tuple[Share, ...]
     keys: tuple[str, ...]
-
-
-def _plan_message(plan: SavePlan) -> LocalPlan:
-    """Return the plan as a message; raises ValueError for an item that is not a dense tensor."""
-    return LocalPlan(tuple(map(_planned_item, plan.items)), tuple(plan.planner_data))
 
 
 def _save_plan(plan: LocalPlan) -> SavePlan:
     """Return the plan in the form that torch's planner accepts."""
-    return SavePlan([_write_item(item) for item in plan.items], planner_data={key: (key,) for key in plan.keys})
+    # As DCP does for a flat state dict: tools that rebuild a nested dict look up the key's path here.
+    return SavePlan([_write_item(share) for share in plan.shares], planner_data={key: (key,) for key in plan.keys})
 
 
-def _kept_item_numbers(before: SavePlan, after: SavePlan) -> tuple[int, ...]:
-    """Return the local plan's item numbers that the agreed plan keeps."""
-    number = {item.index: at for at, item in enumerate(before.items)}
-    return tuple(number[item.index] for item in after.items)
-
-
-def _planned_item(item: WriteItem) -> PlannedItem:
-    data = item.tensor_data
-    if data is None or data.properties.memory_format != torch.contiguous_format:
-        raise ValueError(f"{item.index.fqn}: torch's planner does not treat it as a dense tensor")
-    return PlannedItem(
-        key=item.index.fqn,
-        sharded=item.type == WriteItemType.SHARD,
-        dtype=data.properties.dtype,
-        requires_grad=data.properties.requires_grad,
-        pinned=data.properties.pin_memory,
-        offsets=tuple(data.chunk.offsets),
-        sizes=tuple(data.chunk.sizes),
-        whole=tuple(data.size),
-    )
-
-
-def _write_item(item: PlannedItem) -> WriteItem:
-    offsets = torch.Size(item.offsets)
-    properties = TensorProperties(dtype=item.dtype, requires_grad=item.requires_grad, pin_memory=item.pinned)
+def _write_item(share: Share) -> WriteItem:
+    offsets = torch.Size(share.offsets)
+    properties = TensorProperties(dtype=share.dtype, requires_grad=share.requires_grad, pin_memory=share.pinned)
     return WriteItem(
-        index=MetadataIndex(item.key, offsets),
-        type=WriteItemType.SHARD if item.sharded else WriteItemType.TENSOR,
+        index=MetadataIndex(share.key, offsets),
+        type=WriteItemType.SHARD if share.sharded else WriteItemType.TENSOR,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(item.sizes)),
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(share.shape)),
             properties=properties,
-            size=torch.Size(item.whole),
+            size=torch.Size(share.whole),
         ),
     )
 
@@ -250,39 +191,39 @@ def _write_item(item: PlannedItem) -> WriteItem:
 
 @dataclass(frozen=True)
 class _Planned:
-    plan: SavePlan
+    shares: list[Share]
     shared: tuple[str, ...]
     metadata: Metadata | None = None
     replicas: tuple[tuple[str, ...], ...] = ()
 
 
-def _distribute(ranks: RankGroup, plan: SavePlan | Failed) -> _Planned:
+def _distribute(ranks: RankGroup, plan: LocalPlan | Failed) -> _Planned:
     """Let torch's planner decide on rank 0 and send each rank its items; raises ValueError on every rank."""
-    plans = ranks.gather(plan if isinstance(plan, Failed) else result_or_failed(lambda: _plan_message(plan)))
-    shares: list[Any] | None = None
+    plans = ranks.gather(plan)
+    answers: list[Any] | None = None
     metadata = None
     replicas: tuple[tuple[str, ...], ...] = ()
     if plans is not None:
+        whole = [each for each in plans if not isinstance(each, Failed)]
         agreed: tuple[list[tuple[int, ...]], Metadata] | Failed | None = Failed.combine(plans)
         if agreed is None:
-            whole = [plan for plan in plans if not isinstance(plan, Failed)]
             agreed = result_or_failed(lambda: _decide_items(whole))
         if isinstance(agreed, Failed):
-            shares = [agreed] * ranks.size
+            answers = [agreed] * ranks.size
         else:
-            replicas = find_replicas([each for each in plans if not isinstance(each, Failed)])
-            shares, metadata = list(zip(agreed[0], replicas, strict=True)), agreed[1]
-    share = ranks.scatter(shares)
-    if isinstance(share, Failed):
-        raise ValueError(share.reason)
-    assert isinstance(plan, SavePlan)
-    numbers, shared = share
-    return _Planned(replace(plan, items=[plan.items[number] for number in numbers]), shared, metadata, replicas)
+            replicas = find_replicas(whole)
+            answers, metadata = list(zip(agreed[0], replicas, strict=True)), agreed[1]
+    answer = ranks.scatter(answers)
+    if isinstance(answer, Failed):
+        raise ValueError(answer.reason)
+    assert isinstance(plan, LocalPlan)
+    numbers, shared = answer
+    return _Planned([plan.shares[number] for number in numbers], shared, metadata, replicas)
 
 
 def find_replicas(plans: Sequence[LocalPlan]) -> tuple[tuple[str, ...], ...]:
     """Return the pieces of each rank that another rank also holds, as `key@offsets`."""
-    pieces = [[f"{item.key}@{','.join(map(str, item.offsets))}" for item in plan.items] for plan in plans]
+    pieces = [[f"{item.key}@{','.join(map(str, item.offsets))}" for item in plan.shares] for plan in plans]
     counts = Counter(piece for of_rank in pieces for piece in of_rank)
     return tuple(tuple(piece for piece in of_rank if counts[piece] > 1) for of_rank in pieces)
 
@@ -291,16 +232,19 @@ def _decide_items(local_plans: Sequence[LocalPlan]) -> tuple[list[tuple[int, ...
     """Return, for each rank, the numbers of the items that it writes, and the metadata of all items."""
     plans = [_save_plan(each) for each in local_plans]
     agreed, metadata = DefaultSavePlanner().create_global_plan(plans)
-    return [_kept_item_numbers(before, after) for before, after in zip(plans, agreed, strict=True)], metadata
+    kept = []
+    for before, after in zip(plans, agreed, strict=True):
+        number = {item.index: at for at, item in enumerate(before.items)}
+        kept.append(tuple(number[item.index] for item in after.items))
+    return kept, metadata
 
 
-def local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
+def local_plan(tensors: Mapping[str, Tensor]) -> LocalPlan:
     """Return this rank's plan as if it were alone; raises ValueError for state without well-defined content."""
     with torch.no_grad():
         checked = {key: _check_tensor(key, tensor).detach() for key, tensor in sorted(tensors.items())}
         plan = create_default_local_save_plan(checked, is_coordinator=False)
-    # As DCP does for a flat state dict: tools that rebuild a nested dict look up the key's path here.
-    return replace(plan, planner_data={key: (key,) for key in checked})
+    return LocalPlan(tuple(map(_share, plan.items)), tuple(checked))
 
 
 def _check_tensor(key: str, tensor: Tensor) -> Tensor:
@@ -324,15 +268,18 @@ def _check_tensor(key: str, tensor: Tensor) -> Tensor:
 
 def _share(item: WriteItem) -> Share:
     data = item.tensor_data
-    assert data is not None
-    chunk = data.chunk
+    if data is None or data.properties.memory_format != torch.contiguous_format:
+        raise ValueError(f"{item.index.fqn}: torch's planner does not treat it as a dense tensor")
     return Share(
         key=item.index.fqn,
         dtype=data.properties.dtype,
-        shape=tuple(chunk.sizes),
-        offsets=tuple(chunk.offsets),
+        shape=tuple(data.chunk.sizes),
+        offsets=tuple(data.chunk.offsets),
         whole=tuple(data.size),
-        within=(0,) * len(chunk.sizes),
+        within=(0,) * len(data.chunk.sizes),
+        sharded=item.type == WriteItemType.SHARD,
+        requires_grad=data.properties.requires_grad,
+        pinned=data.properties.pin_memory,
     )
 
 

@@ -315,11 +315,11 @@ class Stager:
         """Free buffers, the one to overwrite next first; a save takes a buffer and returns it when it has ended."""
         for at in _oldest_first(arena):
             self.free.put(at)
-        self._sources = [structure.places[item.key] for item in plan.items]
+        self._sources = [structure.places[item.key] for item in plan.layout.items]
         self._shared = [structure.places[key] for key in plan.shared]
         self._views: list[list[Tensor]] = []
         if plan.whole:
-            self._views = [[_view(memory, item) for item in plan.items] for memory in self._memory]
+            self._views = [[_view(memory, item) for item in plan.layout.items] for memory in self._memory]
             for at in range(arena.buffers):
                 self.write_templates(at)
 
@@ -344,20 +344,20 @@ class Stager:
         """
         shared = [parts[at] for at in self._shared] if compare else []
         replicas = digest_replicas(shared) if shared else None
-        staged = Staged(self.free, len(self.plan.parts), kept=self.plan.whole, replicas=replicas)
+        staged = Staged(self.free, len(self.plan.layout.parts), kept=self.plan.whole, replicas=replicas)
         if self.plan.whole:
             buffer = self._clear()
             sources = [parts[at] for at in self._sources]
             copy = self._copier.copy(self._views[buffer], sources, lambda: self._structure.fits(parts))
-            staged.add(Bucket(self.plan.parts[0], buffer, self._memory[buffer], copy))
+            staged.add(Bucket(self.plan.layout.parts[0], buffer, self._memory[buffer], copy))
         return staged
 
     def stage_buckets(self, staged: Staged, parts: Sequence[Tensor]) -> None:
         """Copy all parts of a plan with buckets, one after another; another thread must empty the buckets."""
         if self.plan.whole:
             return
-        of = {item: parts[at] for item, at in zip(self.plan.items, self._sources, strict=True)}
-        for part in self.plan.parts:
+        of = {item: parts[at] for item, at in zip(self.plan.layout.items, self._sources, strict=True)}
+        for part in self.plan.layout.parts:
             buffer = self._clear()
             memory = self._memory[buffer]
             memory.zero_()  # the padding of a file must not contain data of another tensor
@@ -374,12 +374,12 @@ class Stager:
 
     def sample(self) -> tuple[Tensor, list[Item]]:
         """Return a buffer as bytes and one item of every kind in it, enough for a trial run."""
-        kinds = {(item.dtype, item.share.shape, item.share.offsets): item for item in self.plan.parts[0].items}
+        kinds = {(item.dtype, item.share.shape, item.share.offsets): item for item in self.plan.layout.parts[0].items}
         return self._memory[0], list(kinds.values())
 
     def write_templates(self, buffer: int) -> None:
         """Write the record templates into a buffer that held other data."""
-        _write_templates(self._arena.buffer(buffer), self.plan.items)
+        _write_templates(self._arena.buffer(buffer), self.plan.layout.items)
 
     def before_optimizer_step(self) -> None:
         """Return once no copy reads the caller's tensors."""

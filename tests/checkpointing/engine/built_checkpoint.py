@@ -72,7 +72,6 @@ class Built:
     fingerprints: dict[str, str] | None
     extra: dict[str, Any] = field(default_factory=dict)
     world: dict[str, Any] = field(default_factory=lambda: {"ranks": 1})
-    indexed: bool = True
     nonce: str = NONCE
 
     def pieces(self, change: Callable[[Piece], Piece | None]) -> None:
@@ -82,9 +81,7 @@ class Built:
     def write(self, root: Path, step: int = 5) -> Path:
         """Seal it as it is; returns its folder."""
         storage, name = LocalStorage(root), checkpoint_name(step, 1, self.nonce)
-        files = {**self.files, METADATA: pickle.dumps(self.metadata)}
-        if self.indexed:
-            files[INDEX] = self.index.encode()
+        files = {**self.files, METADATA: pickle.dumps(self.metadata), INDEX: self.index.encode()}
         if self.fingerprints is not None:
             files[FINGERPRINTS] = encode_fingerprints(self.fingerprints)
         entries = [write_file(storage, name, file, data) for file, data in files.items()]

@@ -19,18 +19,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from checkpointing.engine.audit.audit import AUDITS, audit_checkpoint
 from checkpointing.engine.collectives.group import FAILURES
 from checkpointing.engine.restore.restorer import RestoreOptions
 from checkpointing.errors import CheckpointError
 from checkpointing.format.commit import Commit
-from checkpointing.format.manifest import COMMIT, FINGERPRINTS, INDEX, MANIFEST, METADATA, FileEntry, Manifest, parse
+from checkpointing.format.manifest import COMMIT, MANIFEST, METADATA, FileEntry, Manifest, parse
+from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
-from checkpointing.verification.verify import LEVELS, verify
+from checkpointing.verification.verify import LEVELS, verify_checkpoint
 from tests.checkpointing.proofs.gadgets import Payload, inside_metadata, plain, wrapped
 from tests.checkpointing.proofs.world import World, fresh_copy, marked, plain_load, same, state
 
 SHARD = "__0_0.distcp"
-SEALS = ("as found", "sealed again", "sealed again without index")
+SEALS = ("as found", "sealed again")
 
 _DCP = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -80,16 +82,15 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
     return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-def seal_again(folder: Path, *, index: bool) -> None:
-    """Make manifest and COMMIT vouch for whatever is in the folder, as somebody who can write there could."""
+def seal_again(folder: Path) -> None:
+    """Make manifest and COMMIT vouch for the folder's contents, as an attacker with write access could."""
     path = folder / MANIFEST
     try:
         manifest: Manifest | None = parse(path.read_bytes())
     except CheckpointError:
         manifest = None
     if manifest is not None:
-        names = [entry.name for entry in manifest.files if index or entry.name not in (INDEX, FINGERPRINTS)]
-        new = replace(manifest, files=tuple(described(folder / name) for name in names))
+        new = replace(manifest, files=tuple(described(folder / entry.name) for entry in manifest.files))
         path.write_bytes(new.encode())
     size = 1 if manifest is None else new.size
     commit = Commit(manifest=digest(path.read_bytes()), size=size, committed_at=1.0)
@@ -129,10 +130,11 @@ def read_every_way(world: World, folder: Path) -> Counter[str]:
                 assert same(target, marked(target)), "a refused checkpoint reached the model"
             finally:
                 watch.on = False
-    for level in LEVELS:
+    for level in (*LEVELS, *AUDITS):
         watch.on = True
         try:
-            outcomes[f"verify {verify(folder, level).ok}"] += 1
+            check = verify_checkpoint if level in LEVELS else audit_checkpoint
+            outcomes[f"verify {check(LocalStorage(folder.parent), folder.name, level).ok}"] += 1
         finally:
             watch.on = False
     return outcomes
@@ -175,7 +177,7 @@ def main() -> None:
         data = into_shard(payload.data, (folder / name).read_bytes()) if name == SHARD else payload.data
         (folder / name).write_bytes(data)
         if seal != SEALS[0]:
-            seal_again(folder, index=seal == SEALS[1])
+            seal_again(folder)
         outcomes += read_every_way(world, folder)
         tried += 1
         assert not canary.exists(), f"{payload.name} in {name}, {seal}: it ran"

@@ -1,8 +1,7 @@
-"""Damaged and malicious checkpoints: refused before anything in them is unpickled, and an older one is taken."""
+"""Damaged and malicious checkpoints are refused before anything in them is unpickled; an older one is loaded."""
 
 import io
 import pickle
-import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,17 +14,19 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from checkpointing.config import CheckpointConfig, StagingConfig
+from checkpointing.engine.audit.audit import audit_checkpoint
 from checkpointing.engine.restore.metadata_reader import AllowList, read_metadata
 from checkpointing.engine.restore.restorer import Candidate
 from checkpointing.errors import CheckpointRefused, NothingVerifies, UnsafePickle
 from checkpointing.format.commit import Commit
-from checkpointing.format.manifest import FINGERPRINTS, INDEX, FileEntry, parse
+from checkpointing.format.manifest import INDEX, FileEntry, parse
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
 from checkpointing.verification.verify import verify
 from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, state
+from tests.checkpointing.proofs.faults import FAULTS, damage
 
-SEED = 20240607
 CANARY: list[str] = []
 
 
@@ -76,135 +77,42 @@ def nothing_unpickled(watch: _Watch, folder: Path, monkeypatch: pytest.MonkeyPat
     assert reached == []
 
 
-# ---- one fault at a time; each makes it in the folder of the newest checkpoint
-
-Fault = Callable[[Path, random.Random], str]
+# ---- one fault at a time
 
 
-def some_file(folder: Path, draw: random.Random) -> Path:
-    return draw.choice(sorted(file for file in folder.iterdir()))
-
-
-def data_file(folder: Path, draw: random.Random) -> Path:
-    return draw.choice(sorted(folder.glob("*.distcp")) + [folder / ".metadata"])
-
-
-def bit_flip(folder: Path, draw: random.Random) -> str:
-    file = some_file(folder, draw)
-    data = bytearray(file.read_bytes())
-    at = draw.randrange(len(data))
-    data[at] ^= 1 << draw.randrange(8)
-    file.write_bytes(data)
-    return f"bit {at} of {file.name}"
-
-
-def truncation(folder: Path, draw: random.Random) -> str:
-    file = some_file(folder, draw)
-    size = draw.randrange(file.stat().st_size)
-    with file.open("r+b") as stream:
-        stream.truncate(size)
-    return f"{file.name} cut to {size}"
-
-
-def longer(folder: Path, draw: random.Random) -> str:
-    file = some_file(folder, draw)
-    with file.open("ab") as stream:
-        stream.write(draw.randbytes(draw.randrange(1, 100)))
-    return f"{file.name} grew"
-
-
-def zero_page(folder: Path, draw: random.Random) -> str:
-    file = folder / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    page = draw.randrange(len(data) // 4096) * 4096
-    data[page : page + 4096] = bytes(4096)
-    file.write_bytes(data)
-    return f"page at {page}"
-
-
-def missing(folder: Path, draw: random.Random) -> str:
-    file = draw.choice([*sorted(folder.glob("*.distcp")), folder / ".metadata", folder / "manifest.json"])
-    file.unlink()
-    return f"{file.name} missing"
-
-
-def stale_shard(folder: Path, draw: random.Random) -> str:
-    file = data_file(folder, draw)
-    shutil.copy(older(folder) / "__0_0.distcp", file)
-    return f"{file.name} is an older one"
-
-
-def swapped(folder: Path, draw: random.Random) -> str:
-    shard, other = folder / "__0_0.distcp", folder / ".metadata"
-    data = shard.read_bytes()
-    shard.write_bytes(other.read_bytes())
-    other.write_bytes(data)
-    return "swapped"
-
-
-def old_manifest(folder: Path, draw: random.Random) -> str:
-    shutil.copy(older(folder) / "manifest.json", folder / "manifest.json")
-    if draw.random() < 0.5:
-        shutil.copy(older(folder) / "COMMIT", folder / "COMMIT")
-    return "manifest of an older one"
-
-
-def new_data_under_old_name(folder: Path, draw: random.Random) -> str:
-    shutil.rmtree(folder)
-    shutil.copytree(older(folder), folder)
-    return "a copy of the older one"
-
-
-def torn_commit(folder: Path, draw: random.Random) -> str:
-    data = (folder / "COMMIT").read_bytes()
-    (folder / "COMMIT").write_bytes(draw.choice([b"", data[: len(data) // 2], bytes(len(data)), b"null"]))
-    return "COMMIT torn"
-
-
-def wrong_commit_digest(folder: Path, draw: random.Random) -> str:
-    commit = Commit(manifest=digest(draw.randbytes(8)), size=1, committed_at=1.0)
-    (folder / "COMMIT").write_bytes(commit.encode())
-    return "COMMIT of something else"
-
-
-def malicious_metadata(folder: Path, draw: random.Random) -> str:
+def malicious_metadata(folder: Path) -> str:
     (folder / ".metadata").write_bytes(pickle.dumps(Canary()))
     return "malicious .metadata"
 
 
-def malicious_shard(folder: Path, draw: random.Random) -> str:
+def malicious_shard(folder: Path) -> str:
     stream = io.BytesIO()
     torch.save({"x": Canary()}, stream)
     (folder / "__0_0.distcp").write_bytes(stream.getvalue())
     return "malicious shard"
 
 
-FAULTS: list[Fault] = [
-    *([bit_flip] * 12), *([truncation] * 6), longer, longer, zero_page, zero_page, missing, missing, missing,
-    stale_shard, stale_shard, swapped, old_manifest, old_manifest, new_data_under_old_name, torn_commit, torn_commit,
-    wrong_commit_digest, malicious_metadata, malicious_shard,
-]  # fmt: skip
-
-
-def older(folder: Path) -> Path:
-    return folder.with_name(folder.name.replace("00000002", "00000001"))
+MALICIOUS = (malicious_metadata, malicious_shard)
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two committed checkpoints, of steps 1 and 2, whose shards have the same names and sizes."""
+    """Two committed checkpoints, of steps 1 and 2, whose two shards have the same names and sizes."""
     bench = Bench(tmp_path_factory.mktemp("healthy"))
-    bench.saved(1, 2).close()
+    bench.saved(1, 2, config=CheckpointConfig(staging=StagingConfig(files=2))).close()
     return bench.root
 
 
-@pytest.mark.parametrize("number", range(len(FAULTS)))
-def test_a_fault_is_refused_unread_and_the_older_one_is_taken(
+@pytest.mark.parametrize("number", range(2 * len(FAULTS) + len(MALICIOUS)))
+def test_damage_is_refused_before_unpickling_and_the_older_checkpoint_is_loaded(
     bench: Bench, healthy: Path, number: int, watch: _Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(healthy, bench.root, dirs_exist_ok=True)
     folder = bench.folder(2)
-    what = FAULTS[number](folder, random.Random(SEED + number))
+    if number < len(MALICIOUS):
+        what = MALICIOUS[number](folder)
+    else:
+        what = str(damage(folder, bench.folder(1), number - len(MALICIOUS)))
     assert not verify(folder, 2).ok, what
     made, target = bench.checkpointer(), blank()
     with monkeypatch.context() as patch:
@@ -228,8 +136,7 @@ def test_a_fault_is_refused_unread_and_the_older_one_is_taken(
 @pytest.mark.parametrize("seed", range(1000))
 def test_a_thousand_faults(bench: Bench, healthy: Path, seed: int) -> None:
     shutil.copytree(healthy, bench.root, dirs_exist_ok=True)
-    draw = random.Random(seed)
-    what = draw.choice(FAULTS)(bench.folder(2), draw)
+    what = damage(bench.folder(2), bench.folder(1), 1000 + seed)  # other seeds than those of proofs/test_corruption.py
     target = blank()
     assert loaded(bench.checkpointer().restore(target)).step == 1, what
     assert same(target, state(1)), what
@@ -253,19 +160,15 @@ def test_when_all_are_damaged_nothing_is_started_over(bench: Bench) -> None:
     assert "__0_0.distcp: has 0 bytes" in str(raised.value)
 
 
-# ---- the reader on its own: even a well-sealed checkpoint of an enemy runs no code
+# ---- `.metadata` in a checkpoint that an attacker has sealed again: a restore does not read it, an audit runs no code
 
 
 def resealed(folder: Path, metadata: bytes) -> None:
-    """Replace `.metadata` as somebody would who can also redo every digest, and take away the index beside it."""
+    """Replace `.metadata` and redo every digest, as an attacker with write access could."""
     (folder / ".metadata").write_bytes(metadata)
     old = parse((folder / "manifest.json").read_bytes())
     entry = FileEntry(name=".metadata", size=len(metadata), chunks=(digest(metadata),))
-    kept = [file for file in old.files if file.name.endswith(".distcp")]
-    for file in old.files:
-        if file.name in (INDEX, FINGERPRINTS):
-            (folder / file.name).unlink()
-    new = replace(old, files=(entry, *kept))
+    new = replace(old, files=(entry, *(file for file in old.files if file.name != ".metadata")))
     (folder / "manifest.json").write_bytes(new.encode())
     commit = Commit(manifest=digest(new.encode()), size=new.size, committed_at=1.0)
     (folder / "COMMIT").write_bytes(commit.encode())
@@ -317,18 +220,33 @@ def with_a_wrong_place(folder: Path) -> bytes:
         (lambda folder: pickle.dumps({"state_dict_metadata": {}}), "does not describe a checkpoint"),
         (lambda folder: b"\x80\x04.", "malformed"),
         (with_bytes_item, "BytesStorageMetadata"),
-        (with_foreign_file, "which the manifest does not list"),
-        (with_a_hole, "its shards hold 2079 of the 2112 values"),
-        (with_a_wrong_place, "has no bytes"),
+        (with_foreign_file, "model.weight has its shard at (0, 0) elsewhere than in index.json"),
+        (with_a_hole, "model.weight has its shard at (0, 0) elsewhere than in index.json"),
+        (with_a_wrong_place, "model.weight has its shard at (0, 0) elsewhere than in index.json"),
     ],
 )
 def test_a_well_sealed_enemy_runs_nothing(bench: Bench, made: Callable[[Path], bytes], reason: str) -> None:
     bench.saved(1)
     resealed(bench.folder(1), made(bench.folder(1)))
     assert verify(bench.folder(1), 2).ok, "the seal itself is in order"
-    with pytest.raises(NothingVerifies, match=reason):
-        bench.checkpointer().restore(blank())
+    report = audit_checkpoint(LocalStorage(bench.root), bench.folder(1).name, 3)
+    assert [str(fault) for fault in report.faults if reason in fault.reason], report.faults
+    target = blank()
+    loaded(bench.checkpointer().restore(target))
+    assert same(target, state(1))
     assert CANARY == []
+
+
+def test_a_checkpoint_without_its_index_is_refused(bench: Bench) -> None:
+    bench.saved(1)
+    folder = bench.folder(1)
+    old = parse((folder / "manifest.json").read_bytes())
+    new = replace(old, files=tuple(file for file in old.files if file.name != INDEX))
+    (folder / "manifest.json").write_bytes(new.encode())
+    commit = Commit(manifest=digest(new.encode()), size=new.size, committed_at=1.0)
+    (folder / "COMMIT").write_bytes(commit.encode())
+    with pytest.raises(NothingVerifies, match=r"index\.json is not listed in manifest\.json"):
+        bench.checkpointer().restore(blank())
 
 
 class Rotting(LocalStorage):

@@ -29,16 +29,16 @@ class Generation:
     def __init__(self, bench: Bench, arena: Arena) -> None:
         self.bench, self.arena = bench, arena
         self.plan: AgreedPlan = agree_on_plan(RankGroup(None), state(0), layout_for_budget(1, 0))
-        arena.shape(self.plan.buffer_bytes, 2, self.plan.hash, 4096)
+        arena.shape(self.plan.layout.buffer_bytes, 2, self.plan.hash, 4096)
 
     def hold(self, buffer: int, step: int) -> None:
         """Lay `state(step)` out in a buffer and vouch for it."""
         memory = torch.frombuffer(self.arena.buffer(buffer), dtype=torch.uint8)
-        for item in self.plan.items:
+        for item in self.plan.layout.items:
             size = math.prod(item.shape) * item.dtype.itemsize
             memory[item.place : item.place + size].view(item.dtype).view(item.shape).copy_(state(step)[item.key])
         files = []
-        for name, offset, size in self.plan.files:
+        for name, offset, size in self.plan.layout.files:
             data = self.arena.buffer(buffer)[offset : offset + size]
             chunks = tuple(digest(data[at : at + CHUNK]) for at in range(0, size, CHUNK))
             files.append(FileEntry(name=name, size=size, chunks=chunks))
@@ -48,7 +48,7 @@ class Generation:
             name=self.bench.folder(step).name,
             extra={"position": step * 8},
             files=tuple(files),
-            places=tuple(offset for _, offset, _ in self.plan.files),
+            places=tuple(offset for _, offset, _ in self.plan.layout.files),
         )
         self.arena.publish(buffer, record)
 
@@ -98,7 +98,7 @@ def test_at_the_same_step_memory_comes_before_disk_and_newer_disk_before_memory(
 def test_a_flipped_bit_in_memory_is_refused_and_the_disk_taken(held: Generation, where: int) -> None:
     held.bench.saved(4)
     held.hold(0, 5)
-    _, offset, size = held.plan.files[-1]
+    _, offset, size = held.plan.layout.files[-1]
     held.arena.buffer(0)[offset + where % size] ^= 16
     target = blank()
     restored = loaded(held.restore(target))
@@ -211,10 +211,10 @@ def test_what_landed_in_a_lent_buffer_is_not_left_between_its_frames(held: Gener
     memory = torch.frombuffer(held.arena.buffer(0), dtype=torch.uint8)
     memory.fill_(255)
     assert loaded(held.restore(blank(), lambda _: None)).step == 6
-    for item in held.plan.items:
+    for item in held.plan.layout.items:
         start = item.place - (item.piece.data - item.piece.start)
         memory[start : start + item.piece.length] = 0
-    assert not memory[: sum(size for *_, size in held.plan.files)].any()
+    assert not memory[: sum(size for *_, size in held.plan.layout.files)].any()
 
 
 def test_without_somebody_to_lay_the_frames_again_nothing_is_lent(held: Generation) -> None:

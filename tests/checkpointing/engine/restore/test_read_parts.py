@@ -17,7 +17,7 @@ from checkpointing.engine.restore.source import NO_OPTIMIZER_STATE, OptionalKeys
 from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import FileEntry, Piece
 from checkpointing.format.read_plan import Box, Shard, Slice, before, intersect, overlaps, parts, strips
-from checkpointing.format.torch_record import locate_values
+from checkpointing.format.torch_record import read_record
 from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE
 
@@ -262,8 +262,8 @@ def test_values_are_found_by_the_headers_alone(checksums: bool) -> None:
             tensor = torch.rand(shape)
             torch.save(tensor, stream)
             data = stream.getvalue()
-            place, count = locate_values(lambda at, n, data=data: data[at : at + n], 77, len(data) - 77)
-            assert data[place : place + count] == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+            record = read_record(lambda at, n, data=data: data[at : at + n], 77, len(data) - 77)
+            assert data[77 + record.data :][: record.nbytes] == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
     finally:
         torch.serialization.set_crc32_options(before_it)
 
@@ -271,7 +271,7 @@ def test_values_are_found_by_the_headers_alone(checksums: bool) -> None:
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04" + bytes(100), bytes(1000)])
 def test_what_is_no_archive_has_no_values(data: bytes) -> None:
     with pytest.raises(ValueError, match="BadZipFile"):
-        locate_values(lambda at, n: data[at : at + n], 0, len(data))
+        read_record(lambda at, n: data[at : at + n], 0, len(data))
 
 
 @pytest.mark.parametrize(

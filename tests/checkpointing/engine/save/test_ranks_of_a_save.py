@@ -46,7 +46,7 @@ class Rank:
         state = {f"model/{self.member.rank}": torch.full((40, 3), float(self.member.rank)), "model/all": torch.ones(9)}
         self.plan = agree_on_plan(self.member, state, layout_for_budget(1, 0), by_node=self.by_node)  # type: ignore[arg-type]
         self.writer = InProcessWriter(None if self.by_node else self.storage)
-        self.writer.arena.shape(self.plan.buffer_bytes, 1, self.plan.hash)
+        self.writer.arena.shape(self.plan.layout.buffer_bytes, 1, self.plan.hash)
         structure = Structure(state)
         stager = Stager(self.writer.arena, self.plan, structure, "block")
         parts = stager.match(state)

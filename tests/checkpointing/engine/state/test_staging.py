@@ -213,7 +213,7 @@ def test_a_buffer_that_is_being_filled_vouches_for_nothing(bench: Bench, monkeyp
 def test_an_earlier_generations_newest_copy_is_overwritten_last(bench: Bench) -> None:
     arena = Arena.create()
     plan = agree_on_plan(RankGroup(None), state(0), layout_for_budget(1, 0))
-    arena.shape(plan.buffer_bytes, 2, plan.hash, 1 << 12)
+    arena.shape(plan.layout.buffer_bytes, 2, plan.hash, 1 << 12)
     made = bench.checkpointer(link=InProcessWriter(arena=arena))
     for step in (1, 2, 3):
         made.save(step, state(step), {})

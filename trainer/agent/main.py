@@ -22,7 +22,7 @@ from checkpointing.storage.storage_errors import explain_disk_error, is_disk_err
 from checkpointing.storage.trusted_path import NotPrivate, pin_path
 from trainer.agent.attempt_state.attempt_state import RunningAttempt
 from trainer.agent.control import tcp_transport
-from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, NotGreeted, WireError, connect
+from trainer.agent.control.tcp_transport import CoordinatorPeer, ForeignProtocol, WireError, connect
 from trainer.agent.coordination.coordinator import Coordinator
 from trainer.agent.coordination.launch_gate import LaunchRefused, wait_for_go
 from trainer.agent.node_agent import NodeAgent
@@ -250,9 +250,7 @@ class Agent:
         except (OSError, ValueError, TypeError) as error:
             raise LaunchRefused(f"cannot read the run's configuration: {error}") from error
         if token.config_digest not in ("", digest):
-            raise LaunchRefused(
-                f"{path} was edited: `orch resume {self._run.name} KEY=VALUE` changes a run's configuration"
-            )
+            raise LaunchRefused(f"{path} was edited: type `orch resume {self._run.name} KEY=VALUE`")
         if config.cluster.all_nodes != identity.nodes:
             raise LaunchRefused(
                 f"the job has {identity.nodes} node(s), the run is configured for {config.cluster.all_nodes}"
@@ -381,14 +379,6 @@ class Agent:
                 problem = error
             if await outcome_file.result(give_up - time.monotonic()):
                 raise LaunchRefused("the attempt ended before this node had joined it")
-            if time.monotonic() >= give_up and isinstance(problem, NotGreeted):
-                # A release without protocol versions sends no named refusal; without this its job would be repeated.
-                reason = (
-                    f"{problem}, for {_CONNECT_SECONDS:.0f} s: all nodes must start the same installation of orch "
-                    f"(this one: {installed_release()})"
-                )
-                await proc.write_agent_report(self._attempt, identity, AgentEnd.REFUSED, reason)
-                raise LaunchRefused(reason)
             if time.monotonic() >= give_up:
                 raise RuntimeError(f"cannot reach the coordinator within {_CONNECT_SECONDS:.0f} s: {problem}")
             await asyncio.sleep(0.2)

@@ -14,6 +14,7 @@ from checkpointing.storage.durable import canonical, read_json
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.config_sections.fault_detection_config import DetectionConfig, DrillConfig
+from trainer.protocol.config_sections.limits import require_least
 from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
 from trainer.protocol.logs.log_rotation import LogsConfig
@@ -36,9 +37,7 @@ class OptimizerConfig:
     """Gradient norm above which gradients are clipped; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if not 0 <= getattr(self, item.name) < float("inf"):
-                raise ValueError(f"optimizer.{item.name}={getattr(self, item.name)}: must be 0 or more")
+        require_least("optimizer", self, **dict.fromkeys((item.name for item in fields(self)), 0))
         if self.min_lr_ratio > 1:
             raise ValueError(f"optimizer.min_lr_ratio={self.min_lr_ratio}: must be from 0 to 1")
 
@@ -79,12 +78,7 @@ class ValidationConfig:
     """Number of batches of `train.batch_size` held out at the end of `data.path` to report `val_loss` on."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(
-                f"validation.every={self.every}: must be 0 (only after the last step) or a number of steps"
-            )
-        if self.batches < 0:
-            raise ValueError(f"validation.batches={self.batches}: must be 0 (none) or a number of batches")
+        require_least("validation", self, every=0, batches=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +105,7 @@ class RecoveryConfig:
     """Seconds a job may wait for all its nodes before the next one requests fewer (`cluster.min_nodes`)."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if not 0 <= getattr(self, item.name) < float("inf"):
-                raise ValueError(f"recovery.{item.name}={getattr(self, item.name)}: must be 0 or more")
+        require_least("recovery", self, **dict.fromkeys((item.name for item in fields(self)), 0))
         if self.exclude_share > 1:
             raise ValueError(f"recovery.exclude_share={self.exclude_share}: must be at most 1")
 

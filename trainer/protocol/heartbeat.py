@@ -1,6 +1,7 @@
 """heartbeat.json: shows processes that can only read files, once a second, that the coordinator is alive."""
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -53,24 +54,27 @@ class Heartbeat:
 
         Raises OSError, ValueError, TypeError, KeyError or AttributeError for a missing or invalid one.
         """
-        fields = read_json(path, MOST_BYTES)
-        loss = fields.get("loss")
-
-        if (seq := whole(fields["seq"])) is None:
-            raise ValueError(f"{path}: seq={fields['seq']!r} is not a whole number")
-        numbers = {name: value for name in _WHOLE if (value := whole(fields.get(name))) is not None}
-        words = {name: fields[name] for name in _WORDS if isinstance(fields.get(name), str)}
-        known: dict[str, Any] = {**numbers, **words}
-        nodes = fields.get("nodes")
-        return cls(
-            seq=seq,
-            time=finite(fields.get("time")) or 0.0,
-            loss=number(loss) if isinstance(loss, str) else finite(loss),
-            nodes=[str(name) for name in nodes] if isinstance(nodes, list) else [],
-            saves_failing=str(fields.get("saves_failing") or "")[:LONGEST_TROUBLE],
-            **known,
-        )
+        found = read_json(path, MOST_BYTES)
+        known = known_fields(cls, found)
+        if "seq" not in known:
+            raise ValueError(f"{path}: seq={found['seq']!r} is not a whole number")
+        if isinstance(loss := found.get("loss"), str):
+            known["loss"] = number(loss)
+        if isinstance(nodes := found.get("nodes"), list):
+            known["nodes"] = [str(name) for name in nodes]
+        return cls(**{**known, "saves_failing": known.get("saves_failing", "")[:LONGEST_TROUBLE]})
 
 
-_WHOLE = ("attempt", "generation", "step", "total_steps", "saved_step")
-_WORDS = ("job_id", "phase", "state")
+def _typed(kind: type) -> Callable[[object], Any]:
+    return lambda value: value if isinstance(value, kind) else None
+
+
+_READERS: dict[Any, Callable[[object], Any]] = {
+    int: whole, int | None: whole, float: finite, float | None: finite, str: _typed(str), bool: _typed(bool),
+}  # fmt: skip
+
+
+def known_fields(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers, texts and flags of a dataclass that have their declared types in plain JSON data."""
+    read = {one.name: _READERS[one.type](found.get(one.name)) for one in fields(kind) if one.type in _READERS}
+    return {name: value for name, value in read.items() if value is not None}

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage.durable import dump_line, finite, read_json, whole, write_atomically
+from checkpointing.storage.durable import dump_line, finite, read_json, write_atomically
+from trainer.protocol.heartbeat import known_fields
 
 _SCHEMA = "orch.ranks/1"
 
@@ -31,13 +32,8 @@ class RankReading:
     @classmethod
     def from_json(cls, row: object) -> "RankReading | None":
         """Parse the rank of one row; fields of the wrong type count as missing. None if the row has no rank."""
-        if not isinstance(row, dict) or (rank := whole(row.get("rank"))) is None:
-            return None
-        return cls(
-            rank=rank, node=_word(row, "node"), step=_whole(row, "step"), phase=_word(row, "phase"),
-            age=_seconds(row, "age"), state=_word(row, "state"), ratio=_seconds(row, "ratio"),
-            ended=row.get("ended") is True, moment=_word(row, "moment"),
-        )  # fmt: skip
+        known = known_fields(cls, row) if isinstance(row, dict) else {}
+        return cls(**known) if "rank" in known else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,29 +60,10 @@ class RankReadings:
             raise ValueError(f"{path} is nested too deeply") from error
         if not isinstance(fields, dict) or fields.get("schema") != _SCHEMA:
             raise ValueError(f"{path} is not {_SCHEMA}")
-        generation, rows = _whole(fields, "generation"), fields.get("ranks")
-        if generation is None or not isinstance(rows, list):
+        known, rows = known_fields(cls, fields), fields.get("ranks")
+        if "generation" not in known or not isinstance(rows, list):
             raise ValueError(f"{path} has no generation or no ranks")
         ranks = tuple(one for one in map(RankReading.from_json, rows) if one is not None)
-        return cls(
-            generation=generation, world=_whole(fields, "world") or len(ranks), ranks=ranks,
-            time=_seconds(fields, "time") or 0.0, p99=_all_seconds(fields.get("p99")),
-        )  # fmt: skip
-
-
-def _word(fields: Mapping[str, Any], name: str) -> str:
-    value = fields.get(name)
-    return value if isinstance(value, str) else ""
-
-
-def _whole(fields: Mapping[str, Any], name: str) -> int | None:
-    return whole(fields.get(name))
-
-
-def _seconds(fields: Mapping[str, Any], name: str) -> float | None:
-    return finite(fields.get(name))
-
-
-def _all_seconds(fields: object) -> dict[str, float]:
-    known = fields if isinstance(fields, dict) else {}
-    return {name: seconds for name in known if (seconds := _seconds(known, name)) is not None}
+        p99 = fields["p99"].items() if isinstance(fields.get("p99"), dict) else ()
+        limits = {phase: seconds for phase, value in p99 if (seconds := finite(value)) is not None}
+        return cls(**{"world": len(ranks), **known, "ranks": ranks, "p99": limits})

@@ -275,7 +275,7 @@ WRONG_OVERRIDES = [
     (
         "cluster.gpus_per_node=1",
         "must be 0 or equal cluster.ranks_per_node",
-        "type cluster.gpus_per_node=2, or cluster.ranks_per_node=1",
+        "type cluster.gpus_per_node=2",
     ),
     ("parallel.dp_shard=3", "3 x tp=2 = 6, but cluster.nodes x cluster.ranks_per_node = 4", "parallel.dp_shard=0"),
     ("train.batch_size=15", "multiple of the 2 data-parallel ranks", "type train.batch_size=16"),

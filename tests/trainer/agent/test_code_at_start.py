@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.installed_distributions import install
-from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
+from trainer.agent.fork_server.code_at_start import record_code
 from trainer.protocol.config import JobConfig, WorkloadConfig
 from trainer.protocol.events import EventKind
+from trainer.protocol.messages.ranks import CodeAtStart
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.user_code.code_record import CodeFile, CodeRecord
 from trainer.protocol.user_code.installed_packages import find_site_folders, read_versions

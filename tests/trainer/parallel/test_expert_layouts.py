@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused_with_what_does(given: JobConfig, what: str
     [
         ({"count": 2, "per_token": 3}, "model.experts.per_token=3: must be at most model.experts.count=2"),
         ({"count": -1}, "model.experts.count=-1: must be at least 0"),
-        ({"balance_rate": -0.1}, "model.experts.balance_rate=-0.1: must be 0 or more"),
+        ({"balance_rate": -0.1}, "model.experts.balance_rate=-0.1: must be at least 0"),
     ],
 )
 def test_sizes_that_no_ranks_could_have(experts: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Files that the coordinator publishes: its address, the heartbeat, the ranks' readings and the outcome."""
 
 import asyncio
 import sys
@@ -132,14 +132,15 @@ class Outbox:
             await asyncio.wait([self._showing], timeout=left)
         self._raise_bugs()
         beat, ranks = reading()
-        self._showing = start_detached(lambda: self._write(beat, ranks))
+
+        def write() -> None:
+            beat.write(self._attempt.heartbeat)
+            if ranks is not None:
+                ranks.write(self._attempt.ranks)
+
+        self._showing = start_detached(write)
         await asyncio.wait([self._showing], timeout=max(0.0, give_up - time.monotonic()))
         self._raise_bugs()
-
-    def _write(self, beat: Heartbeat, ranks: RankReadings | None) -> None:
-        beat.write(self._attempt.heartbeat)
-        if ranks is not None:
-            ranks.write(self._attempt.ranks)
 
     def _raise_bugs(self) -> None:
         """Re-raise errors other than OSError.

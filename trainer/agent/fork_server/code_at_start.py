@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from checkpointing.storage.durable import read_json
@@ -12,7 +12,7 @@ from trainer.agent.fork_server.launch_order import with_interpreter, working_dir
 from trainer.agent.processes.background_tasks import start_detached
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
-from trainer.protocol.messages.ranks import ForkServerReady
+from trainer.protocol.messages.ranks import CodeAtStart, ForkServerReady
 from trainer.protocol.node_identity import discover
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.user_code.code_record import (
@@ -29,32 +29,13 @@ from trainer.protocol.user_code.late_imports import carry_late
 from trainer.protocol.user_code.record_code import read_again, record_imported, record_named, with_packages
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodeAtStart:
-    """Digest of the user's code, description of the changes, digests of changed files and package versions.
-    All are empty if there is nothing to report.
-    """
-
-    digest: str = ""
-    changes: str = ""
-    files: dict[str, str] = field(default_factory=dict)
-    packages: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_comparison(
-        cls, before: CodeRecord | None, now: CodeRecord, occasion: Occasion, since: str
-    ) -> "CodeAtStart":
-        packages = {} if before is None else changed_packages(before, now)
-        decision, reason = judge_code(before, now, occasion, since, packages=package_words(packages))
-        if decision is not CodeDecision.WARN or before is None:
-            return cls(digest=now.digest)
-        versions = {name: new for name, (_, new) in packages.items()}
-        return cls(digest=now.digest, changes=reason, files=listed_digests(before, now), packages=versions)
-
-    def write_change(self, events: EventLog) -> None:
-        if self.changes:
-            found = {"digest": self.digest, "files": self.files, "packages": self.packages}
-            events.write(EventKind.CODE_CHANGED, reason=self.changes, **found)
+def _compare(before: CodeRecord | None, now: CodeRecord, occasion: Occasion, since: str) -> CodeAtStart:
+    packages = {} if before is None else changed_packages(before, now)
+    decision, reason = judge_code(before, now, occasion, since, packages=package_words(packages))
+    if decision is not CodeDecision.WARN or before is None:
+        return CodeAtStart(digest=now.digest)
+    versions = {name: new for name, (_, new) in packages.items()}
+    return CodeAtStart(digest=now.digest, changes=reason, files=listed_digests(before, now), packages=versions)
 
 
 def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = ()) -> CodeAtStart:
@@ -71,17 +52,21 @@ def record_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str] = 
     except OSError as error:  # training does not depend on it
         sys.stderr.write(f"orch: cannot record the code of this attempt: {error}\n")
         return CodeAtStart()
-    return CodeAtStart.from_comparison(before, now, occasion, since)
+    return _compare(before, now, occasion, since)
 
 
 def write_events(events: EventLog, node: int, ready: ForkServerReady) -> None:
     fields = {"warm": ready.warm, "reason": ready.reason, "seconds": ready.seconds}
     events.write(EventKind.FORK_SERVER, node=node, **fields)
-    if ready.code:
-        events.write(EventKind.CODE_RECORDED, digest=ready.code)
-    CodeAtStart(
-        digest=ready.code, changes=ready.code_changes, files=ready.code_files, packages=ready.code_packages
-    ).write_change(events)
+    if ready.code.digest:
+        events.write(EventKind.CODE_RECORDED, digest=ready.code.digest)
+    _write_change(ready.code, events)
+
+
+def _write_change(code: CodeAtStart, events: EventLog) -> None:
+    if code.changes:
+        found = {"digest": code.digest, "files": code.files, "packages": code.packages}
+        events.write(EventKind.CODE_CHANGED, reason=code.changes, **found)
 
 
 async def note_changes(attempt: AttemptDir, config: JobConfig, events: EventLog) -> None:
@@ -92,13 +77,13 @@ async def note_changes(attempt: AttemptDir, config: JobConfig, events: EventLog)
         if before is None or _is_away(attempt.run, config):
             return CodeAtStart()
         now = read_again(before)
-        found = CodeAtStart.from_comparison(before, now, Occasion.NEXT, _LAST_START)
+        found = _compare(before, now, Occasion.NEXT, _LAST_START)
         if found.changes:
             now.write(attempt.code)
         return found
 
     with suppress(OSError):
-        (await start_detached(look)).write_change(events)
+        _write_change(await start_detached(look), events)
 
 
 _LAST_START = "the last start in this attempt"

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from trainer.agent.fork_server.code_at_start import CodeAtStart, record_code
+from trainer.agent.fork_server.code_at_start import record_code
 from trainer.agent.processes import proc
 from trainer.agent.processes.proc import AGENT_DIED_SIGNAL, set_pdeathsig
 from trainer.protocol.command_progress import FOLDER_VARIABLE
@@ -33,6 +33,7 @@ from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.ranks import (
     SPEC_VARIABLE,
     TO_FORK_SERVER,
+    CodeAtStart,
     ForkServerReady,
     FromForkServer,
     ImportFailed,
@@ -383,11 +384,7 @@ def main(arguments: list[str]) -> None:
     proc.set_pdeathsig(agent, proc.AGENT_DIED_SIGNAL)
     why = cold or ("" if rank_main else "the ranks are the user's own command")
     seconds = time.monotonic() - started
-    ready = ForkServerReady(
-        warm=rank_main is not None, reason=why, seconds=seconds, code=code.digest, code_changes=code.changes,
-        code_files=code.files, code_packages=code.packages,
-    )  # fmt: skip
-    send_packet(link, ready)
+    send_packet(link, ForkServerReady(warm=rank_main is not None, reason=why, seconds=seconds, code=code))
     fork_server.serve()
 
 

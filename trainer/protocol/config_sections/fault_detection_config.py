@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from trainer.protocol.config_sections.limits import require_least, require_positive
+
 
 @dataclass(frozen=True, kw_only=True)
 class HangConfig:
@@ -29,11 +31,8 @@ class HangConfig:
     def __post_init__(self) -> None:
         if self.factor < 2:
             raise ValueError(f"detection.hang.factor={self.factor}: must be at least 2, or ordinary steps look hung")
-        if not 0 <= self.heartbeat < float("inf"):
-            raise ValueError(f"detection.hang.heartbeat={self.heartbeat}: must be 0 or more seconds")
-        for name in ("least", "slow", "most", "stopped", "evidence", "agent"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"detection.hang.{name}={getattr(self, name)}: must be above 0 seconds")
+        require_least("detection.hang", self, heartbeat=0)
+        require_positive("detection.hang", self, "least", "slow", "most", "stopped", "evidence", "agent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,7 @@ class StragglerConfig:
     def __post_init__(self) -> None:
         if self.ratio <= 1:
             raise ValueError(f"detection.straggler.ratio={self.ratio}: must be above 1")
-        if self.windows < 2:
-            raise ValueError(f"detection.straggler.windows={self.windows}: must be at least 2")
+        require_least("detection.straggler", self, windows=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +65,7 @@ class SpikeConfig:
     """Rollbacks allowed in an attempt without a new checkpoint; each skips the batch of its step."""
 
     def __post_init__(self) -> None:
-        if self.deviations < 0 or self.window < 8 or self.roll_backs < 0:
-            raise ValueError("detection.spike: deviations and roll_backs must be at least 0, window at least 8")
+        require_least("detection.spike", self, deviations=0, window=8, roll_backs=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +85,9 @@ class PreflightConfig:
     """
 
     def __post_init__(self) -> None:
-        if not 0 < self.slowest < 1 or self.seconds <= 0 or self.skew <= 0:
-            raise ValueError("detection.preflight: slowest must be between 0 and 1, seconds and skew above 0")
+        require_positive("detection.preflight", self, "seconds", "slowest", "skew")
+        if self.slowest >= 1:
+            raise ValueError(f"detection.preflight.slowest={self.slowest}: must be below 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from trainer.protocol.config_sections.limits import require_least
+
 
 class Schedule(StrEnum):
     """Order in which a stage computes the forward and backward passes of a step's micro-batches."""
@@ -48,11 +50,7 @@ class PipelineConfig:
                 f"parallel.pipeline.schedule={self.schedule}: must be {', '.join(others)} or {last}: "
                 f"type parallel.pipeline.schedule={Schedule.ONE_F_ONE_B}"
             )
-        for name, least in (("stages", 1), ("stages_per_rank", 0), ("micro_batches", 0)):
-            if (size := getattr(self, name)) < least:
-                raise ValueError(
-                    f"parallel.pipeline.{name}={size}: must be at least {least}: type parallel.pipeline.{name}={least}"
-                )
+        require_least("parallel.pipeline", self, stages=1, stages_per_rank=0, micro_batches=0)
         if any(not 0 <= seconds < float("inf") for seconds in self.layer_seconds):
             raise ValueError(
                 "parallel.pipeline.layer_seconds: must be numbers of seconds, 0 or more: "
@@ -67,24 +65,22 @@ class PipelineConfig:
         if least <= self.per_rank <= most:
             return
         needs = f"{least}" if least == most else f"{least} or more"
-        other = Schedule.ONE_F_ONE_B if self.per_rank == 1 else Schedule.INTERLEAVED
         raise ValueError(
             f"parallel.pipeline.stages_per_rank={self.per_rank}: schedule {self.schedule} needs {needs} on each rank: "
-            f"type parallel.pipeline.stages_per_rank={least}, or parallel.pipeline.schedule={other}"
+            f"type parallel.pipeline.stages_per_rank={least}"
         )
 
     def _check_stages(self) -> None:
         if self.stages % self.per_rank:
-            below = self.stages // self.per_rank * self.per_rank
-            sizes = [size for size in (below, below + self.per_rank) if size > self.per_rank]
+            size = -(-self.stages // self.per_rank) * self.per_rank
             raise ValueError(
                 f"parallel.pipeline.stages={self.stages}: must be a multiple of the {self.per_rank} stages of each "
-                f"rank: type {' or '.join(f'parallel.pipeline.stages={size}' for size in sizes)}"
+                f"rank: type parallel.pipeline.stages={max(size, 2 * self.per_rank)}"
             )
         if self.ranks == 1:
             raise ValueError(
                 f"parallel.pipeline.stages={self.stages} with {self.per_rank} on each rank is a pipeline of one rank: "
-                f"type parallel.pipeline.stages={2 * self.per_rank}, or parallel.pipeline.stages=1 for no pipeline"
+                f"type parallel.pipeline.stages={2 * self.per_rank}"
             )
 
     @property

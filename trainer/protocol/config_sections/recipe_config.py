@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from trainer.protocol.config_sections.limits import require_least, require_positive
 from trainer.protocol.config_sections.scheduler_kinds import choice_words, choices
 
 
@@ -50,16 +51,11 @@ class ClusterShape:
     def __post_init__(self) -> None:
         if self.kind not in choices():
             raise ValueError(f"cluster.kind={self.kind}: must be {choice_words()}")
-        for name in ("nodes", "ranks_per_node", "cpus_per_task"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"cluster.{name}={getattr(self, name)}: must be at least 1")
-        if self.spare_nodes < 0:
-            raise ValueError(f"cluster.spare_nodes={self.spare_nodes}: must be 0 or more")
+        require_least("cluster", self, nodes=1, ranks_per_node=1, cpus_per_task=1, spare_nodes=0)
         if self.gpus_per_node not in (0, self.ranks_per_node):
             raise ValueError(
                 f"cluster.gpus_per_node={self.gpus_per_node}: must be 0 or equal cluster.ranks_per_node"
                 f"={self.ranks_per_node}, one GPU for each rank: type cluster.gpus_per_node={self.ranks_per_node}"
-                + (f", or cluster.ranks_per_node={self.gpus_per_node}" if self.gpus_per_node > 0 else "")
             )
 
     @property
@@ -90,16 +86,12 @@ class ExpertsConfig:
     """Change of an expert's bias after each step in which it had more or fewer tokens than the mean; 0: no change."""
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 0), ("per_token", 1), ("ffn_dim", 1)):
-            if (size := getattr(self, name)) < least:
-                raise ValueError(f"model.experts.{name}={size}: must be at least {least}")
+        require_least("model.experts", self, count=0, per_token=1, ffn_dim=1, balance_rate=0)
         if 0 < self.count < self.per_token:
             raise ValueError(
                 f"model.experts.per_token={self.per_token}: must be at most model.experts.count={self.count}: "
                 f"type model.experts.per_token={self.count}"
             )
-        if not 0 <= self.balance_rate < float("inf"):
-            raise ValueError(f"model.experts.balance_rate={self.balance_rate}: must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +119,8 @@ class ModelConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"model.{name}={getattr(self, name)}: must be above 0")
+        require_least("model", self, vocab_size=1, dim=1, layers=1, heads=1, kv_heads=1, ffn_dim=1)
+        require_positive("model", self, "rope_theta", "norm_eps")
 
     @property
     def embedding_rows(self) -> int:
@@ -153,8 +141,7 @@ class RecomputeConfig:
     """Activations kept in a recomputed layer: `nothing`, or the results of its matrix `products` and of attention."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"train.recompute.every={self.every}: must be at least 1")
+        require_least("train.recompute", self, every=1)
         if self.keep not in KEEP:
             raise ValueError(f"train.recompute.keep={self.keep}: must be {KEEP[0]} or {KEEP[1]}")
 
@@ -194,12 +181,6 @@ class TrainConfig:
     computes them twice."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "loss_chunks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)}: must be at least 1")
-        if not 0 <= self.peak_tflops < float("inf"):
-            raise ValueError(f"train.peak_tflops={self.peak_tflops}: must be 0 or more")
-        if self.micro_batch_size < 0:
-            raise ValueError(f"train.micro_batch_size={self.micro_batch_size}: must be 0 or more")
+        require_least("train", self, steps=1, batch_size=1, seq_len=1, loss_chunks=1, peak_tflops=0, micro_batch_size=0)
         if self.dtype not in DTYPES:
             raise ValueError(f"train.dtype={self.dtype}: must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")

@@ -247,20 +247,26 @@ TO_FORK_SERVER = Direction[ToForkServer](*get_args(ToForkServer))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ForkServerReady:
-    """The fork server can start ranks; `warm`: it has imported the workload, else `reason` gives the cause.
+class CodeAtStart:
+    """Digest of the user's code, description of the changes, digests of changed files and package versions.
 
-    `code`: digest of the user's code, on the first node; `code_changes`: description of its changes; `code_files`: the
-    digests of the changed files; `code_packages`: the versions of changed packages.
+    All are empty if there is nothing to report.
     """
+
+    digest: str = ""
+    changes: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForkServerReady:
+    """The fork server can start ranks; `warm`: it has imported the workload, else `reason` gives the cause."""
 
     warm: bool
     reason: str
     seconds: float
-    code: str = ""
-    code_changes: str = ""
-    code_files: dict[str, str] = field(default_factory=dict)
-    code_packages: dict[str, str] = field(default_factory=dict)
+    code: CodeAtStart = field(default_factory=CodeAtStart)  # of the first node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

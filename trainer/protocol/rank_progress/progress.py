@@ -328,20 +328,20 @@ class ProgressCell:
         now.phase, now.phase_at = phase, at
         if collective:
             now.collective = collective
-        if moment is not None:
-            now.activity, now.stage, now.micro_batch = CODES[moment.activity], moment.stage, moment.micro_batch
-        else:
-            now.activity = 0
+        self._set_moment(moment)
         self._publish(at)
 
     def begin_moment(self, moment: StageActivity | None) -> None:
         """Record another activity within the phase, such as waiting for another stage."""
+        self._set_moment(moment)
+        self._publish(time.monotonic_ns())
+
+    def _set_moment(self, moment: StageActivity | None) -> None:
         now = self._now
         if moment is not None:
-            now.activity, now.stage, now.micro_batch = CODES[moment.activity], moment.stage, moment.micro_batch
+            now.activity, now.stage, now.micro_batch = moment.code, moment.stage, moment.micro_batch
         else:
             now.activity = 0
-        self._publish(time.monotonic_ns())
 
     def begin_passes(self, stages: int) -> None:
         """Reset the message counts at the start of a step's passes; `stages`: pipeline stages on this rank."""

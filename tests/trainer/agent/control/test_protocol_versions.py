@@ -21,7 +21,6 @@ from trainer.protocol.messages import agents
 from trainer.protocol.messages.agents import PROTOCOL, Hello, Welcome, installed_release
 from trainer.protocol.messages.codec import encode
 from trainer.protocol.node_identity import NodeIdentity
-from trainer.protocol.run_dir import RunDir
 
 OURS = f"{PROTOCOL} (orch {installed_release()})"
 OTHERS: list[tuple[dict[str, Any], str]] = [
@@ -86,32 +85,6 @@ def test_a_refused_agent_ends_at_once_with_the_reason_in_its_report(tmp_path: Pa
             report = AgentReport.read(scene.attempt.agent_report(1))
             assert report.end is AgentEnd.REFUSED
             assert report.reason.startswith("n1: the coordinator refuses: this agent speaks protocol ")
-
-    asyncio.run(script())
-
-
-def test_a_coordinator_too_old_to_greet_is_reported_with_what_to_do(tmp_path: Path, monkeypatch: Any) -> None:
-    """It waits for a hello of its own kind, and hangs up."""
-    monkeypatch.setattr(main, "_CONNECT_SECONDS", 0.5)
-
-    async def coordinator(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.1)
-
-    async def script() -> None:
-        run = RunDir(tmp_path / "run-1")
-        attempt = run.attempt(1)
-        run.make()
-        attempt.make()
-        async with another_listener(coordinator) as port:
-            attempt.coordinator.write_text(json.dumps({"host": "127.0.0.1", "port": port, "token": "t"}))
-            identity = NodeIdentity(kind="slurm", job_id="7", node=1, nodes=2, name="n1")
-            with pytest.raises(LaunchRefused, match=DO):
-                await asyncio.wait_for(Agent(run, attempt, [])._join(identity), 20)
-        report = AgentReport.read(attempt.agent_report(1))
-        assert (report.end, report.name) == (AgentEnd.REFUSED, "n1")
-        assert report.reason.startswith(
-            "n1: the coordinator closed the connection before its greeting, for 0 s: all nodes must"
-        )
 
     asyncio.run(script())
 

@@ -65,12 +65,12 @@ class Heartbeat:
         return cls(**{**known, "saves_failing": known.get("saves_failing", "")[:LONGEST_TROUBLE]})
 
 
-def _typed(kind: type) -> Callable[[object], Any]:
+def _type_reader(kind: type) -> Callable[[object], Any]:
     return lambda value: value if isinstance(value, kind) else None
 
 
 _READERS: dict[Any, Callable[[object], Any]] = {
-    int: whole, int | None: whole, float: finite, float | None: finite, str: _typed(str), bool: _typed(bool),
+    int: whole, int | None: whole, float: finite, float | None: finite, str: _type_reader(str), bool: _type_reader(bool),
 }  # fmt: skip
 
 

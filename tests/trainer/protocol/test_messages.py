@@ -72,7 +72,9 @@ def fits(annotation: Any, value: Any) -> bool:
     if get_origin(annotation) is tuple and inner[-1] is Ellipsis:
         return type(value) is list and all(fits(inner[0], one) for one in value)
     if is_dataclass(annotation):
-        return type(value) is dict and not any(one.default is one.default_factory is MISSING for one in fields(annotation))
+        return type(value) is dict and not any(
+            one.default is one.default_factory is MISSING for one in fields(annotation)
+        )
     return not inner and type(value) is int and value in [one.value for one in annotation]
 
 

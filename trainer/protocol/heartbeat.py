@@ -70,8 +70,9 @@ def _type_reader(kind: type) -> Callable[[object], Any]:
 
 
 _READERS: dict[Any, Callable[[object], Any]] = {
-    int: whole, int | None: whole, float: finite, float | None: finite, str: _type_reader(str), bool: _type_reader(bool),
-}  # fmt: skip
+    **{int: whole, int | None: whole, float: finite, float | None: finite},
+    **{str: _type_reader(str), bool: _type_reader(bool)},
+}
 
 
 def known_fields(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:

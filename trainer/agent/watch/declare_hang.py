@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from operator import itemgetter
 
 from trainer.agent.flight.analysis import analyse
 from trainer.agent.flight.flight_record import FlightRecord
@@ -60,7 +61,6 @@ FRESH = 5.0
 AHEAD = 3.0
 """Seconds before a limit expires at which records that would be too old by then are requested again."""
 
-
 _MAX_ROOTS = 8
 """Maximum number of roots that a reason lists."""
 _NO_GAPS: Gaps = {}
@@ -109,7 +109,7 @@ def judge(
     live = [one for one in sightings if not one.ended]
     if not live:
         return fine("all ranks have ended")
-    mover = _newest(live, report_gaps)
+    mover = min(live, key=lambda one: seconds_still(one, report_gaps))
     quiet = seconds_still(mover, report_gaps)
     if finding is not None and found > quiet:
         finding = None  # a rank has moved since, so the finding is outdated
@@ -120,7 +120,13 @@ def judge(
     due = LOOK_AT_HALTED if suspicion.is_halted else limits.look_after
     if quiet < due:
         return fine(_still_moving(mover, quiet, due, report_gaps))
-    over, allowed = _overdue(suspicion, limits, report_gaps, waited_for=len(live) > 1)
+
+    def excess(one: RankSample) -> tuple[float, Allowed]:
+        """Return the seconds above the rank's limit (negative below), and the limit."""
+        allowed = limits.for_rank(one, waited_for=len(live) > 1, spins=suspicion.spins)
+        return seconds_still(one, report_gaps) - allowed.seconds, allowed
+
+    over, allowed = min(map(excess, suspicion.rivals), key=itemgetter(0))
     if suspicion.is_halted and suspicion.rank is not None:
         over = min(over, halted_for.get(suspicion.rank.rank, CONFIRMED) - CONFIRMED)
     certain = over >= 0 and suspicion.is_halted
@@ -133,15 +139,8 @@ def judge(
     # A rank may complete many collectives between two writes to its cell.
     if found > FRESH and not certain:
         return HangJudgement(verdict=HangVerdict.LOOK, reason=f"the flight records are {format_seconds(found)} old")
-    waited_for = len(live) > 1
-    late = [one for one in suspicion.others if _overdue_alone(one, suspicion, limits, report_gaps, waited_for) >= 0]
+    late = [one for one in suspicion.others if excess(one)[0] >= 0]
     return _hung(replace(suspicion, others=tuple(late)), allowed, live, lock_held)
-
-
-def _newest(live: Sequence[RankSample], report_gaps: Gaps) -> RankSample:
-    if not report_gaps:
-        return min(live, key=lambda one: one.age)
-    return min(live, key=lambda one: seconds_still(one, report_gaps))
 
 
 def _still_moving(mover: RankSample, quiet: float, due: float, report_gaps: Gaps) -> str:
@@ -149,21 +148,6 @@ def _still_moving(mover: RankSample, quiet: float, due: float, report_gaps: Gaps
     if lasting:
         return f"{mover.node} has not reported for {format_seconds(lasting[0])}; its ranks may be moving"
     return f"rank {mover.rank} moved {format_seconds(quiet)} ago; no check is due before {format_seconds(due)}"
-
-
-def _overdue(suspicion: Suspicion, limits: Limits, report_gaps: Gaps, *, waited_for: bool) -> tuple[float, Allowed]:
-    """Return the seconds above the limit (negative below) and the limit, for the rank with most time left."""
-    over, allowed = float("inf"), Allowed(0.0, "")
-    for one in suspicion.rivals:
-        its = limits.for_rank(one, waited_for=waited_for, spins=suspicion.spins)
-        if seconds_still(one, report_gaps) - its.seconds < over:
-            over, allowed = seconds_still(one, report_gaps) - its.seconds, its
-    return over, allowed
-
-
-def _overdue_alone(one: RankSample, suspicion: Suspicion, limits: Limits, report_gaps: Gaps, waited_for: bool) -> float:
-    """Return how many seconds one of several roots is past its own limit."""
-    return seconds_still(one, report_gaps) - limits.for_rank(one, waited_for=waited_for, spins=suspicion.spins).seconds
 
 
 def fine(reason: str) -> HangJudgement:

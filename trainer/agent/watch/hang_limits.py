@@ -3,12 +3,11 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
-from trainer.protocol.messages.agents import (
-    SampleRow,
-)
+from trainer.protocol.messages.agents import SampleRow
 from trainer.protocol.rank_progress.progress import (
     AWAITED_SENDS,
     RECEIVES,
@@ -117,7 +116,7 @@ class Limits:
     def __init__(self, config: HangConfig, p99: Mapping[str, float]) -> None:
         self.config = config
         self._p99 = dict(p99)
-        self._silent: dict[tuple[str, bool], _Limit] = {}
+        self._phase_limit = cache(self._measure_phase_limit)
 
     @property
     def look_after(self) -> float:
@@ -134,7 +133,9 @@ class Limits:
         if one.state == "t":
             return Allowed(most, f"the {format_seconds(most)} that a debugger may hold it")
         if one.state in HALTED and waited_for:
-            return self._halted_limit(began)
+            stopped = self.config.stopped
+            words = f"the {format_seconds(stopped)} that a halted process may take"
+            return Allowed(min(most, began + stopped), words)
         silent = self._phase_limit(one.phase, one.first)
         waits_for_disk = one.state == "D"
         if not spins and (one.first or one.phase not in FAST):
@@ -146,17 +147,7 @@ class Limits:
             silent = _Limit(slow, silent.where, f"the {format_seconds(slow)} that {silent.where} may wait for a disk")
         return _extend_limit(silent, min(LIVELY * silent.seconds, most), began, one.alive)
 
-    def _halted_limit(self, began: float) -> Allowed:
-        stopped, most = self.config.stopped, self.config.most
-        return Allowed(min(most, began + stopped), f"the {format_seconds(stopped)} that a halted process may take")
-
-    def _phase_limit(self, phase: str, first: bool) -> _Limit:
-        known = self._silent.get((phase, first))
-        if known is None:
-            known = self._silent[phase, first] = self._measured_limit(phase, first)
-        return known
-
-    def _measured_limit(self, phase: str, first: bool) -> _Limit:
+    def _measure_phase_limit(self, phase: str, first: bool) -> _Limit:
         config, p99 = self.config, self._p99.get(phase, 0.0)
         slow = first or phase not in FAST
         least = config.slow if slow else config.least
@@ -184,10 +175,8 @@ def format_seconds(seconds: float) -> str:
 LONGEST = 2.0
 """Seconds between two reports of an agent that do not yet count as silence."""
 
-
 _KEPT = 32
 """Maximum number of silences kept per node."""
-
 
 Gaps = Mapping[str, Sequence[tuple[float, float]]]
 """Silences per node, as the seconds since each began and since it ended; the latter is 0 while it lasts."""
@@ -233,21 +222,13 @@ class ReportGaps:
 
 def seconds_still(one: RankSample, report_gaps: Gaps) -> float:
     """Return the seconds this rank is known not to have moved, excluding the gaps in its node's reports."""
-    gaps = report_gaps.get(one.node)
-    if not gaps:
-        return one.age
+    gaps = report_gaps.get(one.node, ())
     return max(0.0, one.age - sum(max(0.0, min(one.age, began) - ended) for began, ended in gaps))
 
 
-_REPORTS_A_SECOND = 1000.0
-"""Maximum reports per second to the coordinator, from all nodes, during close monitoring."""
-
-
-_CALM_REPORTS_A_SECOND = 250.0
-
-
+_REPORTS_A_SECOND, _CALM_REPORTS_A_SECOND = 1000.0, 250.0
+"""Maximum reports per second to the coordinator, from all nodes, during close monitoring and otherwise."""
 _LEAST, _MOST_CALM = 0.5, 5.0
-
 
 ATTENTION_SECONDS = 10.0
 """Seconds for which agents report more often after a request."""

@@ -100,14 +100,11 @@ _ANSWERS = "pt_workerserver"
 _NOTHING = ProcessActivity("", 0.0, 0)
 
 
-def children_count(state: str) -> bool:
-    """Return whether work of a rank's children counts as its activity; a halted rank cannot use their results."""
-    return state not in HALTED
-
-
-def writer_counts(phase: str, state: str) -> bool:
-    """Return whether a rank's writer counts. Within a step no rank waits for it, so an old save does not count."""
-    return state not in HALTED and phase not in FAST
+def active_processes(phase: str, state: str, pid: int, children: Collection[int], writer: int | None) -> set[int]:
+    """Return the processes whose work counts as a rank's activity."""
+    # A halted rank cannot use the results of others. Within a step no rank waits for its writer.
+    others = set() if state in HALTED else {*children, *((writer,) if phase not in FAST else ())}
+    return {pid, *(one for one in others if one is not None)}
 
 
 class AnswerTimes:
@@ -245,11 +242,7 @@ class Sampler:
             watched.signs[pid] = self._without_answers(local, pid, watched.signs[pid])
         watched.state = watched.signs[pid].state if pid in watched.signs else None
         watched.looked = now
-        counted = {pid}
-        if children_count(watched.state or ""):
-            counted.update(group)
-        if writer is not None and writer_counts(local.last.phase.name.lower(), watched.state or ""):
-            counted.add(writer)
+        counted = active_processes(local.last.phase.name.lower(), watched.state or "", pid, group, writer)
         counting = {one: signs for one, signs in watched.signs.items() if one in counted}
         if since is not None and _have_worked(before, counting, now - since):
             watched.lived = now

@@ -32,9 +32,6 @@ class Level:
     span: int
     name: str
 
-    def noise(self, noise: float) -> float:
-        return noise / math.sqrt(self.span)
-
 
 SHORT, LONG = Level(span=1, name="short"), Level(span=6, name="long")
 """Short windows detect a much slower rank soon; long ones detect a slightly slower one."""
@@ -84,7 +81,7 @@ def spread(ordered: Sequence[float]) -> float:
 
 def limit(level: Level, noise: float, config: StragglerConfig) -> float:
     """Return the ratio above which a window of this level is slow; `noise` is that of one short window."""
-    return 1 + max(config.ratio - 1, _SURE * level.noise(noise))
+    return 1 + max(config.ratio - 1, _SURE * noise / math.sqrt(level.span))
 
 
 def window_limit(level: Level, noise: float, config: StragglerConfig) -> float:
@@ -123,11 +120,6 @@ def is_slow(
     if found <= bar:
         return False, f"{found:.2f} x {than} is not above {bar:.2f} x"
     return True, f"{found:.2f} x {than} in {wanted} {level.name} windows in a row (limit {bar:.2f} x)"
-
-
-def is_over(ratio: float, named: float) -> bool:
-    """Return whether a window is closer to the peers than to the ratio at which the rank was named."""
-    return ratio < 1 + (named - 1) / 2
 
 
 def section(own: Sequence[float], others: Sequence[float]) -> tuple[str, float]:
@@ -231,18 +223,18 @@ class _Group:
     def _judge(self) -> _Found:
         steps = self.end - self.begin
         values = self._each_step(self._start, _TOTAL)
-        ordered = sorted(values)
-        normal = reference(ordered)
+        normal = reference(sorted(values))
         if normal <= 0:
             return _Found()  # nothing was measured
         if self._past and not all(map(self._earlier, range(len(self._past)))):
             self._remember(values)
             return _Found()
-        self._noises.append(spread(self._relative_to_past(values) if self._past else ordered))
+        relative = [value / self._earlier(place) for place, value in enumerate(values)] if self._past else values
+        # A lasting difference between two ranks is not noise.
+        self._noises.append(spread(sorted(relative)))
         noise = self._noise()
-        compared = values
+        compared = values if self.same_work else relative
         if not self.same_work:
-            compared = [value / self._earlier(place) for place, value in enumerate(values)]
             normal = reference(sorted(compared))
         self._recent.append((compared, normal))
         found = _Found(over=self._follow(compared, normal, noise, steps))
@@ -251,10 +243,6 @@ class _Group:
         if (self._closed - 1) % LONG.span == 0:
             self._extend(LONG, self._raised_for_long(noise), noise, found)
         return found
-
-    def _relative_to_past(self, values: Sequence[float]) -> list[float]:
-        """Return values relative to each rank's own past, since a lasting difference between two ranks is not noise."""
-        return sorted(value / self._earlier(place) for place, value in enumerate(values))
 
     def _earlier(self, place: int) -> float:
         """Return the pace of a rank before it can have become slow; 0 if unknown."""
@@ -384,7 +372,8 @@ class _Group:
             case.recent.append(values[place] / normal)
             if len(case.recent) < case.level.span:
                 continue
-            well = is_over(steady(case.recent, noise), case.ratio)
+            # Closer to the peers than to the ratio at which the rank was named.
+            well = steady(case.recent, noise) < 1 + (case.ratio - 1) / 2
             case.recent, case.well = [], case.well + 1 if well else 0
             if case.well >= self._config.windows:
                 over.append((place, case))
@@ -404,13 +393,11 @@ class WorkWindows:
         for rank in range(world):
             together.setdefault(coordinate(rank), []).append(rank)
         self._world, self._nodes = world, nodes
-        self._places: dict[int, tuple[_Group, int]] = {}
         alone = [ranks[0] for ranks in together.values() if len(ranks) == 1]
-        groups = [_Group(ranks, config) for ranks in together.values() if len(ranks) > 1]
+        groups = self._groups = [_Group(ranks, config) for ranks in together.values() if len(ranks) > 1]
         if len(alone) > 1:  # each has different work; a slowdown of all comes from the machine or the data
             groups.append(_Group(alone, config, same_work=False))
-        for group in groups:
-            self._places.update({rank: (group, place) for place, rank in enumerate(group.ranks)})
+        self._places = {rank: (group, place) for group in groups for place, rank in enumerate(group.ranks)}
 
     def add_report(self, rows: Iterable[Sequence[int]]) -> list[StragglerVerdict]:
         """Add rows of [rank, steps, cumulative nanoseconds in each of `SECTIONS`]; returns verdicts on stragglers."""
@@ -427,10 +414,9 @@ class WorkWindows:
 
     def slow(self) -> list[StragglerVerdict]:
         """Return the ranks that are slow now, with their cost so far."""
-        groups = {id(group): group for group, _ in self._places.values()}
         return [
             self._verdict(group, place, case, over=False)
-            for group in groups.values()
+            for group in self._groups
             for place, case in group.cases.items()
         ]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer.agent.flight.wait_graph import Finding
-from trainer.agent.watch.sampling import children_count, writer_counts
+from trainer.agent.watch.sampling import active_processes
 from trainer.protocol.rank_progress.progress import SentMessages, StageActivity
 
 NORMAL = {"data": 0.04, "forward": 0.25, "backward": 0.4, "optimizer": 0.06}
@@ -32,8 +32,8 @@ class Stay:
     sent: SentMessages | None = None
 
     def is_helped(self) -> bool:
-        by_writer = self.helper == "writer" and writer_counts(self.phase, self.state)
-        return by_writer or (self.helper == "children" and children_count(self.state))
+        children, writer = [1] if self.helper == "children" else [], 2 if self.helper == "writer" else None
+        return len(active_processes(self.phase, self.state, 0, children, writer)) > 1
 
 
 @dataclass(kw_only=True)

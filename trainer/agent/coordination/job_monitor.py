@@ -134,7 +134,6 @@ class JobMonitor:
         self._generation, self._hang_detector = 0, self._new_hang_detector(0)
         self._work_windows: WorkWindows | None = None
         self._benchmark: NodeBenchmark | None = None
-        self._slow_node: Failure | None = None
         self._usual_speeds: asyncio.Future[dict[str, float]] | None = None
 
     def start_generation(self) -> None:
@@ -153,7 +152,6 @@ class JobMonitor:
             self._usual_speeds = background_tasks.start_detached(
                 lambda: usual_speeds(self._state.run_dir, self._state.attempt_dir.number, preflight)
             )
-        self._slow_node = None
 
     def _new_hang_detector(self, generation: int) -> HangDetector:
         # A user program reports no steps, so a stall cannot be detected.
@@ -175,26 +173,12 @@ class JobMonitor:
                     told = replace(verdict, reason=self._with_places(verdict.reason, [verdict.rank]))
                     self._events.write(EventKind.STRAGGLER, **asdict(told))
             case RankSpeeds():
-                self._add_measurement(message)
+                if self._benchmark is not None:
+                    self._benchmark.add(message, time.monotonic())
             case FlightRecords():
                 self._hang_detector.add_flight_records(node, message)
             case EvidenceCollected():
                 self._hang_detector.evidence_collected(node, message)
-
-    def _add_measurement(self, message: RankSpeeds) -> None:
-        if self._benchmark is not None and self._benchmark.add(message, time.monotonic()):
-            self._judge_benchmark(self._benchmark)
-
-    def _judge_benchmark(self, benchmark: NodeBenchmark) -> None:
-        known = self._usual_speeds is not None and self._usual_speeds.done()
-        slow_node = self._slow_node = benchmark.failure(
-            self._usual_speeds.result() if known and self._usual_speeds is not None else None
-        )
-        whose = {} if slow_node is None else {"name": slow_node.node}
-        late = benchmark.missing()
-        why = f"no measurements from {len(late)} rank(s) within detection.preflight.seconds: {late[:8]}" if late else ""
-        reason, speeds = why if slow_node is None else slow_node.reason, benchmark.median_speeds()
-        self._events.write(EventKind.PREFLIGHT, ok=slow_node is None, reason=reason, speeds=speeds, **whose)
 
     def rank_readings(self, wall: float) -> RankReadings:
         snapshot = self._hang_detector.snapshot
@@ -207,9 +191,9 @@ class JobMonitor:
 
     async def check(self) -> Failure | None:
         """Return a failure that no rank can report itself (hang, desync, slow node), or None."""
-        now = self._state.generation
+        now, slow_node = self._state.generation, self._find_slow_node()
         if now.first_failure is None:
-            return self._find_slow_node() or await self._find_hang()
+            return slow_node or await self._find_hang()
         if now.dead_ranks_analysed or now.broken is not None:
             return None
         # Once all ranks have ended, the next decision need not wait.
@@ -220,10 +204,17 @@ class JobMonitor:
         return await self._find_desync(ends) if is_needed(ends) else None
 
     def _find_slow_node(self) -> Failure | None:
-        if self._benchmark is not None and self._benchmark.timed_out(time.monotonic()):
-            self._judge_benchmark(self._benchmark)
-        slow_node, self._slow_node = self._slow_node, None
-        return slow_node
+        """Return the failure of a slow node once all measurements have arrived or are overdue."""
+        benchmark, usual = self._benchmark, self._usual_speeds
+        if benchmark is None or not benchmark.is_over(time.monotonic()):
+            return None
+        slow = benchmark.failure(usual.result() if usual is not None and usual.done() else None)
+        whose = {} if slow is None else {"name": slow.node}
+        late = benchmark.missing()
+        why = f"no measurements from {len(late)} rank(s) within detection.preflight.seconds: {late[:8]}" if late else ""
+        reason, speeds = why if slow is None else slow.reason, benchmark.median_speeds()
+        self._events.write(EventKind.PREFLIGHT, ok=slow is None, reason=reason, speeds=speeds, **whose)
+        return slow
 
     async def _find_hang(self) -> Failure | None:
         """Return the failure for a confirmed hang, once its evidence is collected."""

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Launch token of an attempt: the wait for it before training, and the repeated check that it is still valid."""
 
 import asyncio
 import time

@@ -13,39 +13,6 @@ from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.requests import REFUSED, Request, RequestKind, pending
 
 
-class DrillOrders:
-    """Queue of requested drills, held back until all ranks train.
-    A fault injected during start-up would hit no rank, or hit the restart after another fault.
-    """
-
-    def __init__(self, state: RunningAttempt) -> None:
-        self._state = state
-        self._waiting: dict[str, tuple[InjectFault, str]] = {}  # request -> order and answer
-        self._serial = 0
-
-    def refuse(self, request: Request) -> str | None:
-        """Return why this drill will never be ordered, or None if `order` answers the request."""
-        if self._state.stopping.stop is not None:
-            return f"{REFUSED}the job is being stopped"
-        order, answer = local_ranks.drill_order(request, self._state.config.cluster)
-        if order is None:
-            return answer
-        self._waiting[request.name] = (order, answer)
-        return None
-
-    def order(self) -> Iterator[tuple[str, str]]:
-        """Order the waiting drills if all ranks train; yields the request names and answers."""
-        if not self._waiting or not _all_train(self._state):
-            return
-        generation, waiting = self._state.generation, self._waiting
-        self._waiting = {}
-        for name, (order, answer) in waiting.items():
-            self._serial += 1
-            generation.note_drill(order.kind)
-            self._state.roster.broadcast(replace(order, generation=generation.number, serial=self._serial))
-            yield name, answer
-
-
 def _all_train(state: RunningAttempt) -> bool:
     """Return whether every rank of the current generation has trained a step or, for a command, has started."""
     if state.stage is not AttemptStage.RUNNING or state.generation.first_failure is not None:
@@ -75,10 +42,7 @@ class RequestInbox:
         return found
 
 
-_SAVE_SECONDS = 3600.0
-
-
-_STACKS_SECONDS = 10.0
+_SAVE_SECONDS, _STACKS_SECONDS = 3600.0, 10.0
 
 
 def newest_own_save(reports: Sequence[ProgressReport], restored: int) -> int:
@@ -112,7 +76,10 @@ class RequestHandlers:
         self._state, self._config, self._roster = state, state.config, state.roster
         self._saves: dict[str, int] = {}  # request -> step whose save is too old to answer it
         self._stacks: dict[str, _Stacks] = {}
-        self._drills = DrillOrders(state)
+        # Request -> order and answer, until all ranks train. A fault injected during start-up would hit no rank, or hit
+        # the restart after another fault.
+        self._drills: dict[str, tuple[InjectFault, str]] = {}
+        self._drill_serial = 0
 
     def handle(self, request: Request, now: float, wall: float) -> str | None:
         """Carry out the request; returns the answer. `now` is on the monotonic clock, `wall` the time of day."""
@@ -145,7 +112,7 @@ class RequestHandlers:
             if saved > before:
                 del self._saves[name]
                 yield name, f"saved at step {saved}"
-        yield from self._drills.order()
+        yield from self._order_drills()
         for name, stacks in list(self._stacks.items()):
             if not stacks.waits or now >= stacks.until:
                 del self._stacks[name]
@@ -205,5 +172,21 @@ class RequestHandlers:
         return list(range(first, first + cluster.ranks_per_node))
 
     def _drill(self, request: Request) -> str | None:
-        refusal = self._drills.refuse(request)
-        return dict(self._drills.order()).get(request.name) if refusal is None else refusal
+        if self._state.stopping.stop is not None:
+            return f"{REFUSED}the job is being stopped"
+        order, answer = local_ranks.drill_order(request, self._config.cluster)
+        if order is None:
+            return answer
+        self._drills[request.name] = (order, answer)
+        return dict(self._order_drills()).get(request.name)
+
+    def _order_drills(self) -> Iterator[tuple[str, str]]:
+        """Order the waiting drills if all ranks train; yields the request names and answers."""
+        if not self._drills or not _all_train(self._state):
+            return
+        generation, drills, self._drills = self._state.generation, self._drills, {}
+        for name, (order, answer) in drills.items():
+            self._drill_serial += 1
+            generation.note_drill(order.kind)
+            self._roster.broadcast(replace(order, generation=generation.number, serial=self._drill_serial))
+            yield name, answer

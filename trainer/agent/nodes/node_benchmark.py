@@ -34,23 +34,23 @@ class NodeBenchmark:
         self._comparable = all(known) and len(set(known)) == len(known)
         self._measured: dict[int, Speeds] = {}
 
-    def add(self, message: RankSpeeds, now: float) -> bool:
-        """Add one rank's measurements; returns True if they complete the trial. Raises ValueError."""
+    def add(self, message: RankSpeeds, now: float) -> None:
+        """Add one rank's measurements; raises ValueError if they are invalid."""
         speeds = message.speeds
         if not all(value > 0 for value in (speeds.matmul, speeds.memory, *(seconds for _, seconds in speeds.pairs))):
             raise ValueError("measurements must be positive")
         if not 0 <= message.rank < len(self._nodes):
             raise ValueError(f"no such rank: {message.rank}")
-        if self._over:
-            return False
-        self._first = now if self._first is None else self._first
-        self._measured[message.rank] = speeds
-        self._over = len(self._measured) == len(self._nodes)
-        return self._over
+        if not self._over:
+            self._first = now if self._first is None else self._first
+            self._measured[message.rank] = speeds
 
-    def timed_out(self, now: float) -> bool:
-        """Return True, once, when measurements are overdue; their time starts when the first one arrives."""
-        if self._over or self._first is None or now - self._first <= self._config.seconds:
+    def is_over(self, now: float) -> bool:
+        """Return True, once, when all ranks have been measured or are overdue.
+        Their time starts when the first measurement arrives.
+        """
+        overdue = self._first is not None and now - self._first > self._config.seconds
+        if self._over or not (overdue or len(self._measured) == len(self._nodes)):
             return False
         self._over = True
         return True

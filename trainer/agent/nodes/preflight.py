@@ -29,6 +29,13 @@ _BRAKES = {
     "sw_thermal_slowdown": "the driver slows it down because of heat",
 }
 """Causes of low clocks that an idle GPU should not have."""
+_MEMORY_FAULTS = {
+    "ecc_errors/*/sram_threshold_exceeded": "has exceeded its manufacturer's limit on SRAM errors",
+    "retired_pages/pending_retirement": "needs a reset before broken pages of its memory are retired",
+    "remapped_rows/remapped_row_failure": "has no spare rows left for broken memory",
+    "remapped_rows/remapped_row_pending": "needs a reset before broken rows of its memory are replaced",
+}
+"""Fields that are "yes" if a GPU is broken."""
 _BRAKE_TAGS = ("clocks_event_reason_", "clocks_throttle_reason_")
 """Tag prefixes used by drivers; the first since 535."""
 _LINKS_OF = re.compile(r"^GPU (\d+):")
@@ -47,45 +54,26 @@ def complaints(report: str) -> list[str]:
 
 
 def _gpu_complaints(gpu: ElementTree.Element) -> Iterator[str]:
-    errors = _count_uncorrected_errors(gpu)
-    if errors and not _reports_remedy(gpu):
+    # Drivers count by kind of memory; older ones report one sum.
+    counts = [item.text or "" for item in gpu.findall("ecc_errors/volatile/*") if "uncorrectable" in item.tag]
+    errors = sum(int(count) for count in counts if count.strip().isdigit())
+    recovery = _read_fields(gpu, "gpu_recovery_action")
+    # Since Ampere, contained or remapped errors are reported separately from errors that need a reset.
+    reports_remedy = (recovery | _read_fields(gpu, "remapped_rows/remapped_row_pending")) - {"", "n/a"}
+    if errors and not reports_remedy:
         yield f"has had {errors} uncorrected memory error(s) since its driver was loaded"
-    if any(
-        _read_field(gpu, f"ecc_errors/{sums}/sram_threshold_exceeded") == "yes" for sums in ("volatile", "aggregate")
-    ):
-        yield "has exceeded its manufacturer's limit on SRAM errors"
-    if _read_field(gpu, "retired_pages/pending_retirement") == "yes":
-        yield "needs a reset before broken pages of its memory are retired"
-    if _read_field(gpu, "remapped_rows/remapped_row_failure") == "yes":
-        yield "has no spare rows left for broken memory"
-    if _read_field(gpu, "remapped_rows/remapped_row_pending") == "yes":
-        yield "needs a reset before broken rows of its memory are replaced"
-    if _read_field(gpu, "gpu_recovery_action") not in ("", "none", "n/a"):
-        yield f"requests recovery: {_read_field(gpu, 'gpu_recovery_action')}"
+    for path, words in _MEMORY_FAULTS.items():
+        if "yes" in _read_fields(gpu, path):
+            yield words
+    for action in recovery - {"", "none", "n/a"}:
+        yield f"requests recovery: {action}"
     for brake, words in _BRAKES.items():
-        if any(_read_field(gpu, f"*/{tag}{brake}") == "active" for tag in _BRAKE_TAGS):
+        if any("active" in _read_fields(gpu, f"*/{tag}{brake}") for tag in _BRAKE_TAGS):
             yield f"is throttled: {words}"
 
 
-def _count_uncorrected_errors(gpu: ElementTree.Element) -> int:
-    """Return the errors since the driver was loaded. Drivers count by kind of memory; older ones report one sum."""
-    counts = [
-        int(item.text)
-        for item in gpu.findall("ecc_errors/volatile/*")
-        if "uncorrectable" in item.tag and item.text and item.text.strip().isdigit()
-    ]
-    return sum(counts)
-
-
-def _reports_remedy(gpu: ElementTree.Element) -> bool:
-    """Return whether the report separates contained or remapped errors from errors that need a reset (since Ampere)."""
-    return _read_field(gpu, "gpu_recovery_action") not in ("", "n/a") or _read_field(
-        gpu, "remapped_rows/remapped_row_pending"
-    ) not in ("", "n/a")
-
-
-def _read_field(gpu: ElementTree.Element, path: str) -> str:
-    return (gpu.findtext(path) or "").strip().lower()
+def _read_fields(gpu: ElementTree.Element, path: str) -> set[str]:
+    return {(item.text or "").strip().lower() for item in gpu.findall(path)}
 
 
 def lost_links(report: str) -> str:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from trainer.agent.control.control_server import (
     AGENT_TIMEOUT_SECONDS,
+    LATE_SECONDS,
     STALLED_TIMEOUT_SECONDS,
     AgentJoined,
     AgentLost,
@@ -110,8 +111,6 @@ def replacements(
     return moves, f"{len(moves)} of {len(spares)} spare node(s) take a node rank"
 
 
-LATE_SECONDS = 3.0
-"""A tick delayed by more than this means that the coordinator itself was suspended or starved of CPU time."""
 LOOK_SECONDS = 1.0
 _NO_PLACE = "this attempt has no place for this agent"
 _NOTHING_REPORTED = ProgressReport(generation=-1)
@@ -155,9 +154,7 @@ class Roster:
         self._moved: float | None = None  # time a rank last moved; None before any was started
         self._given_up: set[int] = set()  # nodes that will not join
         self.members: dict[int, Member] = {}
-        self.node_ranks: NodeRanks = {
-            node_rank: node_rank for node_rank in range(self._wanted)
-        }  # until all are examined
+        self.node_ranks: NodeRanks = dict(enumerate(range(self._wanted)))  # until all are examined
 
     def admit(self, hello: Hello, peer: AgentPeer) -> str:
         """Admit an authenticated agent, one per node of this attempt; returns the reason for a refusal, or ""."""
@@ -230,17 +227,20 @@ class Roster:
         """Return the members that passed preflight and are neither lost nor excluded."""
         return [member for member in self.members.values() if member.usable and member.faults == []]
 
+    def _suffice(self, nodes: Collection[int]) -> bool:
+        return assign_node_ranks_to(self._wanted, nodes)[0] is not None
+
     def enough(self) -> bool:
-        return assign_node_ranks_to(self._wanted, [member.node for member in self.present_members()])[0] is not None
+        return self._suffice([member.node for member in self.present_members()])
 
     def can_train(self) -> bool:
         """Return whether enough nodes for all node ranks have passed preflight, including the leader."""
-        return assign_node_ranks_to(self._wanted, [member.node for member in self._usable()])[0] is not None
+        return self._suffice([member.node for member in self._usable()])
 
     def could_train(self) -> bool:
         """Return whether enough nodes could train if every outstanding preflight passed."""
         gone = {node for node, member in self.members.items() if not member.usable or member.faults}
-        return assign_node_ranks_to(self._wanted, set(range(self._nodes)) - gone - self._given_up)[0] is not None
+        return self._suffice(set(range(self._nodes)) - gone - self._given_up)
 
     def give_up(self, node: int) -> None:
         self._given_up.add(node)
@@ -289,17 +289,13 @@ class Roster:
 
     def all_ready(self) -> bool:
         """Return whether every training node has a fork server that can start ranks."""
-        return len(self.training_members()) == len(self.node_ranks) and all(
-            member.ready for member in self.training_members()
-        )
+        return len(self.training_members()) == len(self.node_ranks) and not self.unready_nodes()
 
     def all_gone(self, generation: int, *, but: Collection[str] = ()) -> bool:
         """Return whether this generation is gone from every training node that is not lost.
         `but`: names of nodes to ignore.
         """
-        training_members = (self.members.get(node) for node in self.node_ranks.values())
-        training = [member for member in training_members if member is None or member.name not in but]
-        return all(member.gone >= generation for member in training if member is not None and not member.lost)
+        return all(member.gone >= generation for member in self.training_members() if member.name not in but)
 
     def tick(self, now: float) -> None:
         """Detect pauses of the coordinator; called once a second.

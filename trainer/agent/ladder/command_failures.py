@@ -109,7 +109,6 @@ _FEW_SECONDS, _FEW_BYTES = 20.0, 400
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 """Signals caused by the program's own actions, including loading a truncated file."""
-_NAMED = re.compile(r"(?<![\w./~=+-])[\w./~=+-]*(?:checkpoint|ckpt)[\w.=+-]{0,255}\d[\w./=+-]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,10 +330,8 @@ def likely_cause(root: RankEnd, past: CommandPast, row: Sequence[CommandFailure]
         return f"; checkpoints.pattern matches nothing in checkpoints.path, which contains {past.unmatched}"
     if not past.trained:
         return ""
-    named = [found for line in root.lines for found in _NAMED.findall(line)]
-    which = f" ({named[-1]})" if named else ""
     return (
-        f"; it had trained before, so the likely cause is what it loads now: its own newest checkpoint{which}. "
+        "; it had trained before, so the likely cause is what it loads now: its own newest checkpoint. "
         "With checkpoints.path=FOLDER orch moves an incomplete one away"
     )
 

@@ -219,29 +219,23 @@ def _after_failure(now: Situation) -> Decision:
     cause = _cause(now, forgive=suspect is not None)
     reason = cause.known_failure.reason
     if suspect is not None:
-        reason = f"{reason}; the checkpoint of step {suspect.step} is suspect: {suspect.reason}"
+        reason = f"{reason}; the checkpoint of step {suspect[0]} is suspect: {suspect[1]}"
     if cause.set_aside and not now.drill:
         reason = f"{reason}; {cause.set_aside}"
     decision = _rung(now, cause, reason, doubted=suspect is not None)
     if now.drill:
         return decision
     decision = replace(decision, own=cause.own, set_aside=cause.set_aside)
-    return replace(decision, suspect=suspect.step) if suspect is not None else decision
+    return replace(decision, suspect=suspect[0]) if suspect is not None else decision
 
 
-@dataclass(frozen=True)
-class _Suspect:
-    step: int
-    reason: str
-
-
-def _new_suspect(now: Situation) -> _Suspect | None:
-    """Return the checkpoint that this generation started from if it is newly suspect, or None."""
+def _new_suspect(now: Situation) -> tuple[int, str] | None:
+    """Return the step of the checkpoint that this generation started from, and why it is suspect, if that is new."""
     if now.drill:
         return None
     last = failed_generation(_cause(now, forgive=True).known_failure, now.restored, None)
     found = {} if last is None else suspect_steps([*now.history.failed_generations, last], now.history.suspects)
-    return _Suspect(now.restored, found[now.restored]) if now.restored in found else None
+    return (now.restored, found[now.restored]) if now.restored in found else None
 
 
 def _rung(now: Situation, cause: Decision, reason: str, *, doubted: bool) -> Decision:

@@ -55,6 +55,11 @@ def _total(values: list[str]) -> str:
     return f"{sum(map(int, values)):,}"
 
 
+def _range(values: list[str]) -> str:
+    numbers = _fractions(values)
+    return f"{min(numbers):.3f} to {max(numbers):.3f}"
+
+
 def _largest(values: list[str]) -> str:
     return f"{max(_fractions(values)):.1e}"
 
@@ -112,6 +117,17 @@ GROUPS = (
         "largest relative difference of 20 losses",
         "largest relative difference of 20 losses",
         _largest,
+    ),
+    ProofGroup(
+        "memory is as the formula predicts",
+        (
+            "tests/trainer/worker/memory/",
+            "tests/trainer/parallel/pipeline/test_stage_memory",
+            "tests/trainer/parallel/apply/test_expert_runs.py::test_peaks",
+        ),
+        "peak of a step, measured / formula",
+        "peak of a step",
+        _range,
     ),
     ProofGroup(
         "hangs are detected in time, with the right rank and kind",

@@ -87,6 +87,7 @@ def test_figures_of_all_cases_are_added_up_or_listed() -> None:
     [
         ("crashes and disk errors during a save", {"times the job was killed": 2000, "times the rank": 1}, "2,001"),
         ("stragglers are named", {"false names in": ["pair: 0 of 100", "eight: 1 of 100"]}, "1 of 200"),
+        ("memory is as", {"peak of a step, stages": ["pp 2 0.976 to 1.001", "zbv 0.986 to 1.024"]}, "0.976 to 1.024"),
         ("all layouts train", {"largest relative difference of 20 losses": ["1.1e-07", "2.7e-07"]}, "2.7e-07"),
     ],
 )

@@ -1,1 +1,1 @@
-"""PURE: costs of the built-in model: floating-point operations, stages and micro-batches."""
+"""PURE: costs of the built-in model: parameters, floating-point operations, bytes."""

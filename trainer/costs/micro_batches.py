@@ -1,5 +1,6 @@
 """Number of micro-batches per step, and whether the schedule supports it. Pure."""
 
+from trainer.costs.simulation import formula
 from trainer.protocol.config_sections.pipeline_config import LARGE_ROUNDS, PipelineConfig, Schedule
 from trainer.protocol.config_sections.recipe_config import TrainConfig
 
@@ -89,15 +90,6 @@ def nearest(counts: list[int], wanted: int, shown: int) -> list[int]:
     return sorted(counts, key=lambda count: (abs(count - wanted), count))[:shown]
 
 
-def bubble(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Return the bubble (p - 1) / (m + p - 1) of `gpipe` and `1f1b` with equal stages.
-
-    With v stages per rank, m is replaced by v x m. Huang et al. 2019, section 2.1; Narayanan et al. 2021, section 2.2,
-    which gives it as a share of the work.
-    """
-    return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
-
-
 def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str | None:
     """Return a warning with a fix if ranks wait for a fifth of each step or more, else None.
 
@@ -107,7 +99,7 @@ def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str |
     count, enough = micro_batch_count(pipeline, train, dp_size), ENOUGH * pipeline.ranks
     if pipeline.ranks == 1 or count >= enough:
         return None
-    share = bubble(pipeline.ranks, count, pipeline.per_rank)
+    share = formula(pipeline.ranks, count, pipeline.per_rank)
     known = "" if pipeline.splits_backward else f": ranks wait for {share:.0%} of each step"
     better = [count for count in _fitting(pipeline, train.batch_size // dp_size) if count >= enough]
     keys = [f"parallel.pipeline.micro_batches={min(better, default=enough)}"]

@@ -1,10 +1,10 @@
-"""Split of layers into stages: costs, placement and refusals. Pure."""
+"""Splits layers into stages: costs, placement, parameters and refusals. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from trainer.costs.model_flops import feed_forward_weights
+from trainer.costs.model_flops import Parameter, feed_forward_weights
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 
@@ -186,3 +186,15 @@ def split_model(pipeline: PipelineConfig, model: ModelConfig, train: TrainConfig
     seconds = pipeline.layer_seconds
     costs = measured_costs(seconds, model) if seconds else modelled_costs(model, train)
     return split(costs, pipeline.stages)
+
+
+_OF_FIRST, _OF_LAST = "embedding.", ("norm.", "output.")
+
+
+def has(part: StagePart, parameter: Parameter) -> bool:
+    """Return whether a parameter belongs to this stage."""
+    if parameter.name.startswith(_OF_FIRST):
+        return part.is_first
+    if parameter.name.startswith(_OF_LAST):
+        return part.is_last
+    return int(parameter.name.split(".")[1]) in part.layers

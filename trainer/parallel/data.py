@@ -37,6 +37,8 @@ class Reduce(StrEnum):
     LAST = "last"  # after the last micro-batch: ranks keep whole gradients until then
 
 
+HOST_COPY_BYTES = 64 << 20
+"""Minimum bytes of parameters that an optimizer in host memory copies at a time."""
 RESHARD = ("auto", "always", "never")
 
 

@@ -12,10 +12,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from trainer.parallel.apply.expert_parallel import ExpertStacks
 from trainer.parallel.apply.gradient_buckets import like_own_part, own_part
+from trainer.parallel.data import HOST_COPY_BYTES
 from trainer.protocol.config import OptimizerConfig
-
-_HOST_COPY_BYTES = 64 << 20
-"""Minimum bytes of parameters that an optimizer in host memory copies at a time."""
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -37,7 +35,7 @@ class HostAdamW(torch.optim.AdamW):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 some.append(parameter)
-            if sum(own_part(one).nbytes for one in some) >= _HOST_COPY_BYTES:
+            if sum(own_part(one).nbytes for one in some) >= HOST_COPY_BYTES:
                 self._step_some(some, group)
                 some = []
         self._step_some(some, group)

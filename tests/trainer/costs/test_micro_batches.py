@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.costs.micro_batches import MicroBatchError, bubble, micro_batch_count, too_few
+from trainer.costs.micro_batches import MicroBatchError, micro_batch_count, too_few
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import TrainConfig
 
@@ -128,9 +128,3 @@ def test_of_a_zero_bubble_no_formula_is_told() -> None:
     said = too_few(PipelineConfig(stages=8, schedule="zbv"), TrainConfig(batch_size=16), dp_size=2)
     assert said is not None
     assert "%" not in said
-
-
-def test_the_bubble_of_equal_stages() -> None:
-    assert bubble(4, 8) == pytest.approx(3 / 11)
-    assert bubble(4, 8, stages_per_rank=2) == pytest.approx(3 / 19)
-    assert bubble(1, 8) == 0.0

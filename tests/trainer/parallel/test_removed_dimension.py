@@ -14,7 +14,7 @@ FILES = ("context.py", "apply/context_parallel.py")
 """The login node's half, and the half that needs torch."""
 TESTS = (
     "tests/trainer/parallel/apply/test_mesh.py::test_one_rank_has_a_group_for_every_dimension",
-    "tests/trainer/costs/test_stage_split.py",
+    "tests/trainer/costs/test_state_bytes.py",
     "tests/orchestrator/config/test_restore_layouts.py",
 )
 MORE_TESTS = (

@@ -5,7 +5,7 @@ same order in every step, so a restart is bit-equal.
 """
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from trainer.costs.peak_bytes import pack_buckets
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -275,24 +277,6 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
     ordered = list(reversed(parameters))
     for positions in pack_buckets(((one.dtype, one.device), own_part(one).nbytes) for one in ordered):
         yield _Bucket([ordered[position] for position in positions])
-
-
-BUCKET_BYTES = 25 << 20
-"""Maximum bytes of a gradient bucket, the default of torch's DDP; a larger gradient has its own bucket."""
-
-
-def pack_buckets(gradients: Iterable[tuple[Hashable, int]]) -> Iterator[list[int]]:
-    """Yield buckets of positions of adjacent gradients of the same kind; a gradient is its kind and bytes."""
-    bucket: list[int] = []
-    size, last = 0, None
-    for position, (kind, nbytes) in enumerate(gradients):
-        if bucket and (kind != last or size + nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(position)
-        size, last = size + nbytes, kind
-    if bucket:
-        yield bucket
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

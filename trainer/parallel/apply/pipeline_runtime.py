@@ -1,23 +1,21 @@
 """Executes a rank's pipeline stages in the order of a table, and measures the bubble."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 
+from trainer.costs.simulation import Kind, PipelineAction, RankSeconds
 from trainer.costs.stage_split import rank_of_stage
 from trainer.parallel.apply.pipeline_stage import (
     EXPOSED_SENDS,
     WAITS,
     Activity,
     Call,
-    Kind,
     LocalStage,
     Messages,
-    PipelineAction,
     StageActivity,
     Watched,
     Watcher,
@@ -28,21 +26,6 @@ from trainer.worker.reporting.work_timer import DeviceClock, HostClock, StreamCl
 
 Mark = TypeVar("Mark")
 _SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSeconds:
-    """Times of one pipeline rank in one step, in seconds; the mappings are by stage."""
-
-    span: float
-    """Time from the start of the step to the end of the rank's last computation."""
-    computed: Mapping[int, float]
-    waited: Mapping[int, float]
-    """Time spent waiting for activations or gradients that this stage needs."""
-    sends: float = 0.0
-    """Time at the end of the step until other stages had received all messages."""
-    reductions: float = 0.0
-    """Time spent reducing gradients over the data-parallel ranks of a stage."""
 
 
 class BubbleMeter(Generic[Mark]):

@@ -5,9 +5,8 @@ begins with the second micro-batch on the last rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from trainer.costs.simulation import Kind, PipelineAction, Table
 from trainer.costs.stage_split import stages_of_rank
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 from trainer.protocol.rank_progress.progress import AWAITED_SENDS, RECEIVES, Activity, StageActivity
@@ -37,37 +37,6 @@ Call = Callable[[], None]
 
 WAITS = RECEIVES
 EXPOSED_SENDS = AWAITED_SENDS
-
-
-class Kind(StrEnum):
-    """Kinds of action, with the letters of torch's tables."""
-
-    FORWARD = "F"
-    BACKWARD = "B"  # gradients for activations and weights
-    INPUT_GRADIENT = "I"
-    WEIGHT_GRADIENT = "W"
-    SEND_ACTIVATION = "SEND_F"
-    RECEIVE_ACTIVATION = "RECV_F"
-    SEND_GRADIENT = "SEND_B"
-    RECEIVE_GRADIENT = "RECV_B"
-    UNSHARD = "UNSHARD"
-    RESHARD = "RESHARD"
-    REDUCE = "REDUCE_GRAD"
-
-
-class PipelineAction(NamedTuple):
-    """An entry of a table; `micro_batch` is -1 for an action that a stage performs once."""
-
-    stage: int
-    kind: Kind
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch if self.micro_batch >= 0 else ''}"
-
-
-Table = Sequence[Sequence[PipelineAction]]
-"""Actions by rank of the pipeline."""
 
 
 class Watcher(Protocol):

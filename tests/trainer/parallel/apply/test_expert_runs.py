@@ -1,11 +1,18 @@
-"""Runs with experts: loads that become even, half precision."""
+"""Runs with experts: loads that become even, half precision, an elastic world, and the peak of a step."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.trainer.conftest import Run, merged
+from tests.trainer.conftest import TINY, Run, merged
 from tests.trainer.parallel.apply.layout_table import WITH_EXPERTS
+from tests.trainer.worker.memory.test_state_bytes import LARGE
+from trainer.costs.model_flops import parameters
+from trainer.costs.peak_bytes import peak_bytes
+from trainer.protocol.config import JobConfig, build
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof]
 
@@ -49,3 +56,29 @@ def test_half_precision_stays_near_float32(undisturbed: Callable[..., Run], dtyp
     full, half = losses("float32"), losses(dtype)
     assert half == pytest.approx(full, rel=2e-2)
     assert half != full
+
+
+PEAKS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}), "fsdp 2": (2, {}), "ep 2": (2, {"ep": 2}), "fsdp 4, ep 2": (4, {"ep": 2}),
+    "zero1 4, ep 2": (4, {"ep": 2, "strategy": "zero1"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_peaks_are_near_the_formula(
+    make_run: Callable[..., Run], tmp_path: Path, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    world, parallel = PEAKS[name]
+    target = "tests.trainer.worker.memory.profiled_workload:ProfiledWorkload"
+    over = {
+        "parallel": parallel, "model": {**LARGE, "experts": {"count": 4, "ffn_dim": 1024}},
+        "workload": {"target": target, "args": {"folder": str(tmp_path)}},
+        "train": {"steps": 6, "dtype": "float32", "batch_size": 4, "seq_len": 8}, "checkpoint": {"every": 0},
+    }  # fmt: skip
+    run = make_run(world, "peaks", **over)
+    assert run.train(patience=300)["codes"] == [0] * world, run.log()
+    config = build(JobConfig, merged(TINY, over))
+    due = peak_bytes(parameters(config.model), config.parallel, world)
+    found = min(json.loads((tmp_path / "peak-0.json").read_text())[1:])
+    record_property(f"peak of a step, measured / formula, experts, {name}", found / due)
+    assert found == pytest.approx(due, rel=0.03)

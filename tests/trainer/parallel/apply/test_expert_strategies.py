@@ -15,7 +15,8 @@ from tests.trainer.parallel.apply.layout_table import (
     check_restored,
     pairs,
 )
-from tests.trainer.parallel.apply.state_bytes import expected_states
+from trainer.costs.peak_bytes import state_bytes
+from trainer.costs.stage_memory import parameters_of_rank
 from trainer.protocol.events import EventKind
 
 pytestmark = pytest.mark.multi
@@ -62,10 +63,15 @@ def test_every_strategy_restores_into_every_other(
 
 
 @pytest.mark.parametrize("name", [pytest.param("one", marks=pytest.mark.proof), *cases(WITH_EXPERTS, *SAMPLE)])
-def test_every_rank_holds_its_share(run_of: Callable[[str], Run], name: str) -> None:
+def test_states_are_what_the_formula_says(run_of: Callable[[str], Run], name: str) -> None:
     layout = WITH_EXPERTS[name].short if name in SAMPLE else WITH_EXPERTS[name]
     event = next(one for one in run_of(name).events() if one.kind == EventKind.GENERATION_FIRST_STEP)
-    assert event.data["held"] == expected_states(layout.config())
+    config = layout.config()
+    due = state_bytes(parameters_of_rank(config, 0), config.parallel, layout.world)
+    assert event.data["held"] == {
+        "parameters": due.parameters, "gradients": due.gradients, "optimizer": due.optimizer,
+        "on_host": list(due.on_host),
+    }  # fmt: skip
 
 
 def test_bytes_that_travel_to_experts_are_told_apart(run_of: Callable[[str], Run]) -> None:

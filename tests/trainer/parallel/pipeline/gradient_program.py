@@ -29,7 +29,7 @@ from trainer.models.llama import Llama
 from trainer.models.pipelined_llama import LlamaStage, StagesOfRank, stage, stage_module
 from trainer.parallel.apply.mesh import Layout
 from trainer.parallel.apply.pipeline_runtime import Pipeline
-from trainer.parallel.apply.pipeline_stage import Call, Kind, StageActivity
+from trainer.parallel.apply.pipeline_stage import Call, StageActivity
 from trainer.parallel.data import FsdpConfig
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
@@ -41,7 +41,6 @@ SEQUENCES = 2
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2}
 SCALED = ("1f1b", "zbv")
 """Of those whose last stage differentiates in one piece, and in two."""
-COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 Gradients = Mapping[str, torch.Tensor]
 
 

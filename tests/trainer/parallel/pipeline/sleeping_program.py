@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.costs.simulation import RankSeconds
 from trainer.costs.stage_split import stages_of_rank
-from trainer.parallel.apply.pipeline_runtime import BubbleMeter, Pipeline, RankSeconds
+from trainer.parallel.apply.pipeline_runtime import BubbleMeter, Pipeline
 from trainer.parallel.apply.pipeline_stage import LocalStage
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.worker.reporting.work_timer import HostClock

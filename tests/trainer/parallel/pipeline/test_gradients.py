@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.trainer.parallel.pipeline.gradient_program import COMPUTES, SCALED, STAGES_PER_RANK
+from tests.trainer.parallel.pipeline.gradient_program import SCALED, STAGES_PER_RANK
 from tests.warm_programs import WarmPrograms
-from trainer.parallel.apply.pipeline_stage import EXPOSED_SENDS, WAITS, Activity, Kind, with_communication
+from trainer.costs.simulation import COMPUTES, Kind
+from trainer.parallel.apply.pipeline_stage import EXPOSED_SENDS, WAITS, Activity, with_communication
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 
 pytestmark = pytest.mark.multi

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.trainer.parallel.pipeline.gradient_program import COMPUTES
+from trainer.costs.simulation import COMPUTES, Kind
 from trainer.costs.stage_split import split_model, stages_of_rank
 from trainer.models.llama import Llama
 from trainer.models.pipelined_llama import LlamaStage, PipelinedLlama, stage
 from trainer.parallel.apply.expert_parallel import build_expert_balance
 from trainer.parallel.apply.pipeline_runtime import Pipeline, find_pipeline
-from trainer.parallel.apply.pipeline_stage import Activity, Call, Kind, StageActivity, with_communication
+from trainer.parallel.apply.pipeline_stage import Activity, Call, StageActivity, with_communication
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig

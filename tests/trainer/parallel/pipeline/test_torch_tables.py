@@ -1,16 +1,25 @@
-"""Schedule tables: accepted ones can be run, in the order of the loop without a pipeline."""
+"""The tables that ranks run: all that is accepted can be run, and what they cost on paper is what is known of them."""
 
 from collections import Counter
-from itertools import accumulate
 
 import pytest
 
-from tests.trainer.parallel.pipeline.gradient_program import COMPUTES
 from trainer.costs.micro_batches import takes
+from trainer.costs.simulation import (
+    COMPUTES,
+    Kind,
+    PipelineTimeline,
+    StageSeconds,
+    activations_held,
+    bubbles,
+    formula,
+    simulate,
+)
 from trainer.costs.stage_split import stages_of_rank
-from trainer.parallel.apply.pipeline_stage import Kind, with_communication
+from trainer.parallel.apply.pipeline_stage import with_communication
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 
+EVEN = StageSeconds(forward=1.0, input_gradient=1.0, weight_gradient=1.0)
 PER_RANK = {
     "gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "interleaved_zero_bubble": (1, 2, 3), "zbv": (2,),
 }  # fmt: skip
@@ -22,6 +31,10 @@ SIZES = [
 def config(schedule: str, ranks: int, per_rank: int = 0) -> PipelineConfig:
     default = PipelineConfig(stages=2 * ranks, schedule=schedule).per_rank
     return PipelineConfig(stages=ranks * (per_rank or default), schedule=schedule, stages_per_rank=per_rank)
+
+
+def run(pipeline: PipelineConfig, micro_batches: int, seconds: StageSeconds = EVEN) -> PipelineTimeline:
+    return simulate(with_communication(pipeline, micro_batches), [seconds] * pipeline.stages)
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "per_rank"), SIZES)
@@ -36,8 +49,8 @@ def test_what_is_accepted_can_be_run_and_what_torch_cannot_run_is_not_accepted(
                 with pytest.raises(ValueError, match="number of microbatches"):
                     with_communication(pipeline, micro_batches)
             continue
-        table = with_communication(pipeline, micro_batches)
-        work = Counter((action.stage, action.kind) for actions in table for action in actions)
+        computed = [span for spans in run(pipeline, micro_batches).spans for span in spans]
+        work = Counter((span.action.stage, span.action.kind) for span in computed)
         for stage in range(pipeline.stages):
             assert work[stage, Kind.FORWARD] == micro_batches
             assert work[stage, Kind.BACKWARD] + work[stage, Kind.INPUT_GRADIENT] == micro_batches
@@ -63,15 +76,35 @@ def test_gradients_are_computed_in_the_order_of_the_micro_batches(schedule: str)
             assert len(order) == 8
 
 
-def most_held(schedule: str) -> list[int]:
-    """Each rank's largest number of (stage, micro-batch) pairs with activations."""
-    steps = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRADIENT: -1}
-    table = with_communication(config(schedule, 4), 16)
-    return [max(accumulate(steps.get(action.kind, 0) for action in actions)) for actions in table]
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("seconds", [EVEN, StageSeconds(forward=1.0, input_gradient=0.75, weight_gradient=1.5)])
+def test_the_bubble_of_equal_stages_is_that_of_the_formula(schedule: str, ranks: int, seconds: StageSeconds) -> None:
+    for micro_batches in (ranks, 2 * ranks, 4 * ranks + 1):
+        found = bubbles(run(config(schedule, ranks), micro_batches, seconds).ranks())
+        assert found == pytest.approx([formula(ranks, micro_batches)] * ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_interleaving_divides_the_bubble_and_a_zero_bubble_is_smaller_still(ranks: int) -> None:
+    micro_batches = 4 * ranks
+    most = {name: max(bubbles(run(config(name, ranks), micro_batches).ranks())) for name in Schedule}
+    assert most["interleaved_1f1b"] == pytest.approx(formula(ranks, micro_batches, stages_per_rank=2))
+    assert most["interleaved_zero_bubble"] < most["interleaved_1f1b"] < most["1f1b"]
+    assert most["zbv"] < most["interleaved_1f1b"]
 
 
 def test_1f1b_keeps_fewer_activations_than_gpipe_and_interleaving_more() -> None:
-    assert most_held("gpipe") == [16, 16, 16, 16]
-    assert most_held("1f1b") == [4, 3, 2, 1]
-    assert most_held("interleaved_1f1b") == [11, 9, 7, 5]  # of half as many layers each
-    assert most_held("zbv") == [8, 8, 8, 8]
+    held = {schedule: activations_held(with_communication(config(schedule, 4), 16)) for schedule in Schedule}
+    assert held["gpipe"] == [16, 16, 16, 16]
+    assert held["1f1b"] == [4, 3, 2, 1]
+    assert held["interleaved_1f1b"] == [11, 9, 7, 5]  # of half as many layers each
+    assert held["zbv"] == [8, 8, 8, 8]
+
+
+def test_a_slow_stage_makes_the_others_wait() -> None:
+    slow = StageSeconds(forward=2.0, input_gradient=2.0, weight_gradient=2.0)
+    table = with_communication(config("1f1b", 4), 16)
+    found = bubbles(simulate(table, [EVEN, EVEN, slow, EVEN]).ranks())
+    assert found[2] < 0.15
+    assert min(found[0], found[1], found[3]) > 0.5

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.conftest import Run
-from trainer.models.llama import Llama
-from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
+from trainer.costs.model_flops import parameters
+from trainer.protocol.config_sections.recipe_config import ModelConfig
 from trainer.worker.reporting.traffic import TrafficMeter
 
 
@@ -81,7 +81,7 @@ def test_a_real_step_carries_what_fsdp_sends(undisturbed: Callable[..., Run]) ->
     )
     told = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
     model = ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=64)
-    count = sum(parameter.numel() for parameter in Llama(model, TrainConfig()).parameters())
+    count = sum(parameter.elements for parameter in parameters(model))
     assert len(told) == 1
     # Gathered for the forward and for the backward pass, then gradients reduced: three times 4 bytes a parameter,
     # and the few numbers on which all ranks agree.

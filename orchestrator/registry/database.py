@@ -1,4 +1,7 @@
-"""Registry file: connections, transactions, rows as records, and translation of errors."""
+"""Registry file: connections, transactions, rows as records, and translation of errors.
+
+SQLAlchemy builds the statements and sqlite3 executes them: SQLAlchemy takes longer to execute one than SQLite does.
+"""
 
 import functools
 import random
@@ -11,12 +14,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, CursorResult, Engine, Executable, NullPool, Pool, make_url
-from sqlalchemy.dialects import sqlite
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy import ClauseElement, ColumnElement
 
 from orchestrator.registry.sqlite_errors import explain, is_busy, is_io_error
-from orchestrator.registry.tables import alteration, deletion, field_names, insertion, selection
+from orchestrator.registry.tables import (
+    alteration,
+    compile_statement,
+    deletion,
+    encode,
+    field_names,
+    insertion,
+    make_record,
+    selection,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,21 +36,18 @@ S = TypeVar("S", bound="StoreOperations")
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 _BUSY_SECONDS = 5.0
 """SQLite's own timeout for a lock, per statement."""
-_DIALECT, _COMPILED = sqlite.dialect(dbapi=sqlite3), dict[Any, Any]()
-"""Shared by all registries of a process with the statements compiled for it: compiling takes longer than executing."""
 
 
 class Database:
-    """Transaction runner: reads see one snapshot, writes take the lock at once, and busy ones are retried."""
+    """Transaction runner: reads see one snapshot, writes lock the file first, and busy transactions are retried."""
 
     def __init__(
         self, path: Path, *, readonly: bool = False, patience: float = 30.0, busy_seconds: float = _BUSY_SECONDS
     ) -> None:
         self.path, self._patience = path, patience
         self.after_commit: Callable[[set[str]], None] = lambda runs: None
-        creator: Callable[[], Any] = functools.partial(connect, path, readonly=readonly, busy_seconds=busy_seconds)
-        self.engine = make_engine(NullPool(creator))
-        self._idle: list[Connection] = []
+        self.connect = functools.partial(connect, path, readonly=readonly, busy_seconds=busy_seconds)
+        self._idle: list[sqlite3.Connection] = []
         self._active = threading.local()
 
     def read(self, work: Callable[[], T]) -> T:
@@ -59,14 +66,13 @@ class Database:
         while True:
             try:
                 result, touched = self._once(work, writes=writes)
-            except IntegrityError:
+            except sqlite3.IntegrityError:
                 raise
-            except (DBAPIError, sqlite3.Error) as error:
-                cause = error.orig if isinstance(error, DBAPIError) else error
-                if is_io_error(cause):
+            except sqlite3.Error as error:
+                if is_io_error(error):
                     self.close()  # the next transaction connects anew
-                if not is_busy(cause) or time.monotonic() > give_up:
-                    raise explain(cause, self.path) from error
+                if not is_busy(error) or time.monotonic() > give_up:
+                    raise explain(error, self.path) from error
                 time.sleep(random.uniform(0.01, 0.1))
             else:
                 if touched:
@@ -78,30 +84,29 @@ class Database:
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = self.engine.connect()
-        # SQLAlchemy would take longer for a transaction's begin and end than for its statements.
-        driver: Any = connection.connection.dbapi_connection
+            connection = self.connect()
         try:
             # A deferred BEGIN that turns into a write fails at once if another writer came first.
-            driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             self._active.connection, self._active.writes, self._active.touched = connection, writes, set[str]()
             result = work()
-            driver.execute("COMMIT")
+            connection.execute("COMMIT")
             return result, self._active.touched
         finally:
             self._active.connection = None
             with suppress(sqlite3.Error):
-                driver.rollback()  # does nothing after a commit
+                connection.rollback()  # does nothing after a commit
             self._idle.append(connection)
 
     def touch(self, run: str) -> None:
         """Note that the run's record file is due after the commit."""
         self._active.touched.add(run)
 
-    def execute(self, statement: Executable, values: Mapping[str, Any] | None = None) -> CursorResult[Any]:
+    def execute(self, statement: ClauseElement, values: Mapping[str, Any] = NO_VALUES) -> sqlite3.Cursor:
         """Execute a statement within the transaction of this thread."""
-        connection: Connection = self._active.connection
-        return connection.execute(statement, values)
+        connection: sqlite3.Connection = self._active.connection
+        sql, constants = compile_statement(statement, tuple(values))
+        return connection.execute(sql, constants | {name: encode(value) for name, value in values.items()})
 
     def find(
         self, kind: type[R], *where: ColumnElement[bool], values: Mapping[str, Any] = NO_VALUES,
@@ -111,15 +116,14 @@ class Database:
 
         The conditions are constants, because their statement is kept; `values` are their parameters.
         """
-        query, names = selection(kind, where, *keys), field_names(kind)
-        rows = self.execute(query if limit is None else query.limit(limit), {**values, **keys}).all()
-        return [kind(**dict(zip(names, row, strict=True))) for row in rows]
+        parameters = {**values, **keys, "limit": -1 if limit is None else limit}
+        return [make_record(kind, row) for row in self.execute(selection(kind, where, *keys), parameters)]
 
     def first(self, kind: type[R], **keys: Any) -> R | None:
         """Return the first of the records that `find` returns, or None."""
         return next(iter(self.find(kind, **keys)), None)
 
-    def put(self, record: object, *, keep_existing: bool = False) -> CursorResult[Any]:
+    def put(self, record: object, *, keep_existing: bool = False) -> sqlite3.Cursor:
         """Insert the row of a record."""
         return self.execute(insertion(type(record), keep_existing=keep_existing), vars(record))
 
@@ -135,13 +139,6 @@ class Database:
         """Close all idle connections; a later transaction opens new ones."""
         while self._idle:
             self._idle.pop().close()
-
-
-def make_engine(pool: Pool) -> Engine:
-    """Return the engine for the connections of a pool."""
-    engine = Engine(pool, _DIALECT, make_url("sqlite://"))
-    engine.update_execution_options(compiled_cache=_COMPILED)
-    return engine
 
 
 _IDENTITY = frozenset({"name", "run", "number", "attempt", "state"})

@@ -29,17 +29,17 @@ from orchestrator.registry.records import (
     Transition,
     UserRequest,
 )
-from orchestrator.registry.tables import TABLES
+from orchestrator.registry.tables import TABLES, is_among
 from orchestrator.states import RunState
 from trainer.protocol.config_sections.moved_keys import in_present_keys
 
 _RUNS, _TESTS = TABLES[Run].c, TABLES[RestoreTest].c
 _ATTEMPTS, _GENERATIONS, _NOTICES = TABLES[Attempt].c, TABLES[Generation].c, TABLES[Notice].c
 _SINCE: BindParameter[Any] = bindparam("since")
-_IN_STATES = _RUNS.state.in_(bindparam("states", expanding=True))
+_IN_STATES = is_among(_RUNS.state, "states")
 _LIVED = _ATTEMPTS.started_at.is_not(None) & (_ATTEMPTS.ended_at.is_(None) | (_ATTEMPTS.ended_at >= _SINCE))
 _FAILED = _GENERATIONS.failure.is_not(None) & (_GENERATIONS.started_at >= _SINCE)
-_NOTED = _NOTICES.kind.in_(bindparam("kinds", expanding=True)) & (_NOTICES.time >= _SINCE)
+_NOTED = is_among(_NOTICES.kind, "kinds") & (_NOTICES.time >= _SINCE)
 _SUBMITTED = TABLES[Submission].c.submitted_at >= _SINCE
 _BEGUN, _GOING_ON = _TESTS.begun_at >= _SINCE, _TESTS.ended_at.is_(None)
 _PENDING = TABLES[UserRequest].c.answered_at.is_(None)
@@ -150,8 +150,7 @@ class Reads(StoreOperations):
         """Return numbers and run names of run state changes after `number`, since a time."""
         change = TABLES[Transition].c
         wanted = (change.rowid > number) & (change.kind == "run") & (change.time >= since)
-        rows = self.database.execute(select(change.rowid, change.run).where(wanted).order_by(change.rowid))
-        return [(row.rowid, row.run) for row in rows]
+        return self.database.execute(select(change.rowid, change.run).where(wanted).order_by(change.rowid)).fetchall()
 
     @reads
     def notices(self, run: str) -> list[Notice]:
@@ -185,7 +184,7 @@ class Reads(StoreOperations):
     @reads
     def config_digests(self) -> set[str]:
         """Return the digests of all configs."""
-        return set(self.database.execute(select(TABLES[ConfigText].c.digest)).scalars())
+        return {digest for (digest,) in self.database.execute(select(TABLES[ConfigText].c.digest))}
 
     @reads
     def leases(self) -> list[Lease]:
@@ -243,7 +242,7 @@ class Reads(StoreOperations):
     def _names(self, condition: ColumnElement[bool], limit: int | None = None) -> list[str]:
         """Return the names of the runs that meet a condition, newest first."""
         query = select(_RUNS.name).where(condition).order_by(_RUNS.rowid.desc()).limit(limit)
-        return list(self.database.execute(query).scalars())
+        return [name for (name,) in self.database.execute(query)]
 
 
 def _given(**keys: Any) -> dict[str, Any]:

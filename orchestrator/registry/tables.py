@@ -1,7 +1,4 @@
-"""Tables of the registry for SQLAlchemy Core, derived from the records, and the statements used most often.
-
-Statements are built once and get their values as parameters, because building one takes longer than executing it.
-"""
+"""Tables of the registry for SQLAlchemy Core, derived from the records, and the statements used most often."""
 
 import functools
 import json
@@ -14,60 +11,16 @@ from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy
-from sqlalchemy import Column, ColumnElement, Dialect, Select, Table, Text, Update
+from sqlalchemy import BindParameter, ClauseElement, ColumnElement, Select, TableClause, Update, bindparam
 from sqlalchemy.dialects.sqlite import Insert
-from sqlalchemy.types import TypeDecorator, TypeEngine
+from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
 from checkpointing.storage.durable import dump_line, number
 from orchestrator.registry import records
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class EncodedField(TypeDecorator[Any]):
-    """Field that SQLite stores in another form; None is NULL."""
-
-    impl, cache_ok = Text, True
-
-    def __init__(self, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.encode, self.decode = encode, decode
-
-    def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:
-        return lambda value: None if value is None else self.encode(value)
-
-    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
-        return lambda value: None if value is None else self.decode(value)
-
-
-def _decode_tuple(text: str) -> tuple[Any, ...]:
-    return tuple(json.loads(text))
-
-
-def _encode_float(value: float) -> float | str:
-    """Return NaN and infinity as text, since SQLite would store NULL for NaN."""
-    return value if math.isfinite(value) else json.loads(dump_line(value))
-
-
-_TYPES: Mapping[Any, TypeEngine[Any]] = {
-    str: Text(),
-    int: sqlalchemy.Integer(),
-    bool: sqlalchemy.Boolean(),
-    float: EncodedField(_encode_float, number),
-    tuple: EncodedField(dump_line, _decode_tuple),
-    dict: EncodedField(dump_line, json.loads),
-}
-
-
-def _column_type(kind: Any) -> TypeEngine[Any]:
-    """Return the type of the column for a field of this type; every column accepts NULL here."""
-    if typing.get_origin(kind) is types.UnionType:
-        return _column_type(typing.get_args(kind)[0])
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return EncodedField(str, kind)
-    return _TYPES[typing.get_origin(kind) or kind]
-
+R = TypeVar("R")
 
 _LAYOUT: Mapping[type[Any], tuple[str, Callable[[Any], tuple[ColumnElement[Any], ...]]]] = {
     records.ConfigText: ("configs", lambda row: (row.digest,)),
@@ -86,18 +39,6 @@ _LAYOUT: Mapping[type[Any], tuple[str, Callable[[Any], tuple[ColumnElement[Any],
     records.EventCursor: ("cursors", lambda row: (row.run, row.file)),
 }
 """Name of each record's table and the order in which its rows are read; referred tables come first."""
-_METADATA = sqlalchemy.MetaData()
-
-
-def _make_table(kind: type[Any], name: str) -> Table:
-    """Return the table with a column for each field, and SQLite's row number, which grows with time."""
-    hints = typing.get_type_hints(kind)
-    columns = {"rowid": int} | {item.name: hints[item.name] for item in fields(kind)}
-    return Table(name, _METADATA, *(Column(key, _column_type(of)) for key, of in columns.items()))
-
-
-TABLES: dict[type[Any], Table] = {kind: _make_table(kind, name) for kind, (name, _) in _LAYOUT.items()}
-"""Table of each record; `orchestrator/registry/migrate.py` creates them with their keys and indexes."""
 
 
 def _build_once(build: Callable[P, T]) -> Callable[P, T]:
@@ -110,12 +51,19 @@ def field_names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind))
 
 
+TABLES: dict[type[Any], TableClause] = {
+    kind: sqlalchemy.table(name, *map(sqlalchemy.column, ("rowid", *field_names(kind))))
+    for kind, (name, _) in _LAYOUT.items()
+}
+"""Table of each record, with SQLite's row number, which grows with time."""
+
+
 @_build_once
 def selection(kind: type[Any], where: tuple[ColumnElement[bool], ...], *keys: str) -> Select[Any]:
-    """Return the statement that reads the rows with these values that meet the conditions, in their order."""
+    """Return the statement that reads up to `limit` rows with these values that meet the conditions, in their order."""
     row = TABLES[kind].c
     query = sqlalchemy.select(*(row[name] for name in field_names(kind))).where(*where, *_equal(kind, keys))
-    return query.order_by(*_LAYOUT[kind][1](row))
+    return query.order_by(*_LAYOUT[kind][1](row)).limit(bindparam("limit"))
 
 
 @_build_once
@@ -146,4 +94,55 @@ def deletion(kind: type[Any], *keys: str) -> sqlalchemy.Delete:
 
 
 def _equal(kind: type[Any], keys: tuple[str, ...], prefix: str = "") -> list[ColumnElement[bool]]:
-    return [TABLES[kind].c[key] == sqlalchemy.bindparam(f"{prefix}{key}") for key in keys]
+    return [TABLES[kind].c[key] == bindparam(f"{prefix}{key}") for key in keys]
+
+
+def is_among(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+    """Return the condition that a column has one of the values in the list parameter `name`."""
+    values: BindParameter[Any] = bindparam(name)
+    return column.in_(sqlalchemy.select(sqlalchemy.func.json_each(values).table_valued("value").c.value))
+
+
+_DIALECT = SQLiteDialect_pysqlite(paramstyle="named")
+
+
+@functools.lru_cache(maxsize=512)
+def compile_statement(statement: ClauseElement, names: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """Return the SQL of a statement with these parameters, and its constants by parameter name."""
+    compiled = statement.compile(dialect=_DIALECT, column_keys=list(names))
+    return str(compiled), {name: value for name, value in compiled.params.items() if name not in names}
+
+
+def encode(value: Any) -> Any:
+    """Return a field's value as SQLite stores it: collections, NaN and infinity as JSON (SQLite makes NaN NULL)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else json.loads(dump_line(value))
+    return dump_line(value) if isinstance(value, dict | tuple | list) else value
+
+
+_DECODERS: Mapping[Any, Callable[[Any], Any]] = {
+    bool: bool, float: number, tuple: lambda text: tuple(json.loads(text)), dict: json.loads,
+}  # fmt: skip
+
+
+def _decoder(kind: Any) -> Callable[[Any], Any] | None:
+    """Return the function that decodes the values of a field of this type; None if they are stored as they are."""
+    if typing.get_origin(kind) is types.UnionType:  # NULL is never decoded
+        kind = typing.get_args(kind)[0]
+    kind = typing.get_origin(kind) or kind
+    return kind if issubclass(kind, StrEnum) else _DECODERS.get(kind)
+
+
+@_build_once
+def _decoders(kind: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
+    hints = typing.get_type_hints(kind)
+    return [(name, decode) for name in field_names(kind) if (decode := _decoder(hints[name])) is not None]
+
+
+def make_record(kind: type[R], row: tuple[Any, ...]) -> R:
+    """Return the record of a row that `selection` read."""
+    values = dict(zip(field_names(kind), row, strict=True))
+    for name, decode in _decoders(kind):
+        if values[name] is not None:
+            values[name] = decode(values[name])
+    return kind(**values)

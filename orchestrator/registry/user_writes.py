@@ -53,7 +53,7 @@ class UserWrites(Reads):
         name = TABLES[Run].c.name
         tail = func.substr(name, len(slug) + 2)
         own = name.between(f"{slug}-", f"{slug}.") & (tail != "") & ~tail.op("GLOB")("*[^0-9]*")
-        number = (self.database.execute(select(func.max(cast(tail, Integer))).where(own)).scalar() or 0) + 1
+        number = (self.database.execute(select(func.max(cast(tail, Integer))).where(own)).fetchone()[0] or 0) + 1
         while (root / f"{slug}-{number}").exists():
             number += 1
         return f"{slug}-{number}"
@@ -89,7 +89,7 @@ class UserWrites(Reads):
         """Add a request to the controller; return the number under which it will be answered."""
         self.named_run(run)
         row = {"run": run, "verb": verb, "args": args, "asked_at": now, "answer": ""}
-        return self.database.execute(insertion(UserRequest), row).lastrowid
+        return self.database.execute(insertion(UserRequest), row).lastrowid or 0
 
     @writes
     def begin_removal(self, run: str) -> None:

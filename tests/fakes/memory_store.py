@@ -4,10 +4,8 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import StaticPool
-
 from orchestrator.registry import migrate
-from orchestrator.registry.database import Database, make_engine
+from orchestrator.registry.database import Database
 from orchestrator.registry.store import Store
 
 
@@ -20,7 +18,7 @@ class MemoryStore(Store):
         migrate.run_migrations(connection, None)
         self.connection = connection
         database = Database(Path("/memory/registry.db"))
-        database.engine = make_engine(StaticPool(lambda: connection))
+        database.connect = lambda: connection  # type: ignore[assignment]
         super().__init__(database)
 
     def close(self) -> None:

@@ -69,6 +69,7 @@ class World:
         self.files = HungFiles()
         self.lives = 0
         self.reports: list[TickReport] = []
+        self._rows: tuple[int, Run, list[Attempt]] | None = None  # the run's, with the number of changes when read
         self._checked: set[tuple[Path, int, int]] = set()  # launch tokens by file: a new one is a new file
         self.start_controller()
 
@@ -139,13 +140,19 @@ class World:
 
     # -- what people see
 
+    def _read(self) -> tuple[int, Run, list[Attempt]]:
+        if self._rows is None or self._rows[0] != self.store.connection.total_changes:
+            rows = self.store.run(self.name), self.store.attempts(self.name)
+            self._rows = self.store.connection.total_changes, *rows
+        return self._rows
+
     @property
     def run(self) -> Run:
-        return self.store.run(self.name)
+        return self._read()[1]
 
     @property
     def attempts(self) -> list[Attempt]:
-        return self.store.attempts(self.name)
+        return self._read()[2]
 
     @property
     def folder(self) -> RunDir:

@@ -210,4 +210,4 @@ def require_registry() -> None:
 
 def _views(rows: Iterable[dict[str, Any]]) -> list[RunView]:
     now = time.time()
-    return [RunView(now=now, checkpoint=row.pop("last_checkpoint"), **row) for row in rows]
+    return [RunView(now=now, **row) for row in rows]

@@ -1,10 +1,9 @@
 """Nodes that a run may use or must avoid, and exclusions that restart while their node is out of service."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from orchestrator.config.run_config import RunConfig
 from orchestrator.controller.actor import Actor
 from orchestrator.errors import ConfigError, SlurmUnreachable
 from orchestrator.recovery import failure_rate
@@ -24,10 +23,9 @@ from orchestrator.recovery.node_exclusion import (
 )
 from orchestrator.registry.records import ORCH, PERSON, Node, Run
 from orchestrator.registry.store import Store
-from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
+from orchestrator.run_dirs.controlled_run import ControlledRun, RunConfigs
 from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.scheduler.interface import Scheduler
-from trainer.protocol.config import build
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind
 
@@ -111,10 +109,10 @@ class RepairedNodes:
     """Periodic check of excluded nodes in one controller's schedulers."""
 
     def __init__(self, store: Store, schedulers: Mapping[str, Scheduler]) -> None:
-        self._store, self._schedulers = store, schedulers
+        self._store, self._configs, self._schedulers = store, RunConfigs(store), schedulers
         self._looked = float("-inf")
 
-    def run(self, runs: Iterable[Run], epoch: int, now: float) -> list[str]:
+    def run(self, runs: Callable[[], list[Run]], epoch: int, now: float) -> list[str]:
         """Restart the exclusion period of nodes still out of service; return one line per node."""
         if now - self._looked < EVERY:
             return []
@@ -124,7 +122,7 @@ class RepairedNodes:
             if node.exclusion_source(now) == ORCH:
                 excluded.setdefault(node.cluster, []).append(node)
         by_domain: dict[str, list[Run]] = {}
-        for run in runs if excluded else ():
+        for run in runs() if excluded else ():
             by_domain.setdefault(run.domain, []).append(run)
         return [
             line
@@ -153,7 +151,5 @@ class RepairedNodes:
         found = [0.0]
         for run in runs:
             with suppress(ConfigError, ValueError):
-                config = build(RunConfig, stored_config(self._store, run.config_digest))
-                assert isinstance(config, RunConfig)
-                found.append(config.recovery.exclude_hours)
+                found.append(self._configs(run.config_digest).recovery.exclude_hours)
         return max(found)

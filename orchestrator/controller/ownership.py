@@ -88,44 +88,45 @@ class Domain:
 
     def live(self) -> list[Run]:
         """Return the live runs that belong here or may turn out to belong here."""
-        runs = self._actor.store.runs(LIVE_RUNS)
+        return self._own(self._actor.store.runs(LIVE_RUNS))
+
+    def _own(self, runs: Sequence[Run]) -> list[Run]:
         return [run for run in runs if self.has(run) or (not run.scheduler and run.cluster in self._actor.schedulers)]
 
-    def runs_to_look_up(self) -> list[Run]:
+    def runs_to_look_up(self, live: Sequence[Run]) -> list[Run]:
         """Return the live runs whose jobs may be here: runs of this Slurm, under its present or former name."""
-        moved = [run for run in self._actor.store.runs(LIVE_RUNS) if same_cluster_name(run.scheduler, self.scheduler)]
-        return self.live() + moved
+        return self._own(live) + [run for run in live if same_cluster_name(run.scheduler, self.scheduler)]
 
-    def _unclaimed_runs(self) -> list[Run]:
+    def _unclaimed_runs(self, live: Sequence[Run]) -> list[Run]:
         """Return the live runs that may belong to a scheduler whose instance is still unknown."""
-        if not self.scheduler or is_known(self.scheduler):
-            return []
-        return [run for run in self._actor.store.runs(LIVE_RUNS) if run.cluster in self._actor.schedulers]
+        unknown = self.scheduler and not is_known(self.scheduler)
+        return [run for run in live if unknown and run.cluster in self._actor.schedulers]
 
-    def job_records(self, attempts: Mapping[str, tuple[Attempt, ...]], now: float) -> Records:
+    def job_records(self, runs: Sequence[Run], attempts: Mapping[str, tuple[Attempt, ...]], now: float) -> Records:
         """Return the job records of these runs, and of owned runs with submissions whose jobs were never found."""
         store, made = self._actor.store, dict[str, list[Submission]]()
         for one in store.submissions(since=now - ORPHANS_FOR):
             made.setdefault(one.run, []).append(one)
-        runs = {name: store.run(name) for name in {*attempts, *made}}
-        # An id has no meaning in a different Slurm.
-        orphaned = [name for name, several in made.items() if name not in attempts and unresolved_submissions(several)]
-        known = {**attempts, **{name: tuple(store.attempts(name)) for name in orphaned if self.has(runs[name])}}
+        known = {run.name: (run, attempts[run.name]) for run in runs}
+        for name, several in made.items():
+            # An id has no meaning in a different Slurm.
+            if name not in known and unresolved_submissions(several) and self.has(run := store.run(name)):
+                known[name] = run, tuple(store.attempts(name))
         return {
-            (name, attempt.number): JobRecord.from_rows(runs[name], attempt, made.get(name, ()))
-            for name, several in known.items()
+            (name, attempt.number): JobRecord.from_rows(run, attempt, made.get(name, ()))
+            for name, (run, several) in known.items()
             for attempt in several
         }
 
     def count(self) -> int:
         """Return the number of live runs that this controller serves."""
-        return len(self._unclaimed_runs() or self.live())
+        live = self._actor.store.runs(LIVE_RUNS)
+        return len(self._unclaimed_runs(live) or self._own(live))
 
-    def silent_schedulers(self) -> dict[str, str]:
+    def silent_schedulers(self, live: Sequence[Run]) -> dict[str, str]:
         """Map each kind of scheduler with live runs but no known instance to the reason."""
-        return {
-            run.cluster: self.silence(run.cluster) or "its instance is still unknown" for run in self._unclaimed_runs()
-        }
+        unclaimed = {run.cluster for run in self._unclaimed_runs(live)}
+        return {kind: self.silence(kind) or "its instance is still unknown" for kind in unclaimed}
 
     def has_pending_request(self) -> bool:
         """Return whether a user request waits for this controller's answer."""

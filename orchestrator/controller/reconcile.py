@@ -11,7 +11,6 @@ from typing import Any
 
 from checkpointing.storage.storage_errors import explain_disk_error
 from orchestrator import failpoints
-from orchestrator.config.run_config import RunConfig
 from orchestrator.controller import user_requests
 from orchestrator.controller.actor import SUBMIT_WITHIN, Actor, PoolSize, UsableNodes, training_notes
 from orchestrator.controller.collect_evidence import collect_evidence
@@ -35,10 +34,10 @@ from orchestrator.controller.scheduler_snapshot import UNREACHABLE, Records, Sch
 from orchestrator.errors import Fenced, ForeignRun, Precondition, RegistryError, SlurmUnreachable
 from orchestrator.observed_since import Clock, ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT, Evidence, judge, judge_silence
-from orchestrator.registry.records import Attempt, Lease, Run
+from orchestrator.registry.records import Attempt, Lease, Run, UserRequest
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.bounded_files import DirectFiles, Files, RunDirHangs
-from orchestrator.run_dirs.controlled_run import ControlledRun, stored_config
+from orchestrator.run_dirs.controlled_run import ControlledRun, RunConfigs, stored_config
 from orchestrator.run_dirs.ingest import ingest
 from orchestrator.run_dirs.job_spec import is_live, job_spec
 from orchestrator.run_dirs.other_registry import refuse_other_registry
@@ -46,8 +45,7 @@ from orchestrator.run_dirs.run_folder import check_run_folder, ensure_run_dir, h
 from orchestrator.scheduler.interface import LEAVING_STATES, RUNNING_STATES, JobStatus, Scheduler
 from orchestrator.scheduler.scheduler_instance import Instance
 from orchestrator.scheduler.slurm.refusals import waiting_words
-from orchestrator.states import LIVE_ATTEMPTS, AttemptState, RunState
-from trainer.protocol.config import build
+from orchestrator.states import LIVE_ATTEMPTS, LIVE_RUNS, AttemptState, RunState
 from trainer.protocol.failures.outcome import FailureKind
 from trainer.protocol.run_dir import RunDir
 
@@ -102,20 +100,23 @@ class Controller:
         self.domain = Domain(self.actor, instance)
         self.actor.pool_size, self.actor.usable_nodes = pool_size, usable_nodes
         self.files = self.actor.files = files or DirectFiles()
-        self._configs: dict[str, RunConfig] = {}
+        self.configs = RunConfigs(store)
         self._errors: list[str] = []
         self._silent: dict[str, str] = {}
+        self._cancels: dict[str, UserRequest] = {}
         self._swept_at: dict[str, float] = {}
 
     def tick(self, lease: Lease) -> TickReport:
         """Run one pass. Raises Fenced if the lease is lost, RegistryError if the registry is unusable."""
         self.actor.start_pass(lease)
         self.actor.renew_lease()
-        self._errors, self._silent = [], self.domain.silent_schedulers()
         user_requests.answer_idle(self.actor)
-        runs = self.domain.runs_to_look_up()
-        attempts = {run.name: tuple(self.store.attempts(run.name)) for run in runs}
-        records = self.domain.job_records(attempts, self.clock.wall())
+        live = self.store.runs(LIVE_RUNS)
+        self._errors, self._silent = [], self.domain.silent_schedulers(live)
+        self._cancels = user_requests.pending_cancels(self.store)
+        runs = self.domain.runs_to_look_up(live)
+        attempts = self.store.attempts_by_run(run.name for run in runs)
+        records = self.domain.job_records(runs, attempts, self.clock.wall())
         snapshots = {
             kind: self._take_snapshot(kind, runs, attempts, records) for kind in sorted({run.cluster for run in runs})
         }
@@ -179,7 +180,7 @@ class Controller:
         """Serve one run; its errors are recorded and do not affect other runs."""
         self.actor.renew_lease_if_due()
         try:
-            if not snapshot.answered and user_requests.cancel_unsubmitted(self.actor, run):
+            if not snapshot.answered and user_requests.cancel_unsubmitted(self.actor, run, self._cancels.get(run.name)):
                 return True
             owned, reason = self.domain.owns(run, attempts, snapshot)
             if not owned:
@@ -220,15 +221,8 @@ class Controller:
         """Return the run with its effective config: a live attempt's own config, which may be for a smaller world."""
         last = attempts[-1]
         digest = (last.config_digest if last.state in LIVE_ATTEMPTS else "") or run.config_digest
-        cancel = user_requests.pending_cancel(self.store, run)
-        return ControlledRun(run=run, attempts=attempts, config=self._config(digest), cancel=cancel)
-
-    def _config(self, digest: str) -> RunConfig:
-        if digest not in self._configs:
-            config = build(RunConfig, stored_config(self.store, digest))
-            assert isinstance(config, RunConfig)
-            self._configs[digest] = config
-        return self._configs[digest]
+        cancel = self._cancels.get(run.name)
+        return ControlledRun(run=run, attempts=attempts, config=self.configs(digest), cancel=cancel)
 
     def _reload_view(self, view: ControlledRun) -> ControlledRun:
         """Return a view of the run from its current rows."""
@@ -302,7 +296,7 @@ class Controller:
             maintain_job(self.actor, view, job)
             update_exclusions(self.actor, view, job)
             end_silent_job(self.actor, view, job, evidence)
-            full = self._config(view.run.config_digest)
+            full = self.configs(view.run.config_digest)
             give_up_long_wait(self.actor, view, full, job, evidence)
         if view.cancel is not None:
             user_requests.advance_cancel(self.actor, view, snapshot)
@@ -347,7 +341,7 @@ class Controller:
         waits = waiting_words(job.reason, spec.resources, run.name, reason_for) if not runs else ""
         changed = changes(job, spec)
         held = f"a user holds it: `scontrol release {job.job_id}`" if is_held_by_person(self.actor, view, job) else ""
-        size = size_note(view, self._config(run.config_digest), job)
+        size = size_note(view, self.configs(run.config_digest), job)
         notes = training_notes(self.store, attempt) if runs else []
         notes_text = "".join(f"; {words}" for words in (size, held, silence, evidence.odd, changed, *notes) if words)
         saves = f"{evidence.saves_failing}; " if evidence.saves_failing and runs else ""

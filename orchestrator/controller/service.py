@@ -81,11 +81,16 @@ class AfterPass:
     def for_controller(cls, controller: Controller) -> Self:
         store, owns, between = controller.store, controller.domain.has, controller.actor.renew_lease_if_due
         tests = RestoreTests(store, controller.files, owns, between)
-        return cls(controller, tests, Notifications(store, owns, between), RepairedNodes(store, controller.schedulers))
+        return cls(
+            controller,
+            tests,
+            Notifications(store, owns, between),
+            RepairedNodes(store, controller.schedulers),
+        )
 
     def serve(self, epoch: int, now: float) -> list[str]:
         """Send due notifications and prolong exclusions of nodes still out of service; return one line per action."""
-        repaired = self.repaired.run(self.controller.domain.live(), epoch, now)
+        repaired = self.repaired.run(self.controller.domain.live, epoch, now)
         return [*repaired, *self.notifications.run(epoch, now)]
 
     def serve_and_wait(self, epoch: int, now: float) -> list[str]:

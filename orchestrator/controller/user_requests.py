@@ -255,18 +255,18 @@ def cancel_intent(actor: Actor, view: ControlledRun, snapshot: SchedulerSnapshot
     return False
 
 
-def pending_cancel(store: Reads, run: Run) -> UserRequest | None:
-    """Return the unanswered request to cancel this run, if any."""
-    return next((one for one in store.user_requests() if one.run == run.name and one.verb == "cancel"), None)
+def pending_cancels(store: Reads) -> dict[str, UserRequest]:
+    """Return the oldest unanswered request to cancel each run."""
+    return {one.run: one for one in reversed(store.user_requests()) if one.verb == "cancel"}
 
 
-def cancel_unsubmitted(actor: Actor, run: Run) -> bool:
+def cancel_unsubmitted(actor: Actor, run: Run, cancel: UserRequest | None) -> bool:
     """Cancel a run that was never submitted although no scheduler answers; return whether that is done.
 
     A controller that owns the run records each submission before it calls sbatch. If the transaction that ends the run
     finds no submission, it precedes them all, and none can begin afterwards.
     """
-    name, cancel, reason = run.name, pending_cancel(actor.store, run), after_cancel(None).reason
+    name, reason = run.name, after_cancel(None).reason
     if cancel is None or (run.scheduler and not is_ours(run, actor.lease.scheduler)):
         return False
 

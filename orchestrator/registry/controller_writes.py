@@ -320,9 +320,9 @@ class ControllerWrites(UserWrites):
             why = ", ".join(live) or "no controller holds the lease"
             raise Fenced(f"a controller with epoch {epoch} may not write: {why}")
         if run is not None and held.scheduler != ALL_RUNS:
-            owner = self.database.execute(_SCHEDULER_OF, {"run": run}).fetchone()
-            if owner not in (None, ("",), (held.scheduler,)):
-                raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owner[0]}")
+            for (owner,) in self.database.rows(_SCHEDULER_OF, {"run": run}):
+                if owner not in ("", held.scheduler):
+                    raise ForeignRun(f"the controller of {held.scheduler} may not write: {run} belongs to {owner}")
 
     def _find_lease(self, epoch: int) -> Lease | None:
         """Return the lease with this epoch, which is unique."""

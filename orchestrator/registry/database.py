@@ -36,6 +36,8 @@ S = TypeVar("S", bound="StoreOperations")
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 _BUSY_SECONDS = 5.0
 """SQLite's own timeout for a lock, per statement."""
+_WRITE = "BEGIN IMMEDIATE"
+"""Begin of a write; a deferred BEGIN that turns into a write fails immediately if another writer came first."""
 
 
 class Database:
@@ -52,20 +54,21 @@ class Database:
 
     def read(self, work: Callable[[], T]) -> T:
         """Run `work`, including the reads it calls, on one snapshot."""
-        return self._run(work, writes=False)
+        return self._run(work, begin="BEGIN")
 
     def write(self, work: Callable[[], T]) -> T:
         """Run `work` in one BEGIN IMMEDIATE transaction; all of it is repeated if the registry is busy."""
-        return self._run(work, writes=True)
+        return self._run(work, begin=_WRITE)
 
-    def _run(self, work: Callable[[], T], *, writes: bool) -> T:
-        if getattr(self._active, "connection", None) is not None:
-            assert self._active.writes or not writes, "a write within a read: its lock would come too late"
+    def _run(self, work: Callable[[], T], *, begin: str) -> T:
+        """Run `work` in a transaction; without `begin`, its single statement is one."""
+        if self._connection is not None:
+            assert self._active.writes or begin != _WRITE, "a write within a read: its lock would come too late"
             return work()
         give_up = time.monotonic() + self._patience
         while True:
             try:
-                result, touched = self._once(work, writes=writes)
+                result, touched = self._once(work, begin)
             except sqlite3.IntegrityError:
                 raise
             except sqlite3.Error as error:
@@ -79,18 +82,19 @@ class Database:
                     self.after_commit(touched)
                 return result
 
-    def _once(self, work: Callable[[], T], *, writes: bool) -> tuple[T, set[str]]:
+    def _once(self, work: Callable[[], T], begin: str) -> tuple[T, set[str]]:
         """Return the result and the runs that changed."""
         try:
             connection = self._idle.pop()
         except IndexError:
             connection = self.connect()
         try:
-            # A deferred BEGIN that turns into a write fails at once if another writer came first.
-            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
-            self._active.connection, self._active.writes, self._active.touched = connection, writes, set[str]()
+            if begin:
+                connection.execute(begin)
+            self._active.connection, self._active.writes, self._active.touched = connection, begin == _WRITE, set[str]()
             result = work()
-            connection.execute("COMMIT")
+            if begin:
+                connection.execute("COMMIT")
             return result, self._active.touched
         finally:
             self._active.connection = None
@@ -98,15 +102,24 @@ class Database:
                 connection.rollback()  # does nothing after a commit
             self._idle.append(connection)
 
+    @property
+    def _connection(self) -> sqlite3.Connection | None:
+        """Connection of this thread's transaction."""
+        return getattr(self._active, "connection", None)
+
     def touch(self, run: str) -> None:
         """Note that the run's record file is due after the commit."""
         self._active.touched.add(run)
 
     def execute(self, statement: ClauseElement, values: Mapping[str, Any] = NO_VALUES) -> sqlite3.Cursor:
         """Execute a statement within the transaction of this thread."""
-        connection: sqlite3.Connection = self._active.connection
+        assert self._connection is not None
         sql, constants = compile_statement(statement, tuple(values))
-        return connection.execute(sql, constants | {name: encode(value) for name, value in values.items()})
+        return self._connection.execute(sql, constants | {name: encode(value) for name, value in values.items()})
+
+    def rows(self, query: ClauseElement, values: Mapping[str, Any] = NO_VALUES) -> list[Any]:
+        """Return the rows that a query reads, in the transaction of this thread if there is one."""
+        return self._run(lambda: self.execute(query, values).fetchall(), begin="")
 
     def find(
         self, kind: type[R], *where: ColumnElement[bool], values: Mapping[str, Any] = NO_VALUES,
@@ -117,7 +130,7 @@ class Database:
         The conditions are constants, because their statement is kept; `values` are their parameters.
         """
         parameters = {**values, **keys, "limit": -1 if limit is None else limit}
-        return [make_record(kind, row) for row in self.execute(selection(kind, where, *keys), parameters)]
+        return [make_record(kind, row) for row in self.rows(selection(kind, where, *keys), parameters)]
 
     def first(self, kind: type[R], **keys: Any) -> R | None:
         """Return the first of the records that `find` returns, or None."""
@@ -156,16 +169,6 @@ class StoreOperations:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-
-
-def reads(verb: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Run the method on one snapshot of the registry."""
-
-    @functools.wraps(verb)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.database.read(lambda: verb(self, *args, **kwargs))
-
-    return call
 
 
 def writes(verb: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:

@@ -74,11 +74,9 @@ def newest(
     tests: bool = False,
     tags: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return the newest runs with all fields of `orch status`; empty without a registry.
+    """Return the fields of `orchestrator.run_view.RunView` for the newest runs.
 
     `tests`: include restore tests. `tags`: only runs with all of these tags.
-
-    The keys are the fields of orchestrator.run_view.RunView, and last_checkpoint ({step, trust, committed_at} or None).
     """
     where, wanted = _among("state", states)
     tagged = list(tags)
@@ -93,19 +91,19 @@ def runs_by_name(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
 def found_bad(path: Path, since: float) -> list[str]:
     """Return the runs of which a restore test found a checkpoint bad at `since` or later."""
     query = f"SELECT DISTINCT run FROM restore_tests WHERE ended_at >= ? AND verdict IN {_BAD} ORDER BY run"
-    return [row["run"] for row in _rows(path, query, (since,))] if path.exists() else []
+    return [row["run"] for row in _rows(path, query, (since,))]
 
 
 def run_names(path: Path, limit: int = 1000) -> list[tuple[str, str]]:
     """Return names and states of the newest runs."""
     query = "SELECT name, state FROM runs ORDER BY id DESC LIMIT ?"
-    return [(row["name"], row["state"]) for row in _rows(path, query, (limit,))] if path.exists() else []
+    return [(row["name"], row["state"]) for row in _rows(path, query, (limit,))]
 
 
 def saved_steps(path: Path, run: str) -> list[tuple[int, str]]:
     """Return steps and trust of a run's existing checkpoints, newest first."""
     query = "SELECT step, trust FROM checkpoints WHERE run = ? AND trust <> 'DELETED' ORDER BY step DESC"
-    return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))] if path.exists() else []
+    return [(row["step"], row["trust"]) for row in _rows(path, query, (run,))]
 
 
 def has_best(path: Path, run: str) -> bool:
@@ -114,19 +112,19 @@ def has_best(path: Path, run: str) -> bool:
         "SELECT json_extract(configs.data, '$.checkpoint.best.metric') AS metric "
         "FROM runs JOIN configs ON configs.digest = runs.config_digest WHERE runs.name = ?"
     )
-    return path.exists() and any(row["metric"] for row in _rows(path, query, (run,)))
+    return any(row["metric"] for row in _rows(path, query, (run,)))
 
 
 def tag_names(path: Path) -> list[str]:
     """Return every tag in use."""
     query = "SELECT DISTINCT value FROM runs, json_each(runs.tags) ORDER BY value"
-    return [row["value"] for row in _rows(path, query, ())] if path.exists() else []
+    return [row["value"] for row in _rows(path, query, ())]
 
 
 def node_names(path: Path) -> list[str]:
     """Return every node that an attempt has run on."""
     query = "SELECT DISTINCT name FROM nodes ORDER BY name"
-    return [row["name"] for row in _rows(path, query, ())] if path.exists() else []
+    return [row["name"] for row in _rows(path, query, ())]
 
 
 def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
@@ -134,13 +132,9 @@ def leases(path: Path, *, any_version: bool = False) -> list[Lease]:
 
     `any_version` also reads registries of other versions, because one with a live controller must not be replaced.
     """
-    if not path.exists():
-        return []
-    columns = "epoch, holder, renewed_at, expires_at, ticked_at, *"  # all versions have these; some have no `scheduler`
+    columns = ", ".join(item.name for item in fields(Lease))
     query = f"SELECT {columns} FROM lease ORDER BY holder = '', renewed_at DESC, epoch DESC"
-    found = [dict(row) for row in _rows(path, query, (), any_version=any_version)]
-    known = {item.name for item in fields(Lease)}
-    return [Lease(**{name: value for name, value in row.items() if name in known}) for row in found]
+    return [Lease(**dict(row)) for row in _rows(path, query, (), any_version=any_version)]
 
 
 def lease(path: Path, scheduler: str | None = None) -> Lease | None:
@@ -165,8 +159,6 @@ def _among(column: str, values: Iterable[str] | None) -> tuple[list[str], list[s
 
 
 def _newest(path: Path, limit: int | None, conditions: list[str], values: list[str]) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     bound = (*values, -1 if limit is None else limit, *_UNUSABLE)
     return [_answer(row) for row in _rows(path, _NEWEST.format(where=where), bound)]
@@ -175,7 +167,7 @@ def _newest(path: Path, limit: int | None, conditions: list[str], values: list[s
 def _answer(row: sqlite3.Row) -> dict[str, Any]:
     answer = dict(row)
     step, trust, at = answer.pop("saved_step"), answer.pop("saved_trust"), answer.pop("saved_at")
-    answer["last_checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
+    answer["checkpoint"] = None if step is None else {"step": step, "trust": trust, "committed_at": at}
     answer["restore_test"] = _pop_columns(answer, "tested", ("step", "layout", "verdict", "ended_at"))
     answer["bad_test"] = _pop_columns(answer, "bad", ("step", "layout", "verdict", "ended_at", "reason"))
     answer["test_of"] = _pop_columns(answer, "own", ("run", "step", "layout"))
@@ -208,6 +200,9 @@ def run_folders(path: Path) -> dict[str, str]:
 
 
 def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:
+    """Return the rows of a query; empty without a registry."""
+    if not path.exists():
+        return []
     try:
         with closing(versions.connect_readonly(path)) as connection:
             found = versions.find_version(connection, path)

@@ -23,8 +23,7 @@ BEGIN SELECT RAISE(ABORT, 'a config is never changed: runs point at it'); END
 """
 
 MIGRATIONS: Mapping[str, tuple[str, ...]] = {
-    # The first release. Registries of the versions 0001 to 0004 were never released and are refused.
-    "0005": (
+    "0009": (
         "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL,"
         " CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))",
         "CREATE TABLE configs (digest TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (digest))",
@@ -36,6 +35,7 @@ MIGRATIONS: Mapping[str, tuple[str, ...]] = {
             run_dir TEXT NOT NULL, config_digest TEXT NOT NULL, total_steps INTEGER NOT NULL, step INTEGER NOT NULL,
             loss FLOAT, not_before FLOAT NOT NULL, fresh_from INTEGER NOT NULL, created_at FLOAT NOT NULL,
             updated_at FLOAT NOT NULL, identity TEXT NOT NULL, scheduler TEXT DEFAULT '' NOT NULL,
+            tags TEXT DEFAULT '[]' NOT NULL, notified TEXT DEFAULT '{}' NOT NULL, removal TEXT DEFAULT '' NOT NULL,
             PRIMARY KEY (id), UNIQUE (name),
             CONSTRAINT fk_runs_config_digest FOREIGN KEY(config_digest) REFERENCES configs (digest))""",
         "CREATE INDEX ix_runs_state ON runs (state, id)",
@@ -45,7 +45,7 @@ MIGRATIONS: Mapping[str, tuple[str, ...]] = {
             job_state TEXT, nodes TEXT NOT NULL, excluded TEXT NOT NULL, intent_at FLOAT NOT NULL, submitted_at FLOAT,
             started_at FLOAT, ended_at FLOAT, resumed_from INTEGER, first_step INTEGER, last_step INTEGER,
             saved_step INTEGER, generations INTEGER NOT NULL, failure TEXT, decision TEXT,
-            scheduler TEXT DEFAULT '' NOT NULL,
+            scheduler TEXT DEFAULT '' NOT NULL, config_digest TEXT DEFAULT '' NOT NULL, smaller_world TEXT,
             PRIMARY KEY (run, number), UNIQUE (job_name),
             CONSTRAINT fk_attempts_run FOREIGN KEY(run) REFERENCES runs (name))""",
         """CREATE TABLE submissions (
@@ -64,6 +64,7 @@ MIGRATIONS: Mapping[str, tuple[str, ...]] = {
             run TEXT NOT NULL, name TEXT NOT NULL, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
             trust TEXT NOT NULL, bytes INTEGER NOT NULL, path TEXT NOT NULL, committed_at FLOAT NOT NULL,
             reason TEXT NOT NULL, tier TEXT DEFAULT '' NOT NULL, seconds FLOAT, stall FLOAT,
+            manifest TEXT DEFAULT '' NOT NULL,
             PRIMARY KEY (run, name),
             CONSTRAINT fk_checkpoints_run FOREIGN KEY(run) REFERENCES runs (name))""",
         "CREATE INDEX ix_checkpoints_step ON checkpoints (run, step)",
@@ -101,16 +102,6 @@ MIGRATIONS: Mapping[str, tuple[str, ...]] = {
         """CREATE TABLE cursors (
             run TEXT NOT NULL, file TEXT NOT NULL, "offset" INTEGER NOT NULL,
             PRIMARY KEY (run, file), CONSTRAINT fk_cursors_run FOREIGN KEY(run) REFERENCES runs (name))""",
-        "CREATE TABLE meta (key TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (key))",
-    ),
-    # The config of each attempt: `orch resume RUN KEY=VALUE` changes the next attempt's.
-    "0006": (
-        "ALTER TABLE attempts ADD COLUMN config_digest TEXT DEFAULT '' NOT NULL",
-        "UPDATE attempts SET config_digest = (SELECT config_digest FROM runs WHERE runs.name = attempts.run)",
-    ),
-    # Restore tests, and the digest of every checkpoint's manifest at commit.
-    "0007": (
-        "ALTER TABLE checkpoints ADD COLUMN manifest TEXT DEFAULT '' NOT NULL",
         """CREATE TABLE restore_tests (
             test TEXT NOT NULL, run TEXT NOT NULL, checkpoint TEXT NOT NULL, layout TEXT NOT NULL,
             step INTEGER NOT NULL, begun_at FLOAT NOT NULL, ended_at FLOAT, verdict TEXT NOT NULL,
@@ -119,16 +110,8 @@ MIGRATIONS: Mapping[str, tuple[str, ...]] = {
         "CREATE INDEX ix_restore_tests_run ON restore_tests (run, begun_at)",
         "CREATE INDEX ix_restore_tests_ended_at ON restore_tests (ended_at)",
     ),
-    # Tags of runs, their sent notifications, and the progress of their removal (`orch rm`).
-    "0008": (
-        "ALTER TABLE runs ADD COLUMN tags TEXT DEFAULT '[]' NOT NULL",
-        "ALTER TABLE runs ADD COLUMN notified TEXT DEFAULT '{}' NOT NULL",
-        "ALTER TABLE runs ADD COLUMN removal TEXT DEFAULT '' NOT NULL",
-    ),
-    # Attempts smaller than their run (`cluster.min_nodes`).
-    "0009": ("ALTER TABLE attempts ADD COLUMN smaller_world TEXT",),
 }
-"""Statements by version, oldest first. Nothing reads `meta`: it stays because registries have it."""
+"""Statements by version, oldest first."""
 
 
 def set_journal(path: Path, mode: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import BindParameter, ColumnElement, bindparam, exists, false, func, select, true
 
 from orchestrator.errors import NotFound, RegistryError, RunExpected
-from orchestrator.registry.database import StoreOperations, reads
+from orchestrator.registry.database import StoreOperations
 from orchestrator.registry.fast_queries import covering_lease
 from orchestrator.registry.records import (
     Attempt,
@@ -40,6 +40,7 @@ _IN_STATES = is_among(_RUNS.state, "states")
 _LIVED = _ATTEMPTS.started_at.is_not(None) & (_ATTEMPTS.ended_at.is_(None) | (_ATTEMPTS.ended_at >= _SINCE))
 _FAILED = _GENERATIONS.failure.is_not(None) & (_GENERATIONS.started_at >= _SINCE)
 _NOTED = is_among(_NOTICES.kind, "kinds") & (_NOTICES.time >= _SINCE)
+_OF_RUNS = is_among(_ATTEMPTS.run, "runs")
 _SUBMITTED = TABLES[Submission].c.submitted_at >= _SINCE
 _BEGUN, _GOING_ON = _TESTS.begun_at >= _SINCE, _TESTS.ended_at.is_(None)
 _PENDING = TABLES[UserRequest].c.answered_at.is_(None)
@@ -53,7 +54,6 @@ _NO_TEST = ~exists().where(_TESTS.test == _RUNS.name)
 class Reads(StoreOperations):
     """All reads of the registry."""
 
-    @reads
     def run(self, name: str) -> Run:
         """Return the run with this name or unique prefix, or the newest one (`@last`). Raises NotFound.
 
@@ -62,7 +62,6 @@ class Reads(StoreOperations):
         found = self.database.first(Run, name=name)
         return self.named_run(self._resolve_name(name)) if found is None else found
 
-    @reads
     def named_run(self, name: str) -> Run:
         """Return the run with exactly this name. Raises NotFound."""
         found = self.database.first(Run, name=name)
@@ -70,19 +69,23 @@ class Reads(StoreOperations):
             raise NotFound(f"no run {name}", hint="`orch status` lists the runs")
         return found
 
-    @reads
     def runs(self, states: Iterable[RunState] | None = None, limit: int | None = None) -> list[Run]:
         """Return the runs, newest first."""
         if states is None:
             return self.database.find(Run, limit=limit)
         return self.database.find(Run, _IN_STATES, values={"states": sorted(states)}, limit=limit)
 
-    @reads
     def attempts(self, run: str) -> list[Attempt]:
         """Return the attempts of a run, oldest first."""
         return self.database.find(Attempt, run=run)
 
-    @reads
+    def attempts_by_run(self, runs: Iterable[str]) -> dict[str, tuple[Attempt, ...]]:
+        """Return the attempts of each of these runs, oldest first."""
+        found: dict[str, tuple[Attempt, ...]] = dict.fromkeys(runs, ())
+        for attempt in self.database.find(Attempt, _OF_RUNS, values={"runs": list(found)}):
+            found[attempt.run] += (attempt,)
+        return found
+
     def attempt(self, run: str, number: int) -> Attempt:
         """Return an attempt of a run. Raises NotFound."""
         found = self.database.first(Attempt, run=run, number=number)
@@ -90,17 +93,14 @@ class Reads(StoreOperations):
             raise NotFound(f"run {run} has no attempt {number}", hint=f"`orch show {run}` lists its attempts")
         return found
 
-    @reads
     def submissions(self, run: str | None = None, *, since: float = 0.0) -> list[Submission]:
         """Return the submissions of one run, or of all, since a time; oldest first."""
         return self.database.find(Submission, _SUBMITTED, values={"since": since}, **_given(run=run))
 
-    @reads
     def generations(self, run: str, attempt: int | None = None) -> list[Generation]:
         """Return the generations of a run or of one attempt, oldest first."""
         return self.database.find(Generation, run=run, **_given(attempt=attempt))
 
-    @reads
     def checkpoint(self, run: str, name: str) -> Checkpoint:
         """Return a checkpoint. Raises NotFound."""
         found = self.database.first(Checkpoint, run=run, name=name)
@@ -108,22 +108,18 @@ class Reads(StoreOperations):
             raise NotFound(f"run {run} has no checkpoint {name}", hint=f"`orch ckpt ls {run}` lists them")
         return found
 
-    @reads
     def checkpoints(self, run: str) -> list[Checkpoint]:
         """Return the checkpoints of a run, newest first, deleted ones included."""
         return self.database.find(Checkpoint, run=run)
 
-    @reads
     def copies(self, run: str) -> list[CheckpointCopy]:
         """Return the copies of a run's checkpoints in further tiers, by checkpoint and tier."""
         return self.database.find(CheckpointCopy, run=run)
 
-    @reads
     def restore_test(self, test: str) -> RestoreTest | None:
         """Return the restore test executed by the run `test`; None for any other run."""
         return self.database.first(RestoreTest, test=test)
 
-    @reads
     def restore_tests(
         self, run: str | None = None, *, going_on: bool = False, since: float = 0.0
     ) -> list[RestoreTest]:  # fmt: skip
@@ -131,44 +127,35 @@ class Reads(StoreOperations):
         where = (_BEGUN, _GOING_ON) if going_on else (_BEGUN,)
         return self.database.find(RestoreTest, *where, values={"since": since}, **_given(run=run))
 
-    @reads
     def history(self, cluster: str, since: float) -> tuple[list[Attempt], list[Generation]]:
         """Return the attempts on a cluster (`Run.domain`) that ran since a time, and failed generations of its runs."""
         values = {"domain": cluster, "since": since}
-        return (
-            self.database.find(Attempt, _IN_DOMAIN[Attempt], _LIVED, values=values),
-            self.database.find(Generation, _IN_DOMAIN[Generation], _FAILED, values=values),
-        )
+        attempts = self.database.find(Attempt, _IN_DOMAIN[Attempt], _LIVED, values=values)
+        return attempts, self.database.find(Generation, _IN_DOMAIN[Generation], _FAILED, values=values)
 
-    @reads
     def transitions(self, run: str) -> list[Transition]:
         """Return all state changes of a run, its attempts and its checkpoints, in the order of recording."""
         return self.database.find(Transition, run=run)
 
-    @reads
     def changes_after(self, number: int, since: float) -> list[tuple[int, str]]:
         """Return numbers and run names of run state changes after `number`, since a time."""
         change = TABLES[Transition].c
         wanted = (change.rowid > number) & (change.kind == "run") & (change.time >= since)
-        return self.database.execute(select(change.rowid, change.run).where(wanted).order_by(change.rowid)).fetchall()
+        return self.database.rows(select(change.rowid, change.run).where(wanted).order_by(change.rowid))
 
-    @reads
     def notices(self, run: str) -> list[Notice]:
         """Return the notices of a run's attempts, oldest first."""
         return self.database.find(Notice, run=run)
 
-    @reads
     def cluster_notices(self, cluster: str, kinds: Iterable[str], since: float) -> list[Notice]:
         """Return the notices of these kinds in all runs of a cluster since a time, oldest first."""
         values = {"domain": cluster, "kinds": sorted(kinds), "since": since}
         return self.database.find(Notice, _IN_DOMAIN[Notice], _NOTED, values=values)
 
-    @reads
     def nodes(self) -> list[Node]:
         """Return every node seen, by cluster and name."""
         return self.database.find(Node)
 
-    @reads
     def config(self, digest: str) -> dict[str, Any]:
         """Return the resolved config with this digest, converted to the keys of this version.
 
@@ -181,12 +168,10 @@ class Reads(StoreOperations):
             raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
         return in_present_keys(json.loads(found.data))
 
-    @reads
     def config_digests(self) -> set[str]:
         """Return the digests of all configs."""
-        return {digest for (digest,) in self.database.execute(select(TABLES[ConfigText].c.digest))}
+        return {digest for (digest,) in self.database.rows(select(TABLES[ConfigText].c.digest))}
 
-    @reads
     def leases(self) -> list[Lease]:
         """Return each scheduler instance's lease, newest first, including expired and dropped (no holder) ones."""
         return self.database.find(Lease)
@@ -196,16 +181,10 @@ class Reads(StoreOperations):
         found = self.leases()
         return next(iter(found), None) if scheduler is None else covering_lease(found, scheduler)
 
-    @reads
     def user_requests(self, pending: bool = True) -> list[UserRequest]:
         """Return the requests of people, oldest first; with `pending` only unanswered ones."""
         return self.database.find(UserRequest, *((_PENDING,) if pending else ()))
 
-    def cursor(self, run: str, file: str) -> int:
-        """Return the offset from which an event file of the run is unread."""
-        return self.cursors(run).get(file, 0)
-
-    @reads
     def cursors(self, run: str) -> dict[str, int]:
         """Return the read offset of every event file of a run."""
         return {cursor.file: cursor.offset for cursor in self.database.find(EventCursor, run=run)}
@@ -242,7 +221,7 @@ class Reads(StoreOperations):
     def _names(self, condition: ColumnElement[bool], limit: int | None = None) -> list[str]:
         """Return the names of the runs that meet a condition, newest first."""
         query = select(_RUNS.name).where(condition).order_by(_RUNS.rowid.desc()).limit(limit)
-        return [name for (name,) in self.database.execute(query)]
+        return [name for (name,) in self.database.rows(query)]
 
 
 def _given(**keys: Any) -> dict[str, Any]:

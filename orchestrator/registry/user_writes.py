@@ -10,7 +10,7 @@ from sqlalchemy import Integer, cast, func, select
 
 from checkpointing.storage.durable import canonical
 from orchestrator.errors import Precondition
-from orchestrator.registry.database import reads, writes
+from orchestrator.registry.database import writes
 from orchestrator.registry.reads import Reads
 from orchestrator.registry.records import Attempt, ConfigText, NewRun, RestoreTest, Run, Transition, UserRequest
 from orchestrator.registry.tables import TABLES, field_names, insertion
@@ -46,14 +46,14 @@ class UserWrites(Reads):
             raise Precondition(f"{test.run} is being removed", where=test.run, hint=f"orch rm {test.run}")
         self.database.put(test)
 
-    @reads
     def free_name(self, slug: str, root: Path) -> str:
         """Return the name of the next run with this slug."""
         # The range matches an index ("." follows "-"); names with another tail belong to other slugs.
         name = TABLES[Run].c.name
         tail = func.substr(name, len(slug) + 2)
         own = name.between(f"{slug}-", f"{slug}.") & (tail != "") & ~tail.op("GLOB")("*[^0-9]*")
-        number = (self.database.execute(select(func.max(cast(tail, Integer))).where(own)).fetchone()[0] or 0) + 1
+        ((newest,),) = self.database.rows(select(func.max(cast(tail, Integer))).where(own))
+        number = (newest or 0) + 1
         while (root / f"{slug}-{number}").exists():
             number += 1
         return f"{slug}-{number}"

@@ -9,15 +9,15 @@ from random import Random
 
 from orchestrator.config.restore_tests_config import OFF, rank_count
 from orchestrator.config.run_config import RunConfig
-from orchestrator.errors import Fenced, NotFound, OrchError, RegistryError
+from orchestrator.errors import Fenced, OrchError, RegistryError
 from orchestrator.registry.records import Checkpoint, RestoreTest, Run
 from orchestrator.registry.store import Store
 from orchestrator.restore_tests.create import RestoreTestRequest, check_test, create_test, hold, shared_paths
 from orchestrator.restore_tests.due import Due, RunFacts, next_test, trained_seconds
 from orchestrator.restore_tests.record_verdicts import HOUR, VerdictRecorder
 from orchestrator.run_dirs.bounded_files import Files, RunDirHangs
-from orchestrator.states import LIVE_RUNS, RunState, Trust
-from trainer.protocol.config import build
+from orchestrator.run_dirs.controlled_run import RunConfigs
+from orchestrator.states import LIVE_RUNS, Trust
 
 log = logging.getLogger("orch.controller")
 
@@ -40,8 +40,10 @@ class RestoreTests:
     """Called between runs to renew the lease; there may be thousands of runs."""
     rng: Random = field(default_factory=Random)
     _looked_at: float = -LOOK_EVERY
-    _configs: dict[str, RunConfig] = field(default_factory=dict)
     _settled: dict[str, float] = field(default_factory=dict)  # ended runs without a due test in their current state
+
+    def __post_init__(self) -> None:
+        self.configs = RunConfigs(self.store)
 
     def run(self, epoch: int, now: float, *, look: bool = False, force: bool = False) -> list[str]:
         """End finished tests and start due ones; return one line each. `look`: ignore LOOK_EVERY.
@@ -49,11 +51,8 @@ class RestoreTests:
         `force`: ignore budgets and schedules for runs with a testable checkpoint. Raises Fenced, RegistryError.
         """
         recorder = VerdictRecorder(self.store, self.files, self.owns)
-        done = [
-            words
-            for test in self.store.restore_tests(going_on=True)
-            if (words := recorder.close_test(test, epoch, now))
-        ]
+        under_way = self.store.restore_tests(going_on=True)
+        done = [words for test in under_way if (words := recorder.close_test(test, epoch, now))]
         if look or done or time.monotonic() - self._looked_at >= LOOK_EVERY:
             self._looked_at = time.monotonic()
             recorder.unpin_ended(now - HOUR)
@@ -67,8 +66,7 @@ class RestoreTests:
                 continue
             try:
                 run = self.store.run(due.run)
-                request = RestoreTestRequest(checkpoint=self._row(due), layout=due.layout, forced=force)
-                test = begin_test(self.store, self.files, run, request, now)
+                test = begin_test(self.store, self.files, run, self._request(due, forced=force), now)
             except (Fenced, RegistryError):
                 raise
             except _UNUSABLE as error:
@@ -77,11 +75,9 @@ class RestoreTests:
             done.append(f"{test.test}: restore test of step {due.step} of {due.run} on {due.layout}: {due.why}")
         return done
 
-    def _row(self, due: Due) -> Checkpoint:
-        found = [row for row in self.store.checkpoints(due.run) if row.name == due.checkpoint]
-        if not found:
-            raise NotFound(f"run {due.run} no longer has checkpoint {due.checkpoint}")
-        return found[0]
+    def _request(self, due: Due, *, forced: bool = False) -> RestoreTestRequest:
+        checkpoint = self.store.checkpoint(due.run, due.checkpoint)
+        return RestoreTestRequest(checkpoint=checkpoint, layout=due.layout, forced=forced)
 
     def due(self, now: float, *, force: bool = False) -> list[Due]:
         """Return the next test of every run, earliest first; tests beyond `max_parallel` are refused."""
@@ -115,19 +111,17 @@ class RestoreTests:
                 limited.append(due)
             elif room <= 0:
                 limited.append(replace(due, refused=waits))
-            elif cannot := self._cannot(due, now):
+            elif cannot := self._cannot(due):
                 limited.append(replace(due, refused=cannot))
             else:
                 room -= 1
                 limited.append(due)
         return limited
 
-    def _cannot(self, due: Due, now: float) -> str:
+    def _cannot(self, due: Due) -> str:
         """Return why this test cannot be created; empty if it can."""
         try:
-            check_test(
-                self.store, self.store.run(due.run), RestoreTestRequest(checkpoint=self._row(due), layout=due.layout)
-            )
+            check_test(self.store, self.store.run(due.run), self._request(due))
         except OrchError as error:
             return "; ".join(part for part in (error.what, error.hint) if part)
         except _UNUSABLE as error:
@@ -135,10 +129,9 @@ class RestoreTests:
         return ""
 
     def _candidates(self, now: float, force: bool) -> list[Run]:
-        ended = (RunState.SUCCEEDED, RunState.HELD, RunState.FAILED, RunState.CANCELLED)
         return [
             run
-            for run in self.store.runs({*LIVE_RUNS, *ended})
+            for run in self.store.runs()
             if self.owns(run)
             and not run.removal
             and "restore_test" not in run.identity
@@ -151,7 +144,7 @@ class RestoreTests:
         return self._settled.get(run.name) == run.updated_at and not self.store.restore_tests(run.name)
 
     def _facts(self, run: Run, now: float) -> RunFacts | None:
-        config = self._config(run)
+        config = self.configs(run.config_digest)
         if config.restore_tests.every == OFF:
             return None
         tests = tuple(self.store.restore_tests(run.name))
@@ -163,13 +156,6 @@ class RestoreTests:
             tests=tests,
             spent=sum(_rank_seconds(self.store, config, test, now) for test in tests if not test.forced),
         )
-
-    def _config(self, run: Run) -> RunConfig:
-        if run.config_digest not in self._configs:
-            config = build(RunConfig, self.store.config(run.config_digest))
-            assert isinstance(config, RunConfig)
-            self._configs[run.config_digest] = config
-        return self._configs[run.config_digest]
 
     def _reachable(self, run: Run, config: RunConfig) -> list[Checkpoint]:
         """Return the checkpoints with a copy that every node can read; `choose_copy` selects the copy."""

@@ -9,6 +9,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.registry.records import Attempt, Run, UserRequest
 from orchestrator.registry.store import Store
+from trainer.protocol.config import build
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
@@ -18,6 +19,19 @@ def stored_config(store: Store, digest: str) -> dict[str, Any]:
         return store.config(digest)
     except (RegistryError, NotFound) as error:
         raise ValueError(error.what) from error
+
+
+class RunConfigs:
+    """Configs of the registry by digest, each parsed once; raises ValueError like `stored_config`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, RunConfig] = {}
+
+    def __call__(self, digest: str) -> RunConfig:
+        if digest not in self._known:
+            self._known[digest] = build(RunConfig, stored_config(self._store, digest))
+        return self._known[digest]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,10 @@ def event_files(place: AttemptDir) -> list[Path]:
     return sorted(place.events.glob("*.jsonl")) if place.events.is_dir() else []
 
 
-def read_new_events(view: ControlledRun, path: Path, cursors: Mapping[Path, int]) -> NewEvents | None:
+def read_new_events(view: ControlledRun, path: Path, cursors: Mapping[str, int]) -> NewEvents | None:
     """Return the new events of one file; foreign entries are skipped here and reported by `collect_evidence`."""
-    offset = cursors[path]
+    name = str(path.relative_to(view.folder.path))
+    offset = cursors.get(name, 0)
     try:
         if path.stat().st_size <= offset:
             return None
@@ -102,7 +103,7 @@ def read_new_events(view: ControlledRun, path: Path, cursors: Mapping[Path, int]
         if isinstance(error, NotAFile) or error.errno == errno.ELOOP:
             return None
         raise
-    return None if end == offset else NewEvents(name=str(path.relative_to(view.folder.path)), events=events, end=end)
+    return None if end == offset else NewEvents(name=name, events=events, end=end)
 
 
 def tiers_mentioned(store: Store, view: ControlledRun, fresh: Sequence[NewEvents]) -> set[str]:

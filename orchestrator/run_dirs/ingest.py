@@ -43,7 +43,7 @@ def ingest(store: Store, view: ControlledRun, *, epoch: int, now: float, files: 
     """
     files, place = files or DirectFiles(), view.attempt_dir
     names = files.call(view.folder.path, lambda: event_files(place))
-    cursors = {path: store.cursor(view.run.name, str(path.relative_to(view.folder.path))) for path in names}
+    cursors = store.cursors(view.run.name)
     # Files are read independently: a delay of one pass or a different order between files does no harm.
     fresh = files.call(
         view.folder.path, lambda: [one for path in names if (one := read_new_events(view, path, cursors))]

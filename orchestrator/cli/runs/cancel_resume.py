@@ -233,9 +233,9 @@ def _require_folder(run: Run, attempts: list[Attempt], registry: Path) -> None:
 
 
 def _already_live(store: Any, run: Run, item: dict[str, Any], change: ResumeOptions | None) -> dict[str, Any]:
-    from orchestrator.controller.user_requests import pending_cancel
+    from orchestrator.controller.user_requests import pending_cancels
 
-    if pending_cancel(store, run) is not None:
+    if run.name in pending_cancels(store):
         hint = f"`orch wait {run.name}` returns when it has stopped; then run this again"
         raise Precondition(f"{run.name} is being cancelled", where=run.reason, hint=hint)
     if change is not None and change.overrides:

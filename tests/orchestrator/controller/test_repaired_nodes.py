@@ -35,7 +35,7 @@ class Cluster:
         self.store.exclude_node(name, cluster, NOW + DAY, reason, epoch=self.epoch, now=NOW)
 
     def look(self, now: float) -> list[str]:
-        return self.nodes.run([self.run], self.epoch, now)
+        return self.nodes.run(lambda: [self.run], self.epoch, now)
 
     def until(self, name: str) -> float:
         return next(node.excluded_until for node in self.store.nodes() if node.name == name) - NOW

@@ -42,7 +42,7 @@ def test_one_answer_has_all_that_status_shows(desk: Desk) -> None:
         "scheduler": "", "slurm_cluster": None,
         "not_before": 0.0, "attempts": 2, "generations": 3, "attempt": 2, "job_id": "8", "job_state": "RUNNING",
         "saved_path": "/p",
-        "nodes": ["b", "c"], "last_checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
+        "nodes": ["b", "c"], "checkpoint": {"step": 20, "trust": "COMMITTED", "committed_at": 20.0},
         "failure": None, "restore_test": None, "bad_test": None, "test_of": None,
         "tags": [], "notified": {}, "removal": "", "speed_since": {"step": 0, "at": 1.0, "saved": False},
     }  # fmt: skip
@@ -56,7 +56,7 @@ def test_newest_first_limited_by_state_and_by_name(desk: Desk) -> None:
     assert [row["run"] for row in fast_queries.newest(desk.path, 50, [RunState.HELD])] == [names[0]]
     assert fast_queries.newest(desk.path, 50, []) == []
     assert [row["run"] for row in fast_queries.runs_by_name(desk.path, [names[1], "nobody-1"])] == [names[1]]
-    assert fast_queries.newest(desk.path, 1)[0]["last_checkpoint"] is None
+    assert fast_queries.newest(desk.path, 1)[0]["checkpoint"] is None
 
 
 def test_runs_that_are_restore_tests_are_left_out_unless_they_are_asked_for(desk: Desk) -> None:

@@ -1,6 +1,6 @@
-"""Versions of the registry: made, upgraded with a backup, refused when newer or older than any release."""
+"""Versions of the registry: created, upgraded after a backup, and refused if unknown."""
 
-import hashlib
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli import main
 from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries, migrate, versions
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
-from tests.orchestrator.registry.old_registry import old_registry
 
 Desk = Any
 TODAY, NEXT = versions.HEAD, f"{int(versions.HEAD) + 1:04d}"
@@ -62,89 +62,59 @@ def test_an_older_registry_is_upgraded_after_a_backup(desk: Desk, monkeypatch: p
     assert versions.read_version(desk.path.with_name(f"registry.db.{TODAY}.bak")) == TODAY
 
 
-def schema(path: Path) -> dict[str, list[tuple[Any, ...]]]:
-    """What SQLite says of every table, index and trigger, whatever words made them."""
-    with closing(sqlite3.connect(path)) as raw:
-        rows = raw.execute("SELECT name, type, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'").fetchall()
-        pragmas = ("table_info", "foreign_key_list", "index_list", "index_info")
-        found = {name: [row for word in pragmas for row in raw.execute(f"PRAGMA {word}({name})")] for name, *_ in rows}
-        return found | {name: [(sql,)] for name, kind, sql in rows if kind == "trigger"}
+REFUSED = "can neither read nor upgrade"
 
 
-def test_a_registry_that_earlier_migrations_made_is_one_of_today(desk: Desk, tmp_path: Path) -> None:
-    path = tmp_path / "grown.db"
-    old_registry(path, versions.HEAD)
-    assert schema(path) == schema(desk.path)
-    with closing(sqlite3.connect(path)) as raw:
-        digest = hashlib.sha256(b"{}").hexdigest()
-        raw.execute("INSERT INTO configs VALUES (?, '{}')", (digest,))
-        raw.execute(
-            "INSERT INTO runs (name, state, reason, cluster, run_dir, config_digest, total_steps, step, not_before,"
-            " fresh_from, created_at, updated_at, identity)"
-            f" VALUES ('r-1', 'RUNNING', '', 'slurm', '{tmp_path}/r', ?, 9, 3, 0, 1, 1, 1, '{{}}')",
-            (digest,),
-        )
-        raw.execute(
-            "INSERT INTO checkpoints (run, name, step, attempt, trust, bytes, path, committed_at, reason)"
-            " VALUES ('r-1', 'a', 5, 1, 'VERIFIED', 7, '/r/a', 1.0, 'read')"
-        )
-        raw.commit()
-        before = list(raw.iterdump())
-    with Store.open(path) as store:
-        (saved,) = store.checkpoints("r-1")
-        assert (saved.trust, saved.tier, saved.seconds, saved.stall) == ("VERIFIED", "", None, None)
-        assert store.run("r-1").scheduler == ""
-    with closing(sqlite3.connect(path)) as raw:
-        assert list(raw.iterdump()) == before
-    assert not list(tmp_path.glob("*.bak"))
+def set_version(path: Path, version: str) -> None:
+    """Make the registry one of this version; "" takes its version away."""
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute("DELETE FROM alembic_version")
+        raw.executemany("INSERT INTO alembic_version VALUES (?)", [(version,)] if version else [])
 
 
-def test_attempts_of_a_registry_without_their_configs_have_that_of_their_run(tmp_path: Path) -> None:
-    path, digest = tmp_path / "grown.db", hashlib.sha256(b"{}").hexdigest()
-    old_registry(
-        path,
-        "0005",
-        f"INSERT INTO configs VALUES ('{digest}', '{{}}')",
-        "INSERT INTO runs (name, state, reason, cluster, run_dir, config_digest, total_steps, step, not_before,"
-        f" fresh_from, created_at, updated_at, identity)"
-        f" VALUES ('r-1', 'RUNNING', '', 'slurm', '{tmp_path}/r', '{digest}', 9, 3, 0, 1, 1, 1, '{{}}')",
-        "INSERT INTO attempts (run, number, state, nonce, job_name, reason, epoch, nodes, excluded, intent_at,"
-        " generations) VALUES ('r-1', 1, 'RUNNING', 'ab', 'orch-r-1-1-ab', '', 1, '[]', '[]', 1.0, 0)",
-    )
-    with Store.open(path) as store:
-        assert [attempt.config_digest for attempt in store.attempts("r-1")] == [digest]
-
-
-@pytest.mark.parametrize("version", ["0001", "0002", "0003", "0004"])
-def test_an_unreleased_registry_is_refused_and_left_alone(tmp_path: Path, version: str) -> None:
-    path = tmp_path / "registry.db"
-    old_registry(path, version)
-    before = path.read_bytes()
+@pytest.mark.parametrize("version", ["0004", "0008", ""])
+def test_an_unknown_version_is_refused_and_left_alone(desk: Desk, version: str) -> None:
+    set_version(desk.path, version)
+    before = desk.path.read_bytes()
     for opens in (
-        lambda: Store.open(path),
-        lambda: Store.open(path, readonly=True),
-        lambda: fast_queries.newest(path),
-        lambda: fast_queries.leases(path),
-        lambda: migrate.upgrade(path),
+        lambda: Store.open(desk.path),
+        lambda: Store.open(desk.path, readonly=True),
+        lambda: fast_queries.newest(desk.path),
+        lambda: migrate.upgrade(desk.path),
     ):
-        with pytest.raises(RegistryError, match=f"version {version}, which this orch can neither read nor") as caught:
+        with pytest.raises(RegistryError, match=f"version {version or '[?]'}, which this orch {REFUSED}") as caught:
             opens()
-        assert caught.value.where == str(path)
+        assert caught.value.where == str(desk.path)
         assert caught.value.hint.startswith("`orch db rebuild --root")
-    assert path.read_bytes() == before
+    assert desk.path.read_bytes() == before
 
 
-@pytest.mark.parametrize("version", ["0001", "0003", "0004"])
-def test_an_unreleased_registry_is_not_replaced_while_its_controller_lives(tmp_path: Path, version: str) -> None:
-    path = tmp_path / "registry.db"
-    values = "(3, 'elsewhere:1:1', 1000.0, 1060.0, 0)"
-    lease = f"INSERT INTO lease (epoch, holder, renewed_at, expires_at, ticked_at) VALUES {values}"
-    old_registry(path, version, lease)
+def test_verbs_refuse_an_unknown_version_in_one_line_until_it_is_rebuilt(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ORCH_HOME", str(desk.folder))
+    monkeypatch.delenv("ORCH_REGISTRY", raising=False)
+    desk.store.drop_lease(desk.lease)
+    set_version(desk.path, "0004")
+    spawned: list[object] = []
+    monkeypatch.setattr(os, "posix_spawn", lambda *args, **more: spawned.append(args))
+    for words in (["status"], ["controller", "status"], ["controller", "start"], ["controller", "tick"]):
+        assert main.run(words) == 6, words
+        assert [REFUSED in line for line in capsys.readouterr().err.splitlines()].count(True) == 1, words
+    assert spawned == []
+    assert main.run(["db", "rebuild", "--root", str(desk.root)]) == 0
+    assert main.run(["status"]) == 0
+
+
+def test_a_registry_of_an_unknown_version_is_not_replaced_while_its_controller_lives(desk: Desk) -> None:
+    desk.store.drop_lease(desk.lease)
+    desk.store.take_lease("elsewhere:1:1", 1000.0, 60.0)
+    set_version(desk.path, "0004")
     with pytest.raises(RegistryError, match=r"a controller is alive \(elsewhere:1:1\)"):
-        rebuild(path, [tmp_path], now=1001.0)
-    assert versions.read_version(path) == version
-    assert rebuild(path, [tmp_path], now=1061.0) == 0
-    assert versions.read_version(path) == versions.HEAD
+        rebuild(desk.path, [desk.root], now=1001.0)
+    assert versions.read_version(desk.path) == "0004"
+    assert rebuild(desk.path, [desk.root], now=1061.0) == 0
+    assert versions.read_version(desk.path) == versions.HEAD
 
 
 def test_a_failed_upgrade_leaves_the_old_registry(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def test_a_fenced_controller_writes_nothing(desk: Desk) -> None:
             write()
     assert (store.run(run.name), store.attempts(run.name), store.transitions(run.name)) == before
     assert store.nodes() == []
-    assert store.cursor(run.name, "f") == 0
+    assert store.cursors(run.name) == {}
 
 
 def test_together_is_all_or_nothing(desk: Desk) -> None:

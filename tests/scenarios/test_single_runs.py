@@ -8,7 +8,6 @@ import pytest
 from orchestrator.controller.nodes_to_avoid import load_pool
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.records import Notice
-from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.scenarios.world import World, config, moves, training
 from trainer.protocol.config import load
@@ -139,8 +138,7 @@ def test_what_a_node_was_kept_away_for_is_not_held_against_it_when_it_is_back(tm
     world = World(tmp_path)
     training(world, 12)
     now, node, stamp = world.clock.now, world.attempts[0].nodes[0], {"epoch": world.lease.epoch}
-    config = next(iter(world.controller._configs.values()))
-    view = ControlledRun(run=world.run, attempts=tuple(world.attempts), config=config)
+    view = world.view
     for seq, kind in enumerate((EventKind.INCIDENT, EventKind.STRAGGLER)):
         notice = Notice(
             run=world.name, attempt=1, source="watch", seq=seq, kind=kind, generation=1, time=now, node=node

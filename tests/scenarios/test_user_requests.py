@@ -49,7 +49,6 @@ def test_cancel_does_not_wait_for_ever(tmp_path: Path) -> None:
     agents = world.slurm.running()[0].agents
     assert agents is not None
     agents._listen = lambda: None  # type: ignore[method-assign]
-    world.slurm.running()[0].agents.config = world.controller._configs[world.run.config_digest]  # type: ignore[union-attr]
     agents._train = lambda seconds: None  # type: ignore[method-assign]
     world.store.add_user_request(world.name, "cancel", {"limit": 20}, world.clock.now)
     world.turns(60, 1.0, lambda: world.run.state is RunState.CANCELLED)

@@ -15,6 +15,7 @@ from orchestrator.observed_since import ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.lease import LEASE_TTL, observed_state
 from orchestrator.registry.records import Attempt, Lease, NewRun, Run
+from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.hung_files import HungFiles
 from tests.fakes.memory_store import MemoryStore
@@ -141,9 +142,9 @@ class World:
     # -- what people see
 
     def _read(self) -> tuple[int, Run, list[Attempt]]:
-        if self._rows is None or self._rows[0] != self.store.connection.total_changes:
-            rows = self.store.run(self.name), self.store.attempts(self.name)
-            self._rows = self.store.connection.total_changes, *rows
+        changes = self.store.connection.total_changes if isinstance(self.store, MemoryStore) else -1
+        if self._rows is None or self._rows[0] != changes or changes < 0:
+            self._rows = changes, self.store.run(self.name), self.store.attempts(self.name)
         return self._rows
 
     @property
@@ -153,6 +154,11 @@ class World:
     @property
     def attempts(self) -> list[Attempt]:
         return self._read()[2]
+
+    @property
+    def view(self) -> ControlledRun:
+        config = self.controller.configs(self.run.config_digest)
+        return ControlledRun(run=self.run, attempts=tuple(self.attempts), config=config)
 
     @property
     def folder(self) -> RunDir:

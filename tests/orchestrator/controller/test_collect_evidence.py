@@ -18,7 +18,6 @@ from orchestrator.controller.collect_evidence import (
 from orchestrator.controller.scheduler_snapshot import SchedulerSnapshot
 from orchestrator.observed_since import ObservedSince
 from orchestrator.registry.records import Attempt
-from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState
 from tests.scenarios.world import World, config
@@ -78,9 +77,7 @@ def test_only_a_job_with_spares_goes_on_without_a_node(tmp_path: Path, spares: i
     data = config()
     world = World(tmp_path, data={**data, "cluster": {**data["cluster"], "spare_nodes": spares}})
     world.tick()
-    view = ControlledRun(
-        run=world.run, attempts=(attempt("n1"),), config=next(iter(world.controller._configs.values()))
-    )
+    view = replace(world.view, attempts=(attempt("n1"),))
     observed = ObservedSince(lambda: 0.0)
     for names in (("n1", "n2"), ("n2",)):
         found = collect_evidence(
@@ -154,6 +151,4 @@ def test_an_interpreter_that_was_moved_since_the_submit_is_named(
     world.tick()
     submitter = {"python": python, "package_root": "", "variables": {}}
     world.store.note_run(world.name, epoch=world.lease.epoch, now=world.clock.now, identity={"job": submitter})
-    kept = next(iter(world.controller._configs.values()))
-    view = ControlledRun(run=world.run, attempts=tuple(world.attempts), config=kept)
-    assert lost_interpreter(view) == (python if gone else "")
+    assert lost_interpreter(world.view) == (python if gone else "")

@@ -40,10 +40,8 @@ def begun(tmp_path: Path) -> tuple[World, EventLog]:
 
 
 def read(world: World) -> ControlledRun:
-    kept = next(iter(world.controller._configs.values()))
-    view = ControlledRun(run=world.run, attempts=tuple(world.attempts), config=kept)
-    ingest(world.store, view, epoch=world.lease.epoch, now=world.clock.now)
-    return replace(view, attempts=tuple(world.attempts), config=replace(kept, command=("python", "t.py")))
+    ingest(world.store, world.view, epoch=world.lease.epoch, now=world.clock.now)
+    return replace(world.view, config=replace(world.view.config, command=("python", "t.py")))
 
 
 def test_rewritten_checkpoint_of_a_command_gets_its_own_row_and_time(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from checkpointing.retention.garbage import pin, read_all_pins
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import dump_line
 from orchestrator.registry.lease import this_process
-from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.run_dirs.ingest import UNREADABLE_EVENT, ingest
 from orchestrator.states import RunState, Trust
 from tests.orchestrator.registry.test_lease import dead_pid
@@ -25,9 +24,7 @@ def begun(tmp_path: Path) -> tuple[World, EventLog]:
 
 
 def read(world: World) -> bool:
-    kept = next(iter(world.controller._configs.values()))
-    view = ControlledRun(run=world.run, attempts=tuple(world.attempts), config=kept)
-    return ingest(world.store, view, epoch=world.lease.epoch, now=world.clock.now)
+    return ingest(world.store, world.view, epoch=world.lease.epoch, now=world.clock.now)
 
 
 def test_an_event_counts_once_and_a_torn_line_later(tmp_path: Path) -> None:

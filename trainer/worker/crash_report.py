@@ -15,8 +15,7 @@ from trainer.protocol.rank_progress.progress import ProgressCell
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.secrets.secret_redaction import in_use
 from trainer.worker import workload
-from trainer.worker.reporting import flight_recorder
-from trainer.worker.reporting.secondary_failure import is_secondary_failure
+from trainer.worker.reporting.flight_recorder import dump, is_secondary_failure
 from trainer.worker.reporting.stderr_best_effort import flush, write_stderr
 from trainer.worker.startup.rendezvous import is_node_fault
 from trainer.worker.train_loop.spikes import BadStep
@@ -25,16 +24,11 @@ _MAX_MESSAGE, _MAX_TRACEBACK = 8000, 1 << 18
 """Maximum characters kept of an exception's message and traceback: a message may contain a whole data set."""
 
 
-def finished_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode) -> RankEnd:
-    """Return the outcome of a rank that ended as requested."""
-    return _outcome(spec, cell, code)
-
-
 def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankEnd:
     """Return the outcome of a rank that ended with `error`."""
     text = shorten(in_use().text("".join(traceback.format_exception(error))), _MAX_TRACEBACK)
     write_stderr(text)
-    flight_recorder.dump(spec, error)
+    dump(spec, error)
     secondary = is_secondary_failure(error) and not is_node_fault(error)
     cause = {
         "exception": type(error).__name__,
@@ -42,7 +36,7 @@ def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> 
         "traceback": text,
         "secondary": secondary,
     }
-    last = _outcome(spec, cell, _exit_code(error, secondary), **cause)
+    last = build_outcome(spec, cell, _exit_code(error, secondary), **cause)
     # The failure is noticed a step later; report the step that failed.
     return replace(last, step=error.step, position=error.position) if isinstance(error, BadStep) else last
 
@@ -84,7 +78,8 @@ def _exit_code(error: BaseException, secondary: bool) -> ExitCode:
     return ExitCode.ERROR
 
 
-def _outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: Any) -> RankEnd:
+def build_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: Any) -> RankEnd:
+    """Return the outcome of a rank; `cause`: fields that describe its error."""
     reading = cell.read()
     return RankEnd(
         rank=spec.rank,

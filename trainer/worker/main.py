@@ -39,7 +39,6 @@ from trainer.worker.saved_state.rng_state import seed_generators
 from trainer.worker.saved_state.train_state import TrainObjects
 from trainer.worker.session import RankSession, new_train_state, run_training, skipped_positions
 from trainer.worker.startup import node_benchmark, rendezvous
-from trainer.worker.startup import rendezvous as devices
 from trainer.worker.startup.preimport import protect_data_loader_workers
 
 _EXIT_MARGIN = 5.0
@@ -82,7 +81,7 @@ def rank_main(spec: RankSpec) -> int:
     ticker = ProgressTicker(cell)
     ticker.start()
     try:
-        last = crash_report.finished_outcome(spec, cell, _train(spec, cell, control, started, modules))
+        last = crash_report.build_outcome(spec, cell, _train(spec, cell, control, started, modules))
     except BaseException as error:  # noqa: BLE001  # outermost edge: recorded as the outcome
         if os.getpid() != process:
             _end_forked_process(error)
@@ -112,12 +111,12 @@ def _train(
     config = load(run_dir, spec.attempt)
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
     os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})
-    devices.be_deterministic(devices.threads_per_rank(config.cluster))
+    rendezvous.be_deterministic(rendezvous.threads_per_rank(config.cluster))
     seed_generators(config.train.seed)  # the same on all ranks, so that models built on the CPU are equal everywhere
     made = workload.build(config)
     if getattr(made, "strictly_deterministic", False):
-        devices.be_strict()
-    device = devices.choose(config.cluster, spec.local_rank)
+        rendezvous.be_strict()
+    device = rendezvous.choose(config.cluster, spec.local_rank)
     rendezvous.choose_interface(config.cluster.interface, spec.host)
     with flight_recorder.recording(spec):
         key = rendezvous.join(spec, control, device)

@@ -7,9 +7,9 @@ from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.parallel.apply.gradient_buckets import CannotAverage
+from trainer.parallel.apply.mesh import all_gather_json
 from trainer.protocol import skipped_batches
 from trainer.protocol.config import JobConfig, config_digest
 from trainer.protocol.events import EventKind
@@ -20,9 +20,8 @@ from trainer.protocol.rank_progress.progress import Phase, ProgressCell
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.worker.data import unwrap_data
 from trainer.worker.optimizer import learning_rate, set_learning_rate
-from trainer.worker.reporting.metrics import Journal, StepFigures
+from trainer.worker.reporting.metrics import Journal, RankComparison, StepFigures
 from trainer.worker.reporting.phase_tracker import ProgressLog, phase_tracker
-from trainer.worker.reporting.rank_comparison import RankComparison
 from trainer.worker.reporting.retrained_steps import RetrainedSteps, has_new_code, read_retrained
 from trainer.worker.reporting.traffic import TrafficMeter, group_dimensions, message_counters
 from trainer.worker.saved_state.loss_scale import LossScale
@@ -73,7 +72,7 @@ def new_train_state(session: RankSession, journal: Journal, on_software: OnSoftw
         seed=config.train.seed,
         loss_scale=LossScale(config.train.dtype),
         lazy=config.checkpoint.staging.mode == "lazy",
-        warn=_warner(journal, rank),
+        warn=_reporter(journal, EventKind.CHECKPOINT_INCOMPLETE, rank),
         on_other_software=on_software or _on_other_software(journal, rank),
     )
     seed_by_data(config.train.seed, session.objects.layout.generator_rank)
@@ -103,7 +102,7 @@ def run_training(
         save_schedule=_save_schedule(config, token, saved, journal),
         phases=phase_tracker(cell, objects.model, objects.layout.device),
         spike_detector=SpikeDetector(
-            config.detection.spike, state.accepted_losses, _on_new_level(journal, session.spec.rank)
+            config.detection.spike, state.accepted_losses, _reporter(journal, EventKind.LOSS_LEVEL, session.spec.rank)
         ),
         started=session.started,
         progress_log=progress_log,
@@ -161,29 +160,17 @@ def _progress_log(session: RankSession) -> ProgressLog:
     return ProgressLog(every, config.train.steps, getattr(data, "tokens_per_step", None))
 
 
-def _warner(journal: Journal, rank: int) -> Callable[[int, str], None]:
-    """Return a function by which rank 0 reports state that a rank could not restore."""
-
-    def warn(step: int, reason: str) -> None:
-        if rank == 0:
-            journal.event(EventKind.CHECKPOINT_INCOMPLETE, step=step, reason=reason)
-
-    return warn
-
-
-def _on_new_level(journal: Journal, rank: int) -> Callable[[int, str], None]:
-    """Return a function by which rank 0 reports that consecutive spikes no longer count as bad batches."""
+def _reporter(journal: Journal, kind: EventKind, rank: int) -> Callable[[int, str], None]:
+    """Return a function with which rank 0 records an event with a step and a reason."""
 
     def report(step: int, reason: str) -> None:
         if rank == 0:
-            journal.event(EventKind.LOSS_LEVEL, step=step, reason=reason)
+            journal.event(kind, step=step, reason=reason)
 
     return report
 
 
 def _on_other_software(journal: Journal, rank: int) -> OnSoftware:
-    """Return a function by which rank 0 reports software that changed since the checkpoint."""
-
     def report(step: int, changes: dict[str, Any], ranks: dict[str, int]) -> None:
         if rank == 0:
             numbers = {"ranks": ranks} if ranks else {}
@@ -198,16 +185,7 @@ def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
     All ranks use rank 0's positions, because ranks with different ones would train on different data forever.
     """
     known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
-    count = torch.tensor([len(known)], device="cpu")
-    dist.broadcast(count, src=0)
-    positions = (
-        torch.tensor(sorted(known), dtype=torch.int64, device="cpu")
-        if known
-        else torch.zeros(int(count), dtype=torch.int64, device="cpu")
-    )
-    if int(count):
-        dist.broadcast(positions, src=0)
-    return frozenset(positions.tolist())
+    return frozenset(all_gather_json(sorted(known), torch.device("cpu"))[0])
 
 
 def _drill(spec: RankSpec, config: JobConfig, journal: Journal, cell: ProgressCell) -> Drill:
@@ -215,13 +193,9 @@ def _drill(spec: RankSpec, config: JobConfig, journal: Journal, cell: ProgressCe
         journal.event(EventKind.DRILL, kind=kind, rank=spec.rank, step=step)
 
     return Drill(
-        config.drill.events,
-        rank=spec.rank,
-        attempt=spec.attempt,
-        generation=spec.generation,
-        announce=announce,
-        orders=cell,
-    )
+        config.drill.events, rank=spec.rank, attempt=spec.attempt, generation=spec.generation,
+        announce=announce, orders=cell,
+    )  # fmt: skip
 
 
 def _save_schedule(config: JobConfig, token: LaunchToken, saved: int, journal: Journal) -> SaveSchedule:

@@ -280,13 +280,11 @@ def build(config: JobConfig) -> Workload:
     try:
         made: Workload = kind(config, **config.workload.args)
     except (TypeError, ValueError) as error:
-        why = f"{error}" if issubclass(kind, BaseWorkload) else f"{error}; {_no_base(kind.__name__)}"
+        name = kind.__name__
+        remedy = f"; {name} is not a BaseWorkload: write class {name}(orch.BaseWorkload)"
+        why = f"{error}{'' if issubclass(kind, BaseWorkload) else remedy}"
         raise WorkloadError(f"workload {config.workload.target} cannot be created: {why}") from error
     return made
-
-
-def _no_base(name: str) -> str:
-    return f"{name} is not a BaseWorkload: write class {name}(orch.BaseWorkload)"
 
 
 _OURS = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.worker.reporting import rank_comparison
+from trainer.worker.reporting import metrics
 from trainer.worker.workload import BaseWorkload
 
 
@@ -50,7 +50,7 @@ class Compared(Plane):
     """Its ranks compare their figures often."""
 
     def build_data(self, layout):
-        rank_comparison.EVERY = 3
+        metrics.EVERY = 3
         return super().build_data(layout)
 
 

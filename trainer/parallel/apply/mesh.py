@@ -41,17 +41,13 @@ class Layout:
     @property
     def fsdp(self) -> DeviceMesh:
         """Return the mesh for `fully_shard`: one dimension, or two (replicate, shard) for HSDP."""
-        if self.mesh["dp_replicate"].size() > 1:
-            return self.mesh["dp_replicate", "dp_shard"]
-        return self.mesh["dp_shard"]
+        return _shard_mesh(self.mesh)
 
     @property
     def fsdp_of_experts(self) -> DeviceMesh:
         """Return the mesh for `fully_shard` of shared experts."""
         assert self.expert_mesh is not None
-        if self.expert_mesh["dp_replicate"].size() > 1:
-            return self.expert_mesh["dp_replicate", "dp_shard"]
-        return self.expert_mesh["dp_shard"]
+        return _shard_mesh(self.expert_mesh)
 
     @property
     def ep(self) -> DeviceMesh:
@@ -112,6 +108,10 @@ class Layout:
     def generator_rank(self) -> int:
         """Return the index of this rank's random stream; equal within a tensor-parallel group."""
         return self._index(without=(Splits.MATRICES,))
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
 
 
 def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size: int) -> Layout:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,18 +22,17 @@ from trainer.parallel.apply.pipeline_stage import (
     with_communication,
 )
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
-from trainer.worker.reporting.work_timer import DeviceClock, HostClock, StreamClock
+from trainer.worker.reporting.work_timer import DeviceClock
 
-Mark = TypeVar("Mark")
 _SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 
 
-class BubbleMeter(Generic[Mark]):
+class BubbleMeter:
     """A watcher that measures consecutive steps; `take` returns the measurements since `start`."""
 
-    def __init__(self, clock: DeviceClock[Mark]) -> None:
+    def __init__(self, clock: DeviceClock) -> None:
         self._clock, self._mark = clock, clock.mark
-        self._moments: list[tuple[StageActivity, Mark, Mark]] = []
+        self._moments: list[tuple[StageActivity, Any, Any]] = []
         self._start = self._begin = clock.mark()
 
     def start(self) -> None:
@@ -75,11 +74,6 @@ class BubbleMeter(Generic[Mark]):
                 computed[moment.stage] = computed.get(moment.stage, 0.0) + seconds
                 span = self._clock.seconds(self._start, end)
         return RankSeconds(span=span, computed=computed, waited=waited, sends=sends, reductions=reductions)
-
-
-def bubble_meter(device: torch.device) -> "BubbleMeter[float] | BubbleMeter[torch.cuda.Event]":
-    """Return a meter with the clock of this kind of device."""
-    return BubbleMeter(StreamClock()) if device.type == "cuda" else BubbleMeter(HostClock())
 
 
 class ActionCalls:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json, _WorkerServer  # type: ignore[attr-defined]
 
 from checkpointing.storage.durable import write_atomically
+from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
 from trainer.protocol.logs.line_file import LineFile
 from trainer.protocol.messages.ranks import STACKS, RankSpec, encode_runs, groups_file
 from trainer.protocol.run_dir import RunDir
-from trainer.worker.reporting.secondary_failure import is_secondary_failure
 from trainer.worker.reporting.stderr_best_effort import write_stderr
+from trainer.worker.startup.rendezvous import PeerLost
 
 _DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
@@ -62,6 +63,16 @@ def write_groups(spec: RankSpec) -> None:
         write_atomically(Path(groups_file(spec.flight)), json.dumps(_groups()).encode())
     except OSError as error:
         write_stderr(f"orch: this rank's process groups could not be written, hang reports will be less exact: {error}")
+
+
+def is_secondary_failure(error: BaseException) -> bool:
+    """Return whether `error` only reports a dead peer, so that the cause is elsewhere."""
+    if isinstance(error, PeerLost):
+        return True
+    # Only errors of torch's own collectives: a user's ConnectionResetError is a cause.
+    if not isinstance(error, dist.DistError) and type(error) is not RuntimeError:
+        return False
+    return has_meaning(str(error), Meaning.PEER_GONE)
 
 
 def dump(spec: RankSpec, error: BaseException) -> str | None:

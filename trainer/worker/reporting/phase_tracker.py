@@ -19,9 +19,9 @@ from trainer.worker.reporting.work_timer import (
     HostClock,
     Stopwatch,
     WaitMeter,
+    device_clock,
     exclude_fsdp_waits,
     stopwatch,
-    wait_meter,
 )
 
 SECONDS = 0.5
@@ -121,7 +121,7 @@ class PhaseTracker:
 
     def __init__(
         self, cell: ProgressCell, stopwatch: Stopwatch, *, compiles: bool = False,
-        waits: "WaitMeter[Any] | None" = None,
+        waits: WaitMeter | None = None,
     ) -> None:  # fmt: skip
         """`compiles`: the first forward pass compiles the model. `waits`: None measures with the host's clock."""
         self._cell, self._stopwatch, self._compiles = cell, stopwatch, compiles
@@ -136,7 +136,7 @@ class PhaseTracker:
         """Nanoseconds of own work in each of SECTIONS in the newest step; on a GPU, as measured by then."""
         self.reductions = 0.0
         """Seconds that this rank waited in collectives of the step before the newest one."""
-        self._waits: WaitMeter[Any] = waits or WaitMeter(HostClock())
+        self._waits = waits or WaitMeter(HostClock())
         self._first = True
 
     def enter(self, phase: Phase, moment: StageActivity | None = None) -> None:
@@ -145,7 +145,7 @@ class PhaseTracker:
             phase, self._compiles = Phase.COMPILE, False
         self._phase, self._moment = phase, moment
         self._waits.end()
-        self._cell.enter(phase, sum([count() for count in self._counters]), moment)
+        self._cell.enter(phase, self._begun(), moment)
         self._section = _SECTION.get(phase)
         self._stopwatch.switch_to(self._section)
 
@@ -204,7 +204,7 @@ class PhaseTracker:
     def count_message(self) -> None:
         """Show at once that this rank has begun to send and receive in a phase, because gloo has no record."""
         self._messages += 1
-        self._cell.update(collective=sum([count() for count in self._counters]))
+        self._cell.update(collective=self._begun())
 
     @contextmanager
     def show_ring_wait(self, source: int) -> Iterator[None]:
@@ -227,11 +227,14 @@ class PhaseTracker:
         self._waits.end()
         self._stopwatch.switch_to(self._section)
 
+    def _begun(self) -> int:
+        return sum([count() for count in self._counters])
+
     def begin_slow_phase(self, phase: Phase) -> None:
         """Leave the step, within a phase, for a slow operation outside its sections; may be nested."""
         self._slow_depth += 1
         if self._slow_depth == 1:
-            self._cell.enter(phase, sum([count() for count in self._counters]))
+            self._cell.enter(phase, self._begun())
             if threading.get_ident() == self._thread:  # autograd threads have their own clocks
                 self.pause()
 
@@ -239,7 +242,7 @@ class PhaseTracker:
         """Return to the interrupted step."""
         self._slow_depth -= 1
         if self._slow_depth == 0:
-            self._cell.enter(self._phase, sum([count() for count in self._counters]))
+            self._cell.enter(self._phase, self._begun())
             if threading.get_ident() == self._thread:
                 self.resume()
 
@@ -289,7 +292,8 @@ def _report_compilations(tracker: PhaseTracker) -> None:
 
 def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) -> PhaseTracker:
     """Return the phase tracker of a rank that trains `model` on `device`."""
-    tracker = PhaseTracker(cell, stopwatch(device), compiles=is_compiled(model), waits=wait_meter(device))
+    waits = WaitMeter(device_clock(device))
+    tracker = PhaseTracker(cell, stopwatch(device), compiles=is_compiled(model), waits=waits)
     _current[:] = [tracker]
     if is_compiled(model):
         _report_compilations(tracker)

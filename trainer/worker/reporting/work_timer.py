@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,17 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.protocol.rank_progress.progress import SECTIONS, Phase
 
-Mark = TypeVar("Mark")
 
-
-class DeviceClock(Protocol[Mark]):
+class DeviceClock(Protocol):
     """Clock that marks points in the work of a device."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> Any:
         """Return a mark of this point."""
 
-    def seconds(self, first: Mark, last: Mark) -> float:
-        """Return the seconds between two points; may wait for the device to reach them."""
+    def seconds(self, first: Any, last: Any) -> float:
+        """Return the seconds between two marks; may wait for the device to reach them."""
 
 
 class HostClock:
@@ -47,14 +45,19 @@ class StreamClock:
         return float(first.elapsed_time(last)) / 1000
 
 
-class WaitMeter(Generic[Mark]):
+def device_clock(device: torch.device) -> DeviceClock:
+    """Return the clock for this kind of device."""
+    return StreamClock() if device.type == "cuda" else HostClock()
+
+
+class WaitMeter:
     """Sum of waits, step by step; a started wait ends with the next `end`."""
 
-    def __init__(self, clock: DeviceClock[Mark]) -> None:
+    def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
-        self._begun: Mark | None = None
-        self._step: list[tuple[Mark, Mark]] = []
-        self._before: list[tuple[Mark, Mark]] = []
+        self._begun: Any = None
+        self._step: list[tuple[Any, Any]] = []
+        self._before: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
         """Begin a wait."""
@@ -72,11 +75,6 @@ class WaitMeter(Generic[Mark]):
         self.end()
         ready, self._before, self._step = self._before, self._step, []
         return sum(self._clock.seconds(*wait) for wait in ready)
-
-
-def wait_meter(device: torch.device) -> "WaitMeter[float] | WaitMeter[torch.cuda.Event]":
-    """Return a meter with the clock of this kind of device."""
-    return WaitMeter(StreamClock()) if device.type == "cuda" else WaitMeter(HostClock())
 
 
 _DATA = SECTIONS.index(Phase.DATA)

@@ -241,11 +241,6 @@ def text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
-    """Return an encoded value whose tensors are renamed by `names`."""
-    return replace_tensors(value, {old: {"tensor": new} for old, new in names.items()})
-
-
 def replace_tensors(value: Any, by_name: Mapping[str, Any]) -> Any:
     """Return an encoded value with these tensors replaced by other encoded values."""
     if isinstance(value, list):
@@ -310,7 +305,8 @@ class ObjectState:
     def _read_state(self) -> tuple[Any, dict[str, torch.Tensor]]:
         value, found = self._answer or self._encode_state_dict()
         own = self._own_names
-        return rename_tensors(value, own), {own.get(key, key): tensor for key, tensor in found.items()}
+        renamed = replace_tensors(value, {old: {"tensor": new} for old, new in own.items()})
+        return renamed, {own.get(key, key): tensor for key, tensor in found.items()}
 
     def _encode_state_dict(self) -> tuple[Any, dict[str, torch.Tensor]]:
         ask = getattr(self._owner, "state_dict", None)

@@ -9,12 +9,13 @@ from torch.utils._pytree import tree_map
 
 from trainer.parallel.apply.data_parallel import GradientSync
 from trainer.parallel.apply.fsdp_units import CannotShard, explain_uncalled_units
-from trainer.parallel.apply.pipeline_runtime import Pipeline, bubble_meter, find_pipeline
+from trainer.parallel.apply.pipeline_runtime import BubbleMeter, Pipeline, find_pipeline
 from trainer.parallel.apply.pipeline_stage import Activity, Call, StageActivity
 from trainer.parallel.data import Reduce
 from trainer.protocol.rank_progress.progress import Phase
 from trainer.worker.data import unwrap_data
 from trainer.worker.reporting.phase_tracker import PhaseTracker
+from trainer.worker.reporting.work_timer import device_clock
 from trainer.worker.saved_state.train_state import TrainObjects
 from trainer.worker.train_loop.drill import Drill
 from trainer.worker.train_loop.reduction import scalar_loss
@@ -146,7 +147,7 @@ class StagedPasses:
         self, objects: TrainObjects, phases: PhaseTracker, drill: Drill, gradients: GradientSync, pipeline: Pipeline
     ) -> None:
         self._objects, self._phases, self._drill, self.gradients = objects, phases, drill, gradients
-        self._pipeline, self._meter = pipeline, bubble_meter(objects.layout.device)
+        self._pipeline, self._meter = pipeline, BubbleMeter(device_clock(objects.layout.device))
         self._begun, self._step = False, 0
         pipeline.ask_before_sends(lambda: drill.in_send(self._step))
         pipeline.watch(StagePhases(phases, [stage.stage_index for stage in pipeline.stages]))

@@ -72,7 +72,7 @@ def sleeping_stages(config: PipelineConfig, group: dist.ProcessGroup, seconds: f
     ]  # fmt: skip
 
 
-def measured(pipeline: Pipeline, meter: BubbleMeter[float], micro_batches: int, steps: int) -> list[RankSeconds]:
+def measured(pipeline: Pipeline, meter: BubbleMeter, micro_batches: int, steps: int) -> list[RankSeconds]:
     """Of every step but the first one, in which ranks meet and no stage sleeps."""
     sleepers = [stage.submod for stage in pipeline.stages]
     seconds = [one.seconds for one in sleepers]

@@ -10,7 +10,7 @@ import torch
 from tests.trainer.worker.set_clock import SetClock
 from tests.warm_programs import WarmPrograms
 from trainer.costs.simulation import RankSeconds, StageSeconds, bubbles, formula, simulate
-from trainer.parallel.apply.pipeline_runtime import BubbleMeter, bubble_meter
+from trainer.parallel.apply.pipeline_runtime import BubbleMeter
 from trainer.parallel.apply.pipeline_stage import Activity, StageActivity, Watched, with_communication
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
 
@@ -43,15 +43,6 @@ def test_waits_and_computations_are_summed_up_by_stage() -> None:
     assert meter.take() == RankSeconds(
         span=9.5, computed={1: 3.0, 3: 1.0}, waited={1: 5.0, 3: 0.25}, sends=2.5, reductions=4.0
     )
-
-
-def test_a_meter_of_a_cpu_measures_by_the_host_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SetClock()
-    monkeypatch.setattr("trainer.parallel.apply.pipeline_runtime.HostClock", lambda: clock)
-    meter = bubble_meter(torch.device("cpu"))
-    with Watched([meter], StageActivity(Activity.FORWARD, 0, 0)):
-        clock.now += 2.0
-    assert meter.take() == RankSeconds(span=2.0, computed={0: 2.0}, waited={}, sends=0.0, reductions=0.0)
 
 
 @pytest.mark.proof

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from trainer.worker.reporting.secondary_failure import is_secondary_failure
+from trainer.worker.reporting.flight_recorder import is_secondary_failure
 from trainer.worker.startup.rendezvous import PeerLost
 
 

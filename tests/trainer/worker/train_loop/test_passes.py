@@ -120,7 +120,7 @@ def test_a_send_is_left_out_in_its_step_alone() -> None:
 def test_what_nothing_hid_is_that_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = MagicMock()
     meter.take.return_value = SimpleNamespace(waited={0: 1.0, 1: 2.0}, sends=4.0, reductions=5.0)
-    monkeypatch.setattr("trainer.worker.train_loop.passes.bubble_meter", lambda device: meter)
+    monkeypatch.setattr("trainer.worker.train_loop.passes.BubbleMeter", lambda clock: meter)
     passes, *_ = staged(1)
     passes.run(1, [torch.ones(1)], 1.0)
     assert passes.exposed == {"receives": 0.0, "sends": 0.0, "reductions": 0.0}

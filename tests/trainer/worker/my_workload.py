@@ -22,7 +22,7 @@ class Points:
     def take(self):
         generator = torch.Generator().manual_seed(self.consumed + self.rank)
         self.consumed += self.of
-        x = torch.randn(16, 4, generator=generator)
+        x = torch.randn(16, 4, generator=generator, device="cpu")
         return [(x, x.sum(dim=1, keepdim=True))]
 
     def seek(self, consumed: int) -> None:

@@ -74,7 +74,7 @@ def test_a_schedule_and_data_of_their_own_are_restored_and_another_layout_says_n
 
 
 def test_state_that_no_checkpoint_has_is_no_fault_of_one(make_run: Any, tmp_path: Path) -> None:
-    workload = {"target": f"{unusual_workload.__name__}:Forgetful", "args": {"kind": ""}}
+    workload = {"target": f"{unusual_workload.__name__}:Forgetful"}
     source = make_run(1, workload=workload, train={"steps": 6, "dtype": "float32"}, checkpoint={"every": 3, "keep": 9})
     assert source.train()["codes"] == [0], source.log()
     found = Subject(source.ranks, source, tmp_path, itertools.count(1)).verdict(

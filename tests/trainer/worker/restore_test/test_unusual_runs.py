@@ -18,8 +18,8 @@ from trainer.protocol.restore_test import FOUND_BAD, Outcome
 pytestmark = pytest.mark.multi
 
 BY_NAME = {kind.name: kind for kind in KINDS}
-SEEDS = 6
-SAMPLE = ("own-scaler", "two-updates", "at-step-1000", "trained-mask", "from-one-that-skipped")
+SEEDS = 3
+SAMPLE = ("SkippedUpdates", "TwoUpdatesInAStep", "BeginsAtThousand", "TrainedMask", "from-one-that-skipped")
 
 
 def check(make_run: Any, place: Path, kind: Kind, seed: int) -> None:
@@ -66,11 +66,11 @@ def damaged(make_run: Any, place: Path, name: str, seed: int) -> None:
 
 
 def test_damage_to_an_unusual_run_is_found(make_run: Any, tmp_path: Path) -> None:
-    damaged(make_run, tmp_path, "own-scaler", 0)
+    damaged(make_run, tmp_path, "SkippedUpdates", 0)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", ["lion", "prodigy", "odd-buffers", "own-scaler", "skipped-batches"])
+@pytest.mark.parametrize("name", ["Adagrad", "GroupsThatChange", "OddTypes", "SkippedUpdates", "skipped-batches"])
 def test_a_hundred_damages_are_found(
     make_run: Any, tmp_path: Path, name: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -10,21 +10,16 @@ from typing import Any
 from tests.trainer.conftest import Run, merged, ranks_of_node
 from tests.trainer.worker.restore_test.conftest import Subject
 from tests.trainer.worker.restore_test.damages import read_all, save_anew
-from tests.trainer.worker.restore_test.unusual_workload import ODD_MODELS, OPTIMIZERS
+from tests.trainer.worker.unusual_state import targets
 from trainer.protocol import skipped_batches
 from trainer.protocol.config import hash_config
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.restore_test import Outcome, RestoreVerdict
 from trainer.protocol.skipped_batches import Skip
 
-PROGRAM = "tests.trainer.worker.restore_test.unusual_workload"
 STEPS, EVERY, TESTED = 10, 3, 6
 RESTORED, NOT_COMPARABLE = frozenset({Outcome.RESTORED}), frozenset({Outcome.NOT_COMPARABLE})
 EITHER = RESTORED | NOT_COMPARABLE
-OWN = {
-    "workload": {"target": f"{PROGRAM}:Unusual"},
-    "train": {"dtype": "float32"},
-}
 EXPERTS = {"model": {"experts": {"count": 4, "per_token": 2}}, "train": {"dtype": "bfloat16"}}
 Make = Callable[..., Run]
 Test = Callable[[Subject, Path], RestoreVerdict]
@@ -140,17 +135,15 @@ def of_second_attempt(subject: Subject, place: Path) -> RestoreVerdict:
     )
 
 
-def own(kind: str, target: str = "Unusual", **more: Any) -> Kind:
-    over = merged(OWN, {"workload": {"target": f"{PROGRAM}:{target}", "args": {"kind": kind}}, **more})
-    return Kind(name=kind, over=over)
+def own(name: str) -> Kind:
+    return Kind(name=name, over={"workload": {"target": f"{targets.__name__}:{name}"}, "train": {"dtype": "float32"}})
 
 
 KINDS: tuple[Kind, ...] = (
-    *(own(kind) for kind in (*OPTIMIZERS, *ODD_MODELS)),
-    own("dropout", "WithDropout"),
+    *(own(name) for name in targets.KEPT),
     Kind(name="skipped-batches", train=skipping),
     Kind(name="from-one-that-skipped", train=from_one_that_skipped),
-    Kind(name="own-from-one-that-skipped", over=own("own-scaler").over, train=from_one_that_skipped),
+    Kind(name="own-from-one-that-skipped", over=own("SkippedUpdates").over, train=from_one_that_skipped),
     Kind(name="float16", over={"train": {"dtype": "float16"}}),
     Kind(name="grown-by-attempt", train=resumed_elsewhere, test=of_second_attempt, outcomes=EITHER),
     Kind(
@@ -185,5 +178,5 @@ KINDS: tuple[Kind, ...] = (
         test=on_layout(1),
         outcomes=EITHER,
     ),  # fmt: skip
-    Kind(name="own-on-two", over=own("own-scaler").over, test=on_layout(2, dp_shard=2), outcomes=EITHER),
+    Kind(name="own-on-two", over=own("SkippedUpdates").over, test=on_layout(2, dp_shard=2), outcomes=EITHER),
 )

@@ -9,27 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.trainer.worker.my_workload import Points
 from trainer.worker.workload import BaseWorkload
 
 
-class Points:
-    """Noisy points on a plane; the position is the seed."""
-
-    def __init__(self, rank: int, of: int) -> None:
-        self.rank, self.of, self.consumed = rank, of, 0
-
-    def take(self) -> list[Any]:
-        generator = torch.Generator().manual_seed(self.consumed + self.rank)
-        self.consumed += self.of
-        x = torch.randn(8, 4, generator=generator, device="cpu")
-        return [(x, x.sum(dim=1, keepdim=True))]
-
-    def seek(self, consumed: int) -> None:
-        self.consumed = consumed
+class NamedPoints(Points):
+    fingerprint = "points"
 
 
 class Usual(BaseWorkload):
-    """A small network; `odd` is a layer in the middle that a case replaces."""
+    """A small network; `odd` is a layer in the middle that a case replaces. Equal state gives equal steps."""
+
+    strictly_deterministic = True
 
     def odd(self) -> nn.Module:
         return nn.Identity()
@@ -41,7 +32,7 @@ class Usual(BaseWorkload):
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def build_data(self, layout: Any) -> Any:
-        return Points(layout.dp_rank, layout.dp_size)
+        return NamedPoints(layout.dp_rank, layout.dp_size)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x, y = batch

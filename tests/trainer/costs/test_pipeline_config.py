@@ -134,7 +134,6 @@ def test_what_of_a_run_does_not_go_with_its_pipeline_is_refused(
 
 
 def test_tensor_parallelism_goes_with_every_schedule() -> None:
-    """torch's "Can't detach views in-place" is of stages whose result is a view: ours return sums."""
     for schedule in Schedule:
         pipeline = PipelineConfig(stages=4, schedule=schedule)
         job = JobConfig(

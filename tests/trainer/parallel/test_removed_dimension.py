@@ -53,7 +53,6 @@ def run(tree: Path, *arguments: str) -> str:
 
 
 def test_nothing_else_names_its_types(tree: Path) -> None:
-    """Every module of the product can be imported, and a config with another layout be accepted."""
     program = """
 import importlib, pathlib
 for path in sorted(pathlib.Path().glob("trainer/**/*.py")) + sorted(pathlib.Path().glob("orchestrator/**/*.py")):

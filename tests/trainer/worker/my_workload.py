@@ -3,11 +3,9 @@
 import os
 import sys
 import weakref
-from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trainer.worker.reporting import metrics
 from trainer.worker.workload import BaseWorkload
@@ -316,16 +314,6 @@ class Thaws(AddsAGroup):
         if self.data.consumed == 3:
             self.optimizer.param_groups[1]["lr_scale"] = 1.0
         return Plane.loss(self, model, batch)
-
-
-class UsedTwice(Plane):
-    """One layer in two segments, whose activations are computed again by a backward pass within the backward pass."""
-
-    def build_model(self):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        again = partial(checkpoint, model[0], use_reentrant=True)
-        model.forward = lambda x: model[1](again(again(x.requires_grad_())))
-        return model
 
 
 class Container(Plane):

@@ -7,7 +7,7 @@ from torch import nn
 from trainer.parallel.data import FsdpConfig
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig, OptimizerConfig
-from trainer.worker.optimizer import HostAdamW, adamw, prime
+from trainer.worker.optimizer import HostAdamW, adamw, learning_rate, prime
 from trainer.worker.workload import BaseWorkload, WorkloadError, build_optimizer
 
 
@@ -49,3 +49,19 @@ def test_an_optimizer_of_ones_own_is_refused() -> None:
     config = JobConfig(parallel=ParallelConfig(fsdp=FsdpConfig(offload="optimizer")))
     with pytest.raises(WorkloadError, match="Own builds a SGD of its own.*type parallel.fsdp.offload=all"):
         build_optimizer(Own(config), nn.Linear(2, 2))
+
+
+OPTIMIZER = OptimizerConfig(warmup_steps=10, lr=1.0, min_lr_ratio=0.1)
+
+
+@pytest.mark.parametrize(("step", "rate"), [(1, 0.1), (5, 0.5), (10, 1.0), (60, 0.55), (110, 0.1)])
+def test_warm_up_then_cosine(step, rate):
+    assert learning_rate(OPTIMIZER, 110, step) == pytest.approx(rate)
+
+
+def test_without_warm_up_it_begins_near_the_peak():
+    assert learning_rate(OptimizerConfig(warmup_steps=0, lr=1.0), 100, 1) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_run_shorter_than_its_warm_up_only_warms_up():
+    assert [learning_rate(OPTIMIZER, 4, step) for step in (1, 4)] == pytest.approx([0.1, 0.4])

@@ -94,7 +94,6 @@ def test_losses_that_are_no_numbers_one_after_the_other_are_an_incident(make_run
 
 @pytest.mark.multi
 def test_a_save_after_nothing_but_overflows_succeeds_also_after_a_restart(make_run):
-    """No step after that of the first checkpoint changes anything; the first scale is too high for two before it."""
     args = {"width": 8, "at": list(range(5, 13))}
     run = make_run(
         1, workload={"target": "tests.trainer.worker.my_workload:Overflows", "args": args}, train=HALF,

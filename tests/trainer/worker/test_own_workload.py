@@ -18,7 +18,6 @@ UNEVEN = {**PLANE, "target": "my_workload:Uneven"}
 
 
 def test_it_learns_and_survives_a_kill_with_the_same_bits(make_run):
-    """Dropout, moments, a parameter without a gradient and each rank's statistics: a restart must bring them back."""
     over = {
         "workload": UNEVEN,
         "train": {**TRAIN, "steps": 12},
@@ -39,7 +38,6 @@ def test_it_learns_and_survives_a_kill_with_the_same_bits(make_run):
 
 @pytest.mark.parametrize("wrap", [{}, {"wrap": "Linear"}], ids=["own", "chosen"])
 def test_units_that_return_views_may_be_changed_in_place_and_say_nothing(make_run, wrap):
-    """As `nn.ReLU(inplace=True)` behind a flattened layer, or `squeeze` in the loss; units of one's own choice too."""
     over = {"workload": {**PLANE, "target": "my_workload:Viewing"}, "parallel": {"fsdp": wrap}}
     run = make_run(1, **over, train={**TRAIN, "steps": 12})
     assert run.train()["codes"] == [0], run.log()
@@ -55,7 +53,6 @@ def test_the_end_of_a_process_that_a_workload_forks_is_not_the_ranks(make_run):
 
 
 def test_state_that_the_optimizer_drops_before_training_is_held_by_nobody(make_run):
-    """It would need its memory twice until the first save."""
     run = make_run(1, workload={**PLANE, "target": "my_workload:DroppedState"}, train={**TRAIN, "steps": 3})
     assert run.train()["codes"] == [0], run.log()
 
@@ -69,7 +66,6 @@ def test_ranks_that_use_different_parameters_end_the_run(make_run, strategy):
 
 
 def test_every_strategy_averages_what_was_given_to_it(make_run):
-    """Of a model that has all that is unusual: torch fails, in half precision, where a layer was never used."""
     over = {"workload": {**PLANE, "target": "replicas_workload:Unusual"}, "train": {"steps": 3}}
     runs = {
         (strategy, dtype): make_run(2, parallel={"strategy": strategy}, **merged(over, {"train": {"dtype": dtype}}))
@@ -90,15 +86,7 @@ def test_replicas_average_a_layer_that_is_thawed_later(make_run):
     assert run.train()["codes"] == [0, 0], run.log()
 
 
-def test_replicas_refuse_two_gradients_of_a_parameter_in_one_backward_pass(make_run):
-    target = {**PLANE, "target": "my_workload:UsedTwice"}
-    run = make_run(2, workload=target, parallel={"strategy": "ddp"}, train={**TRAIN, "steps": 2})
-    assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2, run.log()
-    assert "0.bias got two gradients" in (run.outcome(0, 1).message or "")
-
-
 def test_a_sharded_layer_that_is_recomputed_twice_in_the_old_way_is_refused(make_run):
-    """Its gradients would be wrong without a word."""
     over = {"workload": {**PLANE, "target": "replicas_workload:Again"}, "train": {**TRAIN, "steps": 1}}
     run = make_run(2, parallel={"dp_shard": 2}, **over)
     assert run.train()["codes"] == [ExitCode.NEVER_RETRY] * 2, run.log()
@@ -108,6 +96,7 @@ def test_a_sharded_layer_that_is_recomputed_twice_in_the_old_way_is_refused(make
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("Again", "0.bias got two gradients"),
         ("Hooked", "2.weight has a hook set by the workload"),
         ("AddedLater", "extra.weight was created after `parallelize`"),
         ("ReplacedLater", "step 2: ranks' gradients differ"),

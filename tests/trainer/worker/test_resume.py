@@ -58,7 +58,6 @@ def test_a_killed_run_ends_with_the_same_bits(make_run, undisturbed, world, para
 
 
 def test_what_no_checkpoint_has_is_named_and_training_that_goes_on_differently_is_reported(make_run):
-    """Attributes that rank 1 alone has changed, and a list of the workload's that its loss depends on."""
     workload = {"target": "tests.trainer.worker.my_workload:Forgetful", "args": {"width": 8}}
     over = {"workload": workload, "train": {"steps": 7}, "checkpoint": {"every": 4}}
     run = make_run(2, **over, parallel={"dp_shard": 2}, drill=hang(0, step=7))

@@ -24,7 +24,6 @@ def loads(run: Run) -> list[dict[str, float]]:
 def test_balancing_makes_uneven_experts_even(
     undisturbed: Callable[..., Run], record_property: Callable[[str, object], None]
 ) -> None:
-    """A bias that never moves beside one that does, with the same weights and data at the beginning."""
 
     def most(rate: float) -> list[float]:
         over = {"model": {"experts": {"count": 8, "balance_rate": rate}}, "train": {"steps": 150}}
@@ -38,7 +37,6 @@ def test_balancing_makes_uneven_experts_even(
 
 @pytest.mark.parametrize("name", ["pp 2", "tp 2, ep 2", "pp 2 x ep 2"])
 def test_figures_are_of_the_layers_of_the_whole_model(undisturbed: Callable[..., Run], name: str) -> None:
-    """Of tokens that are counted once, in whichever stage and on whichever rank."""
     whole, shared = (
         loads(undisturbed(**merged(WITH_EXPERTS[each].settings, {"train": {"steps": 50}}))) for each in ("one", name)
     )

@@ -281,7 +281,6 @@ def test_gradients_that_are_still_sums_over_tensor_parallel_ranks_are_taken(
 def test_short_rows_are_gathered_and_long_ones_reduced(
     monkeypatch: pytest.MonkeyPatch, numbers: int, called: str
 ) -> None:
-    """Up to 65,536 numbers of all ranks together, which are two here and have the same row."""
     calls: list[str] = []
 
     def all_gather(rows: list[torch.Tensor], own: torch.Tensor, *, async_op: bool) -> Work:

@@ -70,7 +70,6 @@ def test_every_so_many_layers_are_computed_again(train: dict[str, Any], numbers:
 
 @pytest.mark.parametrize(("keep", "products"), [("nothing", 2), ("products", 1)])
 def test_products_are_kept_or_computed_again(keep: str, products: int) -> None:
-    """What is no product is always computed again."""
     config = build(TrainConfig, {"activation_checkpointing": True, "recompute": {"keep": keep}})
     assert isinstance(config, TrainConfig)
     recompute = choose_recompute(0, config)

@@ -148,7 +148,6 @@ def test_gradients_that_are_reduced_once_a_step_add_up_to_the_same(undisturbed, 
 
 @pytest.mark.proof
 def test_a_class_of_another_stage_wraps_nothing_in_this_one(make_run):
-    """And one that is in no stage is told with those of the whole model."""
     parallel = {"pipeline": {"stages": 2}, "fsdp": {"wrap": "Embedding,Block"}}
     two = {"layers": 2}
     run = make_run(2, parallel=parallel, model=two, train={"steps": 1, "dtype": "float32"})

@@ -59,7 +59,6 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.proof
 def test_tokens_have_the_positions_of_their_real_places(undisturbed: Callable[..., Run], method: str) -> None:
-    """At the beginning attention looks everywhere alike: only where it is sharp do positions matter to a loss."""
     target = {"target": "tests.trainer.parallel.apply.sharp_llama:SharpLlama"}
     given = settings({"cp": 2, "cp_method": method}, train={"steps": 4, "seq_len": 29}, workload=target)
     assert far_from_one(undisturbed, **given) <= BOUND
@@ -109,7 +108,6 @@ def test_half_precision_stays_near_float32(
 
 
 def test_a_killed_rank_changes_no_bit_and_every_rank_draws_its_own_numbers(make_run: Callable[..., Run]) -> None:
-    """One sample of all: a ring, an odd length, dropout, a kill, and steps that are trained again."""
     target = {"target": "tests.trainer.parallel.apply.dropping_llama:DroppingLlama"}
     run = make_run(**settings({"cp": 2, **RING}, train={"steps": 7, "seq_len": 29}, workload=target), drill=hang(1, 7))
     assert run.train_until_killed(1, committed=3, recorded=5)["codes"][1] == -9
@@ -126,7 +124,6 @@ def test_a_killed_rank_changes_no_bit_and_every_rank_draws_its_own_numbers(make_
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.proof
 def test_bytes_that_ranks_of_a_sequence_send_are_told_apart(undisturbed: Callable[..., Run], method: str) -> None:
-    """Two layers, eight sequences, half of 32 tokens, 4 heads of width 8."""
     run = undisturbed(**settings({"cp": 2, "cp_method": method}, model={"kv_heads": 4}, train={"steps": 3}))
     (told,) = [line["bytes"] for line in run.metrics().values() if "bytes" in line]
     tensor = 8 * 16 * 32 * 4  # of one of query, key, value and result: sequences x tokens x width x bytes

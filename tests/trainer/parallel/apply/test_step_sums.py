@@ -25,7 +25,6 @@ def found(programs: WarmPrograms) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize(("case", "length"), [("short", 22), ("long", 30_000)])
 def test_every_rank_has_the_same_bits_of_the_sum(found: dict[str, list[Any]], case: str, length: int) -> None:
-    """The long row is reduced, and not gathered."""
     first, *others = found[case]
     assert all(other == first for other in others)
     numbers = [float.fromhex(one) for one in first]

@@ -38,7 +38,6 @@ class Recording(Experts):
 
 
 def test_what_experts_compute_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank with popular experts has more of it than its peers, and is no straggler for that."""
     calls: list[str] = []
 
     def to_itself(received: torch.Tensor, sent: torch.Tensor, *_: object, group: Any) -> None:
@@ -61,6 +60,5 @@ def test_what_experts_compute_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rows_are_sorted_by_expert_and_then_by_rank() -> None:
-    """Two ranks send rows for three experts: 1, 0 and 2 of them, and 2, 1 and 0."""
     order = _expert_order(torch.tensor([[1, 0, 2], [2, 1, 0]]))
     assert order.tolist() == [0, 3, 4, 5, 1, 2]

@@ -1,7 +1,5 @@
 """What a pipeline is asked for; one stage on one rank is the shortest of them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,15 +35,6 @@ class Watch:
         return lambda: self.told.append(("end", moment))
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
-
-
 @pytest.fixture
 def watch() -> Watch:
     return Watch()
@@ -65,7 +54,6 @@ def batches(count: int = MICRO_BATCHES, sequences: int = SEQUENCES) -> list[torc
 
 
 def test_three_micro_batches_have_the_loss_and_the_gradients_of_the_loop(pipeline: Pipeline) -> None:
-    """Of three the mean cannot be had exactly by dividing a sum: it has the bits of the loop all the same."""
     model = Llama(JOB.model, JOB.train)
     model.materialize(CPU, JOB.train.seed)
     total = torch.zeros(())
@@ -101,7 +89,6 @@ def test_an_evaluation_keeps_no_activations_and_no_gradients(pipeline: Pipeline)
 def test_a_stage_that_raises_stays_in_what_it_did_and_its_error_is_not_wrapped(
     pipeline: Pipeline, watch: Watch, when: str
 ) -> None:
-    """So that the cell of a rank that failed says where it was, and its crash report why."""
 
     def fail(*_: object) -> None:
         raise Broken
@@ -118,7 +105,6 @@ def test_a_stage_that_raises_stays_in_what_it_did_and_its_error_is_not_wrapped(
 
 
 def test_an_output_of_another_type_is_not_sent(group: dist.ProcessGroup) -> None:
-    """gloo would end the rank that is sent more bytes than it waits for."""
     activation = torch.empty(2, 4, device="meta", dtype=torch.bfloat16)
     first = LocalStage(torch.nn.Identity(), 0, 2, inputs=activation, output=activation, group=group, device=CPU)
     with pytest.raises(ValueError, match=r"^stage 0: its output is torch.float32 \[2, 4\], but the next stage"):
@@ -127,7 +113,6 @@ def test_an_output_of_another_type_is_not_sent(group: dist.ProcessGroup) -> None
 
 
 def test_a_profiler_sees_each_action_by_its_name(pipeline: Pipeline) -> None:
-    """Where none is on, names cost nothing."""
     with torch.autograd.profiler.profile(use_kineto=False) as found:
         pipeline.step(batches())
     names = {event.name for event in found.function_events}

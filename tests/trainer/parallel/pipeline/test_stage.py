@@ -1,6 +1,5 @@
 """One stage by itself: what it leaves for its backward pass, and gradients in halves of that."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +19,6 @@ from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainCon
 CPU = torch.device("cpu")
 STAGES, SEQUENCES, LENGTH, MICRO_BATCHES = 3, 2, 4, 6
 MODEL = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn_dim=16)
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
 
 
 def stage(group: dist.ProcessGroup, number: int, *, half: bool = False) -> LocalStage:
@@ -81,7 +71,6 @@ def train(made: LocalStage, *, halves: bool) -> list[torch.Tensor]:
 def test_backward_passes_in_halves_have_the_bits_of_whole_ones(
     group: dist.ProcessGroup, number: int, half: bool
 ) -> None:
-    """In half precision sums of micro-batches are kept in the type in which gradients are reduced."""
     whole, halves = stage(group, number, half=half), stage(group, number, half=half)
     for found, expected in zip(train(halves, halves=True), train(whole, halves=False), strict=True):
         assert found.dtype == torch.float32

@@ -66,7 +66,6 @@ def test_every_stage_is_computed_by_its_rank(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_gradients_are_computed_in_the_order_of_the_micro_batches(schedule: str) -> None:
-    """So that sums have the bits of a loop that computes one micro-batch after the other."""
     last = {"gpipe": Kind.BACKWARD, "1f1b": Kind.BACKWARD, "interleaved_1f1b": Kind.BACKWARD}
     for actions in with_communication(config(schedule, 4), 8):
         for stage in {action.stage for action in actions}:

@@ -62,7 +62,6 @@ def test_every_phase_is_told_with_the_collectives_begun_so_far(world, cell):
 
 
 def test_messages_are_told_within_a_phase_and_count_as_collectives_do(world, cell):
-    """gloo records none: how many a rank has begun is all that is known of those that wait in a receive."""
     taken = PhaseTracker(cell, Clock())
     taken.enter(Phase.FORWARD)
     before = cell.read()
@@ -279,7 +278,6 @@ def test_loading_data_counts_by_the_clock_on_a_gpu_too():
 
 
 def test_every_wait_for_gathered_parameters_lies_in_a_pause(world, monkeypatch):
-    """FSDP's own hooks and ours, in the order in which a real model calls them."""
     story: list[str] = []
 
     def told(name: str, call: Any) -> Any:
@@ -323,7 +321,6 @@ def test_events_of_a_real_gpu():
 
 
 def test_it_costs_a_few_microseconds_a_step(world, cell):
-    """Not for the record: only that nobody puts something slow in."""
     taken = PhaseTracker(cell, CpuStopwatch())
     began = time.thread_time()
     for step in range(2000):

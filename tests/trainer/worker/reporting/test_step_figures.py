@@ -83,7 +83,6 @@ def test_the_mean_of_many_steps_is_compared_and_the_slowest_rank_is_named() -> N
 
 @pytest.mark.multi
 def test_a_run_tells_of_all_its_ranks(undisturbed: Callable[..., Run]) -> None:
-    """Of a workload that has them compared every three steps."""
     workload = {"target": "tests.trainer.worker.my_workload:Compared", "args": {"width": 8}}
     run = undisturbed(2, workload=workload, parallel={"dp_shard": 2}, train={"steps": 4}, checkpoint={"every": 0})
     lines = run.metrics()

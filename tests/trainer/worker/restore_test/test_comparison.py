@@ -134,7 +134,6 @@ def test_steps_of_other_packages_are_marked_and_listed(run: RunDir) -> None:
 
 
 def test_attempts_after_one_with_another_config_are_left_out(run: RunDir) -> None:
-    """The learning rate was changed and changed back: attempt 3 has the config of attempt 1, and other weights."""
     run.attempt(2).config.write_bytes(canonical({"optimizer": {"lr": 0.2}}))
     run.attempt(3).make()
     run.attempt(3).config.write_bytes(canonical({"optimizer": {"lr": 0.1}}))

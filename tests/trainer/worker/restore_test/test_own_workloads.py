@@ -31,7 +31,6 @@ def test_they_are_restored_bit_for_bit(make_run: Any, tmp_path: Path, optimizer:
 def test_all_they_keep_is_restored_bit_for_bit_and_other_layouts_draw_other_numbers(
     make_run: Any, tmp_path: Path
 ) -> None:
-    """State of the workload, random numbers, and an optimizer that is saved in the midst of an evaluation."""
     over = setting("schedulefree:AdamWScheduleFree", 2, kind="StatefulAndDropping")
     over["checkpoint"] = {"every": SAVED, "keep": 9}
     source = make_run(2, **over)
@@ -90,7 +89,6 @@ def verdict_on(subject: Subject, cpus: list[str], **args: Any) -> RestoreVerdict
 
 
 def test_each_rank_is_compared_with_the_rank_of_its_number_and_all_judge_alike(make_run: Any, tmp_path: Path) -> None:
-    """Also where only one of them has another CPU, or refuses to go on. `cpus`: the settings of the two nodes."""
     workload = {"target": f"{unusual_workload.__name__}:OnNodes", "args": {"cpus": ["a", "b"]}}
     source = make_run(
         2, workload=workload, parallel={"dp_shard": 2}, train={"steps": 4, "dtype": "float32"},

@@ -68,7 +68,6 @@ def test_each_kind_of_damage_is_caught(tested: Subject, tested_alone: Subject, k
 
 
 def test_a_loss_that_is_no_number_is_held_against_the_step_of_the_run(tested_alone: Subject) -> None:
-    """The run has trained that step; where it has not, the batch may be the cause."""
     found = damaged(tested_alone, nan_weights, 0, "same")
     assert (found.outcome, "loss nan" in found.reason) == (Outcome.SUSPECT, True), found
     copy = tested_alone.copy(STEPS)
@@ -92,7 +91,6 @@ def test_a_model_that_was_edited_since_is_no_verdict(tested_alone: Subject, mode
 
 
 def test_data_that_was_overwritten_is_no_verdict(tested_alone: Subject, tmp_path: Path) -> None:
-    """With the same size: the index alone does not show it."""
     tokens = tmp_path / "tokens"
     shutil.copytree(json.loads(tested_alone.source.dir.config.read_text())["data"]["path"], tokens)
     over = {"data": {"path": str(tokens)}}
@@ -106,7 +104,6 @@ def test_data_that_was_overwritten_is_no_verdict(tested_alone: Subject, tmp_path
 
 @pytest.mark.parametrize("differs", [("code.user",), ("env.torch",)])
 def test_a_difference_beside_another_one_is_no_verdict(tested_alone: Subject, differs: tuple[str, ...]) -> None:
-    """A learning rate of the test's own stands for what the difference may lead to."""
     found = tested_alone.verdict(tested_alone.folder(), over={"optimizer": {"lr": 3e-2}}, differs=differs)
     assert found.outcome is (Outcome.RESTORED if "code.user" in differs else Outcome.NOT_COMPARABLE), found
     assert differs[0] in found.reason

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.checkpointing.engine.thread_ranks import ThreadGroup, together
 from trainer.protocol.config import OptimizerConfig
 from trainer.worker import optimizer as optimizers
 from trainer.worker.saved_state import checkpoint_contents
-from trainer.worker.saved_state.checkpoint_contents import differing_tensors
+from trainer.worker.saved_state.checkpoint_contents import differing_tensors, tensor_metadata, zeros
 
 
 class Tied(nn.Module):
@@ -78,7 +80,6 @@ def test_buffers_of_every_dtype_stand_under_their_rank():
 def test_what_differs_between_ranks_is_named_alike_on_all_of_them(
     monkeypatch: pytest.MonkeyPatch, peer: dict[str, torch.Tensor], differ: set[str]
 ) -> None:
-    """Threads in the place of ranks; where names or forms differ nothing can be compared."""
     members, mine = ThreadGroup(2).members(), {"a": torch.ones(2), "b": torch.zeros(3), "c": torch.ones(1).to("meta")}
 
     def minimum(numbers: torch.Tensor) -> torch.Tensor:
@@ -100,3 +101,34 @@ def test_what_differs_between_ranks_is_named_alike_on_all_of_them(
     assert first == differ
     assert bool(second) == bool(differ)
     assert together([lambda: rank(0, {}), lambda: rank(1, {})]) == [set(), set()]
+
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_a_tensor_without_its_values() -> None:
+    assert tensor_metadata(torch.ones(2, 3, dtype=torch.bfloat16)) == ["bfloat16", [2, 3], "cpu", False]
+    assert tensor_metadata(torch.ones((), device="meta")) == ["float32", [], "meta", False]
+
+
+def test_what_lay_on_the_cpu_lies_there_again_and_all_else_on_the_device() -> None:
+    made = zeros(["int64", [2], "cpu", False], [None, torch.ones(3)], META)
+    assert made is not None
+    assert (made.tolist(), made.dtype, made.device) == ([0, 0], torch.int64, CPU)
+    other = zeros(["float32", [2, 1], "cuda", False], [], META)
+    assert other is not None
+    assert (list(other.shape), other.device) == ([2, 1], META)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_sharded_one_lies_as_the_first_that_is_like_it() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    plain = torch.ones(2, requires_grad=True)
+    sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    made = zeros(["float64", [2], "cpu", True], [None, plain, sharded], META)
+    assert isinstance(made, DTensor)
+    assert (made.dtype, made.to_local().tolist(), made.placements) == (torch.float64, [0.0, 0.0], (Shard(0),))
+    assert zeros(["float32", [3], "cpu", True], [plain, sharded], CPU) is None
+    like = zeros(["float32", [2], "cuda", False], [sharded, plain], META)
+    assert like is not None
+    assert (like.device, like.requires_grad, isinstance(like, DTensor)) == (CPU, False, False)

@@ -40,7 +40,6 @@ def test_what_trains_is_what_the_optimizer_holds_state_of() -> None:
 @pytest.mark.parametrize("steps", [1.0, 8.0, 1000.0, None])
 @pytest.mark.parametrize("consumed", [0, 48, None])
 def test_step_counts_and_data_positions_are_not_judged(tmp_path: Path, steps: float | None, consumed: object) -> None:
-    """Scalers skip steps, optimizers update twice or begin with loaded state, runs begin where others skipped data."""
     row = pack_rng(torch.device("cpu"))
     set_origin(row, 0, 4)
     counter = {} if steps is None else {"optimizer/w/step": torch.tensor(steps)}

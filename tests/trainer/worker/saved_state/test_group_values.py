@@ -92,6 +92,5 @@ def test_of_a_value_that_cannot_be_copied_nothing_is_known() -> None:
 
 
 def test_groups_are_known_by_their_parameters_and_empty_ones_by_their_number() -> None:
-    """These are in every checkpoint: they must never change."""
     names = ("#1", "a\nb", "#2")
     assert list(_identities([[], ["a", "b"], []])) == [digest(name.encode())[:16] for name in names]

@@ -44,7 +44,6 @@ def saved_and_loaded(*owners: Averages) -> None:
 
 
 def test_what_a_state_holds_twice_is_one_after_a_restore() -> None:
-    """As after `torch.load`: a tensor, a part of its memory, and a list."""
     owner, into = Averages(), Averages()
     saved_and_loaded(owner, into)
     assert len(ObjectState(owner, "data", nn.Linear(2, 1), torch.device("cpu")).tensors()) == 3
@@ -60,7 +59,6 @@ def test_what_a_state_holds_twice_is_one_after_a_restore() -> None:
 
 
 def test_tensors_that_are_trained_beside_the_model_still_are_after_a_restore() -> None:
-    """Such as the temperature of a policy, which an optimizer of the workload's own trains."""
     owner, into = Averages(), Averages()
     alpha, beta = torch.tensor([1.0], requires_grad=True), nn.Parameter(torch.tensor([2.0]))
     frozen = nn.Parameter(torch.tensor([3.0]), requires_grad=False)
@@ -75,7 +73,6 @@ def test_tensors_that_are_trained_beside_the_model_still_are_after_a_restore() -
 
 
 def test_parts_that_overlap_share_their_memory_after_a_restore() -> None:
-    """As after `torch.load`, also if the whole is not in the state, and under another type."""
     owner, into = Averages(), Averages()
     memory, ints, complexes = torch.arange(6.0), torch.arange(4.0), torch.arange(4.0)
     owner.state = {
@@ -127,7 +124,6 @@ def test_a_list_that_holds_itself_is_refused_by_name() -> None:
 
 
 def test_a_set_whose_order_a_restart_changes_is_named() -> None:
-    """Python iterates a set by its table, which depends on what the set had before."""
     model, device = nn.Linear(2, 1), torch.device("cpu")
     shrunk = set(range(1200))
     for _ in range(960):
@@ -144,7 +140,6 @@ def test_a_set_whose_order_a_restart_changes_is_named() -> None:
 
 
 def test_names_of_files_that_are_no_utf8_come_back() -> None:
-    """`os.listdir` has a lone surrogate for each byte that is no UTF-8."""
     owners = [Averages(), Averages()]
     owners[0].state = {"next": "caf\udce9.txt", "seen": {"caf\udce9.txt": torch.tensor([3.0])}}
     saved_and_loaded(*owners)

@@ -342,7 +342,6 @@ def test_an_unsavable_state_is_refused_and_an_unsavable_group_value_is_remembere
 
 
 def test_values_of_groups_are_the_same_objects_after_an_optimizer_has_loaded_what_it_has_beside_them() -> None:
-    """torch copies them when it loads, and a compiled step reads those that were there."""
     _, optimizer, held = net_and(simple(optim.SGD, lr=0.1))
     rate = torch.tensor(0.5)
     optimizer.param_groups[0]["lr"] = rate

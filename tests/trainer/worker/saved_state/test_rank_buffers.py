@@ -16,7 +16,6 @@ OVER: dict[str, Any] = {
 
 @pytest.mark.multi
 def test_counters_of_each_sharded_rank_survive_a_kill(make_run: Any) -> None:
-    """Those of ranks with whole models are in `AllAtOnce` of test_unusual_state.py."""
     hurt = make_run(
         2, workload=WORKLOAD, train={"steps": 8, "dtype": "float32"}, checkpoint={"every": 4},
         parallel={"strategy": "fsdp"}, drill=hang(0, step=8),

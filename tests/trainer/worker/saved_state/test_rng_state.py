@@ -76,7 +76,6 @@ def test_generators_go_on_where_they_were_packed():
 
 
 def test_a_row_with_an_origin_is_as_long_and_gives_the_same_generators():
-    """Its size is part of the plan of a checkpoint, and an older orch reads it too."""
     torch.manual_seed(5)
     random.seed(5)
     packed = pack_rng(torch.device("cpu"))
@@ -129,7 +128,6 @@ def test_a_row_may_end_after_its_last_part_or_a_few_bytes_later() -> None:
 
 
 def test_the_seeds_of_a_rank_are_the_same_in_every_release() -> None:
-    """A checkpoint of a smaller world goes on with the numbers that it would have drawn before an upgrade."""
     for token_rank, step, due in (
         (0, 0, 7_000_021), (3, 0, 7_000_024), (3, 40, mix(7_000_024 ^ mix(40)) >> 1), (2**61, 0, 7_000_021 + 2**61),
         (2**63, 0, 7_000_021),

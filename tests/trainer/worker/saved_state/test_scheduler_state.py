@@ -78,7 +78,6 @@ def test_every_schedule_of_torch_goes_on_with_the_same_rates(kind: str) -> None:
 
 
 def test_settings_that_the_checkpoint_overrules_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the checkpoints after the next: their schedule is still the first one."""
     first = Setting("OneCycleLR")
     first.step(0)
     monkeypatch.setitem(MADE, "OneCycleLR", lambda o: of_torch.OneCycleLR(o, 0.1, total_steps=30))

@@ -125,7 +125,6 @@ def test_every_change_of_what_is_held_is_seen() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"lazy": True}], ids=["usual", "lazy"])
 def test_in_lazy_mode_buffers_are_those_of_the_save(options: dict[str, Any]) -> None:
-    """The next forward pass changes them while the save still reads."""
     net, optimizer, inventory = made(**options)
     trained(net, optimizer)
     trained(net, optimizer)
@@ -172,7 +171,6 @@ def test_looking_is_much_cheaper_than_walking() -> None:
 
 
 def test_what_takes_the_place_of_something_else_is_seen() -> None:
-    """As many buffers and as many values of a state as before."""
     net = nn.Linear(4, 4)
     net.register_buffer("one", torch.ones(2))
     optimizer = torch.optim.AdamW(net.parameters())

@@ -1,17 +1,15 @@
 """What a rank restores, with a saver that has a checkpoint or none."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from trainer.parallel.apply import mesh
-from trainer.parallel.parallel_config import ParallelConfig
 from trainer.worker.saved_state import checkpoint_contents, object_state
 from trainer.worker.saved_state.loss_scale import FIRST, LossScale
 from trainer.worker.saved_state.train_state import TrainObjects, TrainState
@@ -59,13 +57,6 @@ class KeepsFacts(SaverWith):
     def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any], *_: Any, **__: Any) -> bool:
         self.given.append(extra)
         return True
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[mesh.Layout]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield mesh.build(ParallelConfig(), torch.device("cpu"), 0, 1)
-    dist.destroy_process_group()
 
 
 def restored(layout: mesh.Layout, step: int | None) -> tuple[list[str], nn.Linear]:

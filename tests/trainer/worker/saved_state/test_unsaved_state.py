@@ -44,7 +44,6 @@ def lost(saved: dict[str, str], calls: list[Any], step: int = 10) -> list[list[s
     ],
 )
 def test_an_attribute_is_lost_if_it_stays_or_counts_anew(saved: str, calls: list[Any], is_lost: bool) -> None:
-    """Known three steps after a restart, and told once."""
     name = "model.calls"
     assert lost({name: saved}, [*calls, 77]) == [[], [], [name] if is_lost else [], []]
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from checkpointing.engine.checkpointer import Checkpointer
@@ -22,7 +21,6 @@ from tests.trainer.worker.unusual_state.cases import KEPT, REFUSED, Usual
 from tests.trainer.worker.unusual_state.objects import FORGOTTEN
 from tests.trainer.worker.unusual_state.optimizers import LATE_TENSORS
 from trainer.parallel.apply import mesh
-from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.worker import workload as workloads
 from trainer.worker.data import with_position
@@ -30,13 +28,6 @@ from trainer.worker.saved_state.train_state import TrainObjects, TrainState
 from trainer.worker.workload import WorkloadError
 
 SAVED, LAST = 3, 6
-
-
-@pytest.fixture(scope="module")
-def layout() -> Iterator[mesh.Layout]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield mesh.build(ParallelConfig(), torch.device("cpu"), 0, 1)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +287,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_in_both_directions(
 
 @pytest.mark.multi
 def test_a_save_that_can_never_succeed_ends_the_ranks_at_once(make_run: Any) -> None:
-    """No disk is to blame, and nothing is trained again."""
     workload = {"target": "tests.trainer.worker.my_workload:BecomesNaN", "args": {"width": 8, "at": 3}}
     run = make_run(1, **{**setting(""), "workload": workload, "train": {"steps": 400, "dtype": "float32"}})
     assert run.train()["codes"] == [ExitCode.ERROR], run.log()

@@ -149,7 +149,6 @@ def test_work_that_is_added_shows_in_the_threads_own_time():
 
 
 def test_a_held_lock_lets_no_other_thread_run_and_no_signal_free_it():
-    """In a process of its own: another thread that counts stands still for as long."""
     counted: list[float] = []
     over = threading.Event()
 
@@ -202,7 +201,6 @@ def test_a_lock_that_is_held_for_ever_waits_for_itself_before_any_time_limit(mon
 
 @pytest.mark.parametrize(("size", "due"), [(0.0, 1), (5.0, 5)])
 def test_calls_that_no_peer_makes(monkeypatch, size, due):
-    """A row of another length, and a broadcast whose source is a peer that does not take part."""
     calls = []
 
     class Sums:

@@ -52,7 +52,6 @@ def test_what_passes_is_told_changes_no_bit_and_shows_in_the_ranks_own_work(make
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_spoiled_loss_shows_whichever_stage_the_rank_has(make_run, rank):
-    """Only rank 1 of two stages has the loss. A spike passes and is told; a loss that is no number ends the ranks."""
     events = [{"kind": kind, "rank": rank, "step": step} for kind, step in (("spike", 3), ("nan", 4))]
     run = make_run(
         2, parallel={"pipeline": {"stages": 2}}, model={"layers": 2}, train={"steps": 4, "dtype": "float32"},

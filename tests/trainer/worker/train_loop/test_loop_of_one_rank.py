@@ -242,7 +242,6 @@ def test_saves_follow_their_interval_and_the_last_step(one_rank: MakeRank) -> No
 
 
 def test_the_last_save_is_waited_for_and_tried_again(one_rank: MakeRank) -> None:
-    """What is still being written may take the place that it needs."""
     saver = KeptSaves(accepts=lambda step: saver.tried.count(8) != 1)
     run = one_rank(saver, workload=own("Numbered"), checkpoint={"every": 0})
     assert run.train() == ExitCode.FINISHED
@@ -348,7 +347,6 @@ def test_the_built_in_model_probes_one_step_more_and_changes_nothing(one_rank: M
 
 
 def test_votes_of_rank_0_are_followed_one_step_later(one_rank: MakeRank) -> None:
-    """Of an automatic interval: the first save is tried when as many steps as it allows at least have passed."""
     run = one_rank(
         workload=own("Numbered"), train={"steps": 30}, checkpoint={"every": "auto", "auto": {"least": 10, "most": 10}}
     )

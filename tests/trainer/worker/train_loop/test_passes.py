@@ -84,7 +84,6 @@ def staged(number: int, *events: DrillEvent) -> tuple[StagedPasses, OneStage, Ph
 
 
 def test_the_mean_over_the_ranks_of_a_pipeline_is_the_loss_of_its_last_stage() -> None:
-    """Every rank gives its loss to a mean over all ranks, and only the last stage has one."""
     losses = [staged(number)[0].run(1, [torch.ones(1)], 1.0) for number in range(STAGES)]
     assert float(sum(losses)) / STAGES == 3.0
 
@@ -171,7 +170,6 @@ def test_every_rank_needs_a_micro_batch() -> None:
 
 
 def test_a_batch_is_moved_to_the_device_of_the_rank() -> None:
-    """Packed sequences keep their sizes on the CPU, where torch needs them; what cannot be moved stays as it is."""
     packed = pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 2]), batch_first=True)
     x, gpu = torch.ones(2), torch.device("meta")
     moved = on_device({"x": x, "more": [(x, "label"), packed], "number": 3}, gpu)

@@ -21,10 +21,12 @@ from trainer.worker.train_loop.reduction import (
     StepResult,
     clip,
     copies,
+    scalar_loss,
     squared_norm,
     unscale,
 )
 from trainer.worker.train_loop.save_schedule import SaveVote
+from trainer.worker.workload import WorkloadError
 
 pytestmark = pytest.mark.usefixtures("world")
 ZERO = RankZeroMessage(save_vote=SaveVote.SAVE, committed=12)
@@ -98,7 +100,6 @@ def test_ranks_that_use_other_parameters_are_noticed(monkeypatch: pytest.MonkeyP
 def test_ranks_with_other_gradients_are_noticed(
     monkeypatch: pytest.MonkeyPatch, other: float, alike: bool, whole: bool
 ) -> None:
-    """What is no number is told as a spike."""
     Ranks(monkeypatch, 2)
     for value in (2.0, other):
         gradients = [torch.tensor([value])]
@@ -110,7 +111,6 @@ def test_ranks_with_other_gradients_are_noticed(
 
 
 def test_gradients_of_stages_are_those_of_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stages, each on two ranks: a gradient lies on two of the four, and the squares of stages add up."""
     Ranks(monkeypatch, 4)
     for value in (3.0, 3.0, 4.0, 4.0):
         about = GradientFacts(stages=2)
@@ -151,3 +151,28 @@ def test_the_scale_of_the_loss_is_taken_out_of_gradients() -> None:
     unscale(gradients, 4.0)
     assert [float(one) for one in gradients] == [2.0, 1.0]
     unscale([], 4.0)
+
+
+class Mine:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (None, "None"),
+        (0.5, "a float"),
+        ((1, 2), "a tuple"),
+        (torch.ones(2, requires_grad=True), r"a tensor of shape \[2\]"),
+        (torch.ones(1, requires_grad=True), r"a tensor of shape \[1\]"),
+        (torch.tensor(0.5), "a tensor without a gradient"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_is_the_users_error(loss: Any, found: str) -> None:
+    with pytest.raises(WorkloadError, match=rf"^Mine\.loss\(\) returned {found}: it must return the mean loss"):
+        scalar_loss(Mine(), loss)
+
+
+def test_a_scalar_is_taken_as_it_is() -> None:
+    loss = torch.ones(2, requires_grad=True).sum()
+    assert scalar_loss(Mine(), loss) is loss

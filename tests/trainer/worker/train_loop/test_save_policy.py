@@ -36,7 +36,6 @@ def test_the_automatic_cadence_measures_and_all_ranks_follow(make_run: Any) -> N
 
 
 def test_lazy_staging_goes_on_with_the_same_bits(make_run: Any) -> None:
-    """What was saved while the next steps changed it gives those steps again."""
     lazy = make_run(
         2, parallel={"dp_shard": 2}, train={"steps": 10}, checkpoint={"every": 5, "staging": {"mode": "lazy"}},
         drill=hang(1, step=10),

@@ -225,7 +225,6 @@ def test_saves_are_held_back_for_half_an_interval_before_a_stop(every: Any, due:
 
 @pytest.mark.parametrize(("quiet", "busy", "slowdown"), [(8, 8, 1.5), (7, 8, 0.0), (8, 7, 0.0)])
 def test_steps_beside_a_save_are_compared_once_enough_are_known(quiet: int, busy: int, slowdown: float) -> None:
-    """A step takes twice as long beside a save of three seconds: half of that time is the save's."""
     schedule = Job(CheckpointConfig()).save_schedule
     schedule.read_saver(0, None, [3.0])
     for _ in range(quiet):

@@ -104,7 +104,6 @@ def test_a_new_level_around_zero_is_at_most_ten_times_the_largest_distance(loss,
 
 
 def test_a_small_regression_that_converges_is_never_held():
-    """Of this model one loss in a hundred was a spike before factors counted."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer, detector = torch.optim.AdamW(model.parameters(), lr=1e-2), detector_with()
@@ -217,7 +216,6 @@ def test_without_rollbacks_no_level_is_accepted_before_a_batch_was_skipped():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_healthy_run_has_no_spike(seed):
-    """Falling losses with noise of 10 percent, and a step in between that is twice as high."""
     chance, losses = random.Random(seed), detector_with()
     for step in range(3000):
         level = 2.0 + 8.0 * math.exp(-step / 200)

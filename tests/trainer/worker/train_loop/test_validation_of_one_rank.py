@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch import nn
 from tests.trainer.worker.my_workload import Validated
 from tests.trainer.worker.train_loop.one_rank import VALIDATED, OneRank, ask, workload_of
 from trainer.protocol.config import ValidationConfig
+from trainer.protocol.config_sections.recipe_config import TrainConfig
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.rank_progress.progress import StopReason
-from trainer.worker.train_loop.validation import Validation
-from trainer.worker.workload import Mean
+from trainer.worker.data import TokenData
+from trainer.worker.train_loop.validation import Validation, held_out_validation
+from trainer.worker.workload import Mean, WorkloadError
 
 MakeRank = Callable[..., OneRank]
 HERE = "tests.trainer.worker.train_loop.test_validation_of_one_rank"
@@ -80,7 +83,6 @@ def test_a_plateau_is_judged_by_the_first_number_alone(one_rank: MakeRank) -> No
 
 
 def test_a_stop_in_the_last_step_leaves_its_validation_until_the_state_is_saved(one_rank: MakeRank) -> None:
-    """No start follows that could make up for it."""
     best = {"every": 0, "best": {"metric": "batches"}}
     run = one_rank(workload=VALIDATED, checkpoint=best)
     saved: list[int] = []
@@ -210,3 +212,30 @@ def test_a_scheduler_on_a_plateau_steps_with_the_first_number_of_each_validation
     assert run.train() == ExitCode.FINISHED
     rates = [line["lr"] for _, line in sorted(run.lines().items())]
     assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.05, 0.05])
+
+
+def objects(data: Any) -> Any:
+    """The loss of a micro-batch is the mean of its tokens."""
+    return SimpleNamespace(data=data, workload=SimpleNamespace(loss=lambda _, batch: batch.double().mean()))
+
+
+def test_the_mean_is_that_of_all_micro_batches_of_all_batches(text_tokens):
+    train = TrainConfig(seq_len=16, batch_size=8, micro_batch_size=4)
+    data = TokenData(text_tokens, train, shuffle=True, dp_rank=0, dp_size=1, device=torch.device("cpu"), held_out=2)
+    rows = [part for batch in data.held_out() for part in batch]
+    validate = held_out_validation(objects(data), 2)
+    assert validate is not None
+    found = cast(Mean, validate(torch.nn.Identity())["val_loss"])
+    assert (float(found.value), found.weight) == (pytest.approx(float(torch.cat(rows).double().mean())), 1.0)
+
+
+def test_nothing_is_validated_without_batches():
+    assert held_out_validation(objects(None), 0) is None
+
+
+def test_data_of_a_users_own_holds_nothing_out():
+    class Points:
+        pass
+
+    with pytest.raises(WorkloadError, match="has no held-out batches.*write `validate`.*or type validation.batches=0"):
+        held_out_validation(objects(Points()), 3)

@@ -54,14 +54,15 @@ def damaged(make_run: Any, place: Path, name: str, seed: int) -> None:
     source = BY_NAME[name].run(make_run, seed)
     subject = Subject(source.ranks, source, place, itertools.count(1))
     older = subject.folder(EVERY)
-    healthy = subject.verdict(older, world=1)
+    layout = {"world": 1, "parallel": dict(BY_NAME[name].over.get("parallel", {}))}
+    healthy = subject.verdict(older, **layout)
     assert (healthy.outcome, healthy.evidence["exact"]) == (Outcome.RESTORED, True), healthy
     for damage in BYTE_DAMAGES:
         copy = subject.copy(TESTED)
         damage(copy, older, random.Random(f"{name} {seed} {damage.__name__}"))
         # The registry knows the manifest that was committed: that of a faulty writer, too.
         manifest = read_manifest_digest(LocalStorage(copy.parent), copy.name)
-        found = subject.verdict(copy, world=1, manifest=manifest, agreed=older.name)
+        found = subject.verdict(copy, **layout, manifest=manifest, agreed=older.name)
         assert found.outcome in FOUND_BAD, (name, seed, damage.__name__, found)
 
 

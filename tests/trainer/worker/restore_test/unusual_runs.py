@@ -136,7 +136,8 @@ def of_second_attempt(subject: Subject, place: Path) -> RestoreVerdict:
 
 
 def own(name: str) -> Kind:
-    return Kind(name=name, over={"workload": {"target": f"{targets.__name__}:{name}"}, "train": {"dtype": "float32"}})
+    over = {"workload": {"target": f"{targets.__name__}:{name}"}, "train": {"dtype": "float32"}}
+    return Kind(name=name, over={**over, "parallel": {"strategy": "ddp"}})
 
 
 KINDS: tuple[Kind, ...] = (
@@ -178,5 +179,5 @@ KINDS: tuple[Kind, ...] = (
         test=on_layout(1),
         outcomes=EITHER,
     ),  # fmt: skip
-    Kind(name="own-on-two", over=own("SkippedUpdates").over, test=on_layout(2, dp_shard=2), outcomes=EITHER),
+    Kind(name="own-on-two", over=own("TwoUpdatesInAStep").over, test=on_layout(2, dp_shard=2), outcomes=EITHER),
 )

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.trainer.worker.set_clock import SetClock
 from tests.warm_programs import WarmPrograms

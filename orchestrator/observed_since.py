@@ -29,47 +29,40 @@ class ObservedSince:
 
     def __init__(self, mono: Callable[[], float], path: Path | None = None, boot: str = "") -> None:
         self._mono, self._path, self._boot = mono, path, boot
-        self._seen: dict[str, tuple[str, float]] = {}
-        self._lasted: dict[str, tuple[str, float, float]] = {}  # value, last observation, seconds so far
+        self._seen: dict[str, tuple[str, float, float, float]] = {}  # value, first and last look, seconds watched
         self._load()
 
     def age(self, key: str, value: object) -> float:
         """Return the seconds since `key` was first seen with this value; 0.0 on the first call."""
-        now, text = self._mono(), str(value)
-        before = self._seen.get(key)
-        if before is None or before[0] != text or before[1] > now:
-            self._seen[key] = (text, now)
-            return 0.0
-        return now - before[1]
+        _, first, last, _ = self._observe(key, str(value))
+        return last - first
 
     def watched_seconds(self, key: str, value: object) -> float:
         """Return the seconds for which `key` was *watched* with this value, at most `LOOK` between two calls.
 
         Time in which this process itself stalled (a suspended machine, a frozen VM) is therefore not counted.
         """
-        now, text = self._mono(), str(value)
-        before = self._lasted.get(key)
-        if before is None or before[0] != text or before[1] > now:
-            self._lasted[key] = (text, now, 0.0)
-            return 0.0
-        total = before[2] + min(now - before[1], LOOK)
-        self._lasted[key] = (text, now, total)
-        return total
+        return self._observe(key, str(value))[3]
+
+    def _observe(self, key: str, text: str) -> tuple[str, float, float, float]:
+        now = self._mono()
+        value, first, last, watched = self._seen.get(key, ("", now, now, 0.0))
+        is_same = value == text and last <= now
+        entry = (text, first, now, watched + min(now - last, LOOK)) if is_same else (text, now, now, 0.0)
+        self._seen[key] = entry
+        return entry
 
     def value(self, key: str) -> str:
         """Return the last value seen for `key`; empty if it was never seen."""
-        return self._seen.get(key, ("", 0.0))[0]
+        return self._seen[key][0] if key in self._seen else ""
 
     def forget(self, key: str) -> None:
         self._seen.pop(key, None)
-        self._lasted.pop(key, None)
 
     def save(self) -> None:
         """Save the observations for the next process."""
         if self._path is not None:
-            write_atomically(
-                self._path, dump_line({"boot": self._boot, "seen": self._seen, "lasted": self._lasted}).encode()
-            )
+            write_atomically(self._path, dump_line({"boot": self._boot, "seen": self._seen}).encode())
 
     def _load(self) -> None:
         if self._path is None:
@@ -77,8 +70,9 @@ class ObservedSince:
         try:
             kept = json.loads(self._path.read_bytes())
             if kept["boot"] == self._boot:
-                self._seen = {key: (str(value), float(at)) for key, (value, at) in kept["seen"].items()}
-                lasted = kept.get("lasted", {}).items()
-                self._lasted = {key: (str(value), float(at), float(total)) for key, (value, at, total) in lasted}
+                self._seen = {
+                    key: (str(value), float(first), float(last), float(watched))
+                    for key, (value, first, last, watched) in kept["seen"].items()
+                }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            self._seen, self._lasted = {}, {}
+            self._seen = {}

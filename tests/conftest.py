@@ -113,7 +113,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
-    """The server's address; everything that a client needs stands in the environment, as it would in a job."""
     from moto.server import ThreadedMotoServer  # half a second, for those who ask
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -138,7 +137,6 @@ def s3_server() -> Iterator[str]:
 
 @pytest.fixture
 def s3_url(s3_server: str, request: pytest.FixtureRequest) -> str:
-    """A prefix of the bucket that no other test uses."""
     return f"s3://{BUCKET}/{abs(hash(request.node.nodeid)):x}"
 
 

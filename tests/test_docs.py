@@ -96,7 +96,6 @@ def test_every_module_that_is_named_exists(page: Path) -> None:
 
 @every_page
 def test_source_files_are_named_with_their_folder(page: Path) -> None:
-    """A bare `name.py` would not be checked."""
     bare = [path for path in _SOURCE.findall(page.read_text()) if not path.startswith(tuple(f"{x}/" for x in FOLDERS))]
     assert not bare
 
@@ -158,7 +157,6 @@ def test_generated_pages_are_current(name: str) -> None:
 
 @every_page
 def test_every_yaml_example_is_a_valid_configuration(page: Path, tmp_path: Path) -> None:
-    """Examples show a part of a configuration; what all of them leave out is the data."""
     from orchestrator.config.compose import compose
 
     for number, text in enumerate(_YAML.findall(page.read_text())):
@@ -194,7 +192,6 @@ def dead_keys(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
 def test_every_key_that_is_named_exists(page: Path) -> None:
-    """CHANGELOG.md names those that are gone."""
     assert not dead_keys(page.read_text())
 
 

@@ -207,7 +207,6 @@ def test_rooms_of_the_agent_are_entered_one_way() -> None:
 
 
 def test_the_login_node_imports_nothing_of_the_agent() -> None:
-    """It names the agent's entry point as a string; what both need is in the contract."""
     modules = {module_name(name) for name in SOURCES}
     none_of(
         f"{name} imports {module}"
@@ -249,8 +248,6 @@ def _edges(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
 
 
 def test_no_kind_of_scheduler_is_compared_by_name() -> None:
-    """A third one is a module of its own and a row in each of two tables (tests/orchestrator/scheduler)."""
-
     def compared(tree: ast.AST) -> Iterator[int]:
         for node in nodes(tree):
             if isinstance(node, ast.Compare):
@@ -283,8 +280,6 @@ def test_functions_are_short_on_the_whole() -> None:
 
 
 def test_names_are_the_fields_own() -> None:
-    """File names say what they hold, and no word that was replaced comes back."""
-
     def violations() -> Iterator[str]:
         for name, tree in trees().items():
             stem = set(Path(name).stem.split("_"))
@@ -327,8 +322,6 @@ PARTICIPLES = {"closed": "the name in file objects", "started": "a state", "stop
 
 
 def test_docstrings_are_sentences() -> None:
-    """A docstring begins with an imperative or a noun, and no machine speaks in it."""
-
     def violations() -> Iterator[str]:
         for name, tree in trees().items():
             for node in nodes(tree):
@@ -420,8 +413,6 @@ def _config_faults(node: ast.ClassDef) -> Iterator[str]:
 
 
 def test_processes_send_each_other_no_pickles() -> None:
-    """Whoever can write to a socket or a store would run code in every rank."""
-
     def violations() -> Iterator[str]:
         for name, tree in trees().items():
             if name not in UNPICKLERS:
@@ -435,7 +426,6 @@ def test_processes_send_each_other_no_pickles() -> None:
 
 
 def test_tensors_name_their_device() -> None:
-    """A program may set torch's default device; models alone are built on it."""
     makers = {f"torch.{name}" for name in ("arange", "as_tensor", "empty", "full", "ones", "randn", "tensor", "zeros")}
 
     def violations() -> Iterator[str]:
@@ -449,8 +439,6 @@ def test_tensors_name_their_device() -> None:
 
 
 def test_messages_between_processes_are_dataclasses() -> None:
-    """Only the codec knows how they look on the wire: nobody sends or reads a dict with a tag."""
-
     def violations() -> Iterator[str]:
         for name in SOURCES.keys() - {CODEC}:
             for node in nodes(trees()[name]) if name.startswith("trainer/") else ():

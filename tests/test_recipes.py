@@ -68,7 +68,6 @@ def replace(path: Path, old: str, new: str) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the tree with one extension of each kind."""
     copy = tmp_path_factory.mktemp("extended")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))

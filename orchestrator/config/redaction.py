@@ -96,19 +96,12 @@ def require_none(values: Mapping[str, Any], origins: Mapping[str, str], named: S
     `origins`: origin of each value; `named`: variables already in `env_from`.
     """
     for key, what, variable in _find_secrets(values):
+        names, origin = ",".join(dict.fromkeys([*named, variable])), origins.get(key, "")
+        # A value from an override disappears with it, so `~key` is not needed.
+        without = f"~{key} " if key == f"env.{variable}" and not origin.startswith(_TYPED) else ""
+        hint = f"`export {variable}=...` and `{without}env_from=[{names}]` instead: the ranks then have {variable}"
         secret = f"{key}: {what}, which would be written to config.json and the registry"
-        raise plain_secret_error(secret, key=key, origins=origins, variable=variable, named=named)
-
-
-def plain_secret_error(
-    what: str, *, key: str, origins: Mapping[str, str], variable: str, named: Sequence[str]
-) -> ConfigError:
-    """Return the error for a secret in plain text, with the command that avoids it."""
-    names, origin = ",".join(dict.fromkeys([*named, variable])), origins.get(key, "")
-    # A value from an override disappears with it, so `~key` is not needed.
-    without = f"~{key} " if key == f"env.{variable}" and not origin.startswith(_TYPED) else ""
-    hint = f"`export {variable}=...` and `{without}env_from=[{names}]` instead: the ranks then have {variable}"
-    return ConfigError(what, where=place(origin), hint=hint)
+        raise ConfigError(secret, where=place(origin), hint=hint)
 
 
 def shown_override(text: str) -> str:
@@ -130,18 +123,14 @@ def _find_secrets(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
             continue
         name = key.removeprefix("env.")
         variable = key.rpartition(".")[2]
+        is_argument = key.startswith(_ARGUMENTS) and _SECRET_NAME.fullmatch(variable.upper()) is not None
         if name != key and is_secret_name(name) and _may_be_secret(value, name):
             yield key, "looks like a secret", name
-        elif (
-            key.startswith(_ARGUMENTS) and _SECRET_NAME.fullmatch(variable.upper()) and _may_be_secret(value, variable)
-        ):
+        elif is_argument and _may_be_secret(value, variable):
             yield key, "looks like a secret", re.sub(r"\W", "_", variable.upper())
-        for text in (text for text in leaves(value) if isinstance(text, str)):
-            yield from (
-                (key, f"looks like {form.what}", _variable(name, key, form))
-                for form in _FORMS
-                if form.pattern.search(text)
-            )
+        texts = [text for text in leaves(value) if isinstance(text, str)]
+        for form in (form for text in texts for form in _FORMS if form.pattern.search(text)):
+            yield key, f"looks like {form.what}", _variable(name, key, form)
         if key in _COMMANDS and isinstance(value, (list, tuple)):
             yield from ((key, f"{option} looks like a secret", variable) for option, variable in _options(value))
 

@@ -11,7 +11,6 @@ from tests.trainer.agent.warm_agents import WarmAgents
 
 @pytest.fixture
 def user(tmp_path: Path, agents: WarmAgents) -> Iterator[User]:
-    """A user of the embedded default: simulated nodes on this machine."""
     someone = User(tmp_path, "local", warm_environment(agents))
     yield someone
     someone.leave()
@@ -19,7 +18,6 @@ def user(tmp_path: Path, agents: WarmAgents) -> Iterator[User]:
 
 @pytest.fixture
 def cold_user(tmp_path: Path) -> Iterator[User]:
-    """A user all of whose processes are programs of their own, as everywhere but in these tests."""
     someone = User(tmp_path, "local")
     yield someone
     someone.leave()
@@ -27,7 +25,6 @@ def cold_user(tmp_path: Path) -> Iterator[User]:
 
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory, agents: WarmAgents) -> Iterator[tuple[User, str]]:
-    """A run of tiny-gpt as in `CALM`, but on one node, undisturbed, to compare with bit for bit, and to read."""
     someone = User(tmp_path_factory.mktemp("calm"), "local", warm_environment(agents))
     one_node = ("cluster.nodes=1", "cluster.ranks_per_node=2")
     run = someone.submit("tiny-gpt", *CALM, *one_node, "checkpoint.keep=9")["run"]

@@ -29,7 +29,6 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("torn", ["model.safetensors", "optimizer.pt"])
 def test_a_torn_checkpoint_of_the_trainer(user: User, tmp_path: Path, torn: str, known: bool) -> None:
-    """It loads the newest one whatever that looks like: known to orch, it is set aside, else the run says so."""
     out = tmp_path / "hf" / "out"
     assert user.wait(submit(user, tmp_path / "hf", 15)) == 0
     cut(out / "checkpoint-15" / torn)

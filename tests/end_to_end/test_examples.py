@@ -38,7 +38,6 @@ def test_they_are_short_and_all_are_named() -> None:
 
 @pytest.fixture
 def gpt2(user: User) -> list[str]:
-    """Words after `orch submit` for the example on two ranks."""
     if not (INTEROP / "transformers").is_dir():
         pytest.skip("transformers is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
     saved_by(user)

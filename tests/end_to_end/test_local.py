@@ -69,7 +69,6 @@ def goes_on_with_more_steps(user: User, run: str) -> None:
 
 @pytest.mark.proof
 def test_a_memory_that_is_damaged_is_not_trusted(user: User) -> None:
-    """The rank is stopped, the copies of its state are overwritten, and then it is killed."""
     slow = "drill.events=[{kind: slow-rank, rank: 1, step: 18, value: 0.5}]"
     run = user.submit("tiny-gpt", *SMALL, "checkpoint.every=8", slow)["run"]
     user.until(lambda: user.step(run) >= 18, 90, "training")

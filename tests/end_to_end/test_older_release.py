@@ -40,7 +40,6 @@ def unpack(folder: Path) -> None:
 
 @pytest.fixture
 def older(user: User) -> User:
-    """A user whose runs the older release has left."""
     unpack(user.folder)
     user.root = user.folder / "orch-runs"
     home = user.folder / "home"

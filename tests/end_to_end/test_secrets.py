@@ -18,7 +18,6 @@ MINE = ("tokens", "mine.yaml")
 
 
 def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User, agents: WarmAgents) -> None:
-    """All of its processes are programs, but for the import of torch."""
     user = cold_user
     (user.folder / "tokens").write_text(f"# mine\nWANDB_API_KEY='{FILE}'\n")
     (user.folder / "tokens").chmod(0o600)

@@ -91,7 +91,6 @@ def pause(victim: psutil.Process, seconds: float, meanwhile: Callable[[], Any]) 
 @pytest.mark.parametrize("seconds", [180.0, 0.0])
 @pytest.mark.parametrize("who", ["controller", "coordinator", "agent"])
 def test_stopped_for_three_minutes_and_for_ever(user: User, who: str, seconds: float) -> None:
-    """With every limit as it is by default."""
     steps = [*SMALL, "train.steps=200", "checkpoint.every=10"]
     calm = user.submit("tiny-gpt", *steps)["run"]
     assert user.wait(calm, 600) == 0

@@ -85,7 +85,6 @@ def overrides() -> str:
 
 @pytest.mark.proof
 def test_the_page_s_overrides_end_with_the_same_bits_and_follow_another_rate(user: User) -> None:
-    """On four ranks: with two, sums have one order only."""
     typed_in(user.folder)
     program = user.folder / "my_cnn.py"
     own = re.sub(r"    def build_(?:optimizer|scheduler)\(.*?\n\n", "", program.read_text(), flags=re.DOTALL)

@@ -34,7 +34,6 @@ def sources(area: str) -> Iterator[str]:
 
 
 def test_files(source: str) -> list[str]:
-    """The test files of the folder in which this file lies."""
     folder = str(Path(source).parent)
     found = set((ROOT / "tests" / folder).glob("test_*.py" if folder == WHOLE_WORKERS else "**/test_*.py"))
     if folder.startswith(WHOLE_WORKERS):

@@ -102,7 +102,6 @@ def place() -> Iterator[Town]:
 
 @pytest.fixture(scope="module")
 def live(place: Town) -> Live:
-    """It has made and deleted checkpoints in two tiers by the time that its steps become slow."""
     ann, slow, root = place.ann, place.ann.home / "slow", f"cluster.root={place.project}"
     ann.code("import sys; open('slow_llama.py', 'w').write(sys.argv[1])", SLOW_WORKLOAD.read_text())
     slowly = [
@@ -362,7 +361,6 @@ HELLOS = {
 
 
 def test_nothing_that_is_sent_to_the_control_port_disturbs_the_run(live):
-    """Sent by this process: a connection tells nobody's user, so it does not matter whose it is."""
     found = json.loads(live.folder.attempt(1).coordinator.read_text())
     address = found["host"], found["port"]
     silent = [socket.create_connection(address, 10) for _ in range(1000)]
@@ -385,7 +383,6 @@ def test_nothing_that_is_sent_to_the_control_port_disturbs_the_run(live):
 
 
 def test_tiers_have_their_own_names_in_events_and_lists(live):
-    """Events of the job's descriptors would name a tier that no later process knows."""
     ann = live.town.ann
 
     def found() -> list[dict[str, Any]] | None:

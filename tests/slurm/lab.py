@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.slurm import processes
 from tests.slurm.settings import Ports, slurm_conf, slurmdbd_conf
@@ -290,6 +292,27 @@ class SlurmLab:
             [sys.executable, "-m", "tests.slurm.lab", "guard", str(self.folder), str(os.getpid())],
             cwd=Path(__file__).parents[2], stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def temporary_lab(
+    prepare: Callable[[SlurmLab], None] = lambda lab: None, *, nodes: int = 4, extra: str = ""
+) -> Iterator[SlurmLab]:
+    """A lab in a folder that ordinary users can enter; skips without Slurm. `prepare` is called before the start."""
+    folder = Path(tempfile.mkdtemp(prefix="orch-slurm-")).resolve()  # pytest's own folders are closed to other users
+    folder.chmod(0o755)
+    try:
+        install()
+        lab = SlurmLab(folder, nodes, extra=extra.format(folder=folder))
+        prepare(lab)
+        lab.start()
+    except LabError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    yield lab
+    lab.stop()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _answers(port: int) -> bool:

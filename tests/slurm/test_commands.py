@@ -121,7 +121,6 @@ def assert_succeeded(program: Program) -> dict[str, Any]:
 def test_a_plain_ddp_script_three_times_in_each_way(
     lab: SlurmLab, user: User, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Its checkpoint is one file without a step in its name: of its progress nothing is known."""
     steps = ["--steps", "1200", "--every", "5"]
     killed = Program(lab, user, PLAIN_DDP, tmp_path / "killed", *steps, "--pause", "0.5", settings=[])
     record_property("seconds", disturb(killed, list(WAYS) * 3))
@@ -138,7 +137,6 @@ def test_a_plain_ddp_script_three_times_in_each_way(
 def test_hugging_faces_trainer_three_times_in_each_way(
     lab: SlurmLab, user: User, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Its checkpoints are known to orch; one that a kill tears is set aside."""
     if not INTEROP.is_dir():
         pytest.fail(f"{INTEROP} is missing: `make {INTEROP.relative_to(ROOT)}/.ready` makes it")
     steps, library = ["--steps", "1200", "--every", "5"], f"+env.PYTHONPATH={INTEROP}"

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slurm
 
 
 def test_a_killed_owner_leaves_no_daemon_behind(lab: SlurmLab, tmp_path: Path) -> None:
-    """A second lab beside the first one, whose owner is killed: its guard cleans up, and the first goes on."""
     folder = tmp_path / "second"
     command = [sys.executable, "-m", "tests.slurm.lab", "start", str(folder)]
     owner = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
@@ -36,7 +35,6 @@ def test_a_killed_owner_leaves_no_daemon_behind(lab: SlurmLab, tmp_path: Path) -
 
 
 def test_an_ordinary_user_can_submit(lab: SlurmLab) -> None:
-    """Only where the lab's folder can be reached by others: pytest's own folders are private."""
     somebody = pwd.getpwnam("nobody")
     reachable = subprocess.run(
         ["test", "-r", str(lab.conf)], user=somebody.pw_uid, group=somebody.pw_gid, check=False

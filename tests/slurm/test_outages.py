@@ -1,9 +1,6 @@
 """Outages on the real Slurm: a limit that passes, nodes that do not boot; the run waits and ends without a person."""
 
-import os
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.user import User
-from tests.slurm.lab import LabError, SlurmLab, _free_ports, install
+from tests.slurm.lab import SlurmLab, _free_ports, temporary_lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.proof, pytest.mark.timeout(600)]
 SMALL = [
@@ -54,23 +51,15 @@ def settings(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[SlurmLab]:
-    """A Slurm of its own, with limits and a node that has to be booted."""
-    folder = Path(tempfile.mkdtemp(prefix="orch-outage-")).resolve()
-    try:
-        install()
-        lab = SlurmLab(folder, nodes=1, extra=settings(folder))
-        (folder / "spool" / "c1").mkdir(parents=True)
+    def add_cloud(lab: SlurmLab) -> None:
+        lab.extra = settings(lab.folder)
+        (lab.folder / "spool" / "c1").mkdir(parents=True)
         for name, text in (("resume", RESUME), ("suspend", SUSPEND)):
-            (folder / name).write_text(text.format(folder=folder, conf=lab.conf))
-            (folder / name).chmod(0o755)
-        lab.start()
-    except LabError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
-    yield lab
-    lab.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+            (lab.folder / name).write_text(text.format(folder=lab.folder, conf=lab.conf))
+            (lab.folder / name).chmod(0o755)
+
+    with temporary_lab(add_cloud, nodes=1) as lab:
+        yield lab
 
 
 @pytest.fixture

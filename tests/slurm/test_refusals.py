@@ -95,7 +95,6 @@ def test_a_held_run_and_a_job_that_waits_for_ever_name_commands_that_cure_them(l
 
 
 def test_nodes_that_are_down_are_no_refusal_and_one_that_is_back_trains(lab: SlurmLab, user: User) -> None:
-    """All of its processes are programs, as everywhere but in these tests."""
     lab.ask("scontrol", "update", "nodename=n[1-4]", "state=drain", "reason=test")
     try:
         done = user.run(*submit(user, TRAINS, "--json"))

@@ -5,14 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.user import User, assert_no_step_twice_at_once
-from tests.slurm.lab import SlurmLab
+from tests.slurm.lab import SlurmLab, temporary_lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SMALL = [
@@ -85,21 +84,16 @@ def test_a_plugin_that_renames_jobs_and_odd_foreign_ones_disturb_nothing(lab: Sl
 
 @pytest.fixture
 def odd_lab() -> Iterator[SlurmLab]:
-    """A lab whose nodes have two numbers each, so that Slurm's host lists have several ranges."""
-    folder = Path(tempfile.mkdtemp(prefix="orch-slurm-"))
-    folder.chmod(0o755)
-    lab = SlurmLab(folder)
-    lab.nodes = ["gpu-01-3", "gpu-01-4", "gpu-02-3", "gpu-02-4"]
-    lab.start()
-    yield lab
-    lab.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    def rename(lab: SlurmLab) -> None:
+        lab.nodes = ["gpu-01-3", "gpu-01-4", "gpu-02-3", "gpu-02-4"]
+
+    with temporary_lab(rename) as made:
+        yield made
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("point", ["", "after_sbatch", "after_submit", "after_adopt"])
 def test_a_wrapper_that_changes_all_but_the_id(odd_lab: SlurmLab, tmp_path: Path, point: str) -> None:
-    """Name, comment and all paths are the site's; the controller dies after sbatch, and the job is preempted."""
     lab, programs = odd_lab, tmp_path / "bin"
     programs.mkdir()
     environment = lab.environment()

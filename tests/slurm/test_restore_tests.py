@@ -34,7 +34,6 @@ def verdicts(user: User, run: str, count: int, seconds: float = 150) -> list[dic
 
 @pytest.mark.proof
 def test_a_tick_tests_what_is_due_on_another_world_size(lab: SlurmLab, user: User) -> None:
-    """As under cron: no daemon; every pass does what is due by then."""
     layouts = ["restore_tests.layouts=[1]", "+restore_tests.cluster.partition=high"]
     run = user.submit("tiny-gpt", *SMALL, GENEROUS, *layouts, controller=False)["run"]
 
@@ -58,7 +57,6 @@ def test_a_tick_tests_what_is_due_on_another_world_size(lab: SlurmLab, user: Use
 
 @pytest.mark.proof
 def test_what_was_not_finished_is_no_verdict_and_is_due_again(lab: SlurmLab, user: User) -> None:
-    """The test's job is taken away in the middle; the checkpoint is as trusted as before."""
     run = user.submit("tiny-gpt", *SMALL)["run"]
     assert user.wait(run) == 0
     before = user.ask("ckpt", "ls", run)
@@ -80,7 +78,6 @@ def test_what_was_not_finished_is_no_verdict_and_is_due_again(lab: SlurmLab, use
 
 @pytest.mark.proof
 def test_the_daemon_tests_a_run_that_goes_on_and_what_it_has_left(lab: SlurmLab, user: User) -> None:
-    """On a schedule, beside the run, on the layouts asked for; the bad one leads to the next older one."""
     run = user.submit(
         "tiny-gpt", *SMALL, GENEROUS, *user.slowly(), "train.steps=120", "checkpoint.every=10",
         "restore_tests.every=1m", "restore_tests.layouts=[1,same]",

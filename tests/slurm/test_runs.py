@@ -33,7 +33,6 @@ SHORT = ["train.steps=16", "checkpoint.every=4"]
 
 @pytest.fixture(scope="session")
 def calm(agents: WarmAgents, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, str]:
-    """The same run undisturbed, on one node and without Slurm, to compare with bit for bit."""
     someone = User(tmp_path_factory.mktemp("calm"), "local", warm_environment(agents))
     run = someone.submit("tiny-gpt", *ONE_RANK_EACH, *SHORT, "cluster.nodes=1", "cluster.ranks_per_node=2")["run"]
     assert someone.wait(run) == 0
@@ -134,7 +133,6 @@ def test_usr2_is_an_agreed_stop_with_a_save(lab: SlurmLab, user: User) -> None:
 
 @pytest.mark.proof
 def test_a_moved_time_limit_is_met_with_a_save_and_a_new_attempt(lab: SlurmLab, user: User) -> None:
-    """It is moved once ranks train, so that no slow start can meet it; Slurm sends its signal by itself."""
     lead = ["cluster.time=0:30:00", "cluster.signal_lead=20", "recovery.max_failures=1"]
     submitted = user.submit("tiny-gpt", *SMALL, *lead, *user.slowly(), "train.steps=4000", "checkpoint.every=0")
     run, job = submitted["run"], submitted["job_id"]
@@ -154,7 +152,6 @@ def test_a_moved_time_limit_is_met_with_a_save_and_a_new_attempt(lab: SlurmLab, 
 
 @pytest.mark.proof
 def test_every_way_to_be_stopped_has_its_own_label(lab: SlurmLab, user: User) -> None:
-    """Each of these jobs gets SIGTERM or SIGUSR2, saves and exits with 76; only Slurm knows why."""
     alone = [*ONE_NODE, "cluster.ranks_per_node=1", "parallel.dp_shard=1", "train.steps=4000", "checkpoint.every=0"]
     slowly = user.slowly()
     jobs = {name: user.submit("tiny-gpt", *alone, *slowly, f"name={name}") for name in ("kill", "limit", "grace")}

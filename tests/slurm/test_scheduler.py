@@ -225,7 +225,6 @@ def test_a_definite_no_is_a_rejection_in_slurms_words(world: World, change: dict
 
 
 def test_an_impossible_job_waits_with_slurms_reason(world: World) -> None:
-    """Slurm checks the shape of a held job only at its release, and then keeps it: nodes may come."""
     world.resources = Resources(nodes=99, time="5")
     spec = world.spec()
     job = world.submit(spec)
@@ -236,7 +235,6 @@ def test_an_impossible_job_waits_with_slurms_reason(world: World) -> None:
 
 
 def test_a_job_that_slurm_holds_itself_is_no_silence(world: World) -> None:
-    """Too few nodes are left: Slurm takes its priority away, and refuses to give it back."""
     world.resources = Resources(nodes=2, time="5", exclude=("n1", "n2", "n3"))
     spec = world.spec()
     job = world.submit(spec)

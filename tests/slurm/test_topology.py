@@ -1,14 +1,12 @@
 """A real Slurm that knows its switches: nodes under one switch have neighbouring ranks."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.user import User
-from tests.slurm.lab import SlurmLab
+from tests.slurm.lab import SlurmLab, temporary_lab
 from trainer.protocol.rank_readings import RankReadings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.proof, pytest.mark.multi, pytest.mark.timeout(400)]
@@ -23,13 +21,11 @@ SMALL = [
 
 @pytest.fixture
 def tree() -> Iterator[SlurmLab]:
-    folder = Path(tempfile.mkdtemp(prefix="orch-slurm-"))
-    folder.chmod(0o755)
-    (folder / "topology.conf").write_text(INTERLEAVED)
-    made = SlurmLab(folder, extra="TopologyPlugin=topology/tree\n").start()
-    yield made
-    made.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    def connect(lab: SlurmLab) -> None:
+        (lab.folder / "topology.conf").write_text(INTERLEAVED)
+
+    with temporary_lab(connect, extra="TopologyPlugin=topology/tree\n") as made:
+        yield made
 
 
 def test_shard_groups_are_under_one_switch_each(tree: SlurmLab, tmp_path: Path) -> None:

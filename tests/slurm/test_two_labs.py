@@ -1,7 +1,6 @@
 """Two real Slurms of one name with one home: each run has its jobs in its own, whichever controller lives."""
 
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from orchestrator.recovery.classify_failure import LOST_AFTER
 from tests.end_to_end.user import User
-from tests.slurm.lab import SlurmLab
+from tests.slurm.lab import SlurmLab, temporary_lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.proof, pytest.mark.timeout(400)]
 SMALL = [
@@ -22,13 +21,8 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[SlurmLab]:
-    """A second lab, called `lab` as the first one is."""
-    folder = Path(tempfile.mkdtemp(prefix="orch-slurm-"))
-    folder.chmod(0o755)
-    made = SlurmLab(folder, nodes=1).start()
-    yield made
-    made.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with temporary_lab(nodes=1) as made:
+        yield made
 
 
 def jobs(lab: SlurmLab, run: str) -> list[str]:
@@ -83,7 +77,6 @@ def _two_runs_one_without_a_controller(lab: SlurmLab, other: SlurmLab, user: Use
 
 @pytest.mark.proof
 def test_a_controller_is_switched_to_the_other_slurm_and_back(lab: SlurmLab, other: SlurmLab, tmp_path: Path) -> None:
-    """Its configuration file becomes that of the other cluster while a job waits in the first one."""
     conf = tmp_path / "slurm.conf"
     shutil.copyfile(lab.conf, conf)
     user = User(tmp_path, "slurm", {**lab.environment(), "SLURM_CONF": str(conf)})

@@ -16,7 +16,6 @@ LONG = [
 
 @pytest.fixture
 def sick(lab: SlurmLab) -> Iterator[str]:
-    """A node whose prolog fails, which Slurm drains at the first job."""
     node, mark = lab.nodes[0], lab.folder / f"sick-{lab.nodes[0]}"
     mark.touch()
     yield node

@@ -77,7 +77,6 @@ def test_one_in_a_file_is_taken_out_of_the_map_by_what_is_offered(tmp_path: Path
 
 
 def test_an_override_of_env_is_never_quoted() -> None:
-    """A typo must not put the value on the screen, or into what the screen goes to."""
     for override in ("env.HF_TOKEN=canary-12345", "+env.7=hf_canary12345", "env={HF_TOKEN: [canary-12345]}"):
         with pytest.raises(ConfigError) as refused:
             compose("tiny-gpt", [override])

@@ -17,7 +17,6 @@ cluster: {root: runs, templates: [default, ./node.sh]}
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a config and what it names; commands are typed in another one."""
     place = tmp_path / "place"
     for folder in (place / "lib", tmp_path / "typed" / "here"):
         folder.mkdir(parents=True)

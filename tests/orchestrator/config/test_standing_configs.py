@@ -9,7 +9,6 @@ from orchestrator.config.compose import compose
 
 @pytest.fixture
 def standing(tmp_path: Path) -> dict[str, str]:
-    """A machine with a site's and a user's config, each with a word on what presets say too."""
     site, home = tmp_path / "site.yaml", tmp_path / "home" / ".config" / "orch"
     home.mkdir(parents=True)
     site.write_text("cluster: {mem: 1G, time: 10, cpus_per_task: 7}\nenv: {SITE: 1}\n")

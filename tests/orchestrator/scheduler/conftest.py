@@ -11,7 +11,6 @@ Program = Callable[[str, str], None]
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """Puts a shell program of this name on PATH, where there is no Slurm otherwise."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for tool in ("sh", "cat", "sleep", "env", "timeout"):

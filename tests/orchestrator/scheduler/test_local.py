@@ -58,7 +58,6 @@ class Running:
 
 @pytest.fixture(scope="module")
 def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """It was submitted from one environment and is held in another; each of its two nodes has one of two GPUs."""
     with world_in(tmp_path_factory.mktemp("job")) as world, pytest.MonkeyPatch.context() as patch:
         world.resources = Resources(nodes=2, gpus_per_node=1, time="5")
         patch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
@@ -83,7 +82,6 @@ def facts(spec: JobSpec, node: int) -> dict[str, object]:
 def test_a_task_finds_itself_in_a_session_of_its_job_and_sees_what_the_submitter_saw_but_no_secret(
     looked_at: Running,
 ) -> None:
-    """The submitter's environment is that of every attempt, whatever the shell of the controller has by then."""
     environ, task = (facts(looked_at.spec, 1)[name] for name in ("environ", "pid"))
     assert isinstance(environ, dict)
     assert isinstance(task, int)
@@ -208,7 +206,6 @@ def test_a_job_whose_holder_was_killed_runs_while_a_task_lives(world: World) -> 
 
 
 def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
-    """The record is also looked at as one that an older version wrote down, without a space."""
     world.resources = Resources(nodes=1, time="5")
     spec, job = running(world)
     assert facts(spec, 0)["environ"]["CUDA_VISIBLE_DEVICES"] == ""  # type: ignore[index]
@@ -250,7 +247,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
 def test_of_a_job_elsewhere_its_heartbeat_tells_and_silence_is_no_end(
     looked_at: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere is another container, or another machine of this name."""
     world, spec, job = looked_at.world, looked_at.spec, looked_at.job
     beat = spec.submission.parent / "heartbeat.json"
     beat.write_text("{}")
@@ -279,7 +275,6 @@ def test_jobs_of_another_host_with_the_same_home_are_not_judged_and_not_forgotte
 
 
 def test_the_time_limit_ends_it_after_a_warning(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The limit counts in minutes, so one is written into the intent that is shorter, yet leaves time to start."""
     world.resources = Resources(nodes=1, time="5")
     spec = world.spec()
     write = local_scheduler.write_intent

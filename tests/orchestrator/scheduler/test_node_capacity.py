@@ -161,7 +161,6 @@ def test_a_warning_among_the_nodes_hides_none(program: Program, tmp_path: Path) 
 def test_nodes_of_hidden_partitions_are_seen_whatever_the_shell_asks_of_sinfo(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without -a, sinfo leaves hidden partitions out; with -p, it refuses -a; SINFO_PARTITION leaves out the others."""
     monkeypatch.setenv("SINFO_PARTITION", "debug")
     hidden = 'test -z "$SINFO_PARTITION" || exit 0; case " $* " in *" -p "*) exit 1 ;; *" -a "*) {} ;; esac'
     program("sinfo", hidden.format("echo n1 drained"))

@@ -207,7 +207,6 @@ def test_a_reason_is_told_with_whether_it_ends_and_what_to_type(reason: str, las
 
 @pytest.mark.parametrize(("reason", "lasts"), [row for row in REASONS if row[1] is Lasts.MAY_STAY])
 def test_a_wait_that_has_just_begun_is_not_called_endless(reason: str, lasts: Lasts) -> None:
-    """While a node dies and comes back, Slurm gives such a reason for seconds."""
     said = waiting_words(reason, ASKED, "a-1", LONG_WAIT - 1)
     assert said.startswith(f" ({reason}): ")
     assert MAY_STAY not in said

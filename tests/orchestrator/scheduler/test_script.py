@@ -119,7 +119,6 @@ def test_typing_errors_get_the_nearest_name() -> None:
 
 
 def test_a_missing_argument_is_offered_as_it_is_typed() -> None:
-    """In a configuration without it, an entry of an open map is brought in with +."""
     with pytest.raises(ConfigError) as caught:
         prepare(spec("modules"), SHIPPED)
     assert is_override(caught.value.hint)

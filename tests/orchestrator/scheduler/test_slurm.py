@@ -33,7 +33,6 @@ def test_accounting_answers_for_what_the_queue_has_forgotten(program: Program, t
 
 
 def test_an_error_beside_rows_of_accounting_is_no_silence(program: Program, tmp_path: Path) -> None:
-    """A plugin that a site has configured and not installed complains in every answer."""
     rows = printing(tmp_path, "rows", accounting(JobIDRaw="7", State="TIMEOUT"))
     program("squeue", "true")
     program("sinfo", "echo 'n1 idle'")
@@ -173,7 +172,6 @@ def test_a_silent_accounting_leaves_what_the_queue_does_not_know_unknown(
 
 @pytest.mark.parametrize("sacct", [DBD_AWAY, "exec sleep 60"])
 def test_a_release_and_a_cancel_need_no_accounting(program: Program, tmp_path: Path, sacct: str) -> None:
-    """scontrol and scancel fail on a job that has ended: the queue tells that from silence."""
     program("squeue", "true")
     program("sacct", sacct)
     program("scontrol", "exit 1")
@@ -364,7 +362,6 @@ def test_auto_is_slurm_where_sbatch_is(program: Program) -> None:
 
 
 def test_the_agents_entry_travels_by_reference(program: Program, tmp_path: Path) -> None:
-    """A payload that carried code by value would run the login node's code in a container that has another."""
     program("sbatch", "echo Submitted batch job 5")
     SlurmScheduler(entry="tests.slurm.payload:record").submit(replace(spec(tmp_path), attempt=3))
     payload = (tmp_path / "submission" / "5_submitted.pkl").read_bytes()

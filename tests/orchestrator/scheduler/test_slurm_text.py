@@ -192,7 +192,6 @@ def test_an_empty_queue_is_an_answer() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_the_names_of_clusters_between_rows_are_no_rows(rows: int) -> None:
-    """As squeue prints them where SLURM_CLUSTERS is set."""
     text = "CLUSTER: main\n" + "".join(queue(JobID=str(number)) for number in range(rows)) + "\nCLUSTER: spare\n"
     jobs, whole = read_queue(text)
     assert ([job.job_id for job in jobs], whole) == ([str(number) for number in range(rows)], True)
@@ -213,7 +212,6 @@ def test_a_row_of_accounting() -> None:
     ],
 )
 def test_a_cancelled_job_whose_script_never_ran(row: dict[str, str], unlaunched: bool) -> None:
-    """Rows as Slurm 22.05 printed them."""
     assert read_queue(queue(State="CANCELLED", **row)).jobs[0].unlaunched is unlaunched
     (recorded,) = read_accounting(
         accounting(State="CANCELLED by 0", ExitCode="0:0", NodeList=row["NodeList"] or "None assigned")
@@ -375,7 +373,6 @@ def test_a_requeued_job_is_one_job_and_its_old_row_in_accounting_is_none(
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "CANCELLED", "REQUEUED", "RESIZING"])
 def test_a_row_that_no_slurm_will_ever_change_is_no_job(program: Program, tmp_path: Path, state: str) -> None:
-    """PENDING and RUNNING stay behind where slurmctld loses its newest jobs, CANCELLED where it loses its state."""
     program("squeue", "true")
     program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7", State=state, ExitCode="0:0", End="Unknown")))
     assert SlurmScheduler().poll(["7"]) == {}
@@ -410,7 +407,6 @@ def test_which_slurm_answers_is_read_the_same_in_every_version(recorded: Recorde
 def test_a_job_that_left_while_its_script_was_asked_for_is_not_taken_for_a_strangers(
     recorded: RecordedSlurm, program: Program, tmp_path: Path
 ) -> None:
-    """`scontrol write batch_script` succeeds without a word on stdout for a job that Slurm no longer has."""
     answer = recorded.asked["script of an unknown job"]
     assert (answer["exit"], answer["stdout"]) == (0, "")
     job_id = recorded.job_id("is-held")

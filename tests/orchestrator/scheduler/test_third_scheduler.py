@@ -30,7 +30,6 @@ IMPORT = "from orchestrator.scheduler.spool import SpoolInstance, SpoolScheduler
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The source with the third scheduler in it."""
     place = tmp_path / "tree"
     for folder in (*PACKAGES, "configs", "sbatch_templates"):
         shutil.copytree(ROOT / folder, place / folder)  # what is compiled of it stays valid

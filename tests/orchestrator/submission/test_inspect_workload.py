@@ -91,7 +91,6 @@ def test_the_import_sees_what_a_job_sees(tmp_path: Path) -> None:
 
 
 def test_a_class_that_no_module_of_the_built_in_model_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a real process."""
     monkeypatch.setattr(user_code, "subprocess", FORKING)
     config = RunConfig(parallel=ParallelConfig(fsdp=FsdpConfig(wrap="Nope")))
     with (

@@ -29,7 +29,6 @@ KEYS = sorted(CONFIG)
 
 @pytest.fixture
 def submitted(tmp_path: Path) -> dict[str, Any]:
-    """The config of a run whose text has been tokenized."""
     data = tiny_config(tmp_path, "+env.A=1")
     data["data"]["path"] = str(tmp_path)
     return data
@@ -95,7 +94,6 @@ def test_a_changed_key_is_judged_by_its_rule(submitted: dict[str, Any], key: str
 
 
 def test_what_moves_work_between_ranks_changes_last_bits() -> None:
-    """Only the keys that are proved to compute the same numbers are harmless; a layout is not one of them."""
     same_numbers = {"tp_across_nodes", "fsdp.reshard_after_forward", "fsdp.prefetch"}
     harmless = {key for key in KEYS if key.startswith("parallel.") and CONFIG[key].rule is Rule.HARMLESS}
     assert harmless == {f"parallel.{name}" for name in same_numbers}

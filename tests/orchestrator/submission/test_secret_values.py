@@ -89,7 +89,6 @@ def test_a_variable_that_the_shell_lacks_is_named_before_anything_is_written(
 def test_a_variable_that_is_no_secret_hides_nothing_of_what_orch_records(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever looks like a secret and is none goes through `env_from`, too."""
     monkeypatch.setenv("SORT_KEY", os.getcwd())
     run = shell.submit("env_from=[SORT_KEY]", f"+env.FOLDER={os.getcwd()}")
     assert run.identity["submit_dir"] == os.getcwd()

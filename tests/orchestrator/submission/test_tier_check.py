@@ -41,7 +41,6 @@ def test_a_tier_that_works_keeps_nothing_of_the_probe(tmp_path: Path) -> None:
 
 
 def test_the_tier_is_named_with_the_remedy() -> None:
-    """With a real process."""
     with pytest.raises(
         Precondition, match=r"checkpoint\.tiers: nope://bucket cannot be used: Protocol not known"
     ) as caught:

@@ -2,14 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainer.agent.coordination.test_coordinator import Scene, hear
-from trainer.agent.control.tcp_transport import CoordinatorPeer
+from tests.trainer.agent.coordination.test_coordinator import Scene, hear, started
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import AttemptOutcome, FailureKind
 from trainer.protocol.messages import agents
@@ -93,28 +90,9 @@ def told(message: dict[str, Any]) -> str:
     return json.dumps(message)[:70]
 
 
-@pytest.fixture
-def play(tmp_path: Path) -> Callable[[Callable[[Scene], Any]], None]:
-    def run(script: Callable[[Scene], Any]) -> None:
-        async def whole() -> None:
-            async with Scene(tmp_path).led() as scene:
-                await script(scene)
-
-        asyncio.run(whole())
-
-    return run
-
-
-async def started(scene: Scene) -> list[CoordinatorPeer]:
-    peers = [await scene.join(node) for node in (0, 1)]
-    for peer in peers:
-        await hear(peer, agents.StartGeneration)
-    return peers
-
-
 @pytest.mark.parametrize("message", HARMFUL, ids=told)
-def test_a_harmful_word_loses_that_agent_only_and_is_told(play, message):
-    async def script(scene: Scene) -> None:
+async def test_a_harmful_word_loses_that_agent_only_and_is_told(tmp_path, message):
+    async with Scene(tmp_path).led() as scene:
         good, bad = await started(scene)
         bad.send_line(json.dumps(message))
         await hear(good, agents.KillGeneration)
@@ -123,11 +101,9 @@ def test_a_harmful_word_loses_that_agent_only_and_is_told(play, message):
         assert lost.data["reason"].startswith("it sent "), lost.data["reason"]
         assert not scene.leading.done()
 
-    play(script)
 
-
-def test_an_attempt_that_loses_a_hostile_agent_ends_as_for_any_lost_one(play):
-    async def script(scene: Scene) -> None:
+async def test_an_attempt_that_loses_a_hostile_agent_ends_as_for_any_lost_one(tmp_path):
+    async with Scene(tmp_path).led() as scene:
         good, bad = await started(scene)
         bad.send_line(json.dumps(HARMFUL[0]))
         await hear(good, agents.KillGeneration)
@@ -139,11 +115,9 @@ def test_an_attempt_that_loses_a_hostile_agent_ends_as_for_any_lost_one(play):
         assert failure is not None
         assert (failure.kind, failure.node) == (FailureKind.AGENT_LOST, "n1")
 
-    play(script)
 
-
-def test_what_is_odd_but_harmless_changes_nothing(play):
-    async def script(scene: Scene) -> None:
+async def test_what_is_odd_but_harmless_changes_nothing(tmp_path):
+    async with Scene(tmp_path).led() as scene:
         good, bad = await started(scene)
         for message in HARMLESS:
             bad.send_line(json.dumps(message))
@@ -152,18 +126,14 @@ def test_what_is_odd_but_harmless_changes_nothing(play):
         assert not scene.leading.done()
         assert scene.events(EventKind.AGENT_LOST) == []
 
-    play(script)
-
 
 @pytest.mark.parametrize(
     "line", [b"\x00" * 50, b'{"say": "progress_report", "generation": 1, "step": 1e999}', b"[" * 9000]
 )
-def test_bytes_that_are_no_message_lose_that_agent_only(play, line):
-    async def script(scene: Scene) -> None:
+async def test_bytes_that_are_no_message_lose_that_agent_only(tmp_path, line):
+    async with Scene(tmp_path).led() as scene:
         good, bad = await started(scene)
         assert bad._own_seal is not None
         bad._transport.write(bad._own_seal.sign(line) + b"\n")
         await hear(good, agents.KillGeneration)
         assert scene.events(EventKind.AGENT_LOST)[0].data["reason"].startswith("it sent no JSON")
-
-    play(script)

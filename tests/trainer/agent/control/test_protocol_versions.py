@@ -32,24 +32,21 @@ DO = "all nodes must start the same installation of orch"
 
 
 @pytest.mark.parametrize(("told", "spoken"), OTHERS, ids=["newer", "older", "newer, which says more"])
-def test_an_agent_of_another_protocol_is_refused_and_told_what_to_do(told: dict[str, Any], spoken: str) -> None:
+async def test_an_agent_of_another_protocol_is_refused_and_told_what_to_do(told: dict[str, Any], spoken: str) -> None:
     foreign: list[str] = []
 
-    async def scene() -> None:
-        async with OpenServer() as house:
-            house.door._on_foreign = lambda hello, reason: foreign.append(f"{hello.name}: {reason}")
-            with closing([house.stranger()]) as (agent,):
-                raw = RawAgent(await challenged(agent), name="n1", **told)
-                agent.sendall(raw.hello)
-                said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 4096), 5)
-                answer = raw.heard(said)
-            assert (answer["say"], answer["protocol"]) == ("refused", PROTOCOL)
-            assert answer["reason"] == f"this agent speaks protocol {spoken}, the coordinator {OURS}: {DO}"
-            assert house.members == []
-            assert foreign == [f"n1: {answer['reason']}"]
-            await answered(await house.member())
-
-    asyncio.run(scene())
+    async with OpenServer() as house:
+        house.door._on_foreign = lambda hello, reason: foreign.append(f"{hello.name}: {reason}")
+        with closing([house.stranger()]) as (agent,):
+            raw = RawAgent(await challenged(agent), name="n1", **told)
+            agent.sendall(raw.hello)
+            said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(agent, 4096), 5)
+            answer = raw.heard(said)
+        assert (answer["say"], answer["protocol"]) == ("refused", PROTOCOL)
+        assert answer["reason"] == f"this agent speaks protocol {spoken}, the coordinator {OURS}: {DO}"
+        assert house.members == []
+        assert foreign == [f"n1: {answer['reason']}"]
+        await answered(await house.member())
 
 
 def test_a_hello_without_a_version_is_an_older_one() -> None:
@@ -57,7 +54,7 @@ def test_a_hello_without_a_version_is_an_older_one() -> None:
 
 
 @pytest.mark.parametrize("welcome", [Welcome(), Welcome(protocol=PROTOCOL + 1, release="9.0.0")], ids=["old", "new"])
-def test_an_agent_leaves_a_coordinator_of_another_protocol(welcome: Welcome) -> None:
+async def test_an_agent_leaves_a_coordinator_of_another_protocol(welcome: Welcome) -> None:
     async def coordinator(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         challenge = "0" * 64
         writer.write(challenge_line(challenge))
@@ -66,27 +63,21 @@ def test_an_agent_leaves_a_coordinator_of_another_protocol(welcome: Welcome) -> 
         writer.write(listeners.sign(encode(welcome).encode()) + b"\n")
         assert await reader.read() == b"", "the agent has nothing more to say"
 
-    async def scene() -> None:
-        async with another_listener(coordinator) as port:
-            with pytest.raises(ForeignProtocol, match=rf"^this agent speaks protocol {PROTOCOL} .*, the coordinator "):
-                await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL, name="a"))
-
-    asyncio.run(scene())
+    async with another_listener(coordinator) as port:
+        with pytest.raises(ForeignProtocol, match=rf"^this agent speaks protocol {PROTOCOL} .*, the coordinator "):
+            await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL, name="a"))
 
 
-def test_a_refused_agent_ends_at_once_with_the_reason_in_its_report(tmp_path: Path, monkeypatch: Any) -> None:
-    async def script() -> None:
-        async with Scene(tmp_path).led() as scene:
-            monkeypatch.setattr(main, "PROTOCOL", PROTOCOL + 1)
-            agent = Agent(scene.run, scene.attempt, [])
-            identity = NodeIdentity(kind="slurm", job_id="7", node=1, nodes=2, name="n1")
-            with pytest.raises(LaunchRefused, match=DO):
-                await asyncio.wait_for(agent._join(identity), 10)
-            report = AgentReport.read(scene.attempt.agent_report(1))
-            assert report.end is AgentEnd.REFUSED
-            assert report.reason.startswith("n1: the coordinator refuses: this agent speaks protocol ")
-
-    asyncio.run(script())
+async def test_a_refused_agent_ends_at_once_with_the_reason_in_its_report(tmp_path: Path, monkeypatch: Any) -> None:
+    async with Scene(tmp_path).led() as scene:
+        monkeypatch.setattr(main, "PROTOCOL", PROTOCOL + 1)
+        agent = Agent(scene.run, scene.attempt, [])
+        identity = NodeIdentity(kind="slurm", job_id="7", node=1, nodes=2, name="n1")
+        with pytest.raises(LaunchRefused, match=DO):
+            await asyncio.wait_for(agent._join(identity), 10)
+        report = AgentReport.read(scene.attempt.agent_report(1))
+        assert report.end is AgentEnd.REFUSED
+        assert report.reason.startswith("n1: the coordinator refuses: this agent speaks protocol ")
 
 
 async def knock(scene: Scene, node: int) -> None:
@@ -97,41 +88,32 @@ async def knock(scene: Scene, node: int) -> None:
         await connect(found["host"], found["port"], found["token"], hello)
 
 
-def test_an_attempt_that_needs_a_refused_agent_ends_with_the_reason_at_once(tmp_path: Path) -> None:
-    async def script() -> None:
-        async with Scene(tmp_path).led() as scene:
-            peer = await scene.join(0)
-            await knock(scene, 1)
-            assert (await hear(peer, agents.End)).code == 78
-            await peer.close()
-            await asyncio.wait_for(scene.leading, 10)
-            failure = AttemptOutcome.read(scene.attempt.outcome).failure
-            assert failure is not None
-            assert (failure.kind, failure.node) == (FailureKind.INSTALLATION, "n1")
-            assert DO in failure.reason
-
-    asyncio.run(script())
+async def test_an_attempt_that_needs_a_refused_agent_ends_with_the_reason_at_once(tmp_path: Path) -> None:
+    async with Scene(tmp_path).led() as scene:
+        peer = await scene.join(0)
+        await knock(scene, 1)
+        assert (await hear(peer, agents.End)).code == 78
+        await peer.close()
+        await asyncio.wait_for(scene.leading, 10)
+        failure = AttemptOutcome.read(scene.attempt.outcome).failure
+        assert failure is not None
+        assert (failure.kind, failure.node) == (FailureKind.INSTALLATION, "n1")
+        assert DO in failure.reason
 
 
-def test_a_foreign_agent_takes_no_place_of_one_that_has_joined(tmp_path: Path) -> None:
-    async def script() -> None:
-        async with Scene(tmp_path).led() as scene:
-            peers = [await scene.join(0), await scene.join(1, ready=False)]
-            await knock(scene, 1)
-            peers[1].send(agents.Ready(warm=True))
-            assert (await hear(peers[1], agents.StartGeneration)).generation == 1
-
-    asyncio.run(script())
+async def test_a_foreign_agent_takes_no_place_of_one_that_has_joined(tmp_path: Path) -> None:
+    async with Scene(tmp_path).led() as scene:
+        peers = [await scene.join(0), await scene.join(1, ready=False)]
+        await knock(scene, 1)
+        peers[1].send(agents.Ready(warm=True))
+        assert (await hear(peers[1], agents.StartGeneration)).generation == 1
 
 
-def test_an_attempt_that_has_nodes_enough_goes_on_without_a_refused_agent(tmp_path: Path) -> None:
-    async def script() -> None:
-        async with Scene(tmp_path, spares=1, more_nodes=0.2).led() as scene:
-            await knock(scene, 1)
-            peers = [await scene.join(node) for node in (0, 2)]
-            assert (await hear(peers[1], agents.StartGeneration)).node_rank == 1
-            (decision,) = scene.events(EventKind.DECISION)
-            assert decision.data["action"] == "refuse"
-            assert DO in decision.data["reason"]
-
-    asyncio.run(script())
+async def test_an_attempt_that_has_nodes_enough_goes_on_without_a_refused_agent(tmp_path: Path) -> None:
+    async with Scene(tmp_path, spares=1, more_nodes=0.2).led() as scene:
+        await knock(scene, 1)
+        peers = [await scene.join(node) for node in (0, 2)]
+        assert (await hear(peers[1], agents.StartGeneration)).node_rank == 1
+        (decision,) = scene.events(EventKind.DECISION)
+        assert decision.data["action"] == "refuse"
+        assert DO in decision.data["reason"]

@@ -60,54 +60,45 @@ async def hung_up(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-def test_a_text_that_utf_8_cannot_encode_arrives_without_what_it_cannot():
+async def test_a_text_that_utf_8_cannot_encode_arrives_without_what_it_cannot():
     ours, theirs = packet_pair()
     send_packet(ours, ImportFailed(exception="OSError", message="bad \udcff name", traceback=""))
     assert receive_packet(theirs, FROM_FORK_SERVER)[0].message == "bad ? name"
     ours.close()
     theirs.close()
 
-    async def scene() -> None:
-        host = Host()
-        port = await host.door.open("127.0.0.1")
-        member = await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL))
-        member.send(SignalReceived(name="bad \udcff name"))
-        assert (await asyncio.wait_for(member.receive(), 5)).reason == "bad ? name"
-        await member.close()
-        await host.door.close()
-
-    asyncio.run(scene())
+    host = Host()
+    port = await host.door.open("127.0.0.1")
+    member = await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL))
+    member.send(SignalReceived(name="bad \udcff name"))
+    assert (await asyncio.wait_for(member.receive(), 5)).reason == "bad ? name"
+    await member.close()
+    await host.door.close()
 
 
-def test_a_member_is_served_while_strangers_send_garbage():
-    async def scene() -> None:
-        host = Host()
-        port = await host.door.open("127.0.0.1")
-        member = await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL))
-        for garbage in GARBAGE:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(garbage)
-            assert await hung_up(reader), garbage[:30]
-            writer.close()
-            member.send(SignalReceived(name="ping"))
-            assert (await member.receive()).reason == "ping"
-        member.drop()
-        await host.door.close()
-
-    asyncio.run(scene())
-
-
-def test_a_stranger_who_says_nothing_is_dropped_when_its_time_is_up():
-    async def scene() -> None:
-        host = Host(patience=0.1)
-        port = await host.door.open("127.0.0.1")
+async def test_a_member_is_served_while_strangers_send_garbage():
+    host = Host()
+    port = await host.door.open("127.0.0.1")
+    member = await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL))
+    for garbage in GARBAGE:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b'{"say": "hel')
-        assert await hung_up(reader)
+        writer.write(garbage)
+        assert await hung_up(reader), garbage[:30]
         writer.close()
-        await host.door.close()
+        member.send(SignalReceived(name="ping"))
+        assert (await member.receive()).reason == "ping"
+    member.drop()
+    await host.door.close()
 
-    asyncio.run(scene())
+
+async def test_a_stranger_who_says_nothing_is_dropped_when_its_time_is_up():
+    host = Host(patience=0.1)
+    port = await host.door.open("127.0.0.1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b'{"say": "hel')
+    assert await hung_up(reader)
+    writer.close()
+    await host.door.close()
 
 
 def test_a_job_under_attack_finishes_and_its_file_is_private(job):

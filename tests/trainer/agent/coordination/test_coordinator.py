@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,26 +96,20 @@ async def hear(peer: CoordinatorPeer, kind: type[M], seconds: float = 10.0) -> M
     raise AssertionError(f"the coordinator hung up before it said {kind.__name__}")
 
 
-@pytest.fixture
-def play(tmp_path: Path) -> Callable[..., None]:
-    """Runs one coroutine with a coordinator that leads."""
-
-    def run(script: Callable[[Scene], Any], **fields: Any) -> None:
-        async def whole() -> None:
-            async with Scene(tmp_path, **fields).led() as scene:
-                await script(scene)
-
-        asyncio.run(whole())
-
-    return run
+async def started(scene: Scene) -> list[CoordinatorPeer]:
+    """Let both nodes join, and wait until the first generation starts."""
+    peers = [await scene.join(node) for node in (0, 1)]
+    for peer in peers:
+        await hear(peer, agents.StartGeneration)
+    return peers
 
 
-def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatch):
+async def test_agents_hear_from_a_coordinator_whose_file_system_hangs(tmp_path, monkeypatch):
     back = threading.Event()
     monkeypatch.setattr(Heartbeat, "write", lambda *_: back.wait(20))
     monkeypatch.setattr(LineFile, "append", lambda *_: back.wait(20))
 
-    async def script(scene: Scene) -> None:
+    async with Scene(tmp_path, log=NonBlockingEventLog).led() as scene:
         peer = await scene.join(1)
         try:
             for _ in range(3):
@@ -123,11 +117,9 @@ def test_agents_hear_from_a_coordinator_whose_file_system_hangs(play, monkeypatc
         finally:
             back.set()
 
-    play(script, log=NonBlockingEventLog)
-
 
 @pytest.mark.parametrize("hung", ["heartbeat", "outcome", "events", "all"])
-def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypatch, hung):
+async def test_agents_are_told_to_end_although_the_run_directory_hangs(tmp_path, monkeypatch, hung):
     """Writes never come back; whoever waits for them for ever leaves the agents waiting."""
     back = threading.Event()
     writes = (("heartbeat", Heartbeat, "write"), ("outcome", AttemptOutcome, "write"), ("events", LineFile, "append"))
@@ -135,9 +127,8 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
         if hung in (name, "all"):
             monkeypatch.setattr(what, how, lambda *_: back.wait(60))
 
-    async def script(scene: Scene) -> None:
-        peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], agents.StartGeneration)
+    async with Scene(tmp_path, log=NonBlockingEventLog, heartbeat=0.5, outcome=0.5).led() as scene:
+        peers = await started(scene)
         await leave(peers, 78)
         try:
             assert (await hear(peers[1], agents.End)).code == 78
@@ -147,8 +138,6 @@ def test_agents_are_told_to_end_although_the_run_directory_hangs(play, monkeypat
         finally:
             back.set()
 
-    play(script, log=NonBlockingEventLog, heartbeat=0.5, outcome=0.5)
-
 
 async def leave(peers: list[CoordinatorPeer], exit_code: int, generation: int = 1) -> None:
     """All ranks end, and nothing of them is left."""
@@ -157,7 +146,7 @@ async def leave(peers: list[CoordinatorPeer], exit_code: int, generation: int = 
         peer.send(agents.GenerationGone(generation=generation))
 
 
-def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path, monkeypatch):
+async def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path, monkeypatch):
     slow, written = threading.Event(), []
 
     def write(beat: Heartbeat, path: Path) -> None:
@@ -168,14 +157,11 @@ def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp_path,
     monkeypatch.setattr(Heartbeat, "write", write)
     standing = AttemptProgress(1, "7", time.time)
 
-    async def script() -> None:
-        keeper = Outbox(RunDir(tmp_path).attempt(1), heartbeat=0.2, outcome=10.0)
-        for _ in range(3):  # the second and the third are left out
-            await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="running"), None))
-        slow.set()
-        await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="ended"), None))
-
-    asyncio.run(script())
+    keeper = Outbox(RunDir(tmp_path).attempt(1), heartbeat=0.2, outcome=10.0)
+    for _ in range(3):  # the second and the third are left out
+        await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="running"), None))
+    slow.set()
+    await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="ended"), None))
     assert written == [1, 2]
 
 
@@ -192,33 +178,27 @@ def test_a_batch_is_left_out_although_that_cannot_be_written_down_in_time(tmp_pa
     assert [event.data["position"] for event in read_events(tmp_path / "events.jsonl")[0]] == [24]
 
 
-def test_an_attempt_began_with_the_first_process_of_its_job(play):
+async def test_an_attempt_began_with_the_first_process_of_its_job(tmp_path):
     """An interpreter takes a second to get here: recovery times are counted from where the job began."""
     seen = []
 
-    async def script(scene: Scene) -> None:
-        peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], agents.StartGeneration)
+    async with Scene(tmp_path).led() as scene:
+        peers = await started(scene)
         seen.extend(scene.events(EventKind.ATTEMPT_STARTED))
         await leave(peers, 0)
-
-    play(script)
     (event,) = seen
     assert event.data["began"] == psutil.Process().create_time() < event.time
 
 
-def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
-    async def script(scene: Scene) -> None:
-        peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], agents.StartGeneration)
+async def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(tmp_path):
+    async with Scene(tmp_path).led() as scene:
+        peers = await started(scene)
         Request(kind=RequestKind.STOP, attempt=1, reason="enough").write(scene.run.requests)
         await hear(peers[1], agents.AskStop)
         name = Request(kind=RequestKind.SAVE, attempt=1, reason="?").write(scene.run.requests)
         while not (answers := [e for e in scene.events(EventKind.REQUEST_ANSWERED) if e.data["name"] == name]):
             await hear(peers[1], agents.Ping)
         assert answers[0].data["answer"] == "a stop with a save is under way"
-
-    play(script)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +208,8 @@ def test_a_save_that_is_asked_for_after_a_stop_is_answered_by_the_stop(play):
         ("ready", {"ready": False}, "n1 had no fork server ready within"),
     ],
 )
-def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, timeout, says, words):
-    async def script(scene: Scene) -> None:
+async def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(tmp_path, timeout, says, words):
+    async with Scene(tmp_path, **{timeout: 1.5}).led() as scene:
         await scene.join(0)
         await scene.join(1, **says)
         assert await asyncio.wait_for(scene.leading, 15) == 75
@@ -238,11 +218,9 @@ def test_a_node_that_does_not_answer_is_not_taken_for_fit_and_is_named(play, tim
         assert outcome.failure is not None
         assert outcome.failure.node == "n1"
 
-    play(script, **{timeout: 1.5})
 
-
-def test_agents_hear_when_a_stop_is_due_and_save_times_bring_it_forward(play):
-    async def script(scene: Scene) -> None:
+async def test_agents_hear_when_a_stop_is_due_and_save_times_bring_it_forward(tmp_path):
+    async with Scene(tmp_path).led() as scene:
         peers = [await scene.join(node) for node in (0, 1)]
         started = await hear(peers[1], agents.StartGeneration)
         assert started.suspects == ()
@@ -251,11 +229,9 @@ def test_agents_hear_when_a_stop_is_due_and_save_times_bring_it_forward(play):
         peers[0].send(agents.ProgressReport(generation=1, step=3, save_seconds=600.0, step_seconds=10.0))
         assert (await hear(peers[1], agents.ExpectStop)).seconds == pytest.approx(3600 - 5 - 60 - 20 - 600, abs=15)
 
-    play(script)
 
-
-def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
-    async def script(scene: Scene) -> None:
+async def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(tmp_path):
+    async with Scene(tmp_path).led() as scene:
         peers = [await scene.join(node) for node in (0, 1)]
         for generation in (1, 2, 3, 4):
             started = await hear(peers[1], agents.StartGeneration)
@@ -274,8 +250,6 @@ def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
         (event,) = scene.events(EventKind.CHECKPOINT_SUSPECT)
         assert event.data["step"] == 100
 
-    play(script)
-
 
 @pytest.mark.parametrize(
     ("checkpoints", "restored", "again"),
@@ -286,8 +260,10 @@ def test_a_generation_after_a_doubted_checkpoint_is_told_to_leave_it_out(play):
         ((), 400, True),
     ],
 )
-def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_before(play, checkpoints, restored, again):
-    async def script(scene: Scene) -> None:
+async def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_before(
+    tmp_path, checkpoints, restored, again
+):
+    async with Scene(tmp_path, checkpoints=checkpoints).led() as scene:
         peers = [await scene.join(node) for node in (0, 1)]
         raised = {
             "step": restored,
@@ -307,14 +283,11 @@ def test_an_exception_at_the_start_is_tried_again_when_the_run_has_trained_befor
         words = f"for the second time at step {restored}" if again else "before the first step"
         assert words in AttemptOutcome.read(scene.attempt.outcome).reason
 
-    play(script, checkpoints=checkpoints)
-
 
 @pytest.mark.parametrize("first", ["broken", "hang"])
-def test_a_node_that_gets_no_fork_server_after_a_restart_was_decided_ends_the_attempt(play, first):
-    async def script(scene: Scene) -> None:
-        peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], agents.StartGeneration)
+async def test_a_node_that_gets_no_fork_server_after_a_restart_was_decided_ends_the_attempt(tmp_path, first):
+    async with Scene(tmp_path).led() as scene:
+        peers = await started(scene)
         if first == "hang":
             scene.state.fail(Failure(kind=FailureKind.HANG, reason="rank 1 on n1 stopped first", node="n1"))
         peers[1].send(agents.Unready(reason="killed"))
@@ -329,13 +302,10 @@ def test_a_node_that_gets_no_fork_server_after_a_restart_was_decided_ends_the_at
         assert failure is not None
         assert (failure.node, failure.reason) == ("n1", "its fork server died 3 times in a row")
 
-    play(script)
 
-
-def test_a_reason_of_any_length_reaches_the_agents(play):
-    async def script(scene: Scene) -> None:
-        peers = [await scene.join(node) for node in (0, 1)]
-        await hear(peers[1], agents.StartGeneration)
+async def test_a_reason_of_any_length_reaches_the_agents(tmp_path):
+    async with Scene(tmp_path).led() as scene:
+        peers = await started(scene)
         scene.state.fail(Failure(kind=FailureKind.DESYNC, reason="rank 0 called \u2026" * 10_000))
         await hear(peers[1], agents.KillGeneration)
         for peer in peers:
@@ -344,8 +314,6 @@ def test_a_reason_of_any_length_reaches_the_agents(play):
         assert (end.code, len(end.reason)) == (78, 2000)
         assert AttemptOutcome.read(scene.attempt.outcome).reason == end.reason
         assert end.reason.endswith("...")
-
-    play(script)
 
 
 async def die_stuck(scene: Scene, peers: list[CoordinatorPeer], stop: bool = False) -> None:
@@ -359,9 +327,9 @@ async def die_stuck(scene: Scene, peers: list[CoordinatorPeer], stop: bool = Fal
     peers[0].send(agents.GenerationGone(generation=1))
 
 
-def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play):
+async def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(tmp_path):
 
-    async def script(scene: Scene) -> None:
+    async with Scene(tmp_path, spares=1, kill=1.0).led() as scene:
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await die_stuck(scene, peers)
         start = await hear(peers[2], agents.StartGeneration, 10)
@@ -373,13 +341,11 @@ def test_a_spare_takes_the_place_of_a_node_on_which_a_rank_cannot_be_killed(play
             "node_suspect",
         )
 
-    play(script, spares=1, kill=1.0)
-
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_named(play, stop):
+async def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_named(tmp_path, stop):
 
-    async def script(scene: Scene) -> None:
+    async with Scene(tmp_path, spares=int(stop), kill=1.0).led() as scene:
         peers = [await scene.join(node) for node in (range(3) if stop else range(2))]
         await die_stuck(scene, peers, stop)
         assert await asyncio.wait_for(scene.leading, 15) == 77
@@ -389,11 +355,9 @@ def test_without_a_spare_or_time_the_node_on_which_a_rank_cannot_be_killed_is_na
         assert "rank 0 on n0 was killed by SIGKILL" in outcome.reason
         assert "n1: its ranks could not be killed within 1 s" in outcome.reason
 
-    play(script, spares=int(stop), kill=1.0)
 
-
-def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(play):
-    async def script(scene: Scene) -> None:
+async def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(tmp_path):
+    async with Scene(tmp_path, spares=1).led() as scene:
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await hear(peers[0], agents.StartGeneration)
         blamed = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1: slow", node="n1")
@@ -404,14 +368,13 @@ def test_a_blamed_node_whose_rank_cannot_be_killed_does_not_hold_up_the_spare(pl
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
 
-    play(script, spares=1)
-
 
 @pytest.mark.parametrize(
     ("error", "kind"), [(ZeroDivisionError("its own"), "unknown"), (OSError(28, "full"), "storage")]
 )
-def test_an_exception_of_the_coordinator_ends_the_attempt_and_is_its_cause(play, monkeypatch, error, kind):
-    async def script(scene: Scene) -> None:
+async def test_an_exception_of_the_coordinator_ends_the_attempt_and_is_its_cause(tmp_path, monkeypatch, error, kind):
+    async with Scene(tmp_path).led() as scene:
+
         def fail() -> None:
             raise error
 
@@ -426,13 +389,10 @@ def test_an_exception_of_the_coordinator_ends_the_attempt_and_is_its_cause(play,
         assert outcome.reason == end.reason
         assert f"the coordinator failed: {type(error).__name__}: " in outcome.reason
 
-    play(script)
 
-
-def test_an_agent_that_reports_its_own_failure_and_leaves_is_lost_for_that_cause(play):
-    async def script(scene: Scene) -> None:
-        peers = [await scene.join(node) for node in range(2)]
-        await hear(peers[1], agents.StartGeneration)
+async def test_an_agent_that_reports_its_own_failure_and_leaves_is_lost_for_that_cause(tmp_path):
+    async with Scene(tmp_path).led() as scene:
+        peers = await started(scene)
         peers[1].send(agents.AgentFailed(reason="the agent of n1 failed: KeyError: 7"))
         await peers[1].close()
         await hear(peers[0], agents.KillGeneration)
@@ -441,5 +401,3 @@ def test_an_agent_that_reports_its_own_failure_and_leaves_is_lost_for_that_cause
         await peers[0].close()
         assert "the agent of n1 failed: KeyError: 7" in end.reason
         await asyncio.wait_for(scene.leading, 10)
-
-    play(script)

@@ -10,7 +10,7 @@ import pytest
 
 from checkpointing.storage.durable import read_json
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
-from tests.trainer.agent.coordination.test_coordinator import Scene, hear
+from tests.trainer.agent.coordination.test_coordinator import Scene, hear, started
 from trainer.agent.attempt_state.attempt_state import GenerationState, RunningAttempt
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.coordination.requests import RequestHandlers, newest_begun_save, newest_own_save
@@ -243,47 +243,40 @@ async def known(scene: Scene, peer: CoordinatorPeer, step: int) -> None:
         await hear(peer, agents.Ping)
 
 
-def test_a_save_that_is_under_way_when_one_is_asked_for_is_not_the_answer(tmp_path: Path) -> None:
-    async def script() -> None:
-        async with Scene(tmp_path).led() as scene:
-            peers = [await scene.join(node) for node in (0, 1)]
-            await hear(peers[1], agents.StartGeneration)
-            stands(peers, 1, step=1000, saved=800)
-            await known(scene, peers[0], 1000)
-            asked(scene)
-            assert (await hear(peers[1], agents.AskStop)).reason == SAVE
-            stands(peers, 1, step=1001, saved=900)
-            assert await answers(scene, peers[0], 3) == []
-            stands(peers, 1, step=1003, saved=1002)
-            assert await answers(scene, peers[0], 5) == ["saved at step 1002"]
-
-    asyncio.run(script())
+async def test_a_save_that_is_under_way_when_one_is_asked_for_is_not_the_answer(tmp_path: Path) -> None:
+    async with Scene(tmp_path).led() as scene:
+        peers = await started(scene)
+        stands(peers, 1, step=1000, saved=800)
+        await known(scene, peers[0], 1000)
+        asked(scene)
+        assert (await hear(peers[1], agents.AskStop)).reason == SAVE
+        stands(peers, 1, step=1001, saved=900)
+        assert await answers(scene, peers[0], 3) == []
+        stands(peers, 1, step=1003, saved=1002)
+        assert await answers(scene, peers[0], 5) == ["saved at step 1002"]
 
 
-def test_ranks_that_start_after_a_save_was_asked_for_hear_of_it(tmp_path: Path) -> None:
+async def test_ranks_that_start_after_a_save_was_asked_for_hear_of_it(tmp_path: Path) -> None:
     """Asked for before any rank is there, and lost once more with those that had heard of it."""
 
-    async def script() -> None:
-        async with Scene(tmp_path).led() as scene:
-            peers = [await scene.join(0), await scene.join(1, ready=False)]
-            asked(scene)
-            await hear(peers[0], agents.AskStop)
-            peers[1].send(agents.Ready(warm=True))
-            for generation in (1, 2):
-                await hear(peers[1], agents.StartGeneration)
-                assert (await hear(peers[1], agents.AskStop)).reason == SAVE
-                # What an attempt begins with is no answer, nor is what was found after a restart.
-                stands(peers, generation, step=900, saved=900, restored=900)
-                assert await answers(scene, peers[0], 2) == []
-                if generation == 1:
-                    stands(peers, 1, step=1000, saved=900, restored=900)
-                    peers[0].send(RankEnd(generation=1, rank=0, step=1000, exit_code=None, signal=9, reported=False))
-                    for peer in peers:
-                        peer.send(agents.GenerationGone(generation=1))
-            stands(peers, 2, step=902, saved=901, restored=900)
-            assert await answers(scene, peers[0], 5) == ["saved at step 901"]
-
-    asyncio.run(script())
+    async with Scene(tmp_path).led() as scene:
+        peers = [await scene.join(0), await scene.join(1, ready=False)]
+        asked(scene)
+        await hear(peers[0], agents.AskStop)
+        peers[1].send(agents.Ready(warm=True))
+        for generation in (1, 2):
+            await hear(peers[1], agents.StartGeneration)
+            assert (await hear(peers[1], agents.AskStop)).reason == SAVE
+            # What an attempt begins with is no answer, nor is what was found after a restart.
+            stands(peers, generation, step=900, saved=900, restored=900)
+            assert await answers(scene, peers[0], 2) == []
+            if generation == 1:
+                stands(peers, 1, step=1000, saved=900, restored=900)
+                peers[0].send(RankEnd(generation=1, rank=0, step=1000, exit_code=None, signal=9, reported=False))
+                for peer in peers:
+                    peer.send(agents.GenerationGone(generation=1))
+        stands(peers, 2, step=902, saved=901, restored=900)
+        assert await answers(scene, peers[0], 5) == ["saved at step 901"]
 
 
 @pytest.mark.parametrize(
@@ -304,8 +297,7 @@ HANGS, FULL = "saves failing since step 7: it hangs", "saves failing since step 
 
 
 async def begun(scene: Scene) -> list[CoordinatorPeer]:
-    peers = [await scene.join(node) for node in (0, 1)]
-    await hear(peers[1], agents.StartGeneration)
+    peers = await started(scene)
     await heard(scene, "")
     return peers
 
@@ -317,18 +309,15 @@ async def heard(scene: Scene, words: str) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_saves_that_fail_stand_in_the_heartbeat_until_one_works(tmp_path: Path) -> None:
-    async def script() -> None:
-        async with Scene(tmp_path).led() as scene:
-            peers = await begun(scene)
-            peers[1].send(agents.RankSaves(generation=1, rank=3, saves=Saves(reason=HANGS, size=0)))
-            await heard(scene, HANGS)
-            peers[0].send(agents.RankSaves(generation=1, rank=0, saves=Saves(reason=FULL, size=2048)))
-            await heard(scene, FULL)
-            peers[0].send(agents.RankSaves(generation=1, rank=0, saves=Saves(reason="", size=2048)))
-            await heard(scene, "")
-
-    asyncio.run(script())
+async def test_saves_that_fail_stand_in_the_heartbeat_until_one_works(tmp_path: Path) -> None:
+    async with Scene(tmp_path).led() as scene:
+        peers = await begun(scene)
+        peers[1].send(agents.RankSaves(generation=1, rank=3, saves=Saves(reason=HANGS, size=0)))
+        await heard(scene, HANGS)
+        peers[0].send(agents.RankSaves(generation=1, rank=0, saves=Saves(reason=FULL, size=2048)))
+        await heard(scene, FULL)
+        peers[0].send(agents.RankSaves(generation=1, rank=0, saves=Saves(reason="", size=2048)))
+        await heard(scene, "")
 
 
 def test_an_attempt_that_ends_on_a_full_disk_keeps_its_outcome(tmp_path: Path) -> None:

@@ -130,6 +130,17 @@ class Stillness:
         return step >= scenario.get("still_after", step + 1) and time.monotonic() - self.since > 2.0
 
 
+PEERS_END_SECONDS = 20.0
+"""From the first failure of a rank to the end of its peers. gloo does not always notice that a peer died during an
+all-reduce, so the agent ends the peers of a failed rank, and so does its stand-in."""
+
+
+def end_living(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        if rank.code is None:
+            os.kill(rank.pid, signal.SIGKILL)
+
+
 def run(scenario: dict, writers: ForkedWriters) -> dict:
     begin = time.monotonic()
     ranks = [Rank(scenario, rank, writers) for rank in range(scenario["world"])]
@@ -141,15 +152,18 @@ def run(scenario: dict, writers: ForkedWriters) -> dict:
             send_message(rank.control, store)
     actions = list(scenario["actions"])
     timed_out = False
+    failed_at: float | None = None
     stillness = Stillness()
     while not all([rank.poll() for rank in ranks]):
         act(ranks, scenario, actions)
-        over = time.monotonic() - begin > scenario["patience"] or stillness.lasts(ranks, scenario)
-        if over and not timed_out:
+        now = time.monotonic()
+        if failed_at is None and any(rank.code for rank in ranks):
+            failed_at = now
+        if failed_at is not None and now - failed_at > PEERS_END_SECONDS:
+            end_living(ranks)
+        elif not timed_out and (now - begin > scenario["patience"] or stillness.lasts(ranks, scenario)):
             timed_out = True
-            for rank in ranks:
-                if rank.code is None:
-                    os.kill(rank.pid, signal.SIGKILL)
+            end_living(ranks)
         time.sleep(0.003 if actions else 0.01)
     answer = {
         "codes": [rank.code for rank in ranks],

@@ -70,7 +70,7 @@ class Checkpointer:
         self._config, self._link, self._pauses = config or CheckpointConfig(), link, pauses
         self._events = EventSink(on_event)
         # Separate groups for the caller's thread, for saves, and for copies to further tiers. A slow disk may block a
-        # rank in its save for a long time, but a dead peer is still detected at once.
+        # rank in its save for a long time, but a dead peer is still detected immediately.
         self._ranks, self._save_ranks = world.group(), world.group(_LONG)
         self._flush_ranks = world.group(_LONG) if len(tiers.tiers) > 1 else None
         options = replace(restore or RestoreOptions(), verdicts=tiers.pins)
@@ -297,7 +297,7 @@ class Checkpointer:
             self._debris_thread = start_background_thread(collect, "checkpoint-tidying")
 
     def before_optimizer_step(self) -> None:
-        """Return once the tensors of the last save may change; returns at once without lazy staging."""
+        """Return once the tensors of the last save may change; returns immediately without lazy staging."""
         if self._stager is not None:
             self._stager.before_optimizer_step()
 

@@ -73,7 +73,6 @@ def unpin(storage: Storage, name: str) -> bool:
 
 
 def _list_pins(storage: Storage) -> list[tuple[str, str]]:
-    """Return checkpoint and holder of every pin; raises OSError."""
     parts = [file.partition("@") for file, size in storage.list(PINS).items() if size is not None]
     return [(name, holder) for name, _, holder in parts]
 

@@ -197,7 +197,7 @@ class _RemoteReader(io.RawIOBase):
 class FsspecStorage:
     """Storage on any fsspec file system; a closed object is as durable as the store guarantees, and nothing is renamed.
 
-    Writes by other clients are visible at once if the file system is created with `use_listings_cache=False`, as in
+    Writes by other clients are visible immediately if the file system is created with `use_listings_cache=False`, as in
     `open_storage`.
     """
 

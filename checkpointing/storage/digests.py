@@ -33,27 +33,19 @@ def filled_digest(data: Bytes, size: int = CHUNK) -> str:
 
 
 class DigestSink:
-    """Sink wrapper that digests all bytes passed on to the inner sink and keeps the first OSError.
-
-    The error is kept because torch's zip writer hides it behind a RuntimeError.
-    """
+    """Sink wrapper that digests all bytes passed on to the inner sink."""
 
     def __init__(self, sink: Sink, chunk_size: int = CHUNK) -> None:
         self._sink, self._chunk_size = sink, chunk_size
         self._hash, self._filled = xxhash.xxh3_128(), 0
         self._chunks: list[str] = []
         self.size = 0
-        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Digest and pass on one bytes-like object; return its length in bytes."""
         view = memoryview(data).cast("B")
         self._absorb(view)
-        try:
-            self._sink.write(view)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        self._sink.write(view)
         return len(view)
 
     def _absorb(self, view: memoryview) -> None:
@@ -70,12 +62,6 @@ class DigestSink:
         self._chunks.append(self._hash.hexdigest())
         self._hash.reset()
         self._filled = 0
-
-    def flush(self) -> None:
-        """Do nothing. torch.save calls this after every tensor; only `close` waits for the disk."""
-
-    def tell(self) -> int:
-        return self.size
 
     @property
     def chunks(self) -> tuple[str, ...]:

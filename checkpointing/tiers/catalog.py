@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.errors import ManifestError
-from checkpointing.format.commit import DELETED, Commit, Name, parse_name, read_commit
+from checkpointing.format.commit import DELETED, Commit, parse_name, read_commit
 from checkpointing.format.manifest import COMMIT
 from checkpointing.storage.backends import Storage, open_storage
 
@@ -81,15 +81,10 @@ class Catalog:
         """Return all committed checkpoints, highest step first, and the latest attempt first within a step."""
         return [self._entry(name) for name in self.names() if self.is_committed(name)]
 
-    def inheritable(self, names: Iterable[str]) -> list[Entry]:
-        """Return the committed checkpoints among `names`, newest first."""
-        listed = set(names)
-        return [self._entry(name) for name in self.names() if name in listed and self.is_committed(name)]
-
     def entries_for_owner(self, owner: Owner) -> list[Entry]:
-        """Return what an attempt may load or delete: its own checkpoints and those in its launch token."""
-        own = [name for name in self.names() if _has_owner(name, owner.attempt, owner.nonce)]
-        return self.inheritable({*own, *owner.inherit})
+        """Return what an attempt may load or delete: its own checkpoints and those in its launch token, newest first."""
+        names = [name for name in self.names() if name in owner.inherit or _is_owned(name, owner)]
+        return [self._entry(name) for name in names if self.is_committed(name)]
 
     def _entry(self, name: str) -> Entry:
         parts = parse_name(name)
@@ -110,9 +105,9 @@ class Catalog:
         )
 
 
-def _has_owner(name: str, attempt: int, nonce: str) -> bool:
-    parts: Name | None = parse_name(name)
-    return parts is not None and (parts.attempt, parts.nonce) == (attempt, nonce)
+def _is_owned(name: str, owner: Owner) -> bool:
+    parts = parse_name(name)
+    return parts is not None and (parts.attempt, parts.nonce) == (owner.attempt, owner.nonce)
 
 
 class DistrustedCheckpoints:

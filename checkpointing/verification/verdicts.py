@@ -1,4 +1,4 @@
-"""Verdicts on checkpoints, in small files beside them, and the distance between two tensors.
+"""Verdicts on checkpoints, in small files next to them, and the distance between two tensors.
 
 A bad verdict counts: retention does not accept that copy as a substitute. A good one is informational, because bytes
 may rot afterwards, except that retention keeps the newest copy that passed a restore test. A verdict applies to one

@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from checkpointing.format.manifest import FileEntry
+from checkpointing.message_codec import decode, encode, peer_message
 from checkpointing.storage import shared_memory
 from checkpointing.storage.digests import CHUNK
 from checkpointing.storage.shared_memory import PAGE, whole_pages
@@ -26,6 +27,7 @@ _FILE_ROOM = 512  # a file's name, sizes and one shorter last chunk
 _MOST_FILES = 64
 
 
+@peer_message
 @dataclass(frozen=True, kw_only=True)
 class BufferRecord:
     """Contents of a buffer: the files of one rank at one step, with digests and offsets in the buffer."""
@@ -36,9 +38,6 @@ class BufferRecord:
     extra: dict[str, Any] = field(default_factory=dict)
     files: tuple[FileEntry, ...]
     places: tuple[int, ...]
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +163,7 @@ class Arena:
         """Record a buffer's contents as valid; raises ValueError if the record does not fit its area."""
         assert record.plan == self.plan, "a record of another plan"
         self.clear(index)
-        _seal(self._record_area(index), _RECORD_MARK, record.encode())
+        _seal(self._record_area(index), _RECORD_MARK, encode(record))
 
     def record(self, index: int) -> BufferRecord | None:
         """Return the record of a buffer; None if it is missing, torn or invalid."""
@@ -173,9 +172,7 @@ class Arena:
         payload = _unseal(self._record_area(index), _RECORD_MARK)
         if payload is None:
             return None
-        fields = json.loads(payload)
-        files = tuple(FileEntry(**{**entry, "chunks": tuple(entry["chunks"])}) for entry in fields["files"])
-        record = BufferRecord(**{**fields, "files": files, "places": tuple(fields["places"])})
+        record: BufferRecord = decode(payload)
         return record if record.plan == self.plan else None
 
     def close(self) -> None:

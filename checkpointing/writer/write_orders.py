@@ -46,7 +46,7 @@ class CancelToken:
         return self._cancelled.is_set()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; wake up at once when the order is cancelled."""
+        """Sleep; wake up immediately when the order is cancelled."""
         self._cancelled.wait(seconds)
 
     def check(self) -> None:
@@ -122,7 +122,7 @@ class OrderThreads:
             self._changed.wait_for(lambda: place not in self._readers.values())
 
     def cancel(self) -> None:
-        """Ask all orders to stop; returns at once."""
+        """Ask all orders to stop; returns immediately."""
         for cancel_token in list(self._running):
             cancel_token.cancel()
 

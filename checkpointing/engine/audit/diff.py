@@ -17,7 +17,7 @@ def compare(first: SealedCheckpoint, second: SealedCheckpoint, progress: Progres
     """Return the diff of every tensor in either checkpoint, largest relative difference first.
 
     Only tensors without equal fingerprints are read, and verified as they are read. `progress` receives the bytes of
-    values compared. Raises Refused or OSError.
+    values compared. Raises CheckpointRefused or OSError.
     """
     keys = sorted(first.index.tensors.keys() | second.index.tensors.keys())
     found = [_diff_metadata(first, second, key) for key in keys]

@@ -23,7 +23,6 @@ from checkpointing.errors import (
     CheckpointError,
     CheckpointRefused,
     FencedOff,
-    ManifestError,
     SaveFailed,
     UnsavableState,
     Unsound,
@@ -79,36 +78,12 @@ _NAMED_RANKS = 2
 
 
 def explain(error: BaseException) -> str:
-    """Return the error as one line; a full disk is named as such, whatever torch raised."""
+    """Return the error as one line; a full disk is named as such."""
     if isinstance(error, (CheckpointRefused, SaveFailed)):
         return error.reason
     if isinstance(error, OSError):
         return f"disk full ({error})" if error.errno in FULL else str(error) or type(error).__name__
-    # torch's zip writer notices that fewer bytes arrived than it wrote, and reports only the position.
-    if "unexpected pos" in str(error):
-        return f"disk full (torch reports: {_first_line(error)})"
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def is_damage(error: BaseException) -> bool:
-    """Return whether a load failed because of the checkpoint's bytes, not because of the program or the machine."""
-    return error.damaged if isinstance(error, CheckpointRefused) else isinstance(error, ManifestError)
-
-
-def is_misfit(error: BaseException) -> bool:
-    """Return whether a load failed because the checkpoint belongs to another model."""
-    return isinstance(error, CheckpointRefused) and not error.fits
-
-
-def is_unreadable(error: BaseException) -> bool:
-    """Return whether a load failed because existing bytes could not be read, which may work later."""
-    if isinstance(error, CheckpointRefused):
-        return error.unreadable
-    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
 
 
 @peer_message

@@ -65,7 +65,7 @@ def _records(path: Path) -> list[int]:
 
 
 def open_for_export(storage: Storage, name: str) -> SealedCheckpoint:
-    """Open a checkpoint whose tensors are complete; raises Refused or OSError."""
+    """Open a checkpoint whose tensors are complete; raises CheckpointRefused or OSError."""
     source = SealedCheckpoint.open(storage, name)
     listed = {entry.name for entry in source.manifest.files}
     faults = [f"{file} is not listed" for file in sorted({piece.file for piece in source.index.pieces} - listed)]
@@ -104,7 +104,7 @@ class Exported:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Create a draft beside `folder` that replaces it at exit, whole and durable; a failure leaves nothing.
+    """Create a draft next to `folder` that replaces it at exit, whole and durable; a failure leaves nothing.
 
     The remains of a killed export into the same folder are removed too.
 
@@ -136,7 +136,10 @@ def write_safetensors(
     largest: int = LARGEST_FILE,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index; raises Refused or OSError."""
+    """Write `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index.
+
+    Raises CheckpointRefused or OSError.
+    """
     meter, groups = _Meter(source, wanted, progress), _groups(source, wanted, largest)
     names = [_file_name(number, len(groups)) for number in range(len(groups))]
     handed: dict[str, str] = {}
@@ -169,7 +172,7 @@ def write_torch(
 ) -> Exported:
     """Write one file for `torch.load(weights_only=True)`; `nest` arranges the tensors, given by name, in dicts.
 
-    Raises Refused or OSError.
+    Raises CheckpointRefused or OSError.
     """
     meter, path = _Meter(source, wanted, progress), folder / name
     blanks = {w.name: placeholder_tensor(w.dtype, source.shape(w.key)) for w in wanted}
@@ -186,9 +189,7 @@ def write_torch(
     return _verify_export(source, wanted, folder, handed, found)
 
 
-class _Meter:
-    """Counter of the bytes written and read back."""
-
+class _Meter:  # bytes written and read back
     def __init__(self, source: SealedCheckpoint, wanted: Sequence[ExportedTensor], progress: Progress | None) -> None:
         self._progress, self._done = progress, 0
         self._total = 2 * sum(_size(source, w) for w in wanted)
@@ -226,7 +227,7 @@ def _file_name(number: int, count: int) -> str:
 def _copy_tensor(source: SealedCheckpoint, w: ExportedTensor, stream: BinaryIO, meter: _Meter) -> str:
     """Write one tensor; return the fingerprint of the written values.
 
-    Raises Refused if the checkpoint's own fingerprint differs from the values read.
+    Raises CheckpointRefused if the checkpoint's own fingerprint differs from the values read.
     """
     before, after, shape = [], [], source.shape(w.key)
     same = w.dtype == source.dtype(w.key)

@@ -65,14 +65,14 @@ class ExternalTensors(Protocol):
     tensors: dict[str, TensorInfo]
 
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """Yield the tensor in value order, in parts with their offsets; raises Refused or OSError."""
+        """Yield the tensor in value order, in parts with their offsets; raises CheckpointRefused or OSError."""
 
 
 class SafetensorsFiles:
     """Tensors from one or more safetensors files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Read the headers; raises Refused if a file violates the format or two files contain the same name."""
+        """Read the headers; raises CheckpointRefused for a file that violates the format and for a duplicate name."""
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[Path, TensorLocation]] = {}
         for path in files:
@@ -119,7 +119,7 @@ class TorchTensors:
 
 
 def open_safetensors(place: Path) -> SafetensorsFiles:
-    """Return the tensors of a safetensors file or a Hugging Face folder; raises Refused or OSError."""
+    """Return the tensors of a safetensors file or a Hugging Face folder; raises CheckpointRefused or OSError."""
     if place.is_file():
         return SafetensorsFiles([place])
     if not (place / INDEX_FILE).exists():
@@ -148,7 +148,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def load_torch(path: Path) -> Any:
-    """Return the mapped contents of a torch.save file without running code in it. Raises Refused or OSError."""
+    """Return the mapped contents of a torch.save file, running no code in it; raises CheckpointRefused or OSError."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
@@ -213,7 +213,7 @@ def write_checkpoint(
     world: dict[str, Any],
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write and commit a checkpoint; the caller removes debris. Raises Refused for an altered source, or OSError."""
+    """Write and commit a checkpoint; the caller removes debris. Raises OSError, CheckpointRefused for altered sources."""
     writer = _Writer(storage, str(name), tensors, progress)
     for key in sorted(tensors, key=lambda key: (-writer.template(key).nbytes, key)):
         writer.add(key)
@@ -245,8 +245,6 @@ def encode_metadata(index: Index) -> bytes:
 
 
 class _Writer:
-    """Writer of shard files, one after another."""
-
     def __init__(
         self, storage: Storage, folder: str, tensors: Mapping[str, ImportedTensor], progress: Progress | None
     ) -> None:

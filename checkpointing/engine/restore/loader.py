@@ -15,14 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from checkpointing.engine.collectives.group import (
-    RankGroup,
-    explain,
-    is_damage,
-    is_misfit,
-    is_unreadable,
-    result_or,
-)
+from checkpointing.engine.collectives.group import RankGroup, explain, result_or
 from checkpointing.engine.restore.read_buffers import ChunkReader, Lend, ReadBuffers, threads
 from checkpointing.engine.restore.source import (
     LoadSource,
@@ -32,7 +25,7 @@ from checkpointing.engine.restore.source import (
     local_part,
     locate_slice,
 )
-from checkpointing.errors import CheckpointRefused
+from checkpointing.errors import CheckpointRefused, ManifestError
 from checkpointing.format.read_plan import Shard, Slice, Strip, parts
 from checkpointing.message_codec import peer_message
 
@@ -175,9 +168,7 @@ def _share(total: int, cap: int, number: int) -> int:
     return max(0, min(cap, total - number * cap))
 
 
-class _Outgoing:
-    """The stream of bytes to one rank."""
-
+class _Outgoing:  # bytes to one rank
     def __init__(self, buffers: ReadBuffers, pieces: Sequence[Send]) -> None:
         self._buffers, self._rest = buffers, list(reversed(pieces))
 
@@ -192,9 +183,7 @@ class _Outgoing:
             block = block[piece.nbytes :]
 
 
-class _Incoming:
-    """The stream of bytes from one rank."""
-
+class _Incoming:  # bytes from one rank
     def __init__(self, goals: Sequence[Tensor]) -> None:
         self._rest = list(reversed(goals))
 
@@ -221,13 +210,16 @@ class Loaded:
     bytes_needed: int
 
 
-def to_refusal(error: BaseException, name: str = "") -> CheckpointRefused:
+def to_refusal(error: BaseException) -> CheckpointRefused:
     """Return the refusal of a checkpoint whose load raised this error."""
-    return CheckpointRefused(name, explain(error), is_damage(error), not is_misfit(error), is_unreadable(error))
+    if isinstance(error, CheckpointRefused):
+        return error
+    unreadable = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    return CheckpointRefused("", explain(error), damaged=isinstance(error, ManifestError), unreadable=unreadable)
 
 
 def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
-    """Do this rank's part and return all ranks' results; raises the same Refused on every rank if one failed."""
+    """Return all ranks' results of `act`; raises the same CheckpointRefused on every rank if one failed."""
     results: list[tuple[T | None, CheckpointRefused | None]] = ranks.all_gather(
         result_or(lambda: (act(), None), lambda error: (None, to_refusal(error)))
     )
@@ -246,7 +238,7 @@ def on_all_ranks(ranks: RankGroup, name: str, act: Callable[[], T]) -> list[T]:
 def load(
     source: LoadSource, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys, lend: Lend
 ) -> Loaded:
-    """Read and verify everything, then fill `tensors`; collective. Raises Refused before any tensor has changed."""
+    """Read and verify everything, then fill `tensors`; collective. Raises CheckpointRefused before any has changed."""
     rank_load = RankLoad(source, ranks, tensors)
     wanted = on_all_ranks(ranks, source.name, lambda: rank_load.plan(optional_keys))
 
@@ -345,7 +337,7 @@ class RankLoad:
         self._absent: tuple[str, ...] = ()
 
     def plan(self, optional_keys: OptionalKeys) -> RankNeeds:
-        """Determine what is needed; raises Refused if the checkpoint does not fit."""
+        """Determine what is needed; raises CheckpointRefused if the checkpoint does not fit."""
         source = self._source
         self._slices, self._absent = find_slices(source, self._tensors, optional_keys)
         surplus = optional_keys.surplus(self._tensors, source.index.tensors)

@@ -223,7 +223,7 @@ class ChunkReader:
         self.bytes_read = 0
 
     def read(self, chunks: Sequence[int], buffers: ReadBuffers) -> None:
-        """Fill the buffers; raises Refused if a byte differs or a file cannot be read."""
+        """Fill the buffers; raises CheckpointRefused if a byte differs or a file cannot be read."""
         try:
             self._verify_chunks(chunks, lambda chunk: self._read_chunk(chunk, buffers))
         finally:
@@ -231,7 +231,7 @@ class ChunkReader:
                 file.close()
 
     def check(self, chunks: Sequence[int], buffers: ReadBuffers) -> None:
-        """Verify data already in the buffers; raises Refused."""
+        """Verify data already in the buffers; raises CheckpointRefused."""
         self._verify_chunks(chunks, lambda chunk: self._compare(chunk, buffers.memory(self._shards[chunk], chunk)[0]))
 
     def _verify_chunks(self, chunks: Sequence[int], act: Callable[[int], Fault | None]) -> None:

@@ -55,7 +55,7 @@ class RankFingerprints:
 def saved_fingerprints(storage: Storage, name: str) -> dict[str, str]:
     """Return the fingerprints taken at save, by key; empty if the checkpoint has none.
 
-    Raises Refused, ManifestError or OSError.
+    Raises CheckpointRefused, ManifestError or OSError.
     """
     manifest, faults = read_sealed(storage, name)
     if manifest is None:
@@ -68,8 +68,8 @@ def differing_tensors(
 ) -> list[str]:
     """Return a line for each tensor that differs from its saved values, sorted, the same on every rank; collective.
 
-    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises Refused on every rank if one of them
-    could not compute its fingerprints.
+    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises CheckpointRefused on every rank if one of
+    them could not compute its fingerprints.
     """
     parts = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
     lines = ranks.from_leader(lambda: _lines(name, parts or (), saved))
@@ -159,12 +159,7 @@ class ReadOnlyCheckpoint:
         self._restorer = Restorer((tier,), self._ranks, owner, self._events.emit)
         self._loaded: dict[str, Tensor] = {}
         self._saved: dict[str, str] = {}
-        self._restored: Restored | None = None
-
-    @property
-    def restore_result(self) -> Restored | None:
-        """Result of `restore`; None before."""
-        return self._restored
+        self.restore_result: Restored | None = None
 
     @property
     def has_fingerprints(self) -> bool:
@@ -185,7 +180,7 @@ class ReadOnlyCheckpoint:
             raise CheckpointRefused(self._name, saved.reason, damaged=False)
         absent = set(restored.absent)
         self._loaded = {key: tensor for key, tensor in targets.last.items() if key not in absent}
-        self._saved, self._restored, self.committed_step = saved, restored, restored.step
+        self._saved, self.restore_result, self.committed_step = saved, restored, restored.step
         return restored
 
     def fingerprint_faults(self) -> list[str]:
@@ -214,7 +209,7 @@ class ReadOnlyCheckpoint:
         raise RuntimeError(f"step {step} is not saved: {self._name} was opened read-only")
 
     def before_optimizer_step(self) -> None:
-        """Return at once, because no copy reads the tensors."""
+        """Return immediately, because no copy reads the tensors."""
 
     def wait(self) -> None:
         """Return once every event has been written or attempted."""

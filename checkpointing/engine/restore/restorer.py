@@ -367,13 +367,13 @@ class Restorer:
             memory.take_back()
 
     def _local_result(self, name: str, act: Any) -> Any:
-        """Return this rank's result of a common operation; raises Refused on all ranks if one failed."""
+        """Return this rank's result of a common operation; raises CheckpointRefused on all ranks if one failed."""
         kept: list[Any] = []
         on_all_ranks(self._ranks, name, lambda: kept.append(act()))
         return kept[0]
 
     def _agree_on_manifest(self, place: ResolvedTier, name: str) -> tuple[Manifest, Index | None]:
-        """Return the manifest and the index, the same on all ranks; raises Refused on all of them.
+        """Return the manifest and the index, the same on all ranks; raises CheckpointRefused on all of them.
 
         No index is returned for a checkpoint in the run's own layout, whose index is already known.
         """
@@ -477,5 +477,4 @@ def _without_gc() -> Iterator[None]:
 
 
 def _or_refused(act: Callable[[], T]) -> T | CheckpointRefused:
-    """Return the result of `act`, or its error as a Refused."""
-    return result_or(act, lambda error: error if isinstance(error, CheckpointRefused) else to_refusal(error))
+    return result_or(act, to_refusal)

@@ -162,7 +162,7 @@ class SliceBytes(NamedTuple):
 def find_slices(
     source: LoadSource, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys
 ) -> tuple[list[Slice], tuple[str, ...]]:
-    """Return this rank's slices and the absent optional keys; raises Refused if the checkpoint does not fit."""
+    """Return this rank's slices and the absent optional keys; raises CheckpointRefused for a misfit."""
     known = source.index.tensors
     absent = sorted(key for key in tensors if key not in known)
     needed = optional_keys.required_keys(absent, known)
@@ -211,7 +211,7 @@ def _check_cover(name: str, key: str, local: Box, needs: Sequence[Slice]) -> Non
 
 
 def locate_slice(source: LoadSource, need: Slice) -> SliceBytes:
-    """Return the bytes of a slice in its file; raises Refused if the file has no such bytes."""
+    """Return the bytes of a slice in its file; raises CheckpointRefused if the file has no such bytes."""
     piece = source.index.pieces[need.piece]
     shard = source.shard.get(piece.file)
     dtype = parse_dtype(source.index.tensors[piece.key].dtype)

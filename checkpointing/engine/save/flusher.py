@@ -92,7 +92,7 @@ class Flusher:
             self._thread = start_background_thread(self._serve, "checkpoint-flush")
 
     def record_commit(self, name: str) -> None:
-        """Record a commit in the first tier; returns at once."""
+        """Record a commit in the first tier; returns immediately."""
         with self._changed:
             self._state.latest = name
             self._signal()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from checkpointing.engine.collectives.group import (
     FAILURES,
@@ -151,12 +152,11 @@ class SaveQueue:
                 return self._saver.run(job)
             except SaveFailed as failure:
                 try:
-                    again = self._ranks.broadcast(
-                        self._decide_retry(job, failure, tries) if self._ranks.leads else None
-                    )
+                    # An error while deciding or emitting the event means no retry.
+                    again = self._ranks.from_leader(partial(self._should_retry, job, failure, tries))
                 except FAILURES as error:
                     return SaveFailed(job.step, self._broken(job, error))
-                if not again:
+                if again is not True:
                     self._emit_failed(job, failure.reason)
                     return failure
             except FAILURES as error:
@@ -173,12 +173,8 @@ class SaveQueue:
         if self._ranks.leads:
             self._emit("checkpoint.failed", {"step": job.step, "reason": reason, "bytes": job.plan.size})
 
-    def _decide_retry(self, job: SaveJob, failure: SaveFailed, tries: int) -> bool:
-        """Decide on a retry on rank 0 for all ranks; an error while deciding or emitting the event means no retry."""
-        return result_or_failed(lambda: self._should_retry(job, failure, tries)) is True
-
     def _should_retry(self, job: SaveJob, failure: SaveFailed, tries: int) -> bool:
-        """Return whether to write these bytes again after a pause; a newer save always takes precedence."""
+        """Decide on rank 0, and pause before a retry; a newer save always takes precedence."""
         if isinstance(failure, (FencedOff, Unsound)) or not job.staged.kept or tries >= len(self._pauses):
             return False
         if self._jobs or (self._waited and tries >= _WAITED_TRIES):

@@ -296,7 +296,6 @@ class CheckpointSaver:
             self.writer.arena.clear(bucket.buffer)
 
     def _emit_saved(self, job: SaveJob, saved: SavedCheckpoint, judgement: StateJudgement) -> None:
-        """Emit the events of a commit on rank 0."""
         facts = {"step": job.step, "name": saved.name, "bytes": saved.size, "seconds": saved.seconds}
         self._emit("checkpoint.committed", {**facts, "manifest": saved.manifest})
         if judgement.reasons:

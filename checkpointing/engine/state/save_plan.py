@@ -284,7 +284,6 @@ def _share(item: WriteItem) -> Share:
 
 
 def _describe_plan(metadata: Metadata | None, everything: Sequence[Sequence[Item]]) -> tuple[str, bytes, bytes]:
-    """Return the plan's hash, `.metadata` and `index.json`."""
     assert metadata is not None
     items = [item for part in everything for item in part]
     tensors = {item.key: TensorInfo(str(item.dtype).removeprefix("torch."), item.share.whole) for item in items}

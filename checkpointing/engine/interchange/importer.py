@@ -213,7 +213,7 @@ def write_checkpoint(
     world: dict[str, Any],
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write and commit a checkpoint; the caller removes debris. Raises OSError, CheckpointRefused for altered sources."""
+    """Write and commit a checkpoint; the caller removes debris. Raises OSError or CheckpointRefused."""
     writer = _Writer(storage, str(name), tensors, progress)
     for key in sorted(tensors, key=lambda key: (-writer.template(key).nbytes, key)):
         writer.add(key)

@@ -160,7 +160,7 @@ class Memory:
         return dict(self._held[name][1].extra)
 
     def load(self, name: str, ranks: RankGroup, tensors: Mapping[str, Tensor], optional_keys: OptionalKeys) -> Loaded:
-        """Verify this save in memory and fill `tensors`; collective. Raises CheckpointRefused before any has changed."""
+        """Verify this save in memory, then fill `tensors`; collective. Raises CheckpointRefused if it is damaged."""
         at, record = self._held[name]
         lacking = on_all_ranks(ranks, record.name, lambda: self.layout.lacking(tensors))
         facts = self.layout.exchange_facts(ranks, lacking, [(entry.name, 0, entry.size) for entry in record.files])

@@ -68,8 +68,8 @@ def differing_tensors(
 ) -> list[str]:
     """Return a line for each tensor that differs from its saved values, sorted, the same on every rank; collective.
 
-    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises CheckpointRefused on every rank if one of
-    them could not compute its fingerprints.
+    `tensors` are this rank's tensors loaded from the checkpoint `name`. Raises CheckpointRefused on every rank if one
+    could not compute its fingerprints.
     """
     parts = ranks.gather(result_or_failed(lambda: _rank_fingerprints(ranks.rank, tensors, saved)))
     lines = ranks.from_leader(lambda: _lines(name, parts or (), saved))

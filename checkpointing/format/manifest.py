@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from checkpointing.errors import ManifestError
-from checkpointing.storage.digests import CHUNK, digest
+from checkpointing.storage.digests import CHUNK, Bytes, digest
 from checkpointing.storage.durable import canonical
 
 INDEX = "index.json"
@@ -141,6 +141,11 @@ class FileEntry:
             raise ValueError(f"{self.name}: {len(self.chunks)} digests for {self.size} bytes")
         if not all(isinstance(chunk, str) and _HEX.fullmatch(chunk) for chunk in self.chunks):
             raise ValueError(f"{self.name}: a digest is not 32 hex digits")
+
+    @classmethod
+    def from_bytes(cls, name: str, data: Bytes, chunk_size: int = CHUNK) -> "FileEntry":
+        chunks = tuple(digest(data[at : at + chunk_size]) for at in range(0, len(data), chunk_size))
+        return cls(name=name, size=len(data), chunks=chunks, chunk_size=chunk_size)
 
 
 @dataclass(frozen=True, kw_only=True)

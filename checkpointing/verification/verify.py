@@ -286,8 +286,7 @@ def read_listed(storage: Storage, manifest: Manifest, file: str) -> bytes:
         raise ManifestError(f"{file} is not listed in {MANIFEST}")
     with storage.open(f"{manifest.name}/{file}") as stream:
         data = stream.read()
-    pieces = (data[at : at + entry.chunk_size] for at in range(0, max(len(data), entry.size), entry.chunk_size))
-    if len(data) != entry.size or tuple(map(digest, pieces)) != entry.chunks:
+    if FileEntry.from_bytes(file, data, entry.chunk_size) != entry:
         raise ManifestError(f"{file} does not match its digest")
     return data
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from checkpointing.format.commit import checkpoint_name, seal, write_file
 from checkpointing.format.manifest import FileEntry, Manifest
 from checkpointing.storage.backends import Storage
+from checkpointing.tiers.catalog import Owner
+from checkpointing.tiers.tier import ResolvedTier, RunTiers
 
 NONCE = "ab12cd34"
 FILES = {".metadata": b"metadata", "__0_0.distcp": b"x" * 1000, "__1_0.distcp": b"y" * 500}
@@ -30,6 +33,13 @@ def make(
     manifest = describe(name, step, attempt, nonce, entries)
     seal(storage, replace(manifest, extra=extra) if extra is not None else manifest, fence, now)
     return name
+
+
+OWNER = Owner(1, NONCE, (), lambda: True)
+
+
+def tier_at(root: Path | str, storage: Storage | None = None, **options: Any) -> ResolvedTier:
+    return replace(RunTiers.single(root, storage).tiers[0], **options)
 
 
 def describe(name: str, step: int, attempt: int, nonce: str, entries: list[FileEntry]) -> Manifest:

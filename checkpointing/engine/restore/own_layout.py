@@ -19,10 +19,9 @@ from checkpointing.engine.restore.read_buffers import ChunkReader, ReadBuffers
 from checkpointing.engine.restore.source import LoadSource, OptionalKeys, local_box, number_chunks
 from checkpointing.engine.state.layout import Item, PlannedFiles
 from checkpointing.engine.state.save_plan import AgreedPlan
-from checkpointing.format.manifest import INDEX, Index, Manifest, Piece, TensorInfo
+from checkpointing.format.manifest import INDEX, FileEntry, Index, Manifest, Piece, TensorInfo
 from checkpointing.format.read_plan import Shard, intersect
 from checkpointing.message_codec import peer_message
-from checkpointing.storage.digests import digest
 from checkpointing.writer.arena import Arena, BufferRecord
 
 _FEW = 16
@@ -42,7 +41,7 @@ class SavedLayout:
 
     def __init__(self, plan: PlannedFiles) -> None:
         self.plan = plan
-        self._digests: dict[int, tuple[str, ...]] = {}  # digests of the index, by chunk size
+        self._entries: dict[int, FileEntry] = {}  # of the index, by chunk size
         self._own = {item.piece: _info(item) for item in plan.items}
         self._alone = Index({piece.key: info for piece, info in self._own.items()}, tuple(self._own))
 
@@ -51,10 +50,9 @@ class SavedLayout:
         entry, index = manifest.file(INDEX), self.plan.index
         if entry is None or index is None or entry.size != len(index):
             return False
-        if entry.chunk_size not in self._digests:
-            pieces = (index[at : at + entry.chunk_size] for at in range(0, len(index), entry.chunk_size))
-            self._digests[entry.chunk_size] = tuple(map(digest, pieces))
-        return self._digests[entry.chunk_size] == entry.chunks
+        if entry.chunk_size not in self._entries:
+            self._entries[entry.chunk_size] = FileEntry.from_bytes(INDEX, index, entry.chunk_size)
+        return self._entries[entry.chunk_size] == entry
 
     def holds_nearly_all(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether this rank's files hold nearly all that it needs; the rest is small enough to be sent."""

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from checkpointing.tiers.catalog import Catalog, Owner
 from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from tests.checkpointing.engine.thread_ranks import ThreadedWriter, ThreadGroup, together
 from tests.checkpointing.fake_storages import Faulty
-from tests.checkpointing.made_checkpoint import NONCE, make
+from tests.checkpointing.made_checkpoint import NONCE, make, tier_at
 
 SECONDS = 20.0
 FOUR = {
@@ -45,9 +45,7 @@ class Tiers:
         self.heard = threading.Condition()
 
     def place(self, name: str) -> ResolvedTier:
-        storage = self.storages[name]
-        place = ResolvedTier(path=str(storage.root), storage=storage, catalog=Catalog(storage.root, storage))
-        return replace(place, **self.changes.get(name, {}))
+        return tier_at(self.root / name, self.storages[name], **self.changes.get(name, {}))
 
     def start(self, places: Callable[[int], list[ResolvedTier]] | None = None, **options: Any) -> None:
         self.thread_group = ThreadGroup(self.size)

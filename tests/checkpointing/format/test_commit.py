@@ -226,15 +226,10 @@ def test_a_commit_is_believed_only_as_it_was_written(tmp_path: Path) -> None:
             read_commit(storage, path.parent.name)
 
 
-def entry(name: str, data: bytes) -> FileEntry:
-    chunks = tuple(digest(data[at : at + CHUNK]) for at in range(0, max(1, len(data)), CHUNK))
-    return FileEntry(name=name, size=len(data), chunks=chunks)
-
-
 def region(name: str, data: bytes, file: str, at: int) -> Region:
     rest = data[len(data) - len(data) % CHUNK :]
     filled = filled_digest(rest) if rest else digest(data[-CHUNK:])
-    return Region.from_entry(entry(name, data), filled, {name: (file, at)})
+    return Region.from_entry(FileEntry.from_bytes(name, data), filled, {name: (file, at)})
 
 
 def test_ranks_of_a_node_follow_each_other_from_multiples_of_a_chunk_on() -> None:
@@ -259,7 +254,7 @@ def test_the_digests_of_a_nodes_file_are_those_of_its_bytes() -> None:
     ]  # fmt: skip
     other = region("r3", b"d", file_name(1), 0)
     found = sorted(join_regions([regions[2], other, regions[0], regions[1]]), key=lambda one: one.name)
-    assert found == [entry(file, whole), entry(file_name(1), b"d")]
+    assert found == [FileEntry.from_bytes(file, whole), FileEntry.from_bytes(file_name(1), b"d")]
 
 
 def test_regions_that_leave_a_gap_or_have_other_chunks_are_refused() -> None:

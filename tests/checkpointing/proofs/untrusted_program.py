@@ -26,7 +26,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.format.commit import Commit
 from checkpointing.format.manifest import COMMIT, MANIFEST, METADATA, FileEntry, Manifest, parse
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.storage.digests import CHUNK, digest
+from checkpointing.storage.digests import digest
 from checkpointing.verification.verify import LEVELS, verify_checkpoint
 from tests.checkpointing.proofs.gadgets import Payload, inside_metadata, plain, wrapped
 from tests.checkpointing.proofs.world import World, fresh_copy, marked, plain_load, same, state
@@ -90,17 +90,15 @@ def seal_again(folder: Path) -> None:
     except CheckpointError:
         manifest = None
     if manifest is not None:
-        new = replace(manifest, files=tuple(described(folder / entry.name) for entry in manifest.files))
+        new = replace(manifest, files=tuple(described(folder, entry.name) for entry in manifest.files))
         path.write_bytes(new.encode())
     size = 1 if manifest is None else new.size
     commit = Commit(manifest=digest(path.read_bytes()), size=size, committed_at=1.0)
     (folder / COMMIT).write_bytes(commit.encode())
 
 
-def described(path: Path) -> FileEntry:
-    data = path.read_bytes()
-    chunks = tuple(digest(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK))
-    return FileEntry(name=path.name, size=len(data), chunks=chunks)
+def described(folder: Path, name: str) -> FileEntry:
+    return FileEntry.from_bytes(name, (folder / name).read_bytes())
 
 
 def into_shard(data: bytes, shard: bytes) -> bytes:

@@ -23,11 +23,10 @@ from checkpointing.retention.policy import (
     select_expired,
 )
 from checkpointing.storage.backends import LocalStorage, Storage
-from checkpointing.tiers.catalog import Catalog, Entry, Owner
-from checkpointing.tiers.tier import ResolvedTier
+from checkpointing.tiers.catalog import Entry, Owner
 from checkpointing.verification.verdicts import RESTORE_TESTED, CopyVerdict, read_manifest_digest, record
 from tests.checkpointing.fake_storages import Faulty
-from tests.checkpointing.made_checkpoint import NONCE, make
+from tests.checkpointing.made_checkpoint import OWNER, make, tier_at
 
 
 def entry(step: int) -> Entry:
@@ -171,15 +170,12 @@ def test_of_two_equally_good_ones_the_newer_stays() -> None:
 # ---- a pass over a real folder
 
 
-OWNER = Owner(1, NONCE, (), lambda: True)
-
-
 class Tier:
     """One folder with checkpoints, and what retention tells of it."""
 
     def __init__(self, root: Path, storage: Storage | None = None) -> None:
         self.root, self.storage = root, storage or LocalStorage(root)
-        self.place = ResolvedTier(path=str(root), storage=self.storage, catalog=Catalog(root, self.storage))
+        self.place = tier_at(root, self.storage)
         self.told: list[tuple[str, dict[str, Any]]] = []
 
     def make(self, *steps: int, losses: dict[int, Any] | None = None, **options: Any) -> list[str]:

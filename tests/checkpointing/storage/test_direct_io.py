@@ -14,7 +14,6 @@ import pytest
 
 from checkpointing.storage import direct_io
 from checkpointing.storage.direct_io import write_direct
-from checkpointing.storage.durable import make_folder
 from checkpointing.writer.arena import Arena
 from tests.checkpointing.proofs.mounts import loop_ext4, ramfs, remount, small_tmpfs
 
@@ -143,15 +142,6 @@ def test_a_write_that_is_cut_short_goes_on_until_the_kernel_says_why(refuses):
     done = subprocess.run([sys.executable, "-c", _SHORT, str(refuses / "f"), "1500001"], check=False)
     assert done.returncode == errno.EFBIG
     assert (refuses / "f").read_bytes() == b"x" * 1_500_001
-
-
-def test_a_folder_is_made_with_all_above_it(tmp_path):
-    make_folder(tmp_path / "a" / "b" / "c")
-    make_folder(tmp_path / "a" / "b" / "c")
-    assert (tmp_path / "a" / "b" / "c").stat().st_mode & 0o777 == 0o700
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(NotADirectoryError):
-        make_folder(tmp_path / "file" / "x")
 
 
 def test_bytes_are_durable_before_the_call_returns(tmp_path, memory, monkeypatch):

@@ -77,14 +77,6 @@ def test_a_write_and_a_flush_that_fail_name_the_folder_of_their_file(
     assert [told(use) for use in uses] == [f"disk full ({tmp_path})"] * 3
 
 
-def test_an_error_without_a_name_is_one_of_the_callers_folder() -> None:
-    assert (
-        explain_disk_error(OSError(errno.EROFS, "Read-only file system"), RUN) == "read-only file system (/runs/run-1)"
-    )
-    assert explain_disk_error(PermissionError(errno.EACCES, "Permission denied"), RUN) == ""
-    assert explain_disk_error(ValueError("no"), RUN) == ""
-
-
 def test_an_error_of_a_library_that_is_a_text_alone_keeps_its_text() -> None:
     """s3fs says so what a store refuses; with a file's name it printed as "[Errno None] None"."""
     with pytest.raises(PermissionError) as caught, as_oserror("s3://bucket/x"):

@@ -106,7 +106,10 @@ def test_folders_are_made_with_what_is_missing_above_them(tmp_path: Path, calls:
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     assert calls == [("fsync", tmp_path.name), ("fsync", "a")]
     durable.make_folder(tmp_path / "a" / "b")
-    assert len(calls) == 2, "what exists is made by nobody"
+    assert len(calls) == 2, "an existing folder is not created again"
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError):
+        durable.make_folder(tmp_path / "file" / "x")
 
 
 def test_a_file_is_made_durable_and_next_read_from_the_disk(tmp_path: Path, calls: Calls) -> None:

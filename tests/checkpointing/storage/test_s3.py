@@ -13,11 +13,10 @@ from checkpointing.format.manifest import parse
 from checkpointing.retention.garbage import decide_debris, delete, delete_debris, find_debris
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.backends import FsspecStorage, LocalStorage, open_storage
-from checkpointing.tiers.catalog import Catalog, Owner
+from checkpointing.tiers.catalog import Catalog
 from checkpointing.tiers.copy_files import CopyOrder, copy_file, copy_files
-from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import verify_checkpoint
-from tests.checkpointing.made_checkpoint import FILES, NONCE, make
+from tests.checkpointing.made_checkpoint import FILES, OWNER, make, tier_at
 
 
 @pytest.fixture
@@ -92,10 +91,9 @@ def test_retention_and_debris_work_there(store: FsspecStorage, s3_url: str) -> N
     names = [make(store, step) for step in (1, 2, 3, 4)]
     (half,) = [make(store, 5)]
     store.delete(f"{half}/COMMIT")
-    place = ResolvedTier(path=s3_url, storage=store, catalog=Catalog(s3_url, store))
+    place = tier_at(s3_url, store)
     told: list[tuple[str, dict[str, Any]]] = []
-    owner = Owner(1, NONCE, (), lambda: True)
-    TierRetention(place, Policy(keep=2), owner, lambda kind, data: told.append((kind, data))).apply(names[-1])
+    TierRetention(place, Policy(keep=2), OWNER, lambda kind, data: told.append((kind, data))).apply(names[-1])
     assert [entry.step for entry in place.catalog.committed_entries()] == [4, 3]
     assert sorted(store.list("")) == names[2:]
     assert [data["tier"] for _, data in told] == [s3_url] * 2

@@ -36,8 +36,7 @@ FOLDER, _, FILE = PATH.partition("/")
 
 
 def described(data: bytes, chunk: int = 1024) -> FileEntry:
-    chunks = tuple(digest(data[at : at + chunk]) for at in range(0, len(data), chunk))
-    return FileEntry(name=FILE, size=len(data), chunks=chunks, chunk_size=chunk)
+    return FileEntry.from_bytes(FILE, data, chunk)
 
 
 @dataclass

@@ -8,9 +8,9 @@ import pytest
 
 from checkpointing.config import CheckpointConfig, TierConfig
 from checkpointing.errors import TierUnavailable
-from checkpointing.storage.backends import FsspecStorage, LocalStorage, open_storage
-from checkpointing.tiers.catalog import Catalog
+from checkpointing.storage.backends import FsspecStorage, LocalStorage
 from checkpointing.tiers.tier import ResolvedTier, make_striped_folder, on_lustre, one_folder, resolve_tiers
+from tests.checkpointing.made_checkpoint import make, tier_at
 
 
 def found(run: Path, *tiers: TierConfig, keep: int = 3) -> tuple[ResolvedTier, ...]:
@@ -64,8 +64,6 @@ def test_relative_and_home_paths_mean_the_same_everywhere(tmp_path: Path, monkey
 
 
 def test_entries_of_a_remote_tier_say_their_url(tmp_path: Path) -> None:
-    from tests.checkpointing.made_checkpoint import make
-
     (tier,) = found(tmp_path, TierConfig(path="memory://place-of-entries"))
     name = make(tier.storage, 5)
     (entry,) = tier.catalog.committed_entries()
@@ -132,32 +130,24 @@ def lustre(tmp_path: Path) -> Path:
     return mounts(tmp_path, f"10.0.0.1@tcp:/scratch {tmp_path} lustre rw,flock 0 0")
 
 
-def place(root: Path, stripes: int) -> ResolvedTier:
-    storage = LocalStorage(root)
-    return ResolvedTier(path=str(root), storage=storage, catalog=Catalog(root, storage), stripes=stripes)
-
-
 def test_a_folder_on_lustre_is_made_and_striped(tmp_path: Path, calls: Path) -> None:
     root = tmp_path / "run" / "checkpoints"
-    assert make_striped_folder(place(root, 4), NAME, lustre(tmp_path)) is None
+    assert make_striped_folder(tier_at(root, stripes=4), NAME, lustre(tmp_path)) is None
     assert (root / NAME).is_dir()
     assert calls.read_text() == f"setstripe -c 4 {root / NAME}\n"
 
 
 @pytest.mark.parametrize("reason", ["no stripes asked for", "not on lustre", "no lfs", "object store"])
 def test_elsewhere_nothing_is_done(tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    tier, table = place(tmp_path / "tier", 4), lustre(tmp_path)
+    tier, table = tier_at(tmp_path / "tier", stripes=4), lustre(tmp_path)
     if reason == "no stripes asked for":
-        tier = place(tmp_path / "tier", 0)
+        tier = tier_at(tmp_path / "tier", stripes=0)
     elif reason == "not on lustre":
         table = mounts(tmp_path)
     elif reason == "no lfs":
         monkeypatch.setenv("PATH", "/usr/bin:/bin")
     else:
-        remote = open_storage("memory://stripes")
-        tier = ResolvedTier(
-            path="memory://stripes", storage=remote, catalog=Catalog("memory://stripes", remote), stripes=4
-        )
+        tier = tier_at("memory://stripes", stripes=4)
     assert make_striped_folder(tier, NAME, table) is None
     assert not calls.exists()
     assert not (tmp_path / "tier").exists()
@@ -166,7 +156,7 @@ def test_elsewhere_nothing_is_done(tmp_path: Path, calls: Path, monkeypatch: pyt
 def test_an_lfs_that_fails_is_a_warning(tmp_path: Path, calls: Path) -> None:
     script = tmp_path / "bin" / "lfs"
     script.write_text("#!/bin/sh\necho 'error: stripe count 4 exceeds 2' >&2\nexit 22\n")
-    warning = make_striped_folder(place(tmp_path / "tier", 4), NAME, lustre(tmp_path))
+    warning = make_striped_folder(tier_at(tmp_path / "tier", stripes=4), NAME, lustre(tmp_path))
     assert warning is not None
     assert "setstripe -c 4" in warning
     assert "(22): error: stripe count 4 exceeds 2" in warning

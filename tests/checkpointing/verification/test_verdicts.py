@@ -6,8 +6,6 @@ from pathlib import Path
 from checkpointing.event_sink import emit_nothing
 from checkpointing.retention.policy import Policy, TierRetention
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.tiers.catalog import Catalog, Owner
-from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import (
     RESTORE_TESTED,
     VERDICTS,
@@ -19,7 +17,7 @@ from checkpointing.verification.verdicts import (
     read_verdicts,
     record,
 )
-from tests.checkpointing.made_checkpoint import NONCE, make
+from tests.checkpointing.made_checkpoint import OWNER, make, tier_at
 
 
 def bad(storage: LocalStorage, name: str, place: str) -> CopyVerdict:
@@ -137,6 +135,6 @@ def test_retention_takes_a_condemned_copy_for_nobody_s_substitute(tmp_path: Path
     storage = LocalStorage(tmp_path)
     names = [make(storage, step) for step in (10, 20, 30, 40)]
     record(storage, bad(storage, names[2], str(tmp_path)))
-    place = ResolvedTier(path=str(tmp_path), storage=storage, catalog=Catalog(tmp_path, storage))
-    TierRetention(place, Policy(keep=2), Owner(1, NONCE, (), lambda: True), emit_nothing).apply(names[3])
+    place = tier_at(tmp_path)
+    TierRetention(place, Policy(keep=2), OWNER, emit_nothing).apply(names[3])
     assert [entry.step for entry in place.catalog.committed_entries()] == [40, 30, 20]

@@ -132,13 +132,6 @@ def test_a_copied_folder_is_not_another_checkpoint(checkpoint: Path) -> None:
     assert "renamed or copied" in found
 
 
-def test_a_shard_that_cannot_be_read_is_a_fault(checkpoint: Path) -> None:
-    (checkpoint / "__0_0.distcp").unlink()
-    (checkpoint / "__0_0.distcp").mkdir()
-    (found,) = faults(checkpoint, 2)
-    assert found == "__0_0.distcp: is a folder, not a file"
-
-
 def test_an_unknown_level_is_a_mistake(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="level 7"):
         verify(checkpoint, 7)

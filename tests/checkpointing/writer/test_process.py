@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.format.manifest import FileEntry
 from checkpointing.storage.backends import LocalStorage
-from checkpointing.storage.digests import CHUNK, digest
+from checkpointing.storage.digests import digest
 from checkpointing.tiers.copy_files import CopyOrder
 from checkpointing.writer.arena import Arena
 from checkpointing.writer.link import WriterLink, WriterLost
@@ -72,8 +73,7 @@ def test_files_digests_and_record_are_of_the_staged_bytes(writer, tmp_path, file
     for entry, (name, offset, size) in zip(wrote.files, asked.files, strict=True):
         data = bytes(buffer[offset : offset + size])
         assert (tmp_path / "new" / "root" / "s1" / name).read_bytes() == data
-        chunks = tuple(digest(data[at : at + CHUNK]) for at in range(0, size, CHUNK))
-        assert (entry.name, entry.size, entry.chunks) == (name, size, chunks)
+        assert entry == FileEntry.from_bytes(name, data)
     record = writer.arena.record(1)
     assert (record.step, record.plan, record.name, record.extra) == (9, "p1", "s1", {"at": [1, "x"]})
     assert (record.files, record.places) == (wrote.files, tuple(offset for _, offset, _ in asked.files))
@@ -316,7 +316,7 @@ def test_a_new_generation_finds_the_memory_of_the_last_one_and_is_not_disturbed_
     record = second.arena.record(0)
     assert (record.step, record.name) == (1, "s1")
     assert bytes(second.arena.buffer(0)) == content
-    assert record.files[0].chunks == tuple(digest(content[at : at + CHUNK]) for at in range(0, 64 * MIB, CHUNK))
+    assert record.files == (FileEntry.from_bytes("__0_0.distcp", content),)
     second.arena.clear(0)
     second.arena.buffer(0)[:MIB] = bytes(MIB)
     assert second.write(order(tmp_path, "s2", size=64 * MIB, publish=False)).result(SECONDS).files

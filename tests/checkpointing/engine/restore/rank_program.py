@@ -5,7 +5,6 @@ import io
 import json
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,10 +23,10 @@ from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore import restorer
 from checkpointing.errors import UnreadableNow
 from checkpointing.storage.backends import LocalStorage, Storage, open_storage
-from checkpointing.tiers.catalog import Catalog, Owner
-from checkpointing.tiers.tier import ResolvedTier, RunTiers
+from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter
+from tests.checkpointing.made_checkpoint import OWNER, tier_at
 
 NONCE = "ab12cd34"
 Placed = dict[str, Tensor]
@@ -76,7 +75,7 @@ def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
     if storage is not None:
         options.setdefault("link", InProcessWriter(storage))  # another process could not see what it does
     return Checkpointer(
-        Owner(1, NONCE, (), lambda: True),
+        OWNER,
         World(),
         RunTiers((tier,), open_storage(folder)) if tier else RunTiers.single(folder, storage),
         lambda kind, data: told.append((kind, data)),
@@ -203,24 +202,12 @@ def raised(act: Callable[[], Any]) -> str:
     return ""
 
 
-class Hung(LocalStorage):
-    """Rank 1's view of a disk that does not answer until it is told to."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.answers = threading.Event()
-
-    def create(self, path: str) -> Any:
-        if dist.get_rank() == 1:
-            self.answers.wait(60)
-        return super().create(path)
-
-
 def agreement(folder: Path, told: Told) -> dict[str, Any]:
     """What only one rank sees is everybody's: a bad state, another structure, a NaN, a hung disk."""
-    storage = Hung(folder)
-    storage.answers.set()
-    made, second = checkpointer(folder, told, storage=storage), dist.get_rank() == 1
+    second = dist.get_rank() == 1
+    storage = Faulty(folder, hung=lambda act: second and act.startswith("create"))
+    storage.healed.set()
+    made = checkpointer(folder, told, storage=storage)
     found: dict[str, Any] = {}
     found["unsavable"] = raised(lambda: made.prepare({"x": 5 if second else torch.ones(2)}))
     state = {"model/w": torch.ones(5), f"rng/{dist.get_rank()}": torch.ones(2)}
@@ -241,14 +228,14 @@ def agreement(folder: Path, told: Told) -> dict[str, Any]:
     made.save(3, {**state, "groups/1/order": shuffled, "groups/1/mean": torch.ones(())}, {})
     made.wait()
     found["differing"] = (made.failure, made.lasting is not None)
-    storage.answers.clear()
+    storage.healed.clear()
     good = {"model/w": torch.ones(5), f"rng/{dist.get_rank()}": torch.ones(2)}  # so that rank 1 writes a file
     made.prepare(good)
     hung = []
     for step in (4, 5, 6):
         good["model/w"] += 1
         hung.append(made.save(step, good, {}))
-    storage.answers.set()
+    storage.healed.set()
     made.wait()
     made.close()
     return {**found, "saved": saved, "hung": hung, "committed": made.committed_step}
@@ -259,9 +246,7 @@ def disks_of_their_own(folder: Path, told: Told) -> dict[str, Any]:
     mine = folder / f"node{dist.get_rank()}"
 
     def one() -> Checkpointer:
-        storage = LocalStorage(mine)
-        place = ResolvedTier(str(mine), storage, Catalog(mine, storage), keep=2, shared=False)
-        return checkpointer(folder, told, tier=place)
+        return checkpointer(folder, told, tier=tier_at(mine, keep=2, shared=False))
 
     made = one()
     for seed in (1, 2, 3):

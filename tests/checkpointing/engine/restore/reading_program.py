@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from checkpointing.engine.checkpointer import Checkpointer
-from checkpointing.engine.collectives.group import RankGroup, World
+from checkpointing.engine.collectives.group import RankGroup
 from checkpointing.engine.restore import loader
 from checkpointing.engine.restore.loader import Send, exchange
 from checkpointing.engine.restore.read_buffers import ReadBuffers
@@ -27,56 +26,17 @@ from checkpointing.engine.restore.restorer import Restorer
 from checkpointing.engine.restore.source import OptionalKeys, number_chunks
 from checkpointing.errors import NothingVerifies
 from checkpointing.format.read_plan import Strip
-from checkpointing.storage.backends import LocalStorage
-from checkpointing.tiers.catalog import Catalog, Owner
-from checkpointing.tiers.tier import ResolvedTier, RunTiers
 from checkpointing.writer.arena import Arena
+from tests.checkpointing.engine.restore.rank_program import checkpointer, empty, equal, placed, whole
 from tests.checkpointing.in_process_writer import InProcessWriter
+from tests.checkpointing.made_checkpoint import OWNER, tier_at
 
 NONCE = "ab12cd34"
 SIZE = 2
-PLACES = {"rows": Shard(0), "columns": Shard(1), "both": Replicate()}
-
-
-def whole(seed: int) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "rows": torch.randn(7, 6, generator=draw),
-        "columns": torch.randn(5, 9, generator=draw),
-        "both": torch.randn(300, generator=draw),
-        "step": torch.tensor(float(seed)),
-    }
-
-
-def placed(seed: int) -> dict[str, Tensor]:
-    mesh = init_device_mesh("cpu", (SIZE,))
-    return {
-        key: distribute_tensor(tensor, mesh, [PLACES[key]]) if key in PLACES else tensor
-        for key, tensor in whole(seed).items()
-    }
-
-
-def right(tensors: dict[str, Tensor], seed: int) -> bool:
-    full = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
-    return all(torch.equal(full[key], value) for key, value in whole(seed).items())
 
 
 def untouched(tensors: dict[str, Tensor]) -> bool:
     return all(not (value.to_local() if isinstance(value, DTensor) else value).any() for value in tensors.values())
-
-
-def zeroed() -> dict[str, Tensor]:
-    tensors = placed(1)
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor.zero_()
-    return tensors
-
-
-def checkpointer(root: Path, told: list[Any], link: Any = None) -> Checkpointer:
-    owner = Owner(1, NONCE, (), lambda: True)
-    on_event = lambda kind, data: told.append((kind, data))  # noqa: E731
-    return Checkpointer(owner, World(), RunTiers.single(root), on_event, link=link or InProcessWriter())
 
 
 # ---- scenarios
@@ -111,29 +71,29 @@ def memory(folder: Path) -> dict[str, Any]:
     """Both ranks are new, their arenas are not; replicated tensors lie in one of them only. Then one goes bad."""
     told: list[Any] = []
     link = InProcessWriter(arena=Arena.create())
-    first = checkpointer(folder, [], link)
+    first = checkpointer(folder, [], link=link)
     for seed in (4, 5):
-        first.save(seed, placed(seed), {"seed": seed})
+        first.save(seed, placed(whole(seed)), {"seed": seed})
         first.wait()
     results: dict[str, Any] = {"held": link.arena.record(0) is not None and link.arena.record(1) is not None}
-    second = checkpointer(folder, told, InProcessWriter(arena=link.arena))
-    target = zeroed()
+    second = checkpointer(folder, told, link=InProcessWriter(arena=link.arena))
+    target = empty()
     second.prepare(target)
     found = second.restore(target)
-    results["first"] = [found and found.step, found and found.tier, right(target, 5)]
+    results["first"] = [found and found.step, found and found.tier, equal(target, whole(5))]
     if dist.get_rank() == 1:
         newest = next(at for at in (0, 1) if link.arena.record(at).step == 5)  # type: ignore[union-attr]
         link.arena.buffer(newest)[800] ^= 1
-    target = zeroed()
+    target = empty()
     found = second.restore(target)
-    results["second"] = [found and found.step, found and found.tier, right(target, found.step if found else 0)]
+    results["second"] = [found and found.step, found and found.tier, equal(target, whole(found.step if found else 0))]
     return {**results, "told": [data for kind, data in told if kind == "checkpoint.refused"]}
 
 
 def the_last_chunk(folder: Path) -> dict[str, Any]:
     """One bit of the last page of the last rank's file: no tensor of any rank changes."""
-    made = checkpointer(folder, [])
-    made.save(1, placed(1), {})
+    made = checkpointer(folder, [], link=InProcessWriter())
+    made.save(1, placed(whole(1)), {})
     made.close()
     if dist.get_rank() == 1:
         (shard,) = folder.glob("step-*/__1_0.distcp")
@@ -141,7 +101,7 @@ def the_last_chunk(folder: Path) -> dict[str, Any]:
         data[-1] ^= 128
         shard.write_bytes(data)
     dist.barrier()
-    target, again = zeroed(), checkpointer(folder, [])
+    target, again = empty(), checkpointer(folder, [], link=InProcessWriter())
     try:
         again.restore(target)
     except NothingVerifies as error:
@@ -152,26 +112,24 @@ def the_last_chunk(folder: Path) -> dict[str, Any]:
 def disks_of_nodes(folder: Path) -> dict[str, Any]:
     """Each rank's files lie on its node's own disk, and the ranks come back on each other's node."""
     shared, rank = folder / "shared", dist.get_rank()
-    made = checkpointer(shared, [])
-    made.save(1, placed(1), {"seed": 1})
+    made = checkpointer(shared, [], link=InProcessWriter())
+    made.save(1, placed(whole(1)), {"seed": 1})
     made.close()
     dist.barrier()
     (saved,) = shared.glob("step-*")
     mine = folder / f"node-{1 - rank}"
     shutil.copytree(saved, mine / saved.name, ignore=shutil.ignore_patterns(f"__{rank}_*"))
     dist.barrier()
-    storage = LocalStorage(mine)
-    place = ResolvedTier(str(mine), storage, Catalog(mine, storage), shared=False)
     told: list[Any] = []
-    owner = Owner(1, NONCE, (), lambda: True)
-    restorer = Restorer([place], RankGroup(None), owner, lambda kind, data: told.append((kind, data)))
-    target = zeroed()
+    place = tier_at(mine, shared=False)
+    restorer = Restorer([place], RankGroup(None), OWNER, lambda kind, data: told.append((kind, data)))
+    target = empty()
     found = restorer.run(target, OptionalKeys())
-    results: dict[str, Any] = {"found": [found and found.step, right(target, 1)]}
+    results: dict[str, Any] = {"found": [found and found.step, equal(target, whole(1))]}
     for file in mine.glob("step-*/__0_0.distcp"):
         file.unlink()
     dist.barrier()
-    target = zeroed()
+    target = empty()
     with contextlib.suppress(NothingVerifies):
         restorer.run(target, OptionalKeys())
         told.append(("loaded", {}))
@@ -183,13 +141,13 @@ def replicated(folder: Path) -> dict[str, Any]:
     values = torch.arange(3 << 20, dtype=torch.int64).view(1 << 10, 3 << 10)
     mesh = init_device_mesh("cpu", (SIZE,))
     told: list[Any] = []
-    made = checkpointer(folder, told)
+    made = checkpointer(folder, told, link=InProcessWriter())
     made.save(1, {"x": distribute_tensor(values, mesh, [Replicate()]), "y": torch.ones(3)}, {})
     made.close()
     results = {}
     for name, placement in (("whole", Replicate()), ("rows", Shard(0)), ("columns", Shard(1))):
         target = distribute_tensor(torch.zeros_like(values), mesh, [placement])
-        again = checkpointer(folder, [])
+        again = checkpointer(folder, [], link=InProcessWriter())
         found = again.restore({"x": target, "y": torch.zeros(3)})
         again.close()
         assert found is not None, told

@@ -20,7 +20,7 @@ from checkpointing.engine.restore.metadata_reader import AllowList, read_metadat
 from checkpointing.engine.restore.restorer import Candidate
 from checkpointing.errors import CheckpointRefused, NothingVerifies, UnsafePickle
 from checkpointing.format.commit import Commit
-from checkpointing.format.manifest import INDEX, FileEntry, parse
+from checkpointing.format.manifest import INDEX, FileEntry, Manifest, parse
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.digests import CHUNK, digest
 from checkpointing.verification.verify import verify
@@ -167,10 +167,13 @@ def resealed(folder: Path, metadata: bytes) -> None:
     """Replace `.metadata` and redo every digest, as an attacker with write access could."""
     (folder / ".metadata").write_bytes(metadata)
     old = parse((folder / "manifest.json").read_bytes())
-    entry = FileEntry(name=".metadata", size=len(metadata), chunks=(digest(metadata),))
-    new = replace(old, files=(entry, *(file for file in old.files if file.name != ".metadata")))
-    (folder / "manifest.json").write_bytes(new.encode())
-    commit = Commit(manifest=digest(new.encode()), size=new.size, committed_at=1.0)
+    entry = FileEntry.from_bytes(".metadata", metadata)
+    seal_manifest(folder, replace(old, files=(entry, *(file for file in old.files if file.name != ".metadata"))))
+
+
+def seal_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / "manifest.json").write_bytes(manifest.encode())
+    commit = Commit(manifest=digest(manifest.encode()), size=manifest.size, committed_at=1.0)
     (folder / "COMMIT").write_bytes(commit.encode())
 
 
@@ -241,10 +244,7 @@ def test_a_checkpoint_without_its_index_is_refused(bench: Bench) -> None:
     bench.saved(1)
     folder = bench.folder(1)
     old = parse((folder / "manifest.json").read_bytes())
-    new = replace(old, files=tuple(file for file in old.files if file.name != INDEX))
-    (folder / "manifest.json").write_bytes(new.encode())
-    commit = Commit(manifest=digest(new.encode()), size=new.size, committed_at=1.0)
-    (folder / "COMMIT").write_bytes(commit.encode())
+    seal_manifest(folder, replace(old, files=tuple(file for file in old.files if file.name != INDEX)))
     with pytest.raises(NothingVerifies, match=r"index\.json is not listed in manifest\.json"):
         bench.checkpointer().restore(blank())
 

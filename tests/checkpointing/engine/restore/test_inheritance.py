@@ -17,9 +17,11 @@ from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.errors import NothingIntact, NothingVerifies, UnreadableNow
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog, Owner
-from checkpointing.tiers.tier import ResolvedTier, RunTiers
+from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verdicts import CopyVerdict, read_manifest_digest, record
-from tests.checkpointing.engine.conftest import NONCE, Bench, blank, loaded, same, state
+from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, state
+from tests.checkpointing.fake_storages import Faulty
+from tests.checkpointing.made_checkpoint import OWNER, tier_at
 
 
 @pytest.fixture
@@ -157,24 +159,18 @@ def test_an_older_one_that_is_gone_is_nobodys_business(bench: Bench) -> None:
 # ---- several tiers
 
 
-def tier(root: Path) -> ResolvedTier:
-    storage = LocalStorage(root)
-    return ResolvedTier(str(root), storage, Catalog(root, storage))
-
-
 @pytest.fixture
 def two(bench: Bench, tmp_path: Path) -> tuple[ResolvedTier, ResolvedTier]:
     """The same two checkpoints, and a newer one that only the slower tier has."""
     bench.saved(5, 10, 15)
     shutil.copytree(bench.root, tmp_path / "slow")
     shutil.rmtree(bench.folder(15))
-    return tier(bench.root), tier(tmp_path / "slow")
+    return tier_at(bench.root), tier_at(tmp_path / "slow")
 
 
 def restore(bench: Bench, tiers: tuple[ResolvedTier, ...], target: dict[str, Any], **options: Any) -> Restored | None:
-    owner = Owner(1, NONCE, (), lambda: True)
     tell = lambda kind, data: bench.events.append((kind, data))  # noqa: E731
-    made = Restorer(tiers, RankGroup(None), owner, tell, options=RestoreOptions(**options))
+    made = Restorer(tiers, RankGroup(None), OWNER, tell, options=RestoreOptions(**options))
     return made.run(target, OptionalKeys())
 
 
@@ -205,23 +201,14 @@ def test_a_suspect_step_is_left_out_in_every_tier_and_told_once(bench: Bench, tw
     assert [told["step"] for told in bench.told("checkpoint.suspect")] == [15, 10]
 
 
-class Faulty(LocalStorage):
-    """A shared place in which opening files of one checkpoint fails for the first `times` tries."""
-
-    def __init__(self, root: Path, file: str, times: int) -> None:
-        super().__init__(root)
-        self.file, self.left = file, times
-
-    def open(self, path: str) -> Any:
-        if path.startswith(self.file) and self.left:
-            self.left -= 1
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return super().open(path)
-
-
-def failing(place: ResolvedTier, file: str, times: int = -1) -> ResolvedTier:
-    storage = Faulty(Path(place.path), file, times)
-    return replace(place, storage=storage, catalog=Catalog(place.path, LocalStorage(Path(place.path))))
+def failing(place: ResolvedTier, file: str, times: int = 1 << 30) -> ResolvedTier:
+    """The tier, in which opening files of one checkpoint fails for the first `times` tries; it can be listed."""
+    left = iter(range(times))
+    storage = Faulty(
+        Path(place.path),
+        lambda act, _: errno.EACCES if act.startswith(f"open {file}") and next(left, None) is not None else 0,
+    )
+    return replace(place, storage=storage)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -229,7 +216,7 @@ def failing(place: ResolvedTier, file: str, times: int = -1) -> ResolvedTier:
 def test_the_newest_one_that_cannot_be_read_is_not_passed_over(bench: Bench, file: str) -> None:
     """A store that answers 500 or 403 for a while would cost all steps since the one before."""
     bench.saved(5, 10)
-    place = failing(tier(bench.root), f"{bench.folder(10).name}/{file}")
+    place = failing(tier_at(bench.root), f"{bench.folder(10).name}/{file}")
     with pytest.raises(
         UnreadableNow, match=r"step-00000010\S* cannot be read, and no older .*Permission denied"
     ) as raised:
@@ -244,7 +231,7 @@ def test_the_newest_one_is_tried_again_until_it_can_be_read(bench: Bench, monkey
     monkeypatch.setattr(restorer, "_PATIENCE_S", 0.0)
     bench.saved(5, 10)
     target = blank()
-    assert loaded(restore(bench, (failing(tier(bench.root), bench.folder(10).name, times=3),), target)).step == 10
+    assert loaded(restore(bench, (failing(tier_at(bench.root), bench.folder(10).name, times=3),), target)).step == 10
     assert same(target, state(10))
     assert bench.told("checkpoint.refused") == []
 
@@ -273,7 +260,7 @@ def test_what_a_node_cannot_read_of_its_own_disk_is_passed_over(
 def test_one_that_turns_out_to_be_damaged_is_passed_over(bench: Bench) -> None:
     bench.saved(5, 10)
     (bench.folder(10) / "__0_0.distcp").write_bytes(b"rot")
-    assert loaded(restore(bench, (failing(tier(bench.root), bench.folder(10).name, times=2),), blank())).step == 5
+    assert loaded(restore(bench, (failing(tier_at(bench.root), bench.folder(10).name, times=2),), blank())).step == 5
 
 
 def closed(place: ResolvedTier) -> ResolvedTier:
@@ -291,8 +278,8 @@ def closed(place: ResolvedTier) -> ResolvedTier:
 def test_a_tier_that_cannot_be_read_is_done_without_where_another_has_the_newest(bench: Bench) -> None:
     bench.saved(5, 10)
     names = tuple(bench.folder(step).name for step in (10, 5))
-    readable = RunTiers.single(bench.root).tiers[0]
-    places = (closed(RunTiers.single(bench.root.parent / "scratch").tiers[0]), readable)
+    readable = tier_at(bench.root)
+    places = (closed(tier_at(bench.root.parent / "scratch")), readable)
 
     def restored(inherit: tuple[str, ...], optional: tuple[str, ...] = ()) -> Restored | None:
         owner = Owner(attempt=2, nonce="22222222", inherit=inherit, fence=lambda: True)
@@ -318,7 +305,7 @@ def test_a_tier_that_is_not_mounted_on_this_node_repeats_no_steps(bench: Bench) 
 
     def restored() -> Restored | None:
         owner = Owner(attempt=2, nonce="22222222", inherit=names, fence=lambda: True)
-        made = Restorer((tier(far), tier(bench.root)), RankGroup(None), owner, lambda *_: None)
+        made = Restorer((tier_at(far), tier_at(bench.root)), RankGroup(None), owner, lambda *_: None)
         return made.run(blank(), OptionalKeys())
 
     with pytest.raises(NothingVerifies, match="step-00000010.*the tier .*/far has no folder on rank 0's node"):

@@ -15,12 +15,9 @@ from checkpointing.engine.restore.source import OptionalKeys
 from checkpointing.engine.state.save_plan import AgreedPlan, agree_on_plan, layout_for_budget
 from checkpointing.errors import NothingVerifies
 from checkpointing.format.manifest import FileEntry
-from checkpointing.storage.backends import LocalStorage
-from checkpointing.storage.digests import CHUNK, digest
-from checkpointing.tiers.catalog import Catalog, Owner
-from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.writer.arena import Arena, BufferRecord
-from tests.checkpointing.engine.conftest import NONCE, Bench, blank, loaded, same, state
+from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, state
+from tests.checkpointing.made_checkpoint import OWNER, tier_at
 
 
 class Generation:
@@ -39,9 +36,7 @@ class Generation:
             memory[item.place : item.place + size].view(item.dtype).view(item.shape).copy_(state(step)[item.key])
         files = []
         for name, offset, size in self.plan.layout.files:
-            data = self.arena.buffer(buffer)[offset : offset + size]
-            chunks = tuple(digest(data[at : at + CHUNK]) for at in range(0, size, CHUNK))
-            files.append(FileEntry(name=name, size=size, chunks=chunks))
+            files.append(FileEntry.from_bytes(name, self.arena.buffer(buffer)[offset : offset + size]))
         record = BufferRecord(
             step=step,
             plan=self.plan.hash,
@@ -53,15 +48,10 @@ class Generation:
         self.arena.publish(buffer, record)
 
     def restore(self, target: dict[str, torch.Tensor], write_templates: Any = None, **options: Any) -> Restored | None:
-        storage = LocalStorage(self.bench.root)
-        place = ResolvedTier(str(self.bench.root), storage, Catalog(self.bench.root, storage))
-        owner = Owner(1, NONCE, (), lambda: True)
-
-        def tell(kind: str, data: dict[str, Any]) -> None:
-            self.bench.events.append((kind, data))
-
+        tell = lambda kind, data: self.bench.events.append((kind, data))  # noqa: E731
         memory = Memory(self.arena, options.pop("plan", self.plan), write_templates)
-        restorer = Restorer([place], RankGroup(None), owner, tell, memory, RestoreOptions(**options))
+        place, choice = tier_at(self.bench.root), RestoreOptions(**options)
+        restorer = Restorer([place], RankGroup(None), OWNER, tell, memory, choice)
         return restorer.run(target, OptionalKeys())
 
 

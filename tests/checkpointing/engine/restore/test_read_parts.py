@@ -18,7 +18,6 @@ from checkpointing.errors import CheckpointRefused
 from checkpointing.format.manifest import FileEntry, Piece
 from checkpointing.format.read_plan import Box, Shard, Slice, before, intersect, overlaps, parts, strips
 from checkpointing.format.torch_record import read_record
-from checkpointing.storage.digests import digest
 from checkpointing.storage.shared_memory import PAGE
 
 SEED = 41
@@ -161,8 +160,7 @@ def test_only_a_rank_that_has_the_file_reads_it() -> None:
 def on_disk(folder: Path, size: int, chunk: int) -> tuple[bytes, tuple[Shard, ...]]:
     data = random.Random(size).randbytes(size)
     (folder / "f").write_bytes(data)
-    digests = tuple(digest(data[at : at + chunk]) for at in range(0, size, chunk))
-    return data, number_chunks([("f", size, chunk, digests)])
+    return data, number_chunks([("f", size, chunk, FileEntry.from_bytes("f", data, chunk).chunks)])
 
 
 def reader(folder: Path, files: tuple[Shard, ...], open_file: Any = None) -> ChunkReader:
@@ -240,9 +238,7 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 
 def test_ranges_over_chunks_are_verified() -> None:
     data = random.Random(1).randbytes(1000)
-    entry = FileEntry(
-        name="f", size=1000, chunk_size=300, chunks=tuple(digest(data[at : at + 300]) for at in range(0, 1000, 300))
-    )
+    entry = FileEntry.from_bytes("f", data, 300)
     verified = VerifiedFile(io.BytesIO(data), entry, "x")
     assert verified.read(250, 700) == data[250:950]
     with pytest.raises(CheckpointRefused, match="has no bytes 900..1001"):

@@ -13,32 +13,22 @@ with warnings.catch_warnings():
 
 from checkpointing.engine.collectives.group import RankGroup  # noqa: E402
 from checkpointing.engine.save.flusher import Flusher, TransferTimeouts  # noqa: E402
-from checkpointing.storage.backends import LocalStorage  # noqa: E402
-from checkpointing.tiers.catalog import (
-    Catalog,  # noqa: E402
-    Owner,  # noqa: E402
-)
-from checkpointing.tiers.tier import ResolvedTier, RunTiers  # noqa: E402
+from checkpointing.tiers.tier import RunTiers  # noqa: E402
 from checkpointing.writer.link import WriterLink  # noqa: E402
-from tests.checkpointing.made_checkpoint import NONCE, make  # noqa: E402
+from tests.checkpointing.made_checkpoint import OWNER, make, tier_at  # noqa: E402
 
 SIZE = 3 << 20
-
-
-def place(root: Path, **options: Any) -> ResolvedTier:
-    storage = LocalStorage(root)
-    return ResolvedTier(path=str(root), storage=storage, catalog=Catalog(root, storage), **options)
 
 
 def flush(rank: int, size: int, folder: Path) -> dict[str, Any]:
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
-    places = (place(folder / "fast"), place(folder / "slow", bandwidth=20.0))
+    places = (tier_at(folder / "fast"), tier_at(folder / "slow", bandwidth=20.0))
     link, told = WriterLink.start(), []
     flusher = Flusher(
         RunTiers(places, places[0].storage),
         RankGroup(None),
-        Owner(1, NONCE, (), lambda: True),
+        OWNER,
         lambda: link,
         lambda kind, data: told.append([kind, data["step"]]),
         timeouts=TransferTimeouts(look=0.05),

@@ -3,7 +3,6 @@
 import errno
 import math
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.writer.arena import BufferRecord
 from tests.checkpointing.engine.conftest import Bench, loaded, state
+from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter
 
 # ---- the rules
@@ -151,31 +151,20 @@ def test_an_implausible_state_is_not_left_in_memory_either(bench: Bench) -> None
     assert (restored.step, restored.tier) == (1, "memory")
 
 
-class LateOnOneFile(LocalStorage):
-    """A disk that keeps the data waiting until the test lets go, and may then be full."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.gate, self.full = threading.Event(), False
-        self.gate.set()
-
-    def create(self, path: str) -> Any:
-        if path.endswith(".distcp"):
-            self.gate.wait(20)
-            if self.full:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return super().create(path)
+def is_data(operation: str) -> bool:
+    return operation.startswith("create") and operation.endswith(".distcp")
 
 
 def test_it_leaves_memory_before_the_disk_is_done(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is restarted while a slow disk still writes it must not find it."""
-    storage = LateOnOneFile(bench.root)
+    storage = Faulty(bench.root, hung=is_data)
+    storage.healed.set()
     link, cleared = InProcessWriter(storage), threading.Event()
     made = bench.checkpointer(storage=storage, link=link)
     saved(made, 1, training(1))
     bad, clear = {**training(2), "model/w": torch.full((40, 3), math.nan)}, link.arena.clear
     made.prepare(bad)
-    storage.gate.clear()
+    storage.healed.clear()
 
     def noted(at: int) -> None:
         clear(at)
@@ -187,7 +176,7 @@ def test_it_leaves_memory_before_the_disk_is_done(bench: Bench, monkeypatch: pyt
     try:
         assert cleared.wait(10), "the disk has not answered yet"
     finally:
-        storage.gate.set()
+        storage.healed.set()
     made.wait()
     assert [record.step for at in range(2) if (record := link.arena.record(at))] == [1]
 
@@ -222,10 +211,9 @@ def test_it_leaves_memory_although_the_writer_vouches_for_it_late(
 
 
 def test_a_full_disk_does_not_hide_that_it_is_implausible(bench: Bench) -> None:
-    storage = LateOnOneFile(bench.root)
+    storage = Faulty(bench.root, lambda operation, _: errno.ENOSPC if is_data(operation) else 0)
     link = InProcessWriter(storage)
     made = bench.checkpointer(storage=storage, link=link, pauses=(0.0,))
-    storage.full = True
     bad = {**training(2), "model/w": torch.full((40, 3), math.nan)}
     assert saved(made, 2, bad) == "NaN in trained weights: model/w (120)"
     assert bench.told("checkpoint.retried") == []

@@ -17,13 +17,11 @@ from checkpointing.engine.save.saver import CheckpointSaver, SavedCheckpoint, Sa
 from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure
 from checkpointing.errors import SaveFailed
-from checkpointing.tiers.catalog import Catalog, Owner
-from checkpointing.tiers.tier import ResolvedTier
 from checkpointing.verification.verify import verify
 from tests.checkpointing.engine.thread_ranks import Member, ThreadGroup, together
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter
-from tests.checkpointing.made_checkpoint import NONCE
+from tests.checkpointing.made_checkpoint import OWNER, tier_at
 
 Told = list[tuple[str, dict[str, Any]]]
 
@@ -54,10 +52,9 @@ class Rank:
         return SaveJob(step=7, plan=self.plan, staged=stager.stage(parts), extra={}, world={})
 
     def saver(self) -> CheckpointSaver:
-        tier = ResolvedTier(str(self.root), self.storage, Catalog(self.root, self.storage), shared=self.shared)
-        owner = Owner(1, NONCE, (), lambda: True)
+        tier = tier_at(self.root, self.storage, shared=self.shared)
         tell = lambda kind, data: self.told.append((kind, data))  # noqa: E731
-        return CheckpointSaver(tier, self.member, owner, self.writer, "refuse", tell)  # type: ignore[arg-type]
+        return CheckpointSaver(tier, self.member, OWNER, self.writer, "refuse", tell)  # type: ignore[arg-type]
 
     def save(self, change: Callable[["Rank", SaveJob], None] = lambda *_: None) -> SavedCheckpoint | str:
         job = self.job()

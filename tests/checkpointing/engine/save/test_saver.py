@@ -4,7 +4,6 @@ import concurrent.futures
 import errno
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,7 +20,6 @@ from checkpointing.engine.save.save_queue import RETRY_PAUSES, SaveQueue
 from checkpointing.engine.save.saver import CheckpointSaver
 from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.format.manifest import INDEX, METADATA
-from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.writer.link import WriterLink
 from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, state
@@ -30,18 +28,9 @@ from tests.checkpointing.in_process_writer import InProcessWriter
 from tests.checkpointing.proofs.mounts import small_tmpfs
 
 
-class Gated(LocalStorage):
-    """A disk that hangs while the gate is closed."""
-
-    def __init__(self, root: Any) -> None:
-        super().__init__(root)
-        self.gate, self.full = threading.Event(), False
-
-    def create(self, path: str) -> Any:
-        self.gate.wait(30)
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().create(path)
+def gated(bench: Bench) -> Faulty:
+    """A disk that hangs until `healed`."""
+    return Faulty(bench.root, hung=lambda operation: operation.startswith("create"))
 
 
 def failing(bench: Bench, times: int, number: int = errno.EIO) -> Faulty:
@@ -132,21 +121,21 @@ def test_who_waits_does_not_wait_through_long_pauses(bench: Bench, monkeypatch: 
 
 
 def test_an_earlier_failure_is_not_held_against_the_save_that_was_begun_since(bench: Bench) -> None:
-    storage = Gated(bench.root)
+    storage = gated(bench)
     made = bench.checkpointer(storage=storage)
-    storage.full = True
-    storage.gate.set()
+    storage.broken = lambda operation, _: errno.ENOSPC if operation.startswith("create") else 0
+    storage.healed.set()
     made.save(1, state(1), {})
     made.wait()
     assert made.failure is not None
-    storage.gate.clear()
+    storage.healed.clear()
     made.save(2, state(2), {})
     made.save(3, state(3), {})
     assert made.failure is None
-    storage.gate.set()
+    storage.healed.set()
     while len(bench.told("checkpoint.failed")) < 2:
         time.sleep(0.001)
-    storage.full = False
+    storage.broken = lambda *_: 0
     made.wait()
     assert [data["step"] for data in bench.told("checkpoint.failed")][:2] == [1, 2]
 
@@ -176,14 +165,14 @@ def test_too_little_memory_for_a_new_plan_is_told_once_with_its_time(
 
 
 def test_a_hung_disk_never_holds_training_up(bench: Bench) -> None:
-    storage = Gated(bench.root)
+    storage = gated(bench)
     made = bench.checkpointer(storage=storage)
     start = time.monotonic()
     assert [made.save(step, state(step), {}) for step in (1, 2, 3, 4)] == [True, True, False, False]
     assert time.monotonic() - start < 5
     assert [data["step"] for data in bench.told("checkpoint.skipped")] == [3, 4]
     assert made.committed_step is None
-    storage.gate.set()
+    storage.healed.set()
     made.wait()
     assert made.save(5, state(5), {})
     assert made.committed_step == 2
@@ -196,13 +185,13 @@ def test_a_hung_disk_never_holds_training_up(bench: Bench) -> None:
 
 
 def test_another_structure_waits_for_no_disk_either(bench: Bench) -> None:
-    storage = Gated(bench.root)
+    storage = gated(bench)
     made = bench.checkpointer(storage=storage)
     made.save(1, {"a": torch.ones(3)}, {})
     assert not made.save(2, {"a": torch.ones(3), "b": torch.ones(3)}, {})
     (skipped,) = bench.told("checkpoint.skipped")
     assert "structure of the state has changed" in skipped["reason"]
-    storage.gate.set()
+    storage.healed.set()
     made.wait()
     assert made.save(3, {"a": torch.ones(3), "b": torch.ones(3)}, {})
     made.wait()

@@ -12,10 +12,10 @@ from checkpointing.engine.collectives.group import RankGroup
 from checkpointing.engine.state import staging
 from checkpointing.engine.state.save_plan import agree_on_plan, layout_for_budget
 from checkpointing.engine.state.staging import Stager, Structure
-from checkpointing.storage.backends import LocalStorage
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.writer.arena import Arena
 from tests.checkpointing.engine.conftest import Bench, blank, same, state
+from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter
 
 LAZY = CheckpointConfig(staging=StagingConfig(mode="lazy"))
@@ -264,22 +264,15 @@ def test_buckets_write_a_whole_checkpoint_that_plain_dcp_reads(bench: Bench) -> 
 
 
 def test_a_save_with_buckets_that_fails_lets_go_of_its_caller(bench: Bench) -> None:
-    broken = [True]
-
-    class Full(LocalStorage):
-        def create(self, path: str) -> Any:
-            if broken[0] and path.endswith("_3.distcp"):
-                raise OSError(28, "No space left on device")
-            return super().create(path)
-
-    made = bench.checkpointer(storage=Full(bench.root), config=capped(1 / 1024), pauses=(0.0,))
+    storage = Faulty(bench.root, lambda act, _: 28 if act.startswith("create") and act.endswith("_3.distcp") else 0)
+    made = bench.checkpointer(storage=storage, config=capped(1 / 1024), pauses=(0.0,))
     tensors = {"big": torch.ones(1000, 1024)}
     assert made.save(1, tensors, {})
     made.wait()
     assert made.failure is not None
     assert "disk full" in made.failure
     assert bench.told("checkpoint.retried") == [], "the first buckets are gone"
-    broken[0] = False
+    storage.broken = lambda *_: 0
     assert made.save(2, tensors, {})
     made.wait()
     assert made.committed_step == 2

@@ -158,7 +158,7 @@ def verify_checkpoint(
 
 
 def read_sealed(storage: Storage, name: str) -> tuple[Manifest | None, list[Fault]]:
-    """Return the manifest that COMMIT vouches for (None if invalid), and the faults of files by name and size."""
+    """Return the manifest (None if invalid or not the one of COMMIT), and the faults of files by name and size."""
     try:
         manifest = _read_manifest(storage, name)
         present = storage.list(name)
@@ -176,7 +176,7 @@ def _read_manifest(storage: Storage, name: str) -> Manifest:
     with storage.open(f"{name}/{MANIFEST}") as stream:
         data = stream.read()
     if digest(data) != commit.manifest:
-        raise ManifestError(f"{MANIFEST} is not the one that {COMMIT} vouches for (digest differs)")
+        raise ManifestError(f"{MANIFEST} does not match the digest in {COMMIT}")
     manifest = parse(data)
     if manifest.size != commit.size:
         raise ManifestError(f"{MANIFEST} lists {manifest.size} bytes, {COMMIT} records {commit.size}")

@@ -1,4 +1,4 @@
-"""A writer that runs orders in threads of the test's process, on the storage that the test has made."""
+"""A writer that runs orders in threads of the test's process, on a storage that the test has made."""
 
 from concurrent.futures import Future
 

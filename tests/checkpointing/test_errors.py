@@ -1,4 +1,4 @@
-"""What kind of error it is when no checkpoint can be loaded."""
+"""The error raised when no checkpoint can be loaded."""
 
 import pytest
 
@@ -21,12 +21,12 @@ OTHER_MODEL = CheckpointRefused("step-4", "w has shape (3,) in it, (4,) here", d
         ([DAMAGED, AWAY], NothingVerifies),
     ],
 )
-def test_another_try_helps_only_where_one_is_neither_damaged_nor_of_another_model(
+def test_only_unreadable_checkpoints_are_retried(
     refusals: list[CheckpointRefused], kind: type[NothingVerifies]
 ) -> None:
     assert type(nothing_verifies(refusals)) is kind
 
 
 @pytest.mark.parametrize("refusal", [DAMAGED, AWAY, OTHER_MODEL, UNREADABLE])
-def test_ranks_tell_each_other_why(refusal: CheckpointRefused) -> None:
+def test_refusals_pass_between_ranks(refusal: CheckpointRefused) -> None:
     assert vars(decode(encode(refusal))) == vars(refusal)

@@ -1,4 +1,4 @@
-"""What ranks tell each other comes back as it was, and nothing else is made of what comes."""
+"""Messages between ranks come back unchanged, and malformed ones are refused."""
 
 import math
 from collections.abc import Callable
@@ -55,12 +55,12 @@ def test_nan_and_a_refusal_come_back() -> None:
         b'{"Candidate":["1","x",0,false]}',
     ],
 )  # fmt: skip
-def test_what_no_rank_says_is_refused(message: bytes) -> None:
+def test_malformed_messages_are_refused(message: bytes) -> None:
     with pytest.raises(InvalidMessage):
         decode(message)
 
 
-def test_what_is_not_registered_is_not_sent() -> None:
+def test_unregistered_types_are_not_sent() -> None:
     with pytest.raises(InvalidMessage, match="cannot send a function"):
         encode([print.__class__, lambda: None][1:])
 
@@ -72,7 +72,7 @@ def ranks(key: bytes = KEY) -> RankGroup:
     return RankGroup(None, key=key)
 
 
-def test_a_message_of_this_exchange_is_taken() -> None:
+def test_a_message_of_this_exchange_is_accepted() -> None:
     sender, receiver = ranks(), ranks()
     message = sender._next_message({"a": 1}, to=3)
     receiver._next_message(None, to=0)
@@ -97,7 +97,7 @@ FORGERIES: dict[str, Callable[[RankGroup, bytearray], object]] = {
 
 
 @pytest.mark.parametrize("forged", FORGERIES.values(), ids=FORGERIES)
-def test_any_other_is_refused(forged: Callable[[RankGroup, bytearray], object]) -> None:
+def test_a_forged_or_replayed_message_is_refused(forged: Callable[[RankGroup, bytearray], object]) -> None:
     sender, receiver = ranks(), ranks()
     message = bytearray(sender._next_message([1], to=3))
     receiver._next_message(None, to=0)

@@ -1,4 +1,4 @@
-"""How often to save: the formulas on tables, the bounds, and a simulation of what intervals lose."""
+"""The save interval: formulas, bounds, and a simulation of the loss."""
 
 import math
 from dataclasses import replace
@@ -120,7 +120,7 @@ def lost_share(interval: float, measured: SaveCosts, mtbf: float) -> float:
 
 
 def test_the_chosen_interval_loses_less_than_fixed_ones():
-    """Over clusters of very different luck no fixed interval is near the chosen one everywhere, and it always is."""
+    """No fixed interval is near the optimum on all of these clusters; the chosen one is."""
     worst_of_fixed = dict.fromkeys((60.0, 600.0, 3600.0), 0.0)
     for cost, mtbf in ((0.07, HOUR), (2.0, 8 * HOUR), (30.0, 24 * HOUR), (60.0, HOUR)):
         measured = SaveCosts(step=1.0, stall=cost)

@@ -1,4 +1,4 @@
-"""Checkpoints put together by hand from tensors: any sharding, and any lie in what describes it."""
+"""Checkpoints built from tensors: any sharding, and any inconsistency in their description."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""Checkpointers for one lone rank, with everything they tell written down."""
+"""Checkpointers for a single rank, and their recorded events."""
 
 import warnings
 from collections.abc import Callable, Iterator

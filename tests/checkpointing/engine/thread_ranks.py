@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and a writer for them: for what real ranks would be too slow to show."""
+"""Ranks that are threads of one process, and a writer for them: faster than real ranks."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from checkpointing.writer.write_orders import OrderThreads
 
 
 class ThreadGroup:
-    """Where the ranks of one group meet; a rank that never comes breaks it for all after `patience` seconds."""
+    """Where the ranks of one group meet; a missing rank breaks it for all after `patience` seconds."""
 
     def __init__(self, size: int, patience: float = 20.0) -> None:
         self.size = size
@@ -34,7 +34,7 @@ class ThreadGroup:
         return told
 
     def abandon(self) -> None:
-        """What a rank that died does to its peers."""
+        """What a rank that died causes for its peers."""
         self._barrier.abort()
 
 
@@ -83,7 +83,7 @@ class Member:
 
 @dataclass
 class ThreadedWriter:
-    """Copies in threads of this process, between the very storages that a test has made."""
+    """Copies in threads of this process, between the storages that a test has made."""
 
     storages: Mapping[str, Storage]
     orders: list[CopyOrder] = field(default_factory=list)
@@ -107,7 +107,7 @@ class ThreadedWriter:
 
 
 def together(acts: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do something on all ranks at once; raises what any of them raised."""
+    """Run the acts of all ranks in parallel; raises what any of them raised."""
     results: list[Any] = [None] * len(acts)
 
     def run(at: int) -> None:

@@ -74,7 +74,7 @@ class Tiers:
         return results[0]
 
     def idle(self) -> None:
-        """Wait until everything that was signalled is dealt with."""
+        """Wait until everything that was signalled is done."""
         deadline = time.monotonic() + SECONDS
         while any(flusher._done < flusher._signals for flusher in self.flushers):
             assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Names, and the commit point: data first, marker last, nothing in between is ever a checkpoint."""
+"""Names, and the order of a commit: data first, marker last."""
 
 import errno
 import json
@@ -131,7 +131,7 @@ def test_every_prefix_of_a_save_and_its_deletion_shows_whole_checkpoints(tmp_pat
 
 
 def _assert_the_next_collector_tidies(root: Path, committed: set[str], when: str) -> None:
-    """The owner's next start takes all remains away, and a stranger's those of deletions only."""
+    """The owner's next start deletes all debris; another attempt's start only finishes deletions."""
     catalog = Catalog(root)
     stranger = decide_debris(find_debris(catalog), owner=(9, "99999999"))
     begun = {verdict.folder.name for verdict in stranger if verdict.collect}
@@ -143,14 +143,14 @@ def _assert_the_next_collector_tidies(root: Path, committed: set[str], when: str
     assert all(verify(root / name, 2).ok for name in committed), when
 
 
-def test_without_the_fence_there_is_no_commit(tmp_path: Path) -> None:
+def test_there_is_no_commit_without_the_fence(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     with pytest.raises(FencedOff, match="launch token of this attempt was revoked"):
         make(storage, 5, fence=lambda: False)
     assert Catalog(tmp_path).committed_entries() == []
 
 
-def test_the_fence_is_the_last_thing_asked(tmp_path: Path) -> None:
+def test_the_fence_is_checked_last(tmp_path: Path) -> None:
     storage = Recording(tmp_path)
     make(storage, 5, fence=lambda: not storage.log.append(("fence", "")))
     assert [entry[0] for entry in storage.log[-2:]] == ["fence", "publish"]
@@ -204,7 +204,7 @@ def test_no_failed_operation_leaves_a_checkpoint(tmp_path: Path, operation: str)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b'{"schema":"orch.commit/1"}', b"\x00" * 90])
-def test_a_damaged_commit_is_said_to_be_one(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_commit_is_reported_as_damaged(tmp_path: Path, data: bytes) -> None:
     storage = LocalStorage(tmp_path)
     name = make(storage, 5)
     (tmp_path / name / "COMMIT").write_bytes(data)
@@ -212,7 +212,7 @@ def test_a_damaged_commit_is_said_to_be_one(tmp_path: Path, data: bytes) -> None
         read_commit(storage, name)
 
 
-def test_a_commit_is_believed_only_as_it_was_written(tmp_path: Path) -> None:
+def test_a_commit_in_another_form_is_refused(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     path = tmp_path / make(storage, 5) / "COMMIT"
     fields = json.loads(path.read_bytes())

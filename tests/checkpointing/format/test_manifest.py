@@ -1,4 +1,4 @@
-"""The manifest reads back exactly, and nothing that was changed reads back at all."""
+"""The manifest reads back exactly, and a changed one is refused."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def test_what_is_encoded_reads_back_equal_and_neither_changed_nor_torn(manifest:
 
 
 def signed(**changes: object) -> bytes:
-    """A manifest with some fields changed by somebody who knows how to redo the self digest."""
+    """A manifest with changed fields and a correct self digest."""
     plain = Manifest(name="n", step=1, attempt=1, nonce="a", created_at=0.0, torch="2", world={},
                      files=(FileEntry(name=".metadata", size=0, chunks=()),))  # fmt: skip
     fields = {**json.loads(plain.encode()), **changes}
@@ -204,7 +204,7 @@ def test_an_index_reads_back_and_its_bytes_have_one_order() -> None:
         (replace(UPPER, key="b"), "'b'"),
     ],
 )
-def test_a_piece_that_cannot_be_is_refused(piece: Piece, why: str) -> None:
+def test_an_impossible_piece_is_refused(piece: Piece, why: str) -> None:
     data = Index(TENSORS, (piece,)).encode()
     with pytest.raises(ManifestError, match=f"^index.json is malformed: {why}$"):
         parse_index(data)
@@ -216,7 +216,7 @@ def test_a_piece_may_touch_the_ends_of_its_tensor_and_of_its_frame(piece: Piece)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"null", b'{"tensors":{"a":1},"pieces":[]}', b'{"tensors":{}}'])
-def test_what_is_no_index_is_malformed(data: bytes) -> None:
+def test_anything_but_an_index_is_malformed(data: bytes) -> None:
     with pytest.raises(ManifestError, match=r"^index.json is malformed: "):
         parse_index(data)
 

@@ -31,7 +31,7 @@ def test_a_header_is_read_as_it_was_laid_out() -> None:
     assert {name: place.info for name, place in read.tensors.items()} == TENSORS
 
 
-def test_a_dtype_without_a_word_is_told() -> None:
+def test_an_unknown_dtype_is_reported() -> None:
     with pytest.raises(ValueError, match="a is complex128"):
         lay_out({"a": TensorInfo("complex128", (1,))}, {})
 
@@ -57,6 +57,6 @@ def test_a_dtype_without_a_word_is_told() -> None:
         (file_of(b"[" * 100_000, b""), "invalid header: "),
     ],
 )
-def test_anything_else_is_refused(data: bytes, told: str) -> None:
+def test_malformed_headers_are_refused(data: bytes, told: str) -> None:
     with pytest.raises(Malformed, match=told):
         read_header(io.BytesIO(data), len(data))

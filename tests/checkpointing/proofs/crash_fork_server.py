@@ -35,7 +35,7 @@ SAVES, AFTER = 12, 3
 _PATIENCE_S = 20.0
 
 DIED = "died"
-"""Made in the case's folder by whatever was killed; says where."""
+"""Made in the case's folder by the killed process; says where it died."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def train(case: Case, generation: int, rank: int) -> None:
 
 
 def await_flushed(place: Path, step: int) -> None:
-    """Until the newest checkpoint is in the second tier; a flush that is cut short would leave a part of it there."""
+    """Wait until the newest checkpoint is in the second tier."""
     deadline = time.monotonic() + _PATIENCE_S / 2
     while step not in [entry.step for entry in Catalog(place).committed_entries()]:
         if time.monotonic() > deadline:
@@ -138,7 +138,7 @@ def forked(act: Callable[[], None], errors: Path) -> int:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Both generations of one case; what is left between them is looked at by whoever asked."""
+    """Run both generations of one case; the caller looks at what is left between them."""
     ranks = start(case, 1)
     processes = [psutil.Process(pid) for pid in ranks]
     said = Path(case.folder) / "told-1-0"
@@ -186,7 +186,7 @@ def await_line(path: Path, text: str, ranks: list[int]) -> None:
 
 
 def await_end(ranks: list[int]) -> list[int]:
-    """Exit statuses (-9 for killed ones); whoever does not end in time is killed, and -1."""
+    """Exit statuses (-9 for killed ones); processes that do not end in time are killed, with status -1."""
     statuses, deadline = [], time.monotonic() + _PATIENCE_S
     for pid in ranks:
         if pid in REAPED:

@@ -1,4 +1,4 @@
-"""Seeded damage to a committed checkpoint: every region of every file, every way in which files go astray."""
+"""Seeded damage to a committed checkpoint: every region of every file, and whole files lost or replaced."""
 
 import random
 import shutil
@@ -16,7 +16,7 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Region:
-    """Some bytes of one file, and what they are there."""
+    """Some bytes of one file, and their role there."""
 
     file: str
     what: str
@@ -60,7 +60,7 @@ Fault = Callable[[Path, Path, random.Random, int], str]
 
 
 def damage(folder: Path, older: Path, seed: int) -> Damage:
-    """Do the damage of this seed: seeds go through the kinds, and the seeds of one kind through the regions."""
+    """Do the damage of this seed: seeds iterate over the kinds, and the seeds of one kind over the regions."""
     fault = FAULTS[seed % len(FAULTS)]
     text = fault(folder, older, random.Random(seed), seed // len(FAULTS))
     return Damage(fault.__name__.replace("_", " "), text)

@@ -1,4 +1,4 @@
-"""Pickles that do something when they are read: every opcode that can reach a callable, plain and wrapped by torch."""
+"""Malicious pickles: every opcode that can reach a callable, plain and within files of torch."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 @dataclass(frozen=True)
 class Payload:
-    """Bytes of a file that would run something."""
+    """The bytes of a file that would run something."""
 
     name: str
     data: bytes
@@ -34,7 +34,7 @@ class Calls:
 
 
 class CallsAndBuilds(Calls):
-    """A call whose result is given a state: `__setstate__` or the `__dict__` of whatever it returned."""
+    """A call whose result is given a state: `__setstate__` or the `__dict__` of what it returned."""
 
     def __reduce__(self) -> Any:
         return (*self._call, {"__class__": dict, "x": 1})

@@ -26,7 +26,7 @@ def folder_on_disk() -> Iterator[Path]:
 
 
 def hide_mounts() -> bool:
-    """From here on, what this process and its children mount is seen by nobody else; False where that cannot be.
+    """From now on only this process and its children see what they mount; False where that is impossible.
 
     To be called before any process is started that is to see a mount.
     """
@@ -63,7 +63,7 @@ def small_tmpfs(folder: Path, size: str) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Take all the room that is left on this file system; returns the file that has it."""
+    """Fill this file system; returns the file that does."""
     filler = folder / "filler"
     with filler.open("ab", buffering=0) as stream:
         for size in (1 << 16, 1 << 12, 1):
@@ -75,7 +75,7 @@ def fill(folder: Path) -> Path:
 
 @contextmanager
 def ramfs(folder: Path) -> Iterator[Path]:
-    """A file system that knows neither O_DIRECT nor fallocate."""
+    """A file system without O_DIRECT and fallocate."""
     with _mounted(folder, "-t", "ramfs", "ramfs"):
         yield folder
 
@@ -94,7 +94,7 @@ def loop_ext4(folder: Path, megabytes: int) -> Iterator[Path]:
 
 @contextmanager
 def frozen(folder: Path) -> Iterator[None]:
-    """Every write below `folder` hangs; a watchdog thaws it even when this process dies."""
+    """Every write below `folder` hangs; a watchdog thaws the file system even when this process dies."""
     _run("fsfreeze", "--freeze", str(folder))
     thaw = f"sleep {_LONGEST_FREEZE_S}; fsfreeze --unfreeze {folder}"
     watchdog = subprocess.Popen(["sh", "-c", thaw], stderr=subprocess.DEVNULL, start_new_session=True)

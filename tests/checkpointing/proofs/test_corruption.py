@@ -1,4 +1,4 @@
-"""Damage of every kind is refused before a byte reaches the model; the same damage under plain DCP, counted."""
+"""Damage of every kind is refused before a byte reaches the model; counts what plain DCP does with the same damage."""
 
 import random
 from collections import Counter
@@ -28,7 +28,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def outcome_under_dcp(folder: Path, right: dict[str, torch.Tensor]) -> str:
-    """What plain `dcp.load` makes of the same folder."""
+    """What plain `dcp.load` does with the same folder."""
     target = marked(right)
     try:
         plain_load(folder, target)
@@ -38,7 +38,7 @@ def outcome_under_dcp(folder: Path, right: dict[str, torch.Tensor]) -> str:
 
 
 def prove(healthy: World, place: Path, seeds: range) -> Counter[str]:
-    """Every fault refused, the model untouched, the older one loaded when it is there; how DCP did."""
+    """Every fault is refused, the model untouched, an older checkpoint loaded; counts the results of DCP."""
     outcomes: Counter[str] = Counter()
     alone, both = World(place / "alone"), World(place / "both")
     right, older = state(2), state(1)

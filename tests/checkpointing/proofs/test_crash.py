@@ -1,4 +1,4 @@
-"""Ranks, writers and whole jobs killed at seeded points: what was committed stays, and the next start tidies up."""
+"""Ranks, writers and whole jobs killed at seeded points: what was committed stays, and the next start cleans up."""
 
 import json
 import random
@@ -51,7 +51,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def case(seed: int, folder: Path) -> Case:
-    """What this seed kills: by turns a rank or its writer at an operation, or anything at a moment."""
+    """What this seed kills: alternately a rank or its writer at an operation, or anything at a moment."""
     draw = random.Random(seed)
     victim = ("rank", "writer", "job", "rank", "writer", "job")[seed % 6]
     ranks = 2 if seed % 10 == 9 else 1
@@ -76,7 +76,7 @@ def names(folder: Path) -> set[str]:
 
 
 def crash(fork_server: ForkServer, seed: int, folder: Path) -> str:
-    """One case with all its promises; says what it was."""
+    """Run one case and check all guarantees; returns the case."""
     folder.mkdir()
     this = case(seed, folder)
     context = f"seed {seed}: {this}"
@@ -98,7 +98,7 @@ def crash(fork_server: ForkServer, seed: int, folder: Path) -> str:
 
 
 def assert_nothing_lost(folder: Path, context: str) -> set[str]:
-    """The newest of all that was told to be committed are there, whole; returns what there is."""
+    """The newest of the reported commits exist and are complete; returns what exists."""
     place = folder / "checkpoints"
     there = names(place)
     committed = {line["name"] for line in told(folder, 1) if line["kind"] == "checkpoint.committed"}

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only, broken or hung: training goes on, it is said, and the next good save succeeds."""
+"""A disk that is full, read-only, broken or hung: training continues, failures are reported, the next save succeeds."""
 
 import errno
 import threading
@@ -21,7 +21,7 @@ TROUBLE = ("checkpoint.retried", "checkpoint.failed", "checkpoint.skipped")
 
 
 class Training:
-    """A loop that does not know about disks: a step, now and then a save, and the clock on every call."""
+    """A training loop: a step, now and then a save, and the duration of every call."""
 
     def __init__(self, world: World, made: Checkpointer) -> None:
         self.world, self.made, self.step, self.longest = world, made, 0, 0.0
@@ -39,7 +39,7 @@ class Training:
         return self.step
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Train on until something has happened; fails when it does not."""
+        """Train until `done`; fails when it takes too long."""
         deadline = time.monotonic() + PATIENCE_S
         while not done():
             assert time.monotonic() < deadline, self.world.events
@@ -88,7 +88,7 @@ def train() -> Iterator[Callable[..., Training]]:
 
 
 def assert_good(training: Training, step: int) -> None:
-    """What was saved last is whole on the disk, and training never stood still."""
+    """The last save is complete on the disk, and training never stalled."""
     training.made.wait()
     target = marked(state(step))
     restored = training.made.restore(target)
@@ -155,7 +155,7 @@ def close(training: Training) -> None:
 
 
 def operations_of_a_save(place: Path) -> int:
-    """How often one good save, with the deleting that follows it, calls its storage."""
+    """How often one successful save, with the deletions that follow it, calls its storage."""
     calls: list[str] = []
     world = World(place)
     storage = Faulty(place, broken=lambda operation, _: int(calls.append(operation) is not None))
@@ -169,7 +169,7 @@ def operations_of_a_save(place: Path) -> int:
 
 
 def assert_survives(place: Path, number: int, error: int) -> None:
-    """The save whose n-th operation fails is told of, or done again; the next one is good; nothing is lost."""
+    """A save whose n-th operation fails is reported or retried; the next one succeeds; nothing is lost."""
     left, armed = [number], threading.Event()
 
     def broken(_operation: str, _written: int) -> int:

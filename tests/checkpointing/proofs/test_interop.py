@@ -1,4 +1,4 @@
-"""What our engine writes is read bit-exactly by plain torch: `dcp.load` in any layout, and `format_utils`."""
+"""Plain torch reads the engine's checkpoints bit-exactly: `dcp.load` in any layout, and `format_utils`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ Run = Callable[[str, int, Path], list[list[dict[str, Any]]]]
 
 @pytest.fixture
 def run(programs: WarmPrograms) -> Run:
-    """Runs all ranks to their end: what each found in every act."""
+    """Run all ranks to their end; returns what each found in every act."""
 
     def of(acts: str, size: int, folder: Path) -> list[list[dict[str, Any]]]:
         return programs.results(PROGRAM, [(acts, rank, size, folder) for rank in range(size)])

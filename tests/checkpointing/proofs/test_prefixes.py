@@ -1,4 +1,4 @@
-"""Every prefix of what the engine does to its storage, as a crash or a power loss would leave it."""
+"""Every prefix of the engine's storage operations, as a crash or a power loss would leave it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ KEEP, SAVES = 2, 4
 
 
 def recorded(place: Path) -> list[tuple[object, ...]]:
-    """The operations of some saves, their commits and the deleting of what is too old, in their order."""
+    """The operations of some saves, their commits and the deletion of old checkpoints, in order."""
     storage = Recording(place)
     with World(place).checkpointer(storage=storage, keep=KEEP, files=2) as made:
         made.prepare(state(0))
@@ -26,7 +26,7 @@ def recorded(place: Path) -> list[tuple[object, ...]]:
 
 
 def assert_whole(log: list[tuple[object, ...]], length: int, place: Path, *, power_loss: bool) -> None:
-    """What a prefix leaves: only whole checkpoints, the newest ones of all that were committed by then."""
+    """A prefix leaves only complete checkpoints: the newest that were committed by then."""
     world = World(place)
     world.root.mkdir()
     replay(log[:length], world.root, power_loss=power_loss)

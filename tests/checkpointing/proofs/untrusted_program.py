@@ -51,7 +51,7 @@ WATCHED = (
 
 
 class Watch:
-    """Notes what an honest read would not do, while it is asked to."""
+    """Records what a correct read would not do, while `on`."""
 
     def __init__(self) -> None:
         self.on, self.seen, self.usual = False, [], set()  # type: list[str], set[str]
@@ -83,7 +83,7 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def seal_again(folder: Path) -> None:
-    """Make manifest and COMMIT vouch for the folder's contents, as an attacker with write access could."""
+    """Make manifest and COMMIT match the folder's contents, as an attacker with write access could."""
     path = folder / MANIFEST
     try:
         manifest: Manifest | None = parse(path.read_bytes())
@@ -102,7 +102,7 @@ def described(folder: Path, name: str) -> FileEntry:
 
 
 def into_shard(data: bytes, shard: bytes) -> bytes:
-    """The payload over the first bytes of a shard, whose length stays."""
+    """The payload over the first bytes of a shard, whose length does not change."""
     return data + shard[len(data) :]
 
 
@@ -114,7 +114,7 @@ def combinations(folder: Path, canary: Path) -> list[tuple[Payload, str, str]]:
 
 
 def read_every_way(world: World, folder: Path) -> Counter[str]:
-    """Everything of ours that opens a checkpoint; what it made of it."""
+    """Run everything that opens a checkpoint; returns the results."""
     outcomes: Counter[str] = Counter()
     for options in ({}, {"restore": RestoreOptions(trust_foreign=True)}):
         target = marked(state(2))

@@ -56,7 +56,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def plain_load(folder: Path, target: Tensors) -> None:
-    """What torch itself makes of a checkpoint of ours: `dcp.load` of this process alone."""
+    """A checkpoint as plain torch reads it: `dcp.load` of this process alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it is alone
         dcp.load(target, checkpoint_id=folder, no_dist=True)
@@ -64,7 +64,7 @@ def plain_load(folder: Path, target: Tensors) -> None:
 
 @dataclass
 class World:
-    """One folder of checkpoints and whatever was told about it."""
+    """One folder of checkpoints and the events about it."""
 
     root: Path
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)

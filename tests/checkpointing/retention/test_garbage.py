@@ -1,4 +1,4 @@
-"""How checkpoints go, and which remains may be taken away."""
+"""Deletion of checkpoints, and which debris may be deleted."""
 
 import errno
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_half_written_ones_go_by_owner_and_epoch() -> None:
     assert decided(mine, owner=(2, "22222222"), busy=[mine.name]) == (False, "is being written")
 
 
-def test_a_deletion_that_was_begun_is_finished_by_anybody() -> None:
+def test_any_attempt_finishes_a_deletion_that_was_begun() -> None:
     buried = half(2, "22222222", state=DebrisState.TOMBSTONED)
     assert decided(buried) == (True, "its deletion began but did not finish")
     assert decided(buried, busy=[buried.name])[0] is False
@@ -110,13 +110,13 @@ attempt_ids = st.tuples(st.integers(1, 3), st.sampled_from(["aaaaaaaa", "bbbbbbb
 
 
 @given(st.lists(attempt_ids, max_size=8), attempt_ids, st.sets(attempt_ids))
-def test_nobody_elses_half_written_folder_is_ever_touched(found, owner, ended) -> None:
+def test_half_written_folders_of_others_are_never_touched(found, owner, ended) -> None:
     folders = [half(attempt, nonce, step=at) for at, (attempt, nonce) in enumerate(found)]
     for verdict in decide_debris(folders, owner=owner, ended=ended):
         assert verdict.collect == (verdict.folder.attempt_id == owner or verdict.folder.attempt_id in ended)
 
 
-def test_a_survey_sees_remains_only_and_act_takes_what_was_decided(tmp_path: Path) -> None:
+def test_debris_is_decided_on_first_and_deleted_as_decided(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     whole = make(storage, 1)
     own, foreign = make(storage, 2), make(storage, 3, attempt=4, nonce="44444444")
@@ -195,7 +195,7 @@ def test_a_damaged_pin_still_pins(tmp_path: Path, left: bytes) -> None:
     assert pinned_names(storage) == {NAME}
 
 
-def test_pins_that_cannot_be_listed_are_not_taken_for_none(tmp_path: Path) -> None:
+def test_unreadable_pins_are_not_treated_as_absent(tmp_path: Path) -> None:
     storage = Faulty(tmp_path, lambda operation, _: errno.EIO if operation.startswith("list") else 0)
     with pytest.raises(OSError, match="Input/output"):
         pinned_names(storage)

@@ -1,4 +1,4 @@
-"""Which checkpoints may go."""
+"""Which checkpoints retention deletes."""
 
 import errno
 import logging
@@ -49,7 +49,7 @@ ratings = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
 
 @dataclass(frozen=True)
 class Case:
-    """Some checkpoints and everything that is known of them."""
+    """Random checkpoints and the facts that retention considers."""
 
     entries: list[Entry]
     policy: Policy
@@ -112,7 +112,7 @@ def the_oldest_goes_first_and_everything_has_a_reason(case: Case) -> None:
 
 
 def an_untrusted_checkpoint_is_no_substitute(case: Case) -> None:
-    """Whatever is refused, exactly what would happen without it happens to the others."""
+    """Refused checkpoints change nothing for the others."""
     refused = case.facts["refused"]
     without = Case([entry for entry in case.entries if entry.name not in refused], case.policy, case.facts)
     others = {name: stays for name, stays in case.judged().items() if name not in refused}
@@ -139,7 +139,7 @@ def reasons(policy: Policy, *steps: int, **facts: Any) -> dict[int, str]:
     }
 
 
-def test_every_verdict_says_why() -> None:
+def test_every_decision_says_why() -> None:
     told = reasons(
         Policy(keep=2, every=100, best=1),
         800, 700, 650, 600, 550, 520, 510, 507, 505,
@@ -171,7 +171,7 @@ def test_of_two_equally_good_ones_the_newer_stays() -> None:
 
 
 class Tier:
-    """One folder with checkpoints, and what retention tells of it."""
+    """One folder with checkpoints, and the events that retention reports."""
 
     def __init__(self, root: Path, storage: Storage | None = None) -> None:
         self.root, self.storage = root, storage or LocalStorage(root)
@@ -204,7 +204,7 @@ def tier(tmp_path: Path) -> Tier:
     return Tier(tmp_path / "tier")
 
 
-def test_a_pass_deletes_the_oldest_and_tells(tier: Tier) -> None:
+def test_a_pass_deletes_the_oldest_and_reports_it(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4)
     tier.apply_retention(names[-1])
     assert tier.steps() == [4, 3]
@@ -246,7 +246,7 @@ def test_the_best_are_found_by_what_the_checkpoints_say(tier: Tier) -> None:
     assert retention.metrics[names[1]] == 0.1
 
 
-def test_one_whose_file_is_gone_counts_for_nothing_and_stays(tier: Tier) -> None:
+def test_a_checkpoint_with_a_missing_file_does_not_count_and_stays(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4)
     (tier.root / names[2] / "__0_0.distcp").unlink()
     tier.apply_retention(names[-1])
@@ -261,8 +261,8 @@ def restore_tested(tier: Tier, name: str, run: Storage | None = None) -> None:
     )
 
 
-def test_the_newest_that_a_restore_test_has_passed_stays(tier: Tier, tmp_path: Path) -> None:
-    """Of two only the newer one, until a still newer one has passed too."""
+def test_the_newest_checkpoint_that_passed_a_restore_test_stays(tier: Tier, tmp_path: Path) -> None:
+    """Of two only the newer one stays, until a still newer one has passed too."""
     names, run = tier.make(1, 2, 3, 4, 5, 6), LocalStorage(tmp_path / "run")
     restore_tested(tier, names[0], run)
     restore_tested(tier, names[2], run)
@@ -330,7 +330,7 @@ def test_debris_of_attempts_that_left_nothing_else_goes_by_name_and_nonce(tier: 
     assert {path.name for path in tier.root.iterdir()} == {*names, half_foreign}
 
 
-def test_a_deletion_that_is_finished_for_somebody_is_told(tier: Tier) -> None:
+def test_finishing_the_deletion_of_another_attempt_is_reported(tier: Tier) -> None:
     names = tier.make(1, 2)
     own, handed, foreign = *tier.make(3), *tier.make(4, nonce="00000001"), *tier.make(5, nonce="99999999")
     for name in (own, handed, foreign):
@@ -340,7 +340,7 @@ def test_a_deletion_that_is_finished_for_somebody_is_told(tier: Tier) -> None:
     assert [data["name"] for kind, data in tier.told if kind == "checkpoint.deleted"] == [handed, own]
 
 
-def test_one_folder_that_cannot_go_keeps_no_other_one(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_deleted_does_not_stop_the_pass(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
     names = tier.make(1, 2, 3, 4)
     half, other = tier.make(6, 5)
     for name in (half, other):
@@ -355,7 +355,7 @@ def test_one_folder_that_cannot_go_keeps_no_other_one(tier: Tier, caplog: pytest
     assert caplog.text.count("not empty") == 2
 
 
-def test_a_nodes_own_disk_is_rid_of_what_no_attempt_inherits(tier: Tier) -> None:
+def test_a_node_local_disk_is_freed_of_what_no_attempt_inherits(tier: Tier) -> None:
     gone, handed, pinned = tier.make(1, 2, 3, nonce="00000001")
     (tested,) = tier.make(0, nonce="00000001")
     restore_tested(tier, tested)

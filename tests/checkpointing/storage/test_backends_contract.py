@@ -81,7 +81,7 @@ def test_published_files_appear_whole_and_leave_nothing_beside_them(storage: Sto
     assert read(storage, "a/COMMIT") == b"seal"
 
 
-def test_what_is_not_there_raises_oserror_or_lists_as_nothing(storage: Storage) -> None:
+def test_missing_files_raise_oserror_or_list_as_nothing(storage: Storage) -> None:
     with pytest.raises(FileNotFoundError):
         storage.open("a/file")
     assert storage.list("nowhere") == {}
@@ -111,7 +111,7 @@ def test_publishing_again_replaces(storage: Storage) -> None:
     assert read(storage, "a/note") == b"new"
 
 
-def test_what_another_process_did_is_seen_at_once(storage: Storage) -> None:
+def test_changes_by_another_process_are_seen_immediately(storage: Storage) -> None:
     assert storage.list("a") == {}
     with pytest.raises(FileNotFoundError):
         storage.open("a/file")

@@ -1,4 +1,4 @@
-"""Direct writes onto real file systems: some take them, some refuse them, are full, or are read-only."""
+"""Direct writes onto real file systems: supported, refused, full, read-only."""
 
 import errno
 import os
@@ -57,7 +57,7 @@ def refuses(tmp_path: Path) -> Iterator[Path]:
         (4097, SIZE - 4097, False),
     ],
 )
-def test_what_is_written_is_what_was_there(disk, memory, start, size, direct, threads):
+def test_written_bytes_equal_the_buffer(disk, memory, start, size, direct, threads):
     path = disk / "f"
     went = write_direct(path, memory[start : start + size], block=BLOCK, threads=threads)
     assert path.read_bytes() == bytes(memory[start : start + size])
@@ -87,7 +87,7 @@ def test_a_name_that_is_taken_is_not_written_to(disk, memory):
     assert (disk / "taken").read_bytes() == b"mine"
 
 
-def test_a_full_disk_is_told_before_a_byte_is_written(tmp_path, memory):
+def test_a_full_disk_is_reported_before_a_byte_is_written(tmp_path, memory):
     with small_tmpfs(tmp_path / "tiny", "1m") as tiny:
         with pytest.raises(OSError, match="No space left on device") as caught:
             write_direct(tiny / "f", memory[:SIZE], block=BLOCK)
@@ -98,7 +98,7 @@ def test_a_full_disk_is_told_before_a_byte_is_written(tmp_path, memory):
         assert (tiny / "g").read_bytes() == bytes(memory[: BLOCK // 2])
 
 
-def test_a_read_only_disk_is_told(tmp_path, memory):
+def test_a_read_only_disk_is_reported(tmp_path, memory):
     with small_tmpfs(tmp_path / "tiny", "1m") as tiny:
         remount(tiny, "ro")
         with pytest.raises(OSError, match="Read-only") as caught:
@@ -158,7 +158,7 @@ def test_bytes_are_durable_before_the_call_returns(tmp_path, memory, monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_block_that_a_dead_lane_left_out_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_left_out_by_a_dead_thread_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, names = direct_io._DirectFile._write, []
 
     def short_of_memory(outlet: Any, at: int, end: int) -> None:
@@ -184,7 +184,7 @@ def failing(number: int) -> Callable[..., int]:
     return fail
 
 
-def test_what_the_kernel_refuses_without_a_reason_to_go_on_is_raised(tmp_path, memory, monkeypatch):
+def test_other_errors_of_the_kernel_are_raised(tmp_path, memory, monkeypatch):
     """A flag that cannot be set for another reason than the file system's, and writes that write nothing."""
     with monkeypatch.context() as patch:
         real = direct_io.fcntl.fcntl

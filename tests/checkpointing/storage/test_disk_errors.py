@@ -14,11 +14,11 @@ from checkpointing.storage.durable import fsync_dir, fsync_file
 from checkpointing.storage.storage_errors import as_oserror, explain_disk_error
 
 RUN = Path("/runs/run-1")
-"""The folder that a caller has in mind."""
+"""The folder that the caller named."""
 
 
 class AwayError(Exception):
-    """What a library raises."""
+    """An error raised by a library."""
 
 
 def failing(error: Exception) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def test_a_write_and_a_flush_that_fail_name_the_folder_of_their_file(
 
 
 def test_an_error_of_a_library_that_is_a_text_alone_keeps_its_text() -> None:
-    """s3fs says so what a store refuses; with a file's name it printed as "[Errno None] None"."""
+    """s3fs reports a refused request this way; with a file's name it printed as "[Errno None] None"."""
     with pytest.raises(PermissionError) as caught, as_oserror("s3://bucket/x"):
         raise PermissionError("The provided token has expired.")
     assert str(caught.value) == "[Errno 13] The provided token has expired.: 's3://bucket/x'"

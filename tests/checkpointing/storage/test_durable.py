@@ -1,4 +1,4 @@
-"""Files that survive a crash: the order of what is done for it, and JSON that reads back exactly."""
+"""Durable files: the order of their operations, and JSON that reads back exactly."""
 
 import errno
 import fcntl
@@ -85,7 +85,7 @@ def test_an_atomic_write_waits_for_no_disk(tmp_path: Path, calls: Calls) -> None
 def test_a_write_that_fails_leaves_the_old_file_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, bytes], None], is_removed: bool
 ) -> None:
-    """The new one too may be gone: somebody cleans up a disk that is full."""
+    """The temporary file may be gone too, when somebody cleans up a full disk."""
     write(tmp_path / "x", b"old")
 
     def full(source: Path, target: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_file_is_made_durable_and_next_read_from_the_disk(tmp_path: Path, call
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_floats_read_back_and_those_that_json_has_not_are_words() -> None:
+def test_floats_read_back_and_non_finite_ones_are_words() -> None:
     value = {"b": [1.5, math.inf, (-math.inf,)], "a": {"x": math.nan}, "ü": 0.1}
     assert durable.dump_line(value) == '{"b":[1.5,"inf",["-inf"]],"a":{"x":"nan"},"ü":0.1}'
     assert durable.canonical(value) == '{"a":{"x":"nan"},"b":[1.5,"inf",["-inf"]],"ü":0.1}'.encode()
@@ -153,7 +153,7 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
         assert stream.read() == b"x"
 
 
-def test_within_the_context_only_ones_own_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_within_the_context_only_own_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(b"x")
     monkeypatch.setattr(durable, "is_trusted", lambda user: False)
     with durable.only_own_files():
@@ -193,7 +193,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_what_was_reserved_is_written_when_nothing_else_is(disk: Path) -> None:
+def test_reserved_space_is_used_when_the_disk_is_full(disk: Path) -> None:
     path = disk / "outcome.json"
     reserve(path, 8192)
     fill(disk)
@@ -242,7 +242,7 @@ def test_another_failure_than_a_full_disk_is_raised(
 
 
 @pytest.mark.parametrize("reserved", [None, 100])
-def test_what_does_not_fit_is_told(disk: Path, reserved: int | None) -> None:
+def test_a_full_disk_without_enough_reserve_is_reported(disk: Path, reserved: int | None) -> None:
     path = disk / "outcome.json"
     if reserved is not None:
         reserve(path, reserved)
@@ -271,7 +271,7 @@ def test_a_full_disk_has_a_file_overwritten_and_no_end_of_the_old_one_is_left(di
         (errno.EIO, "I/O error"), (errno.EACCES, ""), (None, ""),
     ],
 )  # fmt: skip
-def test_what_a_disk_says(number: int | None, words: str) -> None:
+def test_which_disk_errors_mean_what(number: int | None, words: str) -> None:
     error = OSError() if number is None else OSError(number, "said")
     assert (disk_words(number), is_disk_error(error)) == (words, bool(words))
     assert explain_disk_error(error, Path("/runs/a")) == (f"{words} (/runs/a)" if words else "")
@@ -311,7 +311,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_not_moved_away_goes_at_the_end(tmp_path: Path) -> None:
+def test_a_draft_that_is_not_moved_is_deleted_at_the_end(tmp_path: Path) -> None:
     with temporary_folder(tmp_path, "out") as first:
         (first / "file").write_text("x")
         first.rename(tmp_path / "kept")
@@ -323,7 +323,7 @@ def test_what_is_not_moved_away_goes_at_the_end(tmp_path: Path) -> None:
     assert names(tmp_path / "kept") == ["file"]
 
 
-def test_what_a_killed_maker_left_goes_when_the_next_one_begins(tmp_path: Path) -> None:
+def test_drafts_of_a_killed_maker_are_swept_by_the_next(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[3], timeout=60)
     assert done.returncode == 9
     (left,) = tmp_path.iterdir()
@@ -333,12 +333,12 @@ def test_what_a_killed_maker_left_goes_when_the_next_one_begins(tmp_path: Path) 
         assert names(tmp_path) == [folder.name]
 
 
-def test_a_private_draft_is_nobody_elses_to_read(tmp_path: Path) -> None:
+def test_a_private_draft_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     with temporary_folder(tmp_path, "import", mode=0o700) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_maker_that_is_at_work_is_left_alone(tmp_path: Path) -> None:
+def test_drafts_of_a_running_maker_are_left_alone(tmp_path: Path) -> None:
     with temporary_folder(tmp_path, "out") as first, temporary_folder(tmp_path, "out") as second:
         assert names(tmp_path) == sorted([first.name, second.name])
 

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store, spoken to by its own client over a real socket."""
+"""Checkpoints in an object store, with a real client over a real socket."""
 
 import errno
 import logging
@@ -28,7 +28,7 @@ def store(s3_url: str) -> FsspecStorage:
 
 @pytest.fixture
 def requests(store: FsspecStorage) -> Iterator[list[str]]:
-    """What is asked of the server: one line for each request."""
+    """The requests to the server, one line each."""
     seen: list[str] = []
 
     class Lines(logging.Handler):
@@ -61,7 +61,7 @@ def test_damage_in_the_store_is_found(store: FsspecStorage) -> None:
 
 
 def test_a_checkpoint_goes_there_and_back(store: FsspecStorage, s3_url: str, tmp_path: Path) -> None:
-    """Local disk -> store -> another disk: what arrives is the checkpoint that left."""
+    """Local disk -> store -> another disk: the copy equals the original."""
     start, end = LocalStorage(tmp_path / "start"), LocalStorage(tmp_path / "end")
     big = {**FILES, "__2_0.distcp": bytes(range(256)) * (9 << 12)}
     name = make(start, 10, files=big)

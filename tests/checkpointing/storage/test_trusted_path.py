@@ -1,4 +1,4 @@
-"""Who could replace what stands at a path, with real folders, links and access lists."""
+"""Who could replace the file at a path, with real folders, links and access lists."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def ann() -> Iterator[None]:
 
 @pytest.fixture
 def top() -> Iterator[Path]:
-    """A folder that everybody may enter; pytest's own are closed to other users."""
+    """A folder that every user may enter, unlike pytest's own."""
     folder = Path(tempfile.mkdtemp(prefix="orch-path-"))
     folder.chmod(0o755)
     yield folder
@@ -51,7 +51,7 @@ def acl(path: Path, *entries: tuple[int, int, int]) -> None:
         pytest.skip("this file system has no access lists")
 
 
-def test_a_folder_of_ones_own_is_safe(tmp_path: Path) -> None:
+def test_an_own_folder_is_safe(tmp_path: Path) -> None:
     assert weakness(tmp_path) is None
     check_private(tmp_path)
 
@@ -85,7 +85,7 @@ def test_others_that_may_write_a_folder_above_are_found(top, ann, owner, group, 
 
 
 @needs_root
-def test_another_users_folder_above_makes_a_name_worthless_and_no_more(top, ann):
+def test_another_users_folder_above_makes_only_the_name_unsafe(top, ann):
     os.seteuid(0)
     own = make(make(top / "bobs", BOB, 0o755) / "own", ANN, 0o700)
     os.seteuid(ANN)
@@ -95,7 +95,7 @@ def test_another_users_folder_above_makes_a_name_worthless_and_no_more(top, ann)
 
 
 @needs_root
-def test_the_hint_is_what_closes_it(top, ann):
+def test_following_the_hint_makes_it_safe(top, ann):
     os.seteuid(0)
     folder = make(top / "it s", ANN, 0o777)
     os.seteuid(ANN)
@@ -159,7 +159,7 @@ def test_a_pinned_folder_stays_the_same_whatever_its_name_means(top, ann):
         assert place.parts[:3] == ("/", "proc", str(os.getpid()))
 
 
-def test_where_nobody_else_may_rename_the_name_is_kept(tmp_path: Path) -> None:
+def test_a_name_that_only_its_owner_may_change_is_kept(tmp_path: Path) -> None:
     with pin_path_temporarily(tmp_path) as place:
         assert place == tmp_path
     assert trusted_path.pin_path(tmp_path) == tmp_path
@@ -167,7 +167,7 @@ def test_where_nobody_else_may_rename_the_name_is_kept(tmp_path: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize(("owner", "mode"), [(BOB, 0o700), (BOB, 0o777), (ANN, 0o770), (ANN, 0o777)])
-def test_what_is_anothers_or_open_to_others_is_not_private(top, ann, owner, mode):
+def test_files_of_others_and_open_files_are_not_private(top, ann, owner, mode):
     os.seteuid(0)
     folder = make(top / "folder", owner, mode, GROUP)
     os.seteuid(ANN)
@@ -178,7 +178,7 @@ def test_what_is_anothers_or_open_to_others_is_not_private(top, ann, owner, mode
 
 
 @needs_root
-def test_only_own_files_are_read_where_that_is_asked_for(top, ann):
+def test_only_own_files_are_read_on_request(top, ann):
     os.seteuid(0)
     for name, owner in (("anns", ANN), ("bobs", BOB), ("roots", 0)):
         (top / name).write_text("{}")

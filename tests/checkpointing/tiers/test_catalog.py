@@ -1,4 +1,4 @@
-"""What the catalog shows, and to whom."""
+"""What the catalog lists for which attempt."""
 
 import errno
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_no_folder_is_an_empty_catalog(tmp_path: Path) -> None:
     assert Catalog(tmp_path / "nothing").committed_entries() == []
 
 
-def test_a_damaged_commit_stays_listed_so_that_somebody_is_told(tmp_path: Path) -> None:
+def test_a_damaged_commit_stays_listed_so_that_it_is_reported(tmp_path: Path) -> None:
     name = make(LocalStorage(tmp_path), 20)
     (tmp_path / name / "COMMIT").write_bytes(b"\0" * 10)
     (entry,) = Catalog(tmp_path).committed_entries()
@@ -71,7 +71,7 @@ def test_an_attempt_sees_its_own_and_what_it_may_inherit(tmp_path: Path) -> None
     assert names(catalog.entries_for_owner(Owner(2, "22222222", listed, lambda: True))) == [own, inherited]
 
 
-def test_a_buried_checkpoint_is_none_even_while_its_marker_is_still_seen(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_tombstone_is_not_listed_even_while_its_marker_is_seen(tmp_path: Path) -> None:
     name = make(LocalStorage(tmp_path), 20)
     (tmp_path / name / DELETED).write_text("")
     catalog = Catalog(tmp_path)
@@ -80,14 +80,14 @@ def test_a_buried_checkpoint_is_none_even_while_its_marker_is_still_seen(tmp_pat
     assert catalog.is_tombstoned(name)
 
 
-def test_a_tombstone_that_cannot_be_read_buries_nothing(tmp_path: Path) -> None:
+def test_an_unreadable_tombstone_hides_nothing(tmp_path: Path) -> None:
     storage = Faulty(tmp_path)
     name = make(storage, 20)
     storage.broken = lambda act, _: errno.EIO if act == f"open {name}/{DELETED}" else 0
     assert names(Catalog(tmp_path, storage).committed_entries()) == [name]
 
 
-def test_a_marker_that_cannot_be_read_is_never_taken_for_debris(tmp_path: Path) -> None:
+def test_an_unreadable_marker_is_never_treated_as_debris(tmp_path: Path) -> None:
     storage = Faulty(tmp_path)
     name = make(storage, 20)
     storage.broken = lambda act, _: errno.EIO if act.startswith("open") else 0

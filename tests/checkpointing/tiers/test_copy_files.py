@@ -1,4 +1,4 @@
-"""Copying a checkpoint's file: only verified bytes, no faster than allowed, again after a transient error."""
+"""Copies of a checkpoint's files: verified, no faster than allowed, retried after a transient error."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def described(data: bytes, chunk: int = 1024) -> FileEntry:
 
 @dataclass
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock that advances only during sleeps."""
 
     now: float = 100.0
     naps: list[float] = field(default_factory=list)
@@ -96,7 +96,7 @@ def test_an_empty_file_is_copied_too(source: Faulty, target: Faulty) -> None:
         (lambda data: data + b"x", "the file is longer than 10496 bytes"),
     ],
 )
-def test_a_bad_source_is_never_copied_on(source: Faulty, target: Faulty, damage, told: str) -> None:
+def test_a_bad_source_is_never_copied(source: Faulty, target: Faulty, damage, told: str) -> None:
     put(source, damage(DATA))
     clock = Clock()
     with pytest.raises(CheckpointRefused, match=told):
@@ -136,7 +136,7 @@ def test_waits_grow_and_stay_bounded(attempt: int, draw: float) -> None:
 
 
 @pytest.mark.parametrize(("broken", "number"), [(full_after(3000), errno.ENOSPC), (read_only, errno.EROFS)])
-def test_a_full_or_read_only_disk_is_told_at_once(source: Faulty, target: Faulty, broken, number: int) -> None:
+def test_a_full_or_read_only_disk_is_reported_immediately(source: Faulty, target: Faulty, broken, number: int) -> None:
     clock = Clock()
     target.broken = broken
     with pytest.raises(OSError, match=os.strerror(number)) as caught:
@@ -182,7 +182,7 @@ def test_a_copy_that_is_no_longer_wanted_ends_before_the_next_chunk(source: Faul
     assert target.written == 4 * 1024
 
 
-def test_a_copy_that_was_given_up_leaves_its_successors_file_alone(source: Faulty, target: Faulty) -> None:
+def test_an_abandoned_copy_leaves_its_successors_file_alone(source: Faulty, target: Faulty) -> None:
     """The disk hung, the writer's rank is gone, and the next one's writer has taken over before it answers again."""
     left = [False] * 4
 
@@ -205,7 +205,7 @@ def test_a_copy_that_was_given_up_leaves_its_successors_file_alone(source: Fault
     assert (target.root / PATH).read_bytes() == DATA
 
 
-def test_a_copy_keeps_to_its_bandwidth(source: Faulty, target: Faulty) -> None:
+def test_a_copy_respects_its_bandwidth_limit(source: Faulty, target: Faulty) -> None:
     clock = Clock()
     throttle = Throttle(1000.0, burst=1024, clock=clock, sleep=clock.sleep)
     copy_file(source, target, FOLDER, described(DATA), throttle=throttle)

@@ -1,4 +1,4 @@
-"""Where the tiers of a run lie."""
+"""Places of a run's tiers."""
 
 import os
 import sys
@@ -70,12 +70,12 @@ def test_entries_of_a_remote_tier_say_their_url(tmp_path: Path) -> None:
     assert entry.place == f"memory://place-of-entries/my-run/{name}"
 
 
-def test_nothing_is_made_by_looking(tmp_path: Path) -> None:
+def test_resolving_tiers_makes_no_folders(tmp_path: Path) -> None:
     found(tmp_path, TierConfig(path="fast"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_is_refused_with_a_reason(tmp_path: Path) -> None:
+def test_impossible_tiers_are_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shared folder; leave `shared` out"):
         found(tmp_path, TierConfig(shared=False), TierConfig(path="/shared"))
     with pytest.raises(ValueError, match="cannot be the name of a folder"):
@@ -84,7 +84,7 @@ def test_what_cannot_be_is_refused_with_a_reason(tmp_path: Path) -> None:
         found(tmp_path, TierConfig(path="~nobody-of-that-name/x"))
 
 
-def test_a_missing_library_is_told_with_its_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_with_its_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(
         TierUnavailable, match=r"checkpoint\.tiers: gs://bucket needs a library that is missing: .*gcsfs"
@@ -138,7 +138,9 @@ def test_a_folder_on_lustre_is_made_and_striped(tmp_path: Path, calls: Path) -> 
 
 
 @pytest.mark.parametrize("reason", ["no stripes asked for", "not on lustre", "no lfs", "object store"])
-def test_elsewhere_nothing_is_done(tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_other_file_systems_are_not_striped(
+    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     tier, table = tier_at(tmp_path / "tier", stripes=4), lustre(tmp_path)
     if reason == "no stripes asked for":
         tier = tier_at(tmp_path / "tier", stripes=0)

@@ -1,4 +1,4 @@
-"""Verdicts of verifications by hand: what is kept of them, and which copies they are about."""
+"""Verdicts of verifications: what is stored, and which copies they are about."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ def bad(storage: LocalStorage, name: str, place: str) -> CopyVerdict:
     return CopyVerdict(name=name, place=place, manifest=found, ok=False, level=2, at=5.0, reason="digest differs")
 
 
-def test_a_bad_copy_is_condemned_in_its_place_alone(tmp_path: Path) -> None:
+def test_only_the_bad_copy_is_condemned(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name, place = make(storage, 10), str(tmp_path)
     record(storage, bad(storage, name, place))
@@ -64,7 +64,7 @@ def test_of_two_copies_the_verdict_on_one_does_not_outweigh_that_on_the_other(tm
     assert sorted(read_verdicts(storage), key=lambda verdict: verdict.level) == [other, tested]
 
 
-def test_the_newest_that_a_restore_test_has_passed(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_that_passed_a_restore_test(tmp_path: Path) -> None:
     """By step, attempt and take, as checkpoints are sorted everywhere; only where its copy is still the same one."""
     storage, place = LocalStorage(tmp_path), str(tmp_path)
     first, second = make(storage, 9), make(storage, 10)
@@ -108,7 +108,7 @@ def test_a_copy_without_a_believable_commit_stays_condemned_until_it_has_one(tmp
     assert known_bad(storage, str(tmp_path), storage) == {}
 
 
-def test_verdicts_on_what_is_gone_are_taken_away(tmp_path: Path) -> None:
+def test_verdicts_on_deleted_checkpoints_are_removed(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     names = [make(storage, step) for step in (10, 20)]
     for name in names:
@@ -120,7 +120,7 @@ def test_verdicts_on_what_is_gone_are_taken_away(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_damaged_verdict_is_none(tmp_path: Path) -> None:
+def test_a_damaged_verdict_is_ignored(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name = make(storage, 10)
     record(storage, bad(storage, name, str(tmp_path)))
@@ -130,8 +130,8 @@ def test_a_damaged_verdict_is_none(tmp_path: Path) -> None:
     assert read_verdicts(storage) == []
 
 
-def test_retention_takes_a_condemned_copy_for_nobody_s_substitute(tmp_path: Path) -> None:
-    """Its sizes are right: only whoever read every byte knows."""
+def test_retention_never_counts_a_condemned_copy_as_a_substitute(tmp_path: Path) -> None:
+    """Its sizes are right: only reading every byte finds the damage."""
     storage = LocalStorage(tmp_path)
     names = [make(storage, step) for step in (10, 20, 30, 40)]
     record(storage, bad(storage, names[2], str(tmp_path)))

@@ -1,4 +1,4 @@
-"""What each level of verification sees, and how it says so."""
+"""What each level of verification finds and reports."""
 
 import errno
 import os
@@ -27,14 +27,14 @@ BIG = {".metadata": b"metadata", "__0_0.distcp": random.Random(3).randbytes(2 * 
 
 
 class Streaming(LocalStorage):
-    """Opens files in a way of its own, as storages do that are no plain folder."""
+    """A storage that opens files differently, as storages do that are no plain folder."""
 
     def open(self, path: str) -> BinaryIO:
         return super().open(path)
 
 
 def drop_cache(path: Path) -> None:
-    """Whatever the file system keeps of this file in memory is given up."""
+    """Drop this file from the page cache."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -102,10 +102,10 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 def test_a_manifest_that_commit_does_not_know(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b"2.13.0", b"2.13.1"))
-    assert faults(checkpoint, 0) == ["manifest.json: is not the one that COMMIT vouches for (digest differs)"]
+    assert faults(checkpoint, 0) == ["manifest.json: does not match the digest in COMMIT"]
 
 
-def test_a_folder_in_the_place_of_a_file_is_called_one(checkpoint: Path) -> None:
+def test_a_folder_instead_of_a_file_is_reported_as_one(checkpoint: Path) -> None:
     shard = next(checkpoint.glob("*.distcp"))
     shard.unlink()
     shard.mkdir()
@@ -120,7 +120,7 @@ def test_a_missing_manifest(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_one_whose_deletion_was_begun_is_none(checkpoint: Path, level: int) -> None:
+def test_a_checkpoint_being_deleted_is_not_verified(checkpoint: Path, level: int) -> None:
     (checkpoint / "DELETED").write_bytes(b"{}")
     assert faults(checkpoint, level) == ["DELETED: its deletion has begun"]
 
@@ -183,7 +183,7 @@ def test_the_page_cache_is_as_it_was_before(disk: Path, cached: bool) -> None:
 
 
 def _read_ahead_mib(path: Path) -> int:
-    """How far the kernel reads ahead in this file at most, in whole MiB and one more."""
+    """An upper bound of the kernel's read-ahead in this file, in whole MiB."""
     device = path.stat().st_dev
     window = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     return (int(window.read_text()) >> 10) + 1 if window.is_file() else 8
@@ -228,7 +228,7 @@ def test_a_bad_chunk_names_the_tensors_that_lie_in_it(tmp_path: Path) -> None:
     assert {fault.tensors for fault in verify(path, 2).faults} == {()}
 
 
-def test_a_read_that_comes_back_short_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_read_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:70001]], offset))

@@ -1,4 +1,4 @@
-"""The arena as its two sides see it: bytes, records, shapes that change, and a publisher that dies in mid-record."""
+"""The arena from both sides: bytes, records, changing shapes, and a publisher that dies within a record."""
 
 import os
 import random
@@ -77,7 +77,7 @@ def test_buffers_begin_at_pages():
     arena.close()
 
 
-def test_any_damaged_byte_of_a_record_makes_it_none(sides):
+def test_a_record_with_any_damaged_byte_is_ignored(sides):
     ours, theirs = sides
     ours.shape(MIB, 1, "p1")
     theirs.reload()
@@ -90,7 +90,7 @@ def test_any_damaged_byte_of_a_record_makes_it_none(sides):
     assert theirs.record(0) == record()
 
 
-def test_a_damaged_shape_is_none(sides):
+def test_a_damaged_shape_is_ignored(sides):
     ours, _ = sides
     ours.shape(MIB, 1, "p1")
     os.pwrite(ours.descriptor, b"#", 40)
@@ -99,7 +99,7 @@ def test_a_damaged_shape_is_none(sides):
     other.close()
 
 
-def test_a_record_of_another_plan_is_none(sides):
+def test_a_record_of_another_plan_is_ignored(sides):
     ours, theirs = sides
     ours.shape(MIB, 1, "p1")
     theirs.reload()
@@ -110,7 +110,7 @@ def test_a_record_of_another_plan_is_none(sides):
     assert theirs.record(0) is None
 
 
-def test_a_new_shape_is_empty_and_harms_nobody_who_still_reads_the_old_one(sides):
+def test_a_new_shape_is_empty_and_does_not_disturb_readers_of_the_old_one(sides):
     ours, theirs = sides
     ours.shape(4 * MIB, 2, "p1")
     theirs.reload()
@@ -172,7 +172,7 @@ def test_a_publisher_that_is_killed_leaves_a_whole_record_or_none(sides, seed):
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000])
-def test_what_is_sealed_may_fill_its_place_and_not_more(size: int) -> None:
+def test_a_record_may_fill_its_place_and_not_more(size: int) -> None:
     payload, room = b"x" * size, memoryview(bytearray(arena._SEAL.size + size))
     arena._seal(room, arena._RECORD_MARK, payload)
     assert arena._unseal(room, arena._RECORD_MARK) == payload

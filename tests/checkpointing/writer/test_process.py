@@ -1,4 +1,4 @@
-"""The writer process, for real: what it writes, what it survives, who it dies with, and what a dead disk holds up."""
+"""The real writer process: its files, failures, lifetime and hung disks."""
 
 import errno
 import os
@@ -120,7 +120,7 @@ def test_errors_keep_their_numbers(writer, tmp_path):
     assert writer.ping().result(SECONDS) is None
 
 
-def test_a_state_that_the_disk_does_not_take_is_still_vouched_for_in_memory(writer, tmp_path):
+def test_a_state_the_disk_does_not_take_is_still_recorded_in_memory(writer, tmp_path):
     with small_tmpfs(tmp_path / "tiny", "2m") as tiny:
         assert fault(writer.write(order(tiny, files=2))) == (OSError, errno.ENOSPC)
         assert writer.arena.record(0).step == 1
@@ -128,7 +128,7 @@ def test_a_state_that_the_disk_does_not_take_is_still_vouched_for_in_memory(writ
         assert fault(writer.write(order(tiny, "s2"))) == (OSError, errno.EROFS)
 
 
-def test_a_failing_storage_of_the_caller_is_told_with_its_number(tmp_path):
+def test_a_failing_storage_of_the_caller_is_reported_with_its_number(tmp_path):
     writer = InProcessWriter(Faulty(tmp_path, full_after(9 * MIB)))
     shaped(writer.arena)
     assert fault(writer.write(order("anywhere"))) == (OSError, errno.ENOSPC)
@@ -161,7 +161,7 @@ def test_a_link_costs_two_descriptors_and_leaves_none():
     assert not alive(pid)
 
 
-def test_the_writer_stands_back_and_is_deaf_to_slurm(monkeypatch):
+def test_the_writer_runs_at_low_priority_and_ignores_signals_of_slurm(monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "_execute_child", execute_child)  # the program itself
     link = WriterLink.start(label="7")
     link.ping().result(SECONDS)
@@ -204,7 +204,7 @@ def test_a_writer_that_cannot_be_started_is_a_lost_one(monkeypatch):
     link.close()
 
 
-def test_a_writer_that_does_not_leave_is_killed_and_one_that_cannot_be_killed_is_left_behind(monkeypatch):
+def test_a_writer_that_does_not_end_is_killed_or_left_behind(monkeypatch):
     monkeypatch.setattr("checkpointing.writer.link._LEAVE_SECONDS", 0.01)
     link = WriterLink.start()
     process = link._process
@@ -231,7 +231,7 @@ time.sleep(60)
 """
 
 
-def test_a_writer_dies_with_its_rank_whoever_holds_the_socket():
+def test_a_writer_dies_with_its_rank_even_if_another_process_holds_the_socket():
     with subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, start_new_session=True) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
@@ -255,7 +255,7 @@ def test_cancelling_ends_what_is_in_flight_and_nothing_else(link, tmp_path):
     assert link.write(order(tmp_path, "s1")).result(SECONDS).files[0].size == 12 * MIB
 
 
-def test_a_disk_that_hangs_holds_up_nothing_else(link, tmp_path):
+def test_a_hung_disk_delays_nothing_else(link, tmp_path):
     with loop_ext4(tmp_path / "disk", 64) as disk:
         (disk / "s1").mkdir()
         with frozen(disk):
@@ -272,7 +272,7 @@ def test_a_disk_that_hangs_holds_up_nothing_else(link, tmp_path):
 
 
 class Owned:
-    """What an agent has: a writer for one generation after the other."""
+    """An agent: starts a writer for each generation."""
 
     def __init__(self) -> None:
         self.arena = Arena.create()
@@ -354,7 +354,7 @@ def test_a_generation_is_abandoned_while_its_disk_hangs(owned, tmp_path):
         until(lambda: len(os.listdir(f"/proc/{owned.process.pid}/task")) <= 2, 10)
 
 
-def test_a_writer_that_is_stopped_is_told_from_one_that_listens(owned):
+def test_a_stopped_writer_is_distinguished_from_a_listening_one(owned):
     owned.rank().close()
     os.kill(owned.process.pid, signal.SIGSTOP)
     with pytest.raises(WriterLost):

@@ -1,4 +1,4 @@
-"""An order that cannot be carried out says so: no file that is missing, and no answer that never comes."""
+"""Orders that cannot be executed are answered with an error."""
 
 import ctypes
 import errno
@@ -45,7 +45,7 @@ def arena() -> Arena:
 
 
 class Gives(LocalStorage):
-    """A storage whose library raises something of its own for one file."""
+    """A storage whose library raises its own kind of error for one file."""
 
     def __init__(self, root: Path, error: BaseException) -> None:
         super().__init__(root)
@@ -58,7 +58,7 @@ class Gives(LocalStorage):
 
 
 @pytest.mark.parametrize("error", [IndexError("list index"), ValueError("no such bucket"), RuntimeError("closed")])
-def test_a_file_that_a_library_did_not_write_is_not_called_written(
+def test_a_file_that_a_library_did_not_write_is_not_reported_as_written(
     tmp_path: Path, arena: Arena, error: Exception
 ) -> None:
     (tmp_path / "step").mkdir()
@@ -77,7 +77,7 @@ def test_a_save_counts_as_direct_if_all_of_its_files_are(
 
 
 class Uploads(LocalStorage):
-    """A store that shows a file when its sink is closed; somebody cancels while the last block is on its way."""
+    """A store that shows a file when its sink is closed, and a cancel during the last block."""
 
     def __init__(self, root: Path, cancel_token: CancelToken) -> None:
         super().__init__(root)
@@ -105,7 +105,7 @@ def test_an_upload_that_was_cancelled_at_its_end_does_not_appear(tmp_path: Path,
     assert store.done == "given up"
 
 
-def test_a_writer_that_speaks_nonsense_is_lost_and_nobody_waits_for_it() -> None:
+def test_a_writer_that_sends_nonsense_is_lost_and_not_waited_for() -> None:
     ours, theirs = socket.socketpair()
     link = WriterLink(ours, Arena.create())
     waiting = link.ping()
@@ -120,7 +120,7 @@ def test_a_writer_that_speaks_nonsense_is_lost_and_nobody_waits_for_it() -> None
     theirs.close()
 
 
-def test_an_order_that_gets_no_thread_is_refused_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_without_a_thread_is_refused_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     link = InProcessWriter()
 
     def none_left(thread: threading.Thread) -> None:
@@ -158,7 +158,7 @@ def test_the_names_of_the_files_are_durable_when_an_order_is_done(
     assert synced == [{"__0_0.distcp", "__0_1.distcp"}]
 
 
-def test_nothing_that_is_guarded_happens_after_a_halt() -> None:
+def test_no_guarded_action_happens_after_a_halt() -> None:
     token, done = CancelToken(), list[int]()
     token.unless_halted(lambda: done.append(1))
     assert not token.is_halted()
@@ -271,7 +271,7 @@ def test_an_error_crosses_the_socket_with_its_number_and_file_or_as_a_text_that_
     assert str(decode_error(long)).startswith("ValueError: xxx")
 
 
-def test_a_writer_leaves_disks_to_others_first() -> None:
+def test_a_writer_has_the_lowest_disk_priority() -> None:
     """Its class and level of I/O: the last one of the usual class. In a fork, whose priority stays low."""
     child = os.fork()
     if not child:

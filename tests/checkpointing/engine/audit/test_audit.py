@@ -1,4 +1,4 @@
-"""Levels 3 and 4: a sound checkpoint has no fault; every lie and every impossible value is found and named."""
+"""Levels 3 and 4: a sound checkpoint has no fault; every inconsistency and impossible value is found and named."""
 
 import io
 import pickle
@@ -87,7 +87,7 @@ def test_bytes_come_first(built: Built, tmp_path: Path) -> None:
     assert "model/wide" in fault.tensors
 
 
-def test_a_file_that_nobody_listed_is_named(built: Built, tmp_path: Path) -> None:
+def test_an_unlisted_file_is_named(built: Built, tmp_path: Path) -> None:
     path = built.write(tmp_path)
     (path / "notes.txt").write_text("hello")
     assert reasons(audit(path)) == ["notes.txt: is not listed in manifest.json"]
@@ -164,7 +164,7 @@ def misplaced(piece: Piece) -> Piece:
         (misplaced, "model/flat", "the frame at"),
     ],
 )
-def test_a_lie_of_the_index_is_found(
+def test_a_wrong_index_is_found(
     built: Built, tmp_path: Path, lie: Callable[[Piece], Piece | None], key: str, words: str
 ) -> None:
     built.pieces(lie)
@@ -183,7 +183,7 @@ def test_a_shard_with_too_few_bytes_is_found(built: Built, tmp_path: Path) -> No
     assert "the shard at (0, 0) has 192 bytes for (12, 4) of float64" in found
 
 
-def test_metadata_and_index_must_tell_the_same(built: Built, tmp_path: Path) -> None:
+def test_metadata_and_index_must_agree(built: Built, tmp_path: Path) -> None:
     del built.metadata.state_dict_metadata["model/mask"]
     place = next(at for at in built.metadata.storage_data if at.fqn == "model/flat")
     info = built.metadata.storage_data[place]
@@ -203,7 +203,7 @@ def test_a_frame_of_another_tensor_is_found(built: Built, tmp_path: Path) -> Non
 
 
 class Counting(LocalStorage):
-    """Counts what is asked of a file, as a store far away would be."""
+    """Counts the requests for a file."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -221,7 +221,7 @@ class Counting(LocalStorage):
             return Counted(stream.read())
 
 
-def test_frames_are_looked_at_by_whole_chunks(tmp_path: Path) -> None:
+def test_frames_are_read_by_whole_chunks(tmp_path: Path) -> None:
     """A request for every header of every tensor would be tens of thousands of them."""
     path = build({f"model/{number}": torch.ones(3) for number in range(50)}).write(tmp_path)
     storage = Counting(tmp_path)

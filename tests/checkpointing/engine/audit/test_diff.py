@@ -21,7 +21,7 @@ WIDE = torch.arange(96, dtype=torch.float32).view(12, 8) + 1
 
 
 class TrainedKeys(LocalStorage):
-    """Remembers which files were opened."""
+    """Records which files were opened."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -141,7 +141,7 @@ def test_damaged_bytes_are_never_compared(tmp_path: Path) -> None:
         compare(*sides)
 
 
-def test_what_is_not_committed_is_not_opened(tmp_path: Path) -> None:
+def test_an_uncommitted_checkpoint_is_not_opened(tmp_path: Path) -> None:
     path = build({"w": WIDE}).write(tmp_path)
     (path / "COMMIT").unlink()
     with pytest.raises(CheckpointRefused, match="COMMIT"):

@@ -1,4 +1,4 @@
-"""Checkpoints as files of others and back: every bit, or nothing at all."""
+"""Exports and imports: every bit, or nothing."""
 
 import json
 import pickle
@@ -291,7 +291,7 @@ NO_TENSORS: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("write", "why"), NO_TENSORS)
-def test_a_file_that_is_no_torch_file_is_refused_in_words_of_its_own(
+def test_a_file_that_is_no_torch_file_is_refused_with_its_own_message(
     tmp_path: Path, write: Callable[[Path], object], why: str
 ) -> None:
     write(tmp_path / "file.pt")

@@ -148,7 +148,7 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
 
 
 def memory(layout: str, folder: Path) -> dict[str, Any]:
-    """Restore this layout from its own files and from memory, as ranks do that have made their plan before."""
+    """Restore this layout from its own files and from memory, with the plan prepared before."""
     expected, tensors, found = placed(layout, 7), placed(layout, 0), []
     made = checkpointer(_copied(layout, folder, "memory"), told := [], layout)
     made.prepare(tensors)
@@ -202,7 +202,7 @@ def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def damaged(layout: str, folder: Path) -> dict[str, Any]:
-    """Restore a layout from damaged files of four ranks on two nodes, in `damaged`; the reason why it cannot be."""
+    """Restore a layout from damaged files of four ranks on two nodes; returns the reason of the refusal."""
     made = checkpointer(folder / "damaged", [], layout)
     try:
         made.restore(placed(layout, 0))

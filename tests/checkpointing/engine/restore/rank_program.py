@@ -298,11 +298,11 @@ def buckets_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
 
 
 class Odd(Exception):
-    """Of a kind that nobody has heard of."""
+    """An unexpected kind of error."""
 
 
 def a_lane_dies(folder: Path, told: Told) -> dict[str, Any]:
-    """Something unheard of ends rank 1's saves; training goes on, and the end of the run is reached."""
+    """An unexpected error ends rank 1's saves; training continues to the end of the run."""
 
     class Unheard(LocalStorage):
         def create(self, path: str) -> Any:

@@ -28,7 +28,7 @@ def of_layout(layout: str, folder: Path, name: str) -> dict[str, Any]:
 
 
 def of_ranks(size: str, folder: Path, name: str) -> dict[str, Any]:
-    """Beside what all ranks share, each has a key of its own, as of its generators."""
+    """Beside the shared keys, each rank has a key of its own, like its generators."""
     tensors = rank_program.empty()
     keys = {"sharded": "rows", "replicated": "replicated", "plain": f"rng/rank-{dist.get_rank():05d}"}
     return _restored_and_changed(folder, name, tensors, rank_program.whole(1), keys)
@@ -62,7 +62,7 @@ def tree(root: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def _untouched(mode: str, layout: str, folder: Path, step: int) -> dict[str, Any]:
-    """What is found in the checkpoint of this step in `folder`, and whether all is as it was where it lies."""
+    """What is found in the checkpoint of this step in `folder`, and whether the folder is unchanged."""
     before, (path,) = tree(folder), folder.glob(f"step-{step:08d}.*")
     found = {"of_layout": of_layout, "of_ranks": of_ranks}[mode](layout, folder, path.name)
     return {**found, "untouched": tree(folder) == before}

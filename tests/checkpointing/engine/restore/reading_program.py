@@ -1,4 +1,4 @@
-"""One of two real ranks of scenarios of reading, one after the other: arguments FOLDER RANK; prints one JSON line."""
+"""One of two real ranks in scenarios of reading: arguments FOLDER RANK; prints one JSON line."""
 
 import contextlib
 import json
@@ -68,7 +68,7 @@ def rounds(folder: Path) -> dict[str, Any]:
 
 
 def memory(folder: Path) -> dict[str, Any]:
-    """Both ranks are new, their arenas are not; replicated tensors lie in one of them only. Then one goes bad."""
+    """Both ranks are new, their arenas are not; replicated tensors are in one of them only. Then one is damaged."""
     told: list[Any] = []
     link = InProcessWriter(arena=Arena.create())
     first = checkpointer(folder, [], link=link)
@@ -110,7 +110,7 @@ def the_last_chunk(folder: Path) -> dict[str, Any]:
 
 
 def disks_of_nodes(folder: Path) -> dict[str, Any]:
-    """Each rank's files lie on its node's own disk, and the ranks come back on each other's node."""
+    """Each rank's files are on its node's own disk, and the ranks restart on each other's node."""
     shared, rank = folder / "shared", dist.get_rank()
     made = checkpointer(shared, [], link=InProcessWriter())
     made.save(1, placed(whole(1)), {"seed": 1})

@@ -72,7 +72,7 @@ MEMBER = f"c{META}\n_MEM_FORMAT_ENCODING\n(I0\ntR".encode()
         (sets(b"ctorch\nfloat32\n", "planted"), torch.float32),
     ],
 )
-def test_nothing_of_this_process_is_changed(kind: type[AllowList], data: bytes, thing: Any) -> None:
+def test_the_unpickler_changes_nothing_in_this_process(kind: type[AllowList], data: bytes, thing: Any) -> None:
     with pytest.raises(CheckpointRefused):
         parse_metadata(data, "x", kind)
     assert not hasattr(thing, "planted")

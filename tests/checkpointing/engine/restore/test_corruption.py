@@ -31,14 +31,14 @@ CANARY: list[str] = []
 
 
 class Canary:
-    """Sings when it is unpickled."""
+    """Sets off the alarm when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CANARY.append, ("unpickled",)
 
 
 class _Watch:
-    """An audit hook cannot be taken away again: there is one, and it counts only while it is asked to."""
+    """An audit hook cannot be removed: there is one, and it counts only while active."""
 
     def __init__(self) -> None:
         self.found: list[str] | None = None
@@ -228,7 +228,7 @@ def with_a_wrong_place(folder: Path) -> bytes:
         (with_a_wrong_place, "model.weight has its shard at (0, 0) elsewhere than in index.json"),
     ],
 )
-def test_a_well_sealed_enemy_runs_nothing(bench: Bench, made: Callable[[Path], bytes], reason: str) -> None:
+def test_malicious_code_under_a_valid_seal_is_not_run(bench: Bench, made: Callable[[Path], bytes], reason: str) -> None:
     bench.saved(1)
     resealed(bench.folder(1), made(bench.folder(1)))
     assert verify(bench.folder(1), 2).ok, "the seal itself is in order"
@@ -250,7 +250,7 @@ def test_a_checkpoint_without_its_index_is_refused(bench: Bench) -> None:
 
 
 class Rotting(LocalStorage):
-    """A disk that gives good bytes so often, and other ones from then on."""
+    """A disk that returns correct bytes for some reads, and wrong ones from then on."""
 
     def __init__(self, root: Path, good: int) -> None:
         super().__init__(root)
@@ -266,7 +266,7 @@ class Rotting(LocalStorage):
 
 
 def test_bytes_that_rot_between_check_and_read_are_caught(bench: Bench) -> None:
-    """The seal is in order, then the disk gives other bytes to the reader."""
+    """Verification succeeds, then the disk returns other bytes to the reader."""
     bench.saved(1, 2)
     assert verify(bench.folder(2), 2).ok
     target = blank()
@@ -278,7 +278,7 @@ def test_bytes_that_rot_between_check_and_read_are_caught(bench: Bench) -> None:
 
 
 def test_what_was_verified_is_what_is_delivered(bench: Bench) -> None:
-    """No byte is read a second time: what the disk would give by then reaches nobody."""
+    """No byte is read a second time."""
     bench.saved(1)
     target, storage = blank(), Rotting(bench.root, good=1)
     loaded(bench.checkpointer(storage=storage).restore(target))

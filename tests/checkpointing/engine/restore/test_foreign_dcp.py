@@ -1,4 +1,4 @@
-"""DCP checkpoints of other makers: loaded only when somebody says so, and even then no code of theirs runs."""
+"""DCP checkpoints of other programs: loaded only when trusted, and even then no code in them runs."""
 
 import io
 import os
@@ -40,7 +40,7 @@ def restore(bench: Bench, target: dict[str, torch.Tensor], *, trust: bool = True
     return restorer.run(target, OptionalKeys(**lack))
 
 
-def test_it_is_not_even_looked_at_without_trust(bench: Bench) -> None:
+def test_a_foreign_checkpoint_is_not_opened_without_trust(bench: Bench) -> None:
     foreign(bench.root, "step-100", state(3))
     target = blank()
     assert restore(bench, target, trust=False) is None
@@ -48,7 +48,7 @@ def test_it_is_not_even_looked_at_without_trust(bench: Bench) -> None:
     assert bench.events == []
 
 
-def test_with_trust_its_values_are_loaded_and_told_as_unverified(bench: Bench) -> None:
+def test_with_trust_values_are_loaded_and_reported_as_unverified(bench: Bench) -> None:
     foreign(bench.root, "step-90", state(2))
     foreign(bench.root, "step-100", state(3))
     target = blank()
@@ -66,7 +66,7 @@ def test_our_own_come_first_whatever_their_step(bench: Bench) -> None:
     assert (restored.step, restored.verified) == (5, True)
 
 
-def test_half_of_ours_is_nobody_elses(bench: Bench) -> None:
+def test_a_half_written_checkpoint_of_orch_is_not_foreign(bench: Bench) -> None:
     bench.saved(5)
     (bench.folder(5) / "COMMIT").unlink()
     (bench.folder(5) / "manifest.json").unlink()
@@ -96,7 +96,7 @@ def test_items_that_are_no_tensors_are_left_out_and_missed_when_they_are_wanted(
 
 
 def test_values_of_another_type_than_metadata_says_are_no_values(bench: Bench) -> None:
-    """Read bit for bit, the number one would be 1.4e-45."""
+    """Read bit for bit, the integer one would be 1.4e-45."""
     folder = foreign(bench.root, "x-1", {"w": torch.ones(3, dtype=torch.int32)})
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].properties.dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Names that an attempt is to inherit: another node has seen them, so they are waited for and missed."""
+"""Names that an attempt inherits: another node has seen them, so a missing one is waited for and reported."""
 
 import errno
 import shutil
@@ -41,7 +41,7 @@ def test_an_inheritance_that_is_gone_is_not_a_fresh_start(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_is_perhaps_there_is_taken_and_only_told_of_when_it_is_not(bench: Bench) -> None:
+def test_an_optional_checkpoint_may_be_missing(bench: Bench) -> None:
     bench.saved(5, 10)
     names = {step: bench.folder(step).name for step in (5, 10, 15)}
     given = {"attempt": 2, "nonce": "22222222", "inherit": (names[5], names[15], names[10])}
@@ -100,7 +100,7 @@ def test_what_memory_holds_of_a_corrupt_one_is_not_loaded_either(bench: Bench) -
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_newer_one_that_is_gone_is_told_and_the_older_one_taken(bench: Bench) -> None:
+def test_a_missing_newer_checkpoint_is_reported_and_the_older_one_restored(bench: Bench) -> None:
     bench.saved(5)
     assert loaded(heir(bench, 10, 5).restore(blank())).step == 5
     (refusal,) = bench.told("checkpoint.refused")
@@ -110,7 +110,7 @@ def test_a_newer_one_that_is_gone_is_told_and_the_older_one_taken(bench: Bench) 
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_does_not_fit_or_cannot_be_read_is_not_called_damaged(bench: Bench, monkeypatch: Any) -> None:
+def test_misfits_and_read_errors_are_not_reported_as_damage(bench: Bench, monkeypatch: Any) -> None:
     bench.saved(5)
     for target in (
         {**blank(), "model.more": torch.zeros(2)},
@@ -132,7 +132,7 @@ def test_what_does_not_fit_or_cannot_be_read_is_not_called_damaged(bench: Bench,
     assert bench.told("checkpoint.refused")[-1]["damaged"] is False
 
 
-def test_bytes_that_differ_are_called_damaged(bench: Bench) -> None:
+def test_wrong_bytes_are_reported_as_damage(bench: Bench) -> None:
     bench.saved(5)
     file = bench.folder(5) / "__0_0.distcp"
     data = bytearray(file.read_bytes())
@@ -151,7 +151,7 @@ def test_a_name_that_comes_late_is_waited_for(bench: Bench, monkeypatch: pytest.
     assert bench.told("checkpoint.refused") == []
 
 
-def test_an_older_one_that_is_gone_is_nobodys_business(bench: Bench) -> None:
+def test_a_missing_older_checkpoint_is_not_reported(bench: Bench) -> None:
     bench.saved(10)
     assert loaded(heir(bench, 10, 5).restore(blank())).step == 10
 
@@ -196,7 +196,7 @@ def test_a_bad_copy_in_one_tier_is_refused_there_and_the_other_one_taken(bench: 
     assert refusal["reason"].startswith("__0_0.distcp: has 3 bytes instead of")
 
 
-def test_a_suspect_step_is_left_out_in_every_tier_and_told_once(bench: Bench, two: Any) -> None:
+def test_a_suspect_step_is_skipped_in_every_tier_and_reported_once(bench: Bench, two: Any) -> None:
     assert loaded(restore(bench, two, blank(), suspects={15, 10, 99})).step == 5
     assert [told["step"] for told in bench.told("checkpoint.suspect")] == [15, 10]
 
@@ -236,7 +236,7 @@ def test_the_newest_one_is_tried_again_until_it_can_be_read(bench: Bench, monkey
     assert bench.told("checkpoint.refused") == []
 
 
-def test_another_readable_tier_is_used_at_once(bench: Bench, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_readable_tier_is_used_immediately(bench: Bench, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fast, slow = two
     shutil.copytree(Path(slow.path) / bench.folder(15).name, bench.folder(15))
     monkeypatch.setattr(restorer.time, "sleep", lambda _: pytest.fail("nothing is to be waited for"))
@@ -275,7 +275,7 @@ def closed(place: ResolvedTier) -> ResolvedTier:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_tier_that_cannot_be_read_is_done_without_where_another_has_the_newest(bench: Bench) -> None:
+def test_an_unreadable_tier_does_not_matter_where_another_has_the_newest(bench: Bench) -> None:
     bench.saved(5, 10)
     names = tuple(bench.folder(step).name for step in (10, 5))
     readable = tier_at(bench.root)
@@ -298,7 +298,7 @@ def test_a_tier_that_cannot_be_read_is_done_without_where_another_has_the_newest
 
 @pytest.mark.usefixtures("impatient")
 def test_a_tier_that_is_not_mounted_on_this_node_repeats_no_steps(bench: Bench) -> None:
-    """The controller saw step 10 there; the file system is away on the node of rank 0."""
+    """The controller saw step 10 there; the file system is not mounted on the node of rank 0."""
     bench.saved(5)
     names = tuple(bench.folder(step).name for step in (10, 5))
     far = bench.root.parent / "far"

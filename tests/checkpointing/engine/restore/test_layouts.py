@@ -92,7 +92,7 @@ def test_ranks_that_have_nothing_to_write_do_not_fail_the_save(found: Found, fol
     assert file.name == ("__node0.distcp" if layout.endswith(BY_NODE) else "__0_0.distcp")
 
 
-def test_a_damaged_byte_in_a_nodes_file_is_found_by_whoever_reads_it(found: Found, folder: Path) -> None:
+def test_a_damaged_byte_in_a_nodes_file_is_found_by_any_reader(found: Found, folder: Path) -> None:
     shutil.copytree(folder / "saved-dp4 by node", folder / "damaged")
     victim = next((folder / "damaged").glob("step-*/__node1.distcp"))
     with victim.open("r+b") as file:

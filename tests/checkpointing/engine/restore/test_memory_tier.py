@@ -1,4 +1,4 @@
-"""What an earlier generation left in the arena: taken before any disk, if it is whole, and never blindly."""
+"""What an earlier generation left in the arena: restored before any disk, after verification."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Generation:
         arena.shape(self.plan.layout.buffer_bytes, 2, self.plan.hash, 4096)
 
     def hold(self, buffer: int, step: int) -> None:
-        """Lay `state(step)` out in a buffer and vouch for it."""
+        """Write `state(step)` into a buffer and publish its record."""
         memory = torch.frombuffer(self.arena.buffer(buffer), dtype=torch.uint8)
         for item in self.plan.layout.items:
             size = math.prod(item.shape) * item.dtype.itemsize
@@ -139,7 +139,7 @@ def test_the_own_layout_is_known_by_its_index(held: Generation, monkeypatch: pyt
     assert same(target, state(6))
 
 
-def test_an_index_of_the_same_length_is_not_taken_for_the_own_one(held: Generation) -> None:
+def test_an_index_of_equal_length_is_not_mistaken_for_the_own_one(held: Generation) -> None:
     other = {key.replace("model.mask", "model.mosk"): tensor for key, tensor in state(5).items()}
     made = held.bench.checkpointer()
     made.save(5, other, {})
@@ -155,7 +155,7 @@ def test_other_tensors_than_were_planned_for_are_looked_up(held: Generation) -> 
     assert torch.equal(some["model.weight"], state(5)["model.weight"])
 
 
-def test_a_record_of_another_layout_or_a_torn_one_is_none(held: Generation) -> None:
+def test_a_record_that_is_torn_or_of_another_layout_is_ignored(held: Generation) -> None:
     held.hold(0, 5)
     assert held.restore(blank(), plan=replace(held.plan, hash="0" * 32)) is None
     held.arena.clear(0)
@@ -194,7 +194,7 @@ def test_buffers_are_lent_to_land_in_unless_they_hold_a_candidate(held: Generati
 
 
 def test_what_landed_in_a_lent_buffer_is_not_left_between_its_frames(held: Generation) -> None:
-    """What pads a file goes into every checkpoint that is written from the buffer."""
+    """The padding of a file is written with every checkpoint from the buffer."""
     made = held.bench.checkpointer()
     made.save(6, {**state(6), "model.more": torch.ones(3)}, {})
     made.wait()
@@ -207,7 +207,7 @@ def test_what_landed_in_a_lent_buffer_is_not_left_between_its_frames(held: Gener
     assert not memory[: sum(size for *_, size in held.plan.layout.files)].any()
 
 
-def test_without_somebody_to_lay_the_frames_again_nothing_is_lent(held: Generation) -> None:
+def test_nothing_is_lent_where_frames_cannot_be_rewritten(held: Generation) -> None:
     held.bench.saved(8)
     before_it = [bytes(held.arena.buffer(at)) for at in (0, 1)]
     assert loaded(held.restore(blank())).step == 8

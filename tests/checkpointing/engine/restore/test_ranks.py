@@ -116,7 +116,7 @@ def test_all_ranks_leave_a_checkpoint_that_one_of_them_finds_damaged(pair: Pair)
     assert "digest differs" in refusal["reason"]
 
 
-def test_a_save_whose_peer_died_is_told_by_the_survivor(run: Run, tmp_path: Path) -> None:
+def test_the_survivor_reports_a_save_whose_peer_died(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (survivor,) = run("a_peer_dies_in_mid_save", 2, folder, dies=(1,))
     assert survivor["committed"] is None
@@ -125,7 +125,7 @@ def test_a_save_whose_peer_died_is_told_by_the_survivor(run: Run, tmp_path: Path
     assert Catalog(folder).committed_entries() == []
 
 
-def test_a_peer_that_dies_while_it_writes_takes_the_save_along(run: Run, tmp_path: Path) -> None:
+def test_a_peer_that_dies_while_writing_fails_the_save(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (survivor,) = run("a_peer_dies_while_it_writes", 2, folder, dies=(1,))
     assert (survivor["begun"], survivor["committed"]) == (True, None)

@@ -1,4 +1,4 @@
-"""Restores of one named checkpoint that change nothing where it lies, and say whether what was loaded was saved."""
+"""Read-only restores of one named checkpoint, and the comparison of what was loaded with what was saved."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def opened(folder: Path, on_event: Callable[[str, dict[str, Any]], None] = emit_
 # ---- one rank
 
 
-def test_the_named_one_is_loaded_and_no_newer_one(bench: Bench) -> None:
+def test_the_named_checkpoint_is_loaded_and_no_newer_one(bench: Bench) -> None:
     bench.saved(5, 10, 15)
     told: list[tuple[str, dict[str, Any]]] = []
     made, target = opened(bench.folder(10), lambda kind, data: told.append((kind, data))), blank()
@@ -46,8 +46,8 @@ def test_the_named_one_is_loaded_and_no_newer_one(bench: Bench) -> None:
     made.close()
 
 
-def test_nothing_is_changed_where_it_lies(bench: Bench) -> None:
-    """Half-written folders of this and other attempts beside it are nobody's business here."""
+def test_the_folder_of_the_checkpoint_is_not_changed(bench: Bench) -> None:
+    """Half-written folders of this and other attempts beside it stay as they are."""
     bench.saved(5, 10)
     shutil.copytree(bench.folder(10), bench.folder(20))
     (bench.folder(20) / "COMMIT").unlink()
@@ -82,7 +82,7 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_one_is_an_error_although_others_are_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_checkpoint_is_an_error_although_others_exist(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restorer, "LATE_S", 0.0)
     bench.saved(5, 15)
     made, target = opened(bench.folder(10)), blank()
@@ -93,8 +93,8 @@ def test_a_missing_one_is_an_error_although_others_are_there(bench: Bench, monke
     made.close()
 
 
-def test_a_damaged_one_is_an_error_at_once(bench: Bench) -> None:
-    """What is there but bad is not waited for."""
+def test_a_damaged_checkpoint_is_an_immediate_error(bench: Bench) -> None:
+    """Only missing checkpoints are waited for."""
     bench.saved(5, 10)
     (bench.folder(10) / "__0_0.distcp").unlink()
     made = opened(bench.folder(10))
@@ -128,7 +128,7 @@ def test_what_was_changed_in_memory_since_is_named(bench: Bench) -> None:
     made.close()
 
 
-def test_tensors_that_nobody_loads_are_not_compared(bench: Bench) -> None:
+def test_tensors_that_are_not_loaded_are_not_compared(bench: Bench) -> None:
     bench.saved(5)
     made = opened(bench.folder(5))
     made.restore({"model.weight": torch.zeros(64, 33)})
@@ -137,7 +137,7 @@ def test_tensors_that_nobody_loads_are_not_compared(bench: Bench) -> None:
 
 
 def test_a_fingerprint_that_disagrees_with_the_values_is_found(tmp_path: Path) -> None:
-    """Its digest matches: the state was wrong before it was written, or was put together wrongly."""
+    """Its digest matches: the state was wrong before it was written."""
     built = build({"model/a": torch.arange(6.0), "model/b": torch.ones(3)})
     assert built.fingerprints is not None
     built.fingerprints["model/a"] = "0" * 16
@@ -149,7 +149,7 @@ def test_a_fingerprint_that_disagrees_with_the_values_is_found(tmp_path: Path) -
     made.close()
 
 
-def test_one_without_fingerprints_says_so(tmp_path: Path) -> None:
+def test_a_checkpoint_without_fingerprints_is_reported(tmp_path: Path) -> None:
     built = build({"model/a": torch.arange(6.0)})
     built.fingerprints = None
     made = opened(built.write(tmp_path))
@@ -159,7 +159,7 @@ def test_one_without_fingerprints_says_so(tmp_path: Path) -> None:
     made.close()
 
 
-def test_fingerprints_that_cannot_be_read_are_not_taken_for_none(tmp_path: Path) -> None:
+def test_unreadable_fingerprints_are_not_treated_as_absent(tmp_path: Path) -> None:
     built = build({"model/a": torch.arange(6.0)})
     built.fingerprints, built.files[FINGERPRINTS] = None, b"{}"
     made = opened(built.write(tmp_path))

@@ -1,4 +1,4 @@
-"""Which bytes a rank needs, who reads them, where they land: the parts of a restore, each on its own."""
+"""Which bytes a rank needs, which rank reads them and where they land."""
 
 import io
 import itertools
@@ -144,7 +144,7 @@ def test_two_replicas_read_for_themselves() -> None:
     assert assign(shards(20), [{0: 5, 1: 5}] * 2, [EVERYWHERE] * 2) == [(0,), (1,)], "halves are sent"
 
 
-def test_whoever_needs_most_reads_and_what_nobody_needs_is_read_too() -> None:
+def test_the_rank_that_needs_most_reads_and_unneeded_bytes_are_read_too() -> None:
     readers = assign(shards(30), [{0: 2, 1: 10}, {0: 7}], [EVERYWHERE] * 2)
     assert readers[:2] == [(1,), (0,)]
     assert len(readers[2]) == 1

@@ -1,4 +1,4 @@
-"""Trouble in one tier stays there: what is damaged, full, hung, revoked or not relied on."""
+"""Failures of one tier do not affect others: damage, full and hung disks, revoked attempts, refused checkpoints."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ __all__ = ["no_waiting_for_disks", "tiers"]
 pytestmark = pytest.mark.usefixtures("no_waiting_for_disks")
 
 
-def test_a_bad_source_is_told_with_its_chunk_and_never_passed_on(tiers: Tiers) -> None:
+def test_a_bad_source_is_reported_with_its_chunk_and_never_copied(tiers: Tiers) -> None:
     old = make(tiers.storages["fast"], 10)
     made = make(tiers.storages["fast"], 20)
     (tiers.root / "fast" / made / "__0_0.distcp").write_bytes(b"x" * 999 + b"y")
@@ -47,19 +47,19 @@ def test_a_bad_source_is_told_with_its_chunk_and_never_passed_on(tiers: Tiers) -
     assert tiers.steps("slow") == [10]
 
 
-def test_a_source_whose_manifest_is_damaged_is_told_and_the_next_older_one_passed_on(tiers: Tiers) -> None:
+def test_a_source_with_a_damaged_manifest_is_reported_and_the_next_older_one_copied(tiers: Tiers) -> None:
     make(tiers.storages["fast"], 10)
     made = make(tiers.storages["fast"], 20)
     (tiers.root / "fast" / made / "manifest.json").write_bytes(b"torn")
     tiers.start()
     assert tiers.wait_for("checkpoint.failed")["reason"].endswith(
-        "the source is damaged: manifest.json: is not the one that COMMIT vouches for (digest differs)"
+        "the source is damaged: manifest.json: does not match the digest in COMMIT"
     )
     assert tiers.drain()
     assert tiers.steps("slow") == [10]
 
 
-def test_a_full_tier_is_told_and_the_next_commit_tries_again(tiers: Tiers) -> None:
+def test_a_full_tier_is_reported_and_the_next_commit_tries_again(tiers: Tiers) -> None:
     tiers.storages["slow"].broken = full_after(100)
     tiers.start()
     tiers.commit(10)
@@ -143,7 +143,7 @@ def test_a_copy_that_is_there_after_all_ends_the_report_of_its_failure(tiers: Ti
 
 
 @pytest.mark.parametrize("operation", ["list", "create", "write", "publish", "delete"])
-def test_a_hung_tier_is_told_and_holds_up_nobody(tmp_path: Path, operation: str) -> None:
+def test_a_hung_tier_is_reported_and_delays_nothing(tmp_path: Path, operation: str) -> None:
     tiers = tiers_of(tmp_path, "fast", "slow", "far", slow={"keep": 2})
     hung, slow = threading.Event(), tiers.storages["slow"]
     for step in (1, 2):
@@ -171,7 +171,7 @@ def test_a_hung_tier_is_told_and_holds_up_nobody(tmp_path: Path, operation: str)
     tiers.close()
 
 
-def test_a_copy_that_takes_far_too_long_is_told_while_it_is_under_way(tiers: Tiers) -> None:
+def test_a_copy_that_takes_too_long_is_reported_while_it_runs(tiers: Tiers) -> None:
     tiers.storages["slow"].hung = lambda met: met.startswith("write")
     tiers.start(timeouts=TransferTimeouts(access=0.05, look=0.02))
     tiers.commit(10)
@@ -279,7 +279,7 @@ def refused(tier: Path, name: str) -> DistrustedCheckpoints:
     return distrusted
 
 
-def test_refused_checkpoints_are_not_passed_on(tiers: Tiers) -> None:
+def test_refused_checkpoints_are_not_copied(tiers: Tiers) -> None:
     make(tiers.storages["fast"], 10)
     suspect = make(tiers.storages["fast"], 20)
     tiers.start(distrusted=refused(tiers.root / "fast", suspect))
@@ -287,7 +287,7 @@ def test_refused_checkpoints_are_not_passed_on(tiers: Tiers) -> None:
     assert tiers.steps("slow") == [10]
 
 
-def test_a_copy_that_was_refused_in_one_tier_is_passed_on_from_another(tmp_path: Path) -> None:
+def test_a_checkpoint_refused_in_one_tier_is_copied_from_another(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path, "fast", "slow", "far")
     for tier in ("fast", "slow"):
         made = make(tiers.storages[tier], 20)
@@ -310,7 +310,7 @@ def test_a_source_that_is_bad_in_one_tier_is_read_from_another(tmp_path: Path) -
     tiers.close()
 
 
-def test_one_tier_alone_needs_no_lane(tmp_path: Path) -> None:
+def test_a_single_tier_needs_no_flusher(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path, "fast")
     before = threading.active_count()
     tiers.start()
@@ -343,7 +343,7 @@ def test_a_file_that_is_visible_late_is_waited_for(tiers: Tiers, monkeypatch: py
     assert tiers.kinds() == ["checkpoint.flushed"]
 
 
-def test_an_error_of_the_access_itself_is_no_hung_tier(tiers: Tiers) -> None:
+def test_an_access_error_is_not_a_hung_tier(tiers: Tiers) -> None:
     bounded = BoundedTier(tiers.place("slow"), SECONDS)
 
     def fail() -> None:
@@ -372,7 +372,7 @@ def test_a_failure_that_an_arrival_has_ended_is_not_reported_as_ended_again(tier
 def test_the_time_for_a_copy_is_that_of_a_slow_disk_or_of_its_limit(
     tiers: Tiers, bandwidth: float, patience: float, usual: float
 ) -> None:
-    """Of 100 MiB: patience is for half of 8 MiB/s, and told is what takes twice the time of 64 MiB/s."""
+    """For 100 MiB: the limit is the time at 4 MiB/s; copies slower than 32 MiB/s are reported."""
     limits = TransferTimeouts()
     assert (limits.access, limits.copy, limits.late) == (120.0, 300.0, 30.0)
     place = replace(tiers.place("slow"), bandwidth=bandwidth)

@@ -1,4 +1,4 @@
-"""Flushing: what reaches the slower tiers, and when."""
+"""Which checkpoints the flusher copies to the slower tiers, and when."""
 
 import errno
 import shutil
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_waiting_for_disks")
 # ---- one rank, two tiers
 
 
-def test_every_commit_reaches_the_slow_tier_and_is_told(tiers: Tiers) -> None:
+def test_every_commit_reaches_the_slow_tier_and_is_reported(tiers: Tiers) -> None:
     tiers.start()
     for step in (10, 20):
         made = tiers.commit(step)
@@ -42,7 +42,7 @@ def test_every_commit_reaches_the_slow_tier_and_is_told(tiers: Tiers) -> None:
     assert facts["seconds"] > 0
 
 
-def test_the_copy_is_the_very_checkpoint(tiers: Tiers) -> None:
+def test_the_copy_equals_the_checkpoint(tiers: Tiers) -> None:
     tiers.start()
     made = tiers.commit(10, extra={"loss": 0.5})
     tiers.idle()
@@ -52,7 +52,7 @@ def test_the_copy_is_the_very_checkpoint(tiers: Tiers) -> None:
         assert path.name == "COMMIT" or path.read_bytes() == (slow / path.name).read_bytes()
 
 
-def test_a_start_goes_on_with_what_was_left(tiers: Tiers) -> None:
+def test_a_start_continues_unfinished_copies(tiers: Tiers) -> None:
     for step in (10, 20):
         made = make(tiers.storages["fast"], step)
     half = tiers.root / "slow" / made
@@ -79,7 +79,7 @@ def test_a_slow_tier_gets_every_so_many_steps_and_the_last_one(tmp_path: Path) -
     tiers.close()
 
 
-def test_a_start_brings_the_newest_everywhere_whatever_the_rule(tmp_path: Path) -> None:
+def test_a_start_copies_the_newest_to_every_tier(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path, slow={"every": 1000})
     make(tiers.storages["slow"], 10)
     make(tiers.storages["fast"], 20)
@@ -208,7 +208,7 @@ def test_ranks_that_hear_of_commits_at_different_times_stay_in_step(tmp_path: Pa
     assert all(flusher._ranks.closed for flusher in tiers.flushers)
 
 
-def test_trouble_of_one_rank_is_everybodys_and_told_once(tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_fails_all_and_is_reported_once(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path, size=3)
     tiers.storages["slow"].broken = lambda met, _: errno.EROFS if met.startswith("write") and "__2_0" in met else 0
     tiers.start()
@@ -242,7 +242,7 @@ def test_disks_of_the_nodes_together_feed_a_shared_tier(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_files_waits_for_the_others_and_a_file_of_no_node_is_named(tmp_path: Path) -> None:
-    """The second of two nodes has the names of a checkpoint and none of its files; nobody has one of the next one."""
+    """The second node has only the names of the first checkpoint's files; no node has one file of the second."""
     tiers = tiers_of(tmp_path, "node-0", "node-1", "shared", size=2)
     for storage in ("node-0", "node-1"):
         made = make(tiers.storages[storage], 10)
@@ -293,7 +293,7 @@ def test_a_shared_tier_feeds_the_disks_of_the_nodes(tmp_path: Path) -> None:
     tiers.close()
 
 
-def test_a_peer_that_dies_ends_the_lane_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_peer_ends_the_flusher_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiers = tiers_of(tmp_path, size=2)
     tiers.start()
     tiers.idle()

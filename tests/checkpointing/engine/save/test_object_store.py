@@ -1,4 +1,4 @@
-"""A run whose far tier is an object store: saved, flushed by the writer process, restored from there alone."""
+"""A run with a tier in an object store: saved, flushed by the writer process, restored from there alone."""
 
 import shutil
 from pathlib import Path

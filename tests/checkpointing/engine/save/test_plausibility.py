@@ -1,4 +1,4 @@
-"""A state that cannot be right is not saved as if it were."""
+"""Implausible states are refused, reported or saved, as configured."""
 
 import errno
 import math
@@ -94,7 +94,7 @@ def test_one_bad_value_among_many_tensors_is_found_and_counted(dtype: torch.dtyp
     assert findings(tensors).broken == (("model/7", 1),)
 
 
-def test_what_does_not_train_and_infinities_are_no_fault() -> None:
+def test_infinities_and_untrained_nan_are_plausible() -> None:
     """A mask is -inf, an optimizer may begin with a smallest loss of inf, and a counter may be anything."""
     mask = torch.tensor([-math.inf, 0.0, math.inf])
     huge = {"model/a": torch.full((1000,), 3e38), "model/h": torch.full((1000,), 6e4, dtype=torch.float16)}
@@ -102,7 +102,7 @@ def test_what_does_not_train_and_infinities_are_no_fault() -> None:
     assert findings({**huge, **others, "model/mask": mask, "model/n": torch.ones(3, dtype=torch.int64)}).broken == ()
 
 
-def test_an_empty_tensor_is_nothing_to_look_at() -> None:
+def test_an_empty_tensor_is_plausible() -> None:
     assert findings({"model/none": torch.empty(0, 4), "model/x": torch.ones(2)}).broken == ()
 
 
@@ -155,8 +155,10 @@ def is_data(operation: str) -> bool:
     return operation.startswith("create") and operation.endswith(".distcp")
 
 
-def test_it_leaves_memory_before_the_disk_is_done(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is restarted while a slow disk still writes it must not find it."""
+def test_an_implausible_state_leaves_memory_before_the_disk_is_done(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart while a slow disk still writes it must not find it."""
     storage = Faulty(bench.root, hung=is_data)
     storage.healed.set()
     link, cleared = InProcessWriter(storage), threading.Event()
@@ -181,7 +183,7 @@ def test_it_leaves_memory_before_the_disk_is_done(bench: Bench, monkeypatch: pyt
     assert [record.step for at in range(2) if (record := link.arena.record(at))] == [1]
 
 
-def test_it_leaves_memory_although_the_writer_vouches_for_it_late(
+def test_an_implausible_state_leaves_memory_although_its_record_comes_late(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, cleared = InProcessWriter(LocalStorage(bench.root)), threading.Event()
@@ -210,7 +212,7 @@ def test_it_leaves_memory_although_the_writer_vouches_for_it_late(
     assert [record.step for at in range(2) if (record := link.arena.record(at))] == [1]
 
 
-def test_a_full_disk_does_not_hide_that_it_is_implausible(bench: Bench) -> None:
+def test_a_full_disk_does_not_hide_an_implausible_state(bench: Bench) -> None:
     storage = Faulty(bench.root, lambda operation, _: errno.ENOSPC if is_data(operation) else 0)
     link = InProcessWriter(storage)
     made = bench.checkpointer(storage=storage, link=link, pauses=(0.0,))
@@ -241,27 +243,27 @@ def test_a_state_that_nothing_can_copy_is_named_and_lasts(bench: Bench) -> None:
 
 
 class Broken(InProcessWriter):
-    """A writer of ours with a bug."""
+    """A writer with a bug."""
 
     def write(self, order: Any) -> Any:
         raise KeyError("buffer")
 
 
-def test_what_is_no_fault_of_a_disk_is_not_tried_again(bench: Bench) -> None:
+def test_only_disk_failures_are_retried(bench: Bench) -> None:
     made = bench.checkpointer(link=Broken(LocalStorage(bench.root)), pauses=(0.0,))
     assert "KeyError: 'buffer'" in (saved(made, 1, training(1)) or "")
     assert isinstance(made.lasting, UnsavableState)
     assert bench.told("checkpoint.retried") == []
 
 
-def test_warn_saves_it_and_says_so(bench: Bench) -> None:
+def test_warn_saves_an_implausible_state_and_reports_it(bench: Bench) -> None:
     made = bench.checkpointer(config=CheckpointConfig(plausibility="warn"))
     assert saved(made, 1, {"model/w": torch.tensor([math.nan])}) is None
     assert bench.kinds() == ["checkpoint.saving", "checkpoint.committed", "checkpoint.doubted"]
     assert bench.told("checkpoint.doubted") == [{"step": 1, "reason": "NaN in trained weights: model/w (1)"}]
 
 
-def test_off_looks_for_nothing(bench: Bench) -> None:
+def test_off_checks_nothing(bench: Bench) -> None:
     made = bench.checkpointer(config=CheckpointConfig(plausibility="off"))
     assert saved(made, 1, {"model/w": torch.tensor([math.nan])}) is None
     assert bench.kinds() == ["checkpoint.saving", "checkpoint.committed"]

@@ -1,4 +1,4 @@
-"""A save of several ranks, which are threads here: one outcome for all of them, whichever rank has the trouble."""
+"""Saves of several ranks (threads here): one outcome for all, whichever rank fails."""
 
 import errno
 import threading
@@ -125,7 +125,7 @@ def test_one_file_of_a_node_holds_the_regions_of_its_ranks(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_copy_that_failed_on_one_rank_fails_the_save_of_all(tmp_path: Path, is_late: bool) -> None:
-    """Known when the state is handed over, or only when its copy is certified."""
+    """The failure is known when the state is handed over, or only when its copy is certified."""
 
     def fail(rank: Rank, job: SaveJob) -> None:
         if rank.member.rank == 1:

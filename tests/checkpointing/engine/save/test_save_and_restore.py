@@ -1,4 +1,4 @@
-"""A lone rank saves, restores, falls back and cleans up; what it says about it."""
+"""A single rank saves, restores, falls back, cleans up and reports."""
 
 import errno
 import math
@@ -44,8 +44,8 @@ def test_events_carry_the_agreed_keys(bench: Bench) -> None:
     }
 
 
-def test_a_commit_is_told_with_the_digest_of_its_manifest(bench: Bench) -> None:
-    """Whoever keeps it knows later whether a folder of this name is still the same checkpoint."""
+def test_a_commit_is_reported_with_the_digest_of_its_manifest(bench: Bench) -> None:
+    """The digest tells later whether a folder of this name is still the same checkpoint."""
     bench.saved(1, 2)
     told = {data["name"]: data["manifest"] for data in bench.told("checkpoint.committed")}
     storage = LocalStorage(bench.root)
@@ -59,7 +59,7 @@ def test_the_newest_is_taken(bench: Bench) -> None:
     assert same(target, state(15))
 
 
-def test_nothing_there_is_no_error(bench: Bench) -> None:
+def test_an_empty_folder_is_no_error(bench: Bench) -> None:
     assert bench.checkpointer().restore(blank()) is None
     assert bench.events == []
 
@@ -119,7 +119,7 @@ def test_a_save_keeps_the_values_of_its_moment(bench: Bench) -> None:
         ({}, {"x": "caf\udce9.txt"}, "`extra` must be plain JSON: .* surrogates not allowed"),
     ],
 )
-def test_what_cannot_be_saved_is_said_to_the_caller(bench: Bench, tensors: Any, extra: Any, error: str) -> None:
+def test_the_caller_learns_what_cannot_be_saved(bench: Bench, tensors: Any, extra: Any, error: str) -> None:
     made = bench.checkpointer()
     with pytest.raises((TypeError, ValueError), match=error):
         made.save(1, tensors, extra)
@@ -143,7 +143,7 @@ def test_other_prefixes_can_be_made_optional(bench: Bench) -> None:
     assert restored.absent == ("ema.weight",)
 
 
-def test_a_folder_of_keys_may_be_absent_as_a_whole_and_only_so(bench: Bench) -> None:
+def test_a_folder_of_keys_may_only_be_absent_completely(bench: Bench) -> None:
     made = bench.checkpointer()
     made.save(1, {"optim/a/m": torch.ones(2), "optim/a/v": torch.ones(2)}, {})
     whole = {"optim/a/m": torch.zeros(2), "optim/b/m": torch.zeros(2), "optim/b/v": torch.zeros(2)}
@@ -265,7 +265,9 @@ FAILING = [
 
 
 @pytest.mark.parametrize(("operation", "file"), FAILING)
-def test_a_failed_save_is_told_and_cleaned_up_and_the_next_one_works(bench: Bench, operation: str, file: str) -> None:
+def test_a_failed_save_is_reported_and_cleaned_up_and_the_next_one_works(
+    bench: Bench, operation: str, file: str
+) -> None:
     storage = Faulty(bench.root)
     made = bench.saved(1, storage=storage)
     storage.broken = lambda at, written: errno.ENOSPC if at.startswith(operation) and at.endswith(file) else 0
@@ -284,7 +286,7 @@ def test_a_failed_save_is_told_and_cleaned_up_and_the_next_one_works(bench: Benc
     assert same(target, state(3))
 
 
-def test_a_disk_that_fills_up_in_mid_tensor_is_called_full(bench: Bench) -> None:
+def test_a_disk_that_fills_up_within_a_tensor_is_reported_as_full(bench: Bench) -> None:
     made = bench.checkpointer(storage=Faulty(bench.root, full_after(1 << 20)))
     made.save(1, {"big": torch.ones(1 << 20)}, {})
     made.wait()
@@ -293,7 +295,7 @@ def test_a_disk_that_fills_up_in_mid_tensor_is_called_full(bench: Bench) -> None
     assert list(bench.root.iterdir()) == []
 
 
-def test_an_event_that_cannot_be_written_is_told_later(bench: Bench) -> None:
+def test_an_event_that_cannot_be_written_is_reported_later(bench: Bench) -> None:
     full = [True]
 
     def tell(kind: str, data: dict[str, Any]) -> None:
@@ -328,7 +330,7 @@ ALONE = "ignore:torch.distributed is disabled:UserWarning"
 
 
 @pytest.mark.filterwarnings(ALONE)
-def test_plain_dcp_reads_it(bench: Bench) -> None:
+def test_plain_dcp_reads_a_checkpoint(bench: Bench) -> None:
     bench.saved(5)
     target = blank()
     dcp.load(target, checkpoint_id=str(bench.folder(5)))
@@ -343,7 +345,7 @@ def test_a_nested_state_dict_reads_dotted_names(bench: Bench) -> None:
     assert torch.equal(target["model"]["weight"], state(5)["model.weight"])
 
 
-def test_the_converter_of_torch_reads_it(bench: Bench, tmp_path: Path) -> None:
+def test_the_converter_of_torch_reads_a_checkpoint(bench: Bench, tmp_path: Path) -> None:
     bench.saved(5)
     dcp_to_torch_save(bench.folder(5), tmp_path / "whole.pt")
     assert same(torch.load(tmp_path / "whole.pt", weights_only=True), state(5))

@@ -1,4 +1,4 @@
-"""Below the save queue: errors that nobody expects end no run and leave nobody waiting."""
+"""Unexpected errors below the save queue end no run and leave no caller waiting."""
 
 import threading
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.checkpointing.engine.conftest import Bench, state
 SMALL = CheckpointConfig(staging=StagingConfig(host_memory=1 / 1024))
 
 
-def test_what_follows_a_commit_neither_undoes_it_nor_ends_the_lane(
+def test_what_follows_a_commit_neither_undoes_it_nor_ends_the_thread(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
@@ -30,7 +30,7 @@ def test_what_follows_a_commit_neither_undoes_it_nor_ends_the_lane(
     assert made.failure is None
 
 
-def test_a_listener_that_breaks_does_not_undo_a_commit(bench: Bench) -> None:
+def test_a_failing_listener_does_not_undo_a_commit(bench: Bench) -> None:
     def tell(kind: str, data: dict[str, Any]) -> None:
         bench.events.append((kind, data))
         if kind == "checkpoint.committed" and len(bench.told(kind)) == 1:
@@ -44,11 +44,13 @@ def test_a_listener_that_breaks_does_not_undo_a_commit(bench: Bench) -> None:
 
 
 class Odd(Exception):
-    """Of a kind that nobody has heard of."""
+    """An unexpected kind of error."""
 
 
 @pytest.mark.parametrize("config", [None, SMALL], ids=["whole", "buckets"])
-def test_a_lane_that_dies_says_so_and_leaves_nobody_waiting(bench: Bench, config: CheckpointConfig | None) -> None:
+def test_a_dying_queue_thread_reports_it_and_leaves_no_caller_waiting(
+    bench: Bench, config: CheckpointConfig | None
+) -> None:
     class Unheard(LocalStorage):
         def create(self, path: str) -> Any:
             raise Odd("what is this?")
@@ -73,7 +75,7 @@ class Staged:
         self.drained.set()
 
 
-def test_a_lane_that_dies_frees_its_peers_its_buffers_and_who_waits_already() -> None:
+def test_a_dying_queue_thread_frees_its_peers_buffers_and_waiting_callers() -> None:
     goes_on, waits, closed, told = threading.Event(), threading.Event(), threading.Event(), list[Any]()
 
     class Saver:

@@ -64,7 +64,7 @@ def test_the_same_state_gives_the_same_plan_in_another_process_life(bench: Bench
 # ---- tried again
 
 
-def test_a_save_that_failed_is_told_and_tried_again_from_its_copy(bench: Bench) -> None:
+def test_a_failed_save_is_reported_and_retried_from_its_copy(bench: Bench) -> None:
     made = bench.checkpointer(storage=failing(bench, 2), pauses=(0.0, 0.0))
     tensors = state(1)
     made.save(1, tensors, {})
@@ -82,7 +82,7 @@ def test_a_save_that_failed_is_told_and_tried_again_from_its_copy(bench: Bench) 
     assert same(target, state(1))
 
 
-def test_it_is_given_up_after_the_last_pause(bench: Bench) -> None:
+def test_a_save_is_given_up_after_the_last_pause(bench: Bench) -> None:
     made = bench.checkpointer(storage=failing(bench, 9), pauses=(0.0,))
     made.save(1, state(1), {})
     made.wait()
@@ -100,7 +100,7 @@ def test_pauses_before_further_tries_grow(bench: Bench, monkeypatch: pytest.Monk
     assert pauses == [1.0, 2.0, 5.0, 10.0, 20.0, 30.0]
 
 
-def test_a_newer_save_is_better_than_another_try(bench: Bench) -> None:
+def test_a_newer_save_replaces_a_retry(bench: Bench) -> None:
     made = bench.checkpointer(storage=failing(bench, 1), pauses=(60.0,))
     made.save(1, state(1), {})
     while "checkpoint.retried" not in bench.kinds():
@@ -111,7 +111,7 @@ def test_a_newer_save_is_better_than_another_try(bench: Bench) -> None:
     assert made.committed_step == 2
 
 
-def test_who_waits_does_not_wait_through_long_pauses(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_waits_does_not_wait_through_long_pauses(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("checkpointing.engine.save.save_queue._WAITED_PAUSE", 0.01)
     made = bench.checkpointer(storage=failing(bench, 99), pauses=(600.0,) * 9)
     made.save(1, state(1), {})
@@ -140,7 +140,7 @@ def test_an_earlier_failure_is_not_held_against_the_save_that_was_begun_since(be
     assert [data["step"] for data in bench.told("checkpoint.failed")][:2] == [1, 2]
 
 
-def test_too_little_memory_for_a_new_plan_is_told_once_with_its_time(
+def test_too_little_memory_for_a_new_plan_is_reported_once_with_its_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = InProcessWriter()
@@ -199,7 +199,7 @@ def test_another_structure_waits_for_no_disk_either(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("ends", [1, 2])
-def test_a_write_that_does_not_end_in_time_is_told_once(monkeypatch: pytest.MonkeyPatch, ends: int) -> None:
+def test_a_write_that_exceeds_its_time_is_reported_once(monkeypatch: pytest.MonkeyPatch, ends: int) -> None:
     """Half a minute beyond the time of a disk that takes 32 MiB in a second."""
     asked, told, mib = list[float | None](), list[Any](), 1 << 20
 
@@ -254,7 +254,7 @@ def test_a_killed_writer_is_replaced_and_the_save_tried_again(bench: Bench) -> N
     assert same(target, state(2))
 
 
-def test_a_writer_that_died_between_saves_is_no_matter(bench: Bench) -> None:
+def test_a_writer_that_died_between_saves_is_replaced(bench: Bench) -> None:
     link = WriterLink.start()
     made = bench.saved(1, link=link)
     os.kill(writer_pid(link), signal.SIGKILL)
@@ -266,7 +266,7 @@ def test_a_writer_that_died_between_saves_is_no_matter(bench: Bench) -> None:
     assert made.committed_step == 2
 
 
-def test_a_writer_that_cannot_be_started_again_fails_the_save_and_no_more(bench: Bench) -> None:
+def test_a_writer_that_cannot_be_restarted_fails_only_the_save(bench: Bench) -> None:
     class Starved(InProcessWriter):
         alive, starts = True, 0
 
@@ -289,7 +289,7 @@ def test_a_writer_that_cannot_be_started_again_fails_the_save_and_no_more(bench:
     assert made.committed_step == 3
 
 
-def test_prepare_leaves_nothing_for_the_first_save(bench: Bench) -> None:
+def test_prepare_plans_what_the_first_save_uses(bench: Bench) -> None:
     link = InProcessWriter()
     made = bench.checkpointer(link=link)
     made.prepare(state(0))

@@ -1,4 +1,4 @@
-"""A run with a fast and a slow tier, one rank: its end, what it lets go, and what its start tidies."""
+"""A run of one rank with a fast and a slow tier: its end, its retention, and the cleanup at its start."""
 
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -141,7 +141,7 @@ def test_a_copy_that_is_bad_in_memory_alone_is_trusted_on_disk() -> None:
 
 
 def test_a_name_that_retention_let_go_is_not_used_again(make_run: Callable[..., Run]) -> None:
-    """What a slower tier or the registry still has under it is another state."""
+    """A slower tier or the registry may still have another state under this name."""
     run = make_run(every=1000)
     first = run.checkpointer(world=World(facts={"generation": 1}))
     run.saved(first, 10, 20, 30)

@@ -1,4 +1,4 @@
-"""The order of calls into CUDA, recorded by a layer that stands in for it: no GPU is needed, and none is tested."""
+"""The order of CUDA calls, recorded by a substitute: no GPU is needed, and none is tested."""
 
 import threading
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def test_a_copy_that_is_waited_for_needs_no_thread(monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
 
 
-def test_memory_is_pinned_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_pinned_once_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = stand_in(monkeypatch)
     copier = Copier(lazy=False, gpu=GPU)
     copier.pin([torch.zeros(4), torch.zeros(4)])
@@ -140,7 +140,7 @@ def test_the_error_of_a_refused_pin_is_taken_away(
     assert "could not be pinned (CUDA error 2)" in caplog.text
 
 
-def test_host_memory_needs_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_needs_no_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = stand_in(monkeypatch)
     copier = Copier(lazy=True, gpu=None)
     copier.pin([torch.zeros(4)])

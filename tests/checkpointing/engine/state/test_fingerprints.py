@@ -36,7 +36,7 @@ def plainly(tensor: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_what_its_definition_says(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_fingerprint_matches_its_definition(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = values(dtype, shape)
     assert fingerprint(tensor) == plainly(tensor)
 

@@ -137,7 +137,7 @@ def test_a_large_frame_is_what_torch_writes_around_real_values() -> None:
     assert len(data) == around.length
 
 
-def test_a_huge_tensor_needs_no_memory() -> None:
+def test_the_layout_of_a_huge_tensor_needs_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     around = template(torch.bfloat16, (1 << 19, 1 << 20))
     assert around.nbytes == 1 << 40

@@ -1,4 +1,4 @@
-"""Copies of a state: whole ones, torn ones never, whatever the trainer does and however little memory there is."""
+"""Copies of a state are never torn, whatever the trainer does and however little memory there is."""
 
 import threading
 from typing import Any
@@ -106,7 +106,7 @@ def test_other_memory_of_another_form_fails_one_save_and_the_next_is_planned_ane
 
 
 class SlowCopy:
-    """Stands for a copy that takes long: begins, and ends when it is told to."""
+    """A copy that takes long: ends when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
@@ -126,7 +126,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
     return {f"w{n}": torch.full((1000,), value) for n in range(8)}
 
 
-def test_lazy_saves_return_at_once_and_hold_the_next_update_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_saves_return_immediately_and_delay_the_next_update(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     made, tensors = bench.checkpointer(config=LAZY), weights(1.0)
     made.prepare(tensors)
     slow = SlowCopy(monkeypatch)
@@ -174,7 +174,7 @@ def test_a_trainer_that_does_not_wait_gets_no_torn_checkpoint(bench: Bench, monk
 
 
 def test_a_change_at_any_moment_gives_a_whole_state_or_none(bench: Bench) -> None:
-    """Racing for real: every tensor of a checkpoint must hold the same value."""
+    """A real race: every tensor of a checkpoint must hold the same value."""
     made = bench.checkpointer(config=LAZY, keep=50)
     tensors = {f"w{n}": torch.zeros(100_000) for n in range(20)}
     for step in range(1, 16):
@@ -193,7 +193,7 @@ def test_a_change_at_any_moment_gives_a_whole_state_or_none(bench: Bench) -> Non
     assert {step for step in range(1, 16) if step % 3} <= committed
 
 
-def test_a_buffer_that_is_being_filled_vouches_for_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_being_filled_holds_no_checkpoint(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is killed now leaves no record of this buffer; the other buffer's stays."""
     link = InProcessWriter()
     made, tensors = bench.checkpointer(config=LAZY, link=link), weights(1.0)
@@ -263,7 +263,7 @@ def test_buckets_write_a_whole_checkpoint_that_plain_dcp_reads(bench: Bench) -> 
     assert same(target, expected)
 
 
-def test_a_save_with_buckets_that_fails_lets_go_of_its_caller(bench: Bench) -> None:
+def test_a_failed_save_with_buckets_releases_its_caller(bench: Bench) -> None:
     storage = Faulty(bench.root, lambda act, _: 28 if act.startswith("create") and act.endswith("_3.distcp") else 0)
     made = bench.checkpointer(storage=storage, config=capped(1 / 1024), pauses=(0.0,))
     tensors = {"big": torch.ones(1000, 1024)}

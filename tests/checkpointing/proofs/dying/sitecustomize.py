@@ -1,4 +1,4 @@
-"""Imported by any Python that has this folder in PYTHONPATH: kills it at its n-th operation on files."""
+"""Imported by any Python that has this folder in PYTHONPATH: kills the process at its n-th file operation."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ NAMES = ("mkdir", "open", "write", "pwrite", "fsync", "ftruncate", "rename", "re
 
 
 def arm(number: int, note: str) -> None:
-    """Die of SIGKILL at the `number`-th operation from now on: odd numbers before it takes place, even ones after.
+    """Die of SIGKILL at the `number`-th operation from now on: odd numbers before it happens, even ones after.
 
     The file `note` then names the operation.
     """

@@ -94,7 +94,7 @@ class _FaultyFile:
 
 @dataclass
 class Faulty(LocalStorage):
-    """A local storage whose operations fail while `broken` says so; it is told the operation and the bytes so far.
+    """A local storage whose operations fail while `broken` says so; it gets the operation and the bytes so far.
 
     While `hung` says so of an operation, it does not come to an end before `healed` is set, like on a dead mount.
     """
@@ -109,7 +109,7 @@ class Faulty(LocalStorage):
     def meet(self, operation: str, size: int) -> None:
         if self.hung(operation):
             self.met.set()
-            assert self.healed.wait(60.0), "nobody healed the file system"
+            assert self.healed.wait(60.0), "the test did not heal the file system"
         self.written += size
         number = self.broken(operation, self.written)
         if number:

@@ -74,7 +74,7 @@ class Bench:
         fence: Callable[[], bool] = lambda: True,
         keep: int = 3,
         storage: Storage | None = None,
-        tell: Callable[[str, dict[str, Any]], None] | None = None,
+        emit: Callable[[str, dict[str, Any]], None] | None = None,
         pauses: tuple[float, ...] = (),
         config: CheckpointConfig | None = None,
         link: Any = None,
@@ -83,7 +83,7 @@ class Bench:
             Owner(attempt, nonce, inherit, fence),
             World(facts={"dp_shard": 1, "tp": 1}),
             RunTiers.single(self.root, storage, keep),
-            tell or (lambda kind, data: self.events.append((kind, data))),
+            emit or (lambda kind, data: self.events.append((kind, data))),
             config=config,
             # In threads of this process, unless a test is about the other one.
             link=link or InProcessWriter(storage),
@@ -104,8 +104,8 @@ class Bench:
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.events]
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
-        return [data for told, data in self.events if told == kind]
+    def reported(self, kind: str) -> list[dict[str, Any]]:
+        return [data for each, data in self.events if each == kind]
 
     def folder(self, step: int, attempt: int = 1) -> Path:
         return self.root / f"step-{step:08d}.{attempt:03d}-{NONCE}"

@@ -27,11 +27,11 @@ class ThreadGroup:
         try:
             self._table[rank] = value
             self._barrier.wait()
-            told = list(self._table)
+            reported = list(self._table)
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
             raise RuntimeError("the group is broken") from error
-        return told
+        return reported
 
     def abandon(self) -> None:
         """What a rank that died causes for its peers."""

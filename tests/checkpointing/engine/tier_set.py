@@ -35,14 +35,14 @@ class Tiers:
     options: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     alive: bool = True
-    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    reported: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     flushers: list[Flusher] = field(default_factory=list)
     thread_group: ThreadGroup = field(init=False)
 
     def __post_init__(self) -> None:
         self.storages = {name: Faulty(self.root / name) for name in self.names}
         self.writer = ThreadedWriter({str(storage.root): storage for storage in self.storages.values()})
-        self.heard = threading.Condition()
+        self.changed = threading.Condition()
 
     def place(self, name: str) -> ResolvedTier:
         return tier_at(self.root / name, self.storages[name], **self.changes.get(name, {}))
@@ -54,13 +54,13 @@ class Tiers:
             known = places(member.rank) if places else [self.place(name) for name in self.names]
             arguments = {"timeouts": TransferTimeouts(look=0.02), **self.options, **options}
             run_tiers = RunTiers(tuple(known), known[0].storage)
-            self.flushers.append(Flusher(run_tiers, member, owner, lambda: self.writer, self.tell, **arguments))
+            self.flushers.append(Flusher(run_tiers, member, owner, lambda: self.writer, self.emit, **arguments))
         self.idle()  # what was there before is dealt with
 
-    def tell(self, kind: str, data: dict[str, Any]) -> None:
-        with self.heard:
-            self.told.append((kind, data))
-            self.heard.notify_all()
+    def emit(self, kind: str, data: dict[str, Any]) -> None:
+        with self.changed:
+            self.reported.append((kind, data))
+            self.changed.notify_all()
 
     def commit(self, step: int, **options: Any) -> str:
         name = make(self.storages[self.names[0]], step, **options)
@@ -84,12 +84,12 @@ class Tiers:
         return [entry.step for entry in Catalog(self.root / name).committed_entries()]
 
     def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.told]
+        return [kind for kind, _ in self.reported]
 
     def wait_for(self, kind: str) -> dict[str, Any]:
-        with self.heard:
-            assert self.heard.wait_for(lambda: kind in self.kinds(), SECONDS), self.told
-            return next(data for told, data in self.told if told == kind)
+        with self.changed:
+            assert self.changed.wait_for(lambda: kind in self.kinds(), SECONDS), self.reported
+            return next(data for each, data in self.reported if each == kind)
 
     def close(self) -> None:
         for storage in self.storages.values():

@@ -37,7 +37,7 @@ def test_an_unknown_dtype_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "reported"),
     [
         (b"", "shorter"),
         (struct.pack("<Q", 1 << 60), "invalid header size"),
@@ -57,6 +57,6 @@ def test_an_unknown_dtype_is_reported() -> None:
         (file_of(b"[" * 100_000, b""), "invalid header: "),
     ],
 )
-def test_malformed_headers_are_refused(data: bytes, told: str) -> None:
-    with pytest.raises(Malformed, match=told):
+def test_malformed_headers_are_refused(data: bytes, reported: str) -> None:
+    with pytest.raises(Malformed, match=reported):
         read_header(io.BytesIO(data), len(data))

@@ -54,14 +54,14 @@ class Case:
 # ---- a rank
 
 
-def tell(path: Path, **what: Any) -> None:
+def emit(path: Path, **what: Any) -> None:
     with path.open("a") as stream:
         stream.write(json.dumps(what) + "\n")
 
 
 def train(case: Case, generation: int, rank: int) -> None:
     """Restore, save until the end of the case, and say what was committed."""
-    folder, told = Path(case.folder), Path(case.folder) / f"told-{generation}-{rank}"
+    folder, reported = Path(case.folder), Path(case.folder) / f"events-{generation}-{rank}"
     torch.set_num_threads(1)
     if case.ranks > 1:
         meeting = f"file://{folder}/meeting-{generation}"
@@ -71,14 +71,14 @@ def train(case: Case, generation: int, rank: int) -> None:
     if generation == 1 and case.victim == "writer" and case.operation and rank == 0:
         os.environ[dying.VARIABLE] = f"{case.operation}:{folder / DIED}"
         os.environ["PYTHONPATH"] = f"{Path(dying.__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
-    made = checkpointer(folder, lambda kind, data: tell(told, kind=kind, **data))
+    made = checkpointer(folder, lambda kind, data: emit(reported, kind=kind, **data))
     made.prepare(state(0, words=WORDS))
     os.environ.pop(dying.VARIABLE, None)  # a replacement lives
     target = marked(state(0, words=WORDS))
     restored = made.restore(target)
     step = restored.step if restored else 0
     exact = restored is None or same(target, state(step, words=WORDS))
-    tell(told, kind="started", step=step, exact=exact)
+    emit(reported, kind="started", step=step, exact=exact)
     if generation == 1 and case.victim == "rank" and case.operation and rank == 0:
         dying.arm(case.operation, str(folder / DIED))
     steps = range(step + 1, step + 1 + (SAVES if generation == 1 else AFTER))
@@ -90,7 +90,7 @@ def train(case: Case, generation: int, rank: int) -> None:
     if generation == 2:
         await_flushed(folder / "durable" / "run", steps[-1])
     made.close()
-    tell(told, kind="ended")
+    emit(reported, kind="ended")
 
 
 def await_flushed(place: Path, step: int) -> None:
@@ -141,9 +141,9 @@ def run(case: Case) -> dict[str, Any]:
     """Run both generations of one case; the caller looks at what is left between them."""
     ranks = start(case, 1)
     processes = [psutil.Process(pid) for pid in ranks]
-    said = Path(case.folder) / "told-1-0"
+    events = Path(case.folder) / "events-1-0"
     if case.delay:
-        await_line(said, '"started"', ranks)
+        await_line(events, '"started"', ranks)
         time.sleep(case.delay)
     writers = [child for process in processes if process.is_running() for child in children(process)]
     victims = {"rank": processes[:1], "writer": writers[:1], "job": [*processes, *writers]}[case.victim]
@@ -217,7 +217,7 @@ def orphans(writers: list[psutil.Process]) -> int:
 
 
 def lives(process: psutil.Process) -> bool:
-    """A dead process that nobody has waited for yet is gone."""
+    """Zombies count as gone."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -120,7 +120,7 @@ def assert_accepted(place: Path, seeds: range) -> None:
         assert restored is not None, (seed, world.events)
         assert same(target, right), seed
         assert verify(world.root / restored.name, 2).ok, seed
-        assert world.told("checkpoint.refused") == []
+        assert world.reported("checkpoint.refused") == []
 
 
 def test_healthy_ones_are_accepted(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def told(folder: Path, generation: int) -> list[dict[str, Any]]:
-    return [line for path in sorted(folder.glob(f"told-{generation}-*")) for line in lines(path)]
+def reported(folder: Path, generation: int) -> list[dict[str, Any]]:
+    return [line for path in sorted(folder.glob(f"events-{generation}-*")) for line in lines(path)]
 
 
 def names(folder: Path) -> set[str]:
@@ -86,10 +86,12 @@ def crash(fork_server: ForkServer, seed: int, folder: Path) -> str:
     kept = assert_nothing_lost(folder, context)
     if this.victim == "writer":
         assert first["ended"] == [0] * this.ranks, f"{context}: {errors(folder)}"
-        assert SAVES in [line["step"] for line in told(folder, 1) if line["kind"] == "checkpoint.committed"], context
+        assert SAVES in [line["step"] for line in reported(folder, 1) if line["kind"] == "checkpoint.committed"], (
+            context
+        )
     second = fork_server.run(this, 2)
     assert second["ended"] == [0] * this.ranks, f"{context}: {second} {errors(folder)}"
-    started = [line for line in told(folder, 2) if line["kind"] == "started"]
+    started = [line for line in reported(folder, 2) if line["kind"] == "started"]
     newest = max((step_of(name) for name in kept), default=0)
     assert [(line["step"], line["exact"]) for line in started] == [(newest, True)] * this.ranks, context
     assert_tidy(folder, context)
@@ -101,7 +103,7 @@ def assert_nothing_lost(folder: Path, context: str) -> set[str]:
     """The newest of the reported commits exist and are complete; returns what exists."""
     place = folder / "checkpoints"
     there = names(place)
-    committed = {line["name"] for line in told(folder, 1) if line["kind"] == "checkpoint.committed"}
+    committed = {line["name"] for line in reported(folder, 1) if line["kind"] == "checkpoint.committed"}
     wanted = sorted(committed | there, key=step_of)[-KEEP:]
     assert set(wanted) <= there, f"{context}: {set(wanted) - there} were committed and are lost"
     for name in there:

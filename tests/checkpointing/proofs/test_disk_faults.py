@@ -47,7 +47,7 @@ class Training:
             time.sleep(0.001)
 
     def committed(self, step: int) -> bool:
-        return step in [data["step"] for data in self.world.told("checkpoint.committed")]
+        return step in [data["step"] for data in self.world.reported("checkpoint.committed")]
 
     def trouble(self) -> list[dict[str, Any]]:
         return [data for kind, data in self.world.events if kind in TROUBLE]
@@ -108,7 +108,7 @@ def test_a_full_disk(tmp_path: Path, train: Callable[..., Training]) -> None:
         training.save()
         training.until(lambda: bool(training.trouble()))
         assert "disk full" in training.trouble()[0]["reason"]
-        assert len(training.world.told("checkpoint.committed")) == 1
+        assert len(training.world.reported("checkpoint.committed")) == 1
         ballast.unlink()
         assert_good(training, training.saved_at_last())
         close(training)
@@ -133,7 +133,7 @@ def test_a_disk_that_hangs(tmp_path: Path, train: Callable[..., Training]) -> No
         training.saved_at_last()
         with frozen(disk):
             hung = [training.save() for _ in range(5)]
-            training.until(lambda: bool(training.world.told("checkpoint.skipped")))
+            training.until(lambda: bool(training.world.reported("checkpoint.skipped")))
             assert not any(training.committed(step) for step in hung)
             assert training.longest < LONGEST_CALL_S, "a call waited for the disk"
         assert_good(training, training.saved_at_last())
@@ -187,8 +187,10 @@ def assert_survives(place: Path, number: int, error: int) -> None:
         made.save(3, state(3), {})
         made.wait()
         armed.clear()
-        told = {kind: [data["step"] for data in world.told(kind)] for kind in ("checkpoint.committed", *TROUBLE)}
-        assert 3 in told["checkpoint.committed"] or 3 in told["checkpoint.failed"], (number, world.events)
+        reported = {
+            kind: [data["step"] for data in world.reported(kind)] for kind in ("checkpoint.committed", *TROUBLE)
+        }
+        assert 3 in reported["checkpoint.committed"] or 3 in reported["checkpoint.failed"], (number, world.events)
         made.save(4, state(4), {})
         made.wait()
         target = marked(state(4))

@@ -18,12 +18,12 @@ def read_under_audit(place: Path, every: int) -> dict[str, Any]:
         "tests.checkpointing.proofs.untrusted_program:main", [str(place), str(every)],
         environ={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    told: dict[str, Any] = json.loads(done.stdout.readline())
+    reported: dict[str, Any] = json.loads(done.stdout.readline())
     done.communicate(30.0)
-    assert told["usual"].get("loaded") == 2, "the healthy one loads under the same watch"
-    assert told["outcomes"]["refused"] > 0
-    assert told["ran_under_dcp"] > 0, "payloads that run nowhere prove nothing"
-    return told
+    assert reported["usual"].get("loaded") == 2, "the healthy one loads under the same watch"
+    assert reported["outcomes"]["refused"] > 0
+    assert reported["ran_under_dcp"] > 0, "payloads that run nowhere prove nothing"
+    return reported
 
 
 def test_a_sample_of_malicious_pickles_runs_nothing(tmp_path: Path) -> None:
@@ -32,6 +32,6 @@ def test_a_sample_of_malicious_pickles_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_no_malicious_pickle_in_any_file_runs(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    told = read_under_audit(tmp_path, 1)
-    record_property("malicious files read, none of which ran", told["tried"])
-    record_property("of the same in .metadata and shards, plain DCP ran", told["ran_under_dcp"])
+    reported = read_under_audit(tmp_path, 1)
+    record_property("malicious files read, none of which ran", reported["tried"])
+    record_property("of the same in .metadata and shards, plain DCP ran", reported["ran_under_dcp"])

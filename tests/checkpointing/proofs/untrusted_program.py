@@ -181,8 +181,8 @@ def main() -> None:
         assert not canary.exists(), f"{payload.name} in {name}, {seal}: it ran"
         assert not watch.seen, f"{payload.name} in {name}, {seal}: {watch.seen}"
         ran_under_dcp += name in (METADATA, SHARD) and seal == SEALS[0] and under_dcp(folder, canary)
-    told = {"tried": tried, "outcomes": dict(outcomes), "usual": dict(usual), "ran_under_dcp": ran_under_dcp}
-    sys.stdout.write(json.dumps(told) + "\n")
+    reported = {"tried": tried, "outcomes": dict(outcomes), "usual": dict(usual), "ran_under_dcp": ran_under_dcp}
+    sys.stdout.write(json.dumps(reported) + "\n")
     sys.stdout.flush()
     os._exit(0)
 

@@ -97,8 +97,8 @@ class World:
                 made.wait()
                 assert made.committed_step == step, self.events[-3:]
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
-        return [data for told, data in self.events if told == kind]
+    def reported(self, kind: str) -> list[dict[str, Any]]:
+        return [data for each, data in self.events if each == kind]
 
     def folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}.001-{NONCE}"

@@ -140,14 +140,14 @@ def reasons(policy: Policy, *steps: int, **facts: Any) -> dict[int, str]:
 
 
 def test_every_decision_says_why() -> None:
-    told = reasons(
+    reported = reasons(
         Policy(keep=2, every=100, best=1),
         800, 700, 650, 600, 550, 520, 510, 507, 505,
         metrics={entry(520).name: 0.5, entry(650).name: 0.7, entry(510).name: float("nan")},
         pinned=[entry(650).name], refused=[entry(800).name], held=[entry(510).name], newest=entry(550).name,
         restore_tested=entry(507).name,
     )  # fmt: skip
-    assert told == {
+    assert reported == {
         800: "it is not trusted, and stays as evidence",
         700: "it is one of the newest 2",
         650: "it is pinned",
@@ -176,7 +176,7 @@ class Tier:
     def __init__(self, root: Path, storage: Storage | None = None) -> None:
         self.root, self.storage = root, storage or LocalStorage(root)
         self.place = tier_at(root, self.storage)
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.reported: list[tuple[str, dict[str, Any]]] = []
 
     def make(self, *steps: int, losses: dict[int, Any] | None = None, **options: Any) -> list[str]:
         extra = {step: {"loss": loss} for step, loss in (losses or {}).items()}
@@ -193,8 +193,8 @@ class Tier:
         pins: Storage | None = None,
         **options: Any,
     ) -> TierRetention:
-        tell = lambda kind, data: self.told.append((kind, data))  # noqa: E731
-        retention = TierRetention(self.place, policy or Policy(keep=2), owner, tell, pins)
+        emit = lambda kind, data: self.reported.append((kind, data))  # noqa: E731
+        retention = TierRetention(self.place, policy or Policy(keep=2), owner, emit, pins)
         retention.apply(newest, **options)
         return retention
 
@@ -208,7 +208,7 @@ def test_a_pass_deletes_the_oldest_and_reports_it(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4)
     tier.apply_retention(names[-1])
     assert tier.steps() == [4, 3]
-    assert tier.told == [
+    assert tier.reported == [
         ("checkpoint.deleted", {"step": step, "name": names[step - 1], "tier": str(tier.root)}) for step in (1, 2)
     ]
 
@@ -303,7 +303,7 @@ def test_a_lost_fence_stops_the_pass(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4)
     tier.apply_retention(names[-1], owner=replace(OWNER, fence=lambda: False))
     assert tier.steps() == [4, 3, 2, 1]
-    assert tier.told == []
+    assert tier.reported == []
 
 
 def test_debris_of_its_own_and_of_ended_attempts_goes_with_it(tier: Tier) -> None:
@@ -337,7 +337,7 @@ def test_finishing_the_deletion_of_another_attempt_is_reported(tier: Tier) -> No
         (tier.root / name / DELETED).write_text("")
     tier.apply_retention(names[-1], owner=replace(OWNER, ended_attempts=("1-00000001",)))
     assert {path.name for path in tier.root.iterdir()} == set(names)
-    assert [data["name"] for kind, data in tier.told if kind == "checkpoint.deleted"] == [handed, own]
+    assert [data["name"] for kind, data in tier.reported if kind == "checkpoint.deleted"] == [handed, own]
 
 
 def test_a_folder_that_cannot_be_deleted_does_not_stop_the_pass(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
@@ -351,7 +351,7 @@ def test_a_folder_that_cannot_be_deleted_does_not_stop_the_pass(tier: Tier, capl
     with caplog.at_level(logging.WARNING):
         tier.apply_retention(names[-1])
     assert {path.name for path in tier.root.iterdir()} == {*names[2:], names[0], half}
-    assert [data["name"] for _, data in tier.told] == [names[1]]
+    assert [data["name"] for _, data in tier.reported] == [names[1]]
     assert caplog.text.count("not empty") == 2
 
 
@@ -369,7 +369,7 @@ def test_a_node_local_disk_is_freed_of_what_no_attempt_inherits(tier: Tier) -> N
     assert tier.steps() == [10, 4, 3, 2, 1, 0], "one of its own is not enough"
     tier.apply_retention(*tier.make(11), Policy(keep=9), owner)
     assert tier.steps() == [11, 10, 4, 3, 2, 0]
-    assert [data["name"] for _, data in tier.told] == [gone]
+    assert [data["name"] for _, data in tier.reported] == [gone]
 
 
 @pytest.mark.parametrize(

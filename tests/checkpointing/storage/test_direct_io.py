@@ -72,11 +72,11 @@ def test_a_file_system_that_refuses_direct_writes_gets_others(refuses, memory):
 
 def test_a_direct_write_does_not_fill_the_page_cache(disk, memory):
     assert write_direct(disk / "f", memory[:SIZE], block=BLOCK)
-    told = subprocess.run(["fincore", "--noheadings", "--output", "PAGES", str(disk / "f")], capture_output=True)
+    reported = subprocess.run(["fincore", "--noheadings", "--output", "PAGES", str(disk / "f")], capture_output=True)
     (disk / "f").unlink()
-    if told.returncode:
+    if reported.returncode:
         pytest.skip("fincore is not here")
-    assert int(told.stdout) == 0
+    assert int(reported.stdout) == 0
 
 
 def test_a_name_that_is_taken_is_not_written_to(disk, memory):

@@ -48,9 +48,9 @@ def test_an_object_store_that_fails_is_named_by_its_url(
         monkeypatch.setattr(filesystem, name, failing(error))
     with pytest.raises(OSError, match="AwayError: no credentials") as caught:
         use(FsspecStorage(filesystem, "/bucket/run-1"))
-    told = explain_disk_error(caught.value, RUN)
-    assert told.startswith("memory:///bucket/run-1")
-    assert told.endswith(": AwayError: no credentials")
+    reported = explain_disk_error(caught.value, RUN)
+    assert reported.startswith("memory:///bucket/run-1")
+    assert reported.endswith(": AwayError: no credentials")
 
 
 def test_a_write_and_a_flush_that_fail_name_the_folder_of_their_file(
@@ -59,7 +59,7 @@ def test_a_write_and_a_flush_that_fail_name_the_folder_of_their_file(
     (tmp_path / "there").touch()
     full = failing(OSError(errno.ENOSPC, "No space left on device"))
 
-    def told(use: Callable[[], Any]) -> str:
+    def reported(use: Callable[[], Any]) -> str:
         with pytest.raises(OSError, match="No space left") as caught:
             use()
         return explain_disk_error(caught.value, RUN)
@@ -71,10 +71,10 @@ def test_a_write_and_a_flush_that_fail_name_the_folder_of_their_file(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
-        assert told(lambda: write("one")) == f"disk full ({tmp_path})"
+        assert reported(lambda: write("one")) == f"disk full ({tmp_path})"
     monkeypatch.setattr(os, "fsync", full)
     uses = (lambda: write("two"), lambda: fsync_file(tmp_path / "there"), lambda: fsync_dir(tmp_path))
-    assert [told(use) for use in uses] == [f"disk full ({tmp_path})"] * 3
+    assert [reported(use) for use in uses] == [f"disk full ({tmp_path})"] * 3
 
 
 def test_an_error_of_a_library_that_is_a_text_alone_keeps_its_text() -> None:

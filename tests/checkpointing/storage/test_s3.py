@@ -92,11 +92,11 @@ def test_retention_and_debris_work_there(store: FsspecStorage, s3_url: str) -> N
     (half,) = [make(store, 5)]
     store.delete(f"{half}/COMMIT")
     place = tier_at(s3_url, store)
-    told: list[tuple[str, dict[str, Any]]] = []
-    TierRetention(place, Policy(keep=2), OWNER, lambda kind, data: told.append((kind, data))).apply(names[-1])
+    reported: list[tuple[str, dict[str, Any]]] = []
+    TierRetention(place, Policy(keep=2), OWNER, lambda kind, data: reported.append((kind, data))).apply(names[-1])
     assert [entry.step for entry in place.catalog.committed_entries()] == [4, 3]
     assert sorted(store.list("")) == names[2:]
-    assert [data["tier"] for _, data in told] == [s3_url] * 2
+    assert [data["tier"] for _, data in reported] == [s3_url] * 2
 
 
 def test_a_deletion_that_was_cut_short_is_no_checkpoint_and_is_finished(store: FsspecStorage, s3_url: str) -> None:
@@ -143,9 +143,9 @@ def test_an_aborted_file_does_not_come_into_being(store: FsspecStorage) -> None:
 def test_a_store_that_cannot_be_reached_is_an_oserror(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
         # Fewer tries than by default: only the last error is of interest here.
         client = fsspec.filesystem(
             "s3", endpoint_url=address, config_kwargs={"retries": {"max_attempts": 1}}, skip_instance_cache=True

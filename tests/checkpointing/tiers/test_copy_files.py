@@ -88,7 +88,7 @@ def test_an_empty_file_is_copied_too(source: Faulty, target: Faulty) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "reported"),
     [
         (lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], "chunk 4: digest differs"),
         (lambda data: data[:-1], "chunk 10: the file is too short"),
@@ -96,10 +96,10 @@ def test_an_empty_file_is_copied_too(source: Faulty, target: Faulty) -> None:
         (lambda data: data + b"x", "the file is longer than 10496 bytes"),
     ],
 )
-def test_a_bad_source_is_never_copied(source: Faulty, target: Faulty, damage, told: str) -> None:
+def test_a_bad_source_is_never_copied(source: Faulty, target: Faulty, damage, reported: str) -> None:
     put(source, damage(DATA))
     clock = Clock()
-    with pytest.raises(CheckpointRefused, match=told):
+    with pytest.raises(CheckpointRefused, match=reported):
         copy_file(source, target, FOLDER, described(DATA), retry=quick(clock))
     assert target.list(FOLDER) == {}
     assert clock.naps == [], "bytes that are wrong do not get right by waiting"
@@ -209,7 +209,7 @@ def test_a_copy_respects_its_bandwidth_limit(source: Faulty, target: Faulty) -> 
     clock = Clock()
     throttle = Throttle(1000.0, burst=1024, clock=clock, sleep=clock.sleep)
     copy_file(source, target, FOLDER, described(DATA), throttle=throttle)
-    paid = len(DATA) - 1024 - 256  # all but the first burst; the last piece is paid for by whoever comes next
+    paid = len(DATA) - 1024 - 256  # all but the first burst; the next caller pays for the last piece
     assert clock.now - 100.0 == pytest.approx(paid / 1000.0, abs=1.1)
 
 

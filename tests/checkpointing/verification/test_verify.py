@@ -58,12 +58,12 @@ def test_a_healthy_one_has_no_faults(checkpoint: Path, level: int) -> None:
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
     path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
-    told: list[tuple[int, int]] = []
-    report = verify(path, 2, lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    report = verify(path, 2, lambda done, total: reported.append((done, total)))
     size = sum(map(len, BIG.values()))
-    assert told[-1] == (size, size)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert len(told) == 4
+    assert reported[-1] == (size, size)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
+    assert len(reported) == 4
     assert report.bytes == size
 
 

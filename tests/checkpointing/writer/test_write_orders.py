@@ -114,7 +114,7 @@ def test_a_writer_that_sends_nonsense_is_lost_and_not_waited_for() -> None:
         waiting.result(10)
     assert not link.alive
     theirs.settimeout(10)
-    while theirs.recv(100):  # the order, and then the end: nobody listens to it any more
+    while theirs.recv(100):  # the order, and then the end
         pass
     link.close()
     theirs.close()
@@ -262,10 +262,10 @@ def test_a_few_files_are_written_at_a_time(tmp_path: Path) -> None:
 
 
 def test_an_error_crosses_the_socket_with_its_number_and_file_or_as_a_text_that_is_not_too_long() -> None:
-    told = encode_error(OSError(errno.ENOSPC, "No space left", Path("/a/b")))
-    assert told == {"errno": errno.ENOSPC, "text": "No space left", "file": "/a/b"}
-    assert (decode_error(told).errno, decode_error(told).filename) == (errno.ENOSPC, "/a/b")
-    assert decode_error({**told, "file": None}).filename is None
+    reported = encode_error(OSError(errno.ENOSPC, "No space left", Path("/a/b")))
+    assert reported == {"errno": errno.ENOSPC, "text": "No space left", "file": "/a/b"}
+    assert (decode_error(reported).errno, decode_error(reported).filename) == (errno.ENOSPC, "/a/b")
+    assert decode_error({**reported, "file": None}).filename is None
     long = encode_error(ValueError("x" * 5000))
     assert (long["errno"], long["file"], len(long["text"])) == (None, None, 4000)
     assert str(decode_error(long)).startswith("ValueError: xxx")

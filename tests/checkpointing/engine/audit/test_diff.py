@@ -117,11 +117,11 @@ def test_tensors_with_equal_fingerprints_are_not_read(tmp_path: Path) -> None:
     sides = [SealedCheckpoint.open(storage, path.name) for storage, path in zip(storages, paths, strict=True)]
     for storage in storages:
         storage.opened.clear()
-    told: list[tuple[int, int]] = []
-    items = {item.key: item for item in compare(*sides, lambda done, total: told.append((done, total)))}
+    reported: list[tuple[int, int]] = []
+    items = {item.key: item for item in compare(*sides, lambda done, total: reported.append((done, total)))}
     assert items["w"].equal
     assert items["v"].changed == 1 / 96
-    assert told[-1] == (WIDE.nbytes, WIDE.nbytes)
+    assert reported[-1] == (WIDE.nbytes, WIDE.nbytes)
     assert set(storages[0].opened) == {"__0_0.distcp", "__1_0.distcp"}
     equal = SealedCheckpoint.open(TrainedKeys(paths[0].parent), paths[0].name)
     storages[0].opened.clear()

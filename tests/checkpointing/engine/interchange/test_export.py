@@ -307,7 +307,7 @@ def test_nested_dicts_are_named_by_their_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "told"),
+    ("index", "reported"),
     [
         ({"weight_map": {"w": "gone.safetensors"}}, "lists missing files: gone"),
         ({"weight_map": {"w": "../secret"}}, "is outside the folder"),
@@ -315,9 +315,9 @@ def test_nested_dicts_are_named_by_their_path() -> None:
         ({"weights": {}}, "is malformed"),
     ],
 )
-def test_an_index_that_promises_what_is_not_there(tmp_path: Path, index: Any, told: str) -> None:
+def test_an_index_that_promises_what_is_not_there(tmp_path: Path, index: Any, reported: str) -> None:
     folder = made(tmp_path / "run")
     _export(folder, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointRefused, match=told):
+    with pytest.raises(CheckpointRefused, match=reported):
         open_safetensors(tmp_path / "out")

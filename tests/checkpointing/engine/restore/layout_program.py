@@ -103,9 +103,9 @@ def _spread(key: str, tensor: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
     return distribute_tensor(tensor, mesh, [Shard((dimension + (layout == "tp2")) % tensor.dim())])
 
 
-def checkpointer(folder: Path, told: list[Any], layout: str) -> Checkpointer:
+def checkpointer(folder: Path, reported: list[Any], layout: str) -> Checkpointer:
     owner = Owner(1, NONCE, (), lambda: True)
-    on_event = lambda kind, data: told.append((kind, data))  # noqa: E731
+    on_event = lambda kind, data: reported.append((kind, data))  # noqa: E731
     world, config = World(), CheckpointConfig()
     if layout.endswith(BY_NODE):
         world, config = World(leads_node=dist.get_rank() % 2 == 0), CheckpointConfig(files="node")
@@ -113,10 +113,10 @@ def checkpointer(folder: Path, told: list[Any], layout: str) -> Checkpointer:
 
 
 def save(layout: str, folder: Path) -> dict[str, Any]:
-    made = checkpointer(folder / f"saved-{layout}", told := [], layout)
+    made = checkpointer(folder / f"saved-{layout}", reported := [], layout)
     made.save(7, placed(layout, 7), {"layout": layout})
     made.close()
-    return {"committed": made.committed_step, "told": told}
+    return {"committed": made.committed_step, "reported": reported}
 
 
 def load(layout: str, folder: Path) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
     words = {key: fingerprint(tensor) for key, tensor in whole(7).items()}
     gathered = _gathered(parts)
     for source, seen in found.items():
-        put_together = _words([told[source] for told in gathered])
+        put_together = _words([reported[source] for reported in gathered])
         seen["fingerprints"] = [key for key, word in put_together.items() if word != words[key]]
     return {"found": found}
 
@@ -150,7 +150,7 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
 def memory(layout: str, folder: Path) -> dict[str, Any]:
     """Restore this layout from its own files and from memory, with the plan prepared before."""
     expected, tensors, found = placed(layout, 7), placed(layout, 0), []
-    made = checkpointer(_copied(layout, folder, "memory"), told := [], layout)
+    made = checkpointer(_copied(layout, folder, "memory"), reported := [], layout)
     made.prepare(tensors)
     for step in (7, 8):
         _zero(tensors)
@@ -160,7 +160,7 @@ def memory(layout: str, folder: Path) -> dict[str, Any]:
         made.save(step + 1, tensors, {"layout": layout})
         made.wait()
     made.close()
-    return {"found": found, "refused": [data for kind, data in told if kind == "checkpoint.refused"]}
+    return {"found": found, "refused": [data for kind, data in reported if kind == "checkpoint.refused"]}
 
 
 def _zero(tensors: dict[str, Tensor]) -> None:
@@ -186,9 +186,9 @@ def _differing(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> list[
 
 def _words(ranks: list[dict[str, Any]]) -> dict[str, str]:
     """Fingerprints put together from the ranks' parts; ranks that hold the same part of a tensor count as one."""
-    parts: dict[str, dict[Any, Any]] = {key: {} for told in ranks for key in told}
-    for told in ranks:
-        for key, (offsets, part) in told.items():
+    parts: dict[str, dict[Any, Any]] = {key: {} for reported in ranks for key in reported}
+    for reported in ranks:
+        for key, (offsets, part) in reported.items():
             if part != (0, 0):
                 parts[key][offsets] = part
     return {key: combine(found.values()) for key, found in parts.items()}

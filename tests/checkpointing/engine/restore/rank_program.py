@@ -30,7 +30,7 @@ from tests.checkpointing.made_checkpoint import OWNER, tier_at
 
 NONCE = "ab12cd34"
 Placed = dict[str, Tensor]
-Told = list[tuple[str, dict[str, Any]]]
+Events = list[tuple[str, dict[str, Any]]]
 
 
 def whole(seed: int) -> Placed:
@@ -70,7 +70,7 @@ def equal(tensors: Placed, state: Placed) -> bool:
     return all(torch.equal(full[key], state[key]) for key in state)
 
 
-def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
+def checkpointer(folder: Path, reported: Events, **options: Any) -> Checkpointer:
     storage, tier = options.pop("storage", None), options.pop("tier", None)
     if storage is not None:
         options.setdefault("link", InProcessWriter(storage))  # another process could not see what it does
@@ -78,7 +78,7 @@ def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
         OWNER,
         World(),
         RunTiers((tier,), open_storage(folder)) if tier else RunTiers.single(folder, storage),
-        lambda kind, data: told.append((kind, data)),
+        lambda kind, data: reported.append((kind, data)),
         **{"pauses": (), **options},
     )
 
@@ -86,9 +86,9 @@ def checkpointer(folder: Path, told: Told, **options: Any) -> Checkpointer:
 # ---- scenarios: each returns what the test asserts on
 
 
-def save(folder: Path, told: Told) -> dict[str, Any]:
+def save(folder: Path, reported: Events) -> dict[str, Any]:
     """Two saves with changing state and a busy main thread in between."""
-    made = checkpointer(folder, told)
+    made = checkpointer(folder, reported)
     for seed in (1, 2):
         tensors = placed(whole(seed))
         assert made.save(seed, tensors, {"seed": seed})
@@ -101,8 +101,8 @@ def save(folder: Path, told: Told) -> dict[str, Any]:
     return {"committed": made.committed_step}
 
 
-def load(folder: Path, told: Told) -> dict[str, Any]:
-    made, tensors = checkpointer(folder, told), empty()
+def load(folder: Path, reported: Events) -> dict[str, Any]:
+    made, tensors = checkpointer(folder, reported), empty()
     restored = made.restore(tensors)
     made.close()
     assert restored is not None
@@ -115,9 +115,9 @@ def load(folder: Path, told: Told) -> dict[str, Any]:
     }
 
 
-def disk_full_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
+def disk_full_on_one_rank(folder: Path, reported: Events) -> dict[str, Any]:
     storage = Faulty(folder)
-    made = checkpointer(folder, told, storage=storage)
+    made = checkpointer(folder, reported, storage=storage)
     steps = []
     for seed in (1, 2, 3):
         broken = dist.get_rank() == 1 and seed == 2
@@ -138,10 +138,10 @@ class OneSidedFault(LocalStorage):
         return super().open(path)
 
 
-def one_rank_cannot_read(folder: Path, told: Told) -> dict[str, Any]:
+def one_rank_cannot_read(folder: Path, reported: Events) -> dict[str, Any]:
     restorer.LATE_S = 0.1
     storage: Storage = OneSidedFault(folder)
-    made, tensors = checkpointer(folder, told, storage=storage), empty()
+    made, tensors = checkpointer(folder, reported, storage=storage), empty()
     try:
         made.restore(tensors)
     except UnreadableNow as error:
@@ -165,17 +165,17 @@ class OneSidedRot(LocalStorage):
         return stream
 
 
-def one_rank_reads_damage(folder: Path, told: Told) -> dict[str, Any]:
+def one_rank_reads_damage(folder: Path, reported: Events) -> dict[str, Any]:
     storage: Storage = OneSidedRot(folder)
-    made, tensors = checkpointer(folder, told, storage=storage), empty()
+    made, tensors = checkpointer(folder, reported, storage=storage), empty()
     restored = made.restore(tensors)
     made.close()
     assert restored is not None
     return {"step": restored.step, "exact": equal(tensors, whole(restored.step))}
 
 
-def a_peer_dies_in_mid_save(folder: Path, told: Told) -> dict[str, Any]:
-    made = checkpointer(folder, told)
+def a_peer_dies_in_mid_save(folder: Path, reported: Events) -> dict[str, Any]:
+    made = checkpointer(folder, reported)
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(9)
@@ -184,11 +184,11 @@ def a_peer_dies_in_mid_save(folder: Path, told: Told) -> dict[str, Any]:
     return {"committed": made.committed_step}
 
 
-def a_peer_dies_while_it_writes(folder: Path, told: Told) -> dict[str, Any]:
+def a_peer_dies_while_it_writes(folder: Path, reported: Events) -> dict[str, Any]:
     storage = Faulty(folder)
     if dist.get_rank() == 1:
         storage.broken = lambda act, _: os._exit(9) if act.startswith("write") else 0
-    made = checkpointer(folder, told, storage=storage)
+    made = checkpointer(folder, reported, storage=storage)
     begun = made.save(1, placed(whole(1)), {"seed": 1})
     made.wait()
     return {"begun": begun, "committed": made.committed_step}
@@ -202,12 +202,12 @@ def raised(act: Callable[[], Any]) -> str:
     return ""
 
 
-def agreement(folder: Path, told: Told) -> dict[str, Any]:
-    """What only one rank sees is everybody's: a bad state, another structure, a NaN, a hung disk."""
+def agreement(folder: Path, reported: Events) -> dict[str, Any]:
+    """All ranks agree on what only one sees: a bad state, another structure, a NaN, a hung disk."""
     second = dist.get_rank() == 1
     storage = Faulty(folder, hung=lambda act: second and act.startswith("create"))
     storage.healed.set()
-    made = checkpointer(folder, told, storage=storage)
+    made = checkpointer(folder, reported, storage=storage)
     found: dict[str, Any] = {}
     found["unsavable"] = raised(lambda: made.prepare({"x": 5 if second else torch.ones(2)}))
     state = {"model/w": torch.ones(5), f"rng/{dist.get_rank()}": torch.ones(2)}
@@ -241,12 +241,12 @@ def agreement(folder: Path, told: Told) -> dict[str, Any]:
     return {**found, "saved": saved, "hung": hung, "committed": made.committed_step}
 
 
-def disks_of_their_own(folder: Path, told: Told) -> dict[str, Any]:
+def disks_of_their_own(folder: Path, reported: Events) -> dict[str, Any]:
     """Every rank is a node with a disk that the other cannot see."""
     mine = folder / f"node{dist.get_rank()}"
 
     def one() -> Checkpointer:
-        return checkpointer(folder, told, tier=tier_at(mine, keep=2, shared=False))
+        return checkpointer(folder, reported, tier=tier_at(mine, keep=2, shared=False))
 
     made = one()
     for seed in (1, 2, 3):
@@ -266,7 +266,7 @@ def disks_of_their_own(folder: Path, told: Told) -> dict[str, Any]:
     }
 
 
-def buckets_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
+def buckets_on_one_rank(folder: Path, reported: Events) -> dict[str, Any]:
     """Rank 1 has more than the memory that it may take for copies; rank 0's disk fails once."""
     rank, left = dist.get_rank(), [1 - dist.get_rank()]
 
@@ -280,7 +280,7 @@ def buckets_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
         return {f"model/{rank}/{n}": torch.full((256, 1024), value + n) for n in range(5 if rank else 1)}
 
     config = CheckpointConfig(staging=StagingConfig(host_memory=2.5 / 1024))
-    made = checkpointer(folder, told, storage=Faulty(folder, broken), config=config, pauses=(0.0, 0.0))
+    made = checkpointer(folder, reported, storage=Faulty(folder, broken), config=config, pauses=(0.0, 0.0))
     made.prepare(state(0.0))
     assert made.restore(state(0.0)) is None
     failures = []
@@ -289,7 +289,7 @@ def buckets_on_one_rank(folder: Path, told: Told) -> dict[str, Any]:
         made.wait()
         failures.append(made.failure)
     made.close()
-    again, target = checkpointer(folder, told, config=config), state(0.0)
+    again, target = checkpointer(folder, reported, config=config), state(0.0)
     again.prepare(target)
     restored = again.restore(target)
     again.close()
@@ -301,7 +301,7 @@ class Odd(Exception):
     """An unexpected kind of error."""
 
 
-def a_lane_dies(folder: Path, told: Told) -> dict[str, Any]:
+def a_lane_dies(folder: Path, reported: Events) -> dict[str, Any]:
     """An unexpected error ends rank 1's saves; training continues to the end of the run."""
 
     class Unheard(LocalStorage):
@@ -310,7 +310,7 @@ def a_lane_dies(folder: Path, told: Told) -> dict[str, Any]:
                 raise Odd("what is this?")
             return super().create(path)
 
-    made = checkpointer(folder, told, storage=Unheard(folder))
+    made = checkpointer(folder, reported, storage=Unheard(folder))
     begun = []
     for step in (1, 2):
         begun.append(made.save(step, placed(whole(step)), {}))
@@ -324,7 +324,7 @@ def placed_alone() -> Placed:
     return {"x": torch.ones(3)}
 
 
-SCENARIOS: dict[str, Callable[[Path, Told], dict[str, Any]]] = {
+SCENARIOS: dict[str, Callable[[Path, Events], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
         save, load, disk_full_on_one_rank, one_rank_cannot_read, one_rank_reads_damage, a_peer_dies_in_mid_save,
@@ -344,8 +344,8 @@ def main() -> None:
     results = []
     for name, folder in scenarios:
         (root / folder).mkdir(exist_ok=True)
-        told: Told = []
-        results.append({**SCENARIOS[name](root / folder, told), "told": told})
+        reported: Events = []
+        results.append({**SCENARIOS[name](root / folder, reported), "reported": reported})
     sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
     # As real ranks end: gloo's threads may still be letting go of tensors, and an interpreter that is being taken down

@@ -38,8 +38,8 @@ def _restored_and_changed(
     folder: Path, name: str, tensors: Tensors, expected: Tensors, keys: dict[str, str]
 ) -> dict[str, Any]:
     """What is found after the restore, and when one value of one of `keys` has changed on the last rank alone."""
-    told: list[str] = []
-    made = ReadOnlyCheckpoint(str(folder), name, lambda kind, data: told.append(kind), World())
+    reported: list[str] = []
+    made = ReadOnlyCheckpoint(str(folder), name, lambda kind, data: reported.append(kind), World())
     restored = made.restore(tensors)
     found = {"step": restored.step, "exact": rank_program.equal(tensors, expected), "faults": made.fingerprint_faults()}
     last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
@@ -52,7 +52,7 @@ def _restored_and_changed(
         part.copy_(before)
     found["again"] = made.fingerprint_faults()
     made.close()
-    return {**found, "told": told}
+    return {**found, "reported": reported}
 
 
 def tree(root: Path) -> dict[str, tuple[int, int, int]]:

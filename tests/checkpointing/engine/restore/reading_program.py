@@ -69,14 +69,14 @@ def rounds(folder: Path) -> dict[str, Any]:
 
 def memory(folder: Path) -> dict[str, Any]:
     """Both ranks are new, their arenas are not; replicated tensors are in one of them only. Then one is damaged."""
-    told: list[Any] = []
+    reported: list[Any] = []
     link = InProcessWriter(arena=Arena.create())
     first = checkpointer(folder, [], link=link)
     for seed in (4, 5):
         first.save(seed, placed(whole(seed)), {"seed": seed})
         first.wait()
     results: dict[str, Any] = {"held": link.arena.record(0) is not None and link.arena.record(1) is not None}
-    second = checkpointer(folder, told, link=InProcessWriter(arena=link.arena))
+    second = checkpointer(folder, reported, link=InProcessWriter(arena=link.arena))
     target = empty()
     second.prepare(target)
     found = second.restore(target)
@@ -87,7 +87,7 @@ def memory(folder: Path) -> dict[str, Any]:
     target = empty()
     found = second.restore(target)
     results["second"] = [found and found.step, found and found.tier, equal(target, whole(found.step if found else 0))]
-    return {**results, "told": [data for kind, data in told if kind == "checkpoint.refused"]}
+    return {**results, "reported": [data for kind, data in reported if kind == "checkpoint.refused"]}
 
 
 def the_last_chunk(folder: Path) -> dict[str, Any]:
@@ -120,9 +120,9 @@ def disks_of_nodes(folder: Path) -> dict[str, Any]:
     mine = folder / f"node-{1 - rank}"
     shutil.copytree(saved, mine / saved.name, ignore=shutil.ignore_patterns(f"__{rank}_*"))
     dist.barrier()
-    told: list[Any] = []
+    reported: list[Any] = []
     place = tier_at(mine, shared=False)
-    restorer = Restorer([place], RankGroup(None), OWNER, lambda kind, data: told.append((kind, data)))
+    restorer = Restorer([place], RankGroup(None), OWNER, lambda kind, data: reported.append((kind, data)))
     target = empty()
     found = restorer.run(target, OptionalKeys())
     results: dict[str, Any] = {"found": [found and found.step, equal(target, whole(1))]}
@@ -132,16 +132,16 @@ def disks_of_nodes(folder: Path) -> dict[str, Any]:
     target = empty()
     with contextlib.suppress(NothingVerifies):
         restorer.run(target, OptionalKeys())
-        told.append(("loaded", {}))
-    return {**results, "untouched": untouched(target), "last": told[-1] if told else None}
+        reported.append(("loaded", {}))
+    return {**results, "untouched": untouched(target), "last": reported[-1] if reported else None}
 
 
 def replicated(folder: Path) -> dict[str, Any]:
     """A tensor of several chunks, all of which one rank has written: both need all of it, or each needs its half."""
     values = torch.arange(3 << 20, dtype=torch.int64).view(1 << 10, 3 << 10)
     mesh = init_device_mesh("cpu", (SIZE,))
-    told: list[Any] = []
-    made = checkpointer(folder, told, link=InProcessWriter())
+    reported: list[Any] = []
+    made = checkpointer(folder, reported, link=InProcessWriter())
     made.save(1, {"x": distribute_tensor(values, mesh, [Replicate()]), "y": torch.ones(3)}, {})
     made.close()
     results = {}
@@ -150,7 +150,7 @@ def replicated(folder: Path) -> dict[str, Any]:
         again = checkpointer(folder, [], link=InProcessWriter())
         found = again.restore({"x": target, "y": torch.zeros(3)})
         again.close()
-        assert found is not None, told
+        assert found is not None, reported
         exact = torch.equal(target.full_tensor(), values)
         results[name] = [exact, found.bytes_read / values.nbytes, found.bytes_needed / values.nbytes]
     return results

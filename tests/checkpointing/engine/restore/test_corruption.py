@@ -127,7 +127,7 @@ def test_damage_is_refused_before_unpickling_and_the_older_checkpoint_is_loaded(
     assert loaded(made.restore(target)).step == 1
     assert same(target, state(1))
     assert CANARY == []
-    refusal = bench.told("checkpoint.refused")[-1]
+    refusal = bench.reported("checkpoint.refused")[-1]
     assert (refusal["step"], refusal["name"]) == (2, folder.name)
     assert refusal["reason"], what
 
@@ -147,7 +147,7 @@ def test_healthy_ones_are_never_refused(bench: Bench) -> None:
         target = blank()
         assert loaded(bench.saved(step).restore(target)).step == step
         assert same(target, state(step))
-    assert bench.told("checkpoint.refused") == []
+    assert bench.reported("checkpoint.refused") == []
 
 
 def test_when_all_are_damaged_nothing_is_started_over(bench: Bench) -> None:

@@ -51,7 +51,7 @@ def test_copies_are_shared_out_by_bytes() -> None:
 
 
 @pytest.fixture(scope="module")
-def told(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def reported(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What both ranks of every scenario have found."""
     folder = tmp_path_factory.mktemp("reading")
     first, second = programs.results(PROGRAM, [(folder, rank) for rank in range(2)])
@@ -59,46 +59,46 @@ def told(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.mark.multi
-def test_bytes_cross_in_rounds_of_any_size(told: Any) -> None:
-    assert [result["exact"] for result in told["rounds"]] == [True, True]
+def test_bytes_cross_in_rounds_of_any_size(reported: Any) -> None:
+    assert [result["exact"] for result in reported["rounds"]] == [True, True]
 
 
 @pytest.mark.multi
-def test_new_ranks_take_what_their_arenas_hold_and_leave_what_one_of_them_cannot_verify(told: Any) -> None:
-    for result in told["memory"]:
+def test_new_ranks_take_what_their_arenas_hold_and_leave_what_one_of_them_cannot_verify(reported: Any) -> None:
+    for result in reported["memory"]:
         assert result["held"]
         assert result["first"] == [5, "memory", True]
         assert result["second"][0] == 5
         assert result["second"][1] != "memory"
         assert result["second"][2]
-    (refusal,) = told["memory"][0]["told"]
+    (refusal,) = reported["memory"][0]["reported"]
     assert (refusal["step"], refusal["tier"], refusal["reason"]) == (
         5,
         "memory",
         "__1_0.distcp chunk 0: digest differs",
     )
-    assert told["memory"][1]["told"] == [], "only rank 0 tells"
+    assert reported["memory"][1]["reported"] == [], "only rank 0 tells"
 
 
 @pytest.mark.multi
-def test_the_last_bit_of_the_last_rank_keeps_all_tensors_as_they_were(told: Any) -> None:
-    for result in told["the_last_chunk"]:
+def test_the_last_bit_of_the_last_rank_keeps_all_tensors_as_they_were(reported: Any) -> None:
+    for result in reported["the_last_chunk"]:
         assert "__1_0.distcp chunk 0: digest differs" in result["reason"]
         assert result["untouched"]
 
 
 @pytest.mark.multi
-def test_files_on_other_nodes_disks_are_read_there_and_sent(told: Any) -> None:
-    for result in told["disks_of_nodes"]:
+def test_files_on_other_nodes_disks_are_read_there_and_sent(reported: Any) -> None:
+    for result in reported["disks_of_nodes"]:
         assert result["found"] == [1, True]
         assert result["untouched"]
-    kind, refusal = told["disks_of_nodes"][0]["last"]
+    kind, refusal = reported["disks_of_nodes"][0]["last"]
     assert (kind, refusal["reason"]) == ("checkpoint.refused", "__0_0.distcp: missing")
 
 
 @pytest.mark.multi
-def test_bytes_read_stay_close_to_bytes_needed(told: Any) -> None:
-    for result in told["replicated"]:
+def test_bytes_read_stay_close_to_bytes_needed(reported: Any) -> None:
+    for result in reported["replicated"]:
         assert [exact for exact, *_ in result.values()] == [True] * 3
         assert result["whole"][1] < 2.02, "two replicas read for themselves"
         assert result["rows"][1] < 1.02

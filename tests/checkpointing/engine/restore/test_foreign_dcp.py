@@ -32,11 +32,11 @@ def foreign(root: Path, name: str, tensors: dict[str, Any]) -> Path:
 def restore(bench: Bench, target: dict[str, torch.Tensor], *, trust: bool = True, **lack: Any) -> Restored | None:
     owner = Owner(1, NONCE, (), lambda: True)
 
-    def tell(kind: str, data: dict[str, Any]) -> None:
+    def emit(kind: str, data: dict[str, Any]) -> None:
         bench.events.append((kind, data))
 
     tiers, options = RunTiers.single(bench.root).tiers, RestoreOptions(trust_foreign=trust)
-    restorer = Restorer(tiers, RankGroup(None), owner, tell, options=options)
+    restorer = Restorer(tiers, RankGroup(None), owner, emit, options=options)
     return restorer.run(target, OptionalKeys(**lack))
 
 
@@ -55,8 +55,8 @@ def test_with_trust_values_are_loaded_and_reported_as_unverified(bench: Bench) -
     restored = loaded(restore(bench, target))
     assert (restored.step, restored.name, restored.verified, restored.extra) == (100, "step-100", False, {})
     assert same(target, state(3))
-    (told,) = bench.told("checkpoint.restored")
-    assert told["verified"] is False
+    (reported,) = bench.reported("checkpoint.restored")
+    assert reported["verified"] is False
 
 
 def test_our_own_come_first_whatever_their_step(bench: Bench) -> None:

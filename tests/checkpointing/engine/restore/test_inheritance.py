@@ -46,7 +46,7 @@ def test_an_optional_checkpoint_may_be_missing(bench: Bench) -> None:
     names = {step: bench.folder(step).name for step in (5, 10, 15)}
     given = {"attempt": 2, "nonce": "22222222", "inherit": (names[5], names[15], names[10])}
     assert loaded(bench.checkpointer(**given, optional_names=(names[15], names[10])).restore(blank())).step == 10
-    (refusal,) = bench.told("checkpoint.refused")
+    (refusal,) = bench.reported("checkpoint.refused")
     assert (refusal["name"], refusal["damaged"]) == (names[15], False)
     for step in (5, 10):
         bench.folder(step).rename(bench.root.parent / f"gone-{step}")
@@ -67,7 +67,7 @@ def test_a_corrupt_one_is_not_loaded_in_place_nor_by_a_later_attempt(bench: Benc
     bench.saved(5, 10)
     found_corrupt(bench, 10)
     assert loaded((bench.checkpointer() if own else heir(bench, 10, 5)).restore(blank())).step == 5
-    (refusal,) = bench.told("checkpoint.refused")
+    (refusal,) = bench.reported("checkpoint.refused")
     assert (refusal["step"], refusal["damaged"]) == (10, True)
     assert refusal["reason"] == "was found CORRUPT: model.half: fingerprint differs"
 
@@ -103,7 +103,7 @@ def test_what_memory_holds_of_a_corrupt_one_is_not_loaded_either(bench: Bench) -
 def test_a_missing_newer_checkpoint_is_reported_and_the_older_one_restored(bench: Bench) -> None:
     bench.saved(5)
     assert loaded(heir(bench, 10, 5).restore(blank())).step == 5
-    (refusal,) = bench.told("checkpoint.refused")
+    (refusal,) = bench.reported("checkpoint.refused")
     assert (refusal["step"], refusal["name"]) == (10, bench.folder(10).name)
     assert "missing" in refusal["reason"]
     assert refusal["damaged"] is False
@@ -119,7 +119,7 @@ def test_misfits_and_read_errors_are_not_reported_as_damage(bench: Bench, monkey
     ):
         with pytest.raises(NothingVerifies):
             bench.checkpointer().restore(target)
-        assert bench.told("checkpoint.refused")[-1]["damaged"] is False
+        assert bench.reported("checkpoint.refused")[-1]["damaged"] is False
 
     def broken(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -129,7 +129,7 @@ def test_misfits_and_read_errors_are_not_reported_as_damage(bench: Bench, monkey
     with pytest.raises(NothingVerifies, match="Input/output error") as raised:
         bench.checkpointer().restore(blank())
     assert not isinstance(raised.value, NothingIntact), "the disk may answer the next job"
-    assert bench.told("checkpoint.refused")[-1]["damaged"] is False
+    assert bench.reported("checkpoint.refused")[-1]["damaged"] is False
 
 
 def test_wrong_bytes_are_reported_as_damage(bench: Bench) -> None:
@@ -140,7 +140,7 @@ def test_wrong_bytes_are_reported_as_damage(bench: Bench) -> None:
     file.write_bytes(data)
     with pytest.raises(NothingIntact, match="digest differs"):
         bench.checkpointer().restore(blank())
-    assert bench.told("checkpoint.refused")[-1]["damaged"] is True
+    assert bench.reported("checkpoint.refused")[-1]["damaged"] is True
 
 
 def test_a_name_that_comes_late_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_a_name_that_comes_late_is_waited_for(bench: Bench, monkeypatch: pytest.
     away = bench.folder(10).rename(bench.root.parent / "away")
     monkeypatch.setattr(restorer.time, "sleep", lambda _: away.exists() and away.rename(bench.folder(10)))
     assert loaded(heir(bench, 10, 5).restore(blank())).step == 10
-    assert bench.told("checkpoint.refused") == []
+    assert bench.reported("checkpoint.refused") == []
 
 
 def test_a_missing_older_checkpoint_is_not_reported(bench: Bench) -> None:
@@ -169,8 +169,8 @@ def two(bench: Bench, tmp_path: Path) -> tuple[ResolvedTier, ResolvedTier]:
 
 
 def restore(bench: Bench, tiers: tuple[ResolvedTier, ...], target: dict[str, Any], **options: Any) -> Restored | None:
-    tell = lambda kind, data: bench.events.append((kind, data))  # noqa: E731
-    made = Restorer(tiers, RankGroup(None), OWNER, tell, options=RestoreOptions(**options))
+    emit = lambda kind, data: bench.events.append((kind, data))  # noqa: E731
+    made = Restorer(tiers, RankGroup(None), OWNER, emit, options=RestoreOptions(**options))
     return made.run(target, OptionalKeys())
 
 
@@ -191,14 +191,14 @@ def test_a_bad_copy_in_one_tier_is_refused_there_and_the_other_one_taken(bench: 
     restored = loaded(restore(bench, two, target))
     assert (restored.step, restored.tier) == (10, slow.path)
     assert same(target, state(10))
-    (refusal,) = bench.told("checkpoint.refused")
+    (refusal,) = bench.reported("checkpoint.refused")
     assert (refusal["step"], refusal["tier"]) == (10, fast.path)
     assert refusal["reason"].startswith("__0_0.distcp: has 3 bytes instead of")
 
 
 def test_a_suspect_step_is_skipped_in_every_tier_and_reported_once(bench: Bench, two: Any) -> None:
     assert loaded(restore(bench, two, blank(), suspects={15, 10, 99})).step == 5
-    assert [told["step"] for told in bench.told("checkpoint.suspect")] == [15, 10]
+    assert [reported["step"] for reported in bench.reported("checkpoint.suspect")] == [15, 10]
 
 
 def failing(place: ResolvedTier, file: str, times: int = 1 << 30) -> ResolvedTier:
@@ -222,9 +222,9 @@ def test_the_newest_one_that_cannot_be_read_is_not_passed_over(bench: Bench, fil
     ) as raised:
         restore(bench, (place,), blank())
     assert str(raised.value).startswith(f"{bench.folder(10)} cannot be read")
-    (refusal,) = bench.told("checkpoint.refused")
+    (refusal,) = bench.reported("checkpoint.refused")
     assert (refusal["step"], refusal["damaged"]) == (10, False)
-    assert bench.told("checkpoint.restored") == []
+    assert bench.reported("checkpoint.restored") == []
 
 
 def test_the_newest_one_is_tried_again_until_it_can_be_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_the_newest_one_is_tried_again_until_it_can_be_read(bench: Bench, monkey
     target = blank()
     assert loaded(restore(bench, (failing(tier_at(bench.root), bench.folder(10).name, times=3),), target)).step == 10
     assert same(target, state(10))
-    assert bench.told("checkpoint.refused") == []
+    assert bench.reported("checkpoint.refused") == []
 
 
 def test_another_readable_tier_is_used_immediately(bench: Bench, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_another_readable_tier_is_used_immediately(bench: Bench, two: Any, monke
     monkeypatch.setattr(restorer.time, "sleep", lambda _: pytest.fail("nothing is to be waited for"))
     restored = loaded(restore(bench, (failing(fast, bench.folder(15).name), slow), blank()))
     assert (restored.step, restored.tier) == (15, slow.path)
-    (refusal,) = bench.told("checkpoint.refused")
+    (refusal,) = bench.reported("checkpoint.refused")
     assert (refusal["step"], refusal["tier"]) == (15, fast.path)
 
 
@@ -284,8 +284,8 @@ def test_an_unreadable_tier_does_not_matter_where_another_has_the_newest(bench: 
     def restored(inherit: tuple[str, ...], optional: tuple[str, ...] = ()) -> Restored | None:
         owner = Owner(attempt=2, nonce="22222222", inherit=inherit, fence=lambda: True)
         options = RestoreOptions(optional_names=optional)
-        tell = lambda kind, data: bench.events.append((kind, data))  # noqa: E731
-        return Restorer(places, RankGroup(None), owner, tell, options=options).run(blank(), OptionalKeys())
+        emit = lambda kind, data: bench.events.append((kind, data))  # noqa: E731
+        return Restorer(places, RankGroup(None), owner, emit, options=options).run(blank(), OptionalKeys())
 
     found = restored(names)
     assert found is not None

@@ -48,10 +48,10 @@ class Generation:
         self.arena.publish(buffer, record)
 
     def restore(self, target: dict[str, torch.Tensor], write_templates: Any = None, **options: Any) -> Restored | None:
-        tell = lambda kind, data: self.bench.events.append((kind, data))  # noqa: E731
+        emit = lambda kind, data: self.bench.events.append((kind, data))  # noqa: E731
         memory = Memory(self.arena, options.pop("plan", self.plan), write_templates)
         place, choice = tier_at(self.bench.root), RestoreOptions(**options)
-        restorer = Restorer([place], RankGroup(None), OWNER, tell, memory, choice)
+        restorer = Restorer([place], RankGroup(None), OWNER, emit, memory, choice)
         return restorer.run(target, OptionalKeys())
 
 
@@ -70,7 +70,7 @@ def test_the_newest_in_memory_is_taken_without_any_disk(held: Generation) -> Non
     assert (restored.step, restored.tier, restored.extra) == (6, "memory", {"position": 48})
     assert (restored.name, restored.bytes_read) == (held.bench.folder(6).name, 0)
     assert same(target, state(6))
-    assert held.bench.told("checkpoint.restored")[0]["tier"] == "memory"
+    assert held.bench.reported("checkpoint.restored")[0]["tier"] == "memory"
 
 
 def test_at_the_same_step_memory_comes_before_disk_and_newer_disk_before_memory(held: Generation) -> None:
@@ -94,10 +94,10 @@ def test_a_flipped_bit_in_memory_is_refused_and_the_disk_taken(held: Generation,
     restored = loaded(held.restore(target))
     assert (restored.step, restored.tier) == (4, str(held.bench.root))
     assert same(target, state(4))
-    (refusal,) = held.bench.told("checkpoint.refused")
+    (refusal,) = held.bench.reported("checkpoint.refused")
     assert (refusal["step"], refusal["tier"]) == (5, "memory")
     assert "digest differs" in refusal["reason"]
-    assert held.arena.record(0) is None, "nobody is offered it again"
+    assert held.arena.record(0) is None, "it is not offered again"
 
 
 def test_when_memory_is_damaged_and_there_is_nothing_else_no_tensor_changes(held: Generation) -> None:
@@ -173,8 +173,8 @@ def test_suspects_are_left_out_as_long_as_there_is_another(held: Generation) -> 
     held.hold(0, 5)
     held.hold(1, 6)
     assert loaded(held.restore(blank(), suspects={6})).step == 5
-    (told,) = held.bench.told("checkpoint.suspect")
-    assert told["step"] == 6
+    (reported,) = held.bench.reported("checkpoint.suspect")
+    assert reported["step"] == 6
     last = held.restore(blank(), suspects={5, 6})
     assert last is not None
     assert last.step == 6, "better a suspect than nothing"

@@ -49,7 +49,7 @@ def pair(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def kinds(result: dict[str, Any]) -> list[str]:
-    return [kind for kind, _ in result["told"]]
+    return [kind for kind, _ in result["reported"]]
 
 
 def test_two_ranks_save_and_any_number_restores(pair: Pair, run: Run) -> None:
@@ -89,7 +89,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(pair: Pair) -> None:
     folder = root / "full"
     results = found["disk_full_on_one_rank", "full"]
     assert [result["committed"] for result in results] == [[1, 1, 3], [1, 1, 3]]
-    (failure,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.failed"]
+    (failure,) = [data for kind, data in results[0]["reported"] if kind == "checkpoint.failed"]
     assert failure["step"] == 2
     assert failure["reason"].startswith("rank 1: disk full ([Errno 28] No space left on device")
     assert [entry.step for entry in Catalog(folder).committed_entries()] == [3, 1]
@@ -102,7 +102,7 @@ def test_all_ranks_end_alike_at_a_checkpoint_that_one_of_them_cannot_read(pair: 
     assert results[0]["error"] == results[1]["error"]
     assert "no older checkpoint is loaded" in results[0]["error"]
     assert [result["untouched"] for result in results] == [True, True]
-    (refusal,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.refused"]
+    (refusal,) = [data for kind, data in results[0]["reported"] if kind == "checkpoint.refused"]
     assert refusal["step"] == 2
     assert "Input/output error" in refusal["reason"]
 
@@ -111,7 +111,7 @@ def test_all_ranks_leave_a_checkpoint_that_one_of_them_finds_damaged(pair: Pair)
     found, _ = pair
     results = found["one_rank_reads_damage", "rot"]
     assert [(result["step"], result["exact"]) for result in results] == [(1, True), (1, True)]
-    (refusal,) = [data for kind, data in results[0]["told"] if kind == "checkpoint.refused"]
+    (refusal,) = [data for kind, data in results[0]["reported"] if kind == "checkpoint.refused"]
     assert refusal["step"] == 2
     assert "digest differs" in refusal["reason"]
 
@@ -121,7 +121,7 @@ def test_the_survivor_reports_a_save_whose_peer_died(run: Run, tmp_path: Path) -
     (survivor,) = run("a_peer_dies_in_mid_save", 2, folder, dies=(1,))
     assert survivor["committed"] is None
     assert kinds(survivor)[-1] == "checkpoint.failed"
-    assert survivor["told"][-1][1]["reason"].startswith("rank 0: ")
+    assert survivor["reported"][-1][1]["reason"].startswith("rank 0: ")
     assert Catalog(folder).committed_entries() == []
 
 
@@ -169,7 +169,7 @@ def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(pair: Pair) -
     for result in (first, second):
         assert (result["begun"], result["committed"]) == ([True, False], None)
         assert "checkpoint.failed" in kinds(result)
-    assert second["told"][0][1]["reason"] == "rank 1: Odd: what is this?"
+    assert second["reported"][0][1]["reason"] == "rank 1: Odd: what is this?"
     assert Catalog(folder).committed_entries() == []
 
 

@@ -36,13 +36,13 @@ def opened(folder: Path, on_event: Callable[[str, dict[str, Any]], None] = emit_
 
 def test_the_named_checkpoint_is_loaded_and_no_newer_one(bench: Bench) -> None:
     bench.saved(5, 10, 15)
-    told: list[tuple[str, dict[str, Any]]] = []
-    made, target = opened(bench.folder(10), lambda kind, data: told.append((kind, data))), blank()
+    reported: list[tuple[str, dict[str, Any]]] = []
+    made, target = opened(bench.folder(10), lambda kind, data: reported.append((kind, data))), blank()
     restored = made.restore(target)
     assert (restored.step, restored.name, restored.extra) == (10, bench.folder(10).name, {"position": 80})
     assert same(target, state(10))
     assert (made.restore_result, made.committed_step) == (restored, 10)
-    assert [(kind, data["step"]) for kind, data in told] == [("checkpoint.restored", 10)]
+    assert [(kind, data["step"]) for kind, data in reported] == [("checkpoint.restored", 10)]
     made.close()
 
 
@@ -189,8 +189,8 @@ def restored(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -
         for job, results in zip(jobs, map(list, zip(*ranks, strict=True)), strict=True):
             if job[0].startswith("save"):
                 continue
-            told = [result.pop("told") for result in results]
-            assert told == [["checkpoint.restored"], *[[]] * (size - 1)]
+            reported = [result.pop("reported") for result in results]
+            assert reported == [["checkpoint.restored"], *[[]] * (size - 1)]
             assert all(result == results[0] for result in results)
             found = every[job] = results[0]
             assert (found["step"], found["exact"], found["faults"], found["again"]) == (job[-1], True, [], [])

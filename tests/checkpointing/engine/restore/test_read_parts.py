@@ -274,7 +274,7 @@ def test_what_is_no_archive_has_no_values(data: bytes) -> None:
     ("wanted", "lost"),
     [
         ([{"model/a", "model/b", "rng/0"}], []),
-        # Stages of a pipeline have other tensors; only what nobody wants is lost.
+        # Stages of a pipeline have other tensors; only what no rank wants is lost.
         ([{"model/a"}, {"model/b"}], []),
         ([{"model/a"}, {"model/a"}], ["model/b"]),
         ([set(), set()], ["model/a", "model/b"]),

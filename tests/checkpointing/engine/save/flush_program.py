@@ -24,13 +24,13 @@ def flush(rank: int, size: int, folder: Path) -> dict[str, Any]:
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
     places = (tier_at(folder / "fast"), tier_at(folder / "slow", bandwidth=20.0))
-    link, told = WriterLink.start(), []
+    link, reported = WriterLink.start(), []
     flusher = Flusher(
         RunTiers(places, places[0].storage),
         RankGroup(None),
         OWNER,
         lambda: link,
-        lambda kind, data: told.append([kind, data["step"]]),
+        lambda kind, data: reported.append([kind, data["step"]]),
         timeouts=TransferTimeouts(look=0.05),
     )
     for step in (10, 20):
@@ -44,7 +44,7 @@ def flush(rank: int, size: int, folder: Path) -> dict[str, Any]:
     flusher.close()
     link.close()
     dist.destroy_process_group()
-    return {"told": told, "drained": drained}
+    return {"reported": reported, "drained": drained}
 
 
 def main() -> None:

@@ -38,9 +38,9 @@ def test_a_bad_source_is_reported_with_its_chunk_and_never_copied(tiers: Tiers) 
     (tiers.root / "fast" / made / "__0_0.distcp").write_bytes(b"x" * 999 + b"y")
     tiers.start()
     tiers.idle()
-    told = tiers.wait_for("checkpoint.failed")
-    assert "the source is damaged: __0_0.distcp chunk 0: digest differs" in told["reason"]
-    assert told["tier"] == str(tiers.root / "slow")
+    reported = tiers.wait_for("checkpoint.failed")
+    assert "the source is damaged: __0_0.distcp chunk 0: digest differs" in reported["reason"]
+    assert reported["tier"] == str(tiers.root / "slow")
     assert tiers.steps("slow") == []
     assert tiers.drain(), "the next older one is good"
     assert Catalog(tiers.root / "slow").names()[-1] == old
@@ -78,9 +78,9 @@ def test_a_tier_that_cannot_be_listed_leaves_the_others_alone(tmp_path: Path) ->
     tiers.commit(10)
     tiers.idle()
     assert tiers.steps("far") == [10]
-    told = tiers.wait_for("checkpoint.failed")
-    assert told["tier"] == str(tmp_path / "slow")
-    assert "Errno None" not in told["reason"]
+    reported = tiers.wait_for("checkpoint.failed")
+    assert reported["tier"] == str(tmp_path / "slow")
+    assert "Errno None" not in reported["reason"]
     assert not tiers.drain(0.3), "the slow tier has not received it"
     tiers.close()
 
@@ -138,7 +138,7 @@ def test_a_copy_that_is_there_after_all_ends_the_report_of_its_failure(tiers: Ti
     tiers.idle()
     tiers.storages["slow"].broken = lambda operation, _: 0
     assert tiers.drain()
-    kind, data = tiers.told[-1]
+    kind, data = tiers.reported[-1]
     assert (kind, data["step"], data["bytes"]) == ("checkpoint.flushed", 10, 0)
 
 
@@ -175,9 +175,9 @@ def test_a_copy_that_takes_too_long_is_reported_while_it_runs(tiers: Tiers) -> N
     tiers.storages["slow"].hung = lambda met: met.startswith("write")
     tiers.start(timeouts=TransferTimeouts(access=0.05, look=0.02))
     tiers.commit(10)
-    told = tiers.wait_for("checkpoint.stuck")
-    assert (told["tier"], told["step"]) == (str(tiers.root / "slow"), 10)
-    assert told["reason"].endswith("still under way (rank 0)")
+    reported = tiers.wait_for("checkpoint.stuck")
+    assert (reported["tier"], reported["step"]) == (str(tiers.root / "slow"), 10)
+    assert reported["reason"].endswith("still under way (rank 0)")
     time.sleep(0.1)
     assert tiers.kinds().count("checkpoint.stuck") == 1, "once is enough"
     tiers.storages["slow"].healed.set()
@@ -229,9 +229,9 @@ def test_an_end_that_cannot_wait_for_a_tier_says_so(tmp_path: Path) -> None:
          lambda: tiers.flushers[1].drain(0.0)]
     )  # fmt: skip
     assert results == [None, False], "only the time of rank 0 counts, and it takes the others along"
-    (told,) = [data for kind, data in tiers.told if kind == "checkpoint.failed"]
-    assert (told["step"], told["tier"]) == (10, str(tmp_path / "far"))
-    assert f"no time left to copy it from {tmp_path / 'fast'}" in told["reason"]
+    (reported,) = [data for kind, data in tiers.reported if kind == "checkpoint.failed"]
+    assert (reported["step"], reported["tier"]) == (10, str(tmp_path / "far"))
+    assert f"no time left to copy it from {tmp_path / 'fast'}" in reported["reason"]
     assert tiers.steps("slow") == [10]
     tiers.close()
 
@@ -355,15 +355,15 @@ def test_an_access_error_is_not_a_hung_tier(tiers: Tiers) -> None:
 
 
 def test_a_failure_that_an_arrival_has_ended_is_not_reported_as_ended_again(tiers: Tiers) -> None:
-    told: list[str] = []
-    state = FlushState(lambda kind, _: told.append(kind))
+    reported: list[str] = []
+    state = FlushState(lambda kind, _: reported.append(kind))
     place, name = tiers.place("slow"), make(tiers.storages["fast"], 10)
     state.latest = name
     manifest = parse((tiers.root / "fast" / name / "manifest.json").read_bytes())
     state.report_failure(place, Failed("disk full"))
     state.report_arrival(place, manifest, 1.0)
     state.report_presence(place)
-    assert told == ["checkpoint.failed", "checkpoint.flushed"]
+    assert reported == ["checkpoint.failed", "checkpoint.flushed"]
 
 
 @pytest.mark.parametrize(
@@ -376,9 +376,9 @@ def test_the_time_for_a_copy_is_that_of_a_slow_disk_or_of_its_limit(
     limits = TransferTimeouts()
     assert (limits.access, limits.copy, limits.late) == (120.0, 300.0, 30.0)
     place = replace(tiers.place("slow"), bandwidth=bandwidth)
-    nobody: Any = None
-    made = TierTransfer([BoundedTier(place, 1.0)], nobody, nobody, nobody, limits, nobody)
-    route, size = Route(0, 0, nobody), 100 << 20
+    unused: Any = None
+    made = TierTransfer([BoundedTier(place, 1.0)], unused, unused, unused, limits, unused)
+    route, size = Route(0, 0, unused), 100 << 20
     files = tuple(FileEntry(name=name, size=size // 2, chunks=("0" * 32,) * 7) for name in ("a", "b"))
     assert made._copy_timeout(route, files) == 300.0 + patience
     assert made._usual(route, size) == usual

@@ -36,7 +36,7 @@ def test_every_commit_reaches_the_slow_tier_and_is_reported(tiers: Tiers) -> Non
     assert tiers.steps("slow") == [20, 10]
     assert verify(tiers.root / "slow" / made, 2).ok
     assert tiers.kinds() == ["checkpoint.flushed"] * 2
-    facts = tiers.told[1][1]
+    facts = tiers.reported[1][1]
     assert (facts["step"], facts["name"], facts["tier"]) == (20, made, str(tiers.root / "slow"))
     assert facts["bytes"] == sum(map(len, FILES.values()))
     assert facts["seconds"] > 0
@@ -119,7 +119,7 @@ def test_each_tier_keeps_to_its_own_retention(tmp_path: Path) -> None:
         tiers.commit(step)
         tiers.idle()
     assert tiers.steps("slow") == [60, 50, 30]
-    gone = [data for kind, data in tiers.told if kind == "checkpoint.deleted"]
+    gone = [data for kind, data in tiers.reported if kind == "checkpoint.deleted"]
     assert [(data["step"], data["tier"]) for data in gone] == [(step, str(tmp_path / "slow")) for step in (10, 20, 40)]
     assert tiers.steps("fast") == [60, 50, 40, 30, 20, 10], "the fast tier is the save queue's to clean"
     tiers.close()
@@ -214,9 +214,9 @@ def test_a_failure_of_one_rank_fails_all_and_is_reported_once(tmp_path: Path) ->
     tiers.start()
     tiers.commit(10, files=FOUR)
     tiers.idle()
-    (told,) = [data for kind, data in tiers.told if kind == "checkpoint.failed"]
-    assert "rank 2: " in told["reason"]
-    assert "rank 0" not in told["reason"]
+    (reported,) = [data for kind, data in tiers.reported if kind == "checkpoint.failed"]
+    assert "rank 2: " in reported["reason"]
+    assert "rank 0" not in reported["reason"]
     assert tiers.steps("slow") == []
     tiers.close()
 
@@ -233,7 +233,7 @@ def test_disks_of_the_nodes_together_feed_a_shared_tier(tmp_path: Path) -> None:
     tiers.changes = {node: {"shared": False} for node in ("node-0", "node-1")}
     tiers.start(lambda rank: [tiers.place(f"node-{rank // 2}"), tiers.place("shared")])
     tiers.idle()
-    assert tiers.told[0][0] == "checkpoint.flushed"
+    assert tiers.reported[0][0] == "checkpoint.flushed"
     assert verify(tmp_path / "shared" / made, 2).ok
     assert {order.source[-6:]: len(order.files) for order in tiers.writer.orders if len(order.files) > 1}.keys() == {
         "node-0"
@@ -267,7 +267,7 @@ def test_a_rank_without_files_waits_for_the_others_and_a_file_of_no_node_is_name
         flusher.record_commit(lost)
     tiers.idle()
     assert len(tiers.kinds()) == 3
-    assert "Input/output error" in tiers.told[-1][1]["reason"]
+    assert "Input/output error" in tiers.reported[-1][1]["reason"]
     tiers.close()
 
 
@@ -282,7 +282,7 @@ def test_a_shared_tier_feeds_the_disks_of_the_nodes(tmp_path: Path) -> None:
         member.leads_node = member.rank % 2 == 0
         timeouts = TransferTimeouts(look=0.02)
         both = RunTiers((shared, own), shared.storage)
-        tiers.flushers.append(Flusher(both, member, owner, lambda: tiers.writer, tiers.tell, timeouts=timeouts))
+        tiers.flushers.append(Flusher(both, member, owner, lambda: tiers.writer, tiers.emit, timeouts=timeouts))
     tiers.idle()
     manifests = {node: (tmp_path / node / made / "manifest.json").read_bytes() for node in ("node-0", "node-1")}
     assert manifests["node-0"] == manifests["node-1"]
@@ -309,8 +309,8 @@ def test_a_dead_peer_ends_the_flusher_and_nothing_else(tmp_path: Path, caplog: p
 def test_real_ranks_flush_with_real_writers(programs: WarmPrograms, tmp_path: Path) -> None:
     rows = [(rank, 2, tmp_path) for rank in range(2)]
     first, second = programs.results("tests.checkpointing.engine.save.flush_program", rows)
-    assert first["told"][-1] == ["checkpoint.flushed", 20]
-    assert second["told"] == [], "only rank 0 tells"
+    assert first["reported"][-1] == ["checkpoint.flushed", 20]
+    assert second["reported"] == [], "only rank 0 tells"
     assert (first["drained"], second["drained"]) == (True, True)
     newest = Catalog(tmp_path / "slow").committed_entries()[0]
     assert newest.step == 20

@@ -123,8 +123,8 @@ def saved(
 
 def test_fingerprints_are_written_with_every_checkpoint(bench: Bench) -> None:
     bench.saved(5)
-    told = parse_fingerprints((bench.folder(5) / FINGERPRINTS).read_bytes())
-    assert told == {key: fingerprint(tensor) for key, tensor in state(5).items()}
+    reported = parse_fingerprints((bench.folder(5) / FINGERPRINTS).read_bytes())
+    assert reported == {key: fingerprint(tensor) for key, tensor in state(5).items()}
 
 
 def test_a_nan_is_refused_with_its_tensor_and_the_next_good_state_is_saved(bench: Bench) -> None:
@@ -218,7 +218,7 @@ def test_a_full_disk_does_not_hide_an_implausible_state(bench: Bench) -> None:
     made = bench.checkpointer(storage=storage, link=link, pauses=(0.0,))
     bad = {**training(2), "model/w": torch.full((40, 3), math.nan)}
     assert saved(made, 2, bad) == "NaN in trained weights: model/w (120)"
-    assert bench.told("checkpoint.retried") == []
+    assert bench.reported("checkpoint.retried") == []
     assert [link.arena.record(at) for at in range(2)] == [None, None]
 
 
@@ -253,14 +253,14 @@ def test_only_disk_failures_are_retried(bench: Bench) -> None:
     made = bench.checkpointer(link=Broken(LocalStorage(bench.root)), pauses=(0.0,))
     assert "KeyError: 'buffer'" in (saved(made, 1, training(1)) or "")
     assert isinstance(made.lasting, UnsavableState)
-    assert bench.told("checkpoint.retried") == []
+    assert bench.reported("checkpoint.retried") == []
 
 
 def test_warn_saves_an_implausible_state_and_reports_it(bench: Bench) -> None:
     made = bench.checkpointer(config=CheckpointConfig(plausibility="warn"))
     assert saved(made, 1, {"model/w": torch.tensor([math.nan])}) is None
     assert bench.kinds() == ["checkpoint.saving", "checkpoint.committed", "checkpoint.doubted"]
-    assert bench.told("checkpoint.doubted") == [{"step": 1, "reason": "NaN in trained weights: model/w (1)"}]
+    assert bench.reported("checkpoint.doubted") == [{"step": 1, "reason": "NaN in trained weights: model/w (1)"}]
 
 
 def test_off_checks_nothing(bench: Bench) -> None:

@@ -23,7 +23,7 @@ from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter
 from tests.checkpointing.made_checkpoint import OWNER, tier_at
 
-Told = list[tuple[str, dict[str, Any]]]
+Events = list[tuple[str, dict[str, Any]]]
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Rank:
 
     root: Path
     member: Member
-    told: Told
+    reported: Events
     shared: bool = False
     by_node: bool = False
     storage: Faulty = field(init=False)
@@ -53,8 +53,8 @@ class Rank:
 
     def saver(self) -> CheckpointSaver:
         tier = tier_at(self.root, self.storage, shared=self.shared)
-        tell = lambda kind, data: self.told.append((kind, data))  # noqa: E731
-        return CheckpointSaver(tier, self.member, OWNER, self.writer, "refuse", tell)  # type: ignore[arg-type]
+        emit = lambda kind, data: self.reported.append((kind, data))  # noqa: E731
+        return CheckpointSaver(tier, self.member, OWNER, self.writer, "refuse", emit)  # type: ignore[arg-type]
 
     def save(self, change: Callable[["Rank", SaveJob], None] = lambda *_: None) -> SavedCheckpoint | str:
         job = self.job()
@@ -68,10 +68,10 @@ class Rank:
 
 
 def two(tmp_path: Path, **options: Any) -> list[Rank]:
-    told: Told = []
+    reported: Events = []
     members = ThreadGroup(2).members()
     return [
-        Rank(tmp_path / ("shared" if options.get("shared") else f"node-{member.rank}"), member, told, **options)
+        Rank(tmp_path / ("shared" if options.get("shared") else f"node-{member.rank}"), member, reported, **options)
         for member in members
     ]
 
@@ -86,7 +86,7 @@ def test_disks_of_two_nodes_commit_one_checkpoint(tmp_path: Path) -> None:
     assert isinstance(first, SavedCheckpoint)
     assert (first.name, first.size, first.manifest) == (second.name, second.size, second.manifest)
     assert 0 < first.seconds < 60
-    assert [kind for kind, _ in ranks[0].told] == ["checkpoint.saving", "checkpoint.committed"]
+    assert [kind for kind, _ in ranks[0].reported] == ["checkpoint.saving", "checkpoint.committed"]
     manifests = [(rank.root / first.name / "manifest.json").read_bytes() for rank in ranks]
     assert manifests[0] == manifests[1]
     described = {".metadata", "index.json", "fingerprints.json"}
@@ -110,7 +110,7 @@ def test_a_node_whose_disk_cannot_be_listed_fails_it_before_a_byte_is_written(tm
     ranks[rank].storage.broken = lambda operation, _: errno.EIO if operation.startswith("list") else 0
     ends = saved(ranks)
     assert ends == [f"SaveFailed: step 7: rank {rank}: [Errno 5] Input/output error: '{ranks[rank].root}'"] * 2
-    assert ranks[0].told == []
+    assert ranks[0].reported == []
 
 
 def test_one_file_of_a_node_holds_the_regions_of_its_ranks(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_all_ranks_can_do_is_agreed_on() -> None:
 
 @pytest.mark.parametrize("fails", ["save", "decision"])
 def test_a_group_that_breaks_during_a_save_fails_it_on_every_rank_that_is_left(fails: str) -> None:
-    group, told, ends, over = ThreadGroup(2), list[Any](), list[Any](), threading.Event()
+    group, reported, ends, over = ThreadGroup(2), list[Any](), list[Any](), threading.Event()
 
     class Saver:
         def run(self, job: Any) -> Any:
@@ -174,12 +174,12 @@ def test_a_group_that_breaks_during_a_save_fails_it_on_every_rank_that_is_left(f
 
     member, job = group.members()[1], SimpleNamespace(step=4, staged=SimpleNamespace(drain=lambda: None))
     queue = SaveQueue(
-        Saver(), member, lambda *what: told.append(what), lambda _, end: (ends.append(end), over.set())  # type: ignore[arg-type]
+        Saver(), member, lambda *what: reported.append(what), lambda _, end: (ends.append(end), over.set())  # type: ignore[arg-type]
     )  # fmt: skip
     queue.submit(job)  # type: ignore[arg-type]
     assert over.wait(20)
     reason = f"rank 1: RuntimeError: {'connection reset' if fails == 'save' else 'the group is broken'}"
-    assert told == [("checkpoint.failed", {"step": 4, "reason": reason})]
+    assert reported == [("checkpoint.failed", {"step": 4, "reason": reason})]
     assert [(type(end), end.step, end.reason) for end in ends] == [(SaveFailed, 4, reason)]
     assert queue.alive
     queue.close()

@@ -47,10 +47,12 @@ def test_events_carry_the_agreed_keys(bench: Bench) -> None:
 def test_a_commit_is_reported_with_the_digest_of_its_manifest(bench: Bench) -> None:
     """The digest tells later whether a folder of this name is still the same checkpoint."""
     bench.saved(1, 2)
-    told = {data["name"]: data["manifest"] for data in bench.told("checkpoint.committed")}
+    reported = {data["name"]: data["manifest"] for data in bench.reported("checkpoint.committed")}
     storage = LocalStorage(bench.root)
-    assert told == {bench.folder(step).name: read_commit(storage, bench.folder(step).name).manifest for step in (1, 2)}
-    assert told[bench.folder(1).name] == digest((bench.folder(1) / "manifest.json").read_bytes())
+    assert reported == {
+        bench.folder(step).name: read_commit(storage, bench.folder(step).name).manifest for step in (1, 2)
+    }
+    assert reported[bench.folder(1).name] == digest((bench.folder(1) / "manifest.json").read_bytes())
 
 
 def test_the_newest_is_taken(bench: Bench) -> None:
@@ -179,8 +181,8 @@ def test_a_misfit_is_refused_before_anything_is_touched(bench: Bench, change: di
     with pytest.raises(NothingFits, match="none of which can be loaded") as raised:
         bench.checkpointer().restore(target)
     assert reason in str(raised.value)
-    told = {"step": 5, "name": bench.folder(5).name, "reason": reason, "damaged": False}
-    assert bench.told("checkpoint.refused") == [told]
+    reported = {"step": 5, "name": bench.folder(5).name, "reason": reason, "damaged": False}
+    assert bench.reported("checkpoint.refused") == [reported]
     assert all(not tensor.any() for tensor in target.values())
 
 
@@ -197,7 +199,7 @@ def test_a_restart_in_place_never_writes_into_an_old_folder(bench: Bench) -> Non
     bench.saved(5, 10)
     half = bench.folder(10)
     (half / "COMMIT").unlink()  # the first generation was killed in mid-save
-    (half / "notes").mkdir()  # it cannot be collected: somebody has put something there
+    (half / "notes").mkdir()  # it cannot be collected: it has a foreign folder in it
     (half / "notes" / "mine").write_text("keep me")
     again = bench.checkpointer()
     assert loaded(again.restore(blank())).step == 5
@@ -212,7 +214,7 @@ def test_a_restart_in_place_never_writes_into_an_old_folder(bench: Bench) -> Non
 def test_retention_keeps_the_newest(bench: Bench) -> None:
     bench.saved(1, 2, 3, 4, 5, keep=2)
     assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [5, 4]
-    assert [data["step"] for data in bench.told("checkpoint.deleted")] == [1, 2, 3]
+    assert [data["step"] for data in bench.reported("checkpoint.deleted")] == [1, 2, 3]
 
 
 def test_retention_leaves_alone_what_is_not_its_own(bench: Bench) -> None:
@@ -290,7 +292,7 @@ def test_a_disk_that_fills_up_within_a_tensor_is_reported_as_full(bench: Bench) 
     made = bench.checkpointer(storage=Faulty(bench.root, full_after(1 << 20)))
     made.save(1, {"big": torch.ones(1 << 20)}, {})
     made.wait()
-    (failure,) = bench.told("checkpoint.failed")
+    (failure,) = bench.reported("checkpoint.failed")
     assert failure["reason"].startswith("rank 0: disk full ([Errno 28]")
     assert list(bench.root.iterdir()) == []
 
@@ -298,12 +300,12 @@ def test_a_disk_that_fills_up_within_a_tensor_is_reported_as_full(bench: Bench) 
 def test_an_event_that_cannot_be_written_is_reported_later(bench: Bench) -> None:
     full = [True]
 
-    def tell(kind: str, data: dict[str, Any]) -> None:
+    def emit(kind: str, data: dict[str, Any]) -> None:
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         bench.events.append((kind, data))
 
-    made = bench.saved(1, tell=tell)
+    made = bench.saved(1, emit=emit)
     assert bench.events == []
     assert made.committed_step == 1
     full[0] = False

@@ -31,16 +31,16 @@ def test_what_follows_a_commit_neither_undoes_it_nor_ends_the_thread(
 
 
 def test_a_failing_listener_does_not_undo_a_commit(bench: Bench) -> None:
-    def tell(kind: str, data: dict[str, Any]) -> None:
+    def emit(kind: str, data: dict[str, Any]) -> None:
         bench.events.append((kind, data))
-        if kind == "checkpoint.committed" and len(bench.told(kind)) == 1:
+        if kind == "checkpoint.committed" and len(bench.reported(kind)) == 1:
             raise RuntimeError("dictionary changed size during iteration")
 
-    made = bench.checkpointer(tell=tell)
+    made = bench.checkpointer(emit=emit)
     assert made.save(1, state(1), {})
     made.wait()
     assert (made.committed_step, made.failure) == (1, None)
-    assert bench.told("checkpoint.failed") == []
+    assert bench.reported("checkpoint.failed") == []
 
 
 class Odd(Exception):
@@ -58,8 +58,8 @@ def test_a_dying_queue_thread_reports_it_and_leaves_no_caller_waiting(
     made, tensors = bench.checkpointer(storage=Unheard(bench.root), config=config), {"w": torch.ones(700, 1024)}
     assert made.save(1, tensors, {})
     made.wait()
-    assert [data["reason"] for data in bench.told("checkpoint.failed")] == ["rank 0: Odd: what is this?"]
-    assert not made.save(2, tensors, {}), "there is nobody to save it"
+    assert [data["reason"] for data in bench.reported("checkpoint.failed")] == ["rank 0: Odd: what is this?"]
+    assert not made.save(2, tensors, {}), "no thread is left to save it"
     made.wait()
 
 
@@ -76,7 +76,7 @@ class Staged:
 
 
 def test_a_dying_queue_thread_frees_its_peers_buffers_and_waiting_callers() -> None:
-    goes_on, waits, closed, told = threading.Event(), threading.Event(), threading.Event(), list[Any]()
+    goes_on, waits, closed, reported = threading.Event(), threading.Event(), threading.Event(), list[Any]()
 
     class Saver:
         def run(self, job: Any) -> Any:
@@ -84,7 +84,7 @@ def test_a_dying_queue_thread_frees_its_peers_buffers_and_waiting_callers() -> N
             raise Odd("what is this?")
 
     ranks = SimpleNamespace(rank=3, leads=True, close=closed.set)
-    made = SaveQueue(Saver(), ranks, lambda kind, data: told.append((kind, data)), lambda *_: None)  # type: ignore[arg-type]
+    made = SaveQueue(Saver(), ranks, lambda kind, data: reported.append((kind, data)), lambda *_: None)  # type: ignore[arg-type]
     jobs: list[Any] = [SimpleNamespace(step=step, staged=Staged()) for step in (1, 2)]
     for job in jobs:
         made.submit(job)
@@ -103,5 +103,5 @@ def test_a_dying_queue_thread_frees_its_peers_buffers_and_waiting_callers() -> N
     assert not made.alive
     assert all(job.staged.drained.wait(20) for job in jobs)
     assert closed.wait(20), "peers that wait for this rank hear that it is gone"
-    assert told == [("checkpoint.failed", {"step": 1, "reason": "rank 3: Odd: what is this?"})]
+    assert reported == [("checkpoint.failed", {"step": 1, "reason": "rank 3: Odd: what is this?"})]
     made.close()

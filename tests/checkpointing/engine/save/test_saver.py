@@ -75,7 +75,7 @@ def test_a_failed_save_is_reported_and_retried_from_its_copy(bench: Bench) -> No
         "checkpoint.saving", "checkpoint.retried", "checkpoint.saving", "checkpoint.retried", "checkpoint.saving",
         "checkpoint.committed",
     ]  # fmt: skip
-    assert "Input/output error" in bench.told("checkpoint.retried")[0]["reason"]
+    assert "Input/output error" in bench.reported("checkpoint.retried")[0]["reason"]
     assert made.failure is None
     target = blank()
     assert bench.checkpointer().restore(target) is not None
@@ -95,7 +95,7 @@ def test_pauses_before_further_tries_grow(bench: Bench, monkeypatch: pytest.Monk
     monkeypatch.setattr(SaveQueue, "_pause", lambda _, seconds: pauses.append(seconds) or True)
     made = bench.checkpointer(storage=failing(bench, 9), pauses=RETRY_PAUSES)
     made.save(1, state(1), {})
-    while made.failure is None:  # nobody waits for it, which would make it give up earlier
+    while made.failure is None:  # without a waiting caller, which would make it give up earlier
         time.sleep(0.001)
     assert pauses == [1.0, 2.0, 5.0, 10.0, 20.0, 30.0]
 
@@ -107,7 +107,7 @@ def test_a_newer_save_replaces_a_retry(bench: Bench) -> None:
         time.sleep(0.001)
     assert made.save(2, state(2), {})
     made.wait()
-    assert [data["step"] for data in bench.told("checkpoint.failed")] == [1]
+    assert [data["step"] for data in bench.reported("checkpoint.failed")] == [1]
     assert made.committed_step == 2
 
 
@@ -116,7 +116,7 @@ def test_a_caller_that_waits_does_not_wait_through_long_pauses(bench: Bench, mon
     made = bench.checkpointer(storage=failing(bench, 99), pauses=(600.0,) * 9)
     made.save(1, state(1), {})
     made.wait()
-    assert len(bench.told("checkpoint.retried")) == 2
+    assert len(bench.reported("checkpoint.retried")) == 2
     assert bench.kinds()[-1] == "checkpoint.failed"
 
 
@@ -133,11 +133,11 @@ def test_an_earlier_failure_is_not_held_against_the_save_that_was_begun_since(be
     made.save(3, state(3), {})
     assert made.failure is None
     storage.healed.set()
-    while len(bench.told("checkpoint.failed")) < 2:
+    while len(bench.reported("checkpoint.failed")) < 2:
         time.sleep(0.001)
     storage.broken = lambda *_: 0
     made.wait()
-    assert [data["step"] for data in bench.told("checkpoint.failed")][:2] == [1, 2]
+    assert [data["step"] for data in bench.reported("checkpoint.failed")][:2] == [1, 2]
 
 
 def test_too_little_memory_for_a_new_plan_is_reported_once_with_its_time(
@@ -154,7 +154,7 @@ def test_too_little_memory_for_a_new_plan_is_reported_once_with_its_time(
         patch.setattr(link.arena, "shape", none_left)
         assert not made.save(2, {"other": torch.ones(5)}, {})
     assert made.failure == "rank 0: [Errno 12] Cannot allocate memory"
-    assert bench.told("checkpoint.failed") == [{"step": 2, "reason": made.failure}]
+    assert bench.reported("checkpoint.failed") == [{"step": 2, "reason": made.failure}]
     assert made.stall_seconds > 0
     assert made.save(3, {"other": torch.ones(5)}, {})
     made.wait()
@@ -170,7 +170,7 @@ def test_a_hung_disk_never_holds_training_up(bench: Bench) -> None:
     start = time.monotonic()
     assert [made.save(step, state(step), {}) for step in (1, 2, 3, 4)] == [True, True, False, False]
     assert time.monotonic() - start < 5
-    assert [data["step"] for data in bench.told("checkpoint.skipped")] == [3, 4]
+    assert [data["step"] for data in bench.reported("checkpoint.skipped")] == [3, 4]
     assert made.committed_step is None
     storage.healed.set()
     made.wait()
@@ -189,7 +189,7 @@ def test_another_structure_waits_for_no_disk_either(bench: Bench) -> None:
     made = bench.checkpointer(storage=storage)
     made.save(1, {"a": torch.ones(3)}, {})
     assert not made.save(2, {"a": torch.ones(3), "b": torch.ones(3)}, {})
-    (skipped,) = bench.told("checkpoint.skipped")
+    (skipped,) = bench.reported("checkpoint.skipped")
     assert "structure of the state has changed" in skipped["reason"]
     storage.healed.set()
     made.wait()
@@ -201,7 +201,7 @@ def test_another_structure_waits_for_no_disk_either(bench: Bench) -> None:
 @pytest.mark.parametrize("ends", [1, 2])
 def test_a_write_that_exceeds_its_time_is_reported_once(monkeypatch: pytest.MonkeyPatch, ends: int) -> None:
     """Half a minute beyond the time of a disk that takes 32 MiB in a second."""
-    asked, told, mib = list[float | None](), list[Any](), 1 << 20
+    asked, reported, mib = list[float | None](), list[Any](), 1 << 20
 
     def wait(futures: list[Any], timeout: float | None = None) -> SimpleNamespace:
         asked.append(timeout)
@@ -209,14 +209,14 @@ def test_a_write_that_exceeds_its_time_is_reported_once(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(saver_module, "concurrent", SimpleNamespace(futures=SimpleNamespace(wait=wait)))
     place: Any = SimpleNamespace(path="/tier", storage=None, shared=True)
-    nobody: Any = None
-    saver = CheckpointSaver(place, RankGroup(None), nobody, nobody, nobody, lambda *what: told.append(what))
+    unused: Any = None
+    saver = CheckpointSaver(place, RankGroup(None), unused, unused, unused, lambda *what: reported.append(what))
     files = (("a", 0, 32 * mib), ("b", 32 * mib, 64 * mib))
     job: Any = SimpleNamespace(step=7)
     bucket: Any = SimpleNamespace(part=SimpleNamespace(files=files))
     saver._await_write(Future(), job, bucket)
     reason = "rank 0: 100663296 bytes are still not written to /tier"
-    assert (asked, told) == (
+    assert (asked, reported) == (
         ([33.0], []) if ends == 1 else ([33.0, None], [("checkpoint.stuck", {"step": 7, "reason": reason})])
     )
 
@@ -247,7 +247,7 @@ def test_a_killed_writer_is_replaced_and_the_save_tried_again(bench: Bench) -> N
         time.sleep(0.001)
     os.kill(writer_pid(link), signal.SIGKILL)
     made.wait()
-    assert "writer is gone" in bench.told("checkpoint.retried")[0]["reason"]
+    assert "writer is gone" in bench.reported("checkpoint.retried")[0]["reason"]
     assert made.committed_step == 2
     target = blank()
     assert loaded(bench.checkpointer().restore(target)).step == 2
@@ -262,7 +262,7 @@ def test_a_writer_that_died_between_saves_is_replaced(bench: Bench) -> None:
         link.ping().result(20)
     assert made.save(2, state(2), {})
     made.wait()
-    assert bench.told("checkpoint.failed") == []
+    assert bench.reported("checkpoint.failed") == []
     assert made.committed_step == 2
 
 
@@ -344,7 +344,7 @@ def test_training_goes_on_and_the_next_save_works(tiny: Bench) -> None:
     for step, tensors in ((1, small), (2, large), (3, small)):
         made.save(step, tensors, {})
         made.wait()
-    (failure,) = tiny.told("checkpoint.failed")
+    (failure,) = tiny.reported("checkpoint.failed")
     assert failure["step"] == 2
     assert "disk full ([Errno 28] No space left on device" in failure["reason"]
     assert sorted(path.name for path in tiny.root.iterdir()) == [tiny.folder(1).name, tiny.folder(3).name]

@@ -24,7 +24,7 @@ class Run:
 
     root: Path
     every: int = 0
-    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    reported: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     made: list[Checkpointer] = field(default_factory=list)
 
     @property
@@ -44,7 +44,7 @@ class Run:
             Owner(**{**owner, **options}),
             world or World(),
             RunTiers(resolve_tiers(config, self.fast, "my-run", "node-0"), open_storage(self.fast)),
-            lambda kind, data: self.told.append((kind, data)),
+            lambda kind, data: self.reported.append((kind, data)),
             config=config,
             restore=RestoreOptions(suspects=suspects),
             pauses=(),
@@ -83,7 +83,7 @@ def test_the_last_checkpoint_reaches_every_tier_before_the_end(make_run: Callabl
     run.saved(made, 10, 20, 30)
     made.close(lambda: 20.0)
     assert run.steps(run.slow)[0] == 30
-    assert "checkpoint.failed" not in [kind for kind, _ in run.told]
+    assert "checkpoint.failed" not in [kind for kind, _ in run.reported]
 
 
 def test_an_end_without_time_leaves_the_rest_to_the_next_start(make_run: Callable[..., Run]) -> None:

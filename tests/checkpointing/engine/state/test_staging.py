@@ -93,7 +93,7 @@ def test_other_memory_of_another_form_fails_one_save_and_the_next_is_planned_ane
     made.save(2, {"w": weight}, {})
     made.wait()
     assert made.failure == "rank 0: tensors were given other memory since the last save"
-    assert bench.told("checkpoint.retried") == []
+    assert bench.reported("checkpoint.retried") == []
     assert made.save(3, {"w": weight}, {})
     made.wait()
     assert [entry.step for entry in Catalog(bench.root).committed_entries()] == [3, 1]
@@ -203,7 +203,7 @@ def test_a_buffer_that_is_being_filled_holds_no_checkpoint(bench: Bench, monkeyp
     slow = SlowCopy(monkeypatch)
     made.save(3, tensors, {})
     assert slow.begun.wait(10)
-    seen = Arena(link.arena.descriptor)  # as whoever comes later maps it
+    seen = Arena(link.arena.descriptor)  # mapped as by a later process
     records = [seen.record(at) for at in range(2)]
     slow.go_on.set()
     made.wait()
@@ -271,7 +271,7 @@ def test_a_failed_save_with_buckets_releases_its_caller(bench: Bench) -> None:
     made.wait()
     assert made.failure is not None
     assert "disk full" in made.failure
-    assert bench.told("checkpoint.retried") == [], "the first buckets are gone"
+    assert bench.reported("checkpoint.retried") == [], "the first buckets are gone"
     storage.broken = lambda *_: 0
     assert made.save(2, tensors, {})
     made.wait()

@@ -40,7 +40,7 @@ def arm(number: int, note: str) -> None:
         guarded(name)
 
 
-# Only the writer: whoever starts it has the variable, too, and lives.
+# Only the writer: the process that starts it has the variable too, and must live.
 if os.environ.get(VARIABLE) and "checkpointing.writer.process" in sys.orig_argv:
     _number, _, _note = os.environ[VARIABLE].partition(":")
     arm(int(_number), _note)

@@ -49,7 +49,7 @@ def test_steps_between_saves(measured, mtbf, steps, why):
     assert why in found.reason
 
 
-def test_a_small_change_of_the_interval_is_none():
+def test_small_changes_of_the_interval_are_ignored():
     assert not save_interval.differs_enough(100, 120)
     assert save_interval.differs_enough(100, 121)
     assert save_interval.differs_enough(100, 79)

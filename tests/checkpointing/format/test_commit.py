@@ -55,7 +55,7 @@ def test_the_name_is_the_documented_one() -> None:
     ["", "latest", "step-5.001-ab", "step-00000500.1-ab12cd34", "step-000000500.001-ab12cd34", "step-00000500.001-AB",
      "step-00000500.001-ab12cd34-1", "step-00000500.001-ab12cd34.tmp", "xstep-00000500.001-ab12cd34"],
 )  # fmt: skip
-def test_other_names_are_not_ours(name: str) -> None:
+def test_names_of_other_folders_are_not_parsed(name: str) -> None:
     assert parse_name(name) is None
 
 
@@ -171,7 +171,7 @@ def test_sealing_again_with_the_same_manifest_changes_nothing(tmp_path: Path) ->
     assert verify(tmp_path / name, 2).ok
 
 
-def test_what_is_being_deleted_is_not_sealed(tmp_path: Path) -> None:
+def test_a_checkpoint_being_deleted_is_not_sealed(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name = make(storage, 5)
     manifest = parse((tmp_path / name / "manifest.json").read_bytes())

@@ -59,7 +59,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 
 @given(manifests(), st.data())
-def test_what_is_encoded_reads_back_equal_and_neither_changed_nor_torn(manifest: Manifest, data: st.DataObject) -> None:
+def test_a_manifest_reads_back_equal_and_changed_or_torn_ones_are_refused(
+    manifest: Manifest, data: st.DataObject
+) -> None:
     encoded = manifest.encode()
     again = parse(encoded)
     assert again == manifest

@@ -32,7 +32,7 @@ from tests.checkpointing.made_checkpoint import FILES, NONCE, make
 FILES_AND_MARKERS = len(FILES) + 3  # manifest, COMMIT and the tombstone
 
 
-def test_the_tombstone_comes_first_and_goes_last(tmp_path: Path) -> None:
+def test_the_tombstone_is_written_first_and_removed_last(tmp_path: Path) -> None:
     storage = Recording(tmp_path)
     name = make(storage, 5)
     storage.log.clear()
@@ -43,7 +43,7 @@ def test_the_tombstone_comes_first_and_goes_last(tmp_path: Path) -> None:
     assert not (tmp_path / name).exists()
 
 
-def test_deleting_twice_or_half_deleted_is_the_same(tmp_path: Path) -> None:
+def test_a_half_deleted_checkpoint_can_be_deleted_again(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name = make(storage, 5)
     (tmp_path / name / "COMMIT").unlink()
@@ -54,7 +54,7 @@ def test_deleting_twice_or_half_deleted_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answers", range(FILES_AND_MARKERS + 2))
-def test_the_fence_is_asked_before_every_single_act(tmp_path: Path, answers: int) -> None:
+def test_the_fence_is_checked_before_every_action(tmp_path: Path, answers: int) -> None:
     storage = Recording(tmp_path)
     name = make(storage, 5)
     storage.log.clear()
@@ -65,7 +65,7 @@ def test_the_fence_is_asked_before_every_single_act(tmp_path: Path, answers: int
     assert done == (answers >= needed)
 
 
-def test_a_folder_with_something_foreign_in_it_is_not_torn_down(tmp_path: Path) -> None:
+def test_a_folder_with_foreign_files_is_not_deleted(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name = make(storage, 5)
     (tmp_path / name / "mine").mkdir()
@@ -86,7 +86,7 @@ def decided(folder: DebrisFolder, **known: object) -> tuple[bool, str]:
     return verdict.collect, verdict.reason
 
 
-def test_half_written_ones_go_by_owner_and_epoch() -> None:
+def test_half_written_checkpoints_are_deleted_by_owner_and_epoch() -> None:
     mine = half(2, "22222222")
     assert decided(mine, owner=(2, "22222222")) == (True, "half-written by this attempt itself")
     assert decided(mine, owner=(3, "33333333"), ended={(2, "22222222")}) == (
@@ -142,7 +142,7 @@ def test_debris_is_decided_on_first_and_deleted_as_decided(tmp_path: Path) -> No
 NAME = "step-00000005.001-ab12cd34"
 
 
-def test_a_pin_reads_back_until_it_is_taken_out(tmp_path: Path) -> None:
+def test_a_pin_reads_back_until_it_is_removed(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     assert read_pins(storage) == {}
     pin(storage, NAME, "for the paper", 1234.5)
@@ -154,7 +154,7 @@ def test_a_pin_reads_back_until_it_is_taken_out(tmp_path: Path) -> None:
     assert pinned_names(storage) == frozenset()
 
 
-def test_every_holder_has_a_pin_of_its_own(tmp_path: Path) -> None:
+def test_every_holder_has_its_own_pin(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     pin(storage, NAME, "read", 1.0, holder="reader", process="here:1:2")
     pin(storage, NAME, "mine", 2.0)
@@ -168,7 +168,7 @@ def test_every_holder_has_a_pin_of_its_own(tmp_path: Path) -> None:
     assert pinned_names(storage) == frozenset()
 
 
-def test_pins_lie_beside_the_checkpoints_and_never_in_them(tmp_path: Path) -> None:
+def test_pins_are_stored_beside_the_checkpoints(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name = make(storage, 5)
     before = storage.list(name)
@@ -201,7 +201,7 @@ def test_unreadable_pins_are_not_treated_as_absent(tmp_path: Path) -> None:
         pinned_names(storage)
 
 
-def test_only_checkpoints_are_pinned(tmp_path: Path) -> None:
+def test_only_checkpoints_can_be_pinned(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not the name of a checkpoint"):
         pin(LocalStorage(tmp_path), "../elsewhere", "", 0.0)
     assert list(tmp_path.iterdir()) == []

@@ -120,7 +120,7 @@ def an_untrusted_checkpoint_is_no_substitute(case: Case) -> None:
 
 
 @given(cases())
-def test_what_stays_and_what_goes(case: Case) -> None:
+def test_which_checkpoints_are_kept_and_deleted(case: Case) -> None:
     for rule in (
         what_goes_is_trusted_and_nobodys,
         never_fewer_than_two_trusted_ones_stay_and_they_are_the_newest,
@@ -160,7 +160,7 @@ def test_every_decision_says_why() -> None:
     }
 
 
-def test_of_two_equally_good_ones_the_newer_stays() -> None:
+def test_the_newer_of_two_equally_good_checkpoints_stays() -> None:
     metrics = {entry(step).name: 1.0 for step in (1, 2, 3, 4)}
     policy = Policy(keep=2, best=1)
     gone = select_expired([entry(step) for step in (4, 3, 2, 1)], policy, metrics=metrics)
@@ -213,7 +213,7 @@ def test_a_pass_deletes_the_oldest_and_reports_it(tier: Tier) -> None:
     ]
 
 
-def test_pins_are_read_where_people_pin(tier: Tier, tmp_path: Path) -> None:
+def test_pins_are_read_in_the_runs_own_folder(tier: Tier, tmp_path: Path) -> None:
     names = tier.make(1, 2, 3, 4, 5)
     run = LocalStorage(tmp_path / "run")
     pin(tier.storage, names[0], "", 0.0)
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_is_pinned_during_the_pass_stays(tier: Tier) -> None:
     assert tier.steps() == [4, 3, 2]
 
 
-def test_the_best_are_found_by_what_the_checkpoints_say(tier: Tier) -> None:
+def test_the_best_are_found_by_the_metrics_in_their_manifests(tier: Tier) -> None:
     names = tier.make(1, 2, 3, 4, 5, losses={1: 0.5, 2: 0.1, 3: "nan", 4: 0.9, 5: 0.9})
     retention = tier.apply_retention(names[-1], Policy.from_config(2, CheckpointConfig(best=BestConfig(metric="loss"))))
     assert tier.steps() == [5, 4, 2]
@@ -285,7 +285,7 @@ def test_a_restore_test_counts_for_the_copy_that_it_was_about(tier: Tier) -> Non
     assert tier.steps() == [5, 4, 2, 1], "3 is another one now, and 2 is only evidence"
 
 
-def test_refused_and_foreign_ones_are_left_alone(tier: Tier) -> None:
+def test_refused_and_foreign_checkpoints_are_not_deleted(tier: Tier) -> None:
     (foreign,) = tier.make(1, attempt=7, nonce="77777777")
     names = tier.make(2, 3, 4, 5)
     tier.apply_retention(names[-1], refused=[names[2]])
@@ -293,7 +293,7 @@ def test_refused_and_foreign_ones_are_left_alone(tier: Tier) -> None:
     assert (tier.root / foreign / "COMMIT").exists()
 
 
-def test_what_was_just_committed_stays_although_older_work_has_higher_steps(tier: Tier) -> None:
+def test_the_latest_commit_stays_although_older_work_has_higher_steps(tier: Tier) -> None:
     names = tier.make(8, 9, 10, 3)
     tier.apply_retention(names[-1])
     assert tier.steps() == [10, 9, 3]
@@ -306,7 +306,7 @@ def test_a_lost_fence_stops_the_pass(tier: Tier) -> None:
     assert tier.reported == []
 
 
-def test_debris_of_its_own_and_of_ended_attempts_goes_with_it(tier: Tier) -> None:
+def test_debris_of_this_and_of_ended_attempts_is_deleted(tier: Tier) -> None:
     names = tier.make(1, 2)
     half_own, half_held = tier.make(3, 4)
     (handed,) = tier.make(5, attempt=1, nonce="00000001")
@@ -320,7 +320,7 @@ def test_debris_of_its_own_and_of_ended_attempts_goes_with_it(tier: Tier) -> Non
     assert {path.name for path in tier.root.iterdir()} == {*names, half_held, handed, half_foreign}
 
 
-def test_debris_of_attempts_that_left_nothing_else_goes_by_name_and_nonce(tier: Tier) -> None:
+def test_debris_of_attempts_without_checkpoints_is_deleted_by_name_and_nonce(tier: Tier) -> None:
     names = tier.make(1, 2)
     (half,) = tier.make(3, attempt=1, nonce="00000001")
     (half_foreign,) = tier.make(4, attempt=1, nonce="99999999")
@@ -384,7 +384,7 @@ def test_a_node_local_disk_is_freed_of_what_no_attempt_inherits(tier: Tier) -> N
         ("metrics", None),
     ],
 )
-def test_a_metric_is_a_number_among_the_facts(tier: Tier, metric: str, value: float | None) -> None:
+def test_a_metric_is_a_number_in_the_facts(tier: Tier, metric: str, value: float | None) -> None:
     facts = {"loss": 0.25, "metrics": {"val_loss": 0.5, "step": 7}, "step": 1, "word": "yes", "flag": True}
     name = make(tier.storage, 1, extra=facts)
     manifest = parse((tier.root / name / "manifest.json").read_bytes())

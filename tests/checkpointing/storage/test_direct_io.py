@@ -107,7 +107,7 @@ def test_a_read_only_disk_is_reported(tmp_path, memory):
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_cancelled_write_ends_between_two_blocks(disk, memory, after):
+def test_a_cancelled_write_ends_between_blocks(disk, memory, after):
     asked: list[bool] = []
 
     def cancelled() -> bool:

@@ -301,7 +301,7 @@ def content(*steps: int) -> TierContents:
         ([content(40), content()], {"latest": name(35)}, CopyChoice(name(40), 0, "there is none yet")),
     ],
 )
-def test_a_tier_receives_what_is_due(
+def test_a_tier_receives_checkpoints_that_are_due(
     contents: list[TierContents], facts: dict[str, Any], expected: CopyChoice | None
 ) -> None:
     choice = choose_checkpoint(contents, len(contents) - 1, **facts)
@@ -322,7 +322,7 @@ def test_ranks_copy_their_own_shards_and_share_the_rest() -> None:
     assert {file.name for file in second} == {"__1_0.distcp"}
 
 
-def test_shards_of_ranks_that_are_no_more_are_shared_too() -> None:
+def test_shards_of_former_ranks_are_shared_too() -> None:
     files = [entry(f"__{rank}_0.distcp", 100) for rank in range(6)]
     assert [len(part) for part in divide_files(files, [None, None])] == [3, 3]
 

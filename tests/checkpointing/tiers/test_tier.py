@@ -17,7 +17,7 @@ def found(run: Path, *tiers: TierConfig, keep: int = 3) -> tuple[ResolvedTier, .
     return resolve_tiers(CheckpointConfig(tiers=tiers, keep=keep), run / "checkpoints", "my-run", "node-7")
 
 
-def test_no_tiers_are_the_runs_own_folder(tmp_path: Path) -> None:
+def test_without_tiers_the_runs_own_folder_is_used(tmp_path: Path) -> None:
     (only,) = found(tmp_path, keep=5)
     assert (only.path, only.keep, only.every, only.shared) == (str(tmp_path / "checkpoints"), 5, 0, True)
     assert isinstance(only.storage, LocalStorage)
@@ -92,7 +92,7 @@ def test_a_missing_library_is_reported_with_its_tier(tmp_path: Path, monkeypatch
         found(tmp_path, TierConfig(path="gs://bucket"))
 
 
-def test_two_tiers_are_one_folder_by_a_link_before_and_after_the_first_save(tmp_path: Path) -> None:
+def test_two_tiers_in_one_folder_are_found_through_links(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     (tmp_path / "link").symlink_to("nvme")
     tiers = (TierConfig(path=str(tmp_path / "nvme"), shared=False), TierConfig())

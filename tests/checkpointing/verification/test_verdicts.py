@@ -56,7 +56,7 @@ def test_a_good_verdict_of_a_lower_level_does_not_replace_one_of_a_higher_level(
         assert read_verdicts(storage) == [kept]
 
 
-def test_of_two_copies_the_verdict_on_one_does_not_outweigh_that_on_the_other(tmp_path: Path) -> None:
+def test_verdicts_on_two_copies_are_independent(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     tested = replace(bad(storage, make(storage, 10), str(tmp_path)), ok=True, level=RESTORE_TESTED)
     record(storage, tested)
@@ -87,7 +87,7 @@ def test_the_newest_checkpoint_that_passed_a_restore_test(tmp_path: Path) -> Non
     assert newest(names) == first, "a bad verdict takes the good one's place"
 
 
-def test_a_copy_that_was_made_anew_is_not_condemned(tmp_path: Path) -> None:
+def test_a_copy_made_again_is_not_condemned(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     name = make(storage, 10)
     record(storage, bad(storage, name, str(tmp_path)))

@@ -52,7 +52,7 @@ def faults(path: Path, level: int) -> list[str]:
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_healthy_one_has_no_faults(checkpoint: Path, level: int) -> None:
+def test_a_healthy_checkpoint_has_no_faults(checkpoint: Path, level: int) -> None:
     assert faults(checkpoint, level) == []
 
 
@@ -78,7 +78,7 @@ def test_a_fault_names_its_file_and_chunk(tmp_path: Path) -> None:
     assert str(fault) == "__0_0.distcp chunk 1: digest differs"
 
 
-def test_level_one_sees_both_ends_of_every_file(tmp_path: Path) -> None:
+def test_level_one_reads_both_ends_of_every_file(tmp_path: Path) -> None:
     path = tmp_path / make(LocalStorage(tmp_path), 5, files=BIG)
     with (path / "__0_0.distcp").open("r+b") as stream:
         stream.seek(-1, 2)
@@ -99,7 +99,7 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     assert found.startswith("COMMIT: unreadable: No such file")
 
 
-def test_a_manifest_that_commit_does_not_know(checkpoint: Path) -> None:
+def test_a_manifest_with_another_digest_than_in_commit(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b"2.13.0", b"2.13.1"))
     assert faults(checkpoint, 0) == ["manifest.json: does not match the digest in COMMIT"]
@@ -132,7 +132,7 @@ def test_a_copied_folder_is_not_another_checkpoint(checkpoint: Path) -> None:
     assert "renamed or copied" in found
 
 
-def test_an_unknown_level_is_a_mistake(checkpoint: Path) -> None:
+def test_an_unknown_level_is_rejected(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="level 7"):
         verify(checkpoint, 7)
 

@@ -109,7 +109,7 @@ def fault(future: "Future[object]") -> tuple[type[BaseException], int | None]:
     return type(error), error.errno
 
 
-def test_errors_keep_their_numbers(writer, tmp_path):
+def test_errors_keep_their_errno(writer, tmp_path):
     writer.write(order(tmp_path)).result(SECONDS)
     assert fault(writer.write(order(tmp_path))) == (FileExistsError, errno.EEXIST)
     assert fault(writer.put(str(tmp_path), "s1", "__0_0.distcp", b"")) == (FileExistsError, errno.EEXIST)
@@ -140,7 +140,7 @@ def test_a_failing_storage_of_the_caller_is_reported_with_its_number(tmp_path):
     writer.close()
 
 
-def test_a_new_shape_is_seen_by_the_writer(link, tmp_path):
+def test_the_writer_sees_a_new_shape(link, tmp_path):
     link.write(order(tmp_path)).result(SECONDS)
     link.arena.shape(20 * MIB, 1, "p2")
     link.arena.buffer(0)[:] = b"2" * (20 * MIB)

@@ -188,13 +188,13 @@ def test_regions_of_one_file_are_written_by_many_and_digested_with_their_padding
     assert caught.value.errno == errno.EOPNOTSUPP
 
 
-def test_a_library_that_ends_its_thread_has_not_written_its_file(tmp_path: Path, arena: Arena) -> None:
+def test_a_file_whose_library_ends_its_thread_is_not_written(tmp_path: Path, arena: Arena) -> None:
     (tmp_path / "step").mkdir()
     with pytest.raises(OSError, match="a file was not written"):
         write_files(an_order(tmp_path, 3), arena, CancelToken(), Gives(tmp_path, SystemExit()))
 
 
-def test_threads_in_the_place_of_a_writer_are_never_lost_and_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_instead_of_a_writer_are_never_lost_and_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     link, populated = InProcessWriter(), threading.Event()
     assert link.alive
     assert link.replacement() is link
@@ -246,7 +246,7 @@ def test_a_writer_whose_parent_is_gone_before_it_is_watched_ends_at_once(parent:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_few_files_are_written_at_a_time(tmp_path: Path) -> None:
+def test_several_files_are_written_at_a_time(tmp_path: Path) -> None:
     together, names = threading.Barrier(4, timeout=10), set[str]()
 
     class Noting(LocalStorage):

@@ -78,7 +78,7 @@ def test_missing_fingerprints_are_noted(built: Built, tmp_path: Path) -> None:
     assert (reasons(report), report.notes) == ([], ("no fingerprints.json: that part was not checked",))
 
 
-def test_bytes_come_first(built: Built, tmp_path: Path) -> None:
+def test_damaged_bytes_are_the_only_reported_fault(built: Built, tmp_path: Path) -> None:
     path = built.write(tmp_path)
     data = (path / "__0_0.distcp").read_bytes()
     (path / "__0_0.distcp").write_bytes(data[:800] + bytes([data[800] ^ 1]) + data[801:])
@@ -120,7 +120,7 @@ def test_files_stay_in_the_page_cache_from_one_reading_to_the_next_if_there_is_r
     assert resident() == {cached}
 
 
-def test_what_the_engine_writes_is_sound(bench: Bench) -> None:
+def test_checkpoints_of_the_engine_are_sound(bench: Bench) -> None:
     bench.saved(3, 4)
     path = bench.folder(4)
     report = audit(path, 4, TensorExpectations(required=("model.half",)))
@@ -315,7 +315,7 @@ def test_a_tensor_without_a_fingerprint_is_a_fault(built: Built, tmp_path: Path)
     assert "no such tensor exists" in found[("model/gone",)]
 
 
-def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_found(built: Built, tmp_path: Path) -> None:
     expected = TensorExpectations(
         required=("rng/rank-00000", "rng/rank-00001"),
         readable={"rng/": lambda key, tensor: f"{key} has {len(tensor)} bytes"},
@@ -326,6 +326,6 @@ def test_what_the_owner_expects(built: Built, tmp_path: Path) -> None:
     ]
 
 
-def test_an_unknown_level_is_a_mistake(tmp_path: Path) -> None:
+def test_an_unknown_level_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="level 2"):
         audit_checkpoint(LocalStorage(tmp_path), "step-00000005.001-ab12cd34", 2)

@@ -58,7 +58,7 @@ def test_equal_values_are_equal_however_they_are_spread(tmp_path: Path, fingerpr
 
 
 @pytest.mark.parametrize("block", [32, 1 << 26])
-def test_the_numbers_of_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_numbers_that_describe_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(differ, "BLOCK", block)  # rows one by one, and all at once
     other = changed(changed(WIDE, 0, -2.0), 95, 100.0)
     boxes = {"w": rows((12, 8), 5)}, {"w": columns((12, 8), 2)}
@@ -69,7 +69,7 @@ def test_the_numbers_of_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert item.relative == pytest.approx(5.0 / float(other.double().norm()))
 
 
-def test_bits_decide_what_changed(tmp_path: Path) -> None:
+def test_tensors_are_compared_by_their_bits(tmp_path: Path) -> None:
     special = torch.tensor([math.nan, math.inf, 0.0, 1.0])
     same = differences(tmp_path / "a", build({"w": special}), build({"w": special.clone()}))["w"]
     assert same.equal
@@ -89,7 +89,7 @@ def test_every_kind_of_number_is_compared(tmp_path: Path, kind: torch.dtype) -> 
     assert item.changed == pytest.approx(1 / 3)
 
 
-def test_what_cannot_be_compared_comes_first_and_the_rest_by_its_size(tmp_path: Path) -> None:
+def test_incomparable_tensors_come_first_and_others_by_difference(tmp_path: Path) -> None:
     first = build({"a": WIDE, "b": WIDE, "c": WIDE, "d": WIDE, "e": WIDE, "only": WIDE})
     second = build(
         {

@@ -221,7 +221,7 @@ def imported(root: Path, tensors: dict[str, ImportedTensor]) -> Path:
     return root / manifest.name
 
 
-def test_what_is_imported_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
+def test_an_imported_checkpoint_is_like_any_other(tmp_path: Path) -> None:
     folder = imported(tmp_path, brought(TENSORS))
     assert audit_checkpoint(LocalStorage(tmp_path), folder.name, 4).faults == ()
     with open_for_export(LocalStorage(tmp_path), folder.name) as source:
@@ -239,7 +239,7 @@ def test_plain_dcp_and_its_converter_read_it_bit_for_bit(tmp_path: Path) -> None
     assert all(same(blank[key], tensor) and same(plain[key], tensor) for key, tensor in TENSORS.items())
 
 
-def test_rows_that_are_lacking_are_zeros_and_types_are_converted(tmp_path: Path) -> None:
+def test_missing_rows_are_zeros_and_types_are_converted(tmp_path: Path) -> None:
     source = TorchTensors({"w": TENSORS["matrix"].bfloat16()})
     target = tensor_info(torch.empty(64, 33))
     folder = imported(tmp_path, {"w": ImportedTensor(external=source, name="w", info=target)})
@@ -315,7 +315,7 @@ def test_nested_dicts_are_named_by_their_path() -> None:
         ({"weights": {}}, "is malformed"),
     ],
 )
-def test_an_index_that_promises_what_is_not_there(tmp_path: Path, index: Any, reported: str) -> None:
+def test_an_index_that_names_missing_tensors_is_refused(tmp_path: Path, index: Any, reported: str) -> None:
     folder = made(tmp_path / "run")
     _export(folder, tmp_path / "out")
     (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -43,7 +43,7 @@ def test_members_of_enums_may_come_by_name_and_other_attributes_may_not() -> Non
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_what_comes_out_is_what_dcp_itself_would_read(protocol: int) -> None:
+def test_metadata_is_read_as_dcp_reads_it(protocol: int) -> None:
     metadata = build({"a": torch.ones(3, 4), "b": torch.zeros((), dtype=torch.bfloat16)}).metadata
     data = pickle.dumps(metadata, protocol)
     for kind in (AllowList, ForeignAllowList):
@@ -107,7 +107,7 @@ def huge(_: Metadata) -> bytes:
 
 
 @pytest.mark.parametrize("made", [without_chunks, other_dimensions, words_for_numbers, before_the_file, deep, huge])
-def test_a_forged_one_is_refused_whatever_it_makes_torch_say(made: Callable[[Metadata], bytes]) -> None:
+def test_forged_metadata_is_refused_whatever_torch_raises(made: Callable[[Metadata], bytes]) -> None:
     metadata = copy.deepcopy(build({"a": torch.ones(3, 4)}).metadata)
     with pytest.raises(CheckpointRefused, match="malformed|does not describe"):
         parse_metadata(made(metadata), "x")

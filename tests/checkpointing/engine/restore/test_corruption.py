@@ -142,7 +142,7 @@ def test_a_thousand_faults(bench: Bench, healthy: Path, seed: int) -> None:
     assert same(target, state(1)), what
 
 
-def test_healthy_ones_are_never_refused(bench: Bench) -> None:
+def test_healthy_checkpoints_are_never_refused(bench: Bench) -> None:
     for step in range(1, 21):
         target = blank()
         assert loaded(bench.saved(step).restore(target)).step == step
@@ -150,7 +150,7 @@ def test_healthy_ones_are_never_refused(bench: Bench) -> None:
     assert bench.reported("checkpoint.refused") == []
 
 
-def test_when_all_are_damaged_nothing_is_started_over(bench: Bench) -> None:
+def test_only_damaged_checkpoints_are_not_a_fresh_start(bench: Bench) -> None:
     bench.saved(1, 2)
     for step in (1, 2):
         (bench.folder(step) / "__0_0.distcp").write_bytes(b"")
@@ -277,7 +277,7 @@ def test_bytes_that_rot_between_check_and_read_are_caught(bench: Bench) -> None:
     assert all(not tensor.any() for tensor in target.values())
 
 
-def test_what_was_verified_is_what_is_delivered(bench: Bench) -> None:
+def test_verified_bytes_are_the_delivered_ones(bench: Bench) -> None:
     """No byte is read a second time."""
     bench.saved(1)
     target, storage = blank(), Rotting(bench.root, good=1)
@@ -315,7 +315,7 @@ def test_whichever_chunk_is_bad_no_tensor_changes(bench: Bench, chunk: int) -> N
     assert all(not tensor.any() for tensor in target.values())
 
 
-def test_the_allow_list_takes_what_dcp_writes_and_nothing_of_torch_besides(bench: Bench) -> None:
+def test_the_allow_list_covers_what_dcp_writes_and_nothing_else_of_torch(bench: Bench) -> None:
     bench.saved(1)
     manifest = parse((bench.folder(1) / "manifest.json").read_bytes())
     metadata = read_metadata(LocalStorage(bench.root), manifest)

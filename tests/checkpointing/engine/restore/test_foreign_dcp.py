@@ -59,7 +59,7 @@ def test_with_trust_values_are_loaded_and_reported_as_unverified(bench: Bench) -
     assert reported["verified"] is False
 
 
-def test_our_own_come_first_whatever_their_step(bench: Bench) -> None:
+def test_own_checkpoints_come_before_foreign_ones(bench: Bench) -> None:
     foreign(bench.root, "step-100", state(3))
     bench.saved(5)
     restored = loaded(restore(bench, blank()))
@@ -86,7 +86,7 @@ def test_views_and_transposed_tensors_come_out_right(bench: Bench) -> None:
     assert {source.index.pieces[number].key for number in source.odd} == {"t"}
 
 
-def test_items_that_are_no_tensors_are_left_out_and_missed_when_they_are_wanted(bench: Bench) -> None:
+def test_items_that_are_no_tensors_are_ignored_and_missed_when_wanted(bench: Bench) -> None:
     foreign(bench.root, "x-1", {**state(3), "scheduler": {"lr": 0.1}, "epoch": 7})
     target = blank()
     assert restore(bench, target) is not None
@@ -95,7 +95,7 @@ def test_items_that_are_no_tensors_are_left_out_and_missed_when_they_are_wanted(
         restore(bench, {**blank(), "epoch": torch.tensor(0)})
 
 
-def test_values_of_another_type_than_metadata_says_are_no_values(bench: Bench) -> None:
+def test_values_of_another_type_than_in_metadata_are_refused(bench: Bench) -> None:
     """Read bit for bit, the integer one would be 1.4e-45."""
     folder = foreign(bench.root, "x-1", {"w": torch.ones(3, dtype=torch.int32)})
     metadata = pickle.loads((folder / ".metadata").read_bytes())

@@ -35,7 +35,7 @@ def heir(bench: Bench, *steps: int) -> Checkpointer:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_inheritance_that_is_gone_is_not_a_fresh_start(bench: Bench) -> None:
+def test_a_missing_inherited_checkpoint_is_not_a_fresh_start(bench: Bench) -> None:
     with pytest.raises(NothingVerifies, match="step-00000005.*missing"):
         heir(bench, 5).restore(blank())
 
@@ -63,7 +63,7 @@ def found_corrupt(bench: Bench, step: int, reason: str = "model.half: fingerprin
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_corrupt_one_is_not_loaded_in_place_nor_by_a_later_attempt(bench: Bench, own: bool) -> None:
+def test_a_corrupt_checkpoint_is_not_loaded_in_place_or_by_a_later_attempt(bench: Bench, own: bool) -> None:
     bench.saved(5, 10)
     found_corrupt(bench, 10)
     assert loaded((bench.checkpointer() if own else heir(bench, 10, 5)).restore(blank())).step == 5
@@ -72,7 +72,7 @@ def test_a_corrupt_one_is_not_loaded_in_place_nor_by_a_later_attempt(bench: Benc
     assert refusal["reason"] == "was found CORRUPT: model.half: fingerprint differs"
 
 
-def test_with_nothing_but_corrupt_ones_nothing_begins_at_step_0(bench: Bench) -> None:
+def test_only_corrupt_checkpoints_are_not_a_fresh_start(bench: Bench) -> None:
     bench.saved(5)
     found_corrupt(bench, 5)
     with pytest.raises(NothingIntact, match="was found CORRUPT: model.half"):
@@ -82,7 +82,7 @@ def test_with_nothing_but_corrupt_ones_nothing_begins_at_step_0(bench: Bench) ->
         bench.checkpointer(attempt=2, nonce="22222222", corrupt=(name,)).restore(blank())
 
 
-def test_a_corrupt_one_that_was_saved_anew_is_another_one(bench: Bench) -> None:
+def test_a_checkpoint_saved_again_is_not_corrupt(bench: Bench) -> None:
     bench.saved(5)
     found_corrupt(bench, 5)
     shutil.rmtree(bench.folder(5))
@@ -90,7 +90,7 @@ def test_a_corrupt_one_that_was_saved_anew_is_another_one(bench: Bench) -> None:
     assert loaded(bench.checkpointer().restore(blank())).step == 5
 
 
-def test_what_memory_holds_of_a_corrupt_one_is_not_loaded_either(bench: Bench) -> None:
+def test_a_corrupt_checkpoint_is_not_loaded_from_memory_either(bench: Bench) -> None:
     """A generation that restarts in place has the same state in its arena."""
     made = bench.saved(5, 10)
     found_corrupt(bench, 10)
@@ -174,7 +174,7 @@ def restore(bench: Bench, tiers: tuple[ResolvedTier, ...], target: dict[str, Any
     return made.run(target, OptionalKeys())
 
 
-def test_the_newest_of_all_tiers_is_taken_and_of_equal_ones_the_faster(bench: Bench, two: Any) -> None:
+def test_the_newest_of_all_tiers_is_restored_from_the_faster_tier(bench: Bench, two: Any) -> None:
     fast, slow = two
     restored = loaded(restore(bench, two, blank()))
     assert (restored.step, restored.tier) == (15, slow.path)
@@ -183,7 +183,7 @@ def test_the_newest_of_all_tiers_is_taken_and_of_equal_ones_the_faster(bench: Be
     assert (restored.step, restored.tier) == (10, fast.path)
 
 
-def test_a_bad_copy_in_one_tier_is_refused_there_and_the_other_one_taken(bench: Bench, two: Any) -> None:
+def test_a_bad_copy_in_one_tier_is_refused_and_the_other_restored(bench: Bench, two: Any) -> None:
     fast, slow = two
     shutil.rmtree(Path(slow.path) / bench.folder(15).name)
     (bench.folder(10) / "__0_0.distcp").write_bytes(b"rot")
@@ -213,7 +213,7 @@ def failing(place: ResolvedTier, file: str, times: int = 1 << 30) -> ResolvedTie
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("file", ["COMMIT", "manifest.json", "__0_0.distcp"])
-def test_the_newest_one_that_cannot_be_read_is_not_passed_over(bench: Bench, file: str) -> None:
+def test_an_unreadable_newest_checkpoint_is_not_skipped(bench: Bench, file: str) -> None:
     """A store that answers 500 or 403 for a while would cost all steps since the one before."""
     bench.saved(5, 10)
     place = failing(tier_at(bench.root), f"{bench.folder(10).name}/{file}")
@@ -227,7 +227,7 @@ def test_the_newest_one_that_cannot_be_read_is_not_passed_over(bench: Bench, fil
     assert bench.reported("checkpoint.restored") == []
 
 
-def test_the_newest_one_is_tried_again_until_it_can_be_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_newest_checkpoint_is_retried(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restorer, "_PATIENCE_S", 0.0)
     bench.saved(5, 10)
     target = blank()
@@ -246,7 +246,7 @@ def test_another_readable_tier_is_used_immediately(bench: Bench, two: Any, monke
     assert (refusal["step"], refusal["tier"]) == (15, fast.path)
 
 
-def test_what_a_node_cannot_read_of_its_own_disk_is_passed_over(
+def test_an_unreadable_checkpoint_on_a_nodes_own_disk_is_skipped(
     bench: Bench, two: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast, slow = two
@@ -257,7 +257,7 @@ def test_what_a_node_cannot_read_of_its_own_disk_is_passed_over(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_one_that_turns_out_to_be_damaged_is_passed_over(bench: Bench) -> None:
+def test_a_damaged_checkpoint_is_skipped(bench: Bench) -> None:
     bench.saved(5, 10)
     (bench.folder(10) / "__0_0.distcp").write_bytes(b"rot")
     assert loaded(restore(bench, (failing(tier_at(bench.root), bench.folder(10).name, times=2),), blank())).step == 5

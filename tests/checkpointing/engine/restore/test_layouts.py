@@ -57,7 +57,7 @@ def restores(size: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_every_rank_says_what_was_committed(found: Found, layout: str) -> None:
+def test_every_rank_knows_the_committed_step(found: Found, layout: str) -> None:
     assert [rank["committed"] for rank in found("save", layout)] == [7] * LAYOUTS[layout]
 
 

@@ -62,7 +62,7 @@ def held(bench: Bench) -> Iterator[Generation]:
     arena.close()
 
 
-def test_the_newest_in_memory_is_taken_without_any_disk(held: Generation) -> None:
+def test_the_newest_in_memory_is_restored_without_a_disk(held: Generation) -> None:
     held.hold(0, 5)
     held.hold(1, 6)
     target = blank()
@@ -85,7 +85,7 @@ def test_at_the_same_step_memory_comes_before_disk_and_newer_disk_before_memory(
 
 
 @pytest.mark.parametrize("where", [0, 700, -1])
-def test_a_flipped_bit_in_memory_is_refused_and_the_disk_taken(held: Generation, where: int) -> None:
+def test_a_flipped_bit_in_memory_is_refused_and_the_disk_used(held: Generation, where: int) -> None:
     held.bench.saved(4)
     held.hold(0, 5)
     _, offset, size = held.plan.layout.files[-1]
@@ -169,7 +169,7 @@ def test_a_target_that_does_not_fit_is_refused(held: Generation) -> None:
         held.restore(target)
 
 
-def test_suspects_are_left_out_as_long_as_there_is_another(held: Generation) -> None:
+def test_suspects_are_skipped_while_another_exists(held: Generation) -> None:
     held.hold(0, 5)
     held.hold(1, 6)
     assert loaded(held.restore(blank(), suspects={6})).step == 5
@@ -193,7 +193,7 @@ def test_buffers_are_lent_to_land_in_unless_they_hold_a_candidate(held: Generati
     assert held.arena.record(0) is not None
 
 
-def test_what_landed_in_a_lent_buffer_is_not_left_between_its_frames(held: Generation) -> None:
+def test_a_lent_buffer_is_cleaned_between_its_records(held: Generation) -> None:
     """The padding of a file is written with every checkpoint from the buffer."""
     made = held.bench.checkpointer()
     made.save(6, {**state(6), "model.more": torch.ones(3)}, {})

@@ -68,7 +68,7 @@ def test_two_ranks_save_and_any_number_restores(pair: Pair, run: Run) -> None:
             assert result["absent"] == ([] if rank < 2 else [f"rng/rank-{rank:05d}"])
 
 
-def test_a_lone_process_without_a_group_takes_over_and_hands_back(run: Run, tmp_path: Path) -> None:
+def test_a_single_process_continues_a_run_of_ranks_and_vice_versa(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     run("save", 1, folder)
     bench = Bench(folder)
@@ -96,7 +96,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(pair: Pair) -> None:
     assert len(list(folder.iterdir())) == 2, "the half-written folder is gone"
 
 
-def test_all_ranks_end_alike_at_a_checkpoint_that_one_of_them_cannot_read(pair: Pair) -> None:
+def test_all_ranks_agree_on_a_checkpoint_that_one_cannot_read(pair: Pair) -> None:
     found, _ = pair
     results = found["one_rank_cannot_read", "blind"]
     assert results[0]["error"] == results[1]["error"]
@@ -107,7 +107,7 @@ def test_all_ranks_end_alike_at_a_checkpoint_that_one_of_them_cannot_read(pair: 
     assert "Input/output error" in refusal["reason"]
 
 
-def test_all_ranks_leave_a_checkpoint_that_one_of_them_finds_damaged(pair: Pair) -> None:
+def test_all_ranks_refuse_a_checkpoint_that_one_finds_damaged(pair: Pair) -> None:
     found, _ = pair
     results = found["one_rank_reads_damage", "rot"]
     assert [(result["step"], result["exact"]) for result in results] == [(1, True), (1, True)]
@@ -133,7 +133,7 @@ def test_a_peer_that_dies_while_writing_fails_the_save(run: Run, tmp_path: Path)
     assert Catalog(folder).committed_entries() == []
 
 
-def test_what_one_rank_sees_is_agreed_by_all(pair: Pair) -> None:
+def test_all_ranks_agree_on_what_one_rank_sees(pair: Pair) -> None:
     found, root = pair
     folder = root / "agreement"
     first, second = found["agreement", "agreement"]
@@ -151,7 +151,7 @@ def test_what_one_rank_sees_is_agreed_by_all(pair: Pair) -> None:
     assert [entry.step for entry in Catalog(folder).committed_entries()] == [5, 4, 2]
 
 
-def test_ranks_of_which_one_has_too_little_memory_stay_in_step(pair: Pair) -> None:
+def test_ranks_stay_in_step_when_one_has_too_little_memory(pair: Pair) -> None:
     found, root = pair
     folder = root / "buckets"
     for result in found["buckets_on_one_rank", "buckets"]:
@@ -162,7 +162,7 @@ def test_ranks_of_which_one_has_too_little_memory_stay_in_step(pair: Pair) -> No
     assert [entry.step for entry in Catalog(folder).committed_entries()] == [2]
 
 
-def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(pair: Pair) -> None:
+def test_a_rank_whose_saves_have_ended_blocks_no_other(pair: Pair) -> None:
     found, root = pair
     folder = root / "lane"
     first, second = found["a_lane_dies", "lane"]
@@ -173,7 +173,7 @@ def test_saves_that_end_on_one_rank_for_good_keep_no_other_waiting(pair: Pair) -
     assert Catalog(folder).committed_entries() == []
 
 
-def test_nodes_with_disks_of_their_own_each_keep_their_part(pair: Pair) -> None:
+def test_nodes_with_own_disks_keep_their_own_part(pair: Pair) -> None:
     found, root = pair
     folder = root / "disks"
     first, second = found["disks_of_their_own", "disks"]

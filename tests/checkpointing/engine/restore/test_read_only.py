@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_an_immediate_error(bench: Bench) -> None:
     made.close()
 
 
-def test_it_never_saves(bench: Bench) -> None:
+def test_a_read_only_restore_never_saves(bench: Bench) -> None:
     bench.saved(5)
     made = opened(bench.folder(5))
     with pytest.raises(RuntimeError, match="read-only"):
@@ -113,7 +113,7 @@ def test_it_never_saves(bench: Bench) -> None:
         opened(bench.root / "latest")
 
 
-def test_what_was_changed_in_memory_since_is_named(bench: Bench) -> None:
+def test_tensors_changed_in_memory_are_named(bench: Bench) -> None:
     bench.saved(5)
     made, target = opened(bench.folder(5)), {**blank(), "rng/rank-00007": torch.ones(3)}
     made.restore(target)

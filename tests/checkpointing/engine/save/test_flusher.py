@@ -89,7 +89,7 @@ def test_a_start_copies_the_newest_to_every_tier(tmp_path: Path) -> None:
     tiers.close()
 
 
-def test_remains_of_a_deletion_in_the_slow_tier_make_room(tiers: Tiers) -> None:
+def test_a_half_deleted_copy_in_the_slow_tier_is_replaced(tiers: Tiers) -> None:
     make(tiers.storages["fast"], 10)
     made = make(tiers.storages["slow"], 10)
     (tiers.root / "slow" / made / "DELETED").write_text("")
@@ -112,7 +112,7 @@ def test_three_tiers_each_with_its_own_rule(tmp_path: Path) -> None:
     tiers.close()
 
 
-def test_each_tier_keeps_to_its_own_retention(tmp_path: Path) -> None:
+def test_each_tier_has_its_own_retention(tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path, slow={"keep": 2})
     tiers.start(config=CheckpointConfig(retention=RetentionConfig(every=30)))
     for step in (10, 20, 30, 40, 50, 60):
@@ -140,7 +140,7 @@ def test_older_ones_are_skipped_when_a_newer_one_waits(tiers: Tiers) -> None:
     assert tiers.steps("slow") == [40, 10]
 
 
-def test_what_is_being_copied_is_held(tiers: Tiers) -> None:
+def test_the_checkpoint_being_copied_is_held(tiers: Tiers) -> None:
     gate, seen = threading.Event(), []
     tiers.writer.before = lambda order: seen.append(tiers.flushers[0].held) or gate.wait(SECONDS) and None
     tiers.start()
@@ -152,7 +152,7 @@ def test_what_is_being_copied_is_held(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("power_loss", [False, True], ids=["crash", "power-loss"])
-def test_after_every_prefix_of_a_flush_the_next_start_finishes_it(tmp_path: Path, power_loss: bool) -> None:
+def test_the_next_start_finishes_every_prefix_of_a_flush(tmp_path: Path, power_loss: bool) -> None:
     """The flush of one checkpoint and the retention after it, cut short after every single change."""
     first = tiers_of(tmp_path / "first", slow={"keep": 2})
     recording = Recording(tmp_path / "first" / "slow")

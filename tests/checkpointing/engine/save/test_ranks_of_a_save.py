@@ -142,7 +142,7 @@ def test_a_copy_that_failed_on_one_rank_fails_the_save_of_all(tmp_path: Path, is
 # ---- before a save and after it
 
 
-def test_what_all_ranks_can_do_is_agreed_on() -> None:
+def test_ranks_agree_on_what_all_can_do() -> None:
     def agree(member: Member, mine: dict[str, Any]) -> Any:
         ready = {"plan": 3, "step": 6, "has_room": True, "idle": True, "rank_state": 1} | mine
         return result_or(lambda: agree_on_save(member, **ready), str)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from tests.checkpointing.engine.conftest import Bench, blank, loaded, same, stat
 from tests.checkpointing.fake_storages import Faulty, full_after
 
 
-def test_what_was_saved_comes_back_bit_by_bit(bench: Bench) -> None:
+def test_saved_tensors_are_restored_bit_by_bit(bench: Bench) -> None:
     made = bench.saved(5)
     target = blank()
     restored = loaded(made.restore(target))
@@ -55,7 +55,7 @@ def test_a_commit_is_reported_with_the_digest_of_its_manifest(bench: Bench) -> N
     assert reported[bench.folder(1).name] == digest((bench.folder(1) / "manifest.json").read_bytes())
 
 
-def test_the_newest_is_taken(bench: Bench) -> None:
+def test_the_newest_checkpoint_is_restored(bench: Bench) -> None:
     target = blank()
     assert loaded(bench.saved(5, 10, 15).restore(target)).step == 15
     assert same(target, state(15))
@@ -77,7 +77,7 @@ def test_nan_infinity_and_negative_zero_survive(bench: Bench) -> None:
     assert restored.extra["lr"] == 0.1 + 0.2
 
 
-def test_tensors_with_strange_memory_are_saved_by_value(bench: Bench) -> None:
+def test_tensors_with_unusual_memory_are_saved_by_value(bench: Bench) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     odd = {"t": base.t(), "slice": base[1:3, ::2], "wide": torch.ones(1).expand(5), "param": torch.nn.Parameter(base)}
     made = bench.checkpointer()

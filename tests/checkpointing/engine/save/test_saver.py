@@ -52,7 +52,7 @@ def test_the_two_descriptions_are_the_same_for_every_save(bench: Bench) -> None:
         assert (bench.folder(1) / file).read_bytes() == (bench.folder(2) / file).read_bytes()
 
 
-def test_the_same_state_gives_the_same_plan_in_another_process_life(bench: Bench) -> None:
+def test_the_same_state_gives_the_same_plan(bench: Bench) -> None:
     plans = [
         agree_on_plan(RankGroup(None), tensors, layout_for_budget(1, 0))
         for tensors in (state(1), dict(reversed(state(2).items())))
@@ -164,7 +164,7 @@ def test_too_little_memory_for_a_new_plan_is_reported_once_with_its_time(
 # ---- a disk that hangs
 
 
-def test_a_hung_disk_never_holds_training_up(bench: Bench) -> None:
+def test_a_hung_disk_never_delays_training(bench: Bench) -> None:
     storage = gated(bench)
     made = bench.checkpointer(storage=storage)
     start = time.monotonic()
@@ -184,7 +184,7 @@ def test_a_hung_disk_never_holds_training_up(bench: Bench) -> None:
         assert same(target, state(step)), "a later save must not reach into an earlier copy"
 
 
-def test_another_structure_waits_for_no_disk_either(bench: Bench) -> None:
+def test_a_new_structure_does_not_wait_for_a_disk(bench: Bench) -> None:
     storage = gated(bench)
     made = bench.checkpointer(storage=storage)
     made.save(1, {"a": torch.ones(3)}, {})
@@ -305,7 +305,7 @@ def test_prepare_plans_what_the_first_save_uses(bench: Bench) -> None:
     assert made.stall_seconds > 0
 
 
-def test_a_later_life_with_the_same_memory_goes_on_from_it(bench: Bench) -> None:
+def test_a_restart_with_the_same_memory_restores_from_it(bench: Bench) -> None:
     """What a restart in place does: the arena outlives the rank, the disk's copy is older."""
     arena = InProcessWriter().arena
     first = bench.checkpointer(link=InProcessWriter(arena=arena))

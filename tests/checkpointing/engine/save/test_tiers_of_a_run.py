@@ -101,7 +101,7 @@ def test_an_end_without_time_leaves_the_rest_to_the_next_start(make_run: Callabl
 # ---- what is not relied on
 
 
-def test_a_suspect_is_no_substitute_and_a_new_one_of_its_step_is(make_run: Callable[..., Run]) -> None:
+def test_a_suspect_is_no_substitute_but_a_new_save_of_its_step_is(make_run: Callable[..., Run]) -> None:
     run = make_run(every=1000)
     first = run.checkpointer()
     run.saved(first, 460, 480, 500)
@@ -116,7 +116,7 @@ def test_a_suspect_is_no_substitute_and_a_new_one_of_its_step_is(make_run: Calla
     assert run.steps(run.fast) == [520, 500, 500], "the one that was saved afterwards is trusted"
 
 
-def test_a_refused_one_is_no_substitute_where_it_lies(make_run: Callable[..., Run]) -> None:
+def test_a_refused_copy_is_no_substitute_in_its_tier(make_run: Callable[..., Run]) -> None:
     run = make_run(every=1000)
     first = run.checkpointer()
     run.saved(first, 400, 420, 500)
@@ -140,7 +140,7 @@ def test_a_copy_that_is_bad_in_memory_alone_is_trusted_on_disk() -> None:
     assert (distrusted.in_tier("/fast"), distrusted.in_tier("memory")) == (frozenset(), {"some"})
 
 
-def test_a_name_that_retention_let_go_is_not_used_again(make_run: Callable[..., Run]) -> None:
+def test_a_name_that_retention_deleted_is_not_reused(make_run: Callable[..., Run]) -> None:
     """A slower tier or the registry may still have another state under this name."""
     run = make_run(every=1000)
     first = run.checkpointer(world=World(facts={"generation": 1}))
@@ -167,7 +167,7 @@ def until(done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["restored", "from-nothing"])
-def test_debris_goes_at_the_next_start_before_any_save(make_run: Callable[..., Run], fresh: bool) -> None:
+def test_debris_is_deleted_at_the_next_start_before_any_save(make_run: Callable[..., Run], fresh: bool) -> None:
     """On a full disk there would be no save after which it could go."""
     run = make_run()
     first = run.checkpointer()

@@ -120,7 +120,7 @@ def test_memory_is_pinned_once_and_released(monkeypatch: pytest.MonkeyPatch) -> 
     assert [words[0] for words in cuda.by("caller")] == ["Stream", "register", "register", "unregister", "unregister"]
 
 
-def test_the_error_of_a_refused_pin_is_taken_away(
+def test_the_error_of_a_refused_pin_is_cleared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = stand_in(monkeypatch, registered=2)

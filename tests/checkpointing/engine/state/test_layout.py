@@ -55,7 +55,7 @@ def check(layout: FileLayout) -> None:
 
 @pytest.mark.parametrize("files", [1, 2, 5, 64])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_everything_has_an_aligned_place_of_its_own(files: int, seed: int) -> None:
+def test_tensors_are_aligned_and_do_not_overlap(files: int, seed: int) -> None:
     shares = some_shares(seed)
     layout = lay_out(shares, 3, files)
     check(layout)
@@ -73,20 +73,20 @@ def test_files_are_of_about_the_same_size() -> None:
     assert max(sizes) < 1.2 * min(sizes)
 
 
-def test_equal_tensors_lie_at_a_constant_distance() -> None:
+def test_equal_tensors_are_at_a_constant_distance() -> None:
     shares = [share(f"a{n}", 16, 8) if n % 2 else share(f"b{n}", 4) for n in range(20)]
     items = [item for item in lay_out(shares, 0, 1).items if item.shape == (16, 8)]
     assert len({right.place - left.place for left, right in pairwise(items)}) == 1
 
 
-def test_nothing_to_write_is_no_file() -> None:
+def test_a_rank_without_tensors_writes_no_file() -> None:
     layout = lay_out([], 0, 3)
     assert (layout.files, layout.items, layout.buffer_bytes) == ((), (), PAGE)
     assert len(lay_out_in_buckets([], 0, 1 << 16).parts) == 1
 
 
 @pytest.mark.parametrize("shape", [(100_000,), (3, 50_000), (1, 1, 70_000), (300, 300), (2, 2, 40_000)])
-def test_what_is_larger_than_a_window_is_split_without_a_hole(shape: tuple[int, ...]) -> None:
+def test_tensors_larger_than_a_window_are_split_without_gaps(shape: tuple[int, ...]) -> None:
     window = 1 << 16
     pieces = list(split(share("big", *shape), window))
     assert len(pieces) > 1
@@ -145,7 +145,7 @@ def test_the_layout_of_a_huge_tensor_needs_no_memory() -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_the_option_of_torch_is_as_it_was(wanted: bool) -> None:
+def test_the_option_of_torch_is_restored(wanted: bool) -> None:
     before = get_crc32_options()
     set_crc32_options(wanted)
     try:
@@ -156,7 +156,7 @@ def test_the_option_of_torch_is_as_it_was(wanted: bool) -> None:
         set_crc32_options(before)
 
 
-def test_a_torch_whose_frames_depend_on_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_whose_records_depend_on_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     true_saved = layout._save_to_bytes
     monkeypatch.setattr(layout, "_save_to_bytes", lambda tensor: true_saved(tensor) + bytes([bool(tensor.any())]))
     template.cache_clear()

@@ -56,7 +56,7 @@ def test_another_structure_is_noticed(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("other", [torch.zeros(9), torch.zeros(4, dtype=torch.float64), torch.zeros(4).bfloat16()])
-def test_other_memory_in_the_same_tensor_is_noticed(other: torch.Tensor) -> None:
+def test_replaced_memory_of_a_tensor_is_noticed(other: torch.Tensor) -> None:
     tensor = torch.zeros(4)
     structure = Structure({"x": tensor})
     tensor.data = other
@@ -68,7 +68,7 @@ def test_other_memory_in_the_same_tensor_is_noticed(other: torch.Tensor) -> None
 
 @pytest.mark.filterwarnings(ALONE)
 @pytest.mark.parametrize("config", [None, LAZY], ids=["block", "lazy"])
-def test_values_in_new_memory_are_the_ones_that_are_saved(bench: Bench, config: CheckpointConfig | None) -> None:
+def test_values_in_new_memory_are_saved(bench: Bench, config: CheckpointConfig | None) -> None:
     made = bench.checkpointer(config=config)
     weight = torch.nn.Parameter(torch.zeros(50))
     for step in (1, 2, 3):
@@ -82,7 +82,7 @@ def test_values_in_new_memory_are_the_ones_that_are_saved(bench: Bench, config: 
 @pytest.mark.parametrize(
     "other", [torch.ones(9), torch.ones(2), torch.ones(1), torch.ones(4).double(), torch.ones(2, 4).bfloat16()], ids=str
 )
-def test_other_memory_of_another_form_fails_one_save_and_the_next_is_planned_anew(
+def test_memory_of_another_form_fails_one_save_and_the_next_is_replanned(
     bench: Bench, config: CheckpointConfig | None, other: torch.Tensor
 ) -> None:
     made = bench.checkpointer(config=config, pauses=(0.0,))
@@ -173,7 +173,7 @@ def test_a_trainer_that_does_not_wait_gets_no_torn_checkpoint(bench: Bench, monk
     assert made.committed_step == 2
 
 
-def test_a_change_at_any_moment_gives_a_whole_state_or_none(bench: Bench) -> None:
+def test_a_change_at_any_moment_gives_a_complete_state_or_none(bench: Bench) -> None:
     """A real race: every tensor of a checkpoint must hold the same value."""
     made = bench.checkpointer(config=LAZY, keep=50)
     tensors = {f"w{n}": torch.zeros(100_000) for n in range(20)}
@@ -210,7 +210,7 @@ def test_a_buffer_that_is_being_filled_holds_no_checkpoint(bench: Bench, monkeyp
     assert sorted(record.step if record else 0 for record in records) == [0, 2]
 
 
-def test_an_earlier_generations_newest_copy_is_overwritten_last(bench: Bench) -> None:
+def test_the_newest_copy_of_an_earlier_generation_is_overwritten_last(bench: Bench) -> None:
     arena = Arena.create()
     plan = agree_on_plan(RankGroup(None), state(0), layout_for_budget(1, 0))
     arena.shape(plan.layout.buffer_bytes, 2, plan.hash, 1 << 12)
@@ -290,7 +290,7 @@ def test_several_files_for_one_rank(bench: Bench) -> None:
     assert same(target, state(5))
 
 
-def test_threads_of_training_keep_their_number(bench: Bench) -> None:
+def test_the_thread_count_of_training_is_unchanged(bench: Bench) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -37,7 +37,7 @@ def pack_buckets(gradients: Iterable[tuple[Hashable, int]]) -> Iterator[list[int
         yield bucket
 
 
-_FLOAT32 = 4
+FLOAT32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,9 @@ def state_bytes(
     known = list(parameters)
     elements = sum(prod(local_shape(parameter, sizes, rank, parallel.ep)) for parameter in known)
     return StateBytes(
-        parameters=_FLOAT32 * elements,
-        gradients=_FLOAT32 * elements,
-        optimizer=2 * _FLOAT32 * elements + _FLOAT32 * len(known),
+        parameters=FLOAT32 * elements,
+        gradients=FLOAT32 * elements,
+        optimizer=2 * FLOAT32 * elements + FLOAT32 * len(known),
         on_host=parallel.fsdp.on_host,
     )
 
@@ -143,7 +143,7 @@ def _replica_gradient_bytes(
 ) -> Iterator[int]:
     """Yield the bytes of plain replicas' gradients whenever a bucket is full: computed gradients and the bucket."""
     sizes = parallel.parameter_sizes(world_size)
-    gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep)) for parameter in reversed(parameters)]
+    gradients = [FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep)) for parameter in reversed(parameters)]
     done = 0
     for positions in pack_buckets((None, nbytes) for nbytes in gradients):
         bucket = sum(gradients[position] for position in positions)
@@ -164,8 +164,8 @@ def _units(parameters: Sequence[Parameter], parallel: ParallelConfig, world_size
 
 def _unit(parameters: Sequence[Parameter], sizes: Mapping[str, int], ep: int, *, is_inner: bool) -> _Unit:
     together = {**sizes, "dp_shard": ep, "tp": 1} if is_inner else {**sizes, "dp_shard": 1}
-    gathered = sum(_FLOAT32 * prod(local_shape(parameter, together, 0, ep)) for parameter in parameters)
-    shard = sum(_FLOAT32 * prod(local_shape(parameter, sizes, 0, ep)) for parameter in parameters)
+    gathered = sum(FLOAT32 * prod(local_shape(parameter, together, 0, ep)) for parameter in parameters)
+    shard = sum(FLOAT32 * prod(local_shape(parameter, sizes, 0, ep)) for parameter in parameters)
     several = sizes["dp_shard"] * sizes["tp"] > ep if is_inner else sizes["dp_shard"] > 1
     return _Unit(gathered=gathered, shard=shard, buffer=gathered if several else 0, is_inner=is_inner)
 
@@ -222,7 +222,7 @@ def _host_copies(parameters: Sequence[Parameter], parallel: ParallelConfig, worl
     together = most = 0
     for parameter in parameters:
         if len(parameter.shape) > 1:  # the others form a small group of their own
-            together += _FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
+            together += FLOAT32 * prod(local_shape(parameter, sizes, 0, parallel.ep))
             most = max(most, together)
             together = 0 if together >= HOST_COPY_BYTES else together
     return 2 * most

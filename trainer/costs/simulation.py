@@ -90,12 +90,6 @@ def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:
     return [(sum(rank.waited.values()) + longest - rank.span) / longest for rank in ranks]
 
 
-def bubbles_of_stages(ranks: Sequence[RankSeconds]) -> dict[int, float]:
-    """Return the share of the step that its rank waited in each stage's receives; excludes the end of the step."""
-    longest = max((rank.span for rank in ranks), default=0.0)
-    return {stage: seconds / longest for rank in ranks for stage, seconds in rank.waited.items() if longest}
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
     """Times of one micro-batch in a stage; `send` is the delay until its result reaches another rank."""

@@ -15,13 +15,11 @@ from math import prod
 
 from trainer.costs.micro_batches import micro_batch_size
 from trainer.costs.model_flops import Parameter, parameters
-from trainer.costs.peak_bytes import local_shape, pack_buckets, state_bytes
+from trainer.costs.peak_bytes import FLOAT32, local_shape, pack_buckets, state_bytes
 from trainer.costs.simulation import Kind, PipelineAction, Table
 from trainer.costs.stage_split import StagePart, has, split_model, stages_of_rank
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig
-
-_FLOAT32 = 4
 
 
 def parameters_of_rank(config: JobConfig, rank: int) -> list[Parameter]:
@@ -62,11 +60,11 @@ def feed_forward_memory(model: ModelConfig, tokens: int, tp: int, ep: int) -> Fe
     """Return the memory for `tokens` tokens of a micro-batch."""
     if model.experts.count:
         return _of_experts(model, tokens, tp, ep)
-    matrix = _FLOAT32 * model.ffn_dim * model.dim // tp
+    matrix = FLOAT32 * model.ffn_dim * model.dim // tp
     return FeedForwardMemory(
         kept=4 * model.ffn_dim // tp + model.dim,
         split=(2 * model.ffn_dim + model.dim) // tp,
-        during=matrix + _FLOAT32 * tokens * model.ffn_dim // tp,
+        during=matrix + FLOAT32 * tokens * model.ffn_dim // tp,
         weight=matrix,
     )
 
@@ -81,8 +79,8 @@ def _of_experts(model: ModelConfig, tokens: int, tp: int, ep: int) -> FeedForwar
     experts, copies = model.experts, model.experts.per_token
     inner, rows = copies * experts.ffn_dim, copies * model.dim
     orders = copies * (3 if ep == 1 else 5) * 2
-    here, own = experts.count // ep, _FLOAT32 * tokens // tp
-    stack = _FLOAT32 * here * experts.ffn_dim * model.dim
+    here, own = experts.count // ep, FLOAT32 * tokens // tp
+    stack = FLOAT32 * here * experts.ffn_dim * model.dim
     of_one = (2 * own * inner + stack) // here  # gradients within one expert, the first or the last
     return FeedForwardMemory(
         kept=(4 * inner + 2 * rows + experts.count + orders + 2 * copies + 1 + model.dim) // tp,
@@ -163,17 +161,17 @@ def _stages(config: JobConfig, rank: int) -> Iterator[_StageBytes]:
         behind = last if part.is_last else 0
         yield _StageBytes(
             part=part,
-            boundary=_FLOAT32 * tokens * width // tp,
+            boundary=FLOAT32 * tokens * width // tp,
             # The last layer's output is sent on; in the last stage only the norms need it.
-            saved=_FLOAT32 * tokens * (layers * layer + part.is_first * (width // tp) + behind)
-            - part.is_last * (_FLOAT32 * tokens * width // tp),
-            behind=_FLOAT32 * tokens * behind,
+            saved=FLOAT32 * tokens * (layers * layer + part.is_first * (width // tp) + behind)
+            - part.is_last * (FLOAT32 * tokens * width // tp),
+            behind=FLOAT32 * tokens * behind,
             within=inner.during,
-            split=_FLOAT32 * tokens * (layers * split + part.is_last * (rows + width)),
-            result=_FLOAT32 * tokens * (rows if part.is_last else width // tp),
+            split=FLOAT32 * tokens * (layers * split + part.is_last * (rows + width)),
+            result=FLOAT32 * tokens * (rows if part.is_last else width // tp),
             weights=_gathered_bytes([parameter for parameter in own if has(part, parameter)], config, rank),
             matrix=inner.weight,
-            output=_FLOAT32 * rows * width,
+            output=FLOAT32 * rows * width,
         )
 
 
@@ -182,7 +180,7 @@ def _gathered_bytes(parameters: Sequence[Parameter], config: JobConfig, rank: in
     sizes, ep = config.parallel.parameter_sizes(config.cluster.world_size), config.parallel.ep
     whole, of_experts = {**sizes, "dp_shard": 1}, {**sizes, "dp_shard": ep, "tp": 1}
     shapes = (local_shape(one, of_experts if one.is_expert and ep > 1 else whole, rank, ep) for one in parameters)
-    return sum(_FLOAT32 * prod(shape) for shape in shapes)
+    return sum(FLOAT32 * prod(shape) for shape in shapes)
 
 
 def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> int:
@@ -190,7 +188,7 @@ def _bucket(config: JobConfig, parameters: Sequence[Parameter], rank: int) -> in
     sizes = config.parallel.parameter_sizes(config.cluster.world_size)
     if sizes["dp_replicate"] == 1:
         return 0
-    gradients = [_FLOAT32 * prod(local_shape(parameter, sizes, rank)) for parameter in reversed(parameters)]
+    gradients = [FLOAT32 * prod(local_shape(parameter, sizes, rank)) for parameter in reversed(parameters)]
     return max(sum(gradients[place] for place in places) for places in pack_buckets((None, size) for size in gradients))
 
 

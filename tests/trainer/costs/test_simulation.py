@@ -9,7 +9,6 @@ from trainer.costs.simulation import (
     RankSeconds,
     StageSeconds,
     bubbles,
-    bubbles_of_stages,
     formula,
     simulate,
 )
@@ -73,7 +72,6 @@ def test_the_bubble_is_what_a_rank_waits_in_receives_and_at_the_end_of_the_step(
         RankSeconds(span=8.0, computed={1: 4.0, 2: 3.0}, waited={1: 0.5, 2: 0.5}),
     ]
     assert bubbles(ranks) == pytest.approx([0.2, 0.3])
-    assert bubbles_of_stages(ranks) == pytest.approx({0: 0.2, 1: 0.05, 2: 0.05})
     assert bubbles([RankSeconds(span=0.0, computed={}, waited={})]) == [0.0]
 
 

@@ -301,7 +301,7 @@ def _buckets(model: nn.Module, layout: Layout, on_wait: Callable[[], None]) -> G
     if group.size() == 1 and not any(isinstance(one, DTensor) for one in replicated.values()):
         return None
     require_equal(replicated, group)
-    return GradientBuckets(replicated, group, on_wait, is_told=layout.sizes["pp"] == 1)
+    return GradientBuckets(replicated, group, on_wait, uses_hooks=layout.sizes["pp"] == 1)
 
 
 def _gather_unused_units(model: FSDPModule) -> None:

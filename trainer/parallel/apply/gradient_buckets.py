@@ -119,11 +119,11 @@ class GradientBuckets:
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, on_wait: Callable[[], None], *,
-        is_told: bool = True,
+        uses_hooks: bool = True,
     ) -> None:  # fmt: skip
         """`on_wait` is called before a wait for gradients of other ranks. Raises CannotAverage.
 
-        `is_told`: False for a pipeline: all buckets are sent in `finish`, so no hooks are needed.
+        `uses_hooks`: send buckets during the backward pass. Without, as in a pipeline, `finish` sends all of them.
         """
         own = {name: one for name, one in parameters.items() if one.is_floating_point() or one.is_complex()}
         self._names = {id(parameter): name for name, parameter in own.items()}
@@ -133,8 +133,8 @@ class GradientBuckets:
         self._left: int | None = None  # buckets sent in this backward pass; None: gradients are kept
         self._works: list[dist.Work] = []
         self._is_over = False
-        self._is_told = is_told
-        for bucket in self._buckets if is_told else ():
+        self._uses_hooks = uses_hooks
+        for bucket in self._buckets if uses_hooks else ():
             for parameter in bucket.members:
                 self._watch(parameter, bucket)
 
@@ -148,7 +148,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.has_left = False
             bucket.missing = {id(parameter) for parameter in bucket.members if parameter.requires_grad}
-            for parameter in bucket.members if self._is_told else ():
+            for parameter in bucket.members if self._uses_hooks else ():
                 if len(parameter._post_accumulate_grad_hooks) != 1:
                     raise self._hook_error(parameter)
 

@@ -10,21 +10,17 @@ from torch import nn
 from trainer.costs.simulation import Kind, PipelineAction, RankSeconds
 from trainer.costs.stage_split import rank_of_stage
 from trainer.parallel.apply.pipeline_stage import (
-    EXPOSED_SENDS,
-    WAITS,
-    Activity,
+    SENDS,
     Call,
     LocalStage,
     Messages,
-    StageActivity,
     Watched,
     Watcher,
     with_communication,
 )
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
+from trainer.protocol.rank_progress.progress import AWAITED_SENDS, RECEIVES, Activity, StageActivity
 from trainer.worker.reporting.work_timer import DeviceClock
-
-_SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 
 
 class BubbleMeter:
@@ -42,14 +38,14 @@ class BubbleMeter:
 
     def begin_callback(self, moment: StageActivity) -> Call | None:
         """Return the call at the start of a moment; None for sends, which are asynchronous."""
-        return None if moment.activity in _SENDS else self._mark_begin
+        return None if moment.activity in SENDS else self._mark_begin
 
     def _mark_begin(self) -> None:
         self._begin = self._mark()
 
     def end_callback(self, moment: StageActivity) -> Call | None:
         """Return the call at the end of a moment, as in `begin_callback`."""
-        if moment.activity in _SENDS:
+        if moment.activity in SENDS:
             return None
 
         def end() -> None:
@@ -64,11 +60,11 @@ class BubbleMeter:
         span = sends = reductions = 0.0
         for moment, begin, end in self._moments:
             seconds = self._clock.seconds(begin, end)
-            if moment.activity in EXPOSED_SENDS:
+            if moment.activity in AWAITED_SENDS:
                 sends += seconds
             elif moment.activity is Activity.REDUCE:
                 reductions += seconds
-            elif moment.activity in WAITS:
+            elif moment.activity in RECEIVES:
                 waited[moment.stage] = waited.get(moment.stage, 0.0) + seconds
             else:
                 computed[moment.stage] = computed.get(moment.stage, 0.0) + seconds
@@ -125,11 +121,7 @@ class ActionCalls:
     def _forward(self, stage: LocalStage, micro_batch: int) -> Call:
         number, messages, given, loss = stage.stage_index, self._messages, self._given, self._loss
         wait = self._moment(Activity.WAIT_FOR_ACTIVATION, number, micro_batch)
-        next_wait = (
-            StageActivity(Activity.WAIT_FOR_ACTIVATION, number + 1, micro_batch)
-            if self._has_stage(number + 1)
-            else None
-        )
+        next_wait = self._local_wait(Activity.WAIT_FOR_ACTIVATION, number + 1, micro_batch)
         watched = self._moment(Activity.FORWARD, number, micro_batch)
 
         def call() -> None:
@@ -146,17 +138,12 @@ class ActionCalls:
         return call
 
     def _backward(
-        self,
-        stage: LocalStage,
-        micro_batch: int,
-        activity: Activity,
+        self, stage: LocalStage, micro_batch: int, activity: Activity,
         compute: Callable[[int, torch.Tensor | None], None],
-    ) -> Call:
+    ) -> Call:  # fmt: skip
         number, messages = stage.stage_index, self._messages
         wait = self._moment(Activity.WAIT_FOR_GRADIENT, number, micro_batch)
-        next_wait = (
-            StageActivity(Activity.WAIT_FOR_GRADIENT, number - 1, micro_batch) if self._has_stage(number - 1) else None
-        )
+        next_wait = self._local_wait(Activity.WAIT_FOR_GRADIENT, number - 1, micro_batch)
         watched = self._moment(activity, number, micro_batch)
 
         def call() -> None:
@@ -190,9 +177,9 @@ class ActionCalls:
     def _moment(self, activity: Activity, stage: int, micro_batch: int) -> Watched:
         return Watched(self._watchers, StageActivity(activity, stage, micro_batch))
 
-    def _has_stage(self, number: int) -> bool:
-        """Return whether a stage is on this rank, so that nothing is sent to it."""
-        return number in self._stages
+    def _local_wait(self, activity: Activity, stage: int, micro_batch: int) -> StageActivity | None:
+        """Return the moment for which a stage on this rank waits; None if its input is sent to another rank."""
+        return StageActivity(activity, stage, micro_batch) if stage in self._stages else None
 
 
 _OF_FORWARD = (Kind.UNSHARD, Kind.RECEIVE_ACTIVATION, Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RESHARD)

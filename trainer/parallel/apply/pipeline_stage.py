@@ -29,14 +29,10 @@ from torch.distributed.pipelining.schedules import (
 from trainer.costs.simulation import Kind, PipelineAction, Table
 from trainer.costs.stage_split import stages_of_rank
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
-from trainer.protocol.rank_progress.progress import AWAITED_SENDS, RECEIVES, Activity, StageActivity
-
-__all__ = ["EXPOSED_SENDS", "WAITS", "Activity", "Call", "StageActivity", "Watched", "Watcher"]
+from trainer.protocol.rank_progress.progress import Activity, StageActivity
 
 Call = Callable[[], None]
-
-WAITS = RECEIVES
-EXPOSED_SENDS = AWAITED_SENDS
+SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 
 
 class Watcher(Protocol):

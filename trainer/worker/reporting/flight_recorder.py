@@ -75,12 +75,12 @@ def is_secondary_failure(error: BaseException) -> bool:
     return has_meaning(str(error), Meaning.PEER_GONE)
 
 
-def dump(spec: RankSpec, error: BaseException) -> str | None:
-    """Save the flight record of a rank that fails with `error`; return the file, or None. Never raises."""
+def dump(spec: RankSpec, error: BaseException) -> None:
+    """Save the flight record of a rank that fails with `error`. Never raises."""
     path = RunDir(Path(spec.run_dir)).attempt(spec.attempt).last_flights(spec.node_name, spec.generation)
     try:
         if not dist.is_initialized():
-            return None
+            return
         # The record shows a failed collective as finished; `failed` marks that the newest one is not.
         record = {
             **_newest(_dump_fr_trace_json()),
@@ -95,10 +95,8 @@ def dump(spec: RankSpec, error: BaseException) -> str | None:
             file.append(json.dumps(record))
         finally:
             file.close()
-        return str(path)
     except (OSError, RuntimeError, ValueError, TypeError) as trouble:
         write_stderr(f"orch: this rank's flight record is lost: {trouble}")
-        return None
 
 
 def _newest(dump: str | bytes) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from checkpointing.storage.durable import dump_line, write_durably
 from trainer.costs.model_flops import peak_flops
+from trainer.parallel.apply.gradient_buckets import own_part
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind, EventLog
@@ -110,8 +110,7 @@ def held_states(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Pa
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return sum(own_part(tensor).nbytes for tensor in tensors)
 
 
 _NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -273,10 +272,6 @@ class LinesBehind:
             return lines
 
 
-def _report_steps(why: str) -> None:
-    write_stderr(f"orch: lines of steps.jsonl are lost: {why}")
-
-
 class BestEffortLines:
     """JSON lines whose loss is only reported on stderr: a full disk must not kill a training rank."""
 
@@ -300,6 +295,10 @@ SETTLE_SECONDS = 1.0
 """Longest wait of a save for the lines of earlier steps, in seconds."""
 
 
+def _report_lost_steps(why: str) -> None:
+    write_stderr(f"orch: lines of steps.jsonl are lost: {why}")
+
+
 class Journal:
     """Records of one rank in its attempt's folder; also safe to call from the checkpointer's thread."""
 
@@ -309,7 +308,7 @@ class Journal:
         """`on_saves` is called with reason and bytes when saves fail, and with an empty text when they work again."""
         self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
         self._work = BestEffortLines(attempt.work_log(spec.node_name)) if os.environ.get(WORK_LOG) else None
-        self._steps = LinesBehind(lambda: LineFile(attempt.metrics), _report_steps) if spec.rank == 0 else None
+        self._steps = LinesBehind(lambda: LineFile(attempt.metrics), _report_lost_steps) if spec.rank == 0 else None
         self._settles = True
         self._validation = attempt.validation
         self._final = attempt.final

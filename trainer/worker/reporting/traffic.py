@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -127,10 +128,5 @@ def _entries(dump: str | bytes) -> list[dict[str, Any]]:
 
 
 def _bytes(entry: Mapping[str, Any], side: str) -> int:
-    total = 0
-    for sizes, dtype in zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=True):
-        elements = 1
-        for size in sizes:
-            elements *= int(size)
-        total += elements * _SIZES.get(str(dtype), 0)
-    return total
+    tensors = zip(entry[f"{side}_sizes"], entry[f"{side}_dtypes"], strict=True)
+    return sum(prod(map(int, sizes)) * _SIZES.get(str(dtype), 0) for sizes, dtype in tensors)

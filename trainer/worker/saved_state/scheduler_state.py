@@ -18,7 +18,7 @@ class SchedulerState:
     def __init__(self, scheduler: Scheduler | None, optimizer: torch.optim.Optimizer) -> None:
         """Record the settings of a new scheduler."""
         self._scheduler, self._optimizer = scheduler, optimizer
-        self._built = _settings(scheduler)
+        self._built = _plain_settings(scheduler.state_dict()) if scheduler is not None else {}
         self.overruled: list[str] = []
         """Messages about settings in the restored state that differ from those of the scheduler as built here."""
 
@@ -48,12 +48,8 @@ class SchedulerState:
         self._built = kept
 
 
-def _settings(scheduler: Scheduler | None) -> dict[str, Any]:
-    """Return the plain settings of a new scheduler, and lists of them; nested settings are named like `0.step_size`."""
-    return _plain_settings(scheduler.state_dict()) if scheduler is not None else {}
-
-
 def _plain_settings(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain settings in a scheduler's state, and lists of them; nested ones are named like `0.step_size`."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Counter):  # the milestones of MultiStepLR

@@ -36,7 +36,7 @@ def software(device: torch.device) -> dict[str, Any]:
         found |= {
             "device": torch.cuda.get_device_name(device),
             "cuda": torch.version.cuda or torch.version.hip,
-            "driver": _driver(),
+            "driver": _read(_DRIVER),  # torch does not report it
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
             # Reading allow_tf32 raises if this one has been set.
@@ -47,10 +47,9 @@ def software(device: torch.device) -> dict[str, Any]:
 
 def _cpu_model() -> str | None:
     """Return the CPU's name and a digest of its model and instruction sets, by which libraries choose kernels."""
-    try:
-        lines = _CPU_INFO.read_text().partition("\n\n")[0].splitlines()
-    except OSError:
+    if (text := _read(_CPU_INFO)) is None:
         return None
+    lines = text.partition("\n\n")[0].splitlines()
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     identity = sorted(f"{name}={value}" for name, value in fields.items() if name in _CPU_IDENTITY)
     flags = sorted(flag for name in _CPU_FLAGS for flag in fields.get(name, "").split() if _ARITHMETIC.match(flag))
@@ -62,10 +61,9 @@ def _kernel_settings() -> str:
     return " ".join(sorted(f"{name}={value}" for name, value in os.environ.items() if _KERNEL_SETTINGS.match(name)))
 
 
-def _driver() -> str | None:
-    """Return the version of NVIDIA's kernel module, which torch does not report."""
+def _read(path: Path) -> str | None:
     try:
-        return _DRIVER.read_text().strip()
+        return path.read_text().strip()
     except OSError:
         return None
 

@@ -64,8 +64,8 @@ class Drill:
 
     def in_send(self, step: int) -> bool:
         """Inject faults before a stage sends data; return whether it may send. Fires once per step."""
-        self._inject_once("hang-in-send", step, _wait)
-        return not self._inject_once("skip-send", step, lambda _: None)
+        self._inject("hang-in-send", step, _wait, once=True)
+        return not self._inject("skip-send", step, lambda _: None, once=True)
 
     def loss_factor(self, step: int) -> float:
         """Return the factor for the loss of `step`."""
@@ -94,23 +94,17 @@ class Drill:
         self._receive_order(step)
         self._inject("kill-rank", step, lambda _: os.kill(os.getpid(), signal.SIGKILL))
         self._inject("stop-rank", step, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
-        for event in self._due("raise", step):
-            self._announce_once(event, step)
-            raise DrillError(f"drill: raised on rank {event.rank} after step {event.step}")
+        self._inject("raise", step, lambda _: _raise(self._rank, step))
 
     def _due(self, kind: str, step: int) -> list[DrillEvent]:
         return [event for event in self._events if event.kind == kind and event.step == step]
 
-    def _inject(self, kind: str, step: int, fire: Callable[[float], None]) -> None:
-        for event in self._due(kind, step):
-            self._announce_once(event, step)
-            fire(event.value)
-
-    def _inject_once(self, kind: str, step: int, fire: Callable[[float], None]) -> bool:
-        """Like `_inject`, for code that a step runs several times; return whether an event fired."""
+    def _inject(self, kind: str, step: int, fire: Callable[[float], None], *, once: bool = False) -> bool:
+        """Return whether an event fired; `once`: for code that a step runs several times."""
         due = self._due(kind, step)
         for event in due:
-            self._events.remove(event)
+            if once:
+                self._events.remove(event)
             self._announce_once(event, step)
             fire(event.value)
         return bool(due)
@@ -121,13 +115,17 @@ class Drill:
             self._announce(event.kind, step)
 
     def _receive_order(self, step: int) -> None:
-        """Take an order: it fires at once, or in the next step."""
+        """Take an order, which fires now or in the next step."""
         serial, kind, value = self._orders.read_drill_order() if self._orders is not None else (0, 0, 0.0)
         if serial == self._serial or kind >= len(_KINDS):
             return
         self._serial, name = serial, _KINDS[kind]
         at = step if name in _AFTER_STEP else step + 1
         self._events.append(DrillEvent(kind=name, rank=self._rank, step=at, value=value))
+
+
+def _raise(rank: int, step: int) -> None:
+    raise DrillError(f"drill: raised on rank {rank} after step {step}")
 
 
 def _wait(seconds: float) -> None:

@@ -153,9 +153,8 @@ class Loop:
 
     def _exposed_seconds(self) -> dict[str, float]:
         """Return the seconds of exposed communication in the previous step, by kind."""
-        found = dict(self._passes.exposed)
-        found["reductions"] = found.get("reductions", 0.0) + self._services.phases.reductions
-        return found
+        exposed = self._passes.exposed
+        return {**exposed, "reductions": exposed.get("reductions", 0.0) + self._services.phases.reductions}
 
     def _check_overflow(self, reduced: Reduced) -> bool:
         """Return whether the gradients of this step overflowed; only float16 waits for the device to find out."""

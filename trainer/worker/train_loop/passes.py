@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_map
 from trainer.parallel.apply.data_parallel import GradientSync
 from trainer.parallel.apply.fsdp_units import CannotShard, explain_uncalled_units
 from trainer.parallel.apply.pipeline_runtime import BubbleMeter, Pipeline, find_pipeline
-from trainer.parallel.apply.pipeline_stage import Activity, Call, StageActivity
+from trainer.parallel.apply.pipeline_stage import SENDS, Call
 from trainer.parallel.data import Reduce
-from trainer.protocol.rank_progress.progress import Phase
+from trainer.protocol.rank_progress.progress import Activity, Phase, StageActivity
 from trainer.worker.data import unwrap_data
 from trainer.worker.reporting.phase_tracker import PhaseTracker
 from trainer.worker.reporting.work_timer import device_clock
@@ -27,7 +27,6 @@ _PHASES = {
     Activity.INPUT_GRADIENT: Phase.BACKWARD,
     Activity.WEIGHT_GRADIENT: Phase.BACKWARD,
 }
-_SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 
 
 class StagePhases:
@@ -47,7 +46,7 @@ class StagePhases:
         if moment.activity in _PHASES:
             return None
         ends = self._phases.wait_end_callback()
-        if moment.activity not in _SENDS:
+        if moment.activity not in SENDS:
             return ends
         sent = self._phases.sent_callback(
             self._places[moment.stage], moment.activity is Activity.SEND_GRADIENT, moment.micro_batch

@@ -65,9 +65,9 @@ def loss(of: nn.ModuleDict, scale: float = 1.0, *, skip: str = "") -> torch.Tens
     return (of["b"](out) if skip != "b" else out).sum() * scale
 
 
-def buckets(of: nn.Module, group: Any, waits: list[int] | None = None, *, is_told: bool = True) -> GradientBuckets:
+def buckets(of: nn.Module, group: Any, waits: list[int] | None = None, *, uses_hooks: bool = True) -> GradientBuckets:
     called = waits if waits is not None else []
-    return GradientBuckets(dict(of.named_parameters()), group, lambda: called.append(1), is_told=is_told)
+    return GradientBuckets(dict(of.named_parameters()), group, lambda: called.append(1), uses_hooks=uses_hooks)
 
 
 def gradients(of: nn.Module) -> dict[str, list[float] | None]:
@@ -175,7 +175,7 @@ def test_one_that_was_frozen_after_its_gradient_came_is_sent(pair: Pair) -> None
 def test_a_pipeline_averages_all_at_the_end(pair: Pair, apart: None) -> None:
     made = model()
     made["b"].weight.register_post_accumulate_grad_hook(lambda _: None)  # of nobody's business here
-    averages = buckets(made, pair, is_told=False)
+    averages = buckets(made, pair, uses_hooks=False)
     for _ in range(2):
         loss(made).backward()
     assert pair.sent == []
@@ -266,7 +266,7 @@ def test_gradients_that_are_still_sums_over_tensor_parallel_ranks_are_taken(
     monkeypatch.setattr(dist, "all_reduce", group.all_reduce)
     made = nn.Module()
     made.norm = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
-    averages = buckets(made, group, is_told=False)
+    averages = buckets(made, group, uses_hooks=False)
     made.norm.grad = DTensor.from_local(torch.full((2,), 3.0), mesh, [Partial()])
     averages.begin()
     averages.finish()

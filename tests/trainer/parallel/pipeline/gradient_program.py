@@ -29,12 +29,13 @@ from trainer.models.llama import Llama
 from trainer.models.pipelined_llama import LlamaStage, StagesOfRank, stage, stage_module
 from trainer.parallel.apply.mesh import Layout
 from trainer.parallel.apply.pipeline_runtime import Pipeline
-from trainer.parallel.apply.pipeline_stage import Call, StageActivity
+from trainer.parallel.apply.pipeline_stage import Call
 from trainer.parallel.data import FsdpConfig
 from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, RecomputeConfig, TrainConfig
+from trainer.protocol.rank_progress.progress import StageActivity
 
 CPU = torch.device("cpu")
 SEQUENCES = 2

@@ -10,8 +10,9 @@ import pytest
 from tests.trainer.parallel.pipeline.gradient_program import SCALED, STAGES_PER_RANK
 from tests.warm_programs import WarmPrograms
 from trainer.costs.simulation import COMPUTES, Kind
-from trainer.parallel.apply.pipeline_stage import EXPOSED_SENDS, WAITS, Activity, with_communication
+from trainer.parallel.apply.pipeline_stage import with_communication
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
+from trainer.protocol.rank_progress.progress import AWAITED_SENDS, RECEIVES, Activity
 
 pytestmark = pytest.mark.multi
 
@@ -24,7 +25,7 @@ ACTIVITIES = {
     Kind.WEIGHT_GRADIENT: Activity.WEIGHT_GRADIENT,
 }
 SENT = {Kind.SEND_ACTIVATION: Activity.SEND_ACTIVATION, Kind.SEND_GRADIENT: Activity.SEND_GRADIENT}
-AWAITED = dict(zip(SENT.values(), EXPOSED_SENDS, strict=True))
+AWAITED = dict(zip(SENT.values(), AWAITED_SENDS, strict=True))
 
 
 class Ranks(NamedTuple):
@@ -152,7 +153,7 @@ def test_watchers_see_what_the_table_says_and_waits_before_it(
     table = with_communication(pipeline, 6)
     for actions, one in zip(table, results("3 ranks"), strict=True):
         moments = [tuple(moment) for moment in one[schedule]["moments"]]
-        computed = [one for one in moments if one[0] not in (*WAITS, *AWAITED, *EXPOSED_SENDS)]
+        computed = [one for one in moments if one[0] not in (*RECEIVES, *AWAITED, *AWAITED_SENDS)]
         expected = [
             (ACTIVITIES[action.kind] if action.kind in COMPUTES else Activity.REDUCE, action.stage, action.micro_batch)
             for action in actions
@@ -160,15 +161,15 @@ def test_watchers_see_what_the_table_says_and_waits_before_it(
         ]
         assert computed == expected
         for wait, after in zip(moments, moments[1:], strict=False):
-            if wait[0] in WAITS:
+            if wait[0] in RECEIVES:
                 forward = wait[0] == Activity.WAIT_FOR_ACTIVATION
                 assert after[0] in ((Activity.FORWARD,) if forward else (Activity.BACKWARD, Activity.INPUT_GRADIENT))
                 assert after[1:] == wait[1:]
         receives = [action for action in actions if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)]
-        assert sum(one[0] in WAITS for one in moments) == len(receives)
+        assert sum(one[0] in RECEIVES for one in moments) == len(receives)
         sends = [(SENT[action.kind], action.stage, action.micro_batch) for action in actions if action.kind in SENT]
         assert [one for one in moments if one[0] in SENT.values()] == sends
-        awaited = [one for one in moments if one[0] in EXPOSED_SENDS]
+        awaited = [one for one in moments if one[0] in AWAITED_SENDS]
         assert sorted(awaited) == sorted((AWAITED[one], *rest) for one, *rest in sends)
         assert moments[len(moments) - len(awaited) :] == awaited, "nobody waits for a send before the end of the step"
 

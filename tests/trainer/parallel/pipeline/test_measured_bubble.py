@@ -10,8 +10,9 @@ from tests.trainer.worker.set_clock import SetClock
 from tests.warm_programs import WarmPrograms
 from trainer.costs.simulation import RankSeconds, StageSeconds, bubbles, formula, simulate
 from trainer.parallel.apply.pipeline_runtime import BubbleMeter
-from trainer.parallel.apply.pipeline_stage import Activity, StageActivity, Watched, with_communication
+from trainer.parallel.apply.pipeline_stage import Watched, with_communication
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig, Schedule
+from trainer.protocol.rank_progress.progress import Activity, StageActivity
 
 PROGRAM = "tests.trainer.parallel.pipeline.sleeping_program"
 SECONDS, MICRO_BATCHES, STEPS = 0.1, 8, 4

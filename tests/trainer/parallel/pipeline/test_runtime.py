@@ -8,10 +8,11 @@ from trainer.costs.stage_split import split_model
 from trainer.models.llama import Llama
 from trainer.models.pipelined_llama import LlamaStage, stage
 from trainer.parallel.apply.pipeline_runtime import Pipeline
-from trainer.parallel.apply.pipeline_stage import Activity, Call, LocalStage, StageActivity
+from trainer.parallel.apply.pipeline_stage import Call, LocalStage
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.pipeline_config import PipelineConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
+from trainer.protocol.rank_progress.progress import Activity, StageActivity
 
 CPU = torch.device("cpu")
 JOB = JobConfig(

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainer.parallel.apply.pipeline_stage import Activity, StageActivity
-from trainer.protocol.rank_progress.progress import Phase
+from trainer.protocol.rank_progress.progress import Activity, Phase, StageActivity
 from trainer.worker.train_loop.passes import StagePhases
 
 

@@ -47,7 +47,6 @@ def micro_batch_size(pipeline: PipelineConfig, train: TrainConfig, dp_size: int)
 
 
 def _fitting(pipeline: PipelineConfig, share: int) -> list[int]:
-    """Return the counts that divide `share` and suit the schedule, in ascending order."""
     return [count for count in range(1, share + 1) if share % count == 0 and takes(pipeline, count)]
 
 

@@ -125,7 +125,6 @@ def _dtype(source: SealedCheckpoint, key: str, request: ExportRequest) -> torch.
 
 
 def _safetensors_names(source: SealedCheckpoint, request: ExportRequest) -> list[ExportedTensor]:
-    """Return Hugging Face names for the built-in model, the model's own names for any other."""
     model = model_keys(source)
     if request.has_built_in_model:
         assert request.config is not None

@@ -146,7 +146,6 @@ def stage(
 
 
 def _examples(train: TrainConfig, shape: tuple[int, int, int]) -> Sequence[torch.Tensor]:
-    """Return tokens, activations of this `shape` and the loss of one micro-batch, as meta tensors."""
     dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[train.dtype]
     return (
         torch.empty(shape[0], train.seq_len, dtype=torch.long, device="meta"),

@@ -212,7 +212,6 @@ def _match_tensor(
 
 
 def _padding(name: str, given: TensorInfo, info: TensorInfo, config: ModelConfig | None) -> int:
-    """Return the rows that a differently padded vocabulary lacks; 0 for any other mismatch."""
     if config is None or given.shape[1:] != info.shape[1:] or not name.startswith(_VOCABULARY):
         return 0
     return info.shape[0] - given.shape[0] if config.vocab_size <= given.shape[0] < info.shape[0] else 0

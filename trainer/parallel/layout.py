@@ -38,7 +38,6 @@ def problems(config: JobConfig) -> list[str]:
 
 
 def _recipe_problems(config: JobConfig) -> Iterator[str]:
-    """Yield problems that no layout can fix."""
     train, model = config.train, config.model
     if train.seq_len % train.loss_chunks:
         yield f"train.loss_chunks={train.loss_chunks}: must divide train.seq_len={train.seq_len}"
@@ -135,7 +134,6 @@ def _sizes(dimension: Dimension, config: JobConfig) -> list[Fix]:
 
 
 def _settings(config: JobConfig) -> Iterator[Fix]:
-    """Yield no settings, each setting that removes problems, and all of them."""
     train = config.train
     every: Fix = {"train.compile": False} if train.compile else {}
     if train.seq_len % train.loss_chunks:

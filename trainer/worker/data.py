@@ -220,7 +220,6 @@ class TokenData:
             yield self._micro_batches(self._share(self.sequences + batch * self._batch_size))
 
     def _share(self, first: int) -> range:
-        """Return this rank's positions in the batch that begins at `first`."""
         share = self._batch_size // self._dp_size
         return range(first + self._dp_rank * share, first + (self._dp_rank + 1) * share)
 

@@ -193,7 +193,6 @@ def _train_from_newest(session: RankSession, journal: Journal) -> ExitCode:
 def _checkpointer(
     session: RankSession, token: LaunchToken, on_event: Callable[[str, dict[str, Any]], None]
 ) -> "Checkpointer":
-    """Return the run's checkpointer, fenced by the attempt's GO."""
     spec, config, run_dir = session.spec, session.config, session.run_dir
     from checkpointing.engine.checkpointer import Checkpointer
     from checkpointing.engine.collectives.group import World

@@ -71,7 +71,6 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the local part to host memory, pinned if it comes from a GPU."""
     own = own_part(tensor)
     copy = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
     return copy.copy_(own, non_blocking=own.is_cuda)

@@ -154,14 +154,12 @@ def _positive(owner: object, name: str) -> float | None:
 
 
 def _progress_log(session: RankSession) -> ProgressLog:
-    """Return rank 0's progress log; other ranks log no lines."""
     config, data = session.config, session.objects.data
     every = config.logs.every if session.spec.rank == 0 else 0
     return ProgressLog(every, config.train.steps, getattr(data, "tokens_per_step", None))
 
 
 def _reporter(journal: Journal, kind: EventKind, rank: int) -> Callable[[int, str], None]:
-    """Return a function with which rank 0 records an event with a step and a reason."""
 
     def report(step: int, reason: str) -> None:
         if rank == 0:

@@ -41,24 +41,26 @@ class BlockResult(NamedTuple):
     log_sum_exp: torch.Tensor
 
 
-class Gradients(NamedTuple):
-    """Gradients in the shapes of their tensors."""
+class Block(NamedTuple):
+    """Queries, and keys and values of a block; `is_causal`: query n sees keys up to n, else all keys."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    is_causal: bool
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Gradients of query, key and value."""
 
 
 class Kernel(Protocol):
-    """Attention kernel for a block; `is_causal`: query n sees keys up to n, else all keys."""
+    """Attention kernel for a block."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
+    def forward(self, block: Block) -> BlockResult:
         """Compute attention to this block."""
 
-    def backward(
-        self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
-        *, is_causal: bool,
-    ) -> Gradients:  # fmt: skip
+    def backward(self, given: torch.Tensor, block: Block, whole: BlockResult) -> Gradients:
         """Return this block's share of the gradients; `given`: gradient of the output over all keys (`whole`)."""
 
 
@@ -73,57 +75,51 @@ def choose_kernel(query: torch.Tensor) -> Kernel:
 class CpuFlash:
     """torch's flash attention on CPUs."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
+    def forward(self, block: Block) -> BlockResult:
+        query, key, value, is_causal = block
         return BlockResult(*_aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal))
 
-    def backward(
-        self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
-        *, is_causal: bool,
-    ) -> Gradients:  # fmt: skip
-        return Gradients(
-            *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                given, query, key, value, whole.out, whole.log_sum_exp, 0.0, is_causal
-            )
+    def backward(self, given: torch.Tensor, block: Block, whole: BlockResult) -> Gradients:
+        query, key, value, is_causal = block
+        found: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            given, query, key, value, *whole, 0.0, is_causal
         )
+        return found
 
 
 class CudaFlash:
     """torch's flash attention on GPUs; not yet exercised on a GPU."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
+    def forward(self, block: Block) -> BlockResult:
+        query, key, value, is_causal = block
         out, log_sum_exp, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)
         return BlockResult(out, log_sum_exp)
 
-    def backward(
-        self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
-        *, is_causal: bool,
-    ) -> Gradients:  # fmt: skip
+    def backward(self, given: torch.Tensor, block: Block, whole: BlockResult) -> Gradients:
+        query, key, value, is_causal = block
         unused = torch.zeros(2, dtype=torch.int64, device=query.device)  # generators, unused without dropout
-        return Gradients(
-            *_aten._scaled_dot_product_flash_attention_backward(
-                given, query, key, value, whole.out, whole.log_sum_exp.contiguous(), None, None,
-                query.shape[2], key.shape[2], 0.0, is_causal, unused, unused,
-            )
+        found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+            given, query, key, value, whole.out, whole.log_sum_exp.contiguous(), None, None,
+            query.shape[2], key.shape[2], 0.0, is_causal, unused, unused,
         )  # fmt: skip
+        return found
 
 
 class Plain:
     """Matrix products and an exponential in float32; holds all scores of a block in memory."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> BlockResult:
-        scores = _scores(query, key, is_causal=is_causal)
+    def forward(self, block: Block) -> BlockResult:
+        scores = _scores(block)
         log_sum_exp = scores.logsumexp(dim=-1)
-        return BlockResult((scores - log_sum_exp[..., None]).exp().to(value.dtype) @ value, log_sum_exp)
+        return BlockResult((scores - log_sum_exp[..., None]).exp().to(block.value.dtype) @ block.value, log_sum_exp)
 
-    def backward(
-        self, given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, whole: BlockResult,
-        *, is_causal: bool,
-    ) -> Gradients:  # fmt: skip
-        weights = (_scores(query, key, is_causal=is_causal) - whole.log_sum_exp[..., None]).exp()
+    def backward(self, given: torch.Tensor, block: Block, whole: BlockResult) -> Gradients:
+        query, key, value, _ = block
+        weights = (_scores(block) - whole.log_sum_exp[..., None]).exp()
         upstream = given.float()
         of_weights = upstream @ value.float().mT - (upstream * whole.out.float()).sum(dim=-1, keepdim=True)
         of_scores = weights * of_weights * query.shape[-1] ** -0.5
-        return Gradients(of_scores @ key.float(), of_scores.mT @ query.float(), weights.mT @ upstream)
+        return of_scores @ key.float(), of_scores.mT @ query.float(), weights.mT @ upstream
 
 
 def merge_blocks(one: BlockResult, other: BlockResult) -> BlockResult:
@@ -133,9 +129,9 @@ def merge_blocks(one: BlockResult, other: BlockResult) -> BlockResult:
     return BlockResult(first + second, total)
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
-    scores: torch.Tensor = query.float() @ key.float().mT * query.shape[-1] ** -0.5
-    if is_causal:
+def _scores(block: Block) -> torch.Tensor:
+    scores: torch.Tensor = block.query.float() @ block.key.float().mT * block.query.shape[-1] ** -0.5
+    if block.is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores
@@ -325,12 +321,11 @@ def _forward(query: torch.Tensor, pair: torch.Tensor, ring: Ring) -> BlockResult
     for turn, source in enumerate(ring.sources()):
         transfer = ring.start_transfer(pair) if turn < ring.ranks - 1 else None
         seen = visible_slices(ring.rank, source, tokens)
-        key, value = _select_keys_values(pair, seen.keys, query.shape[1])
-        block = kernel.forward(query[:, :, seen.queries], key, value, is_causal=seen.is_causal)
+        result = kernel.forward(_select_block(query, pair, seen))
         if whole is None:  # copies, because tensors kept by activation checkpointing must not change
-            whole = BlockResult(block.out.to(torch.float32, copy=True), block.log_sum_exp.clone())
+            whole = BlockResult(result.out.to(torch.float32, copy=True), result.log_sum_exp.clone())
         else:
-            _join(whole, seen.queries, block)
+            _join(whole, seen.queries, result)
         if transfer is not None:
             pair = transfer.wait()
     assert whole is not None
@@ -338,7 +333,6 @@ def _forward(query: torch.Tensor, pair: torch.Tensor, ring: Ring) -> BlockResult
 
 
 def _join(whole: BlockResult, rows: slice, block: BlockResult) -> None:
-    """Add attention of some queries to more keys, in place."""
     result = merge_blocks(BlockResult(whole.out[:, :, rows], whole.log_sum_exp[:, :, rows]), block)
     whole.out[:, :, rows], whole.log_sum_exp[:, :, rows] = result
 
@@ -354,14 +348,12 @@ def _backward(
     for turn, source in enumerate(ring.sources()):
         transfer = ring.start_transfer(pair) if turn < ring.ranks - 1 else None
         seen = visible_slices(ring.rank, source, tokens)
-        key, value = _select_keys_values(pair, seen.keys, query.shape[1])
         part = BlockResult(whole.out[:, :, seen.queries], whole.log_sum_exp[:, :, seen.queries])
-        given_here, query_here = given[:, :, seen.queries], query[:, :, seen.queries]
-        found = kernel.backward(given_here, query_here, key, value, part, is_causal=seen.is_causal)
-        of_query[:, :, seen.queries] += found.query
+        own_query, *own_pair = kernel.backward(given[:, :, seen.queries], _select_block(query, pair, seen), part)
+        of_query[:, :, seen.queries] += own_query
         if travelling is not None:
             sums = travelling.wait()
-        for total, own in zip(sums, (found.key, found.value), strict=True):
+        for total, own in zip(sums, own_pair, strict=True):
             total[:, :, seen.keys] += _sum_heads(own, total.shape[1])
         travelling = ring.start_transfer(sums)
         if transfer is not None:
@@ -370,14 +362,13 @@ def _backward(
     return of_query, travelling.wait()
 
 
-def _select_keys_values(pair: torch.Tensor, columns: slice, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of these tokens, repeated for the query's heads."""
-    key, value = (repeat_heads(part[:, :, columns], heads // part.shape[1]) for part in pair)
-    return key, value
+def _select_block(query: torch.Tensor, pair: torch.Tensor, seen: Visible) -> Block:
+    """Return the visible queries, keys and values; the latter are repeated for the query's heads."""
+    key, value = (repeat_heads(part[:, :, seen.keys], query.shape[1] // part.shape[1]) for part in pair)
+    return Block(query[:, :, seen.queries], key, value, seen.is_causal)
 
 
 def _sum_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return the sum, in float32, over the heads that share keys and values."""
     by_head: torch.Tensor = gradient.float().unflatten(1, (heads, -1))
     return by_head.sum(dim=2)
 

@@ -183,7 +183,6 @@ def _list_members(module: nn.Module, prefix: str, places: Places) -> Iterator[nn
 
 
 def _is_closed(module: nn.Module, prefix: str, places: Places) -> bool:
-    """Return whether the module has parameters and shares none of them."""
     names = [name for parameter in module.parameters() for name in places[id(parameter)]]
     return bool(names) and all(name.startswith(f"{prefix}.") for name in names)
 

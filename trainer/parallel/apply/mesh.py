@@ -137,7 +137,6 @@ def build(parallel: ParallelConfig, device: torch.device, rank: int, world_size:
 
 
 def _without_one_stage(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the mesh dimensions, with pp only for several stages; ranks that share experts are neighbours."""
     return {name: size for name, size in sizes.items() if name != "pp" or size > 1}
 
 

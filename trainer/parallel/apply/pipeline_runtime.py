@@ -278,7 +278,6 @@ class Pipeline:
             stage.clear()
 
     def _inputs(self, stage: LocalStage, micro_batch: int) -> dict[str, torch.Tensor]:
-        """Return the stage's inputs from the batch; its other inputs come from the previous stage."""
         batch, given = self._batches[micro_batch], {}
         if stage.is_first:
             given["x"] = batch[:, :-1]

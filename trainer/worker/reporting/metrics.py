@@ -263,7 +263,6 @@ class LinesBehind:
             file.close()
 
     def _next(self) -> list[str]:
-        """Wait for lines and return all of them; empty after the end."""
         with self._news:
             self._news.wait_for(lambda: self._lines or self._closed)
             lines, self._lines, self._characters = self._lines, [], 0

@@ -117,7 +117,6 @@ def _mesh_dimensions(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def _recorders() -> list[Callable[[], str | bytes]]:
-    """Return gloo's recorder, and NCCL's in builds for GPUs."""
     nccl = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     return [_dump_fr_trace_json] if nccl is None else [_dump_fr_trace_json, nccl]
 

@@ -104,7 +104,6 @@ def other_packages(run: RunDir, saved_by: int, code: CodeRecord | None) -> list[
 
 
 def _lines(path: Path, steps: Collection[int]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of these steps; the last line of a file may be incomplete."""
     wanted = [f'"step":{step},'.encode() for step in steps]
     try:
         with path.open("rb") as stream:

@@ -211,7 +211,6 @@ class RestoreTestRun:
         return recorded_steps(RunDir(Path(order.run_dir)), steps, order.steps_digest, saving_attempt(order), code)
 
     def _describe_other_software(self) -> str:
-        """Describe the software of the run's steps that this test lacks."""
         order = self._order
         mine = CodeRecord.read(self._attempt.code)
         packages = other_packages(RunDir(Path(order.run_dir)), saving_attempt(order), mine)
@@ -229,7 +228,6 @@ class RestoreTestRun:
         return f"the data has changed since it was prepared: {found[0]} (digest differs)" if found else ""
 
     def _compare(self, conditions: Conditions) -> tuple[Outcome, str]:
-        """Compare the steps with the run's on rank 0, which has both."""
         order, mine, exact = self._order, self._journal.steps, conditions.exact
         bounds, not_compared = BOUNDS[self._config.train.dtype], why_not_compared(conditions)
 
@@ -286,7 +284,6 @@ class RestoreTestRun:
 
     @staticmethod
     def _require_answers(answers: Sequence[str | Failed]) -> list[str]:
-        """Return the answers of all ranks; raises OSError if one of them failed."""
         failed = next((each for each in answers if isinstance(each, Failed)), None)
         if failed is not None:
             raise OSError(failed.reason)

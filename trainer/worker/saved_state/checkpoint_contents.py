@@ -195,7 +195,6 @@ def weights_digest(model: nn.Module, layout: Layout) -> str | None:
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield by name the whole tensors that this rank holds completely or as shards."""
     for name, tensor in sorted(model_tensors(model).items()):
         with _silence_redistribute_warning():
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

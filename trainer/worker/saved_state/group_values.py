@@ -158,7 +158,6 @@ class GroupValues:
         return initial.is_unchanged(*self._comparable(value))
 
     def _copy(self, value: Any) -> Any:
-        """Return a copy in which parameters are referenced, not copied."""
         return copy.deepcopy(value, dict(self._not_copied))
 
     def _path(self, number: int, key: str) -> str:

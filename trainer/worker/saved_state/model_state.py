@@ -230,7 +230,6 @@ def _move(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _sharing(model: nn.Module) -> list[set[str]]:
-    """Return the groups of parameters and buffers whose memory overlaps."""
     places = []
     for name, tensor in _plain_tensors(model).items():
         steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -246,7 +245,6 @@ def _sharing(model: nn.Module) -> list[set[str]]:
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return each plain parameter and buffer once, by name; tensor subclasses are left out."""
     named = (*model.named_parameters(), *model.named_buffers())
     plain = {name: tensor for name, tensor in named if type(tensor) in (torch.Tensor, nn.Parameter)}
     return {

@@ -108,7 +108,6 @@ _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "co
 
 
 def _is_trained(value: Any) -> bool:
-    """Return whether this is a leaf tensor that requires gradients."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
@@ -383,7 +382,6 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * tensor.itemsize
     return first, first + (int(last) + 1) * tensor.itemsize
@@ -428,7 +426,6 @@ def _memory_view(tensor: torch.Tensor, base: str, memory: torch.Tensor) -> dict[
 def _view_memory(
     memory: torch.Tensor, dtype: torch.dtype, shape: list[int], stride: list[int], offset: int, conj: bool, neg: bool
 ) -> torch.Tensor:
-    """Return a tensor in the memory of another one; the inverse of `_memory_view`."""
     view = torch.empty(0, dtype=dtype, device=memory.device)
     start = (memory.storage_offset() * memory.itemsize + offset) // view.itemsize
     view.set_(memory.untyped_storage(), start, shape, stride)

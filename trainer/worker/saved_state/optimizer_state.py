@@ -69,7 +69,6 @@ def _has_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _tensors(value: Any) -> int:
-    """Return the number of tensors in a nested value."""
     if isinstance(value, Mapping):
         return sum(map(_tensors, value.values()))
     if isinstance(value, list | tuple):
@@ -217,7 +216,6 @@ class OptimizerState:
         return {"holders": self._describe_holders(), **{key: value for key, value in found.items() if value}}
 
     def _parameter_states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        """Yield the parameters that have state, with the state."""
         for parameter in self._parameters.values():
             if held := self._optimizer.state.get(parameter):
                 yield parameter, held

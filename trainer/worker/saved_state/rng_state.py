@@ -105,7 +105,6 @@ def _pack_numpy() -> torch.Tensor:
 
 
 def _array_in_json(value: Any) -> Any:
-    """Return an array as its type and numbers, and NumPy scalars as Python numbers."""
     return {"array": value.tolist(), "dtype": str(value.dtype)} if getattr(value, "ndim", 0) else value.item()
 
 

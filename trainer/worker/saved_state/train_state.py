@@ -266,7 +266,6 @@ class TrainState:
             self._warn_once(reason, restored)
 
     def _facts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return this rank's non-tensor state, which may differ between ranks."""
         found = {
             "optimizer": self._optimizer_state.facts(tensors),
             "workload": self._workload_state.facts(),
@@ -377,7 +376,6 @@ class TrainState:
                 raise WorkloadError(f"{name} is {now[key]}, but the checkpoint was made with {extra[key]}")
 
     def _targets(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the tensors to fill from a checkpoint with these facts."""
         own = self._rank_facts(extra)
         self._memory.restore(own.get("parted_memory", ()))
         buffers = self._buffers.targets(extra.get("rank_state") or [{}], extra)

@@ -129,7 +129,6 @@ class UnsavedAttributes:
 
 
 def _text(value: Any) -> str | None:
-    """Return the attribute as text; None if it is not small and plain."""
     if isinstance(value, str | list | tuple | dict | set | frozenset) and len(value) > _MAX_CHARACTERS:
         return None
     tensors: dict[str, torch.Tensor] = {}

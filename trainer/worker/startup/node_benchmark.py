@@ -52,7 +52,6 @@ class _TimeBudget:
 
 
 def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> list[tuple[int, float]]:
-    """Return partner rank and seconds for every round that time allows."""
     pairs: list[tuple[int, float]] = []
     for partner in partners(spec.rank, spec.world_size, spec.local_world_size):
         if not budget.allows_another():
@@ -87,7 +86,6 @@ def _ring_neighbour(one: int, count: int, turn: int) -> int:
 
 
 def _matmul(device: torch.device) -> float:
-    """Return floating-point operations per second of one matrix product."""
     side = _MATRIX_SIDE[device.type]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     left, right = (torch.full((side, side), 0.5, dtype=dtype, device=device) for _ in range(2))
@@ -95,7 +93,6 @@ def _matmul(device: torch.device) -> float:
 
 
 def _memory(device: torch.device) -> float:
-    """Return bytes read and written per second in one large copy."""
     size = _COPY_BYTES[device.type]
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

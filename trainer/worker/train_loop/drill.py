@@ -161,7 +161,6 @@ def _hold_lock(seconds: float) -> None:
 
 
 def _call_other_shape(size: float) -> None:
-    """Call the step's reduction with a row of a different shape."""
     StepSums(torch.ones(int(size) or 1, dtype=torch.float64, device=_device()), step=0).wait()
 
 

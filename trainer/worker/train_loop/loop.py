@@ -171,7 +171,6 @@ class Loop:
         return learning_rate(self._config.optimizer, self._config.train.steps, step)
 
     def _reduce(self, step: int, loss: torch.Tensor) -> Reduced:
-        """Sum the step's numbers over all ranks, and clip the gradients by their norm."""
         gradients = self._passes.gradients.end_step()
         reduction.unscale(gradients, self._train_state.loss_scale.scale)
         self._services.drill.before_reduce(step)
@@ -227,7 +226,6 @@ class Loop:
             self._lap()
 
     def _validate(self, step: int) -> Mapping[str, float]:
-        """Validate after `step`; all ranks get the same numbers."""
         services, state, began = self._services, self._train_state, time.perf_counter()
         services.phases.enter(Phase.EVAL)
         numbers = self._validation.run()
@@ -252,7 +250,6 @@ class Loop:
             self._services.record_code()
 
     def _read_pending(self) -> StopReason:
-        """Read and report the sums that are still on the device, if any."""
         self._save_vote, self._vote_ahead = self._vote_ahead, SaveVote.NONE
         if self._pending is None:  # already read by the save that they requested
             return StopReason.NONE
@@ -284,7 +281,6 @@ class Loop:
         return pending.overflowed and not (again and self._without_loss)
 
     def _lap(self) -> float:
-        """Return the seconds since the last call: a step's time, without the save before it."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         return seconds
@@ -334,7 +330,6 @@ class Loop:
                 raise SaveFailed(step, f"the last checkpoint was not saved: {why}")
 
     def _try_save(self, step: int) -> bool:
-        """Hand the state to the saver, and measure how long training waits for it."""
         began = time.perf_counter()
         self._services.drill.in_save(step)
         accepted = self._train_state.save(self._services.saver)

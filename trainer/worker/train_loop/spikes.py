@@ -119,7 +119,6 @@ class SpikeDetector:
         )
 
     def _distance(self, median: float) -> float:
-        """Return the largest distance of a loss in the window from its median."""
         return max(median - self._sorted[0], self._sorted[-1] - median)
 
     def _is_usual_factor(self, loss: float, median: float, limit: float) -> bool:

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from trainer.parallel.apply.context_parallel import (
+    Block,
     BlockResult,
     CpuFlash,
     CudaFlash,
@@ -30,22 +31,25 @@ def test_two_blocks_are_the_whole(kernel: Kernel, at: int) -> None:
     due = functional.scaled_dot_product_attention(query, key, value)
     due.backward(given)
     with torch.no_grad():
-        pieces = [(key[:, :, rows], value[:, :, rows]) for rows in (slice(0, at), slice(at, KEYS))]
-        whole = merge_blocks(*(kernel.forward(query, *piece, is_causal=False) for piece in pieces))
-        found = [kernel.backward(given, query, *piece, whole, is_causal=False) for piece in pieces]
+        blocks = [
+            Block(query, key[:, :, rows], value[:, :, rows], is_causal=False)
+            for rows in (slice(0, at), slice(at, KEYS))
+        ]
+        whole = merge_blocks(*map(kernel.forward, blocks))
+        of_query, of_key, of_value = zip(*(kernel.backward(given, block, whole) for block in blocks), strict=True)
     torch.testing.assert_close(whole.out, due.detach())
-    torch.testing.assert_close(found[0].query + found[1].query, query.grad)
-    torch.testing.assert_close(torch.cat([one.key for one in found], dim=2), key.grad)
-    torch.testing.assert_close(torch.cat([one.value for one in found], dim=2), value.grad)
+    torch.testing.assert_close(sum(of_query), query.grad)
+    torch.testing.assert_close(torch.cat(of_key, dim=2), key.grad)
+    torch.testing.assert_close(torch.cat(of_value, dim=2), value.grad)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_kernels_agree(*, is_causal: bool) -> None:
-    query, key, value, given = drawn(4)
-    results: list[BlockResult] = []
+    *tensors, given = drawn(4)
+    block, results = Block(*tensors, is_causal), list[BlockResult]()
     for kernel in (CpuFlash(), Plain()):
-        results.append(kernel.forward(query, key, value, is_causal=is_causal))
-        results.append(BlockResult(*kernel.backward(given, query, key, value, results[-1], is_causal=is_causal)[:2]))
+        results.append(kernel.forward(block))
+        results.append(BlockResult(*kernel.backward(given, block, results[-1])[:2]))
     for one, other in zip(results[:2], results[2:], strict=True):
         torch.testing.assert_close(one, other)
 

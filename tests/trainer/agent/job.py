@@ -89,6 +89,14 @@ class LocalJob:
         except subprocess.TimeoutExpired:
             raise AssertionError(self.story()) from None
 
+    def ends(self, *codes: int, seconds: float = 30.0) -> "LocalJob":
+        """Start the agents if they are not running, permit training, and expect these exit codes."""
+        if not self.agents:
+            self.start()
+        self.go()
+        assert self.wait(seconds) == list(codes), self.story()
+        return self
+
     def outcome(self) -> AttemptOutcome:
         return AttemptOutcome.read(self.attempt.outcome)
 

@@ -67,9 +67,7 @@ def test_the_next_attempt_is_compared_with_what_trained_last(attempt: AttemptDir
     assert record_code(third, config).changes == "train.py changed since the last start in this attempt"
 
 
-def test_a_workload_is_known_by_what_was_imported(
-    attempt: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workload_is_known_by_what_was_imported(attempt, tmp_path, monkeypatch):
     (tmp_path / "hidden").mkdir()
     (tmp_path / "mine_at_start.py").write_text("import importlib\nhelper = importlib.import_module('deep_at_start')\n")
     (tmp_path / "hidden" / "deep_at_start.py").write_text("width = 1\n")
@@ -112,9 +110,7 @@ def test_where_a_method_imports_by_other_means_every_file_of_the_folder_counts(
     assert ("mine_by_name.py imports by other means" in recorded.covers) == counts
 
 
-def test_a_library_that_imports_by_other_means_leaves_the_folder_of_the_workload_alone(
-    attempt: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_imports_by_other_means_leaves_the_folder_of_the_workload_alone(attempt, tmp_path, monkeypatch):
     for folder, name, text in (
         ("lib", "lib_by_name", "def load(name):\n    __import__(name)\n"),
         ("code", "beside", ""),
@@ -131,9 +127,7 @@ def test_a_library_that_imports_by_other_means_leaves_the_folder_of_the_workload
     assert set(recorded.files) == {"lib_by_name"}
 
 
-def test_a_later_attempt_begins_with_the_files_that_a_rank_had_imported_late(
-    attempt: AttemptDir, tmp_path: Path
-) -> None:
+def test_a_later_attempt_begins_with_the_files_that_a_rank_had_imported_late(attempt, tmp_path):
     late = tmp_path / "chosen_late.py"
     late.write_text("width = 1\n")
     config = JobConfig(workload=WorkloadConfig(target="mine_late:Mine", path=(str(tmp_path),)))
@@ -202,9 +196,7 @@ def test_other_packages_than_before_are_named(attempt: AttemptDir, tmp_path: Pat
 
 
 @pytest.mark.parametrize("other", ["job", "command"])
-def test_packages_of_another_interpreter_are_not_compared_with_the_submit(
-    attempt: AttemptDir, tmp_path: Path, other: str
-) -> None:
+def test_packages_of_another_interpreter_are_not_compared_with_the_submit(attempt, tmp_path, other):
     (tmp_path / "train.py").write_text("import timm\n")
     python = tmp_path / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -231,9 +223,7 @@ open(__file__, "a").write("# edited while it trains")
 sys.exit(3)
 """)
     command = [sys.executable, str(script)]
-    work = job(nodes=1, ranks=1, command=command, env={"ORCH_SUBMIT_DIR": str(tmp_path)}).start()
-    work.go()
-    assert work.wait() == [0], work.story()
+    work = job(nodes=1, ranks=1, command=command, env={"ORCH_SUBMIT_DIR": str(tmp_path)}).ends(0)
     (changed,) = work.events(EventKind.CODE_CHANGED)
     assert changed.data["reason"] == f"{script} changed since the last start in this attempt"
     (recorded,) = work.events(EventKind.CODE_RECORDED)

@@ -107,9 +107,7 @@ def test_a_torn_newest_checkpoint_costs_one_step(job, tmp_path, name, share):
     file = file / torn if file.is_dir() else file
     os.truncate(file, int(file.stat().st_size * share))
     kept = {"path": str(out / below), "pattern": pattern}
-    work = job(nodes=1, ranks=ranks, command=command, checkpoints=kept, env=interop).start()
-    work.go()
-    assert work.wait(180) == [0], work.story()
+    work = job(nodes=1, ranks=ranks, command=command, checkpoints=kept, env=interop).ends(0, seconds=180)
     (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
     assert aside.data["damaged"]
     lines = work.attempt.rank_log(0).read_text().splitlines()

@@ -22,9 +22,7 @@ def test_a_command_finds_torchruns_variables_and_its_folder(job, tmp_path):
     folder = tmp_path / "project"
     folder.mkdir()
     work = job("exit:3@2@1", cluster={"cpus_per_task": 4}, env={"COLOR": "green", "ORCH_SUBMIT_DIR": str(folder)})
-    work.start()
-    work.go()
-    assert work.wait() == [0, 0], work.story()
+    work.ends(0, 0)
     notes = {(note["generation"], note["rank"]): note for note in work.notes()}
     env = notes[2, 3]["env"]
     wanted = {
@@ -64,8 +62,7 @@ def test_texts_have_the_same_hashes_on_every_node_and_in_every_generation(
         env={"ORCH_SUBMIT_DIR": str(tmp_path), **env},
     )  # fmt: skip
     work.start(environ=of_job)
-    work.go()
-    assert work.wait() == [0] * nodes, work.story()
+    work.ends(*[0] * nodes)
     print_hash = [sys.executable, "-c", "print(hash('cat'))"]
     wanted = subprocess.run(print_hash, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
     found = (tmp_path / "hashes").read_text().splitlines()
@@ -89,9 +86,7 @@ def test_python_is_the_interpreter_of_the_run_whatever_path_has(job, tmp_path, m
         (other / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{other}:/usr/bin:/bin")
     (tmp_path / "train.py").write_text(NAMING)
-    work = job(nodes=1, ranks=1, command=[word, "train.py"], env={"ORCH_SUBMIT_DIR": str(tmp_path)}).start()
-    work.go()
-    assert work.wait() == [0], work.story()
+    job(nodes=1, ranks=1, command=[word, "train.py"], env={"ORCH_SUBMIT_DIR": str(tmp_path)}).ends(0)
     assert json.loads((tmp_path / "named").read_text()) == [sys.executable, sys.prefix, sys.prefix]
 
 
@@ -104,9 +99,7 @@ def test_a_path_of_the_configuration_says_which_python_is_meant():
 def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):
     work = job(nodes=1, ranks=1)
     work.run.run.write_text(dump_line({"identity": {"submit_dir": str(tmp_path)}}))
-    work.start()
-    work.go()
-    assert work.wait() == [0], work.story()
+    work.ends(0)
     assert work.notes()[0]["cwd"] == str(tmp_path)
 
 
@@ -137,9 +130,7 @@ def test_a_command_never_begins_anew_in_another_folder(job, tmp_path, restarts):
 
 
 def test_a_command_that_fails_alike_three_times_at_once_is_the_users_error(job):
-    work = job("exit:2@1@*", "hang@*@*", nodes=1).start()
-    work.go()
-    assert work.wait() == [78], work.story()
+    work = job("exit:2@1@*", "hang@*@*", nodes=1).ends(78)
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind, outcome.failure.step) == (3, "user_error", None)
     assert "ended with exit code 2, 3 times in a row within" in outcome.reason
@@ -149,9 +140,7 @@ def test_a_command_that_fails_alike_three_times_at_once_is_the_users_error(job):
 def test_a_command_that_only_lost_a_peer_is_never_to_blame(job):
     """Most programs turn every error into exit code 1."""
     program = "raise RuntimeError('[pair.cc:547] Connection closed by peer [127.0.0.1]:4')"
-    work = job(nodes=1, ranks=1, command=[sys.executable, "-c", program], recovery={"restarts_in_place": 3}).start()
-    work.go()
-    assert work.wait() == [75], work.story()
+    work = job(nodes=1, ranks=1, command=[sys.executable, "-c", program], recovery={"restarts_in_place": 3}).ends(75)
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind) == (4, "unknown")
     assert "lost the connection to a peer" in outcome.reason
@@ -195,8 +184,7 @@ def checkpoint(tmp_path, step, text, name="state.json"):
 def test_the_checkpoints_of_a_command_are_its_progress(job, tmp_path):
     work = saving(job, tmp_path).start()
     checkpoint(tmp_path, 10, '{"step": 10}')
-    work.go()
-    assert work.wait() == [0], work.story()
+    work.ends(0)
     seen = [(event.data["step"], event.data["new"]) for event in work.events(EventKind.CHECKPOINT_SEEN)]
     assert seen == [(10, False), (20, True), (30, True), (40, True)]
     assert work.outcome().step == 40
@@ -206,8 +194,7 @@ def test_a_torn_checkpoint_of_a_command_is_set_aside_and_the_older_one_tried(job
     work = saving(job, tmp_path).start()
     checkpoint(tmp_path, 10, '{"step": 10}')
     checkpoint(tmp_path, 20, '{"ste')
-    work.go()
-    assert work.wait() == [0], work.story()
+    work.ends(0)
     (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
     assert (aside.data["step"], aside.data["damaged"], aside.generation) == (20, True, 2)
     assert "checkpoint-20, its newest checkpoint, will be moved away" in aside.data["reason"]
@@ -243,8 +230,7 @@ def test_programs_that_take_the_largest_number_or_read_latest_find_the_older_one
     checkpoint(tmp_path, 6, '{"ste')
     if how == "latest":
         (tmp_path / "out" / "latest").write_text("checkpoint-6")
-    work.go()
-    assert work.wait() == [0], work.story()
+    work.ends(0)
     assert "from step 5" in work.attempt.rank_log(0).read_text()
     (aside,) = work.events(EventKind.CHECKPOINT_SET_ASIDE)
     assert Path(aside.data["path"]).parents[2] == tmp_path, "beside the folder that the program scans"
@@ -257,8 +243,7 @@ def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_p
     work = saving(job, tmp_path, name="state", recovery={"backoff": 0.5}).start()
     checkpoint(tmp_path, 10, "{'step': 10}", "state")
     checkpoint(tmp_path, 20, "{'step': 20}", "state")
-    work.go()
-    assert work.wait() == [ExitCode.STORAGE], work.story()
+    work.ends(ExitCode.STORAGE)
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind) == (3, "storage")
     assert "raised JSONDecodeError: Expecting property name" in outcome.reason
@@ -289,9 +274,7 @@ def test_an_error_file_of_torchs_record_tells_what_was_raised(job):
         "import json, os, sys; p = os.environ['TORCHELASTIC_ERROR_FILE']\n"
         "open(p, 'w').write(json.dumps({'message': {'message': 'KeyError: 7', 'extraInfo': {}}})); sys.exit(1)"
     )
-    work = job(nodes=1, ranks=1, command=[sys.executable, "-c", program]).start()
-    work.go()
-    assert work.wait() == [78], work.story()
+    work = job(nodes=1, ranks=1, command=[sys.executable, "-c", program]).ends(78)
     assert work.outcome().failure.exception == "KeyError"
     (kept,) = work.attempt.outcomes.glob("error*")
     errors = [json.loads(line) for line in kept.read_text().splitlines()]
@@ -301,25 +284,19 @@ def test_an_error_file_of_torchs_record_tells_what_was_raised(job):
 
 
 def test_the_budget_of_restarts_is_kept(job):
-    work = job("kill@0@*", nodes=1, ranks=1, recovery={"restarts_in_place": 2}).start()
-    work.go()
-    assert work.wait() == [75], work.story()
+    work = job("kill@0@*", nodes=1, ranks=1, recovery={"restarts_in_place": 2}).ends(75)
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind, outcome.failure.signal) == (3, "rank_killed", 9)
     assert "2 restarts in place used up" in outcome.reason
 
 
 def test_reserved_exit_codes_end_the_attempt_at_once(job):
-    work = job("exit:77@1@1", "hang@*@*").start()
-    work.go()
-    assert work.wait() == [77, 77], work.story()
+    work = job("exit:77@1@1", "hang@*@*").ends(77, 77)
     assert (work.outcome().failure.kind, work.outcome().failure.node) == ("node_suspect", "local-0")
 
 
 def test_a_program_that_does_not_exist_says_so_in_its_log(job):
-    work = job(nodes=1, ranks=1, command=["/no/such/program"]).start()
-    work.go()
-    assert work.wait() == [78], work.story()
+    work = job(nodes=1, ranks=1, command=["/no/such/program"]).ends(78)
     assert "cannot start '/no/such/program'" in work.attempt.rank_log(0).read_text()
     assert "exit code 127: cannot start '/no/such/program'" in work.outcome().reason
 
@@ -356,9 +333,7 @@ def test_a_program_that_is_not_found_ends_as_in_a_shell(tmp_path):
 
 def test_a_shell_that_reports_its_childs_signal_is_understood(job):
     work = job(nodes=1, ranks=1, command=["sh", "-c", 'test "$ORCH_GENERATION" = 2 || sh -c "kill -9 \\$\\$"; exit $?'])
-    work.start()
-    work.go()
-    assert work.wait() == [0], work.story()
+    work.ends(0)
     assert work.events(EventKind.RANK_EXITED)[0].data["signal"] == 9
 
 
@@ -393,9 +368,7 @@ job._process.wait()
 
 
 def test_a_program_whose_peer_died_hears_sigterm_and_may_save_before_it_is_killed(job):
-    work = job("kill:deaf,trapped@0@1", "trap@1@1", "deaf@2@1", "hang@3@1").start()
-    work.go()
-    assert work.wait(60) == [0, 0], work.story()
+    work = job("kill:deaf,trapped@0@1", "trap@1@1", "deaf@2@1", "hang@3@1").ends(0, 0, seconds=60)
     (saved,) = [note for note in work.notes() if "saved" in note]
     assert (saved["rank"], saved["generation"]) == (1, 1)
     ends = {event.data["rank"]: event for event in work.events(EventKind.RANK_EXITED) if event.generation == 1}

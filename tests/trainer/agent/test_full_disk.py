@@ -37,18 +37,14 @@ def command_job(agents: WarmAgents, jobs: list[LocalJob], folder: Path, *command
     return jobs[-1]
 
 
-def test_agents_that_cannot_even_begin_say_so_by_their_exit_code(
-    disk: Path, jobs: list[LocalJob], agents: WarmAgents
-) -> None:
+def test_agents_that_cannot_even_begin_say_so_by_their_exit_code(disk, jobs, agents):
     work = command_job(agents, jobs, disk / "a", "-c", "")
     fill(disk)
     assert work.start().wait() == [ExitCode.STORAGE], work.story()
     assert not work.attempt.outcome.exists()
 
 
-def test_a_command_that_fails_on_a_full_disk_is_not_blamed_and_its_end_is_kept(
-    disk: Path, jobs: list[LocalJob], agents: WarmAgents, tmp_path: Path
-) -> None:
+def test_a_command_that_fails_on_a_full_disk_is_not_blamed_and_its_end_is_kept(disk, jobs, agents, tmp_path):
     told = tmp_path / "told"
     work = command_job(agents, jobs, disk / "a", "-c", WRITES_WHEN_TOLD, str(told)).start()
     until(lambda: work.events(EventKind.GENERATION_STARTED), story=work.story)

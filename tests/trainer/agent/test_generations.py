@@ -12,18 +12,14 @@ from trainer.protocol.failures.outcome import AttemptResult
 
 
 def test_two_nodes_run_a_command_to_its_end(job):
-    work = job().start()
-    work.go()
-    assert work.wait() == [0, 0], work.story()
+    work = job().ends(0, 0)
     assert sorted(note["rank"] for note in work.notes()) == [0, 1, 2, 3]
     assert work.outcome().result is AttemptResult.FINISHED
     assert "hello from rank 3" in work.attempt.rank_log(3).read_text()
 
 
 def test_a_killed_rank_is_followed_by_a_new_generation_on_the_same_nodes(job):
-    work = job("kill@2@1", "hang@*@1").start()
-    work.go()
-    assert work.wait() == [0, 0], work.story()
+    work = job("kill@2@1", "hang@*@1").ends(0, 0)
     assert sorted(note["rank"] for note in work.notes() if note["generation"] == 2) == [0, 1, 2, 3]
     (ended, _) = work.events(EventKind.GENERATION_ENDED)
     assert ended.data["failure"]["kind"] == "rank_killed"

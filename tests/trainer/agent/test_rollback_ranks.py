@@ -11,9 +11,7 @@ pytestmark = pytest.mark.multi
 
 
 def test_a_step_that_stays_bad_holds_the_run(training: Callable[..., LocalJob]) -> None:  # noqa: F811
-    work = training(drill={"events": [{"kind": "nan", "rank": 1, "step": 3, "generation": 0}]}).start()
-    work.go()
-    assert work.wait(90) == [78, 78], work.story()
+    work = training(drill={"events": [{"kind": "nan", "rank": 1, "step": 3, "generation": 0}]}).ends(78, 78, seconds=90)
     outcome = work.outcome()
     assert outcome.failure is not None
     assert (outcome.generations, outcome.failure.kind, outcome.failure.node) == (2, "numeric", None)
@@ -21,9 +19,9 @@ def test_a_step_that_stays_bad_holds_the_run(training: Callable[..., LocalJob]) 
 
 
 def test_different_collectives_end_the_attempt_for_good(training: Callable[..., LocalJob]) -> None:  # noqa: F811
-    work = training(drill={"events": [{"kind": "desync-shape", "rank": 1, "step": 4, "generation": 0}]}).start()
-    work.go()
-    assert work.wait(90) == [78, 78], work.story()
+    work = training(drill={"events": [{"kind": "desync-shape", "rank": 1, "step": 4, "generation": 0}]}).ends(
+        78, 78, seconds=90
+    )
     outcome = work.outcome()
     assert outcome.failure is not None
     assert (outcome.generations, outcome.failure.kind, outcome.failure.rank) == (1, "desync", 1)

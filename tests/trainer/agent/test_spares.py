@@ -331,9 +331,7 @@ def assert_went_on(work: LocalJob, codes: list[int]) -> None:
 
 @pytest.mark.proof  # an agent may be silent for a minute
 @pytest.mark.multi
-def test_a_node_that_falls_silent_is_replaced_and_ends_its_ranks_when_it_is_back(
-    training: Callable[..., LocalJob],
-) -> None:
+def test_a_node_that_falls_silent_is_replaced_and_ends_its_ranks_when_it_is_back(training):
     work = training("away", 1)
     until(lambda: work.events(EventKind.CHECKPOINT_COMMITTED), 60, work.story)
     family = [pid for pid in work.processes() if os.getsid(pid) == work.agents[1].pid]

@@ -175,8 +175,7 @@ def test_a_program_that_raises_every_few_steps_and_saves_in_between_trains_to_it
         workload=workload, train={"steps": 35}, checkpoint={"every": 2, "keep": 2}, recovery={"restarts_in_place": 3},
         drill={"events": events},
     ).start()  # fmt: skip
-    work.go()
-    assert work.wait(200) == [0, 0], work.story()
+    work.ends(0, 0, seconds=200)
     assert (work.outcome().generations, work.outcome().step) == (7, 35)
     ended = [event.data for event in work.events(EventKind.GENERATION_ENDED)]
     assert [data["failure"]["kind"] for data in ended[:-1]] == ["exception"] * 6
@@ -221,9 +220,7 @@ def test_a_workload_that_cannot_be_imported_is_the_users_error_and_never_retried
 
 def test_an_exception_twice_at_the_same_step_ends_the_attempt(training):
     drill = {"events": [{"kind": "raise", "rank": 0, "step": 5, "generation": 0}]}
-    work = training(nodes=1, drill=drill).start()
-    work.go()
-    assert work.wait(90) == [78], work.story()
+    work = training(nodes=1, drill=drill).ends(78, seconds=90)
     outcome = work.outcome()
     assert (outcome.generations, outcome.failure.kind) == (2, "user_error")
     assert "for the second time at step 5" in outcome.reason
@@ -272,9 +269,7 @@ def test_a_checkpoint_that_ranks_die_after_twice_is_left_out_but_not_for_code_th
     (tmp_path / "dying_workload.py").write_text(DYING)
     (tmp_path / "lives").touch()
     workload = {"target": "dying_workload:Dying", "path": [str(tmp_path)]}
-    work = training(nodes=1, workload=workload, checkpoint={"every": 2, "keep": 2}).start()
-    work.go()
-    assert work.wait(120) == [78], work.story()
+    work = training(nodes=1, workload=workload, checkpoint={"every": 2, "keep": 2}).ends(78, seconds=120)
     assert [event.data["step"] for event in work.events(EventKind.CHECKPOINT_RESTORED)] == [4, 4, 2, 6, 6], work.story()
     first, *left_out = work.events(EventKind.CHECKPOINT_SUSPECT)
     assert {event.data["step"] for event in (first, *left_out)} == {4}
@@ -333,9 +328,7 @@ def test_a_module_that_starts_a_process_keeps_it_across_restarts(training, tmp_p
     events = [{"kind": "kill-rank", "rank": 0, "step": 3}]
     work = training(
         nodes=1, workload=workload, train={"steps": 6}, checkpoint={"every": 2}, drill={"events": events}
-    ).start()
-    work.go()
-    assert work.wait(120) == [0], work.story()
+    ).ends(0, seconds=120)
     (fork_server,) = work.events(EventKind.FORK_SERVER)
     assert not fork_server.data["warm"]
     assert "importing the workload started" in fork_server.data["reason"]
@@ -356,7 +349,7 @@ class Leaving(LlamaWorkload):
 
 def test_training_code_that_leaves_with_zero_has_not_finished_the_run(training, tmp_path):
     (tmp_path / "leaving_workload.py").write_text(LEAVING)
-    work = training(nodes=1, workload={"target": "leaving_workload:Leaving", "path": [str(tmp_path)]}).start()
-    work.go()
-    assert work.wait(60) == [78], work.story()
+    work = training(nodes=1, workload={"target": "leaving_workload:Leaving", "path": [str(tmp_path)]}).ends(
+        78, seconds=60
+    )
     assert "exited 0 without reporting completion, before the first step" in work.outcome().reason

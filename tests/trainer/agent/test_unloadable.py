@@ -1,7 +1,6 @@
 """A workload that cannot be imported ends its fork server with the reason, however it does so."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +20,7 @@ from trainer.protocol.messages.ranks import FROM_FORK_SERVER, ImportFailed, pack
         ("import nothing_of_that_name\n", "WorkloadError", "No module named 'nothing_of_that_name'"),
     ],
 )
-def test_what_the_import_raises_is_told_to_the_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, exception: str, message: str
-) -> None:
+def test_what_the_import_raises_is_told_to_the_agent(tmp_path, monkeypatch, source, exception, message):
     (tmp_path / "mine_that_ends.py").write_text(source)
     monkeypatch.setattr(sys, "path", [*sys.path])
     config = JobConfig(workload=WorkloadConfig(target="mine_that_ends:Mine", path=(str(tmp_path),)))

@@ -66,17 +66,13 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
         loop.close()
 
 
-def test_the_gate_gives_up_on_a_token_that_cannot_be_read(
-    hang: Hang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gate_gives_up_on_a_token_that_cannot_be_read(hang, tmp_path, monkeypatch):
     monkeypatch.setattr(launch_gate.LaunchToken, "read", hang)
     with pytest.raises(HungFileSystem, match=r"has not responded for .* s: .*GO"):
         within(15, lambda: launch_gate.wait_for_go(tmp_path / "GO", IDENTITY, 1, seconds=0.2))
 
 
-def test_an_agent_that_cannot_read_the_coordinator_s_address_ends(
-    hang: Hang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_cannot_read_the_coordinator_s_address_ends(hang, tmp_path, monkeypatch):
     monkeypatch.setattr(main, "read_json", hang)
     monkeypatch.setattr(main, "_CONNECT_SECONDS", 0.2)
     run = RunDir(tmp_path)
@@ -84,9 +80,7 @@ def test_an_agent_that_cannot_read_the_coordinator_s_address_ends(
         within(15, lambda: Agent(run, run.attempt(1), [])._join(IDENTITY))
 
 
-def test_requests_that_cannot_be_read_delay_no_other_file(
-    hang: Hang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_cannot_be_read_delay_no_other_file(hang, tmp_path, monkeypatch):
     reads: list[object] = []
 
     def pending(*given: object) -> None:
@@ -408,8 +402,7 @@ main.settle.__defaults__ = ({limit},)
 
 def test_a_normal_end_loses_no_event_of_a_slow_file_system(job: Callable[..., LocalJob]):
     work = job(nodes=2, ranks=1).start(environ={FIRST: _SLOW.format(seconds=0.1, limit=20)})
-    work.go()
-    assert work.wait() == [0, 0], work.story()
+    work.ends(0, 0)
     assert work.events(EventKind.ATTEMPT_ENDED), work.story()
     for path in work.attempt.events.glob("*.jsonl"):
         events, _ = read_events(path)
@@ -419,8 +412,7 @@ def test_a_normal_end_loses_no_event_of_a_slow_file_system(job: Callable[..., Lo
 
 def test_a_job_ends_as_it_should_although_its_events_hang(job: Callable[..., LocalJob]):
     work = job(nodes=2, ranks=1).start(environ={FIRST: _SLOW.format(seconds=600, limit=0.3)})
-    work.go()
-    assert work.wait() == [0, 0], work.story()
+    work.ends(0, 0)
     assert work.outcome().exit_code == 0
     assert work.events() == []
     said = work.attempt.agent_log(0).read_text()

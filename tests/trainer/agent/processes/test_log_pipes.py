@@ -117,9 +117,7 @@ def test_a_program_that_makes_its_output_non_blocking_does_so_for_itself_only(pi
     assert os.get_blocking(pipes.descriptor(tmp_path / "log"))
 
 
-def test_a_secret_is_not_logged_however_it_comes(
-    pipes: LogPipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_is_not_logged_however_it_comes(pipes, tmp_path, monkeypatch):
     value = "canary-" + "0123456789" * 3
     monkeypatch.setenv("LOGGED_TOKEN", value)
     monkeypatch.setenv(LISTED, "LOGGED_TOKEN")
@@ -140,9 +138,7 @@ def test_a_secret_is_not_logged_however_it_comes(
     assert text.endswith(f" {value[:20]}"), "what is no secret after all is not kept back for ever"
 
 
-def test_what_looks_like_the_beginning_of_a_secret_is_written_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_looks_like_the_beginning_of_a_secret_is_written_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setenv("LAST_TOKEN", "canary-12345")
     monkeypatch.setenv(LISTED, "LAST_TOKEN")
     pipes = LogPipes(LIMITS)

@@ -8,6 +8,7 @@ from typing import Any
 from trainer.agent.attempt_state.attempt_state import GenerationState
 from trainer.agent.attempt_state.published_files import AttemptProgress
 from trainer.agent.ladder.attempt_history import AttemptHistory
+from trainer.agent.ladder.command_failures import CommandPast
 from trainer.agent.ladder.in_job_policy import Situation, decide
 from trainer.agent.user_command.command_run import CommandRun
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
@@ -30,27 +31,17 @@ class Attempt:
     """One attempt of a run of a program; every generation of it is over when `fails` returns."""
 
     def __init__(
-        self,
-        root: Path,
-        number: int,
-        restarts: int = 5,
-        *,
-        pattern: str = "checkpoint-*",
-        path: str = "out",
+        self, root: Path, number: int, restarts: int = 5, *, pattern: str = "checkpoint-*", path: str = "out",
         progress: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.run = RunDir(root / "run-1")
         if number == 1:
             self.run.make()
         self.dir = self.run.attempt(number)
         self.dir.make()
         checkpoints = CommandCheckpointsConfig(path=str(root / path), pattern=pattern)
-        self.progress, self.restarts, self.budget, self.number = (
-            AttemptProgress(number, "1", lambda: 0.0),
-            0,
-            restarts,
-            0,
-        )
+        self.progress = AttemptProgress(number, "1", lambda: 0.0)
+        self.restarts, self.budget, self.number = 0, restarts, 0
         events = EventLog(self.dir.event_file("coordinator"), "coordinator", number)
         config = JobConfig(
             command=("python", "train.py"), checkpoints=checkpoints, progress=CommandProgressConfig(pattern=progress)
@@ -82,6 +73,12 @@ class Attempt:
         now = GenerationState(number=self.number, started=time.monotonic() - seconds)
         asyncio.run(self.program.start_generation(self.number))
         asyncio.run(self.program.end_generation(Decision(action=Action.STOP, reason="preemption"), now, cleared=True))
+
+    @property
+    def past(self) -> CommandPast:
+        past = self.program.past()
+        assert past is not None
+        return past
 
     def told(self, kind: EventKind) -> list[dict[str, Any]]:
         events, _ = read_events(self.dir.event_file("coordinator"))

@@ -40,13 +40,11 @@ def test_failures_are_counted_over_attempts_that_restart_nothing(tmp_path: Path,
     for number in (1, 2, 3):
         decision = Attempt(tmp_path, number, restarts=0).fails()
         assert decision.action is Action.END
-        assert decision.failure is not None
-        kinds.append(decision.failure.kind)
+        kinds.append(decision.known_failure.kind)
     assert kinds == [FailureKind.UNKNOWN, FailureKind.UNKNOWN, FailureKind.USER_ERROR]
     # A person has looked at it since: the next one has all its tries again.
     again = Attempt(tmp_path, 4, restarts=0).fails()
-    assert again.failure is not None
-    assert again.failure.kind is FailureKind.UNKNOWN
+    assert again.known_failure.kind is FailureKind.UNKNOWN
 
 
 def test_once_it_has_trained_failures_before_are_past_even_if_the_coordinator_dies(tmp_path: Path, out: Path) -> None:
@@ -59,9 +57,7 @@ def test_once_it_has_trained_failures_before_are_past_even_if_the_coordinator_di
     assert third.action is Action.RESTART, third.reason
 
 
-def test_what_was_not_foreseen_in_a_checkpoint_ends_no_coordinator(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_foreseen_in_a_checkpoint_ends_no_coordinator(tmp_path, out, monkeypatch, capsys):
     def raises(*_: Any) -> Any:
         raise AssertionError("what nobody thought of")
 
@@ -76,8 +72,7 @@ def test_what_an_attempt_left_damaged_counts_for_nothing(tmp_path: Path, out: Pa
     Attempt(tmp_path, 1).dir.command_memory.write_text(left)
     attempt = Attempt(tmp_path, 2)
     attempt.fails()
-    past = attempt.program.past()
-    assert past is not None
+    past = attempt.past
     assert len(past.failures) == 1
 
 
@@ -116,15 +111,12 @@ def test_the_newest_one_counts_once_it_has_stayed_the_same(tmp_path: Path, out: 
     asyncio.run(run())
 
 
-def test_a_pattern_that_matches_nothing_is_named_when_the_program_has_failed_for_good(
-    tmp_path: Path, out: Path
-) -> None:
+def test_a_pattern_that_matches_nothing_is_named_when_the_program_has_failed_for_good(tmp_path, out):
     for second in (1, 2, 3):
         (out / f"CKPT+08-45-0{second}+00").mkdir()
     attempt = Attempt(tmp_path, 1, pattern="CKPT+*")
     last = [attempt.fails() for _ in range(3)][-1]
-    assert last.failure is not None
-    assert last.failure.reason.endswith(
+    assert last.known_failure.reason.endswith(
         "; checkpoints.pattern matches nothing in checkpoints.path, which contains CKPT+08-45-01+00, "
         "CKPT+08-45-02+00, ..."
     )
@@ -135,8 +127,7 @@ def test_the_only_checkpoint_is_read_again_after_growing_pauses(tmp_path: Path, 
     attempt = Attempt(tmp_path, 1, restarts=9)
     assert [attempt.fails().pause for _ in range(2)] == [10.0, 20.0]
     last = attempt.fails()
-    assert last.failure is not None
-    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert (last.action, last.known_failure.kind) == (Action.END, FailureKind.STORAGE)
     assert "orch finds no complete older one: repair it, or move it away to start again" in last.reason
     assert names(out) == ["checkpoint-10"]
 
@@ -151,8 +142,7 @@ def test_checkpoints_that_all_look_damaged_stay_and_count_as_progress(tmp_path: 
     assert [data["step"] for data in seen] == [10, 20, 30]
     assert {data["damage"] for data in seen} == {"is damaged: state.json is not a complete JSON file"}
     last = [attempt.fails() for _ in range(3)][-1]
-    assert last.failure is not None
-    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert (last.action, last.known_failure.kind) == (Action.END, FailureKind.STORAGE)
     assert "checkpoint-30, which is damaged: state.json is not a complete JSON file" in last.reason
     assert names(out) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
 
@@ -162,8 +152,7 @@ def test_the_programs_own_bug_is_its_own_whatever_its_checkpoints_look_like(tmp_
     save(out, 20, '{"tor')
     attempt = Attempt(tmp_path, 1, restarts=99)
     last = [attempt.fails(BUG) for _ in range(3)][-1]
-    assert last.failure is not None
-    assert (last.action, last.failure.kind) == (Action.END, FailureKind.USER_ERROR)
+    assert (last.action, last.known_failure.kind) == (Action.END, FailureKind.USER_ERROR)
     assert "move it away" not in last.reason
 
 
@@ -187,8 +176,7 @@ def test_checkpoints_from_before_the_run_hide_no_progress(tmp_path: Path, out: P
         attempt = Attempt(tmp_path, number, restarts=99)
         for step in steps:
             assert attempt.fails(BUG, while_it_ran=lambda step=step: saves(step)).action is Action.RESTART
-            past = attempt.program.past()
-            assert past is not None
+            past = attempt.past
             assert (past.saved, attempt.progress.saved, attempt.progress.step) == (True, step, step)
         assert [data["step"] for data in attempt.told(EventKind.CHECKPOINT_SEEN) if data["new"]] == list(steps)
     asyncio.run(attempt.program.start_generation(9))
@@ -206,8 +194,7 @@ def test_what_the_run_begins_from_is_what_it_fails_from_but_no_progress_of_it(tm
     assert (attempt.progress.saved, attempt.progress.step) == (0, 110)
     assert [data.get("before_run") for data in attempt.told(EventKind.CHECKPOINT_SEEN)] == [True, True]
     attempt.fails(BUG, while_it_ran=lambda: save(out, 120))
-    past = attempt.program.past()
-    assert past is not None
+    past = attempt.past
     assert (past.saved, attempt.progress.saved) == (True, 120)
 
 
@@ -217,8 +204,7 @@ def test_the_same_step_torn_again_and_again_is_no_progress(tmp_path: Path, out: 
     saved = []
     for _ in range(3):
         attempt.fails(BUG, while_it_ran=lambda: save(out, 20, '{"tor'))
-        past = attempt.program.past()
-        assert past is not None
+        past = attempt.past
         saved.append(past.saved)
         shutil.rmtree(out / "checkpoint-20")
     assert saved == [True, False, False]
@@ -234,9 +220,7 @@ def test_a_folder_that_cannot_be_read_changes_nothing(tmp_path: Path, out: Path)
 
 
 @pytest.mark.parametrize("path", ["none", "none/rank0/out"])
-def test_a_folder_that_is_not_there_yet_is_no_error(
-    tmp_path: Path, out: Path, path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_not_there_yet_is_no_error(tmp_path, out, path, capsys):
     attempt = Attempt(tmp_path, 1, path=path)
     attempt.fails(BUG)
     assert capsys.readouterr().err == ""
@@ -258,9 +242,7 @@ def write_slot(out: Path, slot: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("minutes", [29, 30])
-def test_a_checkpoint_written_anew_counts_half_an_hour_after_the_start(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, minutes: int
-) -> None:
+def test_a_checkpoint_written_anew_counts_half_an_hour_after_the_start(tmp_path, out, monkeypatch, minutes):
     """A program that begins at step 0 at every start, and fails, writes the same names: only time tells."""
     attempt, seconds = Attempt(tmp_path, 1, restarts=2), [1000.0]
     monkeypatch.setattr("trainer.agent.user_command.progress.time.monotonic", lambda: seconds[0])
@@ -274,8 +256,7 @@ def test_a_checkpoint_written_anew_counts_half_an_hour_after_the_start(
     for number in range(5):
         decision = attempt.fails(killed, lambda number=number: saves(f"state {number} {'x' * number}", number % 2))
         advanced.append(decision.action is Action.RESTART)
-        past = attempt.program.past()
-        assert past is not None
+        past = attempt.past
         assert has_advanced(past, 5.0) is (minutes == 30 or number < 2)
     names_of = [data["name"].partition(".")[0] for data in attempt.told(EventKind.CHECKPOINT_SEEN)]
     assert names_of == [f"checkpoint-{number % 2}" for number in range(5)], "each save is told of"
@@ -286,9 +267,7 @@ def test_a_checkpoint_written_anew_counts_half_an_hour_after_the_start(
 
 
 @pytest.mark.parametrize(("step", "counts"), [(40, False), (41, True)])
-def test_a_checkpoint_written_anew_counts_at_once_where_the_programs_own_step_has_grown(
-    tmp_path: Path, out: Path, step: int, counts: bool
-) -> None:
+def test_a_checkpoint_written_anew_counts_at_once_where_the_programs_own_step_has_grown(tmp_path, out, step, counts):
     first = Attempt(tmp_path, 1, progress="step (?P<step>[0-9]+)")
     first.progress.step = 40
     first.fails(BUG, lambda: write_slot(out, 0, "a"))
@@ -300,8 +279,7 @@ def test_a_checkpoint_written_anew_counts_at_once_where_the_programs_own_step_ha
         attempt.progress.step = step
 
     attempt.fails(BUG, saves)
-    past = attempt.program.past()
-    assert past is not None
+    past = attempt.past
     assert past.saved is counts
 
 
@@ -317,9 +295,7 @@ def test_the_step_is_read_once_more_before_a_failure_is_judged(tmp_path: Path, o
     assert "after it had saved a checkpoint of its own" in attempt.fails(BUG, saves).reason
 
 
-def test_a_marker_that_changes_at_every_start_makes_no_checkpoint_new(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_marker_that_changes_at_every_start_makes_no_checkpoint_new(tmp_path, out, monkeypatch):
     attempt, seconds = Attempt(tmp_path, 1), [1000.0]
     monkeypatch.setattr("trainer.agent.user_command.progress.time.monotonic", lambda: seconds[0])
     attempt.fails(BUG, lambda: write_slot(out, 0, "a"))
@@ -329,7 +305,6 @@ def test_a_marker_that_changes_at_every_start_makes_no_checkpoint_new(
         (out / "checkpoint-0" / "marker.json").write_text('"started again"')
 
     attempt.fails(BUG, marks)
-    past = attempt.program.past()
-    assert past is not None
+    past = attempt.past
     assert past.saved_after == 0.0
     assert len(attempt.told(EventKind.CHECKPOINT_SEEN)) == 1

@@ -33,8 +33,7 @@ def test_one_checkpoint_after_another_is_not_set_aside_over_attempts(tmp_path: P
         assert Attempt(tmp_path, number, restarts=0).fails().action is Action.END
     assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30)]
     last = Attempt(tmp_path, 3, restarts=0).fails()
-    assert last.failure is not None
-    assert last.failure.kind is FailureKind.STORAGE
+    assert last.known_failure.kind is FailureKind.STORAGE
     assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30, 40)], "it was not the checkpoint"
 
 
@@ -48,15 +47,12 @@ def test_what_was_set_aside_is_remembered_however_an_attempt_ends(tmp_path: Path
     Attempt(tmp_path, 2)  # it was never launched
     second = Attempt(tmp_path, 3)
     last = second.fails()
-    assert last.failure is not None
-    assert last.failure.kind is FailureKind.STORAGE
+    assert last.known_failure.kind is FailureKind.STORAGE
     assert names(out) == [f"checkpoint-{step}" for step in (10, 20, 30, 40)], "it was not the checkpoint"
 
 
 @pytest.mark.parametrize("renamed", [True, False])
-def test_a_coordinator_that_dies_while_it_sets_one_aside(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
-) -> None:
+def test_a_coordinator_that_dies_while_it_sets_one_aside(tmp_path, out, monkeypatch, renamed):
     class Killed(BaseException):
         pass
 
@@ -86,14 +82,11 @@ def test_a_coordinator_that_dies_while_it_sets_one_aside(
             first.fails()
     second = Attempt(tmp_path, 2)
     asyncio.run(second.program.start_generation(1))
-    past = second.program.past()
-    assert past is not None
+    past = second.past
     assert past.aside == (("checkpoint-20",) if renamed else ())
 
 
-def test_nothing_is_renamed_that_could_not_be_written_down(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_renamed_that_could_not_be_written_down(tmp_path, out, monkeypatch):
     def refuses(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -130,8 +123,7 @@ def test_torn_ones_are_put_back_too_where_the_older_one_made_no_difference(tmp_p
             break
     assert attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
     assert last is not None
-    assert last.failure is not None
-    assert last.failure.kind is FailureKind.STORAGE
+    assert last.known_failure.kind is FailureKind.STORAGE
     assert names(out) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
 
 
@@ -183,14 +175,11 @@ def test_a_step_that_a_rank_has_no_file_of_is_no_older_one(tmp_path: Path, out: 
     (out / "step20-rank1.json").unlink()
     attempt, before = Attempt(tmp_path, 1, pattern="step*-rank0.json"), names(out)
     last = [attempt.fails() for _ in range(3)][-1]
-    assert last.failure is not None
-    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert (last.action, last.known_failure.kind) == (Action.END, FailureKind.STORAGE)
     assert names(out) == before
 
 
-def test_the_rest_of_one_that_was_moved_away_follows_with_the_next_coordinator(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_of_one_that_was_moved_away_follows_with_the_next_coordinator(tmp_path, out, monkeypatch):
     save_ranks(out, 10)
     save_ranks(out, 20, 0)
     first = Attempt(tmp_path, 1, pattern="step*-rank0.json")
@@ -210,8 +199,7 @@ def test_nothing_is_moved_from_the_folder_of_one_rank(tmp_path: Path, out: Path)
             save(out / f"rank{rank}", step, text)
     attempt = Attempt(tmp_path, 1, path="out/rank0")
     last = [attempt.fails() for _ in range(3)][-1]
-    assert last.failure is not None
-    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert (last.action, last.known_failure.kind) == (Action.END, FailureKind.STORAGE)
     words = "orch moves no checkpoint, because checkpoints.path is the folder of one rank: "
     assert f"{words}{out / 'rank1'} is another" in last.reason
     assert names(out / "rank0") == names(out / "rank1") == ["checkpoint-10", "checkpoint-20"]
@@ -225,8 +213,7 @@ def test_nothing_is_moved_where_steps_begin_anew(tmp_path: Path, out: Path) -> N
         os.utime(out / f"{name}.json", ns=(at, at))
     attempt = Attempt(tmp_path, 1, pattern="stage*_epoch_*.json")
     last = [attempt.fails() for _ in range(3)][-1]
-    assert last.failure is not None
-    assert (last.action, last.failure.kind) == (Action.END, FailureKind.STORAGE)
+    assert (last.action, last.known_failure.kind) == (Action.END, FailureKind.STORAGE)
     assert "moves no checkpoint, because steps start again: stage2_epoch_20.json was written after it" in last.reason
     assert names(out) == [f"{name}.json" for name in saved]
 
@@ -254,8 +241,7 @@ def test_a_torn_one_stays_away_when_the_older_one_fails_in_another_way(tmp_path:
     bug = RankEnd(rank=0, node="n0", at=0.0, step=None, exit_code=1, exception="KeyError", message="lr")
     for _ in range(3):
         last = attempt.fails(bug)
-    assert last.failure is not None
-    assert (last.action, last.failure.kind) == (Action.END, FailureKind.USER_ERROR)
+    assert (last.action, last.known_failure.kind) == (Action.END, FailureKind.USER_ERROR)
     assert names(out) == ["checkpoint-10"]
 
 
@@ -278,9 +264,7 @@ def test_the_last_one_of_many_stays_although_it_is_torn(tmp_path: Path, out: Pat
 
 
 @pytest.mark.parametrize("newest", ["sound", "bad too"])
-def test_an_older_torn_one_is_moved_before_a_newest_without_a_sign_of_damage(
-    tmp_path: Path, out: Path, newest: str
-) -> None:
+def test_an_older_torn_one_is_moved_before_a_newest_without_a_sign_of_damage(tmp_path, out, newest):
     """A program that sorts names as text loads step 90, not 100."""
     for step, text in ((80, "{}"), (90, '{"tor'), (100, "{}")):
         save(out, step, text)

@@ -56,9 +56,7 @@ def test_a_folder_behind_a_link_is_moved_beside_the_real_one(out: Path, run: Run
     assert place(newest(tmp_path / "link"), run).parents[2] == out.parent
 
 
-def test_where_the_parent_cannot_be_used_the_runs_folder_holds_it(
-    out: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_parent_cannot_be_used_the_runs_folder_holds_it(out, run, monkeypatch):
     write(out, "checkpoint-10", WHOLE)
     one, denied = newest(out), [out.parent]
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in denied)

@@ -90,9 +90,7 @@ def test_the_last_word_is_read_when_all_has_ended(tmp_path: Path) -> None:
     assert program.progress.step == 60
 
 
-def test_a_pattern_that_takes_for_ever_stops_nothing_and_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pattern_that_takes_for_ever_stops_nothing_and_is_named_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress.newest_step, "__defaults__", (0.3,))
     program = Program(tmp_path, pattern=r"(a+)+(a+)+(a+)+ step (?P<step>\d+)")
     program.watch.start_generation(1)

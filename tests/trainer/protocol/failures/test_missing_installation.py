@@ -61,9 +61,7 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("user.data()", False),
     ],
 )
-def test_only_files_of_torch_and_of_orch_belong_to_the_installation(
-    installation: Path, call: str, missing: bool
-) -> None:
+def test_only_files_of_torch_and_of_orch_belong_to_the_installation(installation, call, missing):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(call=call)], cwd=installation, capture_output=True, text=True, timeout=60,
         check=True, env={"PYTHONPATH": str(installation), "PATH": ""},

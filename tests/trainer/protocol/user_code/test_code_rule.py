@@ -26,9 +26,7 @@ def test_the_same_code_is_only_recorded(occasion: Occasion) -> None:
         (Occasion.RESUME, True, CodeDecision.WARN),
     ],
 )
-def test_other_code_is_named_and_only_a_person_is_asked(
-    occasion: Occasion, accepted: bool, decision: CodeDecision
-) -> None:
+def test_other_code_is_named_and_only_a_person_is_asked(occasion, accepted, decision):
     before, now = record("fancy", mine="1", gone="1"), record("gone", mine="2", fancy="1")
     reason = "mine changed, gone is gone, fancy is new since attempt 1"
     assert judge_code(before, now, occasion, "attempt 1", accepted=accepted) == (decision, reason)

@@ -74,9 +74,7 @@ def test_where_imports_go_by_other_means_every_file_counts(tmp_path: Path, text:
      ("space_in", {"space_in.__main__", "space_in.other.model"}),
      ("start", {"start", *USED, "pack_in.unused", "scratch", "space_in.other.model"})],
 )  # fmt: skip
-def test_where_a_module_that_is_run_imports_by_other_means_its_package_counts(
-    tmp_path: Path, module: str, code: set[str]
-) -> None:
+def test_where_a_module_that_is_run_imports_by_other_means_its_package_counts(tmp_path, module, code):
     file = "space_in/__main__.py" if module == "space_in" else f"{module.replace('.', '/')}.py"
     folder = made(tmp_path, **{file: "__import__(name)\n", "space_in/other/model.py": ""})
     record = command(folder, "python", "-m", module)
@@ -84,9 +82,7 @@ def test_where_a_module_that_is_run_imports_by_other_means_its_package_counts(
     assert f"{Path(file).name} imports by other means" in record.covers
 
 
-def test_where_an_installed_workload_imports_by_other_means_its_package_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_an_installed_workload_imports_by_other_means_its_package_counts(tmp_path, monkeypatch):
     made(tmp_path, **{"chosen_in/__init__.py": "", "chosen_in/models/big.py": "", "chosen_in/work.py": LATE})
     monkeypatch.syspath_prepend(str(tmp_path))
     before = frozenset(sys.modules)
@@ -382,9 +378,7 @@ def test_metadata_that_an_upgrade_has_left_behind_hides_no_new_version(tmp_path:
         (("mine_in", "2", "mine_in"), {}),
     ],
 )
-def test_packages_that_the_code_imports_are_compared(
-    tmp_path: Path, change: tuple[str, str, str], changed: dict[str, tuple[str, str]]
-) -> None:
+def test_packages_that_the_code_imports_are_compared(tmp_path, change, changed):
     site = tmp_path / "site"
     for name, version, top in (
         ("timm", "1.0", "timm"), ("scikit_learn", "1.5", "sklearn"), ("black", "24", "black"),
@@ -412,9 +406,7 @@ def test_a_package_that_is_gone_has_changed(tmp_path: Path) -> None:
     assert away.packages is None
 
 
-def test_imports_of_loaded_modules_are_known_without_parsing_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imports_of_loaded_modules_are_known_without_parsing_them(tmp_path, monkeypatch):
     """orch may have imported a package before the workload did, and the package may have imported others."""
     site = tmp_path / "site"
     install(site, "used_in", "1", "used_in")

@@ -132,7 +132,8 @@ assert CONFIG["train.patience_steps"] is HARMLESS
     "dimension": """
 from orchestrator.submission.resume_contract import CONFIG
 from trainer.parallel.layout import refusal
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 job = build(JobConfig, {"parallel": {"xp": 2, "tp": 2}, "cluster": {"ranks_per_node": 8}})
 assert job.parallel.mesh_sizes(8) == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "xp": 2, "tp": 2}
 assert job.parallel.parameter_sizes(8)["dp_shard"] == 4

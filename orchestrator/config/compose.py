@@ -19,7 +19,8 @@ from orchestrator.config.validation import refuse_ineffective
 from orchestrator.errors import ConfigError
 from orchestrator.home import expand_home
 from trainer.parallel.layout import MayChange
-from trainer.protocol.config import build, hash_config
+from trainer.protocol.config import hash_config
+from trainer.protocol.plain_data import build
 
 
 @lru_cache(maxsize=64)  # a controller recomposes the same configs in every pass, and merging is most of the work

@@ -18,8 +18,9 @@ from orchestrator.recovery.elastic_policy import fitting_nodes
 from orchestrator.scheduler.job_environment import is_always_passed
 from orchestrator.scheduler.slurm import sbatch_values
 from trainer.parallel.layout import MayChange, refusal
-from trainer.protocol.config import WorkloadConfig, build
+from trainer.protocol.config import WorkloadConfig
 from trainer.protocol.config_sections.fault_detection_config import BETWEEN_STAGES
+from trainer.protocol.plain_data import build
 from trainer.protocol.program_limits import MAX_STRING_BYTES, MAX_TOTAL_BYTES, excess_bytes, total_bytes
 from trainer.protocol.secrets.run_secrets import is_name
 

@@ -17,7 +17,7 @@ from orchestrator.notifications.delivery import DeliveryRecord, Message, Notific
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.job_environment import Submitter
-from trainer.protocol.config import build
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import RunDir
 
 log = logging.getLogger("orch.controller")

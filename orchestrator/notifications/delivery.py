@@ -16,7 +16,7 @@ from orchestrator.notifications.channels import Order
 from orchestrator.registry.records import Run, Transition
 from orchestrator.scheduler.job_environment import package_root
 from orchestrator.states import RunState
-from trainer.protocol.config import build
+from trainer.protocol.plain_data import build
 
 SCHEMA = "orch.notification/1"
 MOST_WAITING = 8

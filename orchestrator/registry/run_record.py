@@ -25,7 +25,7 @@ from orchestrator.registry.records import (
     Transition,
 )
 from orchestrator.states import Trust
-from trainer.protocol.config import build
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import RunDir
 
 SCHEMA = "orch.record/1"

@@ -27,11 +27,12 @@ from orchestrator.run_dirs.ingest import ingest
 from orchestrator.run_dirs.inheritable_checkpoints import look, of_run, shared_places
 from orchestrator.run_dirs.other_registry import find_serving_registry, read_leases
 from orchestrator.states import LIVE_RUNS, AttemptState, RunState, Trust
-from trainer.protocol.config import build, hash_config
+from trainer.protocol.config import hash_config
 from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.events import Event, EventKind, read_events
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 T = TypeVar("T")

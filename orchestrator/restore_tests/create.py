@@ -40,7 +40,7 @@ from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.submission.resume_contract import PACKAGES, TORCH, Rule, identity_changes
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from trainer.protocol import restore_test
-from trainer.protocol.config import build
+from trainer.protocol.plain_data import build
 from trainer.protocol.restore_test import CHECKPOINT_VARIABLE, RESTORE_PROGRAM, UNDECIDED, Outcome
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.user_code.code_record import CodeRecord

@@ -15,8 +15,8 @@ from orchestrator.restore_tests.due import trained_seconds
 from orchestrator.run_dirs.bounded_files import Files, RunDirHangs
 from orchestrator.scheduler.slurm.sbatch_values import minutes
 from orchestrator.states import LIVE_RUNS, RunState, Trust, may_move
-from trainer.protocol.config import build
 from trainer.protocol.events import EventKind
+from trainer.protocol.plain_data import build
 from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome, RestoreVerdict
 from trainer.protocol.run_dir import RunDir
 

@@ -45,8 +45,8 @@ from orchestrator.submission.resume_contract import (
 )
 from orchestrator.submission.run_identity import client, code, environment
 from orchestrator.submission.secret_values import renew, without_webhook
-from trainer.protocol.config import build
 from trainer.protocol.failures.outcome import select_kinds
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.token_shards import INDEX_NAME
 from trainer.protocol.user_code.code_record import CodeRecord

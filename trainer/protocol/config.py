@@ -1,11 +1,7 @@
 """Resolved configuration as the job reads it from `config.json`: plain dataclasses without OmegaConf."""
 
-import functools
 import hashlib
-import types
-import typing
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from trainer.protocol.config_sections.limits import require_least
 from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
 from trainer.protocol.logs.log_rotation import LogsConfig
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import RunDir
 
 
@@ -161,7 +158,6 @@ class JobConfig(RecipeConfig):
 def load(run: RunDir, attempt: int) -> JobConfig:
     """Read the config of an attempt; 0: the submitted one. Raises OSError or ValueError."""
     config = build(JobConfig, in_present_keys(read_json(run.attempt_config(attempt))))
-    assert isinstance(config, JobConfig)
     if not config.workload.snapshot:
         return config
     copies = tuple(str(run.code / str(index)) for index in range(len(config.workload.path)))
@@ -176,27 +172,3 @@ def config_digest(path: Path) -> str:
 def hash_config(config: Any) -> str:
     """Return the SHA-256 of a resolved config's canonical bytes, which is its key in the registry."""
     return hashlib.sha256(canonical(config)).hexdigest()
-
-
-def build(kind: Any, value: Any) -> Any:
-    """Turn plain JSON data into the dataclass `kind`, nested ones included; unknown keys are ignored."""
-    if is_dataclass(kind):
-        hints = _find_types(typing.cast(type, kind))
-        known = [
-            item.name for item in fields(kind) if item.name in value
-        ]  # in order, so that the first error is always the same
-        return typing.cast(Any, kind)(**{name: build(hints[name], value[name]) for name in known})
-    origin = typing.get_origin(kind)
-    if origin is tuple:
-        return tuple(build(typing.get_args(kind)[0], item) for item in value)
-    if origin in (typing.Union, types.UnionType):
-        inner = next(arg for arg in typing.get_args(kind) if arg is not type(None))
-        return None if value is None else build(inner, value)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    return float(value) if kind is float else value
-
-
-@functools.cache  # it evaluates the text of every annotation
-def _find_types(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)

@@ -1,12 +1,11 @@
 """heartbeat.json: shows processes that can only read files, once a second, that the coordinator is alive."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-from checkpointing.storage.durable import dump_line, finite, number, read_json, replace_or_overwrite, whole
+from checkpointing.storage.durable import dump_line, number, read_json, replace_or_overwrite
+from trainer.protocol.plain_data import known_fields
 from trainer.protocol.secrets.secret_redaction import in_use
 
 MOST_BYTES = 1 << 20
@@ -63,19 +62,3 @@ class Heartbeat:
         if isinstance(nodes := found.get("nodes"), list):
             known["nodes"] = [str(name) for name in nodes]
         return cls(**{**known, "saves_failing": known.get("saves_failing", "")[:LONGEST_TROUBLE]})
-
-
-def _type_reader(kind: type) -> Callable[[object], Any]:
-    return lambda value: value if isinstance(value, kind) else None
-
-
-_READERS: dict[Any, Callable[[object], Any]] = {
-    **{int: whole, int | None: whole, float: finite, float | None: finite},
-    **{str: _type_reader(str), bool: _type_reader(bool)},
-}
-
-
-def known_fields(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers, texts and flags of a dataclass that have their declared types in plain JSON data."""
-    read = {one.name: _READERS[one.type](found.get(one.name)) for one in fields(kind) if one.type in _READERS}
-    return {name: value for name, value in read.items() if value is not None}

@@ -8,6 +8,7 @@ from typing import Any
 
 from checkpointing.storage.durable import dump_line, fsync_dir, read_json, write_durably
 from checkpointing.storage.storage_errors import FULL
+from trainer.protocol.plain_data import build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +37,9 @@ class LaunchToken:
         if was_revoked(path):
             raise FileNotFoundError(errno.ENOENT, "was revoked", str(path))
         fields: Any = read_json(path)
-        if not isinstance(fields, dict) or fields.pop("schema", None) != "orch.go/1":
+        if not isinstance(fields, dict) or fields.get("schema") != "orch.go/1":
             raise ValueError(f"{path} is not a launch token")
-        values: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in fields.items()}
-        return cls(**values)
+        return build(cls, fields)
 
     def is_same(self, other: "LaunchToken") -> bool:
         """Return whether both tokens launch the same job; after a controller takeover the epochs may differ."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, finite, read_json, write_atomically
-from trainer.protocol.heartbeat import known_fields
+from trainer.protocol.plain_data import known_fields
 
 _SCHEMA = "orch.ranks/1"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
-from trainer.protocol.config import build
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets.secret_redaction import in_use
 
@@ -77,9 +77,7 @@ class RestoreVerdict:
     @classmethod
     def read(cls, attempt: AttemptDir) -> "RestoreVerdict":
         """Parse the verdict; raises OSError if it is missing, ValueError, TypeError or KeyError if it is damaged."""
-        verdict = build(cls, read_json(attempt.restore_verdict))
-        assert isinstance(verdict, cls)
-        return verdict
+        return build(cls, read_json(attempt.restore_verdict))
 
 
 def write_order(run: RunDir, order: dict[str, Any]) -> None:
@@ -90,9 +88,6 @@ def write_order(run: RunDir, order: dict[str, Any]) -> None:
 def read_order(run: RunDir) -> RestoreTestOrder | None:
     """Return the restore order of this run; None for a run that trains. Raises OSError or ValueError."""
     try:
-        fields = read_json(run.restore_test)
+        return build(RestoreTestOrder, read_json(run.restore_test))
     except FileNotFoundError:
         return None
-    order = build(RestoreTestOrder, fields)
-    assert isinstance(order, RestoreTestOrder)
-    return order

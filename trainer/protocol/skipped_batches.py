@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets.secret_redaction import in_use
 
@@ -25,7 +26,7 @@ class Skip:
 def read(attempt: AttemptDir) -> tuple[Skip, ...]:
     """Return the batches first skipped by this attempt; raises OSError, or ValueError if the file is damaged."""
     try:
-        return tuple(Skip(**fields) for fields in read_json(attempt.skipped_batches)["skipped"])
+        return tuple(build(Skip, fields) for fields in read_json(attempt.skipped_batches)["skipped"])
     except FileNotFoundError:
         return ()
     except (KeyError, TypeError) as error:

@@ -26,7 +26,7 @@ from orchestrator.submission.resume_contract import OWN_FOLDER, Rule, config_cha
 from orchestrator.submission.resume_request import current_identity, trained_identity
 from orchestrator.submission.secret_values import with_webhook
 from trainer.protocol import skipped_batches
-from trainer.protocol.config import build
+from trainer.protocol.plain_data import build
 from trainer.protocol.user_code.code_record import CodeRecord
 from trainer.protocol.user_code.record_code import with_packages
 

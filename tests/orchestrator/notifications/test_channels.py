@@ -17,7 +17,7 @@ import pytest
 from orchestrator.notifications import channels
 from orchestrator.notifications.channels import Command, Mail, NotifyConfig, Order, Webhook, channel
 from tests.orchestrator.notifications.conftest import Hook
-from trainer.protocol.config import build
+from trainer.protocol.plain_data import build
 
 PAYLOAD = {"run": "tiny-1", "state": "FAILED", "text": "tiny-1 is FAILED: a bug — ä", "loss": float("nan")}
 ORDER = Order(targets={}, payload=PAYLOAD, environ={**os.environ, "ORCH_STATE": "FAILED"}, folder="/not/there")

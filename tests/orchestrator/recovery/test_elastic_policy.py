@@ -24,8 +24,8 @@ from orchestrator.recovery.elastic_policy import (
     smaller_world,
     world_sizes,
 )
-from trainer.protocol.config import build
 from trainer.protocol.failures.outcome import FailureKind
+from trainer.protocol.plain_data import build
 
 SIZES = [WorldSize(nodes=4, spare_nodes=1), WorldSize(nodes=4), WorldSize(nodes=3), WorldSize(nodes=2)]
 HOUR = 3600.0

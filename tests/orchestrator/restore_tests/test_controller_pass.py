@@ -22,8 +22,8 @@ from orchestrator.run_dirs.bounded_files import DirectFiles
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission.run_identity import code
 from tests.orchestrator.tiny_config import tiny_config
-from trainer.protocol.config import build
 from trainer.protocol.events import EventKind
+from trainer.protocol.plain_data import build
 from trainer.protocol.restore_test import RestoreTestOrder as Order
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.user_code.code_record import CodeRecord

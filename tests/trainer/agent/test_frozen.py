@@ -6,18 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.agent.job import alive, until
-from trainer.agent.processes.watchdog import LATE_SECONDS, StallTimer
+from trainer.agent.processes.watchdog import LATE_SECONDS, add_silence
 from trainer.protocol.failures.outcome import AgentEnd, AgentReport
 
 
 def test_only_time_that_the_watchdog_could_see_counts() -> None:
-    stillness = StallTimer(0.0)
-    assert [stillness.look(float(second), False) for second in (1, 2, 3)] == [1.0, 2.0, 3.0]
-    assert stillness.look(4.0, True) == 0.0
-    assert stillness.look(5.0, False) == 1.0
-    woken = 5.0 + 1.0 + LATE_SECONDS + 0.1
-    assert stillness.look(woken, False) == 0.0, "the whole job was suspended"
-    assert stillness.look(woken + 1.0, False) == 1.0
+    assert (add_silence(2.0, 1.0, False), add_silence(2.0, 1.0, True)) == (3.0, 0.0)
+    assert add_silence(2.0, 1.0 + LATE_SECONDS + 0.1, False) == 0.0, "the whole job was suspended"
 
 
 def report_of(path: Path) -> AgentReport | None:

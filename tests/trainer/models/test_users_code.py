@@ -10,7 +10,8 @@ import torch
 from checkpointing.engine.interchange.importer import TorchTensors
 from tests.trainer.models import odd_workloads
 from trainer.models.weights_import import ImportPlan, ImportSource, plan_import
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 from trainer.worker.workload import WorkloadError
 
 WEIGHTS = {"weight": torch.ones(2, 4), "bias": torch.ones(2)}

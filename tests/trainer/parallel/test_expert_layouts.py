@@ -6,7 +6,8 @@ import pytest
 
 from tests.trainer.parallel.grid import typed, words_of_hint
 from trainer.parallel.layout import refusal
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 
 EXPERTS = {"count": 8, "per_token": 2, "ffn_dim": 96}
 

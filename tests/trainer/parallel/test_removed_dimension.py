@@ -60,7 +60,8 @@ for path in sorted(pathlib.Path().glob("trainer/**/*.py")) + sorted(pathlib.Path
     if not name.endswith(("__main__", "migrations.env")) and ".versions." not in name:
         importlib.import_module(name)
 from trainer.parallel.layout import refusal
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 over = {"parallel": {"tp": 2, "pipeline": {"stages": 2}}, "cluster": {"ranks_per_node": 4}}
 assert refusal(build(JobConfig, over)) is None
 assert "cp" not in build(JobConfig, over).parallel.mesh_sizes(4)

@@ -20,29 +20,22 @@ REPORT_SECONDS = 5.0
 """Time limit of the report; the agent may be stuck in a hung file system."""
 
 
-class StallTimer:
-    """PURE: time without a heartbeat from the agent, as observed by this process."""
-
-    def __init__(self, now: float) -> None:
-        self._looked, self.seconds = now, 0.0
-
-    def look(self, now: float, moved: bool) -> float:
-        """Return the seconds so far; a check is due LOOK_SECONDS after the previous one."""
-        late = now - self._looked > LOOK_SECONDS + LATE_SECONDS
-        self.seconds = 0.0 if moved or late else self.seconds + now - self._looked
-        self._looked = now
-        return self.seconds
+def add_silence(silent: float, passed: float, moved: bool) -> float:
+    """PURE: return the seconds without a heartbeat, `passed` seconds after the last check at `silent` seconds."""
+    return 0.0 if moved or passed > LOOK_SECONDS + LATE_SECONDS else silent + passed
 
 
 def watch(beats: int, seconds: float) -> bool:
     """Wait until the agent is gone (returns False) or has sent no heartbeat for `seconds` (True)."""
-    stall_timer, poll = StallTimer(time.monotonic()), select.poll()
+    poll, silent, checked = select.poll(), 0.0, time.monotonic()
     poll.register(beats, select.POLLIN)
     while True:
         moved = bool(poll.poll(LOOK_SECONDS * 1000))
         if moved and not os.read(beats, 65536):
             return False
-        if stall_timer.look(time.monotonic(), moved) >= seconds:
+        now = time.monotonic()
+        silent, checked = add_silence(silent, now - checked, moved), now
+        if silent >= seconds:
             return True
         if moved:
             time.sleep(LOOK_SECONDS)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
 from checkpointing.storage.storage_errors import write_probe
@@ -38,6 +37,7 @@ from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.decision import Action, CommandFailure, Decision
 from trainer.protocol.failures.outcome import FailureKind, legible
 from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets.secret_redaction import in_use
 
@@ -58,11 +58,6 @@ class SetAsideCheckpoint:
     @property
     def name(self) -> str:
         return Path(self.original).name
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "SetAsideCheckpoint":
-        pointers = tuple(Pointer(**each) for each in fields.get("pointers", ()))
-        return cls(**{**fields, "pointers": pointers, "siblings": tuple(fields.get("siblings", ()))})
 
 
 @dataclass(kw_only=True)
@@ -91,14 +86,8 @@ class CommandMemory:
 def _read(path: Path) -> CommandMemory | None:
     """Return the stored state, omitting set-aside checkpoints that are in place; None if there is no file."""
     try:
-        fields = read_json(path)
-        aside = [SetAsideCheckpoint.from_json(each) for each in fields["aside"]]
-        return CommandMemory(
-            failures=[CommandFailure(**each) for each in fields["failures"]],
-            aside=[one for one in aside if not _is_back(one)],
-            saved=bool(fields["saved"]),
-            earlier={str(name): int(at) for name, at in (fields["earlier"] or {}).items()},
-        )
+        memory = build(CommandMemory, read_json(path))
+        return replace(memory, aside=[one for one in memory.aside if not _is_back(one)], earlier=memory.earlier or {})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):

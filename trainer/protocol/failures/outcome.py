@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, reserve, write_durably, write_reserved
+from trainer.protocol.plain_data import build
 from trainer.protocol.secrets.secret_redaction import in_use
 
 MOST_BYTES = 16 << 20
@@ -161,10 +162,6 @@ class Culprit:
     kind: str  # as in an incident
     reason: str
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Culprit":
-        return cls(**{key: fields[key] for key in cls.__dataclass_fields__})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -197,10 +194,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Failure":
-        known = {key: fields[key] for key in cls.__dataclass_fields__ if key in fields}
-        lines = tuple(known.get("lines", ()))
-        culprits = tuple(Culprit.from_json(one) for one in fields.get("culprits") or ())
-        return cls(**{**known, "kind": FailureKind(fields["kind"]), "lines": lines, "culprits": culprits})
+        return build(cls, fields)
 
 
 def legible(text: str) -> str:
@@ -246,8 +240,7 @@ class AgentReport:
     @classmethod
     def read(cls, path: Path) -> "AgentReport":
         """Parse a report; raises OSError, ValueError or TypeError."""
-        fields = read_json(path, MOST_BYTES)
-        return cls(**{**fields, "end": AgentEnd(fields["end"])})
+        return build(cls, read_json(path, MOST_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,12 +268,8 @@ class AttemptOutcome:
 
     @classmethod
     def read(cls, path: Path) -> "AttemptOutcome":
-        """Parse an outcome; raises OSError if it is missing, ValueError if it is damaged."""
-        fields = read_json(path, MOST_BYTES)
-        fields.pop("schema")
-        failure = fields.pop("failure")
-        fields["result"] = AttemptResult(fields["result"])
-        return cls(**fields, failure=Failure.from_json(failure) if failure else None)
+        """Parse an outcome; raises OSError if it is missing, ValueError or TypeError if it is damaged."""
+        return build(cls, read_json(path, MOST_BYTES))
 
 
 class Budget(StrEnum):

@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar, get_args
 
 from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.messages.codec import Direction, encode
+from trainer.protocol.plain_data import build
 
 _MAX_INLINE = 1 << 16
 """Maximum message size in a packet; the kernel limits packets, so longer messages travel in a memfd."""
@@ -136,8 +137,7 @@ class RankSpec:
 
     @classmethod
     def from_json(cls, text: str) -> "RankSpec":
-        fields = json.loads(text)
-        return cls(**{**fields, "suspects": tuple(fields["suspects"]), "skip": tuple(fields["skip"])})
+        return build(cls, json.loads(text))
 
 
 def send_message(control: socket.socket, message: object, flags: int = 0) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.storage.durable import dump_line, read_json, write_durably
+from trainer.protocol.plain_data import build
 from trainer.protocol.user_code.installed_packages import changed_versions, provided_names
 
 SCHEMA = "orch.code/1"
@@ -70,19 +71,7 @@ class CodeRecord:
     def from_json(cls, value: Any) -> "CodeRecord | None":
         """Parse a record; None for anything else, such as data from an older version."""
         try:
-            if value["schema"] != SCHEMA:
-                return None
-            files = {
-                str(name): CodeFile(path=one["path"], sha256=one["sha256"]) for name, one in value["files"].items()
-            }
-            packages = value.get("packages")
-            return cls(
-                files=files, absent=tuple(map(str, value["absent"])), covers=str(value["covers"]),
-                packages=None if packages is None else {str(name): str(version) for name, version in packages.items()},
-                imported=tuple(map(str, value.get("imported", ()))),
-                site_folders=tuple(map(str, value.get("site_folders", ()))),
-                late=tuple(map(str, value.get("late", ()))), folders=tuple(map(str, value.get("folders", ()))),
-            )  # fmt: skip
+            return build(cls, value) if value["schema"] == SCHEMA else None
         except (KeyError, TypeError, AttributeError):
             return None
 

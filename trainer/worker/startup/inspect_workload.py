@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from trainer.parallel.apply.fsdp_units import CannotShard, chosen_units
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 from trainer.protocol.secrets.secret_redaction import in_use
 from trainer.protocol.user_code.record_code import record_imported
 from trainer.worker import workload

@@ -6,7 +6,8 @@ import pytest
 
 from orchestrator.cli.drills.drill_run import why_undetectable
 from orchestrator.cli.drills.scorecard import EXPECTED
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 
 HUNG = {
     "stop-rank", "hang-in-collective", "hang-in-data", "hang-in-forward", "hang-in-save", "hold-lock", "hang-in-send",

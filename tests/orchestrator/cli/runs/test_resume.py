@@ -22,8 +22,8 @@ from tests.installed_distributions import install
 from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 from tests.orchestrator.tiny_config import tiny_config
 from trainer.protocol import skipped_batches
-from trainer.protocol.config import build
 from trainer.protocol.failures.outcome import Failure, FailureKind
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.token_shards import TokenIndex, prepare
 from trainer.protocol.user_code.code_record import CodeFile, CodeRecord

@@ -17,7 +17,8 @@ from trainer.models.pipelined_llama import pipelined_llama
 from trainer.parallel.apply import mesh
 from trainer.parallel.apply.data_parallel import GradientSync
 from trainer.parallel.apply.expert_parallel import build_expert_balance
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 
 BATCH, LENGTH, EXPERTS = 8, 13, 8
 

@@ -13,9 +13,10 @@ import pytest
 
 from tests.trainer.conftest import TINY, Ranks, Run, hang, merged
 from tests.trainer.worker.restore_test.conftest import Subject
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
+from trainer.protocol.plain_data import build
 from trainer.protocol.restore_test import Outcome, RestoreVerdict
 
 STEPS, SAVED = 20, 5

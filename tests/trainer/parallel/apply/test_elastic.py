@@ -13,9 +13,9 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.recovery.elastic_policy import resize_config, world_sizes
 from tests.fakes import slow_llama
 from tests.fakes.recorded_samples import assert_every_sample_once, assert_nothing_is_drawn_twice, recorded
-from trainer.protocol.config import build
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.launch_token import LaunchToken
+from trainer.protocol.plain_data import build
 
 pytestmark = pytest.mark.multi
 

@@ -21,7 +21,8 @@ from trainer.parallel.apply.fsdp_units import (
 )
 from trainer.parallel.apply.gradient_buckets import CannotAverage, mark_replica
 from trainer.parallel.data import Reduce
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 
 pytestmark = pytest.mark.usefixtures("world")
 CPU = torch.device("cpu")

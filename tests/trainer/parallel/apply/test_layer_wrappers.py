@@ -9,8 +9,8 @@ from torch import nn
 
 from trainer.parallel.apply import layer_wrappers
 from trainer.parallel.apply.layer_wrappers import choose_recompute, compile_forward, copy_views, is_compiled
-from trainer.protocol.config import build
 from trainer.protocol.config_sections.recipe_config import TrainConfig
+from trainer.protocol.plain_data import build
 
 
 class Flat(nn.Module):

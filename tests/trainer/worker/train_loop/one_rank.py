@@ -15,11 +15,12 @@ from checkpointing.errors import SaveFailed
 from checkpointing.storage.durable import canonical
 from tests.trainer.conftest import TINY, merged
 from trainer.parallel.apply import mesh
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
 from trainer.protocol.events import Event, read_events
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.launch_token import LaunchToken
 from trainer.protocol.messages.ranks import RankSpec
+from trainer.protocol.plain_data import build
 from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
 from trainer.protocol.run_dir import RunDir
 from trainer.worker import main, workload

@@ -28,7 +28,6 @@ from orchestrator.run_dirs.job_spec import job_spec
 from orchestrator.scheduler.interface import Scheduler
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import EventKind
-from trainer.protocol.plain_data import build
 
 _NOTICED = (EventKind.INCIDENT, EventKind.STRAGGLER, EventKind.PREFLIGHT, EventKind.SPARE_USED, EventKind.DRILL)
 

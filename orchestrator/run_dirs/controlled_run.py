@@ -9,7 +9,7 @@ from orchestrator.config.run_config import RunConfig
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.registry.records import Attempt, Run, UserRequest
 from orchestrator.registry.store import Store
-from trainer.protocol.config import build
+from trainer.protocol.plain_data import build
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 

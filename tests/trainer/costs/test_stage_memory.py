@@ -2,7 +2,8 @@
 
 from trainer.costs.simulation import Kind, PipelineAction, Table
 from trainer.costs.stage_memory import pipeline_peak_bytes
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 DIM, FFN, HEADS, ROWS, TOKENS = 32, 64, 4, 320, 512

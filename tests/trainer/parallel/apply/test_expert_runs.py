@@ -12,7 +12,8 @@ from tests.trainer.parallel.apply.layout_table import WITH_EXPERTS
 from tests.trainer.worker.memory.test_state_bytes import LARGE
 from trainer.costs.model_flops import parameters
 from trainer.costs.peak_bytes import peak_bytes
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof]
 

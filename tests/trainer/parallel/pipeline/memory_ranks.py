@@ -13,7 +13,8 @@ from tests.trainer.worker.memory.allocated_bytes import peaks
 from trainer.models.pipelined_llama import PipelinedLlama, pipelined_llama
 from trainer.parallel.apply import mesh
 from trainer.parallel.apply.data_parallel import GradientSync
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
+from trainer.protocol.plain_data import build
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.worker.optimizer import adamw
 from trainer.worker.reporting.metrics import held_states

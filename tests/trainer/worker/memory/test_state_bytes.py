@@ -14,8 +14,9 @@ from tests.trainer.parallel.apply.layout_table import DENSE
 from trainer.costs.model_flops import parameters
 from trainer.costs.peak_bytes import peak_bytes, state_bytes
 from trainer.costs.stage_memory import parameters_of_rank
-from trainer.protocol.config import JobConfig, build
+from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind
+from trainer.protocol.plain_data import build
 
 pytestmark = pytest.mark.multi
 

@@ -5,14 +5,11 @@ import os
 import secrets
 import shlex
 import sqlite3
-import subprocess
 from pathlib import Path
 
 from checkpointing.storage.durable import fsync_dir
 from orchestrator.errors import Precondition, RegistryError
 from orchestrator.registry import sqlite_errors
-
-_TRIES = 10
 
 
 def backup(path: Path, to: Path) -> Path:
@@ -74,12 +71,9 @@ def _replaceable(to: Path) -> bool:
 
 
 def _copy(path: Path, to: Path) -> None:
-    if sqlite_errors.log_without_place(path):
-        _copy_files(path, to)
-    else:
-        uri = f"{path.absolute().as_uri()}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30)) as source, _open_database(to) as target:
-            source.backup(target)
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30)) as source, _open_database(to) as target:
+        source.backup(target)
     with _open_database(to) as target:
         # A write-ahead log beside the copy could be left behind when the file is moved.
         target.execute("PRAGMA journal_mode = DELETE")
@@ -91,39 +85,3 @@ def _copy(path: Path, to: Path) -> None:
 
 def _open_database(path: Path) -> contextlib.closing[sqlite3.Connection]:
     return contextlib.closing(sqlite3.connect(path))
-
-
-def _copy_files(path: Path, to: Path) -> None:
-    """Copy the file and its write-ahead log where SQLite cannot open them; retry while they change."""
-    names = ("", "-wal")
-    for _ in range(_TRIES):
-        before = [_version(path, name) for name in names]
-        for name, version in zip(names, before, strict=True):
-            copy = to.with_name(to.name + name)
-            if version is None:
-                copy.unlink(missing_ok=True)
-            else:
-                _copy_file(path.with_name(path.name + name), copy)
-        if before == [_version(path, name) for name in names]:
-            return
-    raise RegistryError(
-        "the registry changes too often to be copied from here", where=str(path),
-        hint="type it on the host that writes it",
-    )  # fmt: skip
-
-
-def _copy_file(path: Path, to: Path) -> None:
-    """Copy in a child process, because closing the file here would drop this process's locks on it."""
-    command = ["cp", "--", str(path), str(to)]
-    done = subprocess.run(command, capture_output=True, text=True, umask=0o077, check=False)
-    if done.returncode:
-        raise OSError(done.stderr.strip())
-
-
-def _version(path: Path, ending: str) -> tuple[int, int, int] | None:
-    """Return a value that changes with the file's content; None if the file is missing."""
-    try:
-        found = path.with_name(path.name + ending).stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -100,9 +100,7 @@ class ControllerWrites(UserWrites):
         self._fence(epoch, run)
         before = self.named_run(run).state
         values = check_changes(Run, changes)
-        if _moves(before, to, f"run {run}"):
-            values = {"reason": reason, **values, "state": to}
-            self.note_transition(run, "run", run, before, to, reason, now)
+        values |= self._move(run, "run", run, before, to, reason, now)
         if values:
             self.database.update(Run, {"updated_at": now, **values}, name=run)
 
@@ -114,11 +112,19 @@ class ControllerWrites(UserWrites):
         self._fence(epoch, run)
         before = self.attempt(run, number).state
         values = check_changes(Attempt, changes)
-        if _moves(before, to, f"attempt {run}/{number}"):
-            values = {"reason": reason, **values, "state": to}
-            self.note_transition(run, "attempt", str(number), before, to, reason, now)
+        values |= self._move(run, "attempt", str(number), before, to, reason, now)
         if values:
             self.database.update(Attempt, values, run=run, number=number)
+
+    def _move(
+        self, run: str, kind: str, subject: str, before: StrEnum, to: StrEnum, reason: str, now: float
+    ) -> dict[str, Any]:  # fmt: skip
+        """Record a change of state; return the row's new state and reason, empty if it is in that state already."""
+        if before == to:
+            return {}
+        assert may_move(before, to), f"{kind} {run}/{subject} may not go from {before} to {to}"
+        self.note_transition(run, kind, subject, before, to, reason, now)
+        return {"state": to, "reason": reason}
 
     @writes
     def claim_run(self, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
@@ -230,10 +236,8 @@ class ControllerWrites(UserWrites):
     def trust(self, run: str, name: str, to: Trust, reason: str, *, epoch: int, now: float) -> None:
         """Change a checkpoint's trust and record the reason."""
         self._fence(epoch, run)
-        before = self.checkpoint(run, name).trust
-        if _moves(before, to, f"checkpoint {run}/{name}"):
-            self.database.update(Checkpoint, {"trust": to, "reason": reason}, run=run, name=name)
-            self.note_transition(run, "checkpoint", name, before, to, reason, now)
+        if moved := self._move(run, "checkpoint", name, self.checkpoint(run, name).trust, to, reason, now):
+            self.database.update(Checkpoint, {"trust": moved.pop("state"), **moved}, run=run, name=name)
 
     @writes
     def end_restore_test(
@@ -359,10 +363,3 @@ def is_live(held: Lease, now: float, over: Sequence[Lease] | None) -> bool:
     if over is None:
         return held.expires_at > now
     return (held.epoch, held.renewed_at) not in {(watched.epoch, watched.renewed_at) for watched in over}
-
-
-def _moves(before: StrEnum, after: StrEnum, subject: str) -> bool:
-    if before == after:
-        return False
-    assert may_move(before, after), f"{subject} may not go from {before} to {after}"
-    return True

@@ -140,8 +140,8 @@ class Reads(StoreOperations):
     def changes_after(self, number: int, since: float) -> list[tuple[int, str]]:
         """Return numbers and run names of run state changes after `number`, since a time."""
         change = TABLES[Transition].c
-        wanted = (change.rowid > number) & (change.kind == "run") & (change.time >= since)
-        return self.database.rows(select(change.rowid, change.run).where(wanted).order_by(change.rowid))
+        wanted = (change.id > number) & (change.kind == "run") & (change.time >= since)
+        return self.database.rows(select(change.id, change.run).where(wanted).order_by(change.id))
 
     def notices(self, run: str) -> list[Notice]:
         """Return the notices of a run's attempts, oldest first."""
@@ -220,7 +220,7 @@ class Reads(StoreOperations):
 
     def _names(self, condition: ColumnElement[bool], limit: int | None = None) -> list[str]:
         """Return the names of the runs that meet a condition, newest first."""
-        query = select(_RUNS.name).where(condition).order_by(_RUNS.rowid.desc()).limit(limit)
+        query = select(_RUNS.name).where(condition).order_by(_RUNS.id.desc()).limit(limit)
         return [name for (name,) in self.database.rows(query)]
 
 

@@ -19,7 +19,7 @@ BUSY = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PRO
 
 _MOUNT, _FOLDER = "on a read-only mount", "in a folder without write permission"
 _MAKE_WRITABLE = {_MOUNT: "ask on the host that writes it", _FOLDER: "chmod u+w {folder}"}
-_COPY = "`orch db backup FILE`, then `export ORCH_REGISTRY=FILE`"
+_COPY = "`cp {path}* FOLDER`, then `export ORCH_REGISTRY=FOLDER/{path.name}`"
 _UNWRITABLE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _UNOPENED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_IOERR)
 _MEANINGS = {
@@ -61,7 +61,7 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
         return plain
     if code(error) in _UNWRITABLE and (place := log_without_place(path)):
         what = f"the registry lies {place}, where its write-ahead log cannot be used"
-        hint = f"{_MAKE_WRITABLE[place].format(folder=path.parent)}; or copy it: {_COPY}"
+        hint = f"{_MAKE_WRITABLE[place].format(folder=path.parent)}; or copy it: {_COPY.format(path=path)}"
         return RegistryError(what, where=str(path), hint=hint)
     if code(error) == sqlite3.SQLITE_READONLY and not _is_writable(path):
         hint = f"chmod u+w {shlex.quote(str(path))}, or set {ELSEWHERE}"

@@ -5,15 +5,31 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy
-from sqlalchemy import BindParameter, ClauseElement, ColumnElement, Select, TableClause, Update, bindparam
+from sqlalchemy import (
+    BindParameter,
+    ClauseElement,
+    Column,
+    ColumnElement,
+    Float,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    Select,
+    Table,
+    Text,
+    Update,
+    bindparam,
+)
 from sqlalchemy.dialects.sqlite import Insert
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
+from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.types import TypeEngine
 
 from checkpointing.storage.durable import dump_line, number
 from orchestrator.registry import records
@@ -22,23 +38,51 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
-_LAYOUT: Mapping[type[Any], tuple[str, Callable[[Any], tuple[ColumnElement[Any], ...]]]] = {
-    records.ConfigText: ("configs", lambda row: (row.digest,)),
-    records.Run: ("runs", lambda row: (row.rowid.desc(),)),
-    records.Attempt: ("attempts", lambda row: (row.run, row.number)),
-    records.Submission: ("submissions", lambda row: (row.submitted_at, row.run, row.attempt, row.number)),
-    records.Generation: ("generations", lambda row: (row.run, row.attempt, row.number)),
-    records.Checkpoint: ("checkpoints", lambda row: (row.step.desc(), row.committed_at.desc(), row.name.desc())),
-    records.CheckpointCopy: ("copies", lambda row: (row.run, row.name, row.tier)),
-    records.Notice: ("notices", lambda row: (row.time, row.run, row.attempt, row.source, row.seq)),
-    records.RestoreTest: ("restore_tests", lambda row: (row.begun_at, row.test)),
-    records.Transition: ("transitions", lambda row: (row.rowid,)),
-    records.Node: ("nodes", lambda row: (row.cluster, row.name)),
-    records.Lease: ("lease", lambda row: (row.holder == "", row.renewed_at.desc(), row.epoch.desc())),
-    records.UserRequest: ("asks", lambda row: (row.id,)),
-    records.EventCursor: ("cursors", lambda row: (row.run, row.file)),
-}
-"""Name of each record's table and the order in which its rows are read; referred tables come first."""
+_Columns = Callable[[Any], tuple[ColumnElement[Any], ...]]
+
+_LAYOUT: Mapping[type[Any], tuple[str, str, str, _Columns]] = {
+    records.ConfigText: ("configs", "digest", "", lambda row: (row.digest,)),
+    records.Run: ("runs", "id", "config_digest -> configs.digest", lambda row: (row.id.desc(),)),
+    records.Attempt: ("attempts", "run number", "run -> runs.name", lambda row: (row.run, row.number)),
+    records.Submission: (
+        "submissions", "run attempt number", "run attempt -> attempts.run attempts.number",
+        lambda row: (row.submitted_at, row.run, row.attempt, row.number),
+    ),
+    records.Generation: (
+        "generations", "run attempt number", "run attempt -> attempts.run attempts.number",
+        lambda row: (row.run, row.attempt, row.number),
+    ),
+    records.Checkpoint: (
+        "checkpoints", "run name", "run -> runs.name",
+        lambda row: (row.step.desc(), row.committed_at.desc(), row.name.desc()),
+    ),
+    records.CheckpointCopy: (
+        "copies", "run name tier", "run name -> checkpoints.run checkpoints.name",
+        lambda row: (row.run, row.name, row.tier),
+    ),
+    records.Notice: (
+        "notices", "run attempt source seq", "run attempt -> attempts.run attempts.number",
+        lambda row: (row.time, row.run, row.attempt, row.source, row.seq),
+    ),
+    records.RestoreTest: ("restore_tests", "test", "test -> runs.name", lambda row: (row.begun_at, row.test)),
+    records.Transition: ("transitions", "id", "run -> runs.name", lambda row: (row.id,)),
+    records.Node: ("nodes", "cluster name", "", lambda row: (row.cluster, row.name)),
+    records.Lease: (
+        "lease", "id", "", lambda row: (row.holder == "", row.renewed_at.desc(), row.epoch.desc())
+    ),
+    records.UserRequest: ("asks", "id", "run -> runs.name", lambda row: (row.id,)),
+    records.EventCursor: ("cursors", "run file", "run -> runs.name", lambda row: (row.run, row.file)),
+}  # fmt: skip
+"""Name, primary key, foreign key and order of each record's table; referred tables come first.
+
+A key `id` that is no field of the record is SQLite's row number, which grows with time.
+"""
+_UNIQUE = (("runs", "name"), ("attempts", "job_name"), ("lease", "scheduler"))
+_INDEXES = (
+    *_UNIQUE, ("runs", "state id"), ("submissions", "submitted_at"), ("checkpoints", "run step"),
+    ("transitions", "run id"), ("notices", "kind time"), ("asks", "answered_at"), ("restore_tests", "run begun_at"),
+    ("restore_tests", "ended_at"),
+)  # fmt: skip
 
 
 def _build_once(build: Callable[P, T]) -> Callable[P, T]:
@@ -51,11 +95,44 @@ def field_names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind))
 
 
-TABLES: dict[type[Any], TableClause] = {
-    kind: sqlalchemy.table(name, *map(sqlalchemy.column, ("rowid", *field_names(kind))))
-    for kind, (name, _) in _LAYOUT.items()
-}
-"""Table of each record, with SQLite's row number, which grows with time."""
+_METADATA, _DIALECT = sqlalchemy.MetaData(), SQLiteDialect_pysqlite(paramstyle="named")
+_TYPES: Mapping[Any, type[TypeEngine[Any]]] = {int: Integer, bool: Integer, float: Float}  # Text for all others
+
+
+def _is_optional(kind: Any) -> bool:
+    return typing.get_origin(kind) is types.UnionType
+
+
+def _plain_type(kind: Any) -> Any:
+    """Return the type of a field without its parameters and without None."""
+    kind = typing.get_args(kind)[0] if _is_optional(kind) else kind
+    return typing.get_origin(kind) or kind
+
+
+def _make_table(kind: type[Any]) -> Table:
+    name, key, reference, _ = _LAYOUT[kind]
+    hints = typing.get_type_hints(kind)
+    fields_of = {field: hints[field] for field in field_names(kind)}
+    columns = [
+        Column(field, _TYPES.get(_plain_type(of), Text), primary_key=field in key.split(), nullable=_is_optional(of))
+        for field, of in ({"id": int} | fields_of if key == "id" else fields_of).items()
+    ]
+    own, _, others = reference.partition(" -> ")
+    references = [ForeignKeyConstraint(own.split(), others.split())] if reference else []
+    return Table(name, _METADATA, *columns, *references)
+
+
+TABLES: dict[type[Any], Table] = {kind: _make_table(kind) for kind in _LAYOUT}
+
+
+def create_statements() -> Iterator[str]:
+    """Yield the statements that create all tables and indexes."""
+    for table in _METADATA.sorted_tables:
+        yield str(CreateTable(table).compile(dialect=_DIALECT))
+    for owner, names in _INDEXES:
+        columns = [_METADATA.tables[owner].c[name] for name in names.split()]
+        index = Index("_".join(("ix", owner, *names.split())), *columns, unique=(owner, names) in _UNIQUE)
+        yield str(CreateIndex(index).compile(dialect=_DIALECT))
 
 
 @_build_once
@@ -63,20 +140,20 @@ def selection(kind: type[Any], where: tuple[ColumnElement[bool], ...], *keys: st
     """Return the statement that reads up to `limit` rows with these values that meet the conditions, in their order."""
     row = TABLES[kind].c
     query = sqlalchemy.select(*(row[name] for name in field_names(kind))).where(*where, *_equal(kind, keys))
-    return query.order_by(*_LAYOUT[kind][1](row)).limit(bindparam("limit"))
+    return query.order_by(*_LAYOUT[kind][-1](row)).limit(bindparam("limit"))
 
 
 @_build_once
 def insertion(kind: type[Any], *, keep_existing: bool = False) -> Insert:
     """Return the statement that inserts a row; `keep_existing`: or does nothing."""
-    statement = Insert(TABLES[kind])
+    statement = Insert(TABLES[kind]).inline()  # without RETURNING
     return statement.on_conflict_do_nothing() if keep_existing else statement
 
 
 @_build_once
 def replacement(kind: type[Any], *keys: str) -> Insert:
     """Return the statement that inserts a row, or changes the row with the same keys."""
-    statement = Insert(TABLES[kind])
+    statement = Insert(TABLES[kind]).inline()  # without RETURNING
     changes = {name: statement.excluded[name] for name in field_names(kind) if name not in keys}
     return statement.on_conflict_do_update(index_elements=keys, set_=changes)
 
@@ -103,9 +180,6 @@ def is_among(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
     return column.in_(sqlalchemy.select(sqlalchemy.func.json_each(values).table_valued("value").c.value))
 
 
-_DIALECT = SQLiteDialect_pysqlite(paramstyle="named")
-
-
 @functools.lru_cache(maxsize=512)
 def compile_statement(statement: ClauseElement, names: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """Return the SQL of a statement with these parameters, and its constants by parameter name."""
@@ -126,10 +200,8 @@ _DECODERS: Mapping[Any, Callable[[Any], Any]] = {
 
 
 def _decoder(kind: Any) -> Callable[[Any], Any] | None:
-    """Return the function that decodes the values of a field of this type; None if they are stored as they are."""
-    if typing.get_origin(kind) is types.UnionType:  # NULL is never decoded
-        kind = typing.get_args(kind)[0]
-    kind = typing.get_origin(kind) or kind
+    """Return the function that decodes values other than NULL of a field; None if they are stored unchanged."""
+    kind = _plain_type(kind)
     return kind if issubclass(kind, StrEnum) else _DECODERS.get(kind)
 
 

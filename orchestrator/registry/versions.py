@@ -47,25 +47,17 @@ def require_known(version: str | None, path: Path) -> None:
     if version is None or OLDEST <= version <= HEAD:
         return
     if version < OLDEST:
-        raise RegistryError(
-            f"the registry has version {version or '?'}, which this orch can neither read nor upgrade "
-            f"(it needs {HEAD})",
-            where=str(path),
-            hint="`orch db rebuild --root FOLDER-OF-RUNS` sets it aside and makes a new one from the run directories",
-        )
-    raise RegistryError(
-        f"the registry has version {version}, which is newer than this orch knows (up to {HEAD})",
-        where=str(path),
-        hint="upgrade orch (pip install -U orch), or set ORCH_REGISTRY to another file",
-    )
+        what = f"has version {version or '?'}, which this orch can neither read nor upgrade (it needs {HEAD})"
+        hint = "`orch db rebuild --root FOLDER-OF-RUNS` sets it aside and makes a new one from the run directories"
+    else:
+        what = f"has version {version}, which is newer than this orch knows (up to {HEAD})"
+        hint = "upgrade orch (pip install -U orch), or set ORCH_REGISTRY to another file"
+    raise RegistryError(f"the registry {what}", where=str(path), hint=hint)
 
 
 def require_head(version: str | None, path: Path) -> None:
     """Raise RegistryError for a registry that this program cannot read without an upgrade; None means an empty one."""
     require_known(version, path)
     if version not in (None, HEAD):
-        raise RegistryError(
-            f"the registry has the older version {version}, this orch reads {HEAD}",
-            where=str(path),
-            hint="`orch controller tick` upgrades it, after a backup",
-        )
+        what = f"the registry has the older version {version}, this orch reads {HEAD}"
+        raise RegistryError(what, where=str(path), hint="`orch controller tick` upgrades it, after a backup")

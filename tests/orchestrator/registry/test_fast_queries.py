@@ -4,6 +4,7 @@ import ast
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from orchestrator.errors import RegistryError
 from orchestrator.registry import fast_queries, versions
-from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.registry.records import Attempt, Checkpoint, Generation, RestoreTest, Run
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.orchestrator.ordinary_user import folder_of_an_ordinary_user
 from trainer.protocol.restore_test import UNDECIDED, Outcome
@@ -194,47 +195,38 @@ def test_a_log_on_a_read_only_mount_is_told_so(desk: Desk, tmp_path: Path) -> No
     assert read.stderr.count("Traceback") == 2  # SQLite's error, and the one to show
 
 
-def fill(path: Path, count: int) -> None:
-    """Runs with attempts, generations and checkpoints, by plain SQL."""
-    raw = sqlite3.connect(path)
-    (digest,) = raw.execute("SELECT digest FROM configs").fetchone()
-    numbers = range(1, count + 1)
-    runs = [(f"r-{n}", "RUNNING" if n % 9 == 0 else "SUCCEEDED", digest, n, n) for n in numbers]
-    raw.executemany(
-        "INSERT INTO runs (name, state, reason, cluster, run_dir, config_digest, total_steps, step, not_before,"
-        " fresh_from, created_at, updated_at, identity) VALUES (?, ?, 'why', 'slurm', '/runs', ?, 9, 3, 0, 1, ?, ?,"
-        f" '{'x' * 3000}')",
-        runs,
-    )
-    attempts = [(f"r-{n}", k, f"job-{n}-{k}") for n in numbers for k in (1, 2, 3)]
-    raw.executemany(
-        "INSERT INTO attempts (run, number, state, nonce, job_name, reason, epoch, nodes, excluded, intent_at,"
-        " generations) VALUES (?, ?, 'ENDED', 'n', ?, '', 1, '[\"a\",\"b\"]', '[]', 1, 1)",
-        attempts,
-    )
-    raw.executemany(
-        "INSERT INTO generations (run, attempt, number, started_at, reason) VALUES (?, ?, 1, 1, '')",
-        [(run, number) for run, number, _ in attempts],
-    )
-    raw.executemany(
-        "INSERT INTO checkpoints (run, name, step, attempt, trust, bytes, path, committed_at, reason)"
-        " VALUES (?, ?, ?, 1, 'COMMITTED', 1, '/p', 1, '')",
-        [(f"r-{n}", f"s-{k}", k) for n in numbers for k in range(5)],
-    )
-    tests = [(f"r-{n}", f"r-{n - 1}", f"s-{n % 5}", "CORRUPT" if n % 3 == 0 else "RESTORED") for n in numbers[1::2]]
-    raw.executemany(
-        "INSERT INTO restore_tests (test, run, checkpoint, verdict, layout, step, begun_at, ended_at, reason, evidence,"
-        f" forced) VALUES (?, ?, ?, ?, 'same', 1, 1, 2, '', '{'x' * 3000}', 0)",
-        tests,
-    )
-    raw.commit()
-    raw.close()
+def fill(desk: Desk, count: int) -> None:
+    """Insert runs with three attempts, five checkpoints and, for every second run, a test of its predecessor."""
+    digest = desk.store.put_config({})
+
+    def rows() -> Iterator[object]:
+        for n in range(count):
+            name = f"r-{n}"
+            yield Run(
+                name=name, state=RunState.RUNNING if n % 9 == 0 else RunState.SUCCEEDED, reason="", cluster="slurm",
+                run_dir=f"/r/{n}", config_digest=digest, total_steps=9, identity={"x": "x" * 4000},
+            )  # fmt: skip
+            for k in range(1, 4):
+                yield Attempt(run=name, number=k, state=AttemptState.ENDED, nonce="n", job_name=f"{name}/{k}")
+                yield Generation(run=name, attempt=k, number=1, started_at=1.0)
+            for k in range(5):
+                yield Checkpoint(
+                    run=name, name=f"s-{k}", step=k, attempt=1, trust=Trust.COMMITTED, bytes=1, path="/p",
+                    committed_at=1.0,
+                )  # fmt: skip
+            if n % 2:
+                verdict = "CORRUPT" if n % 3 == 0 else "RESTORED"
+                yield RestoreTest(
+                    test=name, run=f"r-{n - 1}", checkpoint=f"s-{n % 5}", layout="same", step=1, begun_at=1.0,
+                    ended_at=2.0, verdict=verdict, evidence={"x": "x" * 3000},
+                )  # fmt: skip
+
+    desk.store.together(lambda: [desk.store.database.put(row) for row in rows()])
 
 
 def test_ten_thousand_runs_are_read_by_look_ups(desk: Desk) -> None:
     """Not timed: the statement may touch only rows of the runs it answers with, so its work must not grow."""
-    desk.store.put_config({})
-    fill(desk.path, 10_000)
+    fill(desk, 10_000)
 
     def work(limit: int, states: list[str] | None) -> int:
         ticks = 0

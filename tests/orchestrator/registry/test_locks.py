@@ -67,7 +67,6 @@ WORK: dict[str, Callable[[Path], object]] = {
     "read-only store": lambda path: Store.open(path, readonly=True).close(),
     "upgrade": migrate.upgrade,
     "backup": lambda path: backup.backup(path, path.with_name("copy")),
-    "backup without SQLite": lambda path: backup._copy_files(path, path.with_name("copy")),
     "doctor": lambda path: list(machine_checks.registry(path)),
     "rebuild": rebuild_refused,
 }

@@ -19,12 +19,6 @@ TODAY, NEXT = versions.HEAD, f"{int(versions.HEAD) + 1:04d}"
 NOTE = "ALTER TABLE runs ADD COLUMN note TEXT DEFAULT 'none' NOT NULL"
 
 
-def test_the_newest_migration_is_the_version_that_is_read(desk: Desk) -> None:
-    assert list(migrate.MIGRATIONS) == sorted(migrate.MIGRATIONS)
-    assert (min(migrate.MIGRATIONS), max(migrate.MIGRATIONS)) == (versions.OLDEST, versions.HEAD)
-    assert versions.read_version(desk.path) == versions.HEAD
-
-
 @pytest.mark.parametrize("readonly", [False, True])
 def test_a_newer_registry_is_refused_and_left_alone(desk: Desk, readonly: bool) -> None:
     raw = sqlite3.connect(desk.path)

@@ -5,20 +5,19 @@ in the terminal and the end of the submitting process do not reach it; the paren
 """
 
 import contextlib
+import math
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from submitit.core.utils import JobPaths
-from submitit.local.local import Controller, LocalExecutor, LocalJob
+from submitit.local.local import LocalExecutor, LocalJob
 
 from checkpointing.storage.storage_errors import explain_disk_error, is_disk_error
 from checkpointing.storage.trusted_path import pin_path
@@ -40,124 +39,105 @@ class _Executor(LocalExecutor):  # type: ignore[misc]  # submitit is not type-ch
         return LocalJob(folder=self.folder, job_id=str(os.getpid()), tasks=list(range(self._num_tasks())))
 
 
-class _Tasks(Controller):  # type: ignore[misc]  # submitit is not type-checked here
-    """submitit's controller of local tasks, with GPUs by node, an exact deadline and a grace period after SIGTERM."""
-
-    def __init__(self, intent: Intent) -> None:
-        super().__init__(intent.folder)
-        self._intent = intent
-        self.cancelled_at: float | None = None
-        self.timed_out = False
-
-    def cancel(self) -> None:
-        """Forward SIGTERM; the tasks have `KILL_WAIT_S` seconds from the first call."""
-        if self.cancelled_at is None:
-            self.cancelled_at = time.monotonic()
-        self._forward_signal(signal.SIGTERM)
-
-    def start_tasks(self) -> None:
-        paths = [JobPaths(self.folder, self.pid, node) for node in range(self.ntasks)]
-        self.stdouts = [path.stdout.open("a") for path in paths]
-        self.stderrs = [path.stderr.open("a") for path in paths]
-        for node in range(self.ntasks):
-            place = {
-                "SUBMITIT_LOCAL_LOCALID": str(node),
-                "SUBMITIT_LOCAL_GLOBALID": str(node),
-                "SUBMITIT_LOCAL_JOB_ID": self.pid,
-                "CUDA_VISIBLE_DEVICES": self._intent.devices[node],
-            }
-            task = subprocess.Popen(
-                self.command, env={**os.environ, **place}, stdin=subprocess.DEVNULL, stdout=self.stdouts[node],
-                stderr=self.stderrs[node],
-            )  # fmt: skip
-            self.tasks.append(task)
-
-    def wait(self, freq: int = 24) -> Sequence[int | None]:
-        """Wait for all tasks to exit; a failing task does not end its peers.
-
-        As in Slurm, USR2 is sent before the limit and SIGTERM at it.
-        """
-        limit = time.monotonic() + self.timeout_s
-        warn_at: float | None = limit - self.signal_delay_s
-        while any(task.poll() is None for task in self.tasks):
-            now = time.monotonic()
-            if warn_at is not None and now >= warn_at:
-                warn_at = None
-                self._forward_signal(signal.SIGUSR2)
-            if now >= limit and not self.timed_out:
-                self.timed_out = True
-                self.cancel()
-            if self.cancelled_at is not None and now >= self.cancelled_at + KILL_WAIT_S:
-                self._forward_signal(signal.SIGKILL)
-            time.sleep(_POLL_S)
-        return [task.returncode for task in self.tasks]
-
-
 class JobRunner:
-    """Life cycle of one local job: held, running, ended."""
+    """Life cycle of one local job: held, running, ended. GPUs are assigned by node."""
 
     def __init__(self, intent: Intent, host: JobProcess) -> None:
         self._intent, self._host = intent, host
-        self._cancelled = False
-        self._tasks: _Tasks | None = None
+        self._tasks: list[subprocess.Popen[bytes]] = []
+        self._cancelled_at: float | None = None  # by a signal or at the time limit
+        self._timed_out = False
 
     def prepare(self) -> None:
-        """Write the payload, and the environment from which submitit's controller reads its settings."""
-        intent, python = self._intent, self._intent.command[-1]
+        """Write the payload, and the environment that submitit and the agents read."""
+        intent = self._intent
         made = _Executor(intent.folder)
         made.update_parameters(tasks_per_node=intent.nodes, timeout_min=intent.limit_s / 60)
         made.submit(load_entry(intent.entry), *intent.arguments)
         os.environ.update(
+            SUBMITIT_EXECUTOR="local",
+            SUBMITIT_LOCAL_JOB_ID=str(os.getpid()),
             SUBMITIT_LOCAL_NTASKS=str(intent.nodes),
-            SUBMITIT_LOCAL_COMMAND=shlex.join(
-                [*intent.command[:-1], f"{python} {start_command(intent.run_dir, intent.named)}"]
-            ),
-            SUBMITIT_LOCAL_TIMEOUT_S=str(intent.limit_s),
-            SUBMITIT_LOCAL_SIGNAL_DELAY_S=str(intent.signal_lead),
             SUBMITIT_LOCAL_NODEID="0",
             SUBMITIT_LOCAL_JOB_NUM_NODES="1",
-            SUBMITIT_STDERR_TO_STDOUT="",
-            SUBMITIT_LOCAL_WITH_SHELL="",
-            SUBMITIT_EXECUTOR="local",
         )
 
     def run(self) -> JobEnd:
         """Wait for the release, run the tasks and return their end."""
-        tasks = _Tasks(self._intent)
-        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGTERM, self._cancel)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited by tasks: the warning must not kill a starting task
         if not self._await_release():
             return self._end("CANCELLED", "cancelled while held")
-        self._tasks = tasks
         records.write_job_process(self._intent.folder, replace(self._host, started_at=time.time()))
         try:
-            tasks.start_tasks()
-            if self._cancelled:
-                tasks.cancel()
-            codes = tuple(tasks.wait())
+            self._start_tasks()
+            codes = self._wait()
         finally:
-            tasks.kill_tasks()
             records.end_marked(self._intent.name, 0.0)
-        if tasks.timed_out:
+        if self._timed_out:
             return self._end("TIMEOUT", "the time limit was reached", codes)
-        if self._cancelled:
+        if self._cancelled_at is not None:
             return self._end("CANCELLED", "cancelled", codes)
         bad = [f"node {node}: {code}" for node, code in enumerate(codes) if code]
         return self._end("FAILED" if bad else "COMPLETED", ", ".join(bad), codes)
 
-    def _on_term(self, *_: object) -> None:
-        self._cancelled = True
-        if self._tasks is not None:
-            self._tasks.cancel()
+    def _cancel(self, *_: object) -> None:
+        """Forward SIGTERM; the tasks have `KILL_WAIT_S` seconds from the first call."""
+        if self._cancelled_at is None:
+            self._cancelled_at = time.monotonic()
+        self._signal_tasks(signal.SIGTERM)
+
+    def _signal_tasks(self, number: int) -> None:
+        for task in self._tasks:
+            task.send_signal(number)
 
     def _await_release(self) -> bool:
         """Wait for the release; return False if the job was cancelled, or its folder deleted, first."""
         while not (self._intent.folder / records.RELEASED).exists():
-            if self._cancelled or not self._intent.folder.is_dir():
+            if self._cancelled_at is not None or not self._intent.folder.is_dir():
                 return False
             time.sleep(_POLL_S)
-        return not self._cancelled
+        return self._cancelled_at is None
+
+    def _start_tasks(self) -> None:
+        intent = self._intent
+        *shell, script = intent.command
+        command = [*shell, f"{script} {start_command(intent.run_dir, intent.named)}"]
+        for node in range(intent.nodes):
+            paths = JobPaths(intent.folder, str(os.getpid()), node)
+            place = {
+                "SUBMITIT_LOCAL_LOCALID": str(node),
+                "SUBMITIT_LOCAL_GLOBALID": str(node),
+                "CUDA_VISIBLE_DEVICES": intent.devices[node],
+            }
+            with paths.stdout.open("a") as stdout, paths.stderr.open("a") as stderr:
+                task = subprocess.Popen(
+                    command, env={**os.environ, **place}, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+                )
+            self._tasks.append(task)
+        if self._cancelled_at is not None:
+            self._signal_tasks(signal.SIGTERM)
+
+    def _wait(self) -> tuple[int | None, ...]:
+        """Wait for all tasks to exit; a failing task does not end its peers.
+
+        As in Slurm, USR2 is sent before the limit and SIGTERM at it.
+        """
+        limit = time.monotonic() + self._intent.limit_s
+        warn_at = limit - self._intent.signal_lead
+        while any(task.poll() is None for task in self._tasks):
+            now = time.monotonic()
+            if now >= warn_at:
+                warn_at = math.inf
+                self._signal_tasks(signal.SIGUSR2)
+            if now >= limit and not self._timed_out:
+                self._timed_out = True
+                self._cancel()
+            if self._cancelled_at is not None and now >= self._cancelled_at + KILL_WAIT_S:
+                self._signal_tasks(signal.SIGKILL)
+            time.sleep(_POLL_S)
+        return tuple(task.returncode for task in self._tasks)
 
     @staticmethod
     def _end(state: str, reason: str, codes: tuple[int | None, ...] = ()) -> JobEnd:

@@ -50,19 +50,6 @@ AGENT_ROOMS = (
 )
 """Each may enter those before it."""
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
-OLD_NAMES = set(
-    """
-    asks barren births blind burial buried bury condemned confirming courtesy cry deaf deciding door doubts
-    fallen farewell fell framing growing judging lament landing lane maylack mended mischief nursery obituaries obituary
-    pace packets parting progressed pulse questions rhythm rungs sabotage scene scribe scribes seat sighting silences
-    speech stillborn story teller telling testify ticket tidying timetable trial unbarren unborn unheard unwatched vigil
-    watchman witness
-    """.split()  # noqa: SIM905 (a list of this length would be a page)
-)
-"""Words that named parts of orch before the field's own words did; a new name needs no old one beside it.
-
-Not here: words that a JSON file or a message still bears (`warming`, `clearing`, `sightings`, `flight`).
-"""
 MODELS = {"trainer/models/llama.py", "trainer/models/mixture_of_experts.py"}
 PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
 UNPICKLERS = {
@@ -281,33 +268,11 @@ def test_functions_are_short_on_the_whole() -> None:
 
 def test_names_are_the_fields_own() -> None:
     def violations() -> Iterator[str]:
-        for name, tree in trees().items():
+        for name in SOURCES:
             stem = set(Path(name).stem.split("_"))
             yield from (f"{name}: name the concept, not {word}" for word in sorted(stem & BANNED_NAMES))
-            for part in Path(name).parts:
-                yield from (f"{name}: {word} is an old name" for word in sorted(_words(Path(part).stem) & OLD_NAMES))
-            for line, identifier in _defined(tree):
-                old = _words(identifier) & OLD_NAMES
-                yield from (f"{name}:{line} {identifier}: {word} is an old name" for word in sorted(old))
 
     none_of(violations())
-
-
-def _words(name: str) -> set[str]:
-    """The words of a name in snake_case or CamelCase, in lower case."""
-    return set(re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_"))
-
-
-def _defined(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every name that the file gives: functions, classes, parameters, variables, attributes, import aliases."""
-    for node in nodes(tree):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield node.lineno, name
-            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                yield node.lineno, name
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                yield from ((node.lineno, alias.asname) for alias in aliases if alias.asname)
 
 
 CLAUSE = re.compile(r"^(What|How|Who|Whom|Whose|Which|Those|Where|The same|That)\b")

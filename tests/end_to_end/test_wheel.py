@@ -29,19 +29,8 @@ def install(folder: Path, wheel: Path, *, whole: bool) -> Path:
     """A new environment with the wheel; its dependencies are installed too, or borrowed from this one."""
     venv.create(folder, with_pip=whole)
     python = folder / "bin" / "python"
-    command = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), str(wheel)]
-    if not whole:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            f"--python={python}",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-compile",
-            str(wheel),
-        ]
+    words = ["install", "-q", "-c", str(ROOT / "constraints.txt")] if whole else ["install", "-q", "--no-deps"]
+    command = [sys.executable, "-m", "pip", f"--python={python}", *words, "--no-compile", str(wheel)]
     subprocess.run(command, check=True, capture_output=True)
     if not whole:
         (places,) = (folder / "lib").glob("python*/site-packages")
@@ -49,9 +38,7 @@ def install(folder: Path, wheel: Path, *, whole: bool) -> Path:
     return folder / "bin" / "orch"
 
 
-SMALL_RUN = (
-    "submit", "tiny-gpt", "--wait", *ONE_NODE, "train.steps=2",
-)  # fmt: skip
+SMALL_RUN = ("submit", "tiny-gpt", "--wait", *ONE_NODE, "train.steps=2")
 
 
 @pytest.mark.parametrize(

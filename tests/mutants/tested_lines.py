@@ -19,16 +19,9 @@ from coverage.exceptions import DataError
 from tests.mutants.areas import AREAS, ROOT, sources, test_files
 
 TREE = (
-    "orch",
-    "orchestrator",
-    "trainer",
-    "checkpointing",
-    "tests",
-    "benchmarks",
-    "configs",
-    "sbatch_templates",
+    "orch", "orchestrator", "trainer", "checkpointing", "tests", "benchmarks", "configs", "sbatch_templates",
     "examples",
-)
+)  # fmt: skip
 FAST = "not slurm and not proof"
 
 

@@ -212,18 +212,8 @@ def _run(tree: Path, arguments: Sequence[str], plugin: object) -> NoReturn:
         sys.path[:] = [str(tree), *(one for one in sys.path if one and Path(one).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in TREE]:
             del sys.modules[name]
-        options = [
-            "-q",
-            "-x",
-            "--timeout=60",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:cov",
-            "-p",
-            "no:xdist",
-            *_IMPORTED_EARLY,
-        ]
+        plugins = ("-p", "no:cacheprovider", "-p", "no:cov", "-p", "no:xdist")
+        options = ["-q", "-x", "--timeout=60", *plugins, *_IMPORTED_EARLY]
         code = pytest.main([*options, *arguments], plugins=[plugin])
     except BaseException:  # noqa: BLE001  # outermost edge of a forked child
         traceback.print_exc()

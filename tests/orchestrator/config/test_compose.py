@@ -63,18 +63,6 @@ def test_the_digest_is_of_the_canonical_data_and_only_content_changes_it(made: C
     assert diff(one.data, changed.data) == {"train.steps": (7, 8)}
 
 
-def test_weaker_layers_yield_to_stronger_ones(made: Compose, environ: dict[str, str], tmp_path: Path) -> None:
-    site, home = tmp_path / "site.yaml", tmp_path / "home" / ".config" / "orch"
-    home.mkdir(parents=True)
-    site.write_text("cluster: {partition: site, account: site, qos: site}\n")
-    (home / "config.yaml").write_text("cluster: {account: user, qos: user}\n")
-    environ["ORCH_SITE_CONFIG"] = str(site)
-    composed = made(READS + "cluster: {qos: file}\n")
-    cluster = composed.config.cluster
-    assert (cluster.partition, cluster.account, cluster.qos) == ("site", "user", "file")
-    assert composed.origins["cluster.partition"] == f"{site}:1"
-
-
 def test_a_named_site_config_must_exist(made: Compose, environ: dict[str, str], tmp_path: Path) -> None:
     environ["ORCH_SITE_CONFIG"] = "/nowhere/site.yaml"
     with pytest.raises(ConfigError, match="no such file: /nowhere/site.yaml") as caught:

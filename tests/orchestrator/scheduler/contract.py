@@ -2,11 +2,14 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, Resources, Scheduler
+from orchestrator.scheduler.local import local_scheduler
+from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 
 PATIENCE_S = 120.0
 
@@ -60,6 +63,14 @@ class World:
     def until_ended(self, job: JobStatus) -> str:
         eventually(lambda: self.state(job) in ENDED_STATES, "the job has ended")
         return self.state(job)
+
+
+@contextmanager
+def local_world(folder: Path, index: Path) -> Iterator[World]:
+    """Yield local jobs below `folder`, and end those that are left."""
+    yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=folder)
+    for intent in local_scheduler.intents(index):
+        local_scheduler.end_marked(intent.name, 0.0)
 
 
 class SchedulerContract:

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.scheduler.local import local_scheduler
-from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.fakes.scheduler import FakeScheduler
-from tests.orchestrator.scheduler.contract import SchedulerContract, World
+from tests.orchestrator.scheduler.contract import SchedulerContract, World, local_world
 
 
 class TestFake(SchedulerContract):
@@ -20,7 +18,5 @@ class TestFake(SchedulerContract):
 class TestLocal(SchedulerContract):
     @pytest.fixture
     def world(self, tmp_path: Path) -> Iterator[World]:
-        index = tmp_path / "index"
-        yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=tmp_path)
-        for intent in local_scheduler.intents(index):
-            local_scheduler.end_marked(intent.name, 0.0)
+        with local_world(tmp_path, tmp_path / "index") as made:
+            yield made

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,13 @@ from orchestrator.scheduler.job_environment import Submitter
 from orchestrator.scheduler.local import local_scheduler
 from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
-from tests.orchestrator.scheduler.contract import PATIENCE_S, World, eventually
+from tests.orchestrator.scheduler.contract import PATIENCE_S, World, eventually, local_world
 from trainer.protocol.node_identity import discover
-
-
-@contextmanager
-def world_in(folder: Path) -> Iterator[World]:
-    index = folder / "index"
-    yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=folder)
-    for intent in local_scheduler.intents(index):
-        local_scheduler.end_marked(intent.name, 0.0)
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    with world_in(tmp_path) as made:
+    with local_world(tmp_path, tmp_path / "index") as made:
         yield made
 
 
@@ -58,7 +49,8 @@ class Running:
 
 @pytest.fixture(scope="module")
 def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with world_in(tmp_path_factory.mktemp("job")) as world, pytest.MonkeyPatch.context() as patch:
+    folder = tmp_path_factory.mktemp("job")
+    with local_world(folder, folder / "index") as world, pytest.MonkeyPatch.context() as patch:
         world.resources = Resources(nodes=2, gpus_per_node=1, time="5")
         patch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
         patch.delenv("VIRTUAL_ENV", raising=False)
@@ -226,8 +218,7 @@ def test_cancel_reaches_the_tasks_of_a_killed_holder(world: World) -> None:
 
 def test_after_a_restart_of_the_machine_its_jobs_are_gone(looked_at: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     world, job = looked_at.world, looked_at.job
-    for module in (local_scheduler,):
-        monkeypatch.setattr(module, "boot_id", lambda: "another")
+    monkeypatch.setattr(local_scheduler, "boot_id", lambda: "another")
     monkeypatch.setattr(local_scheduler, "boot_time", lambda: time.time() + 1.0)
     assert world.state(job) == "NODE_FAIL"
     world.scheduler.cancel(job.job_id)
@@ -240,8 +231,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
     monkeypatch.setattr(local_scheduler, "is_visible", lambda space: False)
     monkeypatch.setattr(local_scheduler, "marked_processes", lambda name: [])
     if machine:
-        for module in (local_scheduler,):
-            monkeypatch.setattr(module, "boot_id", lambda: "another")
+        monkeypatch.setattr(local_scheduler, "boot_id", lambda: "another")
 
 
 def test_of_a_job_elsewhere_its_heartbeat_tells_and_silence_is_no_end(
@@ -340,11 +330,8 @@ def test_an_end_is_known_elsewhere_and_entries_of_jobs_long_ended_are_dropped(
 
 @pytest.fixture
 def small_world(tmp_path: Path) -> Iterator[World]:
-    index = tmp_path / "index"
-    with small_tmpfs(tmp_path / "disk", "1m") as folder:
-        yield World(scheduler=LocalScheduler(entry="tests.slurm.payload:record", index=index), folder=folder)
-        for intent in local_scheduler.intents(index):
-            local_scheduler.end_marked(intent.name, 0.0)
+    with small_tmpfs(tmp_path / "disk", "1m") as folder, local_world(folder, tmp_path / "index") as made:
+        yield made
 
 
 def test_a_job_is_refused_with_the_disk_as_the_reason_and_starts_once_there_is_room_and_its_end_finds_room(

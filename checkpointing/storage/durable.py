@@ -290,7 +290,7 @@ def replace_or_overwrite(path: Path, data: bytes) -> None:
         write_atomically(path, data)
     except OSError as error:
         # Padded with spaces, so that the end of the old content does not follow the new content.
-        if error.errno not in FULL or not _overwrite(path, data.ljust(_size(path)), shrink=False):
+        if error.errno not in FULL or not _overwrite(path, data.ljust(file_size(path)), shrink=False):
             raise
 
 
@@ -298,7 +298,8 @@ def _reserve_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.reserve")
 
 
-def _size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Return the size in bytes; 0 if the file does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

@@ -165,7 +165,9 @@ class Restorer:
             restored = self._load_any_copy(list(copies), targets, optional_keys, refusals)
             if restored is None:
                 continue
-            self._emit_restored(restored, time.monotonic() - start)
+            facts = {"step": restored.step, "name": restored.name, "seconds": time.monotonic() - start}
+            verified = {} if restored.verified else {"verified": False}
+            self._emit_event("checkpoint.restored", **facts, tier=restored.tier, **verified)
             doubted = (each for each in found if each.step > restored.step or each.step in self._suspects)
             self.distrusted.pass_over(each.name for each in doubted if each.name != restored.name)
             return restored
@@ -436,11 +438,6 @@ class Restorer:
         if place < 0:
             return {"tier": MEMORY}
         return {"tier": self._places[place].path} if len(self._places) > 1 or self.memory is not None else {}
-
-    def _emit_restored(self, restored: Restored, seconds: float) -> None:
-        more = {} if restored.verified else {"verified": False}
-        facts = {"step": restored.step, "name": restored.name, "seconds": seconds, "tier": restored.tier}
-        self._emit_event("checkpoint.restored", **facts, **more)
 
     def _emit_event(self, kind: str, **data: Any) -> None:
         if self._ranks.leads:

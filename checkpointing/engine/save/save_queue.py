@@ -157,7 +157,9 @@ class SaveQueue:
                 except FAILURES as error:
                     return SaveFailed(job.step, self._broken(job, error))
                 if again is not True:
-                    self._emit_failed(job, failure.reason)
+                    if self._ranks.leads:
+                        facts = {"step": job.step, "reason": failure.reason, "bytes": job.plan.size}
+                        self._emit("checkpoint.failed", facts)
                     return failure
             except FAILURES as error:
                 return SaveFailed(job.step, self._broken(job, error))
@@ -168,10 +170,6 @@ class SaveQueue:
         reason = f"rank {self._ranks.rank}: {explain(error)}"
         self._emit("checkpoint.failed", {"step": job.step, "reason": reason})
         return reason
-
-    def _emit_failed(self, job: SaveJob, reason: str) -> None:
-        if self._ranks.leads:
-            self._emit("checkpoint.failed", {"step": job.step, "reason": reason, "bytes": job.plan.size})
 
     def _should_retry(self, job: SaveJob, failure: SaveFailed, tries: int) -> bool:
         """Decide on rank 0, and pause before a retry; a newer save always takes precedence."""

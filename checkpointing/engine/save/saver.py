@@ -165,14 +165,11 @@ class CheckpointSaver:
 
     # ---- writing
 
-    def _ensure_writer(self) -> None:
+    def _submit_parts(self, job: SaveJob, name: str, submitted: _Submitted) -> InspectionReport:
+        """Hand every part to the writer once it is copied, and inspect it while it is being written."""
         if not self.writer.alive:
             _log.warning("the checkpoint writer is gone; starting another")
             self.writer = self.writer.replacement()
-
-    def _submit_parts(self, job: SaveJob, name: str, submitted: _Submitted) -> InspectionReport:
-        """Hand every part to the writer once it is copied, and inspect it while it is being written."""
-        self._ensure_writer()
         inspection = Inspection(() if self._plausibility == OFF else job.trained)
         for bucket in job.staged.buckets():
             bucket.copy.wait()

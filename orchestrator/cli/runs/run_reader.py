@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from checkpointing.storage.durable import file_size
 from trainer.protocol.events import Event, read_events
 from trainer.protocol.heartbeat import Heartbeat
 from trainer.protocol.logs.line_file import read_new_lines
@@ -38,14 +39,6 @@ def newest_ranks(attempt: AttemptDir) -> RankReadings | None:
         return RankReadings.read(attempt.ranks)
     except (OSError, ValueError):
         return None
-
-
-def file_size(path: Path) -> int:
-    """Return the size in bytes; 0 while the file does not exist."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def parse_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:

@@ -7,7 +7,8 @@ from itertools import pairwise
 from statistics import linear_regression, mean, median
 from typing import Any
 
-from orchestrator.cli.runs.run_reader import RECENT_STEPS, StepLine, file_size, parse_steps
+from checkpointing.storage.durable import file_size
+from orchestrator.cli.runs.run_reader import RECENT_STEPS, StepLine, parse_steps
 from orchestrator.cli.terminal.render import size
 from trainer.protocol.config import load
 from trainer.protocol.logs.line_file import read_new_lines

@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 
 from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, POLL_SECONDS, PeerTimeout
 from trainer.agent.control.tcp_transport import CoordinatorPeer, WireError
@@ -20,7 +19,7 @@ from trainer.agent.processes.log_pipes import LogPipes
 from trainer.agent.rank_processes import local_ranks
 from trainer.agent.rank_processes.checkpoint_writers import CheckpointWriters
 from trainer.agent.rank_processes.local_ranks import LocalRank, LocalRanks
-from trainer.agent.rank_processes.rank_exit import ExitReports, add_local_facts, complete_end
+from trainer.agent.rank_processes.rank_exit import add_local_facts, complete_end
 from trainer.agent.watch.evidence import EvidenceCollector
 from trainer.agent.watch.hang_limits import ReportSchedule
 from trainer.agent.watch.sampling import Sampler, no_writer
@@ -67,7 +66,7 @@ class NodeAgent:
         self._startup_failures, self._sigterm_sent, self._failed, self._warm = 0, False, False, False
         self._reports = ReportSchedule(identity.node, config.cluster.all_nodes, time.monotonic())
         self._tasks = SupervisedTasks()
-        self._exit_reports = ExitReports(self._tasks.spawn)
+        self._last_exit_report: asyncio.Task[None] | None = None
         self._early: list[int] = []
         self._peer: CoordinatorPeer
         self._launcher: RankLauncher
@@ -237,7 +236,7 @@ class NodeAgent:
         if ranks is not None:
             if not ranks.all_gone():
                 # Report ranks that ended before the fork server first.
-                await self._exit_reports.wait_until_sent()
+                await _finish(self._last_exit_report)
                 self._peer.send(agents.ForkServerDied(generation=ranks.generation, reason=reason))
             await local_ranks.kill_orphaned_ranks(ranks, self._on_ended, self._gone, self._pids_of_helpers())
         self._startup_failures += 1
@@ -325,10 +324,15 @@ class NodeAgent:
         known = {"exit_code": end.exit_code, "signal": end.signal, "reason": reason}
         self._events.write(EventKind.RANK_EXITED, rank=end.rank, node=self._node.name, **known)
         self._peer.send(ranks.summary())
-        read = partial(complete_end, self._attempt, end, local.reported_end, command=command, logs=self._logs)
-        self._exit_reports.add(read, partial(self._send_end, ranks, local))
+        self._last_exit_report = self._tasks.spawn(self._report_end(ranks, local, end, self._last_exit_report))
 
-    def _send_end(self, ranks: LocalRanks, local: LocalRank, end: RankEnd) -> None:
+    async def _report_end(
+        self, ranks: LocalRanks, local: LocalRank, end: RankEnd, before: asyncio.Task[None] | None
+    ) -> None:  # fmt: skip
+        """Complete and report a rank's end, after the reports of earlier exits: the first exit matters most."""
+        command = bool(self._config.command)
+        end = await complete_end(self._attempt, end, local.reported_end, command=command, logs=self._logs)
+        await _finish(before)
         if ranks is self._ranks:
             self._peer.send(end)
             local.reported = True
@@ -402,6 +406,11 @@ class NodeAgent:
             reported = ranks.generation if first else reported
             if self._reports.due(now, closely=sampler.sees_halted(), at_once=first):
                 self._peer.send(sampler.report(summary))
+
+
+async def _finish(task: asyncio.Task[None] | None) -> None:
+    if task is not None and not task.done():
+        await asyncio.wait([task])
 
 
 def _log(text: str) -> None:

@@ -110,7 +110,7 @@ def _train(
     run_dir = RunDir(Path(spec.run_dir), known_as=Path(spec.known_as) if spec.known_as else None)
     config = load(run_dir, spec.attempt)
     cell.update(phase=Phase.INIT, generation=spec.generation, total_steps=config.train.steps)
-    os.environ.update({**rendezvous.torchrun_environment(spec), **config.env, **spec.env})
+    os.environ.update({**spec.torchrun_variables(), **config.env, **spec.env})
     rendezvous.be_deterministic(rendezvous.threads_per_rank(config.cluster))
     seed_generators(config.train.seed)  # the same on all ranks, so that models built on the CPU are equal everywhere
     made = workload.build(config)

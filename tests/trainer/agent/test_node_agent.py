@@ -79,7 +79,7 @@ class Alone:
     def ended(self, exit_code: int | None, number: int | None = None) -> RankEnd:
         async def end() -> None:
             self.agent._on_ended(RankEnd(rank=0, exit_code=exit_code, signal=number, reported=False))
-            await self.agent._exit_reports.wait_until_sent()
+            await asyncio.wait([self.agent._last_exit_report])
 
         asyncio.run(end())
         return self.told.of(RankEnd)[-1]
@@ -254,7 +254,7 @@ def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, mo
         alone.agent._kill(1)
         assert time.monotonic() - before < 1.0
         assert not alone.told.of(RankEnd) + alone.told.of(agents.GenerationGone)
-        await alone.agent._exit_reports.wait_until_sent()
+        await asyncio.wait([alone.agent._last_exit_report])
 
     try:
         asyncio.run(scene())
@@ -270,7 +270,7 @@ def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
     async def scene() -> None:
         alone.agent._on_ended(RankEnd(rank=0, exit_code=1))
         alone.agent._ranks = None
-        await alone.agent._exit_reports.wait_until_sent()
+        await asyncio.wait([alone.agent._last_exit_report])
 
     asyncio.run(scene())
     alone.agent._ranks = alone.ranks

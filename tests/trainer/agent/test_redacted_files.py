@@ -10,7 +10,7 @@ import pytest
 
 from trainer.agent import main
 from trainer.agent.coordination.job_monitor import write_verdict
-from trainer.agent.fork_server.launch_order import torchrun_environment
+from trainer.agent.fork_server.launch_order import RankLauncher
 from trainer.agent.rank_processes.rank_exit import last_output
 from trainer.agent.user_command.command_run import CommandMemory, SetAsideCheckpoint
 from trainer.agent.watch.declare_hang import HangJudgement, HangVerdict, Incident
@@ -21,6 +21,8 @@ from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AgentEnd, AgentReport, AttemptOutcome, AttemptResult
 from trainer.protocol.failures.rank_end import RankEnd, append_outcome
 from trainer.protocol.heartbeat import Heartbeat
+from trainer.protocol.messages.agents import StartGeneration
+from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.restore_test import Outcome, RestoreVerdict
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets import secret_redaction
@@ -134,10 +136,10 @@ def test_the_error_file_of_a_command_is_redacted_and_with_secrets_not_asked_for(
     assert (found.exception, found.message) == ("RuntimeError", f"for {SHOWN}")
 
     def environment(inherited: dict[str, str]) -> dict[str, str]:
-        return torchrun_environment(
-            run=attempt.run, attempt=attempt, config=JobConfig(), node_rank=0, generation=1, local_rank=0,
-            master=("h", 1), inherited=inherited,
-        )  # fmt: skip
+        identity = NodeIdentity(kind="slurm", job_id="7", node=0, nodes=1, name="n")
+        config = JobConfig(command=("true",))
+        launcher = RankLauncher(attempt.run, attempt, config, identity, inherited, "h")
+        return launcher.launch_order(StartGeneration(generation=1, node_rank=0, master=("h", 1)), 0).env
 
     assert "TORCHELASTIC_ERROR_FILE" in environment({})
     assert "TORCHELASTIC_ERROR_FILE" not in environment({LISTED: "A"})

@@ -25,8 +25,7 @@ from trainer.protocol.user_code.code_record import (
     package_words,
 )
 from trainer.protocol.user_code.installed_packages import find_site_folders, normalize_names
-from trainer.protocol.user_code.late_imports import carry_late
-from trainer.protocol.user_code.record_code import read_again, record_imported, record_named, with_packages
+from trainer.protocol.user_code.record_code import carry_late, read_again, record_imported, record_named, with_packages
 
 
 def _compare(before: CodeRecord | None, now: CodeRecord, occasion: Occasion, since: str) -> CodeAtStart:

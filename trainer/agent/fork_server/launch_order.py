@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.agent.control import tcp_transport
@@ -14,44 +15,12 @@ from trainer.protocol.command_progress import FOLDER_VARIABLE
 from trainer.protocol.config import JobConfig
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.messages.agents import StartGeneration
-from trainer.protocol.messages.ranks import RankSpec, StartRank, place_variables
+from trainer.protocol.messages.ranks import RankSpec, StartRank
 from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.secrets.secret_redaction import LISTED
 
 _INTERPRETERS = ("python", "python3")
-
-
-def torchrun_environment(
-    *, run: RunDir, attempt: AttemptDir, config: JobConfig, node_rank: int, generation: int, local_rank: int,
-    master: tuple[str, int], inherited: Mapping[str, str],
-) -> dict[str, str]:  # fmt: skip
-    per_node, world = config.cluster.ranks_per_node, config.cluster.world_size
-    rank = node_rank * per_node + local_rank
-    threads = inherited.get("OMP_NUM_THREADS") or str(max(1, config.cluster.cpus_per_task // per_node))
-    place = place_variables(
-        rank=rank, local_rank=local_rank, world_size=world, local_world_size=per_node, node_rank=node_rank,
-        generation=generation, run_id=f"{run.name}-{attempt.number}",
-    )  # fmt: skip
-    variables = {
-        **place,
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": master[1],
-        "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
-        # torch would write the exception's text there unredacted, secrets included; its log has the same information.
-        **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": attempt.error_file(rank, generation)}),
-        # The script's own rank 0 hosts the store, a new one in every generation.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "OMP_NUM_THREADS": threads,
-        # The last output of a killed rank must be in its log.
-        "PYTHONUNBUFFERED": "1",
-        "ORCH_RUN": run.name,
-        "ORCH_RUN_DIR": run.path,
-        "ORCH_ATTEMPT": attempt.number,
-        "ORCH_GENERATION": generation,
-    }
-    path = {"PATH": interpreter_first(inherited.get("PATH", os.defpath))}
-    return {**{name: str(value) for name, value in variables.items()}, **path, **config.env}
 
 
 def with_interpreter(config: JobConfig) -> tuple[str, ...]:
@@ -140,21 +109,37 @@ class RankLauncher:
         self._environ, self._reached_at, self._sockets = environ, host, sockets
 
     def launch_order(self, start: StartGeneration, local_rank: int) -> StartRank:
-        config, node_rank = self._config, start.node_rank
-        rank = node_rank * config.cluster.ranks_per_node + local_rank
-        bound = cores_of_rank(self._identity, config, node_rank, local_rank, os.sched_getaffinity(0))
+        config, spec = self._config, self._spec(start, local_rank)
+        bound = cores_of_rank(self._identity, config, start.node_rank, local_rank, os.sched_getaffinity(0))
+        order = StartRank(rank=spec.rank, generation=spec.generation, cores=tuple(bound), env={}, spec=spec)
         if start.master is None:
-            return StartRank(
-                rank=rank, generation=start.generation, cores=tuple(bound), env={}, spec=self._spec(start, local_rank)
-            )
-        environ = torchrun_environment(
-            run=self._run, attempt=self._attempt, config=config, node_rank=node_rank, generation=start.generation,
-            local_rank=local_rank, master=start.master, inherited=self._environ,
-        )  # fmt: skip
-        return StartRank(
-            rank=rank, generation=start.generation, cores=tuple(bound), env=environ, command=with_interpreter(config),
-            folder=str(working_directory(self._run, config)),
-        )  # fmt: skip
+            return order
+        folder, environ = working_directory(self._run, config), self._command_environment(spec, start.master)
+        return replace(order, spec=None, env=environ, command=with_interpreter(config), folder=str(folder))
+
+    def _command_environment(self, spec: RankSpec, master: tuple[str, int]) -> dict[str, str]:
+        config, inherited = self._config, self._environ
+        threads = max(1, config.cluster.cpus_per_task // config.cluster.ranks_per_node)
+        error_file = self._attempt.error_file(spec.rank, spec.generation)
+        variables = {
+            **spec.torchrun_variables(),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": master[1],
+            "TORCHELASTIC_MAX_RESTARTS": config.recovery.restarts_in_place,
+            # torch would write the exception's text there unredacted, secrets included; its log has the same text.
+            **({} if LISTED in inherited else {"TORCHELASTIC_ERROR_FILE": error_file}),
+            # The script's own rank 0 hosts the store, a new one in every generation.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS") or threads,
+            # The last output of a killed rank must be in its log.
+            "PYTHONUNBUFFERED": "1",
+            "ORCH_RUN": self._run.name,
+            "ORCH_RUN_DIR": self._run.path,
+            "ORCH_ATTEMPT": self._attempt.number,
+            "ORCH_GENERATION": spec.generation,
+            "PATH": interpreter_first(inherited.get("PATH", os.defpath)),
+        }
+        return {**{name: str(value) for name, value in variables.items()}, **config.env}
 
     def _spec(self, start: StartGeneration, local_rank: int) -> RankSpec:
         cluster = self._config.cluster

@@ -1,10 +1,8 @@
-"""Exit of a rank: its last output, the exception in it, and the ordered reports to the coordinator."""
+"""Exit of a rank: its last output and the exception in it."""
 
-import asyncio
 import json
 import re
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,38 +105,6 @@ def _read_error_file(path: Path) -> tuple[str, str | None] | None:
         return None
     match = _RAISED.match(_plain(text.strip().split("\n")[0]))
     return (match[1], match[2]) if match else None
-
-
-Task = asyncio.Task[None]
-
-
-class ExitReports:
-    """Ordered exit reports: the first exit matters most, so no report is sent before those of earlier exits."""
-
-    def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], Task]) -> None:
-        """`spawn` starts a task that ends with its agent."""
-        self._spawn = spawn
-        self._last: Task | None = None
-
-    def add(self, read: Callable[[], Awaitable[RankEnd]], send: Callable[[RankEnd], None]) -> None:
-        """Read the information on an exit now, and send it when its turn comes."""
-        self._last = self._spawn(self._send(read, send, self._last))
-
-    async def wait_until_sent(self) -> None:
-        """Wait until all reports added so far are sent."""
-        await _wait(self._last)
-
-    async def _send(
-        self, read: Callable[[], Awaitable[RankEnd]], send: Callable[[RankEnd], None], before: Task | None
-    ) -> None:
-        known = await read()
-        await _wait(before)
-        send(known)
-
-
-async def _wait(task: Task | None) -> None:
-    if task is not None and not task.done():
-        await asyncio.wait([task])
 
 
 _LONGEST = 4000

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, TypeVar, get_args
 
 from trainer.protocol.failures.rank_end import RankEnd
@@ -132,6 +133,24 @@ class RankSpec:
     env: dict[str, str] = field(default_factory=dict)
     known_as: str = ""  # the run folder's own path, if `run_dir` is a different path to it
 
+    def torchrun_variables(self) -> dict[str, str]:
+        """Return torchrun's variables, except the store's address and the variables that the launcher sets."""
+        variables = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": max(1, self.world_size // self.local_world_size),
+            "NODE_RANK": self.node,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": self.rank,
+            "ROLE_WORLD_SIZE": self.world_size,
+            "TORCHELASTIC_RESTART_COUNT": self.generation - 1,
+            "TORCHELASTIC_RUN_ID": f"{Path(self.known_as or self.run_dir).name}-{self.attempt}",
+        }
+        return {name: str(value) for name, value in variables.items()}
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -195,27 +214,6 @@ def _decode_runs(encoded: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     if sum(map(len, ranges)) > MOST:
         raise ValueError(f"a group of more than {MOST:,} ranks")
     return tuple(rank for one in ranges for rank in one)
-
-
-def place_variables(
-    *, rank: int, local_rank: int, world_size: int, local_world_size: int, node_rank: int, generation: int, run_id: str
-) -> dict[str, str]:
-    """Return torchrun's variables, except the store's address and the variables that the launcher sets."""
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "GROUP_RANK": node_rank,
-        "GROUP_WORLD_SIZE": max(1, world_size // local_world_size),
-        "NODE_RANK": node_rank,
-        "ROLE_NAME": "default",
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "TORCHELASTIC_RESTART_COUNT": generation - 1,
-        "TORCHELASTIC_RUN_ID": run_id,
-    }
-    return {name: str(value) for name, value in variables.items()}
 
 
 _MOST_WORDS = 1 << 22

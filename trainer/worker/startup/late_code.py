@@ -7,7 +7,7 @@ from trainer.protocol.config import JobConfig
 from trainer.protocol.events import EventKind
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.user_code.code_record import CodeDecision, CodeRecord, Occasion, judge_code, listed_digests
-from trainer.protocol.user_code.late_imports import add_late
+from trainer.protocol.user_code.record_code import add_late
 from trainer.worker.reporting.metrics import Journal
 from trainer.worker.reporting.stderr_best_effort import write_stderr
 

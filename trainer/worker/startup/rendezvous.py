@@ -5,7 +5,6 @@ import secrets
 import socket
 from datetime import timedelta
 from ipaddress import ip_address
-from pathlib import Path
 
 import psutil
 import torch
@@ -18,7 +17,6 @@ from trainer.protocol.messages.ranks import (
     TO_RANK,
     RankSpec,
     RendezvousStore,
-    place_variables,
     receive_message,
     send_message,
 )
@@ -91,19 +89,6 @@ _BACKLOG = 4096  # waiting connections: all ranks connect at once
 
 class PeerLost(RuntimeError):
     """A peer or the agent disconnected before this rank could continue; the cause is elsewhere."""
-
-
-def torchrun_environment(spec: RankSpec) -> dict[str, str]:
-    """Return the variables that torchrun sets for its workers, except the address of the store."""
-    return place_variables(
-        rank=spec.rank,
-        local_rank=spec.local_rank,
-        world_size=spec.world_size,
-        local_world_size=spec.local_world_size,
-        node_rank=spec.node,
-        generation=spec.generation,
-        run_id=f"{Path(spec.known_as or spec.run_dir).name}-{spec.attempt}",
-    )
 
 
 def choose_interface(interface: str, host: str) -> None:

@@ -15,8 +15,7 @@ from tests.installed_distributions import install
 from trainer.protocol.config import JobConfig, WorkloadConfig
 from trainer.protocol.user_code.code_record import CodeFile, CodeRecord, changed_files, changed_packages
 from trainer.protocol.user_code.installed_packages import find_site_folders, read_versions
-from trainer.protocol.user_code.late_imports import add_late
-from trainer.protocol.user_code.record_code import read_again, record_imported, record_named, with_packages
+from trainer.protocol.user_code.record_code import add_late, read_again, record_imported, record_named, with_packages
 
 FILES = {
     "mine_in.py": "import orch\nimport helpers_in\nfrom pack_in.deep import thing\n",

@@ -1,6 +1,8 @@
 """The order of tests among workers; a server that speaks S3 and a process that forks ranks, one of each."""
 
+import asyncio
 import gc
+import inspect
 import logging
 import os
 import tempfile
@@ -31,6 +33,15 @@ os.environ["ORCH_WORK_LOG"] = "1"
 # By default an example that takes longer than 200 ms fails: on a busy machine any may.
 hypothesis.settings.register_profile("orch", deadline=None)
 hypothesis.settings.load_profile("orch")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an `async def` test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 fork_writers()

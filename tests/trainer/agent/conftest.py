@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,17 @@ import pytest
 
 from tests.trainer.agent.job import LocalJob, until
 from tests.trainer.agent.warm_agents import WarmAgents
+from trainer.protocol import token_shards
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token shards of a part of the standard library."""
+    out = tmp_path_factory.mktemp("data") / "tokens"
+    token_shards.prepare([Path(json.__file__).parent], out)
+    return out
 
 
 @pytest.fixture

@@ -87,7 +87,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.95])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_torn_newest_checkpoint_costs_one_step(job, tmp_path, name, share):
-    """A file that is cut anywhere is a fault of the storage, whatever the program's last words are."""
     program, below, pattern, newest, torn = LAYOUTS[name]
     out, ranks = tmp_path / "work" / "out", 1 if name == "accelerate" else 2
     out.mkdir(parents=True)

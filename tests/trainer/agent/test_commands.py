@@ -54,7 +54,6 @@ sys.exit(3 if os.environ["ORCH_GENERATION"] == "1" else 0)
 def test_texts_have_the_same_hashes_on_every_node_and_in_every_generation(
     job, tmp_path, monkeypatch, nodes, env, of_job, seed
 ):
-    """By them Python orders a set of texts, by which programs number labels."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     (tmp_path / "train.py").write_text(HASHING)
     work = job(
@@ -105,7 +104,6 @@ def test_the_folder_of_the_submit_is_read_from_the_runs_record(job, tmp_path):
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_command_never_begins_anew_in_another_folder(job, tmp_path, restarts):
-    """While the folder of the submit is away, it would find no checkpoint; nor is its code told to be gone."""
     home, away = tmp_path / "project", tmp_path / "moved"
     home.mkdir()
     program = "import os, signal; open('seen', 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -138,7 +136,6 @@ def test_a_command_that_fails_alike_three_times_at_once_is_the_users_error(job):
 
 
 def test_a_command_that_only_lost_a_peer_is_never_to_blame(job):
-    """Most programs turn every error into exit code 1."""
     program = "raise RuntimeError('[pair.cc:547] Connection closed by peer [127.0.0.1]:4')"
     work = job(nodes=1, ranks=1, command=[sys.executable, "-c", program], recovery={"restarts_in_place": 3}).ends(75)
     outcome = work.outcome()
@@ -239,7 +236,6 @@ def test_programs_that_take_the_largest_number_or_read_latest_find_the_older_one
 
 
 def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_path):
-    """The one that was set aside had no sign of damage: nothing of it may be lost."""
     work = saving(job, tmp_path, name="state", recovery={"backoff": 0.5}).start()
     checkpoint(tmp_path, 10, "{'step': 10}", "state")
     checkpoint(tmp_path, 20, "{'step': 20}", "state")
@@ -255,7 +251,6 @@ def test_what_fails_from_an_older_checkpoint_too_gets_its_newest_back(job, tmp_p
 
 
 def test_ranks_that_leave_with_0_because_of_a_signal_have_not_finished(job):
-    """Slurm signals every process of a step: ranks may be gone before their agents have told of the signal."""
     work = job("trap@*@*").start()
     work.go()
     until(lambda: sum("trapped" in note for note in work.notes()) == 4, story=work.story)
@@ -338,7 +333,6 @@ def test_a_shell_that_reports_its_childs_signal_is_understood(job):
 
 
 def test_submitits_exit_code_is_the_agents(job, tmp_path):
-    """The real submitit, in a process group of its own, with the agent as its task."""
     work = job("exit:78@0@*", nodes=1, ranks=1)
     code = f"""
 import submitit, sys, time

@@ -110,7 +110,6 @@ def test_a_rollback_a_killed_rank_and_a_lost_agent_leave_the_bits_of_a_run_that_
     training: Callable[..., LocalJob],  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Counts in an optimizer's groups and state of the workload survive restarts from memory, and on a spare."""
     hurt = {"drill": {"events": FAULTS}, "spares": 1, "detection": {"preflight": {"on": True}}}
     work = training(**patient(tmp_path, "hurt"), **hurt).start()
     work.go()

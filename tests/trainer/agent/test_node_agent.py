@@ -229,7 +229,6 @@ def test_a_driver_that_hangs_is_found_out_before_its_node_is_given_up():
 
 
 def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, monkeypatch):
-    """The loop runs on, the socket's word does, and the coordinator hears of the ends in their order before `gone`."""
     reading, back = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
@@ -291,7 +290,6 @@ def test_who_ended_before_its_fork_server_is_told_of_before_it(alone):
 
 
 def test_a_fork_server_that_cannot_be_started_ends_the_attempt_with_the_cause(alone, monkeypatch):
-    """A variable of 128 KiB is more than Linux passes on; an agent that only lived on would wait for ever."""
     monkeypatch.setattr(preflight, "examine", lambda *_: [])
     monkeypatch.setattr(alone.agent, "_environ", {"LONG": "x" * (1 << 17)})
 

@@ -87,7 +87,6 @@ def test_the_end_of_the_job_asks_by_itself_and_the_scheduler_may_correct_it():
 
 @pytest.mark.parametrize(("ahead", "end"), [(0, 3575), (20, 3555), (3600, 3420), (-7200, 3600), (1e9, 3420)])
 def test_a_node_whose_clock_is_off_trains_as_long_as_its_job_lasts(ahead, end):
-    """The coordinator has begun 25 s after its job of an hour; the scheduler's end is seen by the node's clock."""
     stop = stopping()
     assert stop.correct(3575.0 - ahead, 3600.0) == stop.end == end
     assert not stop.is_due(3299)

@@ -129,7 +129,6 @@ def test_the_agents_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_the_error_file_of_a_command_is_redacted_and_with_secrets_not_asked_for(attempt: AttemptDir) -> None:
-    """torch writes an exception there as it is."""
     error = attempt.error_file(0, 1)
     error.write_text('{"message": {"message": "RuntimeError: for ca\\"nary-12345"}}')
     found = last_output(attempt.rank_log(0), 1, error)

@@ -1,7 +1,6 @@
 """Spare nodes: an agent is killed, and a node that waited takes its seat in the same job."""
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -15,7 +14,6 @@ from tests.trainer.agent.coordination.test_coordinator import Scene, hear
 from tests.trainer.agent.job import LocalJob, alive, until
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.nodes.preflight import PreflightFault
-from trainer.protocol import token_shards
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.protocol.failures.rank_end import RankEnd
@@ -77,21 +75,16 @@ def test_with_all_spares_used_the_next_loss_ends_the_attempt(job):
     assert (failure.kind, failure.node) == ("agent_lost", "local-2")
 
 
-def led(folder: Path, script: Callable[[Scene], Any], spares: int = 1, **timeouts: float) -> None:
-    """Run this beside a coordinator of two seats and spares whose agents it plays."""
-
-    async def whole() -> None:
-        async with Scene(folder, spares=spares, **timeouts).led() as scene:
-            await script(scene)
-
-    asyncio.run(whole())
+def led(folder: Path, spares: int = 1, **timeouts: float) -> Any:
+    """A coordinator of two seats and spares, whose agents the test plays."""
+    return Scene(folder, spares=spares, **timeouts).led()
 
 
 SICK = PreflightFault(check="open files", reason="open-files limit is 64, below 1024", shared=False)
 
 
-def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tmp_path):
+    async with led(tmp_path) as scene:
         peers = [await scene.join(0), await scene.join(1, fit=False), await scene.join(2)]
         peers[1].send(agents.PreflightReport(faults=(SICK,)))
         assert [(await hear(peers[node], agents.StartGeneration)).node_rank for node in (0, 2)] == [0, 1]
@@ -101,11 +94,9 @@ def test_a_node_that_is_not_fit_is_left_out_and_the_spare_begins_in_its_place(tm
             peers[node].send(agents.GenerationGone(generation=1))
         assert (await hear(peers[2], agents.StartGeneration)).generation == 2
 
-    led(tmp_path, script)
 
-
-def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_when_it_does(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_when_it_does(tmp_path):
+    async with led(tmp_path, more_nodes=0.5) as scene:
         peers = [await scene.join(0), await scene.join(2)]
         assert [(await hear(peer, agents.StartGeneration)).node_rank for peer in peers] == [0, 1]
         late = await scene.join(1)
@@ -116,11 +107,9 @@ def test_a_job_starts_without_a_node_that_does_not_come_and_takes_it_as_a_spare_
         start = await hear(late, agents.StartGeneration)
         assert (start.node_rank, start.generation) == (1, 2)
 
-    led(tmp_path, script, more_nodes=0.5)
 
-
-def test_too_few_fit_nodes_end_the_attempt_with_the_node_named(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_too_few_fit_nodes_end_the_attempt_with_the_node_named(tmp_path):
+    async with led(tmp_path) as scene:
         for node in (0, 1, 2):
             peer = await scene.join(node, fit=node == 0)
             if node:
@@ -130,11 +119,9 @@ def test_too_few_fit_nodes_end_the_attempt_with_the_node_named(tmp_path):
         assert failure is not None
         assert (failure.kind, failure.node) == ("node_suspect", "n1")
 
-    led(tmp_path, script)
 
-
-def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
+    async with led(tmp_path) as scene:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
         assert (await hear(peers[1], agents.NodeRank)).node_rank == 1
         await peers[1].close()
@@ -142,12 +129,10 @@ def test_a_node_that_is_lost_while_the_others_warm_up_is_replaced(tmp_path):
         (used,) = scene.events(EventKind.SPARE_USED)
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
 
-    led(tmp_path, script)
-
 
 @pytest.mark.parametrize("how", ["fork_server_failed", "silent"])
-def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, how):
-    async def script(scene: Scene) -> None:
+async def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, how):
+    async with led(tmp_path, ready=1.5) as scene:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
         assert (await hear(peers[1], agents.NodeRank)).node_rank == 1
         if how == "fork_server_failed":
@@ -157,14 +142,12 @@ def test_a_node_that_cannot_start_ranks_is_replaced(tmp_path, how):
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
         assert ("died 3 times" if how == "fork_server_failed" else "had no fork server ready") in used.data["reason"]
 
-    led(tmp_path, script, ready=1.5)
-
 
 UNLOADABLE = {"exception": "OSError", "message": "[Errno 5] model.py"}
 
 
-def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(tmp_path):
+    async with led(tmp_path) as scene:
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await hear(peers[1], agents.StartGeneration)
         peers[2].send(agents.Unloadable(**UNLOADABLE))
@@ -178,11 +161,9 @@ def test_a_spare_that_cannot_import_the_workload_ends_nothing_and_takes_no_seat(
         assert await asyncio.wait_for(scene.leading, 15) == 75
         assert not scene.events(EventKind.SPARE_USED)
 
-    led(tmp_path, script)
 
-
-def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
+    async with led(tmp_path) as scene:
         peers = [await scene.join(node, ready=node != 1) for node in (0, 1, 2)]
         await hear(peers[1], agents.NodeRank)
         while not all(scene.state.roster.members[node].ready for node in (0, 2)):
@@ -193,11 +174,9 @@ def test_a_node_alone_that_cannot_import_the_workload_is_replaced(tmp_path):
         assert (used.data["name"], used.data["instead"]) == ("n2", "n1")
         assert used.data["reason"].startswith("n1: the workload cannot be imported: OSError: [Errno 5] model.py, while")
 
-    led(tmp_path, script)
 
-
-def test_a_workload_that_nobody_could_import_is_the_users_error_and_uses_no_spare(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_a_workload_that_nobody_could_import_is_the_users_error_and_uses_no_spare(tmp_path):
+    async with led(tmp_path) as scene:
         peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]
         await hear(peers[1], agents.NodeRank)
         peers[1].send(agents.Unloadable(**UNLOADABLE))
@@ -205,14 +184,11 @@ def test_a_workload_that_nobody_could_import_is_the_users_error_and_uses_no_spar
         assert AttemptOutcome.read(scene.attempt.outcome).failure.kind == "user_error"
         assert not scene.events(EventKind.SPARE_USED)
 
-    led(tmp_path, script)
-
 
 @pytest.mark.parametrize(("trained", "kind", "code"), [(True, "storage", 74), (False, "user_error", 78)])
-def test_torch_that_is_away_from_every_node_is_no_error_of_a_run_that_has_trained(tmp_path, trained, kind, code):
+async def test_torch_that_is_away_from_every_node_is_no_error_of_a_run_that_has_trained(tmp_path, trained, kind, code):
     words = "No module named 'torch'; part of the installation is missing (environment /venv, orch in /)"
-
-    async def script(scene: Scene) -> None:
+    async with led(tmp_path) as scene:
         scene.state.history.trained = trained
         peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]
         await hear(peers[1], agents.NodeRank)
@@ -223,11 +199,9 @@ def test_torch_that_is_away_from_every_node_is_no_error_of_a_run_that_has_traine
         assert await asyncio.wait_for(scene.leading, 15) == code
         assert AttemptOutcome.read(scene.attempt.outcome).failure.kind == kind
 
-    led(tmp_path, script)
 
-
-def test_a_workload_that_needs_more_threads_than_the_node_starts_is_no_error_of_the_user(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_a_workload_that_needs_more_threads_than_the_node_starts_is_no_error_of_the_user(tmp_path):
+    async with led(tmp_path) as scene:
         peers = [await scene.join(node, ready=False) for node in (0, 1, 2)]
         await hear(peers[1], agents.NodeRank)
         for node in (2, 1):
@@ -239,11 +213,9 @@ def test_a_workload_that_needs_more_threads_than_the_node_starts_is_no_error_of_
         assert failure.kind == "unknown"
         assert "pids.max" in failure.reason
 
-    led(tmp_path, script)
 
-
-def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
+    async with led(tmp_path) as scene:
         peers = [await scene.join(node, fit=False) for node in (0, 1, 2)]
         for node, ahead in enumerate((0.0, 3600.0, 0.0)):
             peers[node].send(agents.PreflightReport(faults=(), wall=time.time() + ahead))
@@ -251,8 +223,6 @@ def test_a_node_whose_clock_is_off_is_left_out_and_that_is_told(tmp_path):
         (told,) = scene.events(EventKind.PREFLIGHT)
         assert (told.data["name"], told.data["ok"]) == ("n1", False)
         assert "its clock is 3600 s ahead" in told.data["reason"]
-
-    led(tmp_path, script)
 
 
 async def examined(scene: Scene, *ahead: float | None) -> list[CoordinatorPeer]:
@@ -266,16 +236,14 @@ async def examined(scene: Scene, *ahead: float | None) -> list[CoordinatorPeer]:
 
 
 @pytest.mark.parametrize("ahead", [(0.0, None, 3600.0, 0.0), (0.0, 3600.0, -7200.0, 0.0)])
-def test_clocks_are_looked_at_although_another_node_is_not_fit_either(tmp_path, ahead):
-    async def script(scene: Scene) -> None:
+async def test_clocks_are_looked_at_although_another_node_is_not_fit_either(tmp_path, ahead):
+    async with led(tmp_path, spares=2) as scene:
         peers = await examined(scene, *ahead)
         assert [(await hear(peers[node], agents.StartGeneration)).node_rank for node in (0, 3)] == [0, 1]
 
-    led(tmp_path, script, spares=2)
 
-
-def test_of_two_fit_nodes_whose_clocks_differ_nobody_knows_which_is_right(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_of_two_fit_nodes_whose_clocks_differ_nobody_knows_which_is_right(tmp_path):
+    async with led(tmp_path) as scene:
         await examined(scene, 0.0, None, 3600.0)
         assert await asyncio.wait_for(scene.leading, 15) == 77
         outcome = AttemptOutcome.read(scene.attempt.outcome)
@@ -284,11 +252,9 @@ def test_of_two_fit_nodes_whose_clocks_differ_nobody_knows_which_is_right(tmp_pa
         assert "open-files limit" in outcome.reason
         assert "the clocks of n0 and n2 are 3600 s apart" in outcome.reason
 
-    led(tmp_path, script)
 
-
-def test_no_spare_is_used_once_a_stop_was_asked_for(tmp_path):
-    async def script(scene: Scene) -> None:
+async def test_no_spare_is_used_once_a_stop_was_asked_for(tmp_path):
+    async with led(tmp_path) as scene:
         peers = [await scene.join(node) for node in (0, 1, 2)]
         await hear(peers[1], agents.StartGeneration)
         peers[0].send(agents.SignalReceived(name="SIGUSR2"))
@@ -298,15 +264,6 @@ def test_no_spare_is_used_once_a_stop_was_asked_for(tmp_path):
             peers[node].send(agents.GenerationGone(generation=1))
         assert await asyncio.wait_for(scene.leading, 15) == 75
         assert not scene.events(EventKind.SPARE_USED)
-
-    led(tmp_path, script)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("data") / "tokens"
-    token_shards.prepare([Path(json.__file__).parent], out)
-    return out
 
 
 @pytest.fixture

@@ -89,7 +89,6 @@ control_server.LATE_SECONDS = 0.5
 
 
 def test_a_pause_of_the_whole_job_ends_nothing_and_no_agent(job):
-    """Neither agents nor their watchdogs take it for silence."""
     work = job("trap@*@*", detection={"hang": {"agent": 5.0}}).start(environ={FIRST: HASTY})
     work.go()
     wait_for(work, "trapped")

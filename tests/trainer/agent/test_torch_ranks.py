@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.job import LocalJob, alive, until
-from trainer.protocol import token_shards
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import AttemptResult
 from trainer.protocol.requests import Request, RequestKind
@@ -23,13 +22,6 @@ TINY = {
     "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": 4, "keep": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("data") / "tokens"
-    token_shards.prepare([Path(json.__file__).parent], out)
-    return out
 
 
 UNMEASURED: dict[str, Any] = {"preflight": {"on": False}}
@@ -108,7 +100,6 @@ LONG_COUNTS = [pytest.param(number, marks=pytest.mark.proof) for number in (sign
 def test_a_save_request_is_answered_by_one_save_and_a_signal_to_every_process_stops_all_ranks_after_another(
     training, tmp_path, number
 ):
-    """Workers of a DataLoader go on until then, although other children of a rank die of SIGTERM."""
     (tmp_path / "loaded_workload.py").write_text(LOADED)
     workload = {"target": "loaded_workload:Loaded", "path": [str(tmp_path)]}
     work = training(workload=workload, train={"steps": 100_000}, checkpoint={"every": 0, "keep": 2}).start()
@@ -167,7 +158,6 @@ class Unhurried(BaseWorkload):
 
 @pytest.mark.proof
 def test_a_program_that_raises_every_few_steps_and_saves_in_between_trains_to_its_end(training, tmp_path):
-    """It fails twice as often as it may without a new checkpoint."""
     (tmp_path / "unhurried_workload.py").write_text(UNHURRIED)
     workload = {"target": "unhurried_workload:Unhurried", "path": [str(tmp_path)]}
     events = [{"kind": "raise", "rank": 1, "step": 5 * number, "generation": number} for number in range(1, 7)]
@@ -184,7 +174,6 @@ def test_a_program_that_raises_every_few_steps_and_saves_in_between_trains_to_it
 # That a rank hangs is found out after so many seconds: with the long counts.
 @pytest.mark.parametrize("kind", [pytest.param("stop-rank", marks=pytest.mark.proof), "kill-rank"])
 def test_ranks_that_fail_while_they_stop_are_started_once_more_to_save(training, kind):
-    """The stop comes while a rank is held up, so that all hear of it in the step at whose end one of them fails."""
     slow = {"kind": "hang-in-forward", "rank": 0, "step": 3, "generation": 1, "value": 10.0}
     fails = {"kind": kind, "rank": 1, "step": 3, "generation": 1}
     work = training(
@@ -262,10 +251,6 @@ class Dying(LlamaWorkload):
 def test_a_checkpoint_that_ranks_die_after_twice_is_left_out_but_not_for_code_that_cannot_load_its_state(
     training, tmp_path
 ):
-    """Killed at step 6 from scratch, then twice after loading step 4: the fourth generation loads step 2.
-
-    It is killed at step 8, and code that cannot load its state says nothing of the checkpoint.
-    """
     (tmp_path / "dying_workload.py").write_text(DYING)
     (tmp_path / "lives").touch()
     workload = {"target": "dying_workload:Dying", "path": [str(tmp_path)]}
@@ -322,7 +307,6 @@ class Helped(LlamaWorkload):
 
 
 def test_a_module_that_starts_a_process_keeps_it_across_restarts(training, tmp_path):
-    """Its ranks are started cold, each with a process of its own; what the module sets for itself stays."""
     (tmp_path / "helped_workload.py").write_text(HELPED)
     workload = {"target": "helped_workload:Helped", "path": [str(tmp_path)]}
     events = [{"kind": "kill-rank", "rank": 0, "step": 3}]

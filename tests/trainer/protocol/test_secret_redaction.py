@@ -60,7 +60,6 @@ def test_what_is_no_secret_stays() -> None:
 
 
 def test_records_keep_their_numbers_words_and_paths() -> None:
-    """`env_from` may name what is no secret: orch's own records must be readable all the same."""
     redactor = Redactor({"SIZE": "1048576", "MODE": "finished", "HF_HOME": "/scratch/ann/hf", "KEY": "canary-1"})
     line = json.dumps({"result": "finished", "bytes": 1048576, "path": "/scratch/ann/hf/a", "reason": "canary-1"})
     assert json.loads(redactor.record(line)) == {**json.loads(line), "reason": "***KEY***"}

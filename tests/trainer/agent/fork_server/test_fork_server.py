@@ -49,7 +49,6 @@ os.wait()
 
 
 def test_a_command_inherits_no_signal_but_the_warnings_ignored() -> None:
-    """A pipe that is closed ends a program; Python itself ignores SIGPIPE and SIGXFSZ."""
     ended = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, timeout=60, check=True)
     masks = dict(line.split(":\t") for line in ended.stdout.splitlines())
     warnings = 1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGUSR2 - 1)
@@ -71,6 +70,5 @@ print(fork_unsafe_reason())
 
 
 def test_a_thread_of_an_import_makes_forks_unsafe_and_that_is_said() -> None:
-    """What follows from that is tested with ranks, of a module that starts a process."""
     ended = subprocess.run([sys.executable, "-c", UNSAFE], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.splitlines() == ["''", "importing the workload started 1 thread(s)"]

@@ -111,7 +111,6 @@ def test_a_repeated_read_begins_anew_once_it_has_answered(tmp_path: Path) -> Non
 
 
 def test_no_file_is_read_in_a_thread_that_the_end_waits_for() -> None:
-    """Threads of the loop's own pool are few and are waited for: a dead file system would take them all."""
     folders = (ROOT / "trainer" / "agent", ROOT / "checkpointing")
     sources = [path for folder in folders for path in folder.rglob("*.py") if "detached_thread" not in path.name]
     assert len(sources) > 100

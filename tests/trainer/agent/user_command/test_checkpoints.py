@@ -242,7 +242,6 @@ def test_an_empty_file_is_a_marker_where_no_checkpoint_has_it_filled(tmp_path, m
 
 
 def test_torch_writes_an_empty_file_for_a_rank_that_has_nothing_to_write(tmp_path):
-    """Its metadata names the files that hold something; the checkpoint before is of fewer ranks."""
     metadata = b"\x80\x04__0_0.distcp\x94"
     write(
         tmp_path,
@@ -268,7 +267,6 @@ def test_a_rank_may_have_nothing_for_a_file_that_other_ranks_fill(tmp_path):
 
 
 def test_a_file_or_folder_that_the_system_refuses_is_no_sign(tmp_path, monkeypatch):
-    """A server of files may be away while orch looks, and back when the program reads."""
     write(tmp_path, "checkpoint-9", WHOLE)
     write(tmp_path, "checkpoint-10", WHOLE)
     found = find(tmp_path, CONFIG)[0]

@@ -35,7 +35,6 @@ def test_a_checkpoint_in_between_begins_the_row_anew(tmp_path: Path, out: Path) 
 
 
 def test_failures_are_counted_over_attempts_that_restart_nothing(tmp_path: Path, out: Path) -> None:
-    """With no restart in place every attempt sees one failure only."""
     kinds = []
     for number in (1, 2, 3):
         decision = Attempt(tmp_path, number, restarts=0).fails()
@@ -133,7 +132,6 @@ def test_the_only_checkpoint_is_read_again_after_growing_pauses(tmp_path: Path, 
 
 
 def test_checkpoints_that_all_look_damaged_stay_and_count_as_progress(tmp_path: Path, out: Path) -> None:
-    """The sign may be wrong for all of them alike."""
     attempt = Attempt(tmp_path, 1, restarts=99)
     for step in (10, 20, 30):
         attempt.fails(BUG, while_it_ran=lambda step=step: save(out, step, '{"tor'))
@@ -243,7 +241,6 @@ def write_slot(out: Path, slot: int, text: str) -> None:
 
 @pytest.mark.parametrize("minutes", [29, 30])
 def test_a_checkpoint_written_anew_counts_half_an_hour_after_the_start(tmp_path, out, monkeypatch, minutes):
-    """A program that begins at step 0 at every start, and fails, writes the same names: only time tells."""
     attempt, seconds = Attempt(tmp_path, 1, restarts=2), [1000.0]
     monkeypatch.setattr("trainer.agent.user_command.progress.time.monotonic", lambda: seconds[0])
     killed = replace(BUG, exit_code=None, exception=None, message="", signal=9)

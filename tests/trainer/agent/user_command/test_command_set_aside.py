@@ -100,7 +100,6 @@ def test_nothing_is_renamed_that_could_not_be_written_down(tmp_path, out, monkey
 
 
 def test_one_that_lacks_a_file_is_not_called_damaged(tmp_path: Path, out: Path) -> None:
-    """An evaluator may have added the file to the older ones after they were saved."""
     for step in (10, 20, 30):
         save(out, step)
     for step in (10, 20):
@@ -128,7 +127,6 @@ def test_torn_ones_are_put_back_too_where_the_older_one_made_no_difference(tmp_p
 
 
 def test_a_file_that_names_the_newest_one_follows_it_away_and_back(tmp_path: Path, out: Path) -> None:
-    """As DeepSpeed's `latest`: without it the program would look for the one that was moved away."""
     for step in (10, 20):
         save(out, step)
     (out / "latest").write_text("checkpoint-20")
@@ -169,7 +167,6 @@ def test_ranks_whose_names_have_time_stamps_all_go_on_from_the_older_one(tmp_pat
 
 
 def test_a_step_that_a_rank_has_no_file_of_is_no_older_one(tmp_path: Path, out: Path) -> None:
-    """Without its own file it would begin anew, or go on from a step before."""
     for step in (10, 20, 30):
         save_ranks(out, step, 0 if step == 30 else None)
     (out / "step20-rank1.json").unlink()
@@ -206,7 +203,6 @@ def test_nothing_is_moved_from_the_folder_of_one_rank(tmp_path: Path, out: Path)
 
 
 def test_nothing_is_moved_where_steps_begin_anew(tmp_path: Path, out: Path) -> None:
-    """The checkpoint with the highest step is not the one that the program loads."""
     saved = ("stage1_epoch_10", "stage1_epoch_20", "stage1_epoch_30", "stage2_epoch_10", "stage2_epoch_20")
     for at, name in enumerate(saved):
         (out / f"{name}.json").write_text('{"tor' if name == "stage2_epoch_20" else "{}")
@@ -265,7 +261,6 @@ def test_the_last_one_of_many_stays_although_it_is_torn(tmp_path: Path, out: Pat
 
 @pytest.mark.parametrize("newest", ["sound", "bad too"])
 def test_an_older_torn_one_is_moved_before_a_newest_without_a_sign_of_damage(tmp_path, out, newest):
-    """A program that sorts names as text loads step 90, not 100."""
     for step, text in ((80, "{}"), (90, '{"tor'), (100, "{}")):
         save(out, step, text)
     (out / "latest").write_text("checkpoint-90")

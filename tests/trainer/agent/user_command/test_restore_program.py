@@ -66,7 +66,6 @@ def test_a_program_that_is_not_there_is_no_verdict(run: RunDir, shield: bool) ->
 
 
 def test_a_program_that_raises_is_no_verdict(run: RunDir) -> None:
-    """As where a package is missing, or the machine has no room."""
     code, told = restored(run, "import no_such_package")
     assert (code, told[0]["verdict"]) == (1, "NOT_COMPARABLE")
     assert "the program failed: exit code 1 of rank 0 (7 means a bad checkpoint)" in told[0]["reason"]

@@ -22,7 +22,6 @@ def test_a_sentence_means_the_same_in_an_error_and_in_a_log(text: str, meaning: 
 
 
 def test_a_stale_file_handle_is_met_by_a_program_and_ends_a_job() -> None:
-    """A program that starts again opens its files anew; the log is of a job that is over."""
     text = "OSError: [Errno 116] Stale file handle"
     assert has_meaning(text, Meaning.OUTSIDE)
     assert not has_meaning(text, Meaning.STORAGE)
@@ -83,7 +82,6 @@ def test_what_a_program_says_in_passing_is_no_sign_in_a_job_s_log() -> None:
 
 
 def test_of_a_line_the_first_row_counts() -> None:
-    """Slurm names why it cancels behind the words that it cancels."""
     assert (
         log_line_meaning("*** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***") is Meaning.TIME_LIMIT
     )

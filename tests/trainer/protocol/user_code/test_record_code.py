@@ -161,7 +161,6 @@ except ImportError:
 
 @pytest.mark.parametrize("package", [".", "pack_in"])
 def test_a_module_that_appears_within_a_package_is_new(tmp_path: Path, package: str) -> None:
-    """Such as `from . import _C`, built later; a class that a package imports is no missing module."""
     made(tmp_path, **{"pack_in/side.py": OPTIONAL.format(package), "pack_in/__init__.py": "from .side import x\n"})
     before = named(tmp_path)
     assert "pack_in._fast" in before.absent
@@ -356,7 +355,6 @@ def test_versions_are_read_from_names_of_folders(tmp_path: Path) -> None:
 
 
 def test_metadata_that_an_upgrade_has_left_behind_hides_no_new_version(tmp_path: Path) -> None:
-    """`pip install --target FOLDER --upgrade` removes the old files, but not their metadata."""
     site = tmp_path / "site"
     install(site, "timm", "1.0", "timm")
     before = CodeRecord(packages=read_versions([str(site)]), imported=("timm",), site_folders=(str(site),))
@@ -406,7 +404,6 @@ def test_a_package_that_is_gone_has_changed(tmp_path: Path) -> None:
 
 
 def test_imports_of_loaded_modules_are_known_without_parsing_them(tmp_path, monkeypatch):
-    """orch may have imported a package before the workload did, and the package may have imported others."""
     site = tmp_path / "site"
     install(site, "used_in", "1", "used_in")
     (site / "used_in.py").write_text("import below_in\n")
@@ -442,7 +439,6 @@ def test_a_command_with_an_interpreter_of_its_own_has_the_packages_of_that(tmp_p
 
 
 def test_of_modules_that_a_rank_imports_late_only_those_of_the_users_places_count(tmp_path: Path) -> None:
-    """torch's compiler imports modules that it has written into a folder of its own."""
     site, project, cache = tmp_path / "site", tmp_path / "project", tmp_path / "cache"
     code = made(tmp_path / "code")
     install(site, "linked", "1")

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import permutations
 from typing import Literal
 
-from trainer.agent.flight.flight_record import SCHEDULED, CollectiveEntry, FlightRecord, Group
+from trainer.agent.flight.flight_record import SCHEDULED, CollectiveEntry, FlightRecord
 from trainer.agent.flight.wait_graph import (
     BlockingRank,
     Finding,
-    Host,
     Kind,
     MessageChannel,
     Node,
+    RankPlace,
     Records,
     Stall,
     WaitGraph,
@@ -66,7 +66,7 @@ def _lagging(records: Records, stall: Stall) -> Iterator[int]:
     last = _last_synchronizing(numbers, stall.sequence, through)
     for rank in records.members[stall.group]:
         group = having.get(rank)
-        if group is None or not _counts(group):
+        if group is None or not (group.on_gpu and group.sure and group.is_unfinished):
             continue
         first = group.completed + 1
         entry = numbers.get(first, {}).get(rank)
@@ -74,10 +74,6 @@ def _lagging(records: Records, stall: Stall) -> Iterator[int]:
         unbegun = records.timed and entry is not None and entry.state == SCHEDULED
         if first < last <= group.entered or (unbegun and first == last):
             yield rank
-
-
-def _counts(group: Group) -> bool:
-    return group.on_gpu and group.sure and group.is_unfinished
 
 
 def _last_synchronizing(numbers: Mapping[int, Mapping[int, CollectiveEntry]], first: int, through: int) -> int:
@@ -119,7 +115,7 @@ def last_resort(waits: WaitGraph, explained: Collection[Node]) -> WaitRoots:
 
 def _waits_for_messages_only(waits: WaitGraph, node: Node) -> bool:
     place = waits.places[node]
-    if not isinstance(place, Host):
+    if not isinstance(place, RankPlace):
         return False
     called = [waits.places[other] for other in waits.calls.get(place.rank, ())]
     return all(isinstance(one, MessageChannel) and one.target == place.rank for one in called)

@@ -3,17 +3,19 @@
 The fields of torch's dumps are sanitized, because a dying process may have written anything.
 """
 
+import base64
 import json
 import math
 import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from trainer.protocol.messages.ranks import decode_runs, encode_runs
 
+T = TypeVar("T")
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 """Exceptions that reading a malformed record may raise."""
 _LARGEST = 2**63 - 1
@@ -139,7 +141,9 @@ def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> d
     collective in the record. Empty for gloo, which counts failed collectives as completed.
     """
     status, config = dump.get("pg_status"), dump.get("pg_config")
-    if not isinstance(status, Mapping) or not isinstance(config, Mapping) or not _of_nccl(dump):
+    if not isinstance(status, Mapping) or not isinstance(config, Mapping):
+        return {}
+    if not (dump.get("nccl_version") or dump.get("comm_lib_version")):
         return {}
     entries = list(entries)
     talked = {group_name(entry) for entry in entries if entry.get("is_p2p") or entry.get("p2p_seq_id")}
@@ -160,10 +164,6 @@ def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> d
     return found
 
 
-def _of_nccl(dump: Mapping[str, Any]) -> bool:
-    return bool(dump.get("nccl_version") or dump.get("comm_lib_version"))
-
-
 def _names(
     config: Mapping[str, Any], status: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]
 ) -> dict[str, str]:
@@ -180,6 +180,8 @@ def _names(
 
 KEPT = 30
 """Number of newest collectives kept per group."""
+_LARGEST_RECORD = 1 << 22
+"""Maximum bytes of a decompressed record."""
 WIRE = 8000
 """Maximum bytes of one rank's record on the wire; longer records drop their oldest collectives."""
 _FEWEST = 4
@@ -238,11 +240,6 @@ class Group:
         """Return whether this rank has entered a collective that is not complete."""
         return self.entered > self.completed
 
-    @property
-    def marks(self) -> int:
-        """Return the flags as a bit mask for the wire."""
-        return self.on_gpu * 1 + self.sure * 2 + self.counted * 4 + self.surely * 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
@@ -261,62 +258,58 @@ class FlightRecord:
     def to_json(self) -> str:
         """Serialize for the wire, in at most `WIRE` bytes."""
         keep = KEPT
-        while len(text := self._written(keep)) > WIRE and keep:
+        while len(text := self._compress(keep)) > WIRE and keep:
             keep //= 2
         return text
 
-    def _written(self, keep: int) -> str:
-        keys = list(dict.fromkeys([*self.groups, *(message.group for message in self.messages)]))
-        entries = [entry for key in keys for entry in _select_newest((e for e in self.entries if e.group == key), keep)]
-        words = list(dict.fromkeys(word for entry in entries for word in (entry.op, entry.sizes, entry.dtypes)))
-        place = {word: index for index, word in enumerate(words)}
+    def _compress(self, keep: int) -> str:
+        by_group: dict[str, list[CollectiveEntry]] = {}
+        for entry in self.entries:
+            by_group.setdefault(entry.group, []).append(entry)
         told = {
             "rank": self.rank,
-            "marks": int(self.timed) + 2 * int(self.whole),
-            "groups": [
-                [key, encode_runs(g.ranks), g.entered, g.completed, g.description, g.marks, g.before]
-                for key, g in self.groups.items()
-            ],
-            "keys": keys[len(self.groups) :],
-            "messages": [
-                [keys.index(m.group), m.source, m.target, m.order, int(m.sends)]
-                for m in self.messages[: max(_FEWEST, 4 * keep)]
-            ],
-            "words": words,
-            "entries": [
-                [keys.index(e.group), e.sequence, place[e.op], place[e.sizes], e.elements, place[e.dtypes], e.state,
-                 e.order]
-                for e in entries
-            ],
-        }  # fmt: skip
-        return json.dumps(told, separators=(",", ":"))
+            "timed": self.timed,
+            "whole": self.whole,
+            "groups": {key: [encode_runs(group.ranks), *astuple(group)[1:]] for key, group in self.groups.items()},
+            "messages": [astuple(message) for message in self.messages[: max(_FEWEST, 4 * keep)]],
+            "entries": [astuple(one) for entries in by_group.values() for one in _select_newest(entries, keep)],
+        }
+        return base64.b85encode(zlib.compress(json.dumps(told, separators=(",", ":")).encode())).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "FlightRecord":
         """Parse the output of `to_json`; raises ValueError for anything else."""
         try:
-            told = json.loads(text)
-            words = [_text(word) for word in told["words"]]
-            keys = [_text(row[0]) for row in told["groups"]] + [_text(key) for key in told["keys"]]
+            inflater = zlib.decompressobj()
+            told = json.loads(inflater.decompress(base64.b85decode(text), _LARGEST_RECORD))
+            if not inflater.eof:
+                raise ValueError("it is cut off or too large")
+            groups = [[decode_runs(ranks), *others] for ranks, *others in told["groups"].values()]
             return cls(
                 rank=int(told["rank"]),
-                timed=bool(told["marks"] & 1),
-                whole=bool(told["marks"] & 2),
-                groups={row[0]: _parse_group_row(row) for row in told["groups"]},
-                messages=tuple(
-                    P2PMessage(keys[at], int(source), int(target), int(order), bool(sends))
-                    for at, source, target, order, sends in told["messages"]
-                ),
-                entries=tuple(
-                    CollectiveEntry(
-                        keys[at], int(sequence), words[op], words[sizes], int(elements), words[dtypes], str(state),
-                        int(order),
-                    )
-                    for at, sequence, op, sizes, elements, dtypes, state, order in told["entries"]
-                ),
-            )  # fmt: skip
-        except (KeyError, IndexError, TypeError, OverflowError, RecursionError) as error:
+                timed=bool(told["timed"]),
+                whole=bool(told["whole"]),
+                groups=dict(zip(told["groups"], _parse_rows(Group, groups), strict=True)),
+                messages=_parse_rows(P2PMessage, told["messages"]),
+                entries=_parse_rows(CollectiveEntry, told["entries"]),
+            )
+        except (zlib.error, *UNREADABLE) as error:
             raise ValueError(f"not a flight record: {error!r}") from error
+
+
+def _parse_rows(kind: type[T], rows: Iterable[Sequence[Any]]) -> tuple[T, ...]:
+    """Return dataclasses with these fields; raises ValueError or TypeError if their number or a type differs.
+    By column, since a job has millions of rows with few different words.
+    """
+    columns: list[Iterable[Any]] = list(zip(*rows, strict=True))
+    if not columns:
+        return ()
+    types = [get_origin(hint) or hint for hint in get_type_hints(kind).values()]
+    for type_, (at, column) in zip(types, enumerate(columns), strict=True):
+        if set(map(type, column)) != {type_}:
+            raise TypeError(f"expected {type_.__name__} in {list(column)!r:.60}")
+        columns[at] = map(sys.intern, column) if type_ is str else column
+    return tuple(map(kind, *columns))
 
 
 def read(
@@ -339,14 +332,6 @@ def read(
     )
 
 
-def _parse_group_row(row: list[Any]) -> Group:
-    marks = int(row[5])
-    return Group(
-        decode_runs(row[1]), int(row[2]), int(row[3]), _text(row[4]), bool(marks & 1), bool(marks & 2), bool(marks & 4),
-        int(row[6]), bool(marks & 8),
-    )  # fmt: skip
-
-
 def newest(dump: bytes, most: int) -> bytes:
     """Return a torch dump reduced to its newest entries, at most `most` bytes; other data is truncated."""
     try:
@@ -358,12 +343,6 @@ def newest(dump: bytes, most: int) -> bytes:
         entries = entries[len(entries) // 2 + 1 :]
         dump = json.dumps({**told, "entries": entries}).encode()
     return dump
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, found {str(value)[:40]!r}")
-    return value
 
 
 def parse(

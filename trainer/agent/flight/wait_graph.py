@@ -231,20 +231,14 @@ class MessageChannel:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """Program of one rank that has not called the operation others wait for."""
+class RankPlace:
+    """Program of one rank that has not called the operation others wait for, or its stopped GPU."""
 
     rank: int
+    on_gpu: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """Stopped GPU of one rank."""
-
-    rank: int
-
-
-Place = Stall | MessageChannel | Host | Gpu
+Place = Stall | MessageChannel | RankPlace
 
 
 @dataclass(slots=True)
@@ -273,12 +267,12 @@ class WaitGraph:
 
     def host(self, rank: int) -> Node:
         if rank not in self.hosts:
-            self.hosts[rank] = self.add(Host(rank))
+            self.hosts[rank] = self.add(RankPlace(rank, on_gpu=False))
         return self.hosts[rank]
 
     def gpu(self, rank: int, held: Iterable[Node]) -> Node:
         """Add a rank's GPU; these nodes wait for it, as does the rank's host if it is in the graph."""
-        node = self.add(Gpu(rank))
+        node = self.add(RankPlace(rank, on_gpu=True))
         for other in {*held, *([self.hosts[rank]] if rank in self.hosts else ())}:
             self.after[other].append(node)
         return node
@@ -291,7 +285,7 @@ class WaitGraph:
             case MessageChannel():
                 ends = ((place.source, place.sender), (place.target, place.receiver))
                 return tuple(rank for rank, message in ends if message is not None)
-            case Host() | Gpu():
+            case RankPlace():
                 return (place.rank,)
 
     def before(self) -> list[list[Node]]:
@@ -403,7 +397,7 @@ def _streams(waits: WaitGraph, called: Sequence[_Item]) -> Iterator[list[_Item]]
 
 
 def _is_on_host(place: Place) -> bool:
-    return not isinstance(place, Host | Gpu) and place.group.endswith(ON_HOST)
+    return not isinstance(place, RankPlace) and place.group.endswith(ON_HOST)
 
 
 def _before(stream: Sequence[_Item], at: int) -> list[Node]:
@@ -421,14 +415,14 @@ def chain(waits: WaitGraph, way: dict[Node, Node | None], most: int = 6) -> str:
     depth: dict[Node, int] = {}
     for node, following in way.items():  # nearest to a root first
         depth[node] = 0 if following is None else depth[following] + 1
-    shown = [node for node in depth if not isinstance(waits.places[node], Host | Gpu)]
+    shown = [node for node in depth if not isinstance(waits.places[node], RankPlace)]
     if not shown:
         return ""
     links: list[str] = []
     at: Node | None = max(shown, key=lambda node: (depth[node], -node))
     while at is not None:
         place = waits.places[at]
-        if not isinstance(place, Host | Gpu):
+        if not isinstance(place, RankPlace):
             links.append(f"{ranks_text(sorted(waits.inside(at)))} in {_short(place)}")
         at = way[at]
     if len(links) > most:

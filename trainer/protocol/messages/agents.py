@@ -13,7 +13,7 @@ from trainer.protocol.messages.codec import Direction
 from trainer.protocol.messages.ranks import RendezvousStore, Saves, Speeds
 from trainer.protocol.rank_progress.progress import StopReason
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Incremented on every change of the messages except new fields with a default; 0: a process that sends no version."""
 
 

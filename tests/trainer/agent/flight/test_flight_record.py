@@ -1,7 +1,9 @@
 """What flight records say together: tables of records, NCCL's as torch writes them, and what holds of all."""
 
+import base64
 import json
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -332,12 +334,24 @@ def test_the_wire_is_short_and_exact() -> None:
     assert {entry.group for entry in back.entries} == set(names)
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", "[]", '{"rank": 1}', "x", '{"rank":1,"talking":0,"groups":[[1]],"words":[],"entries":[]}']
-)
-def test_the_wire_refuses_garbage(text: str) -> None:
-    with pytest.raises(ValueError, match=r".*"):
-        FlightRecord.from_json(text)
+EMPTY: dict[str, Any] = {"rank": 1, "timed": False, "whole": True, "groups": {}, "messages": [], "entries": []}
+ENTRY = ["0", 1, "all_reduce", "4", 4, "Float", "scheduled", 0]
+
+
+def wire(**over: Any) -> str:
+    return base64.b85encode(zlib.compress(json.dumps({**EMPTY, **over}).encode())).decode()
+
+
+def test_the_wire_refuses_garbage() -> None:
+    assert FlightRecord.from_json(wire(entries=[ENTRY])).entries[0].op == "all_reduce"
+    broken = [
+        wire(rank=float("inf")), wire(groups={"0": [1]}), wire(messages=[["0", 1]]), wire(entries=[[*ENTRY[:-1], "0"]]),
+        wire(entries=[ENTRY, ENTRY[:-1]]), wire(entries=[[*ENTRY, 1]]), wire(entries=None),
+        wire(entries=[[1, *ENTRY[1:]]]), wire(rank=1, more="x" * (1 << 22)),
+    ]  # fmt: skip
+    for text in ("", "x", "{}", '{"rank": 1}', "\u1234", wire()[:-5], *broken):
+        with pytest.raises(ValueError, match="not a flight record"):
+            FlightRecord.from_json(text)
 
 
 @given(st.sets(st.integers(0, 2000)))

@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from trainer.protocol.config_sections.fault_detection_config import HangConfig
@@ -20,12 +21,11 @@ from trainer.protocol.rank_progress.progress import (
 _WAITS = (*RECEIVES, *AWAITED_SENDS, Activity.WAIT_IN_RING)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RankSample:
     """State of one rank when its agent sampled it."""
 
     rank: int
-    node: str
     step: int = 0
     phase: str = "init"
     first: bool = True  # it has not finished a step in this generation
@@ -35,6 +35,8 @@ class RankSample:
     state: str = "R"  # of its training thread in /proc: R S D T (stopped) t (traced) Z; X: gone
     lock: float = 0.0  # seconds without any thread running in its interpreter; 0: unknown
     ended: bool = False
+    _: KW_ONLY
+    node: str
     moment: StageActivity | None = None  # in a pipeline: its activity and micro-batch
     sent: SentMessages | None = None  # in a pipeline: its progress in sending
 
@@ -45,23 +47,20 @@ class RankSample:
 
     def to_row(self) -> SampleRow:
         """Return the row for the wire, without pipeline state or the node's name, which the coordinator already has."""
-        return (
-            self.rank, self.step, self.phase, self.first, self.collective, self.age, self.alive, self.state, self.lock,
-            self.ended,
-        )  # fmt: skip
+        row: SampleRow = _ROW(self)
+        return row
 
     @classmethod
     def from_row(cls, row: SampleRow, node: str, stages: Sequence[int] = ()) -> "RankSample":
         """Return the sample in a row; raises ValueError for an impossible time. `stages`: the rank's pipeline row."""
-        rank, step, phase, first, collective, age, alive, state, lock, ended = row
-        if age < 0 or alive < 0 or lock < 0:
-            raise ValueError(f"the sample of rank {rank} is in the future")
-        return cls(
-            rank=rank, node=node, step=step, phase=phase, first=first, collective=collective, age=age, alive=alive,
-            state=state, lock=lock, ended=ended,
-            moment=decode_activity(*stages[1:4]) if len(stages) >= 4 else None, sent=SentMessages.from_row(stages[4:]),
-        )  # fmt: skip
+        moment = decode_activity(*stages[1:4]) if len(stages) >= 4 else None
+        one = cls(*row, node=node, moment=moment, sent=SentMessages.from_row(stages[4:]))
+        if min(one.age, one.alive, one.lock) < 0:
+            raise ValueError(f"the sample of rank {one.rank} is in the future")
+        return one
 
+
+_ROW = attrgetter("rank", "step", "phase", "first", "collective", "age", "alive", "state", "lock", "ended")
 
 FAST = frozenset({"data", "forward", "backward", "optimizer"})
 """Phases of a step; all others, and every phase of a first step, may be slow for good reasons."""

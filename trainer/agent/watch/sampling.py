@@ -4,7 +4,7 @@ import heapq
 import os
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from trainer.agent.processes.proc import (
@@ -55,8 +55,7 @@ class JobSnapshot:
 
     def at(self, now: float) -> list[RankSample]:
         """Return the sample of every rank seen, by rank."""
-        seen = map(self._seen.__getitem__, self._order)
-        return [_age_sample(sample, max(0.0, now - heard)) for heard, sample in seen]
+        return self._age_samples(self._order, now)
 
     def worst(self, now: float, most: int, ratios: Mapping[int, float]) -> list[RankSample]:
         """Return at most `most` ranks: those with the largest `ratios`, then those without movement for longest."""
@@ -67,8 +66,11 @@ class JobSnapshot:
             heard, sample = self._seen[rank]
             return ratios.get(rank, 0.0), sample.age - heard
 
-        found = (self._seen[rank] for rank in heapq.nlargest(most, self._order, key=still))
-        return [_age_sample(sample, max(0.0, now - heard)) for heard, sample in found]
+        return self._age_samples(heapq.nlargest(most, self._order, key=still), now)
+
+    def _age_samples(self, ranks: Iterable[int], now: float) -> list[RankSample]:
+        seen = map(self._seen.__getitem__, ranks)
+        return [_age_sample(sample, max(0.0, now - heard)) for heard, sample in seen]
 
     def p99(self) -> dict[str, float]:
         return {phase: max(by_node.values()) for phase, by_node in self._p99.items()}
@@ -78,12 +80,8 @@ class JobSnapshot:
 
 
 def _age_sample(sample: RankSample, seconds: float) -> RankSample:
-    return RankSample(
-        rank=sample.rank, node=sample.node, step=sample.step, phase=sample.phase, first=sample.first,
-        collective=sample.collective, age=sample.age + seconds, alive=sample.alive + seconds,
-        state=sample.state, lock=sample.lock + seconds if sample.lock else 0.0, ended=sample.ended,
-        moment=sample.moment, sent=sample.sent,
-    )  # fmt: skip
+    lock = sample.lock + seconds if sample.lock else 0.0
+    return replace(sample, age=sample.age + seconds, alive=sample.alive + seconds, lock=lock)
 
 
 STILL = 1.0

@@ -239,9 +239,9 @@ class _Group:
         self._recent.append((compared, normal))
         found = _Found(over=self._follow(compared, normal, noise, steps))
         self._remember(values)
-        self._extend(SHORT, self._raised_ratios(noise), noise, found)
+        self._extend(SHORT, self._slow_ratios(SHORT, noise), noise, found)
         if (self._closed - 1) % LONG.span == 0:
-            self._extend(LONG, self._raised_for_long(noise), noise, found)
+            self._extend(LONG, self._slow_ratios(LONG, noise), noise, found)
         return found
 
     def _earlier(self, place: int) -> float:
@@ -259,22 +259,15 @@ class _Group:
             noises = noises[: max(_FEWEST_OWN, len(noises) - _RECENT)]
         return median(noises)
 
-    def _raised_ratios(self, noise: float) -> dict[int, float]:
-        """Return the ratios of ranks whose newest window is slow, by position."""
+    def _slow_ratios(self, level: Level, noise: float) -> dict[int, float]:
+        """Return the ratios of ranks whose newest window of this level is slow without its hiccups, by position."""
         values, normal = self._recent[-1]
-        bar = window_limit(SHORT, noise, self._config)
+        if level is LONG:
+            values = [value / self._scale(at) for at, value in enumerate(self._each_step(self._block, _TOTAL))]
+            normal = reference(sorted(values))
+        bar = window_limit(level, noise, self._config)
         over = [place for place, value in enumerate(values) if value > bar * normal]
-        ratios = {place: self._ratio(place, 1, noise) for place in over}
-        return {place: ratio for place, ratio in ratios.items() if ratio > bar}
-
-    def _raised_for_long(self, noise: float) -> dict[int, float]:
-        """Return the ratios of ranks whose long window is slow without its hiccups, by position.
-        Only means above the limit are checked.
-        """
-        block = [value / self._scale(place) for place, value in enumerate(self._each_step(self._block, _TOTAL))]
-        bar = window_limit(LONG, noise, self._config)
-        least = bar * reference(sorted(block))
-        ratios = {place: self._ratio(place, LONG.span, noise) for place, spent in enumerate(block) if spent > least}
+        ratios = {place: self._ratio(place, level.span, noise) for place in over}
         return {place: ratio for place, ratio in ratios.items() if ratio > bar}
 
     def _ratio(self, place: int, span: int, noise: float) -> float:

@@ -80,7 +80,6 @@ def assert_nothing_happened(work: LocalJob) -> int:
 
 
 def test_what_may_be_slow_is_left_alone(warm_job: Callable[..., LocalJob], data: Any) -> None:  # noqa: F811
-    """Every slow phase once, a save for a third of the time; the ten minutes below have a busy machine as well."""
     slow = {"hang-in-data": (14, 6.0), "hang-in-forward": (17, 6.0), "hang-in-save": (20, 8.0)}
     events = [{"kind": kind, "rank": 1, "step": step, "value": value} for kind, (step, value) in slow.items()]
     args = {"while_there": str(SLOW_WORKLOAD), "seconds": STEP}
@@ -110,7 +109,6 @@ def test_ten_minutes_without_a_false_alarm(
     data: Any,  # noqa: F811
     record_property: Callable[[str, object], None],
 ) -> None:
-    """On a machine that is busy and quiet by turns."""
     alike = layout == "fsdp 4"
     train = {**TINY["train"], "steps": 1_000_000, "batch_size": 16, "dtype": "float32"}
     kinds = list(SLOW) if alike else ["hang-in-data", "hang-in-forward"]

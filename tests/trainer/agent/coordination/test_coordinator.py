@@ -120,7 +120,6 @@ async def test_agents_hear_from_a_coordinator_whose_file_system_hangs(tmp_path, 
 
 @pytest.mark.parametrize("hung", ["heartbeat", "outcome", "events", "all"])
 async def test_agents_are_told_to_end_although_the_run_directory_hangs(tmp_path, monkeypatch, hung):
-    """Writes never come back; whoever waits for them for ever leaves the agents waiting."""
     back = threading.Event()
     writes = (("heartbeat", Heartbeat, "write"), ("outcome", AttemptOutcome, "write"), ("events", LineFile, "append"))
     for name, what, how in writes:
@@ -179,7 +178,6 @@ def test_a_batch_is_left_out_although_that_cannot_be_written_down_in_time(tmp_pa
 
 
 async def test_an_attempt_began_with_the_first_process_of_its_job(tmp_path):
-    """An interpreter takes a second to get here: recovery times are counted from where the job began."""
     seen = []
 
     async with Scene(tmp_path).led() as scene:

@@ -257,8 +257,6 @@ async def test_a_save_that_is_under_way_when_one_is_asked_for_is_not_the_answer(
 
 
 async def test_ranks_that_start_after_a_save_was_asked_for_hear_of_it(tmp_path: Path) -> None:
-    """Asked for before any rank is there, and lost once more with those that had heard of it."""
-
     async with Scene(tmp_path).led() as scene:
         peers = [await scene.join(0), await scene.join(1, ready=False)]
         asked(scene)
@@ -321,8 +319,6 @@ async def test_saves_that_fail_stand_in_the_heartbeat_until_one_works(tmp_path: 
 
 
 def test_an_attempt_that_ends_on_a_full_disk_keeps_its_outcome(tmp_path: Path) -> None:
-    """Its heartbeat goes on in place, its outcome in the room that was taken for it."""
-
     async def script(folder: Path) -> None:
         async with Scene(folder).led() as scene:
             peers = await begun(scene)

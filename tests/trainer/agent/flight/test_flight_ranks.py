@@ -115,7 +115,6 @@ def test_a_stopped_rank_does_not_answer_and_is_named(wrong: Wrong) -> None:
 
 @with_kind("inner")
 def test_the_wave_front_is_the_innermost_group(wrong: Wrong) -> None:
-    """Ranks 0 and 1 wait for 3 in the world's group, and 3 waits for its neighbour 2."""
     finding, flights = wrong.find("missing")
     assert finding.ranks == (2,)
     assert next(flight for flight in flights if flight.rank == 3).waits() == {finding.group}
@@ -132,7 +131,6 @@ def test_another_operation_at_the_same_place_is_a_desync(wrong: Wrong) -> None:
 
 @with_kind("shape")
 def test_after_another_shape_the_records_of_the_dying_tell(wrong: Wrong) -> None:
-    """gloo aborts a rank that is sent too much, within the moment: only what its peers leave tells who it was."""
     codes = wrong.ends()
     flights = recorder.records_of_dead_ranks(wrong.attempt, 1)
     finding = analyse(flights, range(4), [rank for rank in range(4) if rank not in {f.rank for f in flights}])

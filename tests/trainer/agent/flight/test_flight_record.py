@@ -69,7 +69,6 @@ def test_the_rank_that_has_no_record_of_the_group_yet() -> None:
 
 
 def test_one_that_ran_ahead_is_not_the_culprit() -> None:
-    """The root of a broadcast is through before the others, and waits in the next collective."""
     flights = [
         flight(0, *history("0", 5, inside=True)),
         flight(1, *history("0", 4, inside=True)),
@@ -161,7 +160,6 @@ def mesh(rank: int, tp: tuple[int, bool], dp: tuple[int, bool]) -> FlightRecord:
 
 
 def test_the_wave_front_is_where_the_missing_wait_nowhere() -> None:
-    """Rank 1 never came to its tensor parallel peer 0, for whom its data parallel peer 2 waits."""
     flights = [
         mesh(0, tp=(5, True), dp=(2, False)),
         mesh(1, tp=(4, False), dp=(2, False)),
@@ -207,7 +205,6 @@ def test_ranks_that_wait_in_a_ring() -> None:
 
 @pytest.mark.proof
 def test_of_ten_thousand_the_one() -> None:
-    """Groups of eight and of 1,250 beside the world: nothing here may take the square of anything."""
     flights = []
     for rank in range(10_000):
         tp, dp = 10_000 + rank // 8, 20_000 + rank % 8
@@ -288,7 +285,6 @@ def test_nccl_coalesced_calls_of_one_number_are_not_compared() -> None:
 
 
 def test_what_failed_counts_as_unfinished_in_a_dying_ranks_record() -> None:
-    """gloo marks a collective that failed as over."""
     flights = [
         flight(0, *history("0", 4, inside=False), failed=True),
         flight(1, *history("0", 3, inside=True), failed=False),
@@ -464,7 +460,6 @@ def test_who_has_only_the_life_before_has_entered_nothing_of_this_one(library: s
     ids=["in the same life", "in the life before", "in the life before, with fewer collectives"],
 )
 def test_where_records_have_lost_lives_nobody_is_named(library: str, last: tuple[int, ...]) -> None:
-    """Rank 0 shows that the group was made again; the others' records may have lost whole lives of it."""
     whole, cut = record(library, (10, 3), True), record(library, (10, 3), True, first=10)
     finding = found([whole, cut, cut, record(library, last, False)])
     assert (finding.kind, finding.culprits) == ("stuck_together", ())
@@ -480,7 +475,6 @@ def test_who_is_stuck_in_the_life_before_is_not_named_for_the_next() -> None:
 
 
 def test_who_waits_where_nobody_knows_for_whom_is_not_named_elsewhere() -> None:
-    """Rank 3 waits in another group for rank 0, which waits in the one that was made again."""
     whole, cut = record("gloo", (10, 3), True), record("gloo", (10, 3), True, first=10)
     other = {**call_of_group(20, 1, "gloo", 4, over=False, local=9), "process_group": ["pair", ""]}
     pair = {"9": {"name": "pair", "ranks": "[0, 3]"}}

@@ -58,7 +58,6 @@ def test_of_a_real_job_all_culprits_are_named_and_nobody_innocent(
 
 
 def test_of_a_real_job_one_culprit_is_named_without_the_other() -> None:
-    """Records of other stages alone show where the chain leads, not who is at its end."""
     whole = dumps("lock-held-on-9-and-14")
     flights = [sent(rank, whole[rank]) for rank in range(16) if rank != 14]
     assert [one.rank for one in analyse(flights, range(16)).culprits] == [9]
@@ -69,7 +68,6 @@ def test_of_a_real_job_one_culprit_is_named_without_the_other() -> None:
 
 
 def test_counters_of_messages_are_not_taken_for_those_of_collectives() -> None:
-    """torch counts both in one place: rank 9's 14,145 messages in the world's group say nothing of collective #195."""
     whole = dumps("lock-held-on-9-and-14")
     for rank in range(8):
         whole[rank]["entries"] = [
@@ -127,7 +125,6 @@ def test_culprits_of_made_up_incidents_are_named_and_nobody_innocent(seeds: Sequ
 
 
 def test_of_two_ranks_nobody_is_named_when_either_may_have_skipped_a_call() -> None:
-    """Seed 1418: short records, in which one rank's next call has a precedent by chance and the other one's has not."""
     one = incident(1418)
     assert (one.untellable, one.tellable) == ({1: "skip"}, {})
     assert found(one).culprits == ()
@@ -166,7 +163,6 @@ def test_of_a_split_network_both_sides_are_told_and_nobody_is_named() -> None:
 
 
 def test_the_graph_of_ten_thousand_ranks_has_a_few_edges_a_rank() -> None:
-    """625 pipelines of a real job's 16 ranks: as much work a rank as with one, counted, not timed."""
     whole = [parse(rank, dump) for rank, dump in enumerate(dumps("gpu-error-on-12-and-14"))]
     sizes = []
     for copies in (1, 25):
@@ -214,7 +210,6 @@ def sends(style: Style, mesh: Mesh, rank: int) -> list[int]:
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("rank", range(4))
 def test_a_stage_that_never_sends_is_named_however_many_stages_wait(rank: int, batched: bool) -> None:
-    """It stands still before its last send but one; the other hosts go on to the sum of the step."""
     style = replace(IN_STAGES, batched=batched)
     whole = Run(STAGES, list(programs(STAGES, style)), [], seed=1)
     calls = [made for made in whole.ranks[rank].made if made.call.op == "send"]
@@ -223,7 +218,6 @@ def test_a_stage_that_never_sends_is_named_however_many_stages_wait(rank: int, b
 
 
 def test_messages_of_two_stages_are_no_desync() -> None:
-    """Stages call messages under the same numbers that differ in everything: in kind, in ends, in size."""
     run = Run(STAGES, list(programs(STAGES, IN_STAGES)), [], seed=1)
     records = [dump(run, rank, Recorder(), LATE) for rank in range(4)]
     for rank, one in enumerate(records):
@@ -237,7 +231,6 @@ def test_messages_of_two_stages_are_no_desync() -> None:
 
 
 def test_a_stage_that_leaves_a_message_out_is_no_desync_either() -> None:
-    """Its neighbour and it wait for each other: records of NCCL alone do not tell which of the two is wrong."""
     fault = Fault(kind="skip", ranks=frozenset({1}), at=sends(IN_STAGES, STAGES, 1)[-3])
     told = staged(fault)
     assert told.kind not in ("desync_order", "desync_shape")

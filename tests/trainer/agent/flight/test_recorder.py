@@ -136,7 +136,6 @@ def test_a_record_takes_its_groups_from_beside_the_socket(path: str) -> None:
 
 
 def test_on_gpus_there_are_two_recorders(path: str) -> None:
-    """NCCL's own, and that of gloo, which numbers the collectives of the same group by itself."""
     entry = {"collective_seq_id": 9, "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce"}
     nccl = {"entries": [entry], "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}}
     server = Server({"fr_trace_json": whole(DUMP), "dump_nccl_trace_json": whole(nccl)})
@@ -147,7 +146,6 @@ def test_on_gpus_there_are_two_recorders(path: str) -> None:
 
 
 def test_without_the_record_of_its_gpu_a_rank_has_not_answered(path: str) -> None:
-    """That of its host, taken for that of its GPU, would say that it never entered what its peers wait in."""
     server = Server({"fr_trace_json": whole(DUMP), "dump_nccl_trace_json": None})
     found, silent = asyncio.run(server.during(path, recorder.flights({1: path}, 0.3)))
     assert (found, silent) == ([], [1])
@@ -312,7 +310,6 @@ def test_equal_words_of_a_record_are_kept_once_and_cut() -> None:
 
 
 def test_groups_of_a_pickle_are_those_of_other_records() -> None:
-    """torch pickles a group's name and description as a tuple."""
     assert [*parse(0, {"entries": [{**call("7", 1), "process_group": ("abc", "eval")}]}).groups] == ["abc"]
 
 

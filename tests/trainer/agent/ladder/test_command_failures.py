@@ -107,7 +107,6 @@ def test_a_program_that_trained_is_not_to_blame_for_failing_again(failing, past,
 
 
 def test_an_exception_that_comes_back_after_the_same_time_and_output_is_the_users_although_the_start_was_long():
-    """A large model takes half an hour to load: what fails right after it must not be tried for a night."""
     cause = Program().times(3, raised(written=9000), seconds=1800.0)
     assert (cause.retry, cause.failure.kind) == (False, FailureKind.USER_ERROR)
     assert "3 times in a row within 30 min of its start" in cause.failure.reason
@@ -124,7 +123,6 @@ def test_an_exception_that_comes_back_after_the_same_time_and_output_is_the_user
     ],
 )
 def test_what_differs_begins_a_new_row(other):
-    """Another exception, another time, another amount of output, or a checkpoint in between."""
     program = Program()
     program.times(2, raised())
     ends = other.pop("ends")
@@ -211,7 +209,6 @@ def test_the_newest_checkpoint_is_set_aside_after_two_failures_right_after_a_sta
 
 
 def test_the_last_whole_checkpoint_is_never_given_up():
-    """It is read again after a pause, and in new jobs, until somebody looks at it."""
     program = Program(newest=SOUND, older="")
     assert [program.fails(LOADING).tries for _ in range(2)] == [1, 2]
     last = program.fails(LOADING)
@@ -223,7 +220,6 @@ def test_the_last_whole_checkpoint_is_never_given_up():
 
 
 def test_a_damaged_one_goes_only_where_a_whole_one_is_left_or_it_is_the_first_of_all():
-    """Where several look damaged and none whole, the sign is in doubt and not the checkpoints."""
     assert not Program(newest=TORN, older="", first=False).times(2, LOADING).set_aside
     assert Program(newest=TORN, older="").times(3, LOADING).failure.kind is FailureKind.STORAGE
     first = Program(newest=TORN, older="", first=True).times(2, LOADING).set_aside
@@ -369,7 +365,6 @@ def test_an_error_that_names_the_checkpoint_or_what_loads_it_counts_against_it(f
 
 @pytest.mark.parametrize("what", ["EOFError", "JSONDecodeError"])
 def test_what_ended_too_early_is_the_checkpoint_where_that_has_a_sign_of_damage(what):
-    """The first of all, which is moved only if the program could not load it."""
     ended = raised(what, "x", lines=traceback("json.load(file)"))
     assert Program(newest=TORN, older="", first=True).times(2, ended).set_aside
     assert not Program(newest=SOUND).times(2, ended).set_aside
@@ -444,7 +439,6 @@ def test_what_cannot_be_loaded_is_for_the_storage_to_be_mended():
 
 
 def test_a_rank_that_ended_well_before_its_peers_is_the_cause():
-    """A rank with fewer batches than the others leaves them waiting."""
     finished, waiting = end(1, exit_code=0, at=1.0), raised("DistBackendError", "Connection closed", secondary=True)
     waiting = replace(waiting, at=2.0)
     program = Program()

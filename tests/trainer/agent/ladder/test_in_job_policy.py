@@ -446,7 +446,6 @@ HTTP = ("HTTPError", "503 Server Error: Service Unavailable for url: https://hub
 
 @pytest.mark.parametrize("outage", [DNS, HTTP])
 def test_an_outage_never_counts_as_a_bug_that_came_back(outage: tuple[str, str]) -> None:
-    """Neither against the code nor against the checkpoint; each restart waits longer."""
     one = raised(0, *outage, step=0)
     mark = find_cause([one], trained=True).mark
     again = {"mark": mark, "ran_for": 0.3, "backoff": (10.0, 25.0), "restored": 20}

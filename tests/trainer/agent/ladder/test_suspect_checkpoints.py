@@ -64,7 +64,6 @@ def test_a_failure_before_the_first_step_says_nothing_of_the_checkpoint(step, la
     ("exception", "counts"), [("FileNotFoundError", False), ("OSError", False), ("KeyError", True)]
 )
 def test_an_error_of_the_operating_system_says_nothing_of_the_checkpoint(exception: str, counts: bool) -> None:
-    """A data file that is away for two seconds: the bytes of the checkpoint are as good as before."""
     failure = Failure(kind=FailureKind.EXCEPTION, reason="?", exception=exception, step=103)
     assert (failed_generation(failure, 100, 103) is not None) == counts
 

@@ -99,7 +99,6 @@ LOW = PreflightFault(check="open files", reason="open-files limit is 64, below 1
     ],
 )
 def test_a_limit_that_all_nodes_have_is_the_submitters_and_blames_no_node(faults, kind, node, reason):
-    """Slurm passes the limits of the shell that submits on to the job."""
     failure = preflight.find_blamed_node(faults)
     assert (failure.kind, failure.node) == (kind, node)
     assert failure.reason.startswith(reason)

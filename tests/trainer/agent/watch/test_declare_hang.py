@@ -325,5 +325,4 @@ def test_a_hang_is_declared_in_time(nodes: int, mute: frozenset[int]) -> None:
 
 @pytest.mark.parametrize("stands", [6.0, pytest.param(7.3, marks=pytest.mark.proof)])
 def test_a_node_that_stands_still_for_a_while_is_no_hang(stands: float) -> None:
-    """Its agent says nothing either, so that the last that was heard of it may be older than its stand."""
     assert LargeJob(1000, stands, stands + 12.0).passes(stands + 14.0, frozen=7) is None

@@ -90,7 +90,6 @@ def test_a_living_rank_tells_everything(stood: Any, tmp_path: Path) -> None:
 
 
 def test_stacks_are_asked_for_again_and_again(stood: Any) -> None:
-    """The memory's position is shared with the rank: a second answer must not follow the first."""
     one = stood()
     answers = [asyncio.run(evidence.ask_for_stacks(one.process.pid, one.subject.stacks)) for _ in range(3)]
     assert {answer.count(b"Current thread") for answer in answers} == {1}
@@ -131,7 +130,6 @@ def test_of_a_dead_rank_its_log_remains(stood: Any, tmp_path: Path) -> None:
 
 
 def test_what_hangs_is_named_and_holds_up_nothing(stood: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a log does not end, and a pipe without a reader: so is a file system whose server is gone."""
     one, bundle, never = stood(), tmp_path / "bundle", threading.Event()
     slow = tmp_path / "hung.log"
     monkeypatch.setattr("trainer.agent.watch.evidence.read_tail", lambda *_: never.wait() and b"")

@@ -145,7 +145,6 @@ def test_who_spins_for_a_gpu_shows_signs_of_life_for_four_times_its_limit_only(p
 
 
 def test_what_was_taken_for_a_hang_may_last_longer_in_the_next_generation() -> None:
-    """An epoch that begins with 12 s of loading stands still at every epoch, and is no hang."""
     past, config = AttemptHistory(), HangConfig()
     allowed = []
     for _ in range(3):

@@ -198,7 +198,6 @@ def test_a_rank_without_peers_is_held_against_its_own_past():
 
 
 def test_short_steps_of_a_rank_without_peers_must_be_slow_for_a_while_too():
-    """Twelve steps of 20 ms are a quarter of a second, in which another program may have its core."""
     ranks, usual = ranks_of(4, lambda rank: rank), {rank: each / 50 for rank, each in STAGES.items()}
     slow = {**usual, 1: 1.5 * usual[1]}
     assert ranks.go(usual, 30) == []

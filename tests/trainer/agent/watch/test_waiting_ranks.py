@@ -92,7 +92,6 @@ def test_the_end_of_a_chain_of_receives_is_named() -> None:
 
 
 def test_receives_and_collectives_are_one_chain() -> None:
-    """Rank 1 waits in a collective of its stage for rank 0, and rank 3 for an activation of rank 1."""
     seen = [
         at(0, A.FORWARD, 0), at(1, A.FORWARD, 0),
         at(2, A.WAIT_FOR_ACTIVATION, 1), at(3, A.WAIT_FOR_ACTIVATION, 1),
@@ -158,7 +157,6 @@ def test_a_stage_that_has_gone_on_beyond_a_gradient_has_never_sent_it(gradients:
 
 @pytest.mark.parametrize(("neighbours", "place"), [(ROUND, 1), (V, 1)])
 def test_of_several_stages_of_a_rank_each_has_counts_of_its_own(neighbours: StageNeighbours, place: int) -> None:
-    """Stage 3 waits for the activation that stage 2 has left out."""
     whose = {ROUND: (0, 1), V: (1, 0)}[neighbours]
     counts = [4, 4]
     one = at(whose[0], A.WAIT_FOR_GRADIENT, 2, 0)
@@ -181,7 +179,6 @@ def test_who_left_a_message_out_is_named_although_it_waits_for_its_receiver_in_t
 
 
 def test_who_waits_around_a_ring_waits_for_the_rank_before_it() -> None:
-    """Rank 2 has not come to its turn; rank 1 waits for rank 0 although that one is held up behind rank 2, too."""
     seen = [at(rank, A.WAIT_IN_RING, (rank - 1) % 4, -1) for rank in range(4)]
     seen[2] = at(2, None, 0)
     told = found(seen, StageNeighbours(PipelineConfig(), 4))
@@ -191,7 +188,6 @@ def test_who_waits_around_a_ring_waits_for_the_rank_before_it() -> None:
 
 
 def test_rings_within_stages_lead_to_the_one_that_holds_up_both() -> None:
-    """Ranks 0, 1 are a ring in stage 0, and ranks 2, 3 one in stage 1."""
     seen = [
         at(0, A.FORWARD, 0), at(1, A.WAIT_IN_RING, 0, -1),
         at(2, A.WAIT_FOR_ACTIVATION, 1), at(3, A.WAIT_FOR_ACTIVATION, 1),
@@ -208,7 +204,6 @@ def test_nccls_records_hold_their_own_messages() -> None:
 
 
 def test_without_records_who_waits_for_a_stage_is_not_the_one_that_is_behind() -> None:
-    """The first stage is at a later micro-batch than the last one, as ever."""
     seen = [
         at(0, A.WAIT_FOR_GRADIENT, 0, 0, collective=9), at(1, A.BACKWARD, 1, 0, phase="backward", collective=9),
         at(2, A.WAIT_FOR_ACTIVATION, 2, 2, collective=1), at(3, A.WAIT_FOR_ACTIVATION, 3, 1, collective=0),

@@ -96,7 +96,6 @@ async def test_an_attempt_that_needs_a_refused_agent_ends_with_the_reason_at_onc
         await peer.close()
         await asyncio.wait_for(scene.leading, 10)
         failure = AttemptOutcome.read(scene.attempt.outcome).failure
-        assert failure is not None
         assert (failure.kind, failure.node) == (FailureKind.INSTALLATION, "n1")
         assert DO in failure.reason
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from tests.trainer.agent.control.open_server import OpenServer, answered
 from tests.trainer.agent.job import until
-from trainer.agent.control.control_server import ControlServer
-from trainer.agent.control.tcp_transport import LONGEST_LINE, AgentPeer, connect
-from trainer.protocol.messages.agents import PROTOCOL, End, Hello, SignalReceived
+from trainer.agent.control.tcp_transport import LONGEST_LINE
+from trainer.protocol.messages.agents import SignalReceived
 from trainer.protocol.messages.ranks import (
     FROM_FORK_SERVER,
     TO_FORK_SERVER,
@@ -38,20 +38,6 @@ GARBAGE = [
 ]
 
 
-class Host:
-    """A door that remembers who came in and what was said."""
-
-    def __init__(self, patience: float = 5.0) -> None:
-        self.heard: list[str] = []
-        self.door = ControlServer("secret", admit=lambda hello, peer: "", serve=self._serve, patience=patience)
-
-    async def _serve(self, hello: Hello, peer: AgentPeer) -> None:
-        while (message := await peer.receive()) is not None:
-            assert isinstance(message, SignalReceived)
-            self.heard.append(message.name)
-            peer.send(End(code=0, reason=message.name))
-
-
 async def hung_up(reader: asyncio.StreamReader) -> bool:
     """Whether the other side has ended the connection with no word but its challenge, within two seconds."""
     try:
@@ -66,39 +52,23 @@ async def test_a_text_that_utf_8_cannot_encode_arrives_without_what_it_cannot():
     assert receive_packet(theirs, FROM_FORK_SERVER)[0].message == "bad ? name"
     ours.close()
     theirs.close()
-
-    host = Host()
-    port = await host.door.open("127.0.0.1")
-    member = await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL))
-    member.send(SignalReceived(name="bad \udcff name"))
-    assert (await asyncio.wait_for(member.receive(), 5)).reason == "bad ? name"
-    await member.close()
-    await host.door.close()
+    async with OpenServer() as house:
+        member = await house.member()
+        member.send(SignalReceived(name="bad \udcff name"))
+        assert (await asyncio.wait_for(member.receive(), 5)).reason == "bad ? name"
+        await member.close()
 
 
 async def test_a_member_is_served_while_strangers_send_garbage():
-    host = Host()
-    port = await host.door.open("127.0.0.1")
-    member = await connect("127.0.0.1", port, "secret", Hello(protocol=PROTOCOL))
-    for garbage in GARBAGE:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(garbage)
-        assert await hung_up(reader), garbage[:30]
-        writer.close()
-        member.send(SignalReceived(name="ping"))
-        assert (await member.receive()).reason == "ping"
-    member.drop()
-    await host.door.close()
-
-
-async def test_a_stranger_who_says_nothing_is_dropped_when_its_time_is_up():
-    host = Host(patience=0.1)
-    port = await host.door.open("127.0.0.1")
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b'{"say": "hel')
-    assert await hung_up(reader)
-    writer.close()
-    await host.door.close()
+    async with OpenServer() as house:
+        member = await house.member()
+        for garbage in GARBAGE:
+            reader, writer = await asyncio.open_connection("127.0.0.1", house.port)
+            writer.write(garbage)
+            assert await hung_up(reader), garbage[:30]
+            writer.close()
+            await answered(member)
+        member.drop()
 
 
 def test_a_job_under_attack_finishes_and_its_file_is_private(job):

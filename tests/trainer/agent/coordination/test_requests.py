@@ -11,6 +11,7 @@ import pytest
 from checkpointing.storage.durable import read_json
 from tests.checkpointing.proofs.mounts import fill, small_tmpfs
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear, started
+from tests.trainer.agent.fake_roster import FakePeer
 from trainer.agent.attempt_state.attempt_state import GenerationState, RunningAttempt
 from trainer.agent.control.tcp_transport import CoordinatorPeer
 from trainer.agent.coordination.requests import RequestHandlers, newest_begun_save, newest_own_save
@@ -28,16 +29,6 @@ from trainer.protocol.node_identity import NodeIdentity
 from trainer.protocol.rank_progress.progress import StopReason
 from trainer.protocol.requests import Request, RequestKind
 from trainer.protocol.run_dir import RunDir
-
-
-class FakePeer:
-    """An agent's connection: remembers what was sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[agents.ToAgent] = []
-
-    def send(self, message: agents.ToAgent) -> None:
-        self.sent.append(message)
 
 
 class Desk:
@@ -202,14 +193,11 @@ def test_what_follows_a_drill_is_attributed_to_it(desk, kind, behind) -> None:
     desk.ask(RequestKind.DRILL, detail=kind, value=1)
     killed = Failure(kind=FailureKind.RANK_KILLED, reason="killed", rank=1, node="n0", signal=9)
     found = desk.state.with_drill(killed)
-    assert found is not None
     assert (found.drill, desk.state.situation(None).drill) == (behind, behind)
     limit = desk.state.with_drill(Failure(kind=FailureKind.TIME_LIMIT, reason="the time limit"))
-    assert limit is not None
     assert limit.drill == ""
     desk.state.begin_generation()
     after = desk.state.with_drill(killed)
-    assert after is not None
     assert after.drill == "", "the next generation fails by itself"
 
 
@@ -332,7 +320,6 @@ def test_an_attempt_that_ends_on_a_full_disk_keeps_its_outcome(tmp_path: Path) -
                 peer.send(agents.GenerationGone(generation=1))
             assert (await hear(peers[1], agents.End)).code == ExitCode.STORAGE
             failure = AttemptOutcome.read(scene.attempt.outcome).failure
-            assert failure is not None
             assert (failure.kind, failure.room) == (FailureKind.STORAGE, 4096)
 
     with small_tmpfs(tmp_path / "disk", "1m") as folder:

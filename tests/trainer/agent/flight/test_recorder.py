@@ -140,7 +140,6 @@ def test_on_gpus_there_are_two_recorders(path: str) -> None:
     nccl = {"entries": [entry], "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}}
     server = Server({"fr_trace_json": whole(DUMP), "dump_nccl_trace_json": whole(nccl)})
     flight = asyncio.run(server.during(path, recorder.flight(1, path, 2.0)))
-    assert flight is not None
     assert {key: group.entered for key, group in flight.groups.items()} == {"0": 9, "0 on the host": 3}
     assert flight.groups["0"].ranks == (0, 1)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.agent.fake_roster import make_roster
 from trainer.agent.ladder.spare_nodes import can_replace, left_behind, replace, replace_unkillable_nodes
-from trainer.agent.nodes.roster import Member, Roster
 from trainer.protocol.events import EventKind, EventLog, read_events
 from trainer.protocol.failures.decision import Action, Decision
 from trainer.protocol.failures.outcome import Culprit, Failure, FailureKind
@@ -17,27 +17,9 @@ UNFIT = Failure(kind=FailureKind.NODE_SUSPECT, reason="n1 is slow", node="n1", s
 HANG = Failure(kind=FailureKind.HANG, reason="rank 1 stopped first", node="n1", step=7)
 
 
-class Listener:
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.heard.append(message)
-
-
-def roster(nodes: int = 4, training: int = 2) -> Roster:
-    made = Roster(nodes, 1, lambda *_: None, node_ranks=training)
-    for node in range(nodes):
-        peer: Any = Listener()
-        member = Member(node=node, name=f"n{node}", peer=peer, last_message_at=0.0)
-        member.faults, member.ready = [], True
-        made.members[node] = member
-    return made
-
-
 class Scene:
     def __init__(self, folder: Path, **shape: int) -> None:
-        self.path, self.roster = folder / "events.jsonl", roster(**shape)
+        self.path, self.roster = folder / "events.jsonl", make_roster(**{"nodes": 4, **shape})
         self.events = EventLog(self.path, "coordinator", 1)
 
     def replaces(self, failure: Failure, *, drill: str = "", **fields: Any) -> Decision | None:
@@ -67,7 +49,7 @@ def test_a_blamed_node_is_excluded_and_replaced(scene: Scene) -> None:
     assert scene.roster.members[1].excluded == "n1 is slow"
     (told,) = scene.told()
     assert (told["reason"], told["kind"], told["drill"]) == ("n1 is slow", "node_suspect", "slow-rank")
-    assert [type(message).__name__ for message in scene.roster.members[2].peer.heard] == ["NodeRank"]
+    assert [type(message).__name__ for message in scene.roster.members[2].peer.sent] == ["NodeRank"]
 
 
 def test_only_the_nodes_that_the_decision_names_are_excluded(scene: Scene) -> None:
@@ -78,14 +60,14 @@ def test_only_the_nodes_that_the_decision_names_are_excluded(scene: Scene) -> No
 
 
 def test_each_replaced_node_has_its_own_reason_and_kind(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, nodes=6, training=3)
+    scene = Scene(tmp_path, nodes=6, node_ranks=3)
     scene.roster.members[0].faults = []
     scene.roster.members[2].lost = "its connection ended"
     assert scene.replaces(UNFIT) is None
     assert {told["instead"]: (told["kind"], told["reason"]) for told in scene.told()} == {
         "n1": ("node_suspect", "n1 is slow"), "n2": ("agent_lost", "n1 is slow"),
     }  # fmt: skip
-    stuck = Scene(tmp_path / "b", nodes=6, training=3) if (tmp_path / "b").mkdir() is None else scene
+    stuck = Scene(tmp_path / "b", nodes=6, node_ranks=3) if (tmp_path / "b").mkdir() is None else scene
     stuck.roster.members[2].excluded = "cannot be killed"
     assert stuck.replaces(UNFIT) is None
     assert {told["instead"]: (told["kind"], told["reason"]) for told in stuck.told()} == {
@@ -94,10 +76,9 @@ def test_each_replaced_node_has_its_own_reason_and_kind(tmp_path: Path) -> None:
 
 
 def test_without_a_spare_the_attempt_ends_with_the_failure(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, nodes=2, training=2)
+    scene = Scene(tmp_path, nodes=2, node_ranks=2)
     scene.roster.members[1].lost = "reset"
     decision = scene.replaces(LOST)
-    assert decision is not None
     assert (decision.action, decision.failure) == (Action.END, LOST)
     assert decision.reason.startswith("so it is; ")
     assert scene.told() == []
@@ -120,7 +101,7 @@ def test_ranks_of_a_node_that_is_replaced_are_not_waited_for() -> None:
     ],
 )
 def test_a_node_whose_ranks_cannot_be_killed_must_not_train(action: Action, stopping: bool, wanted: Action) -> None:
-    made = roster()
+    made = make_roster(4)
     made.members[0].gone, made.members[1].gone = 3, 2
     decision = Decision(action=action, reason="rank 0 died", failure=HANG)
     instead = replace_unkillable_nodes(decision, made, 3, seconds=60.0, stopping=stopping)
@@ -135,10 +116,9 @@ def test_a_node_whose_ranks_cannot_be_killed_must_not_train(action: Action, stop
 
 
 def test_a_stuck_node_beside_one_that_is_replaced_is_named_alone() -> None:
-    made = roster()
+    made = make_roster(4)
     decision = Decision(action=Action.REPLACE, reason="n1 is slow", failure=UNFIT)
     instead = replace_unkillable_nodes(decision, made, 1, seconds=5.0, stopping=False)
-    assert instead.failure is not None
     assert instead.failure.node == "n0"
     assert [made.members[node].excluded for node in (0, 1)] == [
         "n0: its ranks could not be killed within 5 s", "n1 is slow",
@@ -146,7 +126,7 @@ def test_a_stuck_node_beside_one_that_is_replaced_is_named_alone() -> None:
 
 
 def test_between_two_generations_a_node_alone_can_be_replaced() -> None:
-    made = roster()
+    made = make_roster(4)
 
     def says(failure: Failure | None, action: Action = Action.END) -> bool:
         return can_replace(Decision(action=action, reason="", failure=failure), made)

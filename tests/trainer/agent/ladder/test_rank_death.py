@@ -106,7 +106,6 @@ def test_only_when_nobody_explains_himself(ends, due) -> None:
 def test_different_collectives_are_told_with_the_rank_and_its_node() -> None:
     finding = Finding(kind="desync_shape", ranks=(3,), group="0", sequence=4, reason="rank 3 did something else")
     judgement = desync_judgement(finding, [end_of(rank, **ECHO) for rank in range(4)])
-    assert judgement is not None
     assert (judgement.kind, judgement.culprit, judgement.node, judgement.step) == (HangKind.DESYNC, 3, "n1", 7)
     assert judgement.waiting == (0, 1, 2)
 

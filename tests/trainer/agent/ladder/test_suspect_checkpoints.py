@@ -136,7 +136,6 @@ def test_an_exception_before_the_first_step_is_the_programs():
     for number in (1, 2):
         decision = attempt.failed_generations(100, raised(1, "KeyError", step=100))
         assert (decision.action is Action.END, decision.suspect) == (number == 2, None)
-    assert decision.failure is not None
     assert decision.failure.kind is FailureKind.USER_ERROR
     assert "for the second time at step 100" in decision.reason
 

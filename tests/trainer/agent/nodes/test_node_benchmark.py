@@ -59,7 +59,6 @@ def test_missing_figures_are_given_up_once_and_the_others_still_count() -> None:
     assert [benchmark.is_over(at) for at in (160.0, 160.1, 170.0)] == [False, True, False]
     assert benchmark.missing() == [3]
     failure = benchmark.failure()
-    assert failure is not None
     assert failure.node == "n2"
     benchmark.add(told(3), 171.0)
     assert not benchmark.is_over(171.0), "too late to be judged again"
@@ -112,7 +111,6 @@ def test_of_a_single_node_its_runs_history_speaks() -> None:
     benchmark.add(told(0, 5e8), 0.0)
     assert benchmark.failure() is None
     failure = benchmark.failure({"matmul": 1e9})
-    assert failure is not None
     assert failure.reason.startswith("n0: matrix multiplication at 0.50 x the median of earlier attempts")
 
 
@@ -144,7 +142,6 @@ def test_fit_nodes_pass():
 
 def test_a_slow_rank_makes_its_node_suspect_with_figures():
     failure = benchmark(3, slow={4: 0.5}).failure()
-    assert failure is not None
     assert (failure.kind, failure.node) == (FailureKind.NODE_SUSPECT, "n2")
     assert failure.reason == (
         "n2: matrix multiplication at 0.50 x the median of the 2 others, below detection.preflight.slowest=0.6"
@@ -153,7 +150,6 @@ def test_a_slow_rank_makes_its_node_suspect_with_figures():
 
 def test_the_slowest_of_several_is_blamed():
     failure = benchmark(5, slow={0: 0.5, 8: 0.3}).failure()
-    assert failure is not None
     assert failure.node == "n4"
 
 
@@ -162,7 +158,6 @@ def test_two_nodes_are_compared_with_earlier_attempts_only():
     assert slow.failure() is None
     assert slow.failure({}) is None
     failure = slow.failure(benchmark(4).median_speeds())
-    assert failure is not None
     assert failure.reason.startswith("n0: matrix multiplication at 0.30 x the median of earlier attempts")
 
 

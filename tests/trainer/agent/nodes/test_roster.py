@@ -11,24 +11,15 @@ import pytest
 
 from tests.trainer.agent.control.raw_agent import RawAgent, challenged
 from tests.trainer.agent.coordination.test_coordinator import Scene, hear
+from tests.trainer.agent.fake_roster import FakePeer, make_roster
 from trainer.agent.control.control_server import AGENT_TIMEOUT_SECONDS, STALLED_TIMEOUT_SECONDS
 from trainer.agent.control.tcp_transport import WireError
 from trainer.agent.nodes.roster import LATE_SECONDS, Member, Replacement, Roster, assign_node_ranks_to, replacements
 from trainer.protocol.events import EventKind
 from trainer.protocol.messages import agents
-from trainer.protocol.messages.agents import Hello, NodeRank, PreflightFault, ProgressReport, StartGeneration, ToAgent
+from trainer.protocol.messages.agents import Hello, NodeRank, PreflightFault, ProgressReport, StartGeneration
 
 FAULT = PreflightFault(check="open files", reason="few", shared=False)
-
-
-class Told:
-    """Stands for one agent's connection: keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.said: list[ToAgent] = []
-
-    def send(self, message: ToAgent) -> None:
-        self.said.append(message)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +60,7 @@ def test_nodes_under_one_switch_have_neighbouring_node_ranks(count, fit, switche
 def test_the_order_by_switches_is_what_agents_say_when_they_greet():
     made = Roster(4, 1, lambda *_: None, node_ranks=3)
     for node, path in TREE.items():
-        assert made.admit(Hello(node=node, name=f"n{node}", attempt=1, switches=path), Told()) == ""
+        assert made.admit(Hello(node=node, name=f"n{node}", attempt=1, switches=path), FakePeer()) == ""
         made.members[node].faults = []
     made.assign_node_ranks()
     assert made.node_ranks == {0: 0, 1: 2, 2: 1}
@@ -100,23 +91,14 @@ def test_which_spare_replaces_which_node(fit, ready, moves, reason):
     assert why.startswith(reason)
 
 
-def roster(nodes: int = 3, node_ranks: int = 2, **members: Any) -> Roster:
-    """All have joined, are fit and ready, but for what is said of `nN`."""
-    made = Roster(nodes, 1, lambda *_: None, node_ranks=node_ranks)
-    for node in range(nodes):
-        fields = {"faults": [], "ready": True, "last_message_at": 0.0, **members.get(f"n{node}", {})}
-        made.members[node] = Member(node=node, name=f"n{node}", peer=Told(), **fields)
-    return made
-
-
 def node_ranks_told(made: Roster, kind: type[NodeRank] | type[StartGeneration]) -> dict[int, list[int]]:
     """By node, in the messages of this kind."""
-    told = {node: [one for one in member.peer.said if isinstance(one, kind)] for node, member in made.members.items()}
+    told = {node: [one for one in member.peer.sent if isinstance(one, kind)] for node, member in made.members.items()}
     return {node: [one.node_rank for one in messages] for node, messages in told.items() if messages}
 
 
 def test_every_seat_is_told_and_only_they_start():
-    made = roster(n1={"faults": [FAULT]})
+    made = make_roster(n1={"faults": [FAULT]})
     made.assign_node_ranks()
     assert made.node_ranks == {0: 0, 1: 2}
     made.start_generation(StartGeneration(generation=1))
@@ -126,7 +108,7 @@ def test_every_seat_is_told_and_only_they_start():
 
 
 def test_a_spare_takes_the_lost_nodes_seat_and_the_others_keep_theirs():
-    made = roster(nodes=4, node_ranks=3)
+    made = make_roster(nodes=4, node_ranks=3)
     made.assign_node_ranks()
     made.members[1].lost = "its connection ended"
     assert not made.all_ready()
@@ -153,12 +135,12 @@ def test_a_spare_takes_the_lost_nodes_seat_and_the_others_keep_theirs():
     ],
 )
 def test_whether_there_are_nodes_enough(members, can, could):
-    made = roster(**members)
+    made = make_roster(**members)
     assert (made.can_train(), made.could_train()) == (can, could)
 
 
 def test_before_the_seats_are_given_only_a_loss_too_many_matters():
-    made = roster()
+    made = make_roster()
     made.members[1].lost = "gone"
     assert not made.is_needed(1)
     made.members[2].lost = "gone"
@@ -166,7 +148,7 @@ def test_before_the_seats_are_given_only_a_loss_too_many_matters():
 
 
 def test_everything_is_gone_but_for_a_node_that_is_given_up():
-    made = roster(nodes=3, node_ranks=2, n0={"gone": 4}, n1={"gone": 3})
+    made = make_roster(nodes=3, node_ranks=2, n0={"gone": 4}, n1={"gone": 3})
     assert not made.all_gone(4)
     assert made.all_gone(4, but="n1")
     assert not made.all_gone(4, but="n0")
@@ -179,7 +161,7 @@ def last_message_at(made: Roster, node: int, now: float, **report: Any) -> None:
 
 
 def began(now: float) -> Roster:
-    made = roster()
+    made = make_roster()
     made.assign_node_ranks()
     made._moved = now
     return made
@@ -211,7 +193,7 @@ def test_a_silent_agent_has_a_minute_while_the_others_get_on():
 
 
 def test_before_anything_trains_silence_has_its_minute_too():
-    made = roster(n1={"last_message_at": 0.0}, n0={"last_message_at": 50.0}, n2={"last_message_at": 50.0})
+    made = make_roster(n1={"last_message_at": 0.0}, n0={"last_message_at": 50.0}, n2={"last_message_at": 50.0})
     assert made.find_timed_out(50.0) is None
 
 

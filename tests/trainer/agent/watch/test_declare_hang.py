@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.trainer.agent.fake_roster import make_roster
 from trainer.agent.flight.flight_record import CollectiveEntry, FlightRecord, Group
-from trainer.agent.nodes.roster import Member, Roster
 from trainer.agent.watch.declare_hang import HangDetector, Incident
 from trainer.agent.watch.hang_limits import RankSample, ReportSchedule
 from trainer.agent.watch.waiting_ranks import HangKind
@@ -19,25 +19,12 @@ from trainer.protocol.messages import agents
 M = TypeVar("M")
 
 
-class Wire:
-    """A peer that only remembers what it was sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[agents.ToAgent] = []
-
-    def send(self, message: agents.ToAgent) -> None:
-        self.sent.append(message)
-
-
 class Job:
     """Two nodes with two ranks each, and the time; `idle` more nodes count as members, and have no ranks."""
 
     def __init__(self, idle: int = 0, **config: Any) -> None:
         self.now = 100.0
-        self.roster = Roster(2, 1, lambda *_: None)
-        for node in range(2 + idle):
-            peer: Any = Wire()
-            self.roster.members[node] = Member(node=node, name=f"n{node}", peer=peer, last_message_at=self.now)
+        self.roster = make_roster(2 + idle)
         self.watch = HangDetector(HangConfig(**config), self.roster, 3, self.now, world=4)
         self.moved = [self.now] * 4
         self.state = ["S"] * 4
@@ -106,7 +93,6 @@ def test_a_hang_is_declared_and_concluded_when_the_evidence_is_there() -> None:
         1, agents.EvidenceCollected(generation=3, incident=order.incident, missing={"stacks": "late"})
     )
     incident = job.watch.look(job.now)
-    assert incident is not None
     assert (incident.judgement.culprit, incident.judgement.kind) == (2, HangKind.STUCK_IN_DATA)
     assert incident.missing == {"n1": {"stacks": "late"}}
 
@@ -115,7 +101,6 @@ def test_evidence_that_does_not_come_is_not_waited_for_beyond_its_time() -> None
     job = Job(evidence=3.0)
     job.state[1] = "T"
     incident = job.passes(20)
-    assert incident is not None
     assert incident.waits == {0, 1}
     assert job.now - incident.began == pytest.approx(3.0, abs=0.5)
 
@@ -124,7 +109,6 @@ def test_a_stopped_process_needs_no_records() -> None:
     job = Job(stopped=3.0)
     job.state[1] = "T"
     job.passes(5)
-    assert job.watch.incident is not None
     assert job.watch.incident.judgement.kind is HangKind.STOPPED
 
 
@@ -251,11 +235,8 @@ class LargeJob:
     def __init__(self, nodes: int, stands: float, goes_on: float = float("inf"), *, seed: int = 1) -> None:
         self.draw, self.nodes, self.now = random.Random(seed), nodes, BEGIN
         self.stands, self.goes_on = BEGIN + stands, BEGIN + goes_on
-        roster = Roster(nodes, 1, lambda *_: None)
-        self.wires = [Wire() for _ in range(nodes)]
-        for node in range(nodes):
-            peer: Any = self.wires[node]
-            roster.members[node] = Member(node=node, name=f"n{node}", peer=peer, last_message_at=BEGIN)
+        roster = make_roster(nodes, nodes)
+        self.wires = [member.peer for member in roster.members.values()]
         self.watch = HangDetector(HangConfig(), roster, 1, BEGIN, world=nodes)
         self.agents = [ReportSchedule(node, nodes, BEGIN + self.draw.uniform(0, 2)) for node in range(nodes)]
         self.first = [self.draw.uniform(0, 0.25) for _ in range(nodes)]
@@ -318,7 +299,6 @@ MORE_SIZES = [(600, ALL_ANSWER), (600, ONE_IS_MUTE), (1250, ONE_IS_MUTE), (2000,
 def test_a_hang_is_declared_in_time(nodes: int, mute: frozenset[int]) -> None:
     job = LargeJob(nodes, stands=6.0)
     found = job.passes(26.0, mute=mute)
-    assert found is not None
     assert found.judgement.culprit == CULPRIT
     assert job.now - job.stands <= 9.0 + nodes / 300 * bool(mute)
 

@@ -41,7 +41,6 @@ class Stood:
             [sys.executable, "-c", PROGRAM, str(memory), how, str(int(STACKS))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory],
         )  # fmt: skip
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"on\n"
         log = folder / f"{rank}.log"
         log.write_text("".join(f"line {number}\n" for number in range(1000)))
@@ -101,7 +100,6 @@ def test_a_rank_that_does_not_know_the_signal_lives_on(stood: Any, tmp_path: Pat
     told = gather(tmp_path / "bundle", [one.subject], {0})
     assert told["missing"]["stacks/rank-00000.txt"] == "the process is not ready for the signal (yet)"
     signs = proc.read_activity(one.process.pid)
-    assert signs is not None
     assert signs.state == "S"
 
 

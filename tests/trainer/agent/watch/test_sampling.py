@@ -281,7 +281,6 @@ def process(program: str, folder: Path) -> Iterator[int]:
     """The pid of a process that leads its group and has begun."""
     ready = f"import os; file = os.open({str(folder / 'file')!r}, 66, 0o600); print('on', flush=True)\n{program}"
     with subprocess.Popen([sys.executable, "-c", ready], stdout=subprocess.PIPE, process_group=0) as started:
-        assert started.stdout is not None
         assert started.stdout.readline() == b"on\n"
         try:
             yield started.pid

@@ -63,7 +63,6 @@ def test_activations_go_to_the_next_stage_and_gradients_to_the_one_before(
 ) -> None:
     assert one.moment is not None
     message = neighbours.message(one.rank, one.moment)
-    assert message is not None
     assert (message.source, message.target) == ends
 
 

@@ -144,7 +144,7 @@ _BURST, _A_SECOND = 2048.0, 512.0
 """Message budget of one peer: burst size, and rate per second after it. The excess waits in its socket."""
 
 Sent = TypeVar("Sent")
-Heard = TypeVar("Heard")
+Received = TypeVar("Received")
 
 
 class WireError(Exception):
@@ -163,14 +163,16 @@ class ForeignProtocol(WireError):
     """Raised if the coordinator uses a different protocol; retrying is useless."""
 
 
-class Peer(asyncio.Protocol, Generic[Sent, Heard]):
+class Peer(asyncio.Protocol, Generic[Sent, Received]):
     """Connection to a peer.
     Sending never blocks; a peer that does not read is dropped, and a flooding one is throttled.
     """
 
-    def __init__(self, heard: Direction[Heard], first: bytes = b"", seals: tuple[Seal, Seal] | None = None) -> None:
+    def __init__(
+        self, direction: Direction[Received], first: bytes = b"", seals: tuple[Seal, Seal] | None = None
+    ) -> None:
         """`first`: bytes already read after the hello; `seals`: for lines sent and received."""
-        self._heard = heard
+        self._direction = direction
         self._own_seal: Seal | None
         self._peer_seal: Seal | None
         self._own_seal, self._peer_seal = seals or (None, None)
@@ -248,10 +250,10 @@ class Peer(asyncio.Protocol, Generic[Sent, Heard]):
         if self._transport.get_write_buffer_size() > _LARGEST_BACKLOG:
             self._transport.abort()
 
-    async def receive(self) -> Heard | None:
+    async def receive(self) -> Received | None:
         """Return the next message; None if the connection has ended. Raises WireError."""
         line = await self.receive_line()
-        return None if line is None else read(self._heard, line)
+        return None if line is None else read(self._direction, line)
 
     async def receive_line(self) -> bytes | bytearray | None:
         """Return the next line as its sender wrote it; None if the connection has ended. Raises WireError."""
@@ -316,7 +318,7 @@ CoordinatorPeer = Peer[FromAgent, ToAgent]
 """Connection to the coordinator, on an agent's side."""
 
 
-def read(direction: Direction[Heard], line: bytes | bytearray) -> Heard:
+def read(direction: Direction[Received], line: bytes | bytearray) -> Received:
     """Return the message in one line; raises WireError."""
     try:
         return direction.read(line)

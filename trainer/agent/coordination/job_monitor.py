@@ -170,8 +170,8 @@ class JobMonitor:
             case ProgressReport():
                 self._hang_detector.add_report(node, message, time.monotonic())
                 for verdict in self._work_windows.add_report(message.work) if self._work_windows else ():
-                    told = replace(verdict, reason=self._with_places(verdict.reason, [verdict.rank]))
-                    self._events.write(EventKind.STRAGGLER, **asdict(told))
+                    located = replace(verdict, reason=self._with_places(verdict.reason, [verdict.rank]))
+                    self._events.write(EventKind.STRAGGLER, **asdict(located))
             case RankSpeeds():
                 if self._benchmark is not None:
                     self._benchmark.add(message, time.monotonic())
@@ -248,9 +248,9 @@ class JobMonitor:
         return "; ".join([reason, *places])
 
     async def _conclude(self, found: Incident) -> Failure | None:
-        told = found.judgement
-        named = [one.rank for one in told.culprits] or [rank for rank in (told.culprit,) if rank is not None]
-        incident = replace(found, judgement=replace(told, reason=self._with_places(told.reason, named)))
+        declared = found.judgement
+        named = [one.rank for one in declared.culprits] or [rank for rank in (declared.culprit,) if rank is not None]
+        incident = replace(found, judgement=replace(declared, reason=self._with_places(declared.reason, named)))
         withdrawn = self._hang_detector.moved_since(incident)
         bundle = self._state.attempt_dir.incident(incident.name)
         seen = self._hang_detector.snapshot.at(incident.began)

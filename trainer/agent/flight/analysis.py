@@ -157,34 +157,34 @@ def desync(records: Records) -> Finding | None:
                 continue
             for kind, part in _COMPARED.items():
                 if len({part(entry) for entry in entries.values()}) > 1:
-                    told = {rank: (part(entry), str(entry)) for rank, entry in entries.items()}
-                    return _differing(records, key, sequence, kind, told)
+                    entered_as = {rank: (part(entry), str(entry)) for rank, entry in entries.items()}
+                    return _differing(records, key, sequence, kind, entered_as)
     return None
 
 
 def _differing(
-    records: Records, key: str, sequence: int, kind: Kind, told: Mapping[int, tuple[object, str]]
+    records: Records, key: str, sequence: int, kind: Kind, entered_as: Mapping[int, tuple[object, str]]
 ) -> Finding:
-    counts = Counter(what for what, _ in told.values())
+    counts = Counter(what for what, _ in entered_as.values())
     most = max(counts.values())
     usual: list[object] = [what for what, count in counts.items() if count == most]
     certain = len(usual) == 1
     if not certain:  # tied: the entry without precedent in its rank's record is the wrong one
-        usual = _usual(records, key, sequence, told, usual)
-    culprits = tuple(sorted(rank for rank, (what, _) in told.items() if what not in usual))
+        usual = _usual(records, key, sequence, entered_as, usual)
+    culprits = tuple(sorted(rank for rank, (what, _) in entered_as.items() if what not in usual))
     if not culprits:
-        culprits, doubt = tuple(sorted(told)), "; the records do not show which of them is wrong"
+        culprits, doubt = tuple(sorted(entered_as)), "; the records do not show which of them is wrong"
     else:
         doubt = "" if certain else "; the others have made such calls before"
     ways = "; ".join(
-        f"{ranks_text(sorted(rank for rank, (other, _) in told.items() if other == what))} entered "
-        f"{next(text for other, text in told.values() if other == what)}"
+        f"{ranks_text(sorted(rank for rank, (other, _) in entered_as.items() if other == what))} entered "
+        f"{next(text for other, text in entered_as.values() if other == what)}"
         for what, _ in counts.most_common(_WAYS)
     )
     if len(counts) > _WAYS:
         ways += f"; and {len(counts) - _WAYS:,} more variants"
     reason = f"collective #{sequence} of group {key} differs between ranks: {ways}{doubt}"
-    named = () if len(culprits) == len(told) else culprits
+    named = () if len(culprits) == len(entered_as) else culprits
     return Finding(
         kind=kind,
         ranks=culprits,
@@ -198,27 +198,27 @@ def _differing(
 
 
 def _usual(
-    records: Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]], ways: Sequence[object]
+    records: Records, key: str, sequence: int, entered_as: Mapping[int, tuple[object, str]], ways: Sequence[object]
 ) -> list[object]:
     """Return the variants of a collective that occur earlier in some rank's own record, or all if none does."""
     # A rank that skipped a call continues with its peer's later calls, so either may be wrong.
-    if _is_shifted(records, key, sequence, told):
+    if _is_shifted(records, key, sequence, entered_as):
         return list(ways)
     often = dict.fromkeys(ways, 0)
-    for rank, (what, text) in told.items():
+    for rank, (what, text) in entered_as.items():
         before = [e for e in records.flights[rank].entries if e.group == key and e.sequence < sequence]
         often[what] = max(often.get(what, 0), sum(str(entry) == text for entry in before))
     # The counts prove nothing; only a call without precedent is evidence.
     return [what for what, count in often.items() if count] or list(often)
 
 
-def _is_shifted(records: Records, key: str, sequence: int, told: Mapping[int, tuple[object, str]]) -> bool:
+def _is_shifted(records: Records, key: str, sequence: int, entered_as: Mapping[int, tuple[object, str]]) -> bool:
     """Return whether one rank's calls from here on equal another rank's calls shifted by one."""
     calls = {
         tuple(
             str(entry) for entry in records.flights[rank].entries if entry.group == key and entry.sequence >= sequence
         )
-        for rank in told
+        for rank in entered_as
     }
     if len(calls) > _WAYS:
         return False
@@ -291,13 +291,13 @@ def analyse(
 
 def _merge_culprits(waits: WaitGraph, found: WaitRoots, longest: str) -> Finding:
     """Return the finding on all culprits, merged by kind and collective; the most awaited is named first."""
-    told: dict[tuple[RootKind, Node], list[int]] = {}
+    by_cause: dict[tuple[RootKind, Node], list[int]] = {}
     waiting = waits.before()
     for root, kind in found.items():
-        told.setdefault((kind, _stall_origin(waits, waiting[root], found)), []).append(waits.inside(root)[0])
+        by_cause.setdefault((kind, _stall_origin(waits, waiting[root], found)), []).append(waits.inside(root)[0])
     culprits, reasons = [], []
     # Absent ranks are the clearest case; among equals, the wave-front nearest to its root comes first.
-    for (kind, node), ranks in sorted(told.items(), key=lambda item: (item[0][0] == "gpu_stopped", min(item[1]))):
+    for (kind, node), ranks in sorted(by_cause.items(), key=lambda item: (item[0][0] == "gpu_stopped", min(item[1]))):
         reason = _reason(waits, kind, node, tuple(sorted(ranks)))
         reasons.append(reason)
         place = waits.places[node]
@@ -381,12 +381,12 @@ def _lost_message(channels: Sequence[MessageChannel]) -> Finding:
     if not channels:
         return Finding(kind="none", reason="no rank waits inside a collective")
     ranks = tuple(sorted({rank for one in channels for rank in (one.source, one.target)}))
-    told = "; ".join(map(str, channels[:_FRONTS]))
+    names = "; ".join(map(str, channels[:_FRONTS]))
     return Finding(
         kind="stuck_together",
         ranks=ranks,
         group=channels[0].group,
-        reason=f"both ends have called {told}, but it does not complete: suspect the link between them, or either GPU",
+        reason=f"both ends have called {names}, but it does not complete: suspect the link between them, or either GPU",
     )
 
 

@@ -92,11 +92,11 @@ def find_unfinished_messages(
 
 
 def _message(group: str, text: str, members: Sequence[int], order: int) -> P2PMessage:
-    told = _PEERS.search(text)
-    if told is None:
+    match = _PEERS.search(text)
+    if match is None:
         return P2PMessage(group, -1, -1, order, text.startswith("send"))
-    sends = told[1] == "send"
-    own, peer = _global_rank(int(told[2]), members), _global_rank(int(told[4]), members)
+    sends = match[1] == "send"
+    own, peer = _global_rank(int(match[2]), members), _global_rank(int(match[4]), members)
     return P2PMessage(group, own if sends else peer, peer if sends else own, order, sends)
 
 
@@ -152,12 +152,12 @@ def counters(dump: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> d
         newest[group_name(entry)] = max(newest.get(group_name(entry), 0), number(entry.get("collective_seq_id"), -1))
     found = {}
     for local, name in _names(config, status, entries).items():
-        told = status[local]
-        if name in talked or not isinstance(told, Mapping):
+        counts = status[local]
+        if name in talked or not isinstance(counts, Mapping):
             continue
         entered, completed = (
-            number(told.get("last_enqueued_collective"), -1),
-            number(told.get("last_completed_collective"), -1),
+            number(counts.get("last_enqueued_collective"), -1),
+            number(counts.get("last_completed_collective"), -1),
         )
         if 0 <= completed <= entered and newest.get(name, entered) == entered:
             found[name] = (entered, completed)
@@ -266,7 +266,7 @@ class FlightRecord:
         by_group: dict[str, list[CollectiveEntry]] = {}
         for entry in self.entries:
             by_group.setdefault(entry.group, []).append(entry)
-        told = {
+        fields = {
             "rank": self.rank,
             "timed": self.timed,
             "whole": self.whole,
@@ -274,24 +274,24 @@ class FlightRecord:
             "messages": [astuple(message) for message in self.messages[: max(_FEWEST, 4 * keep)]],
             "entries": [astuple(one) for entries in by_group.values() for one in _select_newest(entries, keep)],
         }
-        return base64.b85encode(zlib.compress(json.dumps(told, separators=(",", ":")).encode())).decode()
+        return base64.b85encode(zlib.compress(json.dumps(fields, separators=(",", ":")).encode())).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "FlightRecord":
         """Parse the output of `to_json`; raises ValueError for anything else."""
         try:
             inflater = zlib.decompressobj()
-            told = json.loads(inflater.decompress(base64.b85decode(text), _LARGEST_RECORD))
+            fields = json.loads(inflater.decompress(base64.b85decode(text), _LARGEST_RECORD))
             if not inflater.eof:
                 raise ValueError("it is cut off or too large")
-            groups = [[decode_runs(ranks), *others] for ranks, *others in told["groups"].values()]
+            groups = [[decode_runs(ranks), *others] for ranks, *others in fields["groups"].values()]
             return cls(
-                rank=int(told["rank"]),
-                timed=bool(told["timed"]),
-                whole=bool(told["whole"]),
-                groups=dict(zip(told["groups"], _parse_rows(Group, groups), strict=True)),
-                messages=_parse_rows(P2PMessage, told["messages"]),
-                entries=_parse_rows(CollectiveEntry, told["entries"]),
+                rank=int(fields["rank"]),
+                timed=bool(fields["timed"]),
+                whole=bool(fields["whole"]),
+                groups=dict(zip(fields["groups"], _parse_rows(Group, groups), strict=True)),
+                messages=_parse_rows(P2PMessage, fields["messages"]),
+                entries=_parse_rows(CollectiveEntry, fields["entries"]),
             )
         except (zlib.error, *UNREADABLE) as error:
             raise ValueError(f"not a flight record: {error!r}") from error
@@ -335,13 +335,13 @@ def read(
 def newest(dump: bytes, most: int) -> bytes:
     """Return a torch dump reduced to its newest entries, at most `most` bytes; other data is truncated."""
     try:
-        told = json.loads(dump)
-        entries = list(told.get("entries", []))
+        record = json.loads(dump)
+        entries = list(record.get("entries", []))
     except (ValueError, TypeError, AttributeError, RecursionError):
         return json.dumps(dump[-most // 8 :].decode(errors="replace")).encode()
     while len(dump) > most and entries:
         entries = entries[len(entries) // 2 + 1 :]
-        dump = json.dumps({**told, "entries": entries}).encode()
+        dump = json.dumps({**record, "entries": entries}).encode()
     return dump
 
 
@@ -363,7 +363,7 @@ def parse(
     states = [dying.get(id(one)) or _state(one) for one in raw]
     entries = [entry for at, one in enumerate(raw) if (entry := _entry(one, states[at], suffix, at)) is not None]
     config, more = _parse_group_config(dump.get("pg_config")), _parse_group_config(groups)
-    told = {f"{key}{suffix}": value for key, value in {**config, **more}.items() if key}
+    configured = {f"{key}{suffix}": value for key, value in {**config, **more}.items() if key}
     members = {key: ranks for key, (ranks, _) in {**more, **config}.items()}
     exact = {f"{key}{suffix}": value for key, value in counters(dump, raw).items()}
     by_group: dict[str, list[CollectiveEntry]] = {}
@@ -373,11 +373,11 @@ def parse(
     first = not whole or not number(whole[0].get("record_id"))
     found = {
         key: replace(
-            _group(by_group.get(key, []), told.get(key), exact.get(key), on_gpu=key in on_gpu),
+            _group(by_group.get(key, []), configured.get(key), exact.get(key), on_gpu=key in on_gpu),
             before=before.get(key.removesuffix(suffix), 0),
             surely=bool(whole) and first,
         )
-        for key in {**by_group, **told}
+        for key in {**by_group, **configured}
     }
     return FlightRecord(
         rank=rank,
@@ -453,10 +453,10 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _group(
-    entries: list[CollectiveEntry], told: tuple[tuple[int, ...], str] | None, exact: tuple[int, int] | None, *,
+    entries: list[CollectiveEntry], configured: tuple[tuple[int, ...], str] | None, exact: tuple[int, int] | None, *,
     on_gpu: bool,
 ) -> Group:  # fmt: skip
-    ranks, description = told or ((), "")
+    ranks, description = configured or ((), "")
     ranks = ranks if ranks == tuple(sorted(ranks)) else tuple(sorted(ranks))
     unfinished = min((entry.sequence for entry in entries if entry.state != DONE), default=0)
     entered = max((entry.sequence for entry in entries), default=0)

@@ -170,10 +170,10 @@ def _ask(path: str, handler: str, seconds: float) -> bytes | None:
 
 def _groups(path: str) -> Mapping[str, Any]:
     try:
-        told = json.loads(Path(groups_file(path)).read_text())
+        groups = json.loads(Path(groups_file(path)).read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return groups if isinstance(groups, dict) else {}
 
 
 def records_of_dead_ranks(attempt: AttemptDir, generation: int) -> list[FlightRecord]:

@@ -96,9 +96,9 @@ class Records:
     def _find_members(self, key: str, known: set[int]) -> tuple[int, ...]:
         """Return the members that its ranks report, else all ranks that have it, or the world for the default group."""
         having = self.having[key]
-        told = max((group.ranks for group in having.values()), key=len, default=())
-        if told:
-            return tuple(rank for rank in told if rank in known)
+        reported = max((group.ranks for group in having.values()), key=len, default=())
+        if reported:
+            return tuple(rank for rank in reported if rank in known)
         if key == "0" or any(group.description == "default_pg" for group in having.values()):
             return self.world
         return tuple(sorted(having))

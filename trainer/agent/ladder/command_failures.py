@@ -38,32 +38,32 @@ _ARGUMENT = re.compile(r"\(\s{0,20}(?:open\(|Path\()?[rb]?['\"][^'\"{}]{0,300}[/
 """A file that a line of code names as the first argument of a call."""
 
 
-def is_loading_error(said: str, lines: Sequence[str], checkpoint: str, *, raised: bool, doubt: bool) -> bool:
+def is_loading_error(error: str, lines: Sequence[str], checkpoint: str, *, raised: bool, doubt: bool) -> bool:
     """Return whether the error shows that the program was loading `checkpoint`; if the name is empty, any file.
-    `said`: class and message of the exception, if one was `raised`, else the last line; `lines`: the last lines;
+    `error`: class and message of the exception, if one was `raised`, else the last line; `lines`: the last lines;
     `doubt`: the checkpoint is suspect for another reason, so an unexpected end of any file is sufficient.
     """
     trace = _last_traceback(lines)
-    text = "\n".join((*trace, said))
-    if not raised and not _COMPLAINT.search(said):
+    text = "\n".join((*trace, error))
+    if not raised and not _COMPLAINT.search(error):
         return False
-    words = "\n".join((*_causes(lines), said))
+    words = "\n".join((*_causes(lines), error))
     if any(int(number) not in _FILE_ERRNOS for number in _ERRNO.findall(words)) or has_meaning(
         text, Meaning.TRAINING_DATA
     ):
         return False
     parsed = has_meaning(words, Meaning.UNREADABLE, Meaning.CUT_OFF, Meaning.BROKEN)
-    if _is_named(checkpoint, said):
+    if _is_named(checkpoint, error):
         return parsed or has_meaning(words, Meaning.MISSING)
     # The error names another file or a server.
-    if _PLACE.search(said):
+    if _PLACE.search(error):
         return False
     code = [line for line in trace if not _FRAME.match(line)]
     if any(_is_named(checkpoint, line) for line in code):
         return parsed
     if any(has_meaning(line, Meaning.LOADING) and _ARGUMENT.search(line) for line in code):
         return False
-    by_itself = has_meaning(said, Meaning.UNREADABLE) or (doubt and has_meaning(said, Meaning.CUT_OFF))
+    by_itself = has_meaning(error, Meaning.UNREADABLE) or (doubt and has_meaning(error, Meaning.CUT_OFF))
     return by_itself or (parsed and has_meaning(text, Meaning.LOADING))
 
 

@@ -47,17 +47,17 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
     """
     root = find_root(ends)
     kind, retry, what = _classify(root)
-    said = f"{root.exception}: {root.message}" if root.exception else ""
+    error = f"{root.exception}: {root.message}" if root.exception else ""
     # Before a generation's first step, errors of one class can have many causes.
-    words = VARYING.sub("#", said) if not root.step or root.step <= restored else root.exception
+    words = VARYING.sub("#", error) if not root.step or root.step <= restored else root.exception
     mark = f"{words or root.signal or root.exit_code}@{root.step}"
     # A run that has trained has shown that its code works.
-    outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _CODE_ERRORS and is_outside(said)
-    outside = outside or (kind is FailureKind.UNKNOWN and _meets_limit(root, said))  # this may be temporary, too
+    outside = kind is FailureKind.EXCEPTION and trained and root.exception not in _CODE_ERRORS and is_outside(error)
+    outside = outside or (kind is FailureKind.UNKNOWN and _meets_limit(root, error))  # this may be temporary, too
     kind = FailureKind.UNKNOWN if outside else kind
     # A new job waits until a replaced installation is complete, and never mixes the old one with the new one.
-    if kind is FailureKind.EXCEPTION and trained and has_meaning(said, Meaning.INSTALLATION):
-        kind, retry, what = FailureKind.STORAGE, False, f"could not read its installation: {_short(said)}"
+    if kind is FailureKind.EXCEPTION and trained and has_meaning(error, Meaning.INSTALLATION):
+        kind, retry, what = FailureKind.STORAGE, False, f"could not read its installation: {_short(error)}"
     own_exception = kind in (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY)
     # Nothing has worked yet, so a retry is not expected to help.
     if own_exception and not trained:
@@ -86,14 +86,14 @@ def find_cause(ends: Sequence[RankEnd], *, trained: bool, last_mark: str = "", r
     return Decision(action=action, reason=failure.reason, failure=failure, mark=mark, skip=skip, outside=outside)
 
 
-def is_outside(said: str) -> bool:
+def is_outside(error: str) -> bool:
     """Return whether an error shows a failure of the network, a server or another process."""
-    return has_meaning(said, Meaning.OUTSIDE)
+    return has_meaning(error, Meaning.OUTSIDE)
 
 
-def _meets_limit(end: RankEnd, said: str) -> bool:
+def _meets_limit(end: RankEnd, error: str) -> bool:
     """Return whether the node could not start a thread or process, which proves nothing about the code."""
-    return has_meaning(said, Meaning.NO_PROCESSES) and end.exception not in _CODE_ERRORS and not end.secondary
+    return has_meaning(error, Meaning.NO_PROCESSES) and end.exception not in _CODE_ERRORS and not end.secondary
 
 
 def find_root(ends: Sequence[RankEnd]) -> RankEnd:
@@ -116,7 +116,7 @@ def secondary_order(end: RankEnd) -> int:
 
 def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     """Return the kind, whether to retry, and the description that follows "rank N on NODE"."""
-    said = f"{end.exception}: {end.message}" if end.exception else ""
+    error = f"{end.exception}: {end.message}" if end.exception else ""
     if _mismatch(end):
         return FailureKind.DESYNC, False, f"ran a different collective than its peers: {_short(end.message or '')}"
     if end.out_of_memory:
@@ -126,9 +126,9 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     if end.signal is not None:
         return FailureKind.RANK_KILLED, True, f"was killed by {signal_name(end.signal)}"
     if end.exit_code == ExitCode.NEVER_RETRY:
-        return FailureKind.USER_ERROR, False, f"asked never to be retried (exit code 78){_after(said)}"
+        return FailureKind.USER_ERROR, False, f"asked never to be retried (exit code 78){_after(error)}"
     if end.exit_code == ExitCode.NODE_SUSPECT:
-        return FailureKind.NODE_SUSPECT, False, f"suspects its node (exit code 77){_after(said)}"
+        return FailureKind.NODE_SUSPECT, False, f"suspects its node (exit code 77){_after(error)}"
     if end.exception in _BAD_STEPS and end.position is not None:
         return FailureKind.NUMERIC, True, _short(end.message or "")
     if end.exception == NothingFits.__name__:
@@ -141,28 +141,28 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     if end.exception == UnsavableState.__name__:
         return FailureKind.USER_ERROR, False, f"cannot save its state: {_short(end.message or '')}"
     if end.exception in _CHECKPOINTS:
-        return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(said)}"
+        return FailureKind.STORAGE, False, f"could not use its checkpoints: {_short(error)}"
     if end.exit_code == ExitCode.STORAGE:
-        why = said or (end.lines[-1] if end.lines else "")
+        why = error or (end.lines[-1] if end.lines else "")
         return FailureKind.STORAGE, False, f"could not use its storage (exit code 74){_after(why)}"
-    if has_meaning(said, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
-        return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(said)}; {_memory_hint(end)}"
-    if _meets_limit(end, said):
-        return FailureKind.UNKNOWN, True, f"hit a limit of its node: {_short(said)}; {LIMITS}"
-    if has_meaning(said, Meaning.STORAGE) and end.exception not in _CODE_ERRORS:
-        return FailureKind.STORAGE, False, f"could not use its storage: {_short(said)}"
-    if has_meaning(said, Meaning.VARIABLE) and not end.secondary:
-        name = variable_named(said)
+    if has_meaning(error, Meaning.MEMORY, Meaning.GPU_MEMORY) and not end.secondary:
+        return FailureKind.OUT_OF_MEMORY, True, f"ran out of memory: {_short(error)}; {_memory_hint(end)}"
+    if _meets_limit(end, error):
+        return FailureKind.UNKNOWN, True, f"hit a limit of its node: {_short(error)}; {LIMITS}"
+    if has_meaning(error, Meaning.STORAGE) and end.exception not in _CODE_ERRORS:
+        return FailureKind.STORAGE, False, f"could not use its storage: {_short(error)}"
+    if has_meaning(error, Meaning.VARIABLE) and not end.secondary:
+        name = variable_named(error)
         way = f"`env.{name}=...` sets another value, `~env.{name}` removes it from the configuration"
-        return FailureKind.INSTALLATION, False, f"cannot use {name} from its environment: {_short(said)}; {way}"
+        return FailureKind.INSTALLATION, False, f"cannot use {name} from its environment: {_short(error)}; {way}"
     if end.secondary:
-        return FailureKind.UNKNOWN, True, f"lost the connection to a peer: {_short(said)}"
+        return FailureKind.UNKNOWN, True, f"lost the connection to a peer: {_short(error)}"
     if end.exit_code == ExitCode.RETRY:
-        return FailureKind.UNKNOWN, True, f"asked to be restarted (exit code 75){_after(said)}"
-    if has_meaning(said, Meaning.NO_RENDEZVOUS):
-        return FailureKind.UNKNOWN, True, f"could not connect to its peers: {_short(said)}"
+        return FailureKind.UNKNOWN, True, f"asked to be restarted (exit code 75){_after(error)}"
+    if has_meaning(error, Meaning.NO_RENDEZVOUS):
+        return FailureKind.UNKNOWN, True, f"could not connect to its peers: {_short(error)}"
     if end.exception is not None:
-        return FailureKind.EXCEPTION, True, f"raised {_short(said)}"
+        return FailureKind.EXCEPTION, True, f"raised {_short(error)}"
     if end.exit_code in GOOD:
         return FailureKind.EXCEPTION, True, f"exited {end.exit_code} without reporting completion"
     # The last line shows a program that did not start, or that a shell did not find.
@@ -170,10 +170,10 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
     return FailureKind.EXCEPTION, True, f"ended with exit code {end.exit_code}{why}"
 
 
-def variable_named(said: str) -> str:
+def variable_named(error: str) -> str:
     """Return the variable that an error of torch, gloo or NCCL concerns; gloo and NCCL do not name it."""
-    named = re.search(r"\b(TORCH|NCCL|GLOO)_[A-Z_]+\b", said)
-    return named[0] if named else "GLOO_SOCKET_IFNAME" if "Unable to find" in said else "NCCL_SOCKET_IFNAME"
+    named = re.search(r"\b(TORCH|NCCL|GLOO)_[A-Z_]+\b", error)
+    return named[0] if named else "GLOO_SOCKET_IFNAME" if "Unable to find" in error else "NCCL_SOCKET_IFNAME"
 
 
 def _memory_hint(end: RankEnd) -> str:
@@ -188,9 +188,9 @@ def _mismatch(end: RankEnd) -> bool:
     return not end.secondary and has_meaning(end.message or "", Meaning.MISMATCH)
 
 
-def _after(said: str) -> str:
-    return f": {_short(said)}" if said else ""
+def _after(error: str) -> str:
+    return f": {_short(error)}" if error else ""
 
 
-def _short(said: str) -> str:
-    return cut(" ".join(said.split()), 300)
+def _short(error: str) -> str:
+    return cut(" ".join(error.split()), 300)

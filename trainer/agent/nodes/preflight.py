@@ -216,12 +216,12 @@ def _devices(wanted: int) -> PreflightFault | None:
 def _driver_count() -> int | None:
     """Return the number of GPUs listed by nvidia-smi; 0 if it hangs, None if it is missing."""
     try:
-        said = _driver("-L")
+        output = _driver("-L")
     except subprocess.TimeoutExpired:
         return 0
     except OSError:
         return None
-    return sum(1 for line in said.splitlines() if line.strip().startswith(("GPU ", "MIG ")))
+    return sum(1 for line in output.splitlines() if line.strip().startswith(("GPU ", "MIG ")))
 
 
 def _broken_devices(wanted: int) -> PreflightFault | None:

@@ -253,9 +253,9 @@ async def _py_spy(one: Subject, seconds: float) -> bytes:
 
 
 async def _proc(one: Subject, seconds: float) -> bytes:
-    if one.pid is None or (told := await run_detached(lambda: proc.describe(one.pid or 0), seconds)) is None:
+    if one.pid is None or (description := await run_detached(lambda: proc.describe(one.pid or 0), seconds)) is None:
         raise Unavailable("no such process")
-    return json.dumps(told, indent=1).encode()
+    return json.dumps(description, indent=1).encode()
 
 
 async def _flight(one: Subject, seconds: float) -> bytes:
@@ -267,8 +267,8 @@ async def _flight(one: Subject, seconds: float) -> bytes:
     # Two full records exceed one file, so the newest entries of each are kept.
     if device == recorder.NOTHING:
         return newest(host, FILE)
-    told = newest(device, FILE // 2 - 64) if device is not None else b'"its flight server did not answer in time"'
-    return b'{"device": %s, "host": %s}' % (told, newest(host, FILE // 2 - 64))
+    gpu = newest(device, FILE // 2 - 64) if device is not None else b'"its flight server did not answer in time"'
+    return b'{"device": %s, "host": %s}' % (gpu, newest(host, FILE // 2 - 64))
 
 
 _AT_ONCE = 4
@@ -299,8 +299,8 @@ class EvidenceCollector:
         answer = FlightRecords(generation=generation, serial=query.serial)
         # Sent in batches: all records of a node with many ranks would not fit into one line.
         for first in range(0, len(flights), _AT_ONCE):
-            told = tuple(flight.to_json() for flight in flights[first : first + _AT_ONCE])
-            peer.send(replace(answer, flights=told))
+            batch = tuple(flight.to_json() for flight in flights[first : first + _AT_ONCE])
+            peer.send(replace(answer, flights=batch))
         peer.send(replace(answer, unanswered=tuple(unanswered), last=True))
 
     async def _send_bundle(

@@ -212,8 +212,8 @@ class ReportGaps:
         """Return the silences of all nodes that had any."""
         found = {node: [(now - began, now - ended) for began, ended in gaps] for node, gaps in self._gaps.items()}
         longest = self._longest if self._asked is None else self._close
-        for node, heard in self._last_report.items():
-            since = heard + longest
+        for node, reported in self._last_report.items():
+            since = reported + longest
             if now > since:
                 found.setdefault(node, []).append((now - since, 0.0))
         return found

@@ -63,14 +63,14 @@ class JobSnapshot:
             return self.at(now)
 
         def still(rank: int) -> tuple[float, float]:
-            heard, sample = self._seen[rank]
-            return ratios.get(rank, 0.0), sample.age - heard
+            received, sample = self._seen[rank]
+            return ratios.get(rank, 0.0), sample.age - received
 
         return self._age_samples(heapq.nlargest(most, self._order, key=still), now)
 
     def _age_samples(self, ranks: Iterable[int], now: float) -> list[RankSample]:
         seen = map(self._seen.__getitem__, ranks)
-        return [_age_sample(sample, max(0.0, now - heard)) for heard, sample in seen]
+        return [_age_sample(sample, max(0.0, now - received)) for received, sample in seen]
 
     def p99(self) -> dict[str, float]:
         return {phase: max(by_node.values()) for phase, by_node in self._p99.items()}

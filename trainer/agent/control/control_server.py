@@ -75,7 +75,6 @@ class RequestFound:
 
 InboxMessage = FromAgent | AgentJoined | AgentLost | AgentRefused | Tick | AttemptFenced | RequestFound
 
-
 AGENT_TIMEOUT_SECONDS = 60.0
 """Silence after which an agent (or coordinator) is lost; a live one sends every few seconds."""
 STALLED_TIMEOUT_SECONDS = 10.0

@@ -73,11 +73,8 @@ class Startup:
         settled = self._is_settled(self._roster.all_examined, self._roster.can_train)
         answered = await self._messages.wait_until(settled, seconds)
         faults = {member.name: member.faults for member in self._roster.present_members() if member.faults is not None}
-        found = [
-            failure
-            for failure in (preflight.find_blamed_node(faults), *self._exclude_skewed_nodes())
-            if failure is not None
-        ]
+        blamed = preflight.find_blamed_node(faults)
+        found = [*([] if blamed is None else [blamed]), *self._exclude_skewed_nodes()]
         # A fault on a single node does not end the attempt if enough other nodes are fit.
         alone = all(failure.kind is FailureKind.NODE_SUSPECT for failure in found)
         if found and not (alone and self._roster.can_train()):

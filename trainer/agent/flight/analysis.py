@@ -29,9 +29,7 @@ from trainer.agent.flight.wait_graph import (
 
 RootKind = Literal["never_came", "no_answer", "gpu_stopped", "queued"]
 
-
 WaitRoots = dict[Node, RootKind]
-
 
 _SYNCHRONIZING = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "barrier")
 """Operations that complete on no rank before every rank has begun them, unlike broadcasts and uneven all_to_alls."""

@@ -96,7 +96,8 @@ def _message(group: str, text: str, members: Sequence[int], order: int) -> P2PMe
     if match is None:
         return P2PMessage(group, -1, -1, order, text.startswith("send"))
     sends = match[1] == "send"
-    own, peer = _global_rank(int(match[2]), members), _global_rank(int(match[4]), members)
+    # torch identifies peers by their position in the group.
+    own, peer = (members[at] if at < len(members) else -1 for at in (int(match[2]), int(match[4])))
     return P2PMessage(group, own if sends else peer, peer if sends else own, order, sends)
 
 
@@ -104,11 +105,6 @@ def _members(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> 
     """Return the ranks of the entry's group; in the default group, position equals rank."""
     known = members.get(group_name(entry), ())
     return known if known or "default_pg" not in (entry.get("process_group") or ()) else range(_WORLD)
-
-
-def _global_rank(place: int, members: Sequence[int]) -> int:
-    """Return the global rank at a position in a group; torch identifies peers by position."""
-    return members[place] if place < len(members) else -1
 
 
 @dataclass(slots=True)
@@ -441,15 +437,12 @@ def _parse_group_config(config: Any) -> dict[str, tuple[tuple[int, ...], str]]:
         if not isinstance(value, Mapping):
             continue
         try:
-            ranks = decode_runs(value["runs"]) if "runs" in value else _ranks(value.get("ranks", "[]"))
+            listed = json.loads(str(value.get("ranks", "[]")))
+            ranks = decode_runs(value["runs"]) if "runs" in value else tuple(map(int, listed))
         except (TypeError, ValueError, OverflowError, RecursionError):
             ranks = ()
         found[word(value.get("name", key))] = (ranks, word(value.get("desc", "")))
     return found
-
-
-def _ranks(value: Any) -> tuple[int, ...]:
-    return tuple(int(rank) for rank in (json.loads(value) if isinstance(value, str) else value))
 
 
 def _group(

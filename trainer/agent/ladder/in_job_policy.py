@@ -62,7 +62,6 @@ _EXAMINED = select_kinds(lambda traits: traits.examined)
 _NEVER_RETRY = select_kinds(lambda traits: traits.comes_back)
 """Failures that recur until an operator changes something."""
 
-
 _COMMAND_LATE = "the command was asked to stop, did not end in time, and was killed"
 
 

@@ -133,11 +133,8 @@ def _classify(end: RankEnd) -> tuple[FailureKind, bool, str]:
         return FailureKind.NUMERIC, True, _short(end.message or "")
     if end.exception == NothingFits.__name__:
         way = "restore the earlier code and model sizes, or submit a new run"
-        return (
-            FailureKind.USER_ERROR,
-            False,
-            f"has a different model than its checkpoints: {_short(end.message or '')}; {way}",
-        )
+        what = f"has a different model than its checkpoints: {_short(end.message or '')}; {way}"
+        return FailureKind.USER_ERROR, False, what
     if end.exception == UnsavableState.__name__:
         return FailureKind.USER_ERROR, False, f"cannot save its state: {_short(end.message or '')}"
     if end.exception in _CHECKPOINTS:

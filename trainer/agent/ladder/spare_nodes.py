@@ -73,11 +73,7 @@ def replace_unkillable_nodes(
         step=decision.known_failure.step,
     )  # fmt: skip
     reason = f"{decision.reason}; {failure.reason}"
-    return (
-        in_job_policy.end(reason, failure)
-        if stopping
-        else Decision(action=Action.REPLACE, reason=reason, failure=failure)
-    )
+    return Decision(action=Action.END if stopping else Action.REPLACE, reason=reason, failure=failure)
 
 
 def can_replace(decision: Decision | None, roster: Roster) -> bool:

@@ -103,7 +103,6 @@ def _run_tool(command: list[str], seconds: float) -> bytes:
 
 NODE_PARTS: dict[str, Callable[[float], bytes]] = {"kernel.txt": kernel, "memory.txt": memory, "gpus.txt": gpus}
 
-
 FILE = 1 << 20
 """Maximum bytes of one file; a longer one keeps its end."""
 TOTAL = 32 << 20

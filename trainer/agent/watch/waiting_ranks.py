@@ -18,7 +18,6 @@ from trainer.protocol.rank_progress.progress import AWAITED_SENDS, OF_ACTIVATION
 CONFIRMED = 1.0
 """Seconds a process must be seen halted; a profiler may halt a waiting one for a moment."""
 
-
 _NOBODY: Mapping[int, float] = {}
 
 
@@ -56,16 +55,13 @@ class Suspicion:
 _ORDER = ("init", "restore", "checkpoint", "eval", "data", "compile", "forward", "backward", "optimizer", "done")
 """Order of phases within a step; ranks in those before `forward` wait for no peer."""
 
-
 _PLACE = {phase: index for index, phase in enumerate(_ORDER)}
 
 
 # Micro-batches alternate forward and backward; only the collectives show which rank is behind.
 _TURN = {**_PLACE, "backward": _PLACE["forward"]}
 
-
 _NOWHERE = len(_ORDER)
-
 
 _KINDS = {
     "data": HangKind.STUCK_IN_DATA,
@@ -76,7 +72,6 @@ _KINDS = {
     "optimizer": HangKind.STUCK_IN_COMPUTE,
     "eval": HangKind.STUCK_IN_COMPUTE,
 }
-
 
 _HALTS = {
     "T": (HangKind.STOPPED, "its process is stopped (SIGSTOP)"),

@@ -175,7 +175,7 @@ def action_seconds(action: PipelineAction, stages: Sequence[StageSeconds]) -> fl
 
 
 def _ready(action: PipelineAction, stages: int, arrivals: Mapping[PipelineAction, float]) -> float | None:
-    """Return when an action's input arrives; None: not yet known."""
+    """Return the arrival time of an action's input; None: unknown so far."""
     stage, kind, micro_batch = action
     if kind is Kind.FORWARD and stage > 0:
         return arrivals.get(PipelineAction(stage, Kind.RECEIVE_ACTIVATION, micro_batch))

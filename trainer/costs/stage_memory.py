@@ -121,12 +121,12 @@ class _StageBytes:
 
     @property
     def backward(self) -> int:
-        """Return the peak above the kept bytes while the last layer's feed-forward computes its gradients."""
+        """Return the peak, in addition to the kept bytes, in the backward pass of the last layer's feed-forward."""
         return self.within - self.behind
 
     @property
     def loss(self) -> int:
-        """Return the peak while the gradients of the logits (two more copies) and later of the output are computed."""
+        """Return the peak of the loss: two copies of the logits' gradients, or later the output's gradient."""
         return max(2 * self.result, self.output + self.boundary) if self.part.is_last else 0
 
 

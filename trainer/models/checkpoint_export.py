@@ -86,7 +86,7 @@ class ExportRequest:
     """Maximum bytes of values in one safetensors file."""
     run: str | None = None
     config: JobConfig | None = None
-    """The run's configuration; without it only names are known."""
+    """The run's configuration; without it, only names are available."""
 
     @property
     def has_built_in_model(self) -> bool:
@@ -96,7 +96,7 @@ class ExportRequest:
 def export(
     storage: Storage, name: str, request: ExportRequest, progress: Callable[[int, int], None] | None = None
 ) -> tuple[Exported, dict[str, Any]]:
-    """Write `request.folder` atomically; returns the exported files and the provenance stored beside them.
+    """Write `request.folder` atomically; return the exported files and their provenance.
 
     Raises Refused if a byte differs from the original, FileExistsError if the folder is not empty, OSError.
     """

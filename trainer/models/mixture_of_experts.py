@@ -119,7 +119,7 @@ class MixtureOfExperts(nn.Module):
         choice = self.router(tokens)
         each = choice.experts.shape[1]
         order = choice.experts.flatten().argsort(stable=True)
-        # Without names, so that reordered copies of all rows are freed at once.
+        # Reordered copies of all rows get no names, so that each is freed as soon as the next one exists.
         rows = permute_rows(tokens[:, None].expand(-1, each, -1).flatten(0, 1), order)
         parts = permute_rows(self.dispatch(rows, choice.load, self.experts), inverse(order)).unflatten(0, (-1, each))
         mixed: torch.Tensor = (parts.float() * choice.weights[..., None]).sum(dim=1)

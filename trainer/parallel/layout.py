@@ -60,14 +60,14 @@ SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRefusal:
-    """Why ranks cannot start, and the nearest layout that fits; empty if none is known."""
+    """Refusal of a layout: its problems, and the nearest layout that fits (empty if none was found)."""
 
     what: str
     fix: Fix
 
     @property
     def hint(self) -> str:
-        """Return the keys to type; empty if no fitting layout is known."""
+        """Return the keys to type; empty if no fitting layout was found."""
         return " ".join(["type", *map(_format_key, self.fix.items())]) if self.fix else ""
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ WHOLE_COST = 4.0
 
 
 def nearest_fix(config: JobConfig, may_change: MayChange) -> Fix:
-    """Return the fewest and smallest changes that solve all problems; empty if none is known."""
+    """Return the fewest and smallest changes that solve all problems; empty if none were found."""
     if next(model_problems(config.model), "") and not config.command:
         return {}
     best: Fix = {}
@@ -187,7 +187,7 @@ def _batch(config: JobConfig) -> Fix:
 
 
 def _other_nodes(config: JobConfig, may_change: MayChange) -> Fix:
-    """Return the nearest number of nodes on which the layout fits, with further changes; empty if none is known."""
+    """Return the nearest number of nodes on which the layout fits, with further changes; empty if none was found."""
     cluster = config.cluster
     least = 2 if cluster.spare_nodes else 1  # the node that leads the job has no spare
     for nodes in sorted(range(least, 2 * cluster.nodes + 1), key=lambda nodes: (abs(nodes - cluster.nodes), nodes)):

@@ -191,7 +191,7 @@ class TokenData:
         self.fingerprint = self._stream.index.fingerprint
         self.tokens_per_step = train.batch_size * train.seq_len
         if self.sequences < 1:
-            rest = f" besides the {held_out} held-out batches (validation.batches)" if held_out else ""
+            rest = f" and the {held_out} held-out batches (validation.batches)" if held_out else ""
             raise ValueError(
                 f"{folder} holds {len(self._stream)} tokens, too few for one sequence of {self._seq_len} + 1{rest}"
             )

@@ -147,5 +147,5 @@ def test_what_is_held_out_is_the_end_of_the_data_and_is_not_trained_on(text_toke
 
 
 def test_data_of_which_nothing_is_left_to_train_on_is_refused(text_tokens):
-    with pytest.raises(ValueError, match=r"too few for one sequence of 16 \+ 1 besides the 9000 held-out batches"):
+    with pytest.raises(ValueError, match=r"too few for one sequence of 16 \+ 1 and the 9000 held-out batches"):
         reader(text_tokens, held_out=9000)

@@ -186,11 +186,11 @@ _OF_FORWARD = (Kind.UNSHARD, Kind.RECEIVE_ACTIVATION, Kind.FORWARD, Kind.SEND_AC
 
 
 class Pipeline:
-    """The stages of a rank; every rank of the pipeline calls the same methods with the same number of micro-batches.
+    """Stages of a rank; every rank of the pipeline calls the same methods with the same number of micro-batches.
 
     All schedules run from tables: receives are posted before they are needed, sends are waited for at the end, and with
     FSDP2 a stage's parameters are gathered once per step and its gradients reduced once. torch's own runtime does the
-    same, but looks up known facts again at every action, which costs 4 % of a step with small stages.
+    same, but repeats its look-ups at every action, which costs 4 % of a step with small stages.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Pipeline:
 
     @property
     def activations_held(self) -> int:
-        """Return the number of activations of other stages that this rank is receiving or still holds."""
+        """Return the number of activations from other stages that this rank is receiving or holds."""
         held = sum(stage.inputs_held for stage in self.stages if not stage.is_first)
         return held + self._messages.count_posted(Activity.WAIT_FOR_ACTIVATION)
 
@@ -270,7 +270,7 @@ class Pipeline:
         return total
 
     def _clear(self) -> None:
-        """Clear what an evaluation leaves; a failed step ends the rank and leaves gradients in FSDP."""
+        """Clear the data of an evaluation; a failed step ends the rank and leaves gradients in FSDP."""
         self._losses.clear()
         self._batches = ()
         self._messages.clear()

@@ -73,7 +73,7 @@ class Watched:
 
 
 class Messages:
-    """Messages of one rank; shapes are known in advance, so ranks exchange no pickled metadata.
+    """Messages of one rank; shapes are fixed in advance, so ranks exchange no pickled metadata.
 
     A message is identified by the moment that waits for it: `WAIT_FOR_...`, stage and micro-batch.
     """
@@ -288,7 +288,7 @@ class LocalStage:
             self._keeps_gradients = False
 
     def clear(self) -> None:
-        """Clear what an evaluation leaves."""
+        """Clear the data of an evaluation."""
         self.outputs.clear()
         self.gradients.clear()
         self._inputs.clear()

@@ -38,8 +38,8 @@ def recording(spec: RankSpec) -> Iterator[None]:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Output of NCCL's own watchdog: next to ours, not in a folder deleted at the job's end.
-    beside = RunDir(Path(spec.run_dir)).attempt(spec.attempt).watchdog_flight(spec.generation)
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(beside))
+    near = RunDir(Path(spec.run_dir)).attempt(spec.attempt).watchdog_flight(spec.generation)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(near))
     if spec.stacks_fd >= 0:
         faulthandler.register(STACKS, file=spec.stacks_fd, all_threads=True, chain=False)
     server = _serve(spec.flight) if spec.flight else None

@@ -128,7 +128,7 @@ class StepFigures:
         meter: TrafficMeter,
         comparison: RankComparison,
     ) -> None:
-        """`flops_per_step`: model FLOPs of one optimizer step over all ranks, if the workload knows them."""
+        """`flops_per_step`: model FLOPs of one optimizer step over all ranks; None: unknown."""
         self._device, self._world_size, self._flops = device, world_size, flops_per_step
         self._peak = 1e12 * config.train.peak_tflops or _peak(device, config.train.dtype)
         self._meter, self._bytes, self._bytes_due = meter, dict[str, int](), False
@@ -143,7 +143,7 @@ class StepFigures:
         self, step: int, seconds: float, stall: float, sections: Mapping[str, float],
         exposed: Mapping[str, float] = _NOTHING,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the figures of a step of `seconds`, of which saves took `stall`.
+        """Return the figures of a step that took `seconds`, including `stall` seconds for saves.
 
         `sections`: this rank's own work in each section. `exposed`: seconds of communication not hidden by work,
         measured in the previous step: in `reductions`, and in a pipeline in `receives` and `sends` between stages;
@@ -217,7 +217,7 @@ class LinesBehind:
         threading.Thread(target=self._run, name="orch-lines", daemon=True).start()
 
     def append(self, line: str) -> None:
-        """Queue `line` for writing and return at once."""
+        """Queue `line` without waiting for the file."""
         with self._news:
             full = self._characters + len(line) > MOST_CHARACTERS
             already_reported, self._full = self._full, full
@@ -255,7 +255,7 @@ class LinesBehind:
             with self._news:
                 self._writing = False
                 self._news.notify_all()
-                # Many lines per second share a write; an occasional line is written at once.
+                # Many lines per second share a write; an occasional line is written immediately.
                 self._gathers = True
                 self._news.wait_for(lambda: self._hurry or self._closed, self._batch_seconds)
                 self._gathers = False
@@ -272,7 +272,7 @@ class LinesBehind:
 
 
 class BestEffortLines:
-    """JSON lines whose loss is only reported on stderr: a full disk must not kill a training rank."""
+    """JSON lines that may be lost, which is reported on stderr: a full disk must not kill a training rank."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, LineFile(path)
@@ -304,7 +304,7 @@ class Journal:
     def __init__(
         self, attempt: AttemptDir, spec: RankSpec, on_saves: Callable[[str, int], None] = lambda trouble, size: None
     ) -> None:
-        """`on_saves` is called with reason and bytes when saves fail, and with an empty text when they work again."""
+        """`on_saves` gets the reason and bytes when saves fail, and an empty reason when they work again."""
         self._spec, self._on_saves, self._trouble = spec, on_saves, SaveTrouble()
         self._work = BestEffortLines(attempt.work_log(spec.node_name)) if os.environ.get(WORK_LOG) else None
         self._steps = LinesBehind(lambda: LineFile(attempt.metrics), _report_lost_steps) if spec.rank == 0 else None

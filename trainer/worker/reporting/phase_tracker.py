@@ -1,4 +1,4 @@
-"""Phases of a rank's steps in the progress cell, its ticker, and progress lines in rank 0's log."""
+"""Progress of a rank: phases in its progress cell, ticks, and lines in rank 0's log."""
 
 import threading
 import time
@@ -202,7 +202,7 @@ class PhaseTracker:
         return sent
 
     def count_message(self) -> None:
-        """Show at once that this rank has begun to send and receive in a phase, because gloo has no record."""
+        """Record immediately that this rank has begun to send and receive: gloo keeps no record of messages."""
         self._messages += 1
         self._cell.update(collective=self._begun())
 

@@ -51,7 +51,7 @@ def device_clock(device: torch.device) -> DeviceClock:
 
 
 class WaitMeter:
-    """Sum of waits, step by step; a started wait ends with the next `end`."""
+    """Seconds waited in each step."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -71,7 +71,7 @@ class WaitMeter:
             self._begun = None
 
     def step_ended(self) -> float:
-        """Return seconds waited in the step before the one that ends; a GPU has finished it by now."""
+        """End a step and return the seconds waited in the step before it, which a GPU has finished by now."""
         self.end()
         ready, self._before, self._step = self._before, self._step, []
         return sum(self._clock.seconds(*wait) for wait in ready)

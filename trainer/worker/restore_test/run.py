@@ -203,7 +203,7 @@ class RestoreTestRun:
         conditions = self._conditions()
         why = why_not_compared(conditions) or self._changed_data() or why_no_verdict(conditions)
         if not found["known"]:
-            why = found["other"] or why or "the run has not trained that step, and its batch may be the cause"
+            why = found["other"] or why or "the run has not trained that step, so its batch may be the cause"
         return (Outcome.NOT_COMPARABLE, f"{error}; {why}") if why else (Outcome.SUSPECT, str(error))
 
     def _read_run_steps(self, steps: Collection[int]) -> dict[int, list[dict[str, float]]]:

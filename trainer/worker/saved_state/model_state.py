@@ -20,7 +20,7 @@ _EXTRA = "_extra_state"
 
 
 class ModelEntries:
-    """Checks for `state_dict()` entries that cannot be restored; refuses tensors at once, plain values on change."""
+    """Check of `state_dict()` entries that cannot be restored: refuses any tensor, and plain values that change."""
 
     def __init__(self, model: nn.Module) -> None:
         """Record the entries of a new model; raises WorkloadError for a tensor."""

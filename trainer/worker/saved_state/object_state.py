@@ -1,4 +1,4 @@
-"""State of a user's object as JSON beside named tensors; every type is restored exactly.
+"""State of a user's object as JSON and named tensors; every type is restored exactly.
 
 Scalars and lists are unchanged. Everything else is an object with one key that names its type, such as `{"tuple": [0.9,
 0.95]}`, `{"float": "inf"}` or `{"tensor": "optimizer/weight/exp_avg"}`.

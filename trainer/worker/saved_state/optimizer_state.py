@@ -2,7 +2,7 @@
 
 Tensors of a parameter's state are named `optimizer/<parameter>/<key>`, tensors in the groups `groups/<group>/<key>`,
 and tensors of further parts of `state_dict()` `entries/<part>`. Python values, and the positions of tensors in nested
-ones, are in the JSON beside them (`facts`).
+ones, are in the JSON (`facts`).
 """
 
 import copy
@@ -425,7 +425,7 @@ def _entry_key(key: str) -> str:
 
 
 def _named_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return state under string keys, which torch allows beside parameters."""
+    """Return state under string keys, which torch allows in addition to parameters."""
     return {f"{_NAMED}{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
 
 

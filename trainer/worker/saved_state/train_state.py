@@ -56,7 +56,7 @@ class TrainObjects:
 
 
 class RankCheckpointer(Protocol):
-    """The part of `checkpointing.engine.checkpointer.Checkpointer` that a rank uses."""
+    """Subset of `checkpointing.engine.checkpointer.Checkpointer` that a rank uses."""
 
     committed_step: int | None
     failure: str | None

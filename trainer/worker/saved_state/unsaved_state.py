@@ -156,7 +156,7 @@ class StateInventory:
         lazy: bool = False, optimizer_state: OptimizerState | None = None,
         more: Callable[[], dict[str, torch.Tensor]] = dict,
     ) -> None:  # fmt: skip
-        """Create an inventory; `lazy` copies buffers at once, because the next step changes them during the read.
+        """Create an inventory; `lazy` copies buffers immediately, because the next step changes them during the read.
 
         `more` returns further tensors and is called at every save.
         """

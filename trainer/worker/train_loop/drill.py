@@ -90,7 +90,7 @@ class Drill:
             _wait(event.value)
 
     def after_step(self, step: int) -> None:
-        """Inject faults that are due when this rank has finished `step`, and read orders."""
+        """Inject faults scheduled for the end of `step`, and read orders."""
         self._receive_order(step)
         self._inject("kill-rank", step, lambda _: os.kill(os.getpid(), signal.SIGKILL))
         self._inject("stop-rank", step, lambda _: os.kill(os.getpid(), signal.SIGSTOP))

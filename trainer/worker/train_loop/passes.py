@@ -153,9 +153,9 @@ class StagedPasses:
         pipeline.watch(self._meter)
 
     def run(self, step: int, batches: Sequence[Any], scale: float) -> torch.Tensor:
-        """Run a step as in `Passes.run`; only the last stage knows the loss, which represents all stages."""
+        """Run a step as in `Passes.run`; only ranks with the last stage have a loss."""
         require_batches(self._objects, step, batches)
-        # Of the previous step, whose end a GPU has reached by now.
+        # Read the previous step's times now, because a GPU has finished it.
         if self._begun:
             before = self._meter.take()
             waited = sum(before.waited.values())

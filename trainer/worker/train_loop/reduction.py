@@ -1,4 +1,4 @@
-"""The single exchange of a step: gradient norm, loss, metrics, stop votes and rank 0's message."""
+"""The one exchange of a step: gradient norm, loss, metrics, stop votes and rank 0's message."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -148,7 +148,7 @@ class StepResult:
 
 
 class OwnNumbers(NamedTuple):
-    """This rank's numbers to be summed besides those of every step; both float64."""
+    """This rank's optional numbers to be summed; both float64."""
 
     metrics: torch.Tensor | None = None
     """A row of the workload's own numbers."""
@@ -161,7 +161,7 @@ NO_NUMBERS = OwnNumbers()
 
 
 class Reduced:
-    """The sums of one step: usable on the device at once, on the host when `result` is called."""
+    """The sums of one step: available on the device immediately, on the host through `result`."""
 
     def __init__(self, step: int, row: StepSums, norm: torch.Tensor | None = None, *, experts: int = 0) -> None:
         """Wrap a row of sums; `norm` is set if known before them, `experts` is the number of loads at its end."""

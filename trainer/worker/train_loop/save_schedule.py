@@ -45,7 +45,7 @@ class SaveVote(IntEnum):
 
     NONE = 0
     SAVE = 1
-    HOLD_BACK = 2  # skip ordinary saves: a stop, which saves too, is due
+    HOLD_BACK = 2  # skip ordinary saves: a stop, which also saves, will come soon
 
 
 class SaveSchedule:

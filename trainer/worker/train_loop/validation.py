@@ -36,13 +36,13 @@ def held_out_validation(objects: TrainObjects, batches: int) -> Validate | None:
 
 
 def _mean_loss(objects: TrainObjects, model: nn.Module, data: TokenData) -> Mean:
-    """Return the mean loss of this rank's share; in a pipeline only the ranks of the last stage know it, and count."""
+    """Return the mean loss of this rank's share; in a pipeline only ranks of the last stage have one."""
     pipeline, loss = find_pipeline(model), objects.workload.loss
     if pipeline is not None:
-        found, knows = [pipeline.evaluate(batch) for batch in data.held_out()], pipeline.has_last
+        found, has_loss = [pipeline.evaluate(batch) for batch in data.held_out()], pipeline.has_last
     else:
-        found, knows = [loss(model, part).reshape(()) for batch in data.held_out() for part in batch], True
-    return Mean(torch.stack(found).double().mean(), float(knows))
+        found, has_loss = [loss(model, part).reshape(()) for batch in data.held_out() for part in batch], True
+    return Mean(torch.stack(found).double().mean(), float(has_loss))
 
 
 LOSS = "loss"
@@ -66,7 +66,7 @@ class Validation:
     """Validation by the workload's `validate`, or else on held-out data; the same on every rank."""
 
     def __init__(self, objects: TrainObjects, config: ValidationConfig, *, last: int) -> None:
-        """Create a validation due every `config.every` steps (0: never) and after step `last`; raises WorkloadError."""
+        """Validate every `config.every` steps (0: never) and after step `last`; raises WorkloadError."""
         self._objects, self._every, self._last = objects, config.every, last
         self._validate: Validate | None = hook(objects.workload, "validate")
         if self._validate is None:

@@ -1,4 +1,4 @@
-"""How many micro-batches a step has, and what is said where there can be none so."""
+"""Number of micro-batches per step, and messages for impossible numbers."""
 
 from dataclasses import replace
 

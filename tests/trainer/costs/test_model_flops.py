@@ -1,4 +1,4 @@
-"""Floating-point operations of the built-in model, beside those that torch counts, and the table of devices."""
+"""FLOPs of the built-in model as torch counts them, and the table of devices."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What `parallel.pipeline` takes, and what it says of what it does not take."""
+"""Accepted and refused values of `parallel.pipeline`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline needs at most, worked out by hand; tests/trainer/parallel/pipeline has it measured."""
+"""Peak memory of a pipeline rank, calculated by hand."""
 
 from trainer.costs.simulation import Kind, PipelineAction, Table
 from trainer.costs.stage_memory import pipeline_peak_bytes
@@ -30,7 +30,6 @@ def config(strategy: str) -> JobConfig:
 
 
 def table(*order: tuple[Kind, int]) -> Table:
-    """The first rank does nothing here; the last one receives what each forward pass needs just before it."""
     last: list[PipelineAction] = []
     for kind, number in order:
         last += [PipelineAction(1, Kind.RECEIVE_ACTIVATION, number)] if kind is F else []

@@ -1,4 +1,4 @@
-"""Layers are split so that the slowest stage is as fast as can be."""
+"""Splits of layers into stages minimize the cost of the slowest stage."""
 
 from dataclasses import replace
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""Bytes of states on each rank, worked out by hand."""
+"""Bytes of states on each rank, calculated by hand."""
 
 import pytest
 

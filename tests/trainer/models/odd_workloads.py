@@ -1,4 +1,4 @@
-"""Workloads that do more than make a model when weights are checked against them on a login node."""
+"""Workloads that do more than build a model when weights are checked on a login node."""
 
 import sys
 
@@ -9,8 +9,6 @@ from trainer.worker.workload import BaseWorkload
 
 
 class WithData(BaseWorkload):
-    """It reads values of tensors that it makes itself."""
-
     def __init__(self, config, **args):
         super().__init__(config, **args)
         self.width = int(torch.tensor([1.0, 3.0]).sum().item())
@@ -20,8 +18,6 @@ class WithData(BaseWorkload):
 
 
 class ReadsValues(BaseWorkload):
-    """Its model reads values while it is made, as the drop rates of many vision models do."""
-
     def build_model(self):
         sys.stdout.write("building\n")
         model = nn.Linear(4, 2)
@@ -30,8 +26,6 @@ class ReadsValues(BaseWorkload):
 
 
 class Fails(BaseWorkload):
-    """Its code has the fault that its arguments say."""
-
     def __init__(self, config, **args):
         super().__init__(config, **args)
         if args["at"] == "init":

@@ -1,4 +1,4 @@
-"""The built-in model and Hugging Face: the same logits under `transformers`, the same bits back, misfits told."""
+"""The built-in model and Hugging Face: equal logits, lossless round trips, reported mismatches."""
 
 import json
 import warnings
@@ -47,7 +47,6 @@ def job(model: ModelConfig) -> JobConfig:
 
 
 def model_of(config: ModelConfig, seed: int = 1) -> Llama:
-    """Weights large enough for every part of the model to show in the logits."""
     model = LlamaWorkload(job(config)).build_model()
     model.materialize(torch.device("cpu"), seed)
     draw = torch.Generator().manual_seed(seed)
@@ -58,7 +57,6 @@ def model_of(config: ModelConfig, seed: int = 1) -> Llama:
 
 
 def saved(model: Llama, root: Path, **more: torch.Tensor) -> Path:
-    """A sealed checkpoint of a model, its matrices in two shards."""
     tensors = {key: tensor.detach() for key, tensor in {**model_tensors(model), **more}.items()}
     boxes = {key: rows(tensor.shape, 2) for key, tensor in tensors.items() if tensor.ndim == 2}
     return build(tensors, boxes).write(root)
@@ -72,7 +70,6 @@ def exported(model: Llama, place: Path, **order: Any) -> Path:
 
 
 def brought_in(source: Path, config: ModelConfig, root: Path) -> SealedCheckpoint:
-    """The checkpoint that an import makes."""
     given = weights_import.open_source(source)
     fit = weights_import.plan_import(given, job(config), weights_only=False)
     assert fit.complaints == []
@@ -115,7 +112,6 @@ def test_transformers_gives_the_same_logits_both_ways(programs: WarmPrograms, tm
 
 
 def _foreign_comes_in(folder: Path) -> None:
-    """What `transformers` saved gives the same logits as a model of ours."""
     config = replace(SMALL, kv_heads=1, rope_theta=5e4, norm_eps=1e-6)
     theirs = torch.load(folder / "foreign" / "theirs.pt", weights_only=True)
     model = model_of(config)

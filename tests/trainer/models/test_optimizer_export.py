@@ -1,4 +1,4 @@
-"""An export with its optimizer holds what the optimizer counts, and an import takes it up."""
+"""Exports with optimizer state can be imported again without loss."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Exports have every name of a shared tensor, so that strict `load_state_dict` takes them, as the docs show it."""
+"""Exports contain every name of a shared tensor, so that strict `load_state_dict` accepts them."""
 
 import json
 import struct
@@ -22,8 +22,6 @@ from trainer.worker.saved_state.checkpoint_contents import SHARED_NAMES, model_t
 
 
 class Tied(nn.Module):
-    """A model with three names for one matrix, and two for one buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head, self.second = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False), nn.Linear(3, 7)
@@ -47,7 +45,6 @@ def saved(folder: Path, model: nn.Module, extra: dict[str, object]) -> tuple[Loc
 
 
 def of_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    """What `safetensors.torch.load_file` returns, without that package."""
     file = folder / "model.safetensors"
     (length,) = struct.unpack("<Q", file.read_bytes()[:8])
     files = SafetensorsFiles([file])

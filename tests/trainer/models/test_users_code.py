@@ -1,4 +1,4 @@
-"""A user's own workload on a login node: what it may do there, and whose its errors are."""
+"""User code on a login node: what it may do, and whose error it raises."""
 
 import inspect
 from pathlib import Path

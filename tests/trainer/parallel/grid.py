@@ -1,4 +1,4 @@
-"""Random layouts of real shapes, and what a user types to mend one."""
+"""Random layouts with realistic sizes, and the words that repair them."""
 
 import re
 from collections import defaultdict
@@ -67,10 +67,7 @@ ODD: dict[str, tuple[Any, ...]] = {
 
 
 def drawn(rng: Random, most_odd: int = 6) -> dict[str, Any]:
-    """The values of one layout of at most `MOST_RANKS` ranks; every other one has up to `most_odd` odd sizes.
-
-    Nodes and model of one in four are made for its `tp`.
-    """
+    """Return a layout of at most `MOST_RANKS` ranks; every other one has up to `most_odd` odd sizes."""
     while True:
         values = {key: rng.choice(choices) for key, choices in USUAL.items()}
         for key in rng.sample(sorted(ODD), max(0, rng.randint(-most_odd, most_odd))):
@@ -93,7 +90,6 @@ _STAGES_PER_RANK = {"gpipe": (0, 1), "1f1b": (0, 1), "interleaved_1f1b": (0, 2, 
 
 
 def staged(rng: Random, values: dict[str, Any]) -> dict[str, Any]:
-    """The same values with a pipeline of 2 to 5 ranks, in any schedule; every other one keeps its experts."""
     schedule = rng.choice(list(Schedule))
     each = rng.choice(_STAGES_PER_RANK.get(schedule, (0, 1, 2, 3)))
     known = each or (1 if schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else 2)
@@ -109,7 +105,6 @@ def staged(rng: Random, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def job(values: dict[str, Any]) -> JobConfig:
-    """The config that has these values."""
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -127,7 +122,6 @@ def job(values: dict[str, Any]) -> JobConfig:
 
 
 def words(values: dict[str, Any]) -> list[str]:
-    """What one types for them."""
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
 
 
@@ -140,7 +134,6 @@ def words_of_hint(hint: str) -> list[str]:
 
 
 def typed(config: JobConfig, way: list[str]) -> JobConfig:
-    """The config with these words."""
     for word in way:
         key, _, text = word.partition("=")
         value = int(text) if text.isdigit() else {"true": True, "false": False, "[]": ()}.get(text, text)

@@ -1,4 +1,4 @@
-"""Ranks that share experts: which sizes fit, and what is said of others."""
+"""Layouts with shared experts: accepted sizes and refusals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Layouts that do not fit are refused with sizes that do, and only these."""
+"""Exactly the layouts that do not fit are refused, with sizes that fit."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ CONFIGS = 10_000
 
 
 def can_train(config: JobConfig) -> bool:
-    """The same question, asked of the shapes that ranks would have."""
+    """Independent check of the shapes that ranks would have."""
     layout, model, train, cluster = config.parallel, config.model, config.train, config.cluster
     pipeline = layout.pipeline
     if pipeline.stages > 1 and not can_be_split(config):
@@ -55,7 +55,6 @@ def can_train(config: JobConfig) -> bool:
 
 
 def can_be_split(config: JobConfig) -> bool:
-    """Whether each stage has a layer, and can compute as its schedule wants it."""
     apart = config.parallel.pipeline.schedule in ("interleaved_zero_bubble", "zbv")
     return (
         config.parallel.pipeline.stages <= config.model.layers
@@ -65,7 +64,6 @@ def can_be_split(config: JobConfig) -> bool:
 
 
 def can_be_divided(config: JobConfig, share: int) -> bool:
-    """Whether so many sequences of a rank are equal micro-batches, as many as were asked for and the schedule takes."""
     pipeline, size = config.parallel.pipeline, config.train.micro_batch_size
     rounds = pipeline.schedule.startswith("interleaved")
 
@@ -79,7 +77,6 @@ def can_be_divided(config: JobConfig, share: int) -> bool:
 
 
 def can_share_experts(config: JobConfig, sharding: int) -> bool:
-    """`sharding`: ranks that share layers; 0: replicas, which share none."""
     ep, experts = config.parallel.ep, config.model.experts
     return ep == 1 or (
         experts.count > 0

@@ -1,4 +1,4 @@
-"""A parallel dimension is one file and one row: without those of context parallelism everything else works."""
+"""A parallel dimension is one file and its rows: without context parallelism everything else works."""
 
 import re
 import shutil

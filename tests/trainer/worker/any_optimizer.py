@@ -1,4 +1,4 @@
-"""A user's own workload with any optimizer, named in its arguments, on whole or on sharded parameters."""
+"""Workload with any optimizer, named in its arguments, on whole or sharded parameters."""
 
 import importlib
 from typing import Any
@@ -15,7 +15,7 @@ def averaged(parameter: torch.Tensor) -> None:
 
 
 class AnyOptimizer(Plane):
-    """`optimizer`: `module:Class`; `options`: its keywords; `whole`: nothing is sharded; `rows`: of the last matrix."""
+    """`optimizer`: `module:Class`; `options`: its arguments; `whole`: no sharding; `rows`: rows of the last matrix."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, self.args["rows"], bias=False))
@@ -38,8 +38,6 @@ class AnyOptimizer(Plane):
 
 
 class Stateful(AnyOptimizer):
-    """Counts by itself, on every rank otherwise, averages, and returns it all in `state_dict`."""
-
     def __init__(self, config: Any, **args: Any) -> None:
         super().__init__(config, **args)
         self.count, self.mine, self.mean = 0, 1.0, torch.zeros(())
@@ -62,8 +60,6 @@ class Stateful(AnyOptimizer):
 
 
 class Forgetful(AnyOptimizer):
-    """Counts, and does not tell."""
-
     calls = 0
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -72,7 +68,5 @@ class Forgetful(AnyOptimizer):
 
 
 class StatefulAndDropping(Stateful):
-    """Draws random numbers in every step, too."""
-
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.dropout(torch.ones(8), 0.5).mean() * super().loss(model, batch)

@@ -1,4 +1,4 @@
-"""A small stand-in for the agent: forks warm ranks, relays the store, asks for stops and kills; one scenario a line.
+"""Minimal agent: forks warm ranks, relays the store's address, requests stops and kills ranks; one scenario per line.
 
 Started once per test session, because importing torch takes seconds. Reads scenarios as JSON lines on stdin:
 {run_dir, attempt, generation, world, patience, actions: [{at_step, of_rank, committed, do, rank, reason}]}
@@ -32,14 +32,11 @@ from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 
 
 def imported_files(names: set[str]) -> list[str]:
-    """The files of these modules that were read from disk."""
     specs = [getattr(sys.modules[name], "__spec__", None) for name in names]
     return sorted(spec.origin for spec in specs if spec is not None and spec.has_location and spec.origin)
 
 
 class Rank:
-    """One forked rank with its cell and its control socket."""
-
     def __init__(self, scenario: dict, rank: int, writers: ForkedWriters) -> None:
         self.rank = rank
         self.cell = ProgressCell.create()
@@ -82,7 +79,6 @@ class Rank:
         return reading.step if reading else -1
 
     def heard(self) -> RankEnd | None:
-        """What the dead rank has said last, if it could."""
         while (message := receive_message(self.control, FROM_RANK)) is not None:
             if isinstance(message, RankEnd):
                 self.last = message
@@ -116,8 +112,6 @@ def act(ranks: list[Rank], scenario: dict, actions: list[dict]) -> None:
 
 
 class Stillness:
-    """For how long no rank has written to its cell."""
-
     def __init__(self) -> None:
         self.seen: list = []
         self.since = time.monotonic()
@@ -182,7 +176,7 @@ def run(scenario: dict, writers: ForkedWriters) -> dict:
 
 
 def shrink_benchmark() -> None:
-    """Let ranks meet in the benchmark of a node as they do, but measure next to nothing: it has tests of its own."""
+    """Make the node benchmark nearly free; it has tests of its own."""
     for sizes, least in (
         (node_benchmark._MATRIX_SIDE, 8), (node_benchmark._COPY_BYTES, 4096), (node_benchmark._EXCHANGE_BYTES, 4096)
     ):  # fmt: skip

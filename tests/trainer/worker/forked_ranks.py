@@ -1,4 +1,4 @@
-"""Ranks that are forked to compare small computations with those of one rank, in a program of its own."""
+"""Program whose forked ranks compare small computations with those of one rank."""
 
 import json
 import os
@@ -17,15 +17,12 @@ Case = dict[str, Any]
 
 
 def found(programs: WarmPrograms, program: str, ranks: int, cases: list[Case], patience: float = 300.0) -> list[Any]:
-    """For every case what each rank of the program found, so many times as it reports it."""
     (ended,) = programs.run(program, [(ranks, json.dumps(cases))], patience)
     assert ended.code == 0, ended.err
     return [list(of_case) for of_case in zip(*ended.result(), strict=True)]
 
 
 def report(differences: Callable[[Case], Any], times: int = 2) -> None:
-    """The program `RANKS CASES`: prints what each rank found in each case, so often or as the case says."""
-
     def of_case(case: Case) -> list[Any]:
         return [differences(case) for _ in range(case.get("times", times))]
 

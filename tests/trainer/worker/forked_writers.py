@@ -1,4 +1,4 @@
-"""Checkpoint writers as forks of one small process: each start of their program imports for longer than it writes.
+"""Checkpoint writers forked from one process, because starting their program takes longer than their work.
 
 Run as a program this is that process: `forked_writers.py SOCKET` forks a writer for every pair of a connection and a
 memory that it receives over SOCKET, and ends with the other end of it.
@@ -16,8 +16,6 @@ from tests.warm_root import as_program
 
 
 class ForkedWriters:
-    """The running process; each call of `connection` makes it fork one writer."""
-
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", "-m", "tests.trainer.worker.forked_writers", str(theirs.fileno())]
@@ -25,7 +23,6 @@ class ForkedWriters:
             subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def connection(self) -> tuple[int, int]:
-        """Return the descriptors of a new memory and of a connection to its writer, which ends with the connection."""
         memory = os.memfd_create("orch-arena", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()
         with theirs:

@@ -1,4 +1,4 @@
-"""Workloads with every hook: a schedule, validation and numbers of their own, and data that is no number."""
+"""Workloads with every hook: scheduler, validation, metrics, and data with a state."""
 
 import random
 
@@ -11,8 +11,6 @@ from trainer.worker.workload import Mean, Rank0, Sum
 
 
 class Shuffled:
-    """Points in a shuffled row that is refilled; where it stands is a list, a generator's state and a tensor."""
-
     def __init__(self, rank: int, of: int) -> None:
         self.rank, self.of, self.epoch = rank, of, 0
         self.order: list[int] = []
@@ -46,8 +44,6 @@ class Reshardable(Shuffled):
 
 
 class Hooked(Plane):
-    """Every hook; `args` choose the scheduler and the data."""
-
     def build_scheduler(self, optimizer):
         if self.args.get("plateau"):
             return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
@@ -80,7 +76,7 @@ class Hooked(Plane):
 
 
 class Peaks(Hooked):
-    """The model behind `args.peak` validations, or steps of a schedule without a plateau, is the best one."""
+    """The best model is the one after `args.peak` validations, or scheduler steps without a plateau."""
 
     def build_scheduler(self, optimizer):
         self.scheduler = super().build_scheduler(optimizer)
@@ -91,8 +87,6 @@ class Peaks(Hooked):
 
 
 class HookedLlama(LlamaWorkload):
-    """The built-in model, with the hooks that a layout with tensor parallelism can disturb."""
-
     def build_scheduler(self, optimizer):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=self.config.train.steps)
 
@@ -113,8 +107,6 @@ class HookedLlama(LlamaWorkload):
 
 
 class Frozen(Hooked, Uneven):
-    """With statistics that its own rank gathers, and a part that stays in evaluation mode."""
-
     def build_model(self):
         model = super().build_model()
         model[2].eval()

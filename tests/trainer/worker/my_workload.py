@@ -1,4 +1,4 @@
-"""A user's own workload: a model built on the CPU, dropout, its own data, its own optimizer, learned with FSDP."""
+"""User workloads with dropout, own data and an own optimizer."""
 
 import os
 import sys
@@ -12,8 +12,6 @@ from trainer.worker.workload import BaseWorkload
 
 
 class Points:
-    """Noisy points on a plane; the position is the seed."""
-
     def __init__(self, rank: int, of: int) -> None:
         self.rank, self.of, self.consumed = rank, of, 0
 
@@ -45,16 +43,12 @@ class Plane(BaseWorkload):
 
 
 class Compared(Plane):
-    """Its ranks compare their figures often."""
-
     def build_data(self, layout):
         metrics.EVERY = 3
         return super().build_data(layout)
 
 
 class Hidden(Plane):
-    """Its loss depends on a list that no checkpoint has."""
-
     def build_model(self):
         self.losses = []
         return super().build_model()
@@ -65,7 +59,7 @@ class Hidden(Plane):
 
 
 class Epochs:
-    """`consumed` is the place in an epoch of four batches; it begins anew before or after the batch is taken."""
+    """Position within an epoch of four batches; restarts before (`early`) or after a batch is taken."""
 
     def __init__(self, *, early: bool = True, length: int = 4) -> None:
         self.early, self.length, self.epoch, self.consumed = early, length, 0, 0
@@ -102,7 +96,7 @@ class InEpochs(Plane):
 
 
 class Forgetful(Hidden):
-    """Rank 1 alone changes an attribute of its own in every step, and one of its model in the fourth."""
+    """Rank 1 alone changes a workload attribute in every step and a model attribute in the fourth."""
 
     def build_data(self, layout):
         self.rank, self.count = layout.rank, 0
@@ -117,8 +111,6 @@ class Forgetful(Hidden):
 
 
 class Uneven(Plane):
-    """A parameter that never gets a gradient, and statistics that every rank gathers from its own data."""
-
     def build_model(self):
         model = super().build_model()
         model.add_module("statistics", nn.BatchNorm1d(1))
@@ -134,8 +126,6 @@ class Uneven(Plane):
 
 
 class Counters(nn.Module):
-    """Counts what it has seen, in integers and in complex numbers; what comes out depends on both."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.zeros(4, dtype=torch.int64))
@@ -149,15 +139,11 @@ class Counters(nn.Module):
 
 
 class CountsByRank(Plane):
-    """Counters that every rank has of its own data."""
-
     def build_model(self):
         return nn.Sequential(Counters(), *super().build_model())
 
 
 class Viewing(Plane):
-    """Units of sharding that return views, of which the next one changes the first in place."""
-
     def build_model(self):
         width = self.args["width"]
         flat = nn.Sequential(nn.Linear(4, width), nn.Flatten(1))
@@ -177,7 +163,7 @@ class Squeezed(nn.Linear):
 
 
 class Ending(Plane):
-    """Data that is at its end after three steps, and says nothing of it."""
+    """Data that ends silently after three steps."""
 
     def build_data(self, layout):
         data = super().build_data(layout)
@@ -187,8 +173,6 @@ class Ending(Plane):
 
 
 class Forking(Plane):
-    """Forks two helpers, which end as Python programs do, and goes on only if their codes say so."""
-
     def build_data(self, layout):
         helpers = [os.fork()]
         if not helpers[0]:
@@ -203,7 +187,7 @@ class Forking(Plane):
 
 
 class DroppedState(Plane):
-    """Its optimizer fails when state that it has dropped is still kept by somebody at its first step of training."""
+    """The optimizer raises if dropped state is still referenced at the first training step."""
 
     def build_optimizer(self, model):
         return WatchedAdam(model.parameters(), lr=0.01)
@@ -213,8 +197,6 @@ PRIMED = []
 
 
 class WatchedAdam(torch.optim.Adam):
-    """Looks at its second step, the first of training, whether state of the first one, of zero gradients, is gone."""
-
     def step(self, closure=None):
         kept = {id(tensor) for held in self.state.values() for tensor in held.values()}
         if left := [ref for ref in PRIMED if ref() is not None and id(ref()) not in kept]:
@@ -225,8 +207,6 @@ class WatchedAdam(torch.optim.Adam):
 
 
 class Branches(nn.Module):
-    """Layers of one shape, of which a forward pass uses those that it is told."""
-
     def __init__(self, *names):
         super().__init__()
         self.parts = nn.ModuleDict({name: nn.Linear(4, 1) for name in names})
@@ -236,7 +216,7 @@ class Branches(nn.Module):
 
 
 class Experts(Plane):
-    """Each rank uses another expert in each step, of the same shape: nothing fails, and nothing is right."""
+    """Each rank uses another expert of the same shape in each step, which torch does not detect."""
 
     def build_model(self):
         return Branches("0", "1")
@@ -258,8 +238,6 @@ class HalvedPoints(Points):
 
 
 class Thawing(Plane):
-    """A layer that is frozen until the third step; from the fifth on, ranks compare their weights before each step."""
-
     def build_model(self):
         model = nn.Sequential(nn.Linear(4, self.args["width"]), nn.Tanh(), nn.Linear(self.args["width"], 1))
         model[0].requires_grad_(False)
@@ -281,7 +259,7 @@ class Thawing(Plane):
 
 
 class AddsAGroup(Plane):
-    """Gradual unfreezing by another parameter group: in the third step, or in the validation after it."""
+    """Unfreezes layers with a new parameter group: in the third step, or in the validation after it."""
 
     def build_optimizer(self, model):
         self.optimizer = torch.optim.AdamW(model[3].parameters(), lr=0.01)
@@ -303,7 +281,7 @@ class AddsAGroup(Plane):
 
 
 class Thaws(AddsAGroup):
-    """The same, in the way that survives a restart."""
+    """Unfreezes layers in a way that survives a restart."""
 
     def build_optimizer(self, model):
         late = {"params": list(model[0].parameters()), "lr_scale": 0.0}
@@ -317,8 +295,6 @@ class Thaws(AddsAGroup):
 
 
 class Container(Plane):
-    """A model that is never called itself."""
-
     def build_model(self):
         return nn.ModuleDict({"body": nn.Linear(4, self.args["width"]), "head": nn.Linear(self.args["width"], 1)})
 
@@ -328,7 +304,7 @@ class Container(Plane):
 
 
 class Adapted(nn.Module):
-    """As peft wraps a model: what is called is inside the child, not the child."""
+    """Like peft: the called module is inside the child, not the child."""
 
     def __init__(self, inner):
         super().__init__()
@@ -344,8 +320,6 @@ class Bypassing(Plane):
 
 
 class BecomesNaN(Plane):
-    """A weight that no loss depends on is NaN from the third step on."""
-
     def build_model(self):
         model = super().build_model()
         model.aside = nn.Parameter(torch.zeros(3))
@@ -363,7 +337,7 @@ class OddFigures(Plane):
 
 
 class Overflows(Plane):
-    """Batches whose loss, and whose gradients, float16 cannot hold: on one rank, those of the steps `at`."""
+    """Losses, or only gradients (steps `at`), that float16 cannot represent."""
 
     def build_optimizer(self, model):
         return torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -381,14 +355,12 @@ class Overflows(Plane):
 
 
 class OverflowsForGood(Overflows):
-    """Weights from which no loss can be computed any more."""
-
     def loss(self, model, batch):
         return super().loss(model, batch) * (1.0 if self.data.consumed < 3 else float("nan"))
 
 
 class Validated(Plane):
-    """Calls `at` with the number of each batch; a validation finds how many batches there were."""
+    """Calls `at` with the number of each batch."""
 
     def __init__(self, config, **args):
         super().__init__(config, **args)

@@ -1,4 +1,4 @@
-"""Workloads of users whose replicas would drift apart, and some whose must not."""
+"""User workloads whose replicas would drift apart, and some that must not."""
 
 from functools import partial
 
@@ -12,8 +12,6 @@ from trainer.parallel.apply import gradient_buckets
 
 
 class Replicas(Plane):
-    """Without dropout, so that ranks differ in their data alone."""
-
     def build_model(self):
         return nn.Sequential(nn.Linear(4, self.args["width"]), nn.Tanh(), nn.Linear(self.args["width"], 1))
 
@@ -28,8 +26,6 @@ class Hooked(Replicas):
 
 
 class HookedEarly(Replicas):
-    """A layer of which half is never trained."""
-
     def build_model(self):
         model = super().build_model()
         model[2].weight.register_hook(lambda gradient: gradient * (torch.arange(gradient.shape[1]) % 2))
@@ -37,8 +33,6 @@ class HookedEarly(Replicas):
 
 
 class Kept(Replicas):
-    """A penalty on parameters as they were before they were sharded."""
-
     def build_model(self):
         model = super().build_model()
         self.kept = list(model.parameters())
@@ -49,8 +43,6 @@ class Kept(Replicas):
 
 
 class ForgottenRoot(Replicas):
-    """Shards layers, and not what is outside them."""
-
     def parallelize(self, model, layout):
         fully_shard(model[0], mesh=layout.fsdp)
         return model
@@ -130,8 +122,6 @@ class OwnWeights(Replicas):
 
 
 class OwnFreezing(Replicas):
-    """Each rank freezes another layer of two of the same size."""
-
     def build_model(self):
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
 
@@ -145,10 +135,7 @@ class OwnFreezing(Replicas):
 
 
 class UnusualModel(nn.Module):
-    """A layer that is recomputed twice, one that is frozen by turns, one that is used by turns, and what is not used.
-
-    That has integers and, beside float32, numbers in another precision.
-    """
+    """Layers recomputed twice, frozen by turns, used by turns and unused, with integers and mixed precision."""
 
     def __init__(self, width, *, exact):
         super().__init__()
@@ -168,10 +155,7 @@ class UnusualModel(nn.Module):
 
 
 class Unusual(Replicas):
-    """Two micro-batches of such a model, whose parts are wrapped apart, as a generator and a discriminator are.
-
-    Parameters bear their learning rates, and each fills a bucket of replicas, some of which nobody uses.
-    """
+    """Two micro-batches of a model whose parts are wrapped separately, with a bucket for each parameter."""
 
     def build_model(self):
         gradient_buckets.pack_buckets = lambda sizes: [[at] for at, _ in enumerate(list(sizes))]
@@ -198,8 +182,6 @@ class Unusual(Replicas):
 
 
 class Again(Replicas):
-    """Recomputes a layer that it uses twice, in torch's old way."""
-
     def build_model(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         again = partial(checkpoint, model[0], use_reentrant=True)

@@ -1,9 +1,7 @@
-"""A clock that a test sets, for what measures time between marks."""
+"""Clock that a test sets."""
 
 
 class SetClock:
-    """Stands still until `now` is changed; seconds."""
-
     now = 0.0
 
     def mark(self) -> float:

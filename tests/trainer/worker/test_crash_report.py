@@ -1,4 +1,4 @@
-"""A disk that is full, and words that cannot be written: the rank goes on, and its agent hears how it ends."""
+"""Crash reports: a full disk or an unprintable message does not keep the outcome from the agent."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ FULL = "/dev/full"
 
 
 def fill_up(run, *, outcomes: bool) -> None:
-    """Telemetry of rank 0 onto a device that is always full; outcomes into a folder that cannot be made."""
+    """Send rank 0's telemetry to a full device and outcomes to a folder that cannot be created."""
     for path in (
         run.attempt.work_log("n0"), run.attempt.metrics, run.attempt.rank_events("n0"), run.attempt.rank_log(0),
     ):  # fmt: skip

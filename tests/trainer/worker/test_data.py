@@ -1,4 +1,4 @@
-"""The global order of sequences: a permutation, the same for every number of ranks."""
+"""The global order of sequences is a permutation that does not depend on the number of ranks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How many files an attempt leaves: inode quotas are real, so that the ranks of a node share theirs."""
+"""Number of files per attempt: ranks of a node share them, because of inode quotas."""
 
 import json
 import socket
@@ -25,7 +25,6 @@ def spec_of(run: RunDir, rank: int, generation: int) -> RankSpec:
 
 
 def train(attempt: AttemptDir, spec: RankSpec) -> None:
-    """What a rank leaves that trains a step and fails, and what a user's own program would."""
     journal = Journal(attempt, spec)
     journal.log_work(spec.generation)
     journal.event(EventKind.DRILL, kind="raise", rank=spec.rank, step=1)

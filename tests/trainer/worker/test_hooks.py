@@ -1,4 +1,4 @@
-"""A workload's own schedule, validation, numbers and state of data: the same bits after a kill."""
+"""Runs with a user's scheduler, validation, metrics and data state repeat the same bits after a kill."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def hooked(kind: str = "Hooked", **args: Any) -> dict[str, Any]:
 
 
 def exact(hurt, calm) -> None:
-    """The two ended alike, and every step of theirs that both have trained."""
+    """Assert that both runs ended alike and agree in every step that both trained."""
     assert hurt.losses() == calm.losses()
     for step, line in calm.metrics().items():
         assert {key: hurt.metrics()[step][key] for key in ("lr", "metrics")} == {
@@ -45,7 +45,6 @@ KINDS = [
 
 
 def killed(make_run, kind, args, parallel):
-    """A run that was killed behind the validation of step 9, to its end, and what it was made of."""
     over = {**hooked(kind, **args or {}), "parallel": parallel}
     over["workload"]["args"] = {} if args is None else over["workload"]["args"]
     run = make_run(2, **over, drill=hang(0, step=12))

@@ -1,4 +1,4 @@
-"""AdamW in host memory computes what AdamW computes."""
+"""AdamW in host memory computes what AdamW computes; the learning-rate schedule."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A workload is imported before its run exists: what it imports, what it cannot do, and how its import fails."""
+"""Inspection of a workload before its run exists: imports, unsupported settings, failures."""
 
 import io
 import json

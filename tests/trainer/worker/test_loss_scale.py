@@ -1,4 +1,4 @@
-"""float16: a step whose gradients overflow is left out, and the scale goes on after a restart."""
+"""float16: steps with overflowed gradients are skipped, and the scale survives a restart."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A user's own workload."""
+"""User workloads on real ranks."""
 
 import json
 from pathlib import Path

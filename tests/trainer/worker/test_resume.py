@@ -1,4 +1,4 @@
-"""Killed and resumed, a run computes the same bits as one that nobody touched."""
+"""A killed and resumed run computes the same bits as an undisturbed one."""
 
 import json
 

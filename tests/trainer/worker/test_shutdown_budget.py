@@ -1,4 +1,4 @@
-"""How long the last checkpoint may travel."""
+"""Time budget of the last checkpoint's copies."""
 
 import pytest
 

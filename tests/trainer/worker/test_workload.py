@@ -1,4 +1,4 @@
-"""Finding the workload: what cannot work is said before anything starts."""
+"""Workloads that cannot work are refused before anything starts."""
 
 import sys
 

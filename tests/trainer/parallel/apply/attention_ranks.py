@@ -1,4 +1,4 @@
-"""Forked ranks that share sequences: attention of each form beside that of one rank, which has all tokens."""
+"""Forked ranks that share sequences: their attention compared with that of one rank."""
 
 import hashlib
 from typing import Any
@@ -17,12 +17,10 @@ BATCH, WIDTH = 2, 8
 
 
 def whole(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """The same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def differences(case: dict[str, Any]) -> dict[str, Any]:
-    """How far this rank's outputs and gradients are from those of one rank, relative to the largest; and their bits."""
     ranks, rank, length, heads, kv_heads = (dist.get_world_size(), dist.get_rank(), *case["shape"])
     method, dtype = CpMethod(case["method"]), getattr(torch, case["dtype"])
     part = sequence_part(length, ParallelConfig(cp=ranks), method, rank)
@@ -48,19 +46,16 @@ def differences(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest number; 0 of an empty tensor, as a rank has that has padding alone."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def mine(part: SequencePart, tensor: torch.Tensor, padding: float = 0.0) -> torch.Tensor:
-    """This rank's tokens of [batch, heads, length, width]."""
     own = part.select_rows(tensor.transpose(1, 2)).clone()
     own[:, part.real :] = padding
     return own.transpose(1, 2).contiguous()
 
 
 def attention_of_one(full: list[torch.Tensor], upstream: torch.Tensor) -> list[torch.Tensor]:
-    """Output and gradients in float32."""
     leaves = [tensor.detach().float().requires_grad_() for tensor in full]
     out = functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     out.backward(upstream.float())

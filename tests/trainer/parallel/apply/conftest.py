@@ -14,7 +14,7 @@ __all__ = ["world"]
 
 @pytest.fixture(scope="session")
 def killed(ranks: Ranks, text_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Run]:
-    """A short run of a layout of which a rank was killed, to its end: one for all tests, to be read only."""
+    """A short run of a layout with a killed rank, shared by all tests: read only."""
     ended: dict[str, Run] = {}
 
     def get(layout: Layout) -> Run:

@@ -1,4 +1,4 @@
-"""The built-in model with dropout behind its embedding, and what each rank draws beside that."""
+"""The built-in model with dropout after its embedding."""
 
 import torch
 from torch.nn import functional

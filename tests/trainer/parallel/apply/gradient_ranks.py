@@ -1,4 +1,4 @@
-"""Forked ranks that share the experts of a small model: its gradients beside those of one rank with the whole batch."""
+"""Forked ranks that share experts: gradients compared with those of one rank."""
 
 import functools
 import hashlib
@@ -24,8 +24,6 @@ BATCH, LENGTH, EXPERTS = 8, 13, 8
 
 
 class Found(NamedTuple):
-    """Of one step."""
-
     gradients: dict[str, torch.Tensor]
     """Whole ones, of this rank's parameters."""
     load: torch.Tensor
@@ -54,7 +52,6 @@ def config(
 
 
 def trained(case: dict[str, Any]) -> Found:
-    """A step with this batch on all ranks."""
     world = dist.get_world_size()
     tied = case.get("tied", False)
     made = config(case["parallel"], world, case.get("train", {}), case.get("layers", 2), tied=tied)
@@ -69,7 +66,6 @@ def trained(case: dict[str, Any]) -> Found:
 
 
 def _whole(made: JobConfig, layout: mesh.Layout, parts: Sequence[torch.Tensor]) -> nn.Module:
-    """After the backward passes of these micro-batches."""
     with torch.device("meta"):
         model = Llama(made.model, made.train)
     parallelize.shard(model, layout, made)
@@ -82,7 +78,6 @@ def _whole(made: JobConfig, layout: mesh.Layout, parts: Sequence[torch.Tensor]) 
 
 
 def _in_stages(made: JobConfig, layout: mesh.Layout, own: torch.Tensor) -> nn.Module:
-    """Validated first, which counts no token."""
     model = pipelined_llama(made, layout)
     model.set_initial_weights(1)
     skew(model)
@@ -95,7 +90,6 @@ def _in_stages(made: JobConfig, layout: mesh.Layout, own: torch.Tensor) -> nn.Mo
 
 
 def _ended(model: nn.Module) -> Found:
-    """What the end of the step makes of loads."""
     balance = build_expert_balance(model)
     load = balance.loads()
     assert load is not None
@@ -112,7 +106,6 @@ def batch(length: int) -> torch.Tensor:
 
 
 def skew(model: nn.Module) -> None:
-    """Make some experts of the first layer popular, and one never chosen."""
     for name, moves in model.named_buffers():
         if name == "layers.0.feed_forward.router.moves":
             moves += torch.tensor([400, 0, 0, 0, 0, 0, 0, -4000])
@@ -142,9 +135,6 @@ def of_one_rank(layers: int, length: int, *, tied: bool) -> Found:
 
 
 def differences(case: dict[str, Any]) -> dict[str, Any]:
-    """How far gradients are from those of one rank, relative to the largest of each tensor; their bits; the loads, and
-    how the biases of this rank have moved.
-    """
     length = case.get("train", {}).get("seq_len", LENGTH)
     due = of_one_rank(case.get("layers", 2), length, tied=case.get("tied", False))
     found = trained(case)

@@ -1,4 +1,4 @@
-"""One table of layouts, with experts and without, and what holds for every one of them.
+"""Table of layouts, dense and with experts, and the checks that hold for each.
 
 Each trains as one rank does, goes on after a kill with the same bits, and is restored into others.
 """
@@ -28,8 +28,6 @@ EXPERTS = {"count": 4, "per_token": 2, "ffn_dim": 48}
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks, and how they share a model."""
-
     world: int
     parallel: Mapping[str, Any]
     experts: bool = False
@@ -40,17 +38,15 @@ class Layout:
 
     @property
     def short(self) -> "Layout":
-        """The same ranks for the fast tests, which compare bits: a run of fewer steps has as many kinds of steps."""
+        """The same ranks in fewer steps, for the fast tests, which compare bits."""
         return replace(self, layers=2 if "pipeline" in self.parallel else 1, steps=7, saved=3)
 
     @property
     def by_partners_alone(self) -> bool:
-        """Whether it is restored into a few others only, and from them."""
         return self.world >= 8 or (self.experts and bool({"pipeline", "tp"} & set(self.parallel)))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a run on these ranks."""
         model: dict[str, Any] = {"kv_heads": 4, **({"experts": EXPERTS} if self.experts else {})}
         if self.layers != TINY["model"]["layers"]:
             model["layers"] = self.layers
@@ -61,7 +57,6 @@ class Layout:
         }  # fmt: skip
 
     def config(self, **over: Any) -> JobConfig:
-        """As its ranks read it, with some sections laid over."""
         sections = {"parallel": dict(self.parallel), "model": self.settings["model"]}
         made = build(JobConfig, merged(TINY, {**sections, **over, "cluster": {"ranks_per_node": self.world}}))
         assert isinstance(made, JobConfig)
@@ -74,7 +69,7 @@ def _of(rows: Mapping[str, tuple[int, Mapping[str, Any]]], *, experts: bool) -> 
 
 
 def _of_three(*, experts: bool) -> Iterator[tuple[str, Layout]]:
-    """All layouts of eight ranks in three dimensions of two; experts are shared by two of the ranks, a fourth one."""
+    """Yield all layouts of eight ranks in three dimensions of two; with experts, two ranks share them."""
     for chosen in itertools.combinations(("pp", "replicas", "shards", "cp", "tp"), 3):
         parallel: dict[str, Any] = {"ep": 2} if experts else {}
         words = ["pp 2"] if "pp" in chosen else []
@@ -167,13 +162,12 @@ WITH_EXPERTS |= {
 
 
 def cases(layouts: Mapping[str, Layout], *sample: str) -> list[Any]:
-    """The names of all but one rank, those outside the sample with the long counts."""
     names = [name for name, layout in layouts.items() if layout.world > 1]
     return [pytest.param(name, marks=() if name in sample else pytest.mark.proof) for name in names]
 
 
 def pairs(layouts: Mapping[str, Layout], partners: tuple[str, ...], sample: tuple[str, str] = ("", "")) -> list[Any]:
-    """Source and target, of as many layers: each with each other one, or with partners, there and back."""
+    """Return pairs of source and target with equally many layers."""
     found = [
         pair
         for pair in itertools.permutations(layouts, 2)
@@ -184,7 +178,7 @@ def pairs(layouts: Mapping[str, Layout], partners: tuple[str, ...], sample: tupl
 
 
 def check_losses(undisturbed: Callable[..., Run], layouts: Mapping[str, Layout], name: str) -> float:
-    """The largest relative difference of 20 losses, and those of two validations, from those of one rank."""
+    """Return the largest relative difference of losses and validations from those of one rank."""
     alone = replace(layouts[name], world=1, parallel={})
     one, other = (_every_loss(undisturbed(**each.settings)) for each in (alone, layouts[name]))
     assert sorted(other) == [*range(1, STEPS + 1), STEPS + 10, STEPS + 20]
@@ -194,12 +188,11 @@ def check_losses(undisturbed: Callable[..., Run], layouts: Mapping[str, Layout],
 
 
 def _every_loss(run: Run) -> dict[int, float]:
-    """By step; those of validations behind all others."""
     return {**run.losses(), **{STEPS + step: numbers["val_loss"] for step, numbers in run.validations().items()}}
 
 
 def check_killed(make_run: Callable[..., Run], undisturbed: Callable[..., Run], layout: Layout) -> None:
-    """SIGKILL of a rank in the midst of the run; it hangs later on, so that the run does not end before."""
+    """SIGKILL a rank during the run; a later hang keeps the run from ending first."""
     victim = layout.world // 2
     calm = undisturbed(**layout.settings)
     hurt = make_run(**layout.settings, drill=hang(victim, step=3 * layout.saved))
@@ -212,7 +205,7 @@ def check_killed(make_run: Callable[..., Run], undisturbed: Callable[..., Run], 
 
 
 def check_retrained(run: Run, layout: Layout) -> None:
-    """SIGKILL of a rank after two steps that no checkpoint has; trained again, they have their bits."""
+    """SIGKILL a rank after two steps that no checkpoint has; retrained, they have the same bits."""
     victim = layout.world // 2
     before = layout.steps - 2  # the line of a step is written in the next one
     codes = run.train_until_killed(victim, committed=layout.saved, recorded=before)["codes"]
@@ -229,7 +222,6 @@ def _figures(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_restored(ranks: Ranks, source: Run, place: Path, name: str, target: Layout) -> None:
-    """A restore test: every tensor's fingerprint compared, then a step trained and compared."""
     subject = Subject(ranks, source, place, itertools.count(1))
     test = subject.begin(subject.folder(target.saved), name, target.world, dict(target.parallel), steps=1)
     assert test.train()["codes"] == [ExitCode.FINISHED] * target.world, test.log()

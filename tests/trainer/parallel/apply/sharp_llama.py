@@ -1,4 +1,4 @@
-"""The built-in model with attention that looks at few places, so that it matters much where they are."""
+"""The built-in model with peaked attention, so that token positions matter."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Forked ranks that add up rows of numbers: sums of a short row and of a long one, and of rows of several steps."""
+"""Forked ranks that sum short and long rows of numbers."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from trainer.parallel.apply.gradient_buckets import OtherCollective, StepSums
 
 
 def sums(case: Case) -> Any:
-    """The digits of the sums, or what was raised; `steps`: that of each rank."""
     rank = dist.get_rank()
     row = torch.arange(case["length"], dtype=torch.float64) * 0.1 + rank / 3
     try:

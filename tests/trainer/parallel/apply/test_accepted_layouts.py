@@ -1,4 +1,4 @@
-"""Layouts that submit accepts are built by real ranks, and compute what one rank computes."""
+"""Real ranks build the layouts that submit accepts, and compute what one rank computes."""
 
 from random import Random
 from typing import Any
@@ -28,9 +28,7 @@ SMALL: dict[str, tuple[Any, ...]] = {
 
 
 def accepted(count: int) -> list[dict[str, Any]]:
-    """The first of the random layouts that are accepted: half of them with tensor parallelism, half of the others with
-    context parallelism.
-    """
+    """Return the first accepted random layouts: half with `tp`, half of the others with `cp`."""
     rng, found = Random(19), []
     while len(found) < count:
         values = drawn(rng, most_odd=3) | {key: rng.choice(choices) for key, choices in SMALL.items()}
@@ -44,9 +42,7 @@ def accepted(count: int) -> list[dict[str, Any]]:
 
 
 def accepted_in_stages(count: int) -> list[dict[str, Any]]:
-    """The first of the random layouts with a pipeline that are accepted, on two to eight ranks, each in another mesh,
-    schedule or number of stages.
-    """
+    """Return the first accepted random layouts with a pipeline, each with a different name."""
     rng, found = Random(23), dict[str, dict[str, Any]]()
     while len(found) < count:
         values = drawn(rng, most_odd=0) | {key: rng.choice(choices) for key, choices in SMALL.items()}
@@ -58,7 +54,6 @@ def accepted_in_stages(count: int) -> list[dict[str, Any]]:
 
 
 def drawn_layout(at: int) -> dict[str, Any]:
-    """One of `DRAWN` and `STAGED`; they are drawn by the test that needs one, since that takes a while."""
     return accepted(at + 1)[at] if at < DRAWN else accepted_in_stages(at - DRAWN + 1)[-1]
 
 
@@ -74,7 +69,6 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(values: dict[str, Any]) -> str:
-    """`hsdp-1x2x2x1x1` and so on, with `1f1b-2-` before it where there are stages."""
     config = job(values)
     sizes = config.parallel.mesh_sizes(config.cluster.world_size)
     pipeline = config.parallel.pipeline
@@ -83,7 +77,7 @@ def name_of(values: dict[str, Any]) -> str:
 
 
 def uneven(ranks: int, length: int, chunks: int, wrap: str = "Linear,Block", **parallel: Any) -> dict[str, Any]:
-    """Ranks that share sequences have parts of different lengths, and the output's weights are gathered by itself."""
+    """Parts of different lengths, and output weights that are gathered separately."""
     model = {"model.vocab_size": 320, "model.dim": 32, "model.ffn_dim": 64, "model.heads": 4, "model.kv_heads": 4}
     train = {"train.batch_size": 6, "train.seq_len": length, "train.loss_chunks": chunks}
     keys = {"fsdp.wrap": wrap, "cp": ranks, **parallel}

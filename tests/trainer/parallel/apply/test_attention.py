@@ -1,4 +1,4 @@
-"""Attention over shared sequences is that of one rank, with its gradients, the same bits each time."""
+"""Attention over shared sequences equals that of one rank, with the same bits each time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,6 @@ Results = dict[tuple[str, str, str], Any]
 
 @pytest.fixture(scope="module")
 def found(programs: WarmPrograms) -> Callable[[int], Results]:
-    """What each of so many ranks found, twice, by shape, method and type; run once for all tests."""
     keys = [(shape, method, dtype) for shape in SHAPES for method in ("ulysses", "ring") for dtype in BOUNDS]
     cases = [{"shape": SHAPES[shape], "method": method, "dtype": dtype} for shape, method, dtype in keys]
     results: dict[int, Results] = {}

@@ -1,4 +1,4 @@
-"""Attention in blocks that are joined is attention at once, whichever kernel computes it."""
+"""Merged attention of blocks equals attention to all keys, for every kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A run that trains on fewer ranks for a while: every sample once, rates and losses as if nothing had happened."""
+"""Runs that train on fewer ranks for a while use every sample once and reach the same losses."""
 
 import json
 import shutil
@@ -25,7 +25,6 @@ BOUND = 1e-5
 
 
 def elastic(tmp_path: Path, nodes: int, steps: int, parallel: dict[str, Any], **train: Any) -> dict[str, Any]:
-    """Overrides of a run of one rank on each node, whose ranks record what they read."""
     code, record = tmp_path / "code", tmp_path / "record"
     code.mkdir(exist_ok=True)
     record.mkdir(exist_ok=True)
@@ -40,7 +39,6 @@ def elastic(tmp_path: Path, nodes: int, steps: int, parallel: dict[str, Any], **
 
 
 def begin(run: Any, number: int, nodes: int) -> None:
-    """Make attempt `number` as the controller makes one on `nodes` nodes."""
     base = {**json.loads(run.dir.config.read_text())}
     base["cluster"] |= {"ranks_per_node": 1}
     config = build(RunConfig, base)
@@ -56,7 +54,6 @@ def begin(run: Any, number: int, nodes: int) -> None:
 
 
 def train(run: Any, number: int, nodes: int, until: int | None = None) -> None:
-    """An attempt on so many nodes, to its end or until somebody asks for its end at a step."""
     begin(run, number, nodes)
     stop = {"do": "ask", "rank": 0, "of_rank": 0, "at_step": until, "reason": "PREEMPTION"}
     answer = run.train(actions=[stop] if until is not None else [])
@@ -65,7 +62,6 @@ def train(run: Any, number: int, nodes: int, until: int | None = None) -> None:
 
 
 def lines_of(run: Any) -> dict[int, dict[str, Any]]:
-    """The metric line of every step, of the attempt that trained it last."""
     found: dict[int, dict[str, Any]] = {}
     for attempt in run.dir.all_attempts():
         if attempt.metrics.exists():
@@ -76,9 +72,7 @@ def lines_of(run: Any) -> dict[int, dict[str, Any]]:
 def compare(
     tmp_path: Path, make_run: Any, sizes: tuple[int, int, int], steps: int, over: dict[str, Any], *, beside: int = 0
 ) -> float:
-    """One run of these sizes, one after the other, beside an undisturbed one of the first or of `beside` nodes: the
-    largest difference of a loss.
-    """
+    """Return the largest difference of a loss between a run of these sizes and an undisturbed one."""
     calm, hurt = make_run(sizes[0], name="calm", **over), make_run(sizes[0], name="hurt", **over)
     train(calm, 1, beside or sizes[0])
     third = steps // 3

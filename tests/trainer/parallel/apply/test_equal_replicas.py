@@ -1,4 +1,4 @@
-"""Whether ranks have the same bits, without an exchange of more than two numbers; a peer is made up."""
+"""Ranks compare bits by exchanging two numbers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,6 @@ def test_numbers_are_equal_when_all_their_bits_are() -> None:
 
 @pytest.fixture
 def of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The sums that each rank gives; the last one gets those of all."""
     given: list[torch.Tensor] = []
 
     def all_reduce(sums: torch.Tensor, *, group: Any) -> None:

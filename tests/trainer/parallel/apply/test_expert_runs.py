@@ -1,4 +1,4 @@
-"""Runs with experts: loads that become even, half precision, an elastic world, and the peak of a step."""
+"""Runs with experts: balanced loads, half precision, peak memory."""
 
 import json
 from collections.abc import Callable

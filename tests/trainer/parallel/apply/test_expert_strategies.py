@@ -1,4 +1,4 @@
-"""Models with experts in each strategy: as one rank trains them, bit by bit after a kill, restored into others."""
+"""Models with experts in each strategy: equal losses, equal bits after a kill, restores into other layouts."""
 
 from collections.abc import Callable
 from pathlib import Path

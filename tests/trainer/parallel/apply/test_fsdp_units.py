@@ -1,4 +1,4 @@
-"""Which parts of a model are sharded one by one."""
+"""Choice of FSDP units."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Averages of gradients: what a rank sends, when, and what its parameters have afterwards; one peer is made up."""
+"""Gradient buckets: contents, order and results, with a fake peer."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ class Work:
 
 
 class Pair:
-    """A group of two: the peer has three times the gradients of this rank, and its sum arrives at the wait for it."""
+    """A group of two: the peer has three times this rank's gradients, and sums arrive when waited for."""
 
     def __init__(self, ranks: int = 2) -> None:
         self._ranks = ranks
@@ -53,7 +53,6 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
 
 
 def model() -> nn.ModuleDict:
-    """Two parameters, of which the first one is used last, and so has its gradient first."""
     made = nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
     for parameter in made.parameters():
         nn.init.ones_(parameter)
@@ -79,7 +78,6 @@ def gradients(of: nn.Module) -> dict[str, list[float] | None]:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket for each parameter."""
     monkeypatch.setattr(gradient_buckets, "pack_buckets", lambda sizes: [[at] for at, _ in enumerate(list(sizes))])
 
 

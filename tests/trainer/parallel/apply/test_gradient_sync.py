@@ -1,4 +1,4 @@
-"""Backward passes of the micro-batches of a step: when gradients are reduced, and what is refused."""
+"""Gradient reduction over micro-batches, and refused models."""
 
 import gc
 from functools import partial
@@ -109,8 +109,6 @@ def test_one_rank_has_nobody_to_average_with() -> None:
 
 
 class Buckets:
-    """Of plain replicas: keeps the order of what it is asked for."""
-
     def __init__(self, parameters: Any, group: Any, on_wait: Any, *, is_told: bool) -> None:
         self.parameters, self.is_told, self.asked = list(parameters.values()), is_told, []
 
@@ -119,7 +117,6 @@ class Buckets:
 
 
 def replicas(monkeypatch: pytest.MonkeyPatch, *, ranks: int = 2, pp: int = 1, tp: int = 1) -> tuple[Any, Any]:
-    """A model of plain replicas and its layout, of which nothing is real."""
     made = model()
     mark_replica(made)
     monkeypatch.setattr(data_parallel, "GradientBuckets", Buckets)

@@ -1,4 +1,4 @@
-"""Gradients of a model whose experts several ranks share are those of one rank, the same bits each time."""
+"""Gradients of shared experts equal those of one rank, with the same bits each time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -107,7 +107,6 @@ BOUND = 2e-5
 
 @pytest.fixture(scope="module")
 def found(programs: WarmPrograms) -> Callable[[str], dict[str, Any]]:
-    """What each of so many ranks found, each time, by case; run once for all tests."""
     results: dict[str, dict[str, Any]] = {}
 
     def get(ranks: str) -> dict[str, Any]:

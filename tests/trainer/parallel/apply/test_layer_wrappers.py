@@ -1,4 +1,4 @@
-"""Wrappers of layers: which outputs are copied, what is compiled, and which activations are kept."""
+"""Layer wrappers: copied outputs, compiled layers, kept activations."""
 
 from functools import partial
 from typing import Any
@@ -14,8 +14,6 @@ from trainer.protocol.plain_data import build
 
 
 class Flat(nn.Module):
-    """Returns a view, and beside it what is none."""
-
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         return {"view": x.flatten(), "whole": x, "number": 3}
 
@@ -39,7 +37,6 @@ def test_a_forward_is_compiled_once_for_every_shape_and_is_seen_to_be(monkeypatc
     asked: list[dict[str, Any]] = []
 
     def compiled(function: Any, **options: Any) -> Any:
-        """Marked as torch marks it, which takes seconds to import."""
         asked.append(options)
         made = partial(function)
         made._torchdynamo_orig_callable = function  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The same model in every layout: equal weights from the seed, the same data, nearly the same numbers."""
+"""The same model in every layout: equal weights and data, nearly equal numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where a rank stands in a layout, and which meshes it has; the ranks' own meshes are built in other tests."""
+"""Position of a rank in a layout, and its meshes."""
 
 import math
 from types import SimpleNamespace
@@ -16,8 +16,6 @@ SIZES = {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 2}
 
 
 class Dimensions:
-    """A mesh of so many ranks in each dimension."""
-
     def __init__(self, **sizes: int) -> None:
         self.sizes, self.mesh_dim_names = sizes, tuple(sizes)
 

@@ -1,4 +1,4 @@
-"""Division of the built-in model: the dimensions of a layout are applied from the inside of a layer to the outside."""
+"""Dimensions of a layout are applied from the inside of a layer outwards."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ from trainer.worker.workload import WorkloadError
 def divide(
     monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False, compiles: bool = False, **sizes: Any
 ) -> list[str]:
-    """Return the names of the functions that a layout of these sizes calls."""
     calls: list[str] = []
     for module in (tensor_parallel, context_parallel, expert_parallel):
         name = module.__name__.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""What of a model ranks cannot share is refused by name, before it is sharded."""
+"""Models that ranks cannot share are refused by name before they are sharded."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a rank of a ring sees of another one's keys: all that the causal mask shows, and the same work in every turn."""
+"""Visible keys in a ring: exactly those of the causal mask, with equal work in every turn."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Routers: a bias that only chooses, loads that are counted once, and experts that become even."""
+"""Routers: choice by bias, loads counted once, balanced experts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parts of sequences: together they are the whole, in its order, and padding comes last."""
+"""Sequence parts: together the whole sequence, with padding at the end."""
 
 from contextlib import suppress
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Runs whose ranks share sequences: of any length, with any strategy, and with what else a step can have."""
+"""Runs with shared sequences of any length, in any strategy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,6 @@ def settings(parallel: dict[str, Any], *, world: int = 2, **over: Any) -> dict[s
 
 
 def far_from_one(undisturbed: Callable[..., Run], **given: Any) -> float:
-    """The largest relative difference of a loss or a gradient norm from that of one rank."""
     whole = {**given, "world": 1, "parallel": {}}
     one, other = (undisturbed(**each).metrics() for each in (whole, given))
     assert sorted(other) == list(range(1, given["train"]["steps"] + 1))

@@ -18,7 +18,6 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def found(programs: WarmPrograms) -> dict[str, list[Any]]:
-    """By case and rank."""
     told = forked_ranks.found(programs, "tests.trainer.parallel.apply.step_sums_ranks", RANKS, list(CASES.values()))
     return {case: [result for (result,) in of_ranks] for case, of_ranks in zip(CASES, told, strict=True)}
 

@@ -1,4 +1,4 @@
-"""The table of strategies: each trains as one rank does, survives a kill bit by bit, and restores into others."""
+"""Each strategy trains like one rank, survives a kill bit for bit, and restores into the others."""
 
 from collections.abc import Callable
 from pathlib import Path

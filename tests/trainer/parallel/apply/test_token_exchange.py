@@ -1,4 +1,4 @@
-"""The exchange of tokens, with one rank in the place of all: what is timed, and which rows an expert gets."""
+"""Token exchange: its timing, and the rows of each expert."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -57,7 +57,6 @@ def config(keys: Mapping[str, Any], layers: int) -> JobConfig:
 
 
 def batches(dp_rank: int, number: int) -> list[torch.Tensor]:
-    """The `number` micro-batches of a step on one data-parallel rank."""
     generator = torch.Generator().manual_seed(dp_rank)
     return [torch.randint(0, 257, (SEQUENCES, 17), generator=generator) for _ in range(number)]
 
@@ -69,8 +68,6 @@ def of_one_process(job: JobConfig, data: Sequence[torch.Tensor]) -> tuple[torch.
 
 
 class OfDataParallel(NamedTuple):
-    """This rank's part of gradients, of those times a factor and a scale, and whole ones."""
-
     loss: torch.Tensor
     gradients: Gradients
     scaled: Gradients
@@ -78,7 +75,6 @@ class OfDataParallel(NamedTuple):
 
 
 def of_data_parallel(job: JobConfig, layout: Layout, data: Sequence[torch.Tensor]) -> OfDataParallel:
-    """Of the whole model, shared over the ranks that share a stage in the pipeline."""
     with torch.device("meta"):
         model = Llama(job.model, job.train)
     parallelize.shard(model, layout, job)
@@ -91,7 +87,7 @@ def of_data_parallel(job: JobConfig, layout: Layout, data: Sequence[torch.Tensor
 
 
 def trained(model: Llama, data: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0) -> torch.Tensor:
-    """As the training loop does it: the loss of each micro-batch over their number, gradients reduced once."""
+    """Train like the loop: losses divided by their number, gradients reduced once."""
     total = torch.zeros(())
     for number, batch in enumerate(data):
         loss = model(batch[:, :-1], batch[:, 1:]) / len(data)
@@ -108,7 +104,6 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def taken(model: nn.Module) -> Gradients:
-    """This rank's part of gradients, by name in the whole model, which has none any more."""
     found = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -126,13 +121,10 @@ def different(found: Gradients, expected: Gradients) -> list[str]:
 
 
 def distance(found: Gradients, expected: Gradients) -> float:
-    """The most by which a gradient differs, relative to its norm."""
     return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found)
 
 
 class Recorder:
-    """Watches a step: what a rank does, and how many activations it has received and not yet let go of."""
-
     def __init__(self) -> None:
         self.moments: list[StageActivity] = []
         self.buffers = 0

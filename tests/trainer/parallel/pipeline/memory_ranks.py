@@ -1,4 +1,4 @@
-"""Forked ranks of a pipeline that train a few steps: bytes of their states, and the peak of each step, profiled."""
+"""Forked pipeline ranks that report the bytes of their states and the peak of each step."""
 
 import tempfile
 from pathlib import Path
@@ -31,7 +31,7 @@ def job(sections: dict[str, Any]) -> JobConfig:
 
 
 def measured(sections: dict[str, Any]) -> dict[str, Any]:
-    """As a run does it, from the first tensor on: `held`, as rank 0 of a run reports it, and `peak`."""
+    """Train like a run from the first tensor on; return `held`, as rank 0 reports it, and `peak`."""
     config = job(sections)
     with tempfile.TemporaryDirectory() as folder, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as it:
         layout = mesh.build(config.parallel, torch.device("cpu"), dist.get_rank(), dist.get_world_size())
@@ -49,7 +49,6 @@ def measured(sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def batches(config: JobConfig, layout: mesh.Layout, step: int) -> list[torch.Tensor]:
-    """This rank's micro-batches of a step."""
     share = config.train.batch_size // layout.dp_size
     generator = torch.Generator().manual_seed(100 * step + layout.dp_rank)
     shape = (share, config.train.seq_len + 1)

@@ -28,8 +28,6 @@ WIDTH = 4
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, whose backward pass sleeps."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
@@ -42,7 +40,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """Sleeps in its forward pass, before the gradient of its input, and before that of its weight."""
+    """Sleeps in its forward pass and before the gradients of its input and its weight."""
 
     def __init__(self, seconds: float, *, is_last: bool) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ def sleeping_stages(config: PipelineConfig, group: dist.ProcessGroup, seconds: f
 
 
 def measured(pipeline: Pipeline, meter: BubbleMeter, micro_batches: int, steps: int) -> list[RankSeconds]:
-    """Of every step but the first one, in which ranks meet and no stage sleeps."""
+    """Return the times of every step except the first, in which no stage sleeps."""
     sleepers = [stage.submod for stage in pipeline.stages]
     seconds = [one.seconds for one in sleepers]
     found = []

@@ -1,4 +1,4 @@
-"""Gradients of every schedule have the bits of the training loop without a pipeline, on gloo ranks."""
+"""Gradients of every schedule on gloo ranks have the bits of the loop without a pipeline."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -29,8 +29,6 @@ AWAITED = dict(zip(SENT.values(), AWAITED_SENDS, strict=True))
 
 
 class Ranks(NamedTuple):
-    """`dp` 0: without FSDP2."""
-
     world: int
     dp: int = 0
     tp: int = 1
@@ -38,12 +36,10 @@ class Ranks(NamedTuple):
 
     @property
     def holders(self) -> int:
-        """Ranks that have each stage."""
         return max(1, self.dp) * self.tp
 
     @property
     def names(self) -> int:
-        """Parameters of the model: it has two layers for each rank of a pipeline."""
         return 3 + 9 * 2 * (self.world // self.holders)
 
 
@@ -86,7 +82,6 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results(programs: WarmPrograms, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Result]]:
-    """What each rank of a layout has found, by schedule; run once for all tests."""
     found: dict[str, list[Result]] = {}
 
     def of(layout: str) -> list[Result]:

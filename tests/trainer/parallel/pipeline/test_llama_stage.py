@@ -1,4 +1,4 @@
-"""Stages of the built-in model have, together, the parameters of the whole model: their names and their values."""
+"""Stages together have the names and values of the whole model's parameters."""
 
 import pytest
 import torch

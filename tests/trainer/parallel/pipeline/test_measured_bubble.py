@@ -1,4 +1,4 @@
-"""The bubble that is measured: of stages that sleep it is that of the formula and of the simulation."""
+"""Measured bubbles of sleeping stages agree with formula and simulation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_the_bubble_of_stages_that_sleep(
 
 
 def least_disturbed(ranks: list[list[dict[str, Any]]]) -> list[RankSeconds]:
-    """All ranks in the step that took the least: a busy machine wakes a stage late, which the others wait for."""
+    """Return all ranks' times in the shortest step: a busy machine delays stages."""
     steps = [[RankSeconds(**one) for one in step] for step in zip(*ranks, strict=True)]
     return min(steps, key=lambda step: max(one.span for one in step))
 

@@ -1,4 +1,4 @@
-"""What a pipeline is asked for; one stage on one rank is the shortest of them."""
+"""The pipeline's interface, with one stage on one rank."""
 
 import pytest
 import torch

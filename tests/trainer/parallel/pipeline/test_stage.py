@@ -1,4 +1,4 @@
-"""One stage by itself: what it leaves for its backward pass, and gradients in halves of that."""
+"""One stage alone: its stored data, and backward passes in two halves."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,6 @@ MODEL = ModelConfig(dim=16, layers=3, heads=2, kv_heads=1, ffn_dim=16)
 
 
 def stage(group: dist.ProcessGroup, number: int, *, half: bool = False) -> LocalStage:
-    """Sharded over one rank where it is in half precision."""
     job = JobConfig(model=MODEL, train=TrainConfig(seq_len=LENGTH, dtype="bfloat16" if half else "float32"))
     part = split_model(PipelineConfig(stages=STAGES), job.model, job.train).parts[number]
     if half:
@@ -41,7 +40,6 @@ def stage(group: dist.ProcessGroup, number: int, *, half: bool = False) -> Local
 
 
 def train(made: LocalStage, *, halves: bool) -> list[torch.Tensor]:
-    """The gradients of several micro-batches, in whole backward passes or in two halves each."""
     made.gather()
     for number in range(MICRO_BATCHES):
         generator = torch.Generator().manual_seed(number)

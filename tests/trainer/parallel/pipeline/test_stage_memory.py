@@ -1,4 +1,4 @@
-"""Ranks of a pipeline hold what the formula says, to the byte, and their peaks are within three hundredths of it."""
+"""Pipeline ranks hold exactly the states of the formula, and their peaks match it within 3 %."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,7 +74,6 @@ SAMPLE = ("1f1b",)
 
 @pytest.fixture(scope="module")
 def measured(programs: WarmPrograms) -> Callable[[str], list[dict[str, Any]]]:
-    """What each rank of a layout found; run once for all tests."""
     found: dict[str, list[dict[str, Any]]] = {}
 
     def get(name: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The tables that ranks run: all that is accepted can be run, and what they cost on paper is what is known of them."""
+"""Schedule tables: accepted ones can be run, and their simulated costs agree with the formulas."""
 
 from collections import Counter
 

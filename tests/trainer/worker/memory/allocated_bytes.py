@@ -1,4 +1,4 @@
-"""Peaks of the bytes that were allocated at once, from a trace of torch's profiler."""
+"""Peaks of allocated bytes, from a trace of torch's profiler."""
 
 import bisect
 import json
@@ -7,7 +7,6 @@ from typing import Any
 
 
 def peaks(trace: Path) -> list[int]:
-    """The most bytes at once in each part of the trace called `step N`, without gloo's own copies."""
     events = json.loads(trace.read_text())["traceEvents"]
     steps = [event for event in events if event.get("name", "").startswith("step ") and "dur" in event]
     begins = sorted(event["ts"] for event in steps)
@@ -29,11 +28,7 @@ def peaks(trace: Path) -> list[int]:
 
 
 class AllocatedBytes:
-    """Buffers that are alive: `total` is the sum of those that count.
-
-    The profiler does not see what a thread frees that it does not watch, and gloo's threads free what they were the
-    last to hold. A new buffer in the place of an older one tells that the older is gone.
-    """
+    """Live buffers. The profiler misses frees by gloo's threads, so a new buffer at an address ends an older one."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -62,7 +57,7 @@ class AllocatedBytes:
 
 
 class _OwnAllocations:
-    """Tells what the thread that trains allocates from what its collectives do: those of gloo's threads go on."""
+    """Allocations of the training thread outside its collectives."""
 
     def __init__(self, events: list[dict[str, Any]], thread: int) -> None:
         collectives = [event for event in events if event.get("name", "").startswith("c10d::") and "dur" in event]

@@ -1,4 +1,4 @@
-"""The built-in workload under torch's profiler from its first tensor on: every byte that is allocated is counted."""
+"""The built-in workload under torch's profiler from its first tensor on."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,6 @@ STEPS = 5
 
 
 class ProfiledWorkload(LlamaWorkload):
-    """Writes the peak of each step to FOLDER/peak-RANK.json when data is taken for the step after the last."""
-
     def __init__(self, config: JobConfig, folder: str) -> None:
         super().__init__(config)
         self.flops_per_step = None
@@ -42,8 +40,6 @@ class ProfiledWorkload(LlamaWorkload):
 
 
 class MarkedData:
-    """Marks in the profile where each step begins."""
-
     def __init__(self, data: TokenData, workload: ProfiledWorkload, rank: int) -> None:
         self._data, self._workload, self._rank = data, workload, rank
         self.fingerprint = data.fingerprint

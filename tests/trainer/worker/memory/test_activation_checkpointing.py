@@ -1,4 +1,4 @@
-"""What is computed twice, counted by operation."""
+"""Activation checkpointing recomputes exactly the operations that its settings name."""
 
 from collections import Counter
 from typing import Any
@@ -14,8 +14,6 @@ LAYERS = 4
 
 
 class Counting(TorchDispatchMode):
-    """Counts operations by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
@@ -26,7 +24,6 @@ class Counting(TorchDispatchMode):
 
 
 def calls(**train: Any) -> Counter[str]:
-    """Operations of one forward and backward pass."""
     model = Llama(ModelConfig(dim=32, layers=LAYERS, heads=4, kv_heads=2, ffn_dim=64), TrainConfig(seq_len=16, **train))
     model.materialize(torch.device("cpu"), seed=1)
     tokens = torch.zeros(1, 17, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What a rank holds of the model's states is what the formula says, to the byte; peaks of a step nearly so.
+"""Model states of a rank match the formula exactly; peaks of a step match it within 3 %.
 
 Samples for the fast tests are in `pipeline/test_stage_memory.py` and in `test_expert_strategies.py`.
 """

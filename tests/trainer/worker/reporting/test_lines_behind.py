@@ -1,4 +1,4 @@
-"""Lines that a thread writes: in order, many at once, and never waited for by whoever trains."""
+"""Background line writer: lines stay in order, share writes, and never delay training."""
 
 import threading
 from pathlib import Path
@@ -13,8 +13,6 @@ NEVER = 3600.0
 
 
 class Hanging:
-    """A file whose first write takes until somebody lets it go."""
-
     def __init__(self) -> None:
         self.asked, self.answers = threading.Event(), threading.Event()
         self.written: list[str] = []

@@ -1,4 +1,4 @@
-"""What a rank tells of its saves, from two threads at once."""
+"""Records of saves, written from two threads."""
 
 import errno
 import json

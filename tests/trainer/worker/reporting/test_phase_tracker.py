@@ -1,4 +1,4 @@
-"""Phases and own work on their way into the cell: real ones of a CPU rank, and a GPU's stream played by a stand-in."""
+"""Phases and own work in the progress cell, on the CPU and with a fake GPU stream."""
 
 import time
 from typing import Any
@@ -35,8 +35,6 @@ def cell():
 
 
 class Clock:
-    """Stands for a stopwatch: what it was turned to, and totals as a test wants them."""
-
     counts_waits = True
 
     def __init__(self) -> None:
@@ -232,8 +230,6 @@ def test_who_waits_does_no_work_but_for_data():
 
 
 class Stream:
-    """A GPU's stream: events get their time when it has come so far."""
-
     def __init__(self) -> None:
         self.queued, self.done = 0.0, 0.0
 

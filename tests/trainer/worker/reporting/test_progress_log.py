@@ -1,4 +1,4 @@
-"""Lines in rank 0's log: at a readable interval, and never misleading after a restart."""
+"""Progress lines of rank 0: readable interval, correct after a restart."""
 
 from typing import Any
 
@@ -6,8 +6,6 @@ from trainer.worker.reporting.phase_tracker import ProgressLog
 
 
 class Desk:
-    """A log with a clock of its own; a step takes so many seconds."""
-
     def __init__(self, every: int | str, *, total: int = 1000, tokens: float | None = 100.0) -> None:
         self.now, self.lines = 50.0, list[str]()
         self.log = ProgressLog(
@@ -20,7 +18,6 @@ class Desk:
             self.log.step(step, loss=2.0 + 1 / step, lr=3e-4, own=own)
 
     def said(self) -> list[str]:
-        """What has been written since the last call, without date and time."""
         said, self.lines[:] = [line.partition("  ")[2] for line in self.lines], []
         return said
 

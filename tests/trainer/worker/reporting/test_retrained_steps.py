@@ -1,4 +1,4 @@
-"""Steps that are trained again after a restart, compared with what they were."""
+"""Comparison of retrained steps with their earlier records."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,6 @@ def line(step: int, loss: object = 1.5, **over: Any) -> dict[str, Any]:
 
 
 def reported(recorded: dict[int, list[dict[str, Any]]], *steps: dict[str, Any], explained: bool = False) -> list[str]:
-    """What is reported of these steps on two ranks."""
     found = list[str]()
     compared = RetrainedSteps(recorded, 2, lambda attempt: explained, lambda step, reason: found.append(reason))
     for values in steps:
@@ -62,7 +61,6 @@ def test_a_change_of_code_explains_the_difference() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """Two attempts with the same configuration."""
     run = RunDir(tmp_path)
     run.make()
     run.config.write_text("{}")

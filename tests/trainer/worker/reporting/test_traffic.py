@@ -1,4 +1,4 @@
-"""Bytes of a step's collectives, by dimension of the mesh."""
+"""Bytes of a step's collectives by mesh dimension."""
 
 import json
 from collections.abc import Callable

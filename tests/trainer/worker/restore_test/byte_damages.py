@@ -1,4 +1,4 @@
-"""Damage as disks, tiers and faulty writers do it.
+"""Damage done by disks, tiers and faulty writers.
 
 Each changes the first folder; the second is the checkpoint before it.
 """
@@ -56,7 +56,6 @@ def missing_file(folder: Path, older: Path, draw: random.Random) -> None:
 
 
 def stale_tensors(folder: Path, older: Path, draw: random.Random) -> None:
-    """A writer that took parameters of the save before, under digests that fit them."""
     state, extra, world = read_all(folder)
     old, _, _ = read_all(older)
     keys = [key for key in old if key.startswith("model/") and old[key].shape == state[key].shape]
@@ -70,7 +69,6 @@ def generators_of_older(folder: Path, older: Path, draw: random.Random) -> None:
 
 
 def torn_generators(folder: Path, older: Path, draw: random.Random) -> None:
-    """A state that no generator takes up."""
     state, extra, world = read_all(folder)
     torn = state["rng/rank-00000"].clone()
     torn[0] = 7

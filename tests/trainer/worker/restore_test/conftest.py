@@ -30,8 +30,6 @@ STEPS, EVERY, TESTED, OLDER = 12, 3, 6, 3
 
 @dataclass
 class Subject:
-    """A run that has ended, and a place for restore tests of it."""
-
     ranks: Ranks
     source: Run
     place: Path
@@ -42,7 +40,6 @@ class Subject:
         return found
 
     def copy(self, step: int = TESTED) -> Path:
-        """A copy of a checkpoint, to be damaged, below a folder of its own."""
         target = self.place / f"copy-{next(self.numbers)}" / self.folder(step).name
         shutil.copytree(self.folder(step), target)
         return target
@@ -51,10 +48,6 @@ class Subject:
         self, folder: Path, layout: str = "same", world: int = 0, parallel: dict[str, int] | None = None,
         over: dict[str, Any] | None = None, **order: Any,
     ) -> Run:  # fmt: skip
-        """A run that is to restore the checkpoint in `folder`, on a layout of LAYOUTS or on its own.
-
-        `over` is laid over the configuration, as code that was edited would be.
-        """
         own = "1" if self.source.world == 1 else "same"
         world, parallel = (world, parallel or {}) if world else LAYOUTS[own if layout == "same" else layout]
         config = json.loads(self.source.dir.config.read_text())
@@ -79,7 +72,6 @@ class Subject:
         return Run(ranks=self.ranks, dir=run, world=world)
 
     def verdict(self, folder: Path, layout: str = "same", **order: Any) -> RestoreVerdict:
-        """What a restore test of the checkpoint in `folder` finds."""
         test = self.begin(folder, layout, **order)
         answer = test.train()
         assert answer["codes"] == [0] * test.world, test.log()
@@ -98,13 +90,12 @@ def tested(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path) -> Sub
 
 @pytest.fixture
 def tested_alone(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path) -> Subject:
-    """Of one rank, for what does not depend on how many judge: that all judge alike is in test_own_workloads.py."""
     return _subject(ranks, undisturbed, tmp_path, "bfloat16", world=1)
 
 
 @pytest.fixture
 def tested_in_float32(ranks: Ranks, undisturbed: Callable[..., Run], tmp_path: Path) -> Subject:
-    """Sums in another order differ so little here that another layout shows what it does not show in bfloat16."""
+    """In float32, sums in another order differ so little that another layout reveals damage."""
     return _subject(ranks, undisturbed, tmp_path, "float32")
 
 
@@ -116,7 +107,7 @@ def _subject(ranks: Ranks, undisturbed: Callable[..., Run], place: Path, dtype: 
 
 
 def _saved_at_every_step(undisturbed: Callable[..., Run], dtype: str, world: int) -> Run:
-    """A save is skipped while two others are being written, as on a busy machine: then it is another run."""
+    """Repeat the run if a save was skipped because two others were still being written."""
     for number in range(10):
         source = undisturbed(
             world, name=f"source{number}", parallel={"dp_shard": world}, train={"steps": STEPS, "dtype": dtype},

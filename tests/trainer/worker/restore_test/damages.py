@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong in ways which their own digests do not show: saved anew, as a faulty program would have.
+"""Checkpoints that are wrong in ways their own digests do not show, as a faulty program would save them.
 
 Each kind takes a seed, which chooses the tensor, the bit or the rank.
 """
@@ -30,7 +30,6 @@ State = dict[str, Tensor]
 
 
 def read_all(folder: Path) -> tuple[State, dict[str, Any], dict[str, Any]]:
-    """Every tensor of a checkpoint, its `extra` and the sizes of its world."""
     storage = LocalStorage(folder.parent)
     manifest, faults = read_sealed(storage, folder.name)
     assert manifest is not None, faults
@@ -63,7 +62,7 @@ def save_anew(folder: Path, state: State, extra: dict[str, Any], world: dict[str
 
 
 def _set_ranks(folder: Path, world: dict[str, Any]) -> None:
-    """It was written by one rank; say that the whole world did, as the original says."""
+    """Record the original world, because only one rank wrote the checkpoint."""
     manifest = parse((folder / MANIFEST).read_bytes())
     if manifest.world.get("ranks") == world.get("ranks"):
         return
@@ -87,7 +86,6 @@ def missing_shard(folder: Path, older: Path, seed: int) -> None:
 
 
 def stale_weights(folder: Path, older: Path, seed: int) -> None:
-    """All weights, or those of one layer, are of the checkpoint before."""
     old, _, _ = read_all(older)
     names = sorted(key for key in old if key.startswith("model/"))
     layer = "" if seed % 2 else "layers.0."
@@ -95,7 +93,6 @@ def stale_weights(folder: Path, older: Path, seed: int) -> None:
 
 
 def other_optimizer(folder: Path, older: Path, seed: int) -> None:
-    """The optimizer's moments are of the checkpoint before; its counters too, every second time."""
     old, _, _ = read_all(older)
     ends = ("exp_avg", "exp_avg_sq") if seed % 2 else ("exp_avg", "exp_avg_sq", "step")
     _change(folder, lambda state: {key: old[key] for key in old if key.startswith("optimizer/") and key.endswith(ends)})
@@ -107,7 +104,6 @@ def wrong_position(folder: Path, older: Path, seed: int) -> None:
 
 
 def swapped_generators(folder: Path, older: Path, seed: int) -> None:
-    """Of the two ranks, or those of the checkpoint before."""
     if seed % 2:
         old, _, _ = read_all(older)
         _change(folder, lambda state: {key: old[key] for key in old if key.startswith("rng/")})
@@ -132,7 +128,7 @@ def other_config(folder: Path, older: Path, seed: int) -> None:
 
 
 def remade_manifest(folder: Path, older: Path, seed: int) -> None:
-    """Damaged values under fingerprints, digests and a COMMIT that fit them."""
+    """Damage values under matching fingerprints, digests and COMMIT."""
 
     def changed(state: State) -> State:
         key = _pick(state, seed, lambda key, tensor: key.startswith("model/"))
@@ -144,7 +140,7 @@ def remade_manifest(folder: Path, older: Path, seed: int) -> None:
 
 
 def transposed(folder: Path, older: Path, seed: int) -> None:
-    """A square matrix is transposed: every sum over it stays as it was."""
+    """Transpose a square matrix, which leaves every sum over it unchanged."""
 
     def changed(state: State) -> State:
         def square(key: str, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Restore tests of workloads and optimizers of the user's own: the same bits, whatever they keep."""
+"""Restore tests of user workloads and optimizers reproduce the run bit for bit."""
 
 import itertools
 from pathlib import Path

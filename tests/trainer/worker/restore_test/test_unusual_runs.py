@@ -1,4 +1,4 @@
-"""No healthy run is called damaged for what it looks like, and damage of every kind is found in any of them."""
+"""No healthy run is called damaged for its looks, and every kind of damage is found in any run."""
 
 import itertools
 import random
@@ -48,7 +48,6 @@ def test_healthy_runs_of_every_unusual_kind_are_not_blamed(
 
 
 def damaged(make_run: Any, place: Path, name: str, seed: int) -> None:
-    """One run of an unusual kind; every damage is done to a copy of its checkpoint."""
     place = place / f"seed-{seed}"
     place.mkdir()
     source = BY_NAME[name].run(make_run, seed)

@@ -1,4 +1,4 @@
-"""Forty and more kinds of healthy runs that a rule about how a run should look would call damaged."""
+"""Healthy runs that a rule about the looks of a run would call damaged."""
 
 import json
 import shutil
@@ -27,8 +27,6 @@ Test = Callable[[Subject, Path], RestoreVerdict]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of healthy run, and how its checkpoint is tested."""
-
     name: str
     over: Mapping[str, Any] = field(default_factory=dict)
     world: int = 1
@@ -62,7 +60,7 @@ def skipping(make: Make, kind: Kind, seed: int) -> Run:
 
 
 def from_one_that_skipped(make: Make, kind: Kind, seed: int) -> Run:
-    """`--from`: the new run stands elsewhere in the data than its step would say, and knows nothing of the skip."""
+    """`--from`: the new run's data position does not follow from its step, because its parent skipped a batch."""
     parent = skipping(make, kind, seed)
     assert parent.train()["codes"] == [0] * parent.world, parent.log()
     (folder,) = parent.dir.checkpoints.glob(f"step-{EVERY:08d}.*")
@@ -74,7 +72,6 @@ def from_one_that_skipped(make: Make, kind: Kind, seed: int) -> Run:
 
 
 def resumed_elsewhere(make: Make, kind: Kind, seed: int) -> Run:
-    """A later attempt has another number of ranks, and goes on from the first one's last checkpoint."""
     first = new(make, kind, seed, train={"steps": TESTED})
     assert first.train()["codes"] == [0] * first.world, first.log()
     run = Run(ranks=first.ranks, dir=first.dir, world=3 - first.world, attempt_number=2)
@@ -110,7 +107,7 @@ def other_data(subject: Subject, place: Path) -> RestoreVerdict:
 
 
 def other_torch(subject: Subject, place: Path) -> RestoreVerdict:
-    """The checkpoint of an older torch, which computes other last bits: so does another learning rate."""
+    """An older torch computes other last bits, imitated by another learning rate."""
     copy = subject.copy(TESTED)
     state, extra, world = read_all(copy)
     save_anew(copy, state, {**extra, "software": {**extra["software"], "torch": "2.12.1"}}, world)
@@ -124,7 +121,7 @@ def on_layout(world: int, **parallel: int) -> Test:
 
 
 def of_second_attempt(subject: Subject, place: Path) -> RestoreVerdict:
-    """On the layout of the run as it was submitted, which has trained none of its next steps."""
+    """Test on the layout of the submitted run, which has trained none of the compared steps."""
     (folder,) = subject.source.dir.checkpoints.glob("step-00000009.*")
     config = json.loads(subject.source.attempt.config.read_text())
     digest = hash_config(config)

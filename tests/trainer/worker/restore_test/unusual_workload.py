@@ -23,10 +23,7 @@ class Forgetful(Usual):
 
 
 class OnNodes(LlamaWorkload):
-    """Trains on nodes with the CPU settings `args["cpus"]`, by rank; `args["scale"]` multiplies the loss.
-
-    The optimizer of rank `args["odd"]` has two groups.
-    """
+    """Trains with the CPU settings `args["cpus"]` by rank; the optimizer of rank `args["odd"]` has two groups."""
 
     def __init__(self, config: Any, **args: Any) -> None:
         super().__init__(config)
@@ -51,7 +48,7 @@ class OnNodes(LlamaWorkload):
 
 
 class OwnScaler(torch.optim.AdamW):
-    """Counts its calls in its group and leaves out every third step, as after an overflow."""
+    """Counts its calls in its group and skips every third step, as after an overflow."""
 
     def step(self, closure: Any = None) -> None:
         self.param_groups[0]["calls"] = self.param_groups[0].get("calls", 0) + 1

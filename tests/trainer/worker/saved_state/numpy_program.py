@@ -1,4 +1,4 @@
-"""A process in which NumPy can be imported, and nothing has imported it before the generators are seeded.
+"""Process that imports NumPy only after its generators are seeded.
 
 Its argument is the folder of NumPy. Prints what each function found, as JSON.
 """
@@ -19,8 +19,6 @@ from trainer.worker.workload import WorkloadError
 
 
 def with_numpys_generator() -> dict[str, list[float]]:
-    """The first of all: nothing has imported NumPy before it."""
-
     def drawn() -> list[float]:
         import numpy
 

@@ -1,4 +1,4 @@
-"""Groups that an optimizer gets while it trains are refused: a restart could not know of them. Given rates are kept."""
+"""Parameter groups added during training are refused; groups with a rate of zero survive a kill."""
 
 from typing import Any
 

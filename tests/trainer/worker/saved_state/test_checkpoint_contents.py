@@ -1,4 +1,4 @@
-"""What a checkpoint holds: names, generators, and an optimizer's state that exists before it is read."""
+"""Contents of a checkpoint: names, per-rank tensors, metadata."""
 
 import threading
 from types import SimpleNamespace

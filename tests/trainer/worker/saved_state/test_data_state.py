@@ -1,4 +1,4 @@
-"""The position of data: a number, a state for each data-parallel rank, and what an old checkpoint has of it."""
+"""Position of data: a number, or a state for each data-parallel rank."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ def state_of(data: Any, dp_rank: int = 0, dp_size: int = 1) -> DataState:
 
 
 def saved(kind: Any, size: int, steps: int = 7) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], list[Any]]:
-    """The facts and tensors of a checkpoint on so many ranks, and the data that go on."""
     ranks, tensors, row = [], {}, []
     for rank in range(size):
         data = kind(rank, size)

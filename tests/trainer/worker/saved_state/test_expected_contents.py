@@ -1,4 +1,4 @@
-"""What a checkpoint of a run must hold: real ones have it, and what lacks it is told."""
+"""Expected contents of a run's checkpoint: real ones have them, and missing ones are reported."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_states_that_no_generator_takes(place: int, value: int, words: str) -> N
 
 
 def saved_generators(folder: Path, origins: list[tuple[int, int] | None]) -> list[str]:
-    """What level 4 says of a checkpoint of step 4 whose ranks have saved generators of these origins."""
+    """Return the faults of a checkpoint of step 4 whose ranks saved generators of these origins."""
     rows = {rng_name(rank): pack_rng(torch.device("cpu")) for rank in range(len(origins))}
     for row, origin in zip(rows.values(), origins, strict=True):
         if origin is not None:

@@ -1,4 +1,4 @@
-"""Values in parameter groups whose type is not saved: a change of them is noticed, whatever they are made of."""
+"""Changes of parameter-group values whose type is not saved are detected."""
 
 from typing import Any
 
@@ -30,8 +30,6 @@ class Uncopied(Plain):
 
 
 class ByName(Plain):
-    """Pickled by its name, as a constant of a module."""
-
     def __init__(self, name: str = "FIRST") -> None:
         super().__init__()
         self.name = name

@@ -1,4 +1,4 @@
-"""What a model has beside its weights: what a checkpoint can give it back, and what is refused by name."""
+"""Model state beyond the weights: restored, or refused by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Train mode and `requires_grad` of the parts of a model: named where they differ from a new one, and put back."""
+"""Train mode and `requires_grad` of modules are saved as differences and restored."""
 
 import json
 

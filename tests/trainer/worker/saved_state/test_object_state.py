@@ -15,8 +15,6 @@ from trainer.worker.workload import WorkloadError
 
 
 class Averages:
-    """Keeps one tensor and one list under two names, and others that only look like it."""
-
     def __init__(self) -> None:
         self.mean = torch.tensor([1.0, 2.0])
         seen = [1, 2]
@@ -34,7 +32,6 @@ class Averages:
 
 
 def saved_and_loaded(*owners: Averages) -> None:
-    """The second owner gets what the first one saves, as JSON and tensors."""
     saved, loaded = (ObjectState(owner, "data", nn.Linear(2, 1), torch.device("cpu")) for owner in owners)
     facts = json.loads(canonical(saved.facts()))
     assert all(key.encode() for key in saved.tensors())
@@ -147,8 +144,6 @@ def test_names_of_files_that_are_no_utf8_come_back() -> None:
 
 
 class Attributes(dict[str, float]):
-    """Answers any question with what it holds, also that for `state_dict`."""
-
     __getattr__ = dict.__getitem__
 
 

@@ -1,4 +1,4 @@
-"""An optimizer whose state went through a checkpoint goes on as if nothing had happened: real ones, bit for bit."""
+"""Real optimizers continue bit for bit after their state went through a checkpoint."""
 
 import json
 import math
@@ -40,8 +40,6 @@ def two_groups(kind: Any, **options: Any) -> Make:
 
 
 class Counting(optim.SGD):
-    """Counts in every place that there is: groups, state, under a name of its own, in `state_dict()`."""
-
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, lr=0.1, **options)
         self.total = 0
@@ -81,7 +79,7 @@ class Counting(optim.SGD):
 
 
 class Derived(optim.SGD):
-    """Scales its steps by what it derives from its state, after a step and in a `load_state_dict()` of its own."""
+    """Scales its steps by a value that it derives after each step and in `load_state_dict()`."""
 
     scale = 1.0
 
@@ -151,8 +149,6 @@ REAL: dict[str, Make] = {
 
 
 class Run:
-    """A little training with an optimizer, as the loop does it."""
-
     def __init__(self, make: Make) -> None:
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -188,7 +184,6 @@ class Run:
         return self.state.restore(facts, absent)
 
     def everything(self) -> str:
-        """All of it as text; tensors by their values."""
         tensors: dict[str, torch.Tensor] = {}
         names = {parameter: name for name, parameter in self.net.named_parameters()}
         state = {
@@ -385,7 +380,7 @@ VALUES = st.recursive(
 
 
 def spelled(value: Any) -> Any:
-    """A value with its types and in its order; sets have none. As text: NaN is no NaN's equal."""
+    """Return a value with its types and order as comparable text; NaN is not equal to itself."""
     if isinstance(value, (set, frozenset)):
         return type(value), sorted(map(repr, value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A run that was killed gives its steps the same bits again, whatever its optimizer keeps, and wherever."""
+"""Killed runs repeat the same bits, whatever their optimizers keep."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Persistent buffers of any dtype that differ between ranks come back on each of them."""
+"""Persistent buffers that differ between ranks are restored on each rank."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The generators of a rank go on where they were packed, and say whose they are."""
+"""Random generators continue where they were packed, and rows record their origin."""
 
 import random
 from pathlib import Path
@@ -26,7 +26,6 @@ INTEROP = Path(__file__).resolve().parents[4] / ".venv" / "interop"
 
 @pytest.fixture(scope="module")
 def with_numpy(programs: WarmPrograms) -> dict[str, dict[str, Any]]:
-    """What each function of the program found."""
     if not (INTEROP / ".ready").exists():
         pytest.skip("NumPy is not installed apart: `make .venv/interop/.ready` does that, as `make test` does")
     found: dict[str, dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Schedules of torch and of users: saved, restored in a fresh process, and continued with the same rates."""
+"""Schedulers of torch and of users continue with the same rates in a fresh process."""
 
 import json
 from collections.abc import Callable
@@ -33,8 +33,6 @@ MADE: dict[str, Callable[[Any], Any]] = {
 
 
 class Setting:
-    """A model in two groups with an optimizer and a schedule."""
-
     def __init__(self, kind: str, *, tensor_rate: bool = False) -> None:
         model = nn.Linear(2, 1)
         rate: Any = torch.tensor(0.1) if tensor_rate else 0.1

@@ -1,4 +1,4 @@
-"""What is saved is what model and optimizer hold now, without walking them before every save."""
+"""The inventory returns the current tensors without walking model and optimizer before every save."""
 
 import time
 from collections.abc import Callable

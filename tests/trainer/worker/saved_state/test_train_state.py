@@ -1,4 +1,4 @@
-"""What a rank restores, with a saver that has a checkpoint or none."""
+"""Restore of a rank's state, with and without a checkpoint."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ class NoData:
 
 
 class SaverWith:
-    """Has a checkpoint of this step, in which every number is 1, or none."""
+    """Saver with a checkpoint of this step in which every number is 1, or with none."""
 
     def __init__(self, step: int | None, **facts: Any) -> None:
         self._step, self._facts = step, facts
@@ -48,8 +48,6 @@ class SaverWith:
 
 
 class KeepsFacts(SaverWith):
-    """Accepts saves and keeps their facts."""
-
     def __init__(self, step: int | None) -> None:
         super().__init__(step)
         self.given: list[dict[str, Any]] = []
@@ -60,7 +58,6 @@ class KeepsFacts(SaverWith):
 
 
 def restored(layout: mesh.Layout, step: int | None) -> tuple[list[str], nn.Linear]:
-    """How often weights were set, and the model after the restore."""
     model, called = nn.Linear(2, 2), list[str]()
     with torch.no_grad():
         model.weight.fill_(float("nan"))
@@ -78,7 +75,6 @@ def restored(layout: mesh.Layout, step: int | None) -> tuple[list[str], nn.Linea
 
 
 def state_of(layout: mesh.Layout, model: nn.Module, loss_scale: LossScale | None = None) -> TrainState:
-    """That of a model without data."""
     objects = TrainObjects(
         workload=SimpleNamespace(), model=model, optimizer=torch.optim.AdamW(model.parameters()), data=NoData(),
         layout=layout,
@@ -147,7 +143,7 @@ def test_further_names_of_shared_tensors_are_saved(layout: mesh.Layout) -> None:
 
 
 class ReadsAhead(NoData):
-    """A thread of its own may read on between any two questions; each answer is whole by itself."""
+    """Data whose thread may read ahead between two calls; each answer is complete in itself."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -184,7 +180,6 @@ def test_numbers_and_tensors_of_a_state_are_parts_of_one_answer(layout: mesh.Lay
 
 
 def with_peer(layout: mesh.Layout, saver: SaverWith, peer: tuple[dict[str, Any], list[Any]]) -> list[Any]:
-    """What a rank 0 reports after its restore, beside a rank 1 with other software and these lost attributes."""
     model, found = nn.Linear(2, 2), list[Any]()
     objects = TrainObjects(
         workload=SimpleNamespace(), model=model, optimizer=torch.optim.SGD(model.parameters()), data=NoData(),
@@ -222,8 +217,6 @@ def test_equal_software_is_saved_once() -> None:
 
 
 class Trains(torch.optim.SGD):
-    """An optimizer with two modes; what a group and its own state hold is partly of no type that is saved."""
-
     def train(self) -> None:
         self.modes = [*getattr(self, "modes", []), "train"]
 
@@ -245,8 +238,6 @@ class Counts:
 
 
 class Derives(nn.Linear):
-    """A layer that finds fault with what it loads."""
-
     def _load_from_state_dict(self, state: Any, prefix: Any, metadata: Any, strict: Any, *more: Any) -> None:
         more[2].append("it does not fit")
 

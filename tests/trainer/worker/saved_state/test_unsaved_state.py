@@ -1,4 +1,4 @@
-"""Attributes that no checkpoint restores: which are seen to change, and when a lost one is told."""
+"""Attributes outside checkpoints: which changes are detected, and when a lost one is reported."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ class Counts(nn.Module):
 
 
 def lost(saved: dict[str, str], calls: list[Any], step: int = 10) -> list[list[str]]:
-    """What each step says after a restart from this step, at whose end the attribute has these values."""
+    """Return the reports of each step after a restart, at whose ends the attribute has these values."""
     model = Counts()
     attributes = ModuleAttributes(model)
     model.calls = calls[0]

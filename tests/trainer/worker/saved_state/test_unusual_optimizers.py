@@ -1,4 +1,4 @@
-"""State of an optimizer in unusual places comes back, is named as lost, or is refused; priming leaves no trace."""
+"""Optimizer state in unusual places is restored, reported as lost, or refused; priming leaves no trace."""
 
 import json
 from collections import defaultdict
@@ -57,7 +57,6 @@ NESTED = st.recursive(
 
 
 def values(value: Any) -> str:
-    """The value with the numbers of its tensors."""
     if isinstance(value, dict):
         return str([(repr(key), values(item)) for key, item in value.items()])
     if isinstance(value, list | tuple):
@@ -163,8 +162,6 @@ def test_hooks_do_not_see_the_step_of_priming_and_are_there_afterwards() -> None
 
 
 class Numbered(optim.Optimizer):
-    """Its keys are numbers, beside strings that look like them."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
 
@@ -233,8 +230,6 @@ def test_a_parameter_with_a_slash_in_its_name_keeps_its_state_to_itself() -> Non
 
 
 class Combined(optim.Optimizer):
-    """Two optimizers, which have the state."""
-
     def __init__(self, net: Any) -> None:
         self.inner = [optim.SGD([net.weight], lr=0.1, momentum=0.9), optim.AdamW([net.bias], lr=0.1)]
         super().__init__(list(net.parameters()), {"lr": 0.1})
@@ -251,8 +246,6 @@ class CombinedDict(Combined):
 
 
 class Shared(Combined):
-    """Its state is theirs."""
-
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for inner in self.inner:
@@ -313,8 +306,6 @@ def test_what_a_hook_adds_to_the_state_dict_comes_back() -> None:
 
 
 class Tallying(optim.SGD):
-    """Changes a value of its groups in place."""
-
     def __init__(self, parameters: Any, value: Any, change: Callable[[Any], None]) -> None:
         super().__init__(parameters, lr=0.1)
         self.change = change
@@ -392,8 +383,6 @@ def test_a_reset_gives_groups_the_very_parameters_back() -> None:
 
 
 class WarmUp(optim.SGD):
-    """Counts its steps in attributes, one of which its first step makes."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         self.steps = 0

@@ -1,4 +1,4 @@
-"""State of every unusual kind comes back bit for bit, from memory and from the disk, or is refused by name."""
+"""Unusual state is restored bit for bit from memory and disk, or refused by name."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def no_default_device() -> Iterator[None]:
 
 
 class Trainer:
-    """A process that trains a workload: everything in it is made anew, but what outlives a process."""
+    """A process that trains a workload; only `link` and the folder outlive it."""
 
     def __init__(
         self, case: type[Usual], layout: mesh.Layout, root: Path, link: Any, inherit: tuple[str, ...] = ()
@@ -88,7 +88,6 @@ class Trainer:
         return self
 
     def everything(self) -> Any:
-        """All state, as values that compare bit for bit."""
         objects = self.objects
         buffers = {
             name: {key: comparable(one) for key, one in module._buffers.items()}
@@ -250,8 +249,6 @@ class Removed(Usual):
 
 
 class Frozen(Usual):
-    """Trains only the last layer, so that the state of the optimizer for the others would be lost."""
-
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model[4].parameters(), lr=0.05, momentum=0.9)
 

@@ -1,4 +1,4 @@
-"""The digest of a model's weights is the same in every layout: stages are two threads of this process."""
+"""The weights' digest is equal in every layout; pipeline stages are two threads."""
 
 import queue
 import threading
@@ -21,8 +21,6 @@ CPU = torch.device("cpu")
 
 
 class Group:
-    """Two ranks of a pipeline."""
-
     def __init__(self) -> None:
         self.place = threading.local()
         self.given: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Two real processes: a rank that joins as ours do, and a stranger that found its store and takes a peer's place.
+"""Two processes: a rank that joins normally, and a stranger that found its store and poses as its peer.
 
 Arguments: `victim CONTROL_FD` or `stranger PORT CANARY`, where PORT is what any user of the
 host reads in /proc/net/tcp. First the rank is rank 0 and hosts the store, then the stranger is, as rank 0: both
@@ -26,7 +26,7 @@ FORGED = b'"forged"'
 
 
 class Order:
-    """Runs a command when it is unpickled."""
+    """Runs a command when unpickled."""
 
     def __init__(self, command: str) -> None:
         self._command = command

@@ -1,4 +1,4 @@
-"""Forks ranks that join a world and measure their fitness: prints what each has told and moved."""
+"""Forked ranks that join a world and run the node benchmark."""
 
 import json
 import os
@@ -29,7 +29,6 @@ def spec_of(rank: int, wanted: dict) -> RankSpec:
 
 
 def _hold_up() -> None:
-    """As over a bad link: each try takes a quarter of an hour on this rank's clock."""
     exchange, late = node_benchmark._exchange, [0.0]
 
     def held_up(*args: Any) -> float:

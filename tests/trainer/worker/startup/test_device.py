@@ -1,4 +1,4 @@
-"""The device of a rank, what its faults are called, and how strict a workload is with operations that may vary."""
+"""Device of a rank, classification of device faults, and strictness about nondeterministic operations."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A process that is no rank of the job, against a rank's store and against what ranks tell each other."""
+"""A process outside the job cannot pose as a peer of a rank."""
 
 import json
 import os
@@ -40,7 +40,6 @@ def reaches(host: str, port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What the rank made of everything that the stranger did."""
     canary = tmp_path_factory.mktemp("hostile") / "canary"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(300)

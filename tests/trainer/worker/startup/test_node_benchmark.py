@@ -1,4 +1,4 @@
-"""What real ranks measure before their first step: figures, their time, and that nothing else is changed by it."""
+"""Node benchmark of real ranks: its figures, its duration, and no side effects."""
 
 import json
 from collections.abc import Callable
@@ -15,8 +15,6 @@ Measured = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def measured(programs: WarmPrograms, tmp_path: Path) -> Measured:
-    """What every rank has told; `world` of them, `local` on a node."""
-
     def of(**wanted: object) -> list[dict[str, Any]]:
         (found,) = programs.results(PROGRAM, [[json.dumps({"folder": str(tmp_path), **wanted})]])
         return found

@@ -1,4 +1,4 @@
-"""What a forked rank still reads of its installation, which may be away for a minute while it is made anew."""
+"""Forked ranks read nothing of an installation that is being replaced."""
 
 import subprocess
 import sys
@@ -27,7 +27,6 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Ranks of an agent that has imported what a fork server imports; the warm one has imported all of orch."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "tests.trainer.worker.fake_agent"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=rank_environment(),

@@ -1,4 +1,4 @@
-"""Which network the ranks use."""
+"""Choice of the network interface."""
 
 import os
 import socket

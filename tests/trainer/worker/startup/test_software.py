@@ -1,4 +1,4 @@
-"""What a checkpoint was made with, beside what computes now."""
+"""Software recorded in a checkpoint, and its differences."""
 
 import json
 from pathlib import Path

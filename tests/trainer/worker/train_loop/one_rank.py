@@ -1,4 +1,4 @@
-"""A rank that trains alone in the process of the test: the real loop, with a stand-in for the checkpointer."""
+"""A rank that trains alone in the test process: the real loop with a fake checkpointer."""
 
 import json
 import time
@@ -32,7 +32,6 @@ CPU = torch.device("cpu")
 
 
 def workload_of(module: str, name: str, **args: object) -> dict[str, object]:
-    """The configuration of a workload that is a small plane."""
     return {"target": f"{module}:{name}", "args": {"width": 8, **args}}
 
 
@@ -42,7 +41,7 @@ VALIDATED = workload_of("tests.trainer.worker.my_workload", "Validated")
 
 @dataclass
 class KeptSaves:
-    """A checkpointer in memory: commits at once what it accepts."""
+    """In-memory checkpointer that commits accepted saves immediately."""
 
     accepts: Callable[[int], bool] = lambda step: True
     commits: bool = True
@@ -86,8 +85,6 @@ class KeptSaves:
 
 @dataclass
 class OneRank:
-    """One run of one rank."""
-
     session: RankSession
     journal: Journal
     saver: KeptSaves
@@ -95,12 +92,10 @@ class OneRank:
     skip: frozenset[int] = frozenset()
 
     def train(self, test_until: int = 0) -> ExitCode:
-        """From where the state stands, as a rank that has restored it."""
         token = self.session.launch_token()
         return run_training(self.session, self.state, self.saver, self.journal, token, self.skip, test_until=test_until)
 
     def restart(self) -> None:
-        """Have a new cell, as the next process of this rank has; it takes its state over from this one."""
         self.cell.close()
         self.session = replace(self.session, cell=ProgressCell.create())
 
@@ -109,7 +104,6 @@ class OneRank:
         return self.session.cell
 
     def lines(self) -> dict[int, dict[str, Any]]:
-        """Metric lines by step."""
         self.journal.settle()
         found = [json.loads(line) for line in self.session.attempt.metrics.read_text().splitlines()]
         return {line["step"]: line for line in found}
@@ -120,7 +114,6 @@ class OneRank:
         return [event for event in found if event.kind == kind]
 
     def validated(self) -> list[int]:
-        """The steps after which it has validated."""
         self.journal.settle()
         file = self.session.attempt.validation
         return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
@@ -131,7 +124,6 @@ class OneRank:
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """A world of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -139,7 +131,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank(world: None, tmp_path: Path) -> Iterator[Callable[..., OneRank]]:
-    """`one_rank(train={...}, workload={...})` -> OneRank; `saver` and `skip` are no part of the configuration."""
+    """`one_rank(train={...}, workload={...})` -> OneRank; `saver` and `skip` are not part of the configuration."""
     made: list[OneRank] = []
 
     def make(saver: KeptSaves | None = None, skip: Sequence[int] = (), **over: Any) -> OneRank:
@@ -182,6 +174,5 @@ def _new_rank(folder: Path, saver: KeptSaves, skip: frozenset[int], over: dict[s
 
 
 def ask(run: OneRank, reason: StopReason, *, at: int) -> None:
-    """Ask for a stop as the agent does it, during this step of `Validated`."""
     workload: Any = run.session.objects.workload
     workload.at = lambda number: number == at and run.cell.ask_stop(reason)

@@ -1,4 +1,4 @@
-"""Injected faults hit the rank, attempt, generation and step they name, where they belong, and are announced first."""
+"""Drills fire in the rank, attempt, generation and step that they name, and are announced first."""
 
 import math
 import signal
@@ -18,8 +18,6 @@ PLACES = ("in_data", "in_forward", "in_send", "in_send", "loss_factor", "before_
 
 
 class Played:
-    """Five steps of a rank under drills; `fired`: (place, step, what), in order."""
-
     def __init__(self, monkeypatch, *events: DrillEvent, orders=None, rank=0, attempt=1, generation=1) -> None:
         self.told: list[tuple[str, int]] = []
         self.fired: list[tuple[str, int, object]] = []

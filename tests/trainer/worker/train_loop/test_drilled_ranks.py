@@ -1,4 +1,4 @@
-"""Drills on real ranks: what the cells and the flight of a fault look like from outside."""
+"""Drills on real ranks."""
 
 import pytest
 
@@ -16,7 +16,6 @@ def drilled(make_run, kind: str):
 
 
 def stuck(run) -> list[list]:
-    """Run until everybody stands still, and end it; the cells as they were then."""
     answer = run.ranks.run(
         run_dir=str(run.dir.path), attempt=1, generation=1, world=run.world, actions=[], patience=60, still_after=2
     )

@@ -1,4 +1,4 @@
-"""A DataLoader that a restart opens late is reported where it shifts the random numbers of the training."""
+"""A DataLoader opened late by a restart is reported if it shifts the random numbers of training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,6 @@ OTHERWISE: dict[str, Callable[[], Any]] = {
 
 
 def reason(*takes: Callable[[], Any], passes: Callable[[], Any] = lambda: torch.rand(1), restored: int = 5) -> str:
-    """What is reported after the second step."""
     draws, found = LoaderDraws(restored=restored), []
     for take in [*takes, OTHERWISE["nothing"], OPENED["DataLoader"], OTHERWISE["nothing"]]:
         draws.take(take)
@@ -64,8 +63,6 @@ def test_nothing_is_reported_in_a_run_that_begins() -> None:
 
 
 class OpensLate(Points):
-    """Opens its loader in `take`, and anew where it was closed."""
-
     loader: Any = None
 
     def take(self) -> Any:

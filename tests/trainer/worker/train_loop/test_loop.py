@@ -1,4 +1,4 @@
-"""The boundary of a step, with all that surrounds it played by stand-ins; whole loops run in other tests."""
+"""A GPU that hangs is waited for in its step."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

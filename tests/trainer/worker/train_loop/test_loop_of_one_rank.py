@@ -1,4 +1,4 @@
-"""What the loop does at the boundary of a step, seen in what it saves and reports: one rank, in this process."""
+"""Step boundaries of the loop, on one rank in this process."""
 
 import math
 import pydoc
@@ -68,8 +68,6 @@ def test_a_schedule_stays_where_it_is_in_a_step_that_float16_could_not_hold(one_
 
 
 class Numbered(Plane):
-    """A weight whose gradient is the number of its batch; `metrics` returns it."""
-
     def build_model(self):
         return torch.nn.Linear(1, 1, bias=False)
 
@@ -96,15 +94,11 @@ class Scheduled(Numbered):
 
 
 class Broken(Numbered):
-    """A loss that is no number in the fourth step."""
-
     def loss(self, model, batch):
         return super().loss(model, batch) * (float("nan") if self.data.consumed == 4 else 1.0)
 
 
 class Locates(Numbered):
-    """A loss that finds a module by a name that no `import` statement has."""
-
     def loss(self, model, batch):
         pydoc.locate("located_late.WIDTH")
         return super().loss(model, batch)
@@ -134,8 +128,6 @@ def test_every_step_moves_the_weights_by_its_own_gradient_clipped_and_at_its_rat
 
 
 class PartlyTrained(Numbered):
-    """The optimizer has no bias; the workload's own may have it."""
-
     def build_model(self):
         return torch.nn.Linear(1, 1)
 

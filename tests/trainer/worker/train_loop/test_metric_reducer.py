@@ -1,4 +1,4 @@
-"""Numbers of a workload: how those of several ranks become one, with one rank's row standing for that of each."""
+"""Reduction of a workload's numbers over ranks."""
 
 import json
 from fractions import Fraction
@@ -23,7 +23,6 @@ def reducer(rank: int = 0, ranks_per_share: int = 1) -> MetricReducer:
 
 
 def summed(*rows: dict[str, Metric], ranks_per_share: int = 1) -> dict[str, float]:
-    """What all ranks read, where each of them gives a row."""
     ranks = [reducer(rank, ranks_per_share) for rank in range(len(rows))]
     packed = [one.pack(row) for one, row in zip(ranks, rows, strict=True)]
     return ranks[0].unpack(torch.stack(packed).sum(dim=0).tolist())

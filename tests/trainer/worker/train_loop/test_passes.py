@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step: the loss that a rank gives to the mean over all of them."""
+"""Forward and backward passes: each rank's contribution to the mean loss."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,6 @@ STAGES = 2
 
 
 class Phases:
-    """What a tracker is told."""
-
     def __init__(self) -> None:
         self.told: list[Any] = []
 
@@ -33,8 +31,6 @@ class Phases:
 
 
 class Gradients:
-    """Runs the backward passes, and keeps which of them was the last one."""
-
     def __init__(self) -> None:
         self.last: list[bool] = []
         self.made_by: list[str] = []
@@ -50,8 +46,6 @@ class Gradients:
 
 
 class OneStage:
-    """A pipeline of which this rank has one stage: its losses count on the last one alone."""
-
     def __init__(self, number: int) -> None:
         self.stages, self.has_last = [SimpleNamespace(stage_index=number)], number == STAGES - 1
         self.watchers: list[Watcher] = []

@@ -1,4 +1,4 @@
-"""The sums of a step: what each rank gives, and what all of them read; the rows of several ranks are added up here."""
+"""Sums of a step over all ranks."""
 
 import math
 from types import SimpleNamespace
@@ -33,8 +33,6 @@ ZERO = RankZeroMessage(save_vote=SaveVote.SAVE, committed=12)
 
 
 class Ranks:
-    """Stands for the exchange of all ranks: what the others have given, `others`, is added to the row of this one."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
         self.others: list[torch.Tensor] = []
         self.steps: list[int] = []

@@ -1,4 +1,4 @@
-"""A bad step: nothing of it is saved, its batch is told, left out for ever, and the bits are those of a run without."""
+"""A bad step is never saved, its batch is reported and skipped, and the bits equal those of a run without it."""
 
 import json
 
@@ -25,7 +25,7 @@ def drill(kind: str, step: int, **fields: int) -> dict:
 
 
 def roll_back(run, attempt: int | None = None) -> Skip:
-    """What the coordinator does with the last words of a generation that found a bad step."""
+    """Act like the coordinator after a generation with a bad step."""
     outcome = run.outcome(0, run.generations)
     assert outcome.position is not None
     found = Skip(step=outcome.step, position=outcome.position, reason=outcome.message or "")

@@ -1,4 +1,4 @@
-"""Real ranks that save by the clock, in lazy mode, and when saving does not work."""
+"""Real ranks with automatic intervals, lazy staging, and failing saves."""
 
 import shutil
 from typing import Any

@@ -1,4 +1,4 @@
-"""When a run saves: fixed and automatic cadence, failed and skipped saves, and a stop that is due."""
+"""Save schedule: fixed and automatic intervals, failed and skipped saves, expected stops."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ HOUR = 3600.0
 
 
 class Job:
-    """Steps of one second on a clock of its own; every rank does what rank 0 wished a step before."""
+    """Steps of one second on a fake clock; every rank follows rank 0's vote one step later."""
 
     def __init__(
         self, config: CheckpointConfig, *, mtbf: float = 24 * HOUR, stall: float = 0.5, save: float = 3.0
@@ -31,7 +31,6 @@ class Job:
         self._vote, self._pending = SaveVote.NONE, list[tuple[float, int]]()
 
     def run(self, steps: int) -> list[int]:
-        """Train on; returns the steps at which saves were tried."""
         before = len(self.begun)
         for _ in range(steps):
             self._step()

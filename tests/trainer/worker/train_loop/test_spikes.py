@@ -1,4 +1,4 @@
-"""Which losses are judged bad, on tables and on made-up runs; the reasons are part of the answer."""
+"""Spike detection on tables and synthetic runs."""
 
 import math
 import random
@@ -18,12 +18,10 @@ from trainer.worker.train_loop.spikes import BadStep, LossSpike, SpikeDetector
 
 
 def detector_with(*losses: float, **config: float) -> SpikeDetector:
-    """Return a detector whose training state has accepted these losses."""
     return SpikeDetector(SpikeConfig(**config), deque(losses))
 
 
 def full(losses: list[float], **config: float) -> SpikeDetector:
-    """A window that has accepted all of these."""
     made = detector_with(**{"window": len(losses), **config})
     assert all(made.check(loss, 1.0) is None for loss in losses)
     return made

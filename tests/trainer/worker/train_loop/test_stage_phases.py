@@ -1,4 +1,4 @@
-"""What a stage tells the tracker of its passes, its waits and what it has sent."""
+"""Reports of a pipeline stage to the phase tracker."""
 
 from typing import Any
 
@@ -9,8 +9,6 @@ from trainer.worker.train_loop.passes import StagePhases
 
 
 class Tracker:
-    """Each of its calls is named by what it was made of."""
-
     def __init__(self, *, waits: bool = True) -> None:
         self.called: list[Any] = []
         self._waits = waits
@@ -32,7 +30,6 @@ class Tracker:
 
 
 def told(tracker: Tracker, moment: StageActivity) -> list[Any]:
-    """What the tracker hears from the beginning of a moment to its end."""
     phases = StagePhases(tracker, [2, 5])  # type: ignore[arg-type]
     begin, end = phases.begin_callback(moment), phases.end_callback(moment)
     begin()

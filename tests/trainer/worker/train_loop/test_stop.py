@@ -1,4 +1,4 @@
-"""Stop votes and the request that is served once."""
+"""Stop votes, and requests that are served once."""
 
 import pytest
 

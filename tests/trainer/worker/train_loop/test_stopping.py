@@ -1,4 +1,4 @@
-"""Stops: asked of one rank, agreed by all at the same step, served with a save."""
+"""Stops: requested from one rank, agreed by all at the same step, served with a save."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def ask(reason: str, *, rank: int, at: int) -> dict:
 
 
 def waiting(step: int) -> dict:
-    """Time for a request that is made at an earlier step to arrive."""
+    """Delay a step, so that an earlier request arrives in time."""
     return {"events": [{"kind": "hang-in-data", "rank": 0, "step": step, "value": 1, "generation": 1}]}
 
 
@@ -30,7 +30,6 @@ TWO = {"parallel": {"dp_shard": 2}, "train": {"steps": STEPS}, "drill": waiting(
 
 @pytest.fixture(scope="module")
 def saved_and_gone_on(ranks, text_tokens, tmp_path_factory):
-    """A run that is asked once for a checkpoint in its midst, and stops nowhere."""
     run = new_run(ranks, tmp_path_factory.mktemp("asked") / "run", text_tokens, 2, {**TWO, "checkpoint": {"every": 0}})
     # The agent never clears its request here: it must be served once all the same.
     both = [ask("SAVE_AND_GO_ON", rank=rank, at=5) for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""When the loop validates, and what it saves for that: one rank, in this process."""
+"""Validation of one rank in this process: its schedule, its result and its saves."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -112,7 +112,7 @@ def test_each_validation_is_saved_where_the_best_are_kept(one_rank: MakeRank) ->
 
 
 class Averaging(torch.optim.SGD):
-    """As optimizers without a schedule: weights are averages in evaluation mode."""
+    """Like schedule-free optimizers: weights are averages in evaluation mode."""
 
     mode = "train"
 
@@ -158,7 +158,7 @@ def test_a_validation_leaves_modes_generators_and_the_optimizer_as_they_were(one
 
 
 class Merging(nn.Linear):
-    """As a low-rank adapter: evaluation adds it to the weight, `train(True)` takes it away again."""
+    """Like a low-rank adapter: evaluation adds it to the weight, `train(True)` removes it."""
 
     merged = False
 
@@ -215,7 +215,6 @@ def test_a_scheduler_on_a_plateau_steps_with_the_first_number_of_each_validation
 
 
 def objects(data: Any) -> Any:
-    """The loss of a micro-batch is the mean of its tokens."""
     return SimpleNamespace(data=data, workload=SimpleNamespace(loss=lambda _, batch: batch.double().mean()))
 
 

@@ -1,4 +1,4 @@
-"""Workloads whose state is unusual: each must come back bit for bit, or be refused by name.
+"""Workloads with unusual state: each must be restored bit for bit, or refused by name.
 
 `KEPT` are healthy ones, whose losses depend on what is unusual in them. `REFUSED` has for each refused one a part of
 the message, and whether it can only be known at the first save.
@@ -18,7 +18,7 @@ class NamedPoints(Points):
 
 
 class Usual(BaseWorkload):
-    """A small network; `odd` is a layer in the middle that a case replaces. Equal state gives equal steps."""
+    """A small network; cases replace its middle layer `odd`. Equal state gives equal steps."""
 
     strictly_deterministic = True
 
@@ -57,12 +57,11 @@ def refused(words: str, *, at_save: bool = False) -> Any:
 
 
 def with_layer(name: str, layer: type[nn.Module], base: type[Usual] = Usual) -> type[Usual]:
-    """A workload with this layer in the middle."""
     return type(name, (base,), {"odd": lambda self: layer(), "__module__": __name__})
 
 
 class Layer(nn.Module):
-    """A layer whose `scale()` follows from its buffers, which `seen()` changes in every step."""
+    """A layer whose `scale()` depends on buffers that `seen()` changes in every step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Unusual buffers, extra state and parameters of modules that come back."""
+"""Unusual buffers, extra state and parameters of modules."""
 
 from collections import deque
 from typing import Any
@@ -12,8 +12,6 @@ from tests.trainer.worker.unusual_state.cases import Layer, Usual, kept, with_la
 
 
 class LateBuffer(Layer):
-    """None until the first forward pass."""
-
     def build(self) -> None:
         self.register_buffer("ema", None)
 
@@ -25,8 +23,6 @@ class LateBuffer(Layer):
 
 
 class BufferOfForward(Layer):
-    """Registered in the first forward pass."""
-
     def seen(self, x: torch.Tensor) -> None:
         if not hasattr(self, "ema"):
             self.register_buffer("ema", torch.zeros(6, dtype=torch.float64))
@@ -70,8 +66,6 @@ class BecomesDeleted(Layer):
 
 
 class Expanded(Layer):
-    """Values that share one place in memory."""
-
     def build(self) -> None:
         self.register_buffer("one", torch.ones(1).expand(6))
 
@@ -102,8 +96,6 @@ class Growing(Layer):
 
 
 class ResizedInPlace(Growing):
-    """The same tensor, of another size in every step, first smaller ones in the same memory."""
-
     def build(self) -> None:
         self.register_buffer("all", torch.ones(4, 6))
 
@@ -113,8 +105,6 @@ class ResizedInPlace(Growing):
 
 
 class ReshapedInPlace(Layer):
-    """As many bytes, in another form."""
-
     def build(self) -> None:
         self.register_buffer("all", torch.ones(6, 2))
 
@@ -137,8 +127,6 @@ class ChangesType(Layer):
 
 
 class Scalars(Layer):
-    """No dimension, and no values at all."""
-
     def build(self) -> None:
         self.register_buffer("count", torch.tensor(0))
         self.register_buffer("none", torch.empty(0, 6))
@@ -153,8 +141,6 @@ class Scalars(Layer):
 
 
 class OddTypes(Layer):
-    """Complex, eight-bit and unsigned numbers, truth values."""
-
     def build(self) -> None:
         self.register_buffer("turned", torch.zeros(6, dtype=torch.complex64))
         self.register_buffer("turned2", torch.zeros(2, dtype=torch.complex128))
@@ -188,8 +174,6 @@ class Float8(Layer):
 
 
 class Transposed(Layer):
-    """Views with gaps and turned axes, one into another buffer's memory, a conjugate."""
-
     def build(self) -> None:
         self.register_buffer("base", torch.arange(24.0).reshape(4, 6))
         self.register_buffer("turned", self.base.t())
@@ -205,8 +189,6 @@ class Transposed(Layer):
 
 
 class SharedBuffer(Layer):
-    """One tensor in two places, which become two, and two that become one."""
-
     def build(self) -> None:
         self.register_buffer("a", torch.zeros(6))
         self.register_buffer("b", self.a)
@@ -224,8 +206,6 @@ class SharedBuffer(Layer):
 
 
 class NotPersistent(Layer):
-    """A scratch buffer, which shares its tensor with one that is kept."""
-
     def build(self) -> None:
         self.register_buffer("scratch", torch.zeros(6), persistent=False)
         self.register_buffer("kept", self.scratch)
@@ -238,8 +218,6 @@ class NotPersistent(Layer):
 
 
 class DerivedByPostHook(Layer):
-    """A table that no checkpoint has, made again by what torch calls after a load."""
-
     def build(self) -> None:
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("code", torch.zeros(6))
@@ -263,7 +241,7 @@ class DerivedByPostHook(Layer):
 
 
 class DerivedByLoad(DerivedByPostHook):
-    """The same in a `_load_from_state_dict`, which gets other entries than the buffers, and puts others in place."""
+    """The same in `_load_from_state_dict`, whose entries differ from the buffers."""
 
     def hook(self) -> None:
         self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}code": None}))
@@ -302,8 +280,6 @@ for _layer in (
 
 
 class ExtraState(Layer):
-    """A state that is no tensor of the module's; `form` makes of a number what the module gives."""
-
     def build(self) -> None:
         self.amount = 0.0
 
@@ -330,8 +306,6 @@ class ExtraDict(ExtraState):
 
 
 class ExtraBytes(ExtraState):
-    """As a pickled state is: of another length in every step, and more than fits among plain facts."""
-
     def get_extra_state(self) -> Any:
         text = repr(self.amount).encode()
         return (text, b"", text * (1 + int(abs(self.amount) * 1000)) + b"x" * 5000)
@@ -360,7 +334,7 @@ class Tied(Usual):
 
 @kept
 class FrozenMask(Usual):
-    """Parameters that do not train: -inf as masks have it, numbers that are no floats, NaN in memory nobody uses."""
+    """Frozen parameters: -inf of a mask, integers, NaN in unused memory."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -375,8 +349,6 @@ class FrozenMask(Usual):
 
 @kept
 class TrainedMask(Usual):
-    """A weight with -inf in it that trains."""
-
     def build_model(self) -> nn.Module:
         model = super().build_model()
         model.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]))
@@ -391,8 +363,6 @@ class TrainedMask(Usual):
 
 @kept
 class TargetNetwork(Usual):
-    """A slow copy of the network that begins as the same memory, as in MoCo and BYOL."""
-
     def build_model(self) -> nn.Module:
         online = super().build_model()
         online.target = super().build_model()
@@ -415,8 +385,6 @@ class TargetNetwork(Usual):
 
 
 class AverageOfWeights(nn.Linear):
-    """`average` begins as the weight's own memory; `same` is the weight's memory throughout."""
-
     def __init__(self) -> None:
         super().__init__(6, 6)
         self.register_buffer("average", self.weight.detach())
@@ -432,7 +400,7 @@ kept(with_layer("AveragedWeights", AverageOfWeights))
 
 @kept
 class OwnDefaultDevice(Usual):
-    """A program that sets torch's default device: orch's own tensors are not made there."""
+    """Sets torch's default device, where orch must not create its own tensors."""
 
     def build_data(self, layout: Any) -> Any:
         torch.set_default_device("meta")

@@ -1,4 +1,4 @@
-"""State of workloads and modes of modules that come back, and attributes that are reported once they are lost."""
+"""State of workloads, modes of modules, and attributes that are reported once lost."""
 
 import copy
 from collections import Counter, OrderedDict, deque
@@ -15,8 +15,6 @@ from tests.trainer.worker.unusual_state.layers import ExtraBytes, ExtraState, La
 
 
 class Own(Usual):
-    """Returns all that `own` holds."""
-
     def __init__(self, config: Any, **args: Any) -> None:
         super().__init__(config, **args)
         self.own: Any = self.first()
@@ -53,8 +51,6 @@ class NestedObjects(Own):
 
 @kept
 class AverageOfWeights(Own):
-    """A copy of the model beside it, whose `state_dict()` is returned."""
-
     def build_model(self) -> nn.Module:
         model = super().build_model()
         self.average = copy.deepcopy(model)
@@ -78,8 +74,6 @@ class AverageOfWeights(Own):
 
 @kept
 class Scaler(Own):
-    """torch's own scaler of gradients."""
-
     def first(self) -> Any:
         return torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
@@ -98,8 +92,6 @@ class Scaler(Own):
 
 @kept
 class OfEachRank(Own):
-    """Tensors that differ between ranks, of the same names and of other ones."""
-
     def build_data(self, layout: Any) -> Any:
         self.rank = layout.rank
         return super().build_data(layout)
@@ -118,8 +110,6 @@ class OfEachRank(Own):
 
 @kept
 class AllAtOnce(OfEachRank):
-    """Buffers of each rank in integers and complex numbers, a late one, and extra state of another length each time."""
-
     def build_model(self) -> nn.Module:
         return nn.Sequential(Counters(), super().build_model())
 
@@ -131,8 +121,6 @@ class AllAtOnce(OfEachRank):
 
 
 class Switched(Own):
-    """Changes its model at the second step, which it counts."""
-
     def first(self) -> Any:
         return 0
 
@@ -174,8 +162,6 @@ class StatisticsHeld(Switched):
 
 @kept
 class BuiltInEvaluation(Switched):
-    """Dropout that begins with the second step, in a model that was built in evaluation mode."""
-
     def build_model(self) -> nn.Module:
         return super().build_model().eval()
 
@@ -187,8 +173,6 @@ class BuiltInEvaluation(Switched):
 
 
 class OtherRate(Switched):
-    """Dropout that is another one from the second step on."""
-
     def switch(self, model: Any) -> None:
         model[3].p = 0.5
 
@@ -210,7 +194,7 @@ class Counts(Layer):
 
 
 class KeptOfAPass(Counts):
-    """What a forward pass computes anew: a part of the loss, a size, a turn, a cache."""
+    """Attributes that every forward pass recomputes."""
 
     def build(self) -> None:
         self.part, self.largest, self.is_odd, self.turn, self.size = 0.0, 0, False, (0, 1), None

@@ -1,4 +1,4 @@
-"""Unusual optimizers and schedulers that come back."""
+"""Unusual optimizers and schedulers."""
 
 from typing import Any
 
@@ -11,8 +11,6 @@ from tests.trainer.worker.unusual_state.cases import Usual, kept
 
 
 class OddSGD(torch.optim.SGD):
-    """Keeps state of many kinds for every parameter."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -36,8 +34,6 @@ class OddOptimizerState(Usual):
 
 
 class OwnStateDict(torch.optim.Adam):
-    """Returns more than torch does."""
-
     pace = 1.0
 
     @torch.no_grad()
@@ -115,8 +111,6 @@ class SkippedUpdates(Usual):
 
 @kept
 class BeginsAtThousand(Usual):
-    """An optimizer that goes on from elsewhere."""
-
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for one in model.parameters():
@@ -126,8 +120,6 @@ class BeginsAtThousand(Usual):
 
 
 class LateTensors(torch.optim.SGD):
-    """Keeps tensors from its second step on, where no state of a parameter shows them."""
-
     average: torch.Tensor | None = None
 
     @torch.no_grad()

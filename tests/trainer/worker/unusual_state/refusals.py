@@ -88,8 +88,6 @@ class ExtraObject(ExtraState):
 
 
 class OtherEntry(Layer):
-    """A tensor that a module puts into its state by hand."""
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}secret"] = torch.ones(2)
@@ -99,8 +97,6 @@ class OtherEntry(Layer):
 
 
 class ChangingEntry(Layer):
-    """The same with a plain number, which changes."""
-
     calls = 0
 
     def seen(self, x: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""All cases by their names, as ranks import them: `targets:LateBuffer`. The modules named here fill the tables."""
+"""All cases by name, as ranks import them (`targets:LateBuffer`); importing these modules fills the tables."""
 
 from tests.trainer.worker.unusual_state import layers, objects, optimizers, refusals  # noqa: F401
 from tests.trainer.worker.unusual_state.cases import KEPT, REFUSED, Usual

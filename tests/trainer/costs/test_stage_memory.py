@@ -8,9 +8,9 @@ from trainer.protocol.plain_data import build
 F, B = Kind.FORWARD, Kind.BACKWARD
 DIM, FFN, HEADS, ROWS, TOKENS = 32, 64, 4, 320, 512
 LAYER = 8 * DIM + 2 * DIM + 4 * FFN + HEADS + 2
-"""Floats that a layer keeps of each token: norms twice, queries, keys and values, and a feed-forward."""
+"""Floats per token that a layer keeps: norms twice, queries, keys, values and feed-forward."""
 KEPT = 4 * TOKENS * (LAYER + DIM + ROWS + 1)
-"""Of the last stage: one layer, the last norm, whose input is in it, and the logits."""
+"""Bytes that the last stage keeps: one layer, the last norm with its input, and the logits."""
 BOUNDARY = 4 * TOKENS * DIM
 WEIGHTS = 4 * (4 * DIM * DIM + 3 * DIM * FFN + 2 * DIM + DIM + ROWS * DIM)
 

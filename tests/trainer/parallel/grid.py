@@ -41,9 +41,9 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "train.seq_len": (128, 2048, 8192),
     "train.loss_chunks": (1, 1, 1, 2, 4),
 }
-"""Sizes of which most fit each other."""
+"""Sizes, most of which fit each other."""
 SPLIT = ("model.heads", "model.kv_heads", "model.dim", "model.ffn_dim", "train.seq_len")
-"""What tensor parallelism splits."""
+"""Sizes that tensor parallelism splits."""
 ODD: dict[str, tuple[Any, ...]] = {
     "cluster.nodes": (3, 5, 6, 7, 16),
     "cluster.ranks_per_node": (3, 5, 6, 7),
@@ -85,7 +85,7 @@ STAGES: dict[str, tuple[Any, ...]] = {
     "train.activation_checkpointing": (False, False, False, False, True),
     "parallel.pipeline.micro_batches": (0, 0, 0, 2, 3, 4, 8, 16, 1000),
 }
-"""Drawn besides, where layers are split into stages."""
+"""Further sizes for layouts with stages."""
 _STAGES_PER_RANK = {"gpipe": (0, 1), "1f1b": (0, 1), "interleaved_1f1b": (0, 2, 3), "zbv": (0, 2)}
 
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("orch", "orchestrator", "trainer", "checkpointing", "configs", "sbatch_templates", "tests")
 FILES = ("context.py", "apply/context_parallel.py")
-"""The login node's half, and the half that needs torch."""
+"""Files of the dimension, without and with torch."""
 TESTS = (
     "tests/trainer/parallel/apply/test_mesh.py::test_one_rank_has_a_group_for_every_dimension",
     "tests/trainer/costs/test_state_bytes.py",

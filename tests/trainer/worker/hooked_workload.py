@@ -69,7 +69,7 @@ class Hooked(Plane):
     def validate(self, model):
         assert not model.training
         assert not torch.is_grad_enabled()
-        torch.rand(3)  # draws of a validation are none of training's
+        torch.rand(3)  # must not change the random numbers of training
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(self.layout.dp_rank))
         error = nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True))
         return {"val_loss": error, "worst": Sum(1.0)}

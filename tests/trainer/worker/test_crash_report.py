@@ -30,7 +30,7 @@ def test_lost_telemetry_does_not_end_the_training(make_run):
     run = make_run(1, train={"steps": 3}, checkpoint={"every": 0}, drill={"events": [{"kind": "slow-rank", "step": 1}]})
     fill_up(run, outcomes=False)
     answer = run.train()
-    # Only the checkpointer's own events are kept back, and told as the cause when the run has to end without them.
+    # Only events of the checkpointer are retried, and reported as the cause if the run ends without them.
     assert answer["steps"] == [3]
     assert answer["saved"] == [3]
     assert "[Errno 28]" in answer["last"][0]["message"]

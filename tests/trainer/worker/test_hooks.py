@@ -96,7 +96,7 @@ def test_a_validation_that_a_stop_leaves_undone_is_made_up_for_and_rates_its_che
     calm = undisturbed(1, **over)
     slow = {"events": [{"kind": "slow-rank", "rank": 0, "step": 8, "value": 0.2}]}
     hurt = make_run(1, **over, drill=slow)
-    # Asked for during step 8, served after step 9, which is to be validated.
+    # Requested during step 8 and served after step 9, which is due for validation.
     stop = {"at_step": 8, "of_rank": 0, "rank": 0, "do": "ask", "reason": "PREEMPTION"}
     assert hurt.train(actions=[stop])["codes"] == [ExitCode.STOPPED_AFTER_SAVE], hurt.log()
     assert max(hurt.losses()) == 9

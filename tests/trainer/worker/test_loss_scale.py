@@ -14,7 +14,7 @@ from trainer.worker.saved_state.loss_scale import FIRST, SMALLEST, LossScale
 
 HALF = {"dtype": "float16", "steps": 12}
 OVERFLOW = {"kind": "spike", "rank": 0, "step": 4}
-"""A loss a thousand times as high: its gradients are beyond float16."""
+"""A loss a thousand times as high, whose gradients overflow float16."""
 
 
 def test_the_scale_is_halved_by_an_overflow_and_doubled_after_two_thousand_steps():

@@ -25,11 +25,11 @@ BATCH, LENGTH, EXPERTS = 8, 13, 8
 
 class Found(NamedTuple):
     gradients: dict[str, torch.Tensor]
-    """Whole ones, of this rank's parameters."""
+    """Whole gradients of this rank's parameters."""
     load: torch.Tensor
-    """Of every expert, of all ranks."""
+    """Tokens per expert over all ranks."""
     moves: dict[str, list[int]]
-    """Of this rank's layers, after it."""
+    """Adjustments in this rank's layers after the step."""
 
 
 def config(

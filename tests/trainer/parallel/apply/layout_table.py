@@ -34,7 +34,7 @@ class Layout:
     layers: int = 2
     steps: int = STEPS
     saved: int = SAVED
-    """After so many steps each, and twice as often as validated."""
+    """Steps between saves; validations are half as frequent."""
 
     @property
     def short(self) -> "Layout":

@@ -24,7 +24,7 @@ SMALL: dict[str, tuple[Any, ...]] = {
     "train.seq_len": (9, 12, 16, 18),
     "train.loss_chunks": (1, 2, 3),
 }
-"""Sizes of models that are built in no time, many of which split into odd parts."""
+"""Sizes of small models, many of which split into uneven parts."""
 
 
 def accepted(count: int) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def accepted(count: int) -> list[dict[str, Any]]:
         values |= {"parallel.tp": split} | ({"cluster.ranks_per_node": split} if split > 2 else {})
         if not len(found) % 4:  # two ranks share each sequence, or all
             values["parallel.cp"] = values["cluster.ranks_per_node"] if len(found) // 4 % 2 else 2
-        if not problems(job(values)):  # of which a refusal is made; to look for sizes that fit takes longer
+        if not problems(job(values)):  # cheaper than `refusal`, which also searches for sizes that fit
             found.append(values)
     return found
 
@@ -91,10 +91,10 @@ UNEVEN = {
     "uneven, four ranks": uneven(4, 10, 5, cp_method="ulysses"),
     "uneven, ring of four ranks": uneven(4, 10, 5, cp_method="ring", wrap="100"),
 }
-"""Some ranks have fewer tokens than there are chunks."""
+"""Layouts in which some ranks have fewer tokens than chunks."""
 SAMPLE = tuple(UNEVEN)[:2]
 DRAWN, STAGED = 40, 24
-"""How many layouts are drawn without and with a pipeline; the first of them is of the fast tests."""
+"""Numbers of random layouts without and with a pipeline; the fast tests use the first."""
 
 
 @pytest.mark.parametrize(

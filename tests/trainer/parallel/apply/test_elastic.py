@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multi
 
 BATCH = 24
 BOUND = 1e-5
-"""Largest relative difference of a step's loss from that of an undisturbed run, in float32: docs/failures.md has it."""
+"""Largest relative difference of a step's loss from that of an undisturbed run, in float32 (docs/failures.md)."""
 
 
 def elastic(tmp_path: Path, nodes: int, steps: int, parallel: dict[str, Any], **train: Any) -> dict[str, Any]:

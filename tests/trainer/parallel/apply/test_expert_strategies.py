@@ -22,7 +22,7 @@ from trainer.protocol.events import EventKind
 pytestmark = pytest.mark.multi
 
 SAMPLE = ("fsdp 2 x tp 2, ep 4", "pp 2")
-"""Of the fast tests, which read one run of each, that was killed."""
+"""Layouts of the fast tests, which share one killed run of each."""
 PARTNERS = ("one", "ep 2", "fsdp 2 x ring 2, ep 4", "4 layers, one", "4 layers, ep 2")
 
 

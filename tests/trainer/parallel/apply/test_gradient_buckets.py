@@ -172,7 +172,7 @@ def test_one_that_was_frozen_after_its_gradient_came_is_sent(pair: Pair) -> None
 
 def test_a_pipeline_averages_all_at_the_end(pair: Pair, apart: None) -> None:
     made = model()
-    made["b"].weight.register_post_accumulate_grad_hook(lambda _: None)  # of nobody's business here
+    made["b"].weight.register_post_accumulate_grad_hook(lambda _: None)  # irrelevant without hooks
     averages = buckets(made, pair, uses_hooks=False)
     for _ in range(2):
         loss(made).backward()

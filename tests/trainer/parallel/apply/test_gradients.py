@@ -100,9 +100,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""By the number of ranks that forks them, and which of them are a sample of all."""
+"""Cases by number of forked ranks, and the sample for the fast tests."""
 BOUND = 2e-5
-"""Sums in another order, in float32."""
+"""Tolerance for sums in another order, in float32."""
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ LAYOUTS = {
 
 
 SAMPLE = ("ddp",)
-"""The others are with the long counts; a sample of two dimensions is in test_strategies.py."""
+"""Layouts of the fast tests; the others are proofs."""
 OTHERS = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.proof) for name in LAYOUTS if name != "one"],
@@ -42,11 +42,11 @@ def test_loss_falls_on_real_text(undisturbed):
 
 
 GENTLE = {"train": {"dtype": "float32"}, "optimizer": {"lr": 1e-3}}
-"""A small rate: Adam turns the rounding of gradients near zero into whole steps."""
+"""Small learning rate, because Adam turns rounded gradients near zero into whole steps."""
 PIECES = merged(GENTLE, {"train": {"micro_batch_size": 2}})
-"""The same in micro-batches, which add up to the batch."""
+"""The same in micro-batches."""
 FEW = {**GENTLE, "train": {"steps": 3, "dtype": "float32"}}
-"""Where one step, and what it makes of the weights, tells all."""
+"""Settings for tests that need one step."""
 
 
 @pytest.mark.proof

@@ -38,7 +38,7 @@ def test_a_load_counts_once_for_each_backward_pass() -> None:
     with torch.no_grad():
         made(given)  # as in validation
     assert not made.load.any()
-    for _ in range(2):  # two micro-batches, of which each forward pass runs twice
+    for _ in range(2):  # two micro-batches, each with two forward passes
         checkpoint(lambda one: made(one).weights, given, use_reentrant=False).sum().backward()
     assert made.load.tolist() == (2 * made(given).load).tolist()
     assert int(made.load.sum()) == 2 * 2 * TOKENS

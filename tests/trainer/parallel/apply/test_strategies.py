@@ -9,11 +9,11 @@ from tests.trainer.conftest import Ranks, Run
 from tests.trainer.parallel.apply.layout_table import DENSE, cases, check_killed, check_losses, check_restored, pairs
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof]
-"""A sample of all is in test_expert_strategies.py."""
+"""test_expert_strategies.py has a sample for the fast tests."""
 
 PARTNERS = ("one", "fsdp 2 x tp 2", "pp 2 x cp 2")
 SAME_ARITHMETIC = ("zero3 4", "zero2 4", "fsdp 4, optimizer on the host", "fsdp 4, all on the host")
-"""One micro-batch a step: what is gathered when, and where the optimizer runs, changes no sum. Of zero1 neither."""
+"""With one micro-batch per step, gathering and offloading change no sum; the same is true of zero1."""
 
 
 @pytest.mark.parametrize("name", cases(DENSE))

@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 SEQUENCES = 2
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2}
 SCALED = ("1f1b", "zbv")
-"""Of those whose last stage differentiates in one piece, and in two."""
+"""One schedule with whole backward passes, and one with halves."""
 Gradients = Mapping[str, torch.Tensor]
 
 

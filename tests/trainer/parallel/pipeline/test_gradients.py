@@ -65,7 +65,7 @@ LAYOUTS = {
 }
 LONG = tuple(LAYOUTS)[2:]
 NOT_SPLIT = ("gpipe", "1f1b", "interleaved_1f1b")
-"""The schedules that go with activation checkpointing and with compiled layers."""
+"""Schedules that support activation checkpointing and compiled layers."""
 
 
 def schedules_of(layout: str) -> tuple[str, ...]:

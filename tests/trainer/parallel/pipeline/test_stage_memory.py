@@ -18,11 +18,11 @@ pytestmark = pytest.mark.multi
 PROGRAM = "tests.trainer.parallel.pipeline.memory_ranks"
 
 MODEL = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn_dim": 1024, "vocab_size": 320}
-"""Activations are up to half of the peak: a schedule that keeps more of them is not within its bound."""
+"""Activations are up to half of the peak, so that extra ones exceed the bound."""
 LARGE = {**MODEL, "kv_heads": 2, "vocab_size": 4096}
 WITH_EXPERTS = {**MODEL, "experts": {"count": 8, "per_token": 2, "ffn_dim": 512}}
 EVEN = {**MODEL, "experts": {"count": 4, "per_token": 4, "ffn_dim": 512}}
-"""Every token is for all experts: a rank that is sent more than its peers needs more than the formula says."""
+"""Every token uses all experts, because the formula assumes equal loads."""
 UNEVEN = {**MODEL, "dim": 200, "layers": 5, "ffn_dim": 1010}
 """Stages of three and two layers; 1010 rows and those of norms leave shards of different sizes on three ranks."""
 

@@ -41,5 +41,5 @@ def test_only_what_is_asked_for_is_computed_twice(recompute, products, activatio
     twice = calls(activation_checkpointing=True, recompute=RecomputeConfig(**recompute))
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     assert twice[attention] - once[attention] == products
-    assert twice["mm"] - once["mm"] == 6 * products  # the last of a layer's seven is needed by nobody
+    assert twice["mm"] - once["mm"] == 6 * products  # the last of a layer's seven is not needed
     assert twice["silu"] - once["silu"] == activations

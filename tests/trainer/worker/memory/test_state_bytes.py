@@ -21,7 +21,7 @@ from trainer.protocol.plain_data import build
 pytestmark = pytest.mark.multi
 
 UNEVEN = {"dim": 40, "heads": 4, "kv_heads": 4, "ffn_dim": 68}
-"""Rows of 40 and 68 leave shards of different sizes on four ranks; those of norms, too."""
+"""Rows of 40 and 68 leave shards of different sizes on four ranks; so do those of norms."""
 
 
 @pytest.mark.proof
@@ -43,7 +43,7 @@ def test_states_are_what_the_formula_says(
 
 
 LARGE = {"dim": 768, "layers": 4, "heads": 4, "kv_heads": 4, "ffn_dim": 2048, "vocab_size": 320}
-"""So large that 32 tokens of activations, and the tables that examine saves, are less than two hundredths."""
+"""Large enough that activations of 32 tokens and the tables of saves are below 2 %."""
 PEAKS: dict[str, tuple[int, dict]] = {
     "one": (1, {}),
     "ddp 2": (2, {"strategy": "ddp"}),

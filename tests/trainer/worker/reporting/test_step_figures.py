@@ -36,7 +36,7 @@ def test_what_is_neither_work_nor_a_save_is_waiting():
 def test_communication_that_nothing_hides_is_told_by_its_kind():
     made = figures()
     assert made.build_figures(1, 2.0, 0.1, WORK, {"receives": 0.0, "sends": 0.0, "reductions": 0.0})["bubble"] == 0.0
-    # What was measured in a step is told in the line of the next one, which may be much shorter.
+    # A step's measurements are in the line of the next step, which may be much shorter.
     found = made.build_figures(2, 1.0, 0.1, WORK, {"receives": 0.3, "sends": 0.05, "reductions": 0.5})
     assert found["exposed"] == {"receives": 0.3, "sends": 0.05, "reductions": 0.5}
     assert found["bubble"] == 0.15
@@ -50,7 +50,7 @@ def test_work_that_overlaps_leaves_no_negative_wait():
 def test_model_flops_are_shared_by_the_ranks_and_mfu_is_their_share_of_the_peak():
     assert figures(8e12).build_figures(1, 2.0, 0.0, WORK)["tflops_per_rank"] == pytest.approx(1.0)
     assert figures(8e12, peak_tflops=4.0).build_figures(1, 2.0, 0.0, WORK)["mfu"] == pytest.approx(0.25)
-    assert "mfu" not in figures(8e12).build_figures(1, 2.0, 0.0, WORK)  # nobody knows what this CPU can do
+    assert "mfu" not in figures(8e12).build_figures(1, 2.0, 0.0, WORK)  # the peak of this CPU is unknown
 
 
 def test_the_least_the_median_and_the_most_of_all_layers() -> None:

@@ -83,4 +83,4 @@ BYTE_DAMAGES = (
     flipped_bit, truncated, zeroed_page, shard_of_older, swapped_metadata, missing_file, stale_tensors,
     generators_of_older, torn_generators, stray_file,
 )  # fmt: skip
-"""Each is CORRUPT or SUSPECT whatever the run looks like."""
+"""Each makes a checkpoint of any run CORRUPT or SUSPECT."""

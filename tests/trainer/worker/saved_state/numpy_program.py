@@ -85,7 +85,7 @@ def with_numpys_numbers() -> dict[str, list[Any]]:
 
 def main() -> None:
     warnings.simplefilter("error")
-    sys.modules.pop("numpy", None)  # which may say that there is none
+    sys.modules.pop("numpy", None)  # may be None
     sys.path.append(sys.argv[1])
     found = {"seeded": with_numpys_generator(), "numbers": with_numpys_numbers(), "others": with_other_generators()}
     sys.stdout.write(json.dumps(found))

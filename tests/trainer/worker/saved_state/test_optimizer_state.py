@@ -361,7 +361,7 @@ def test_a_parameter_outside_of_the_model_is_refused() -> None:
 # ---- values
 
 TEXTS = st.text(st.characters()) | st.just("caf\udce9.txt")
-"""Names of files that are no UTF-8 included."""
+"""Includes file names that are not UTF-8."""
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.complex_numbers(allow_nan=False)
 VALUES = st.recursive(
     SCALARS,

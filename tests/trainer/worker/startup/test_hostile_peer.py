@@ -49,7 +49,7 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         assert isinstance(store, RendezvousStore)
         elsewhere = reaches("127.0.0.2", store.port)
         with started("stranger", str(store.port), str(canary)) as stranger:
-            # The stranger was faster than rank 0: the agent, which is honest, tells of a store that is not.
+            # The stranger was faster than rank 0, so the honest agent passes on the stranger's store.
             send_message(ours, replace(store, port=int(stranger.stdout.readline())))
             found = json.loads(ours.recv(65536))
     return {"store": store, "elsewhere": elsewhere, "ran": canary.exists(), "found": found}

@@ -34,7 +34,7 @@ def ranks() -> Iterator[Ranks]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield Ranks(process)
-    assert process.communicate(timeout=30)[1] == ""  # the start of one that has imported nothing says nothing
+    assert process.communicate(timeout=30)[1] == ""  # no output without earlier imports
 
 
 @pytest.mark.parametrize(("world", "over"), KINDS)

@@ -24,7 +24,7 @@ def stuck(run) -> list[list]:
 
 
 PASSING = ("hang-in-data", "hang-in-forward", "hang-in-save", "hang-in-collective", "hold-lock", "slow-rank")
-"""One after the other from step 1 on; a save can only hang at a step that saves."""
+"""One per step from step 1 on; a save can only hang in a step that saves."""
 
 
 def told(run, rank: int = 1) -> list[dict]:

@@ -218,4 +218,4 @@ FORGOTTEN: dict[str, tuple[type[Usual], str]] = {
     "KeptOfAPass": (with_layer("KeptOfAPass", KeptOfAPass), ""),
     "OfExtraState": (with_layer("OfExtraState", OfExtraState), ""),
 }
-"""Their losses differ after a restart, which names these attributes; none where nothing is lost."""
+"""Workloads and the attributes that a restart reports as lost; empty if nothing is lost."""

@@ -198,7 +198,7 @@ def with_late_tensors(kind: type[LateTensors]) -> type[Usual]:
 LATE_TENSORS = {
     kind.__name__: with_late_tensors(kind) for kind in (LateInGroup, LateInList, LateInEntry, OneValueByName)
 }
-"""Their first save is before the first of these tensors."""
+"""Optimizers whose first save precedes these tensors."""
 
 
 @kept

@@ -109,8 +109,8 @@ def test_one_rank_has_nobody_to_average_with() -> None:
 
 
 class Buckets:
-    def __init__(self, parameters: Any, group: Any, on_wait: Any, *, is_told: bool) -> None:
-        self.parameters, self.is_told, self.asked = list(parameters.values()), is_told, []
+    def __init__(self, parameters: Any, group: Any, on_wait: Any, *, uses_hooks: bool) -> None:
+        self.parameters, self.uses_hooks, self.asked = list(parameters.values()), uses_hooks, []
 
     def __getattr__(self, name: str) -> Any:
         return lambda: self.asked.append(name)
@@ -140,7 +140,7 @@ def test_replicas_are_averaged_once_a_step_whatever_is_asked_for(monkeypatch: py
         sync.end_step()
         sync.reduce_now()
         assert buckets.asked == ["begin_step", "begin", "finish", "end_step", "begin", "finish"]
-        assert buckets.is_told
+        assert buckets.uses_hooks
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_replicas_know_their_norm_where_each_has_all_gradients(
     assert bool(facts.used) == (sizes.get("pp", 1) == 1 and sizes.get("ranks", 2) > 1)
     assert facts.compared == []
     if sync._buckets is not None:
-        assert sync._buckets.is_told == (sizes.get("pp", 1) == 1)  # type: ignore[attr-defined]
+        assert sync._buckets.uses_hooks == (sizes.get("pp", 1) == 1)  # type: ignore[attr-defined]
 
 
 def test_plain_gradients_that_somebody_else_averages_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,6 @@ class LocalJob:
             if agent.poll() is None:
                 agent.kill()
             agent.wait(10)
-        assert self.job.stdin is not None
         self.job.stdin.close()
         self.job.wait(10)
 

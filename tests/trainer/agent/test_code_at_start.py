@@ -46,7 +46,6 @@ def test_code_that_was_edited_after_the_submit_is_named(attempt: AttemptDir, tmp
     (tmp_path / "helper.py").write_text("width = 2\n")
     found = record_code(attempt, config)
     recorded = CodeRecord.read(attempt.code)
-    assert recorded is not None
     assert (found.digest, found.changes) == (recorded.digest, "helper changed since the submit")
 
 
@@ -77,7 +76,6 @@ def test_a_workload_is_known_by_what_was_imported(attempt, tmp_path, monkeypatch
     config = JobConfig(workload=WorkloadConfig(target="mine_at_start:Mine", path=(str(tmp_path),)))
     record_code(attempt, config, before)
     recorded = CodeRecord.read(attempt.code)
-    assert recorded is not None
     assert set(recorded.files) == {"mine_at_start", "deep_at_start"}
     for name in recorded.files:
         del sys.modules[name]
@@ -105,7 +103,6 @@ def test_where_a_method_imports_by_other_means_every_file_of_the_folder_counts(
     (code / "chosen_by_name.py").write_text("width = 2\n")
     found = record_code(second, config, before)
     del sys.modules["mine_by_name"]
-    assert recorded is not None
     assert found.changes == ("chosen_by_name changed since attempt 1" if counts else "")
     assert ("mine_by_name.py imports by other means" in recorded.covers) == counts
 
@@ -123,7 +120,6 @@ def test_a_library_that_imports_by_other_means_leaves_the_folder_of_the_workload
     record_code(attempt, JobConfig(workload=WorkloadConfig(target="m:Mine", path=(str(tmp_path / "code"),))), before)
     del sys.modules["lib_by_name"]
     recorded = CodeRecord.read(attempt.code)
-    assert recorded is not None
     assert set(recorded.files) == {"lib_by_name"}
 
 
@@ -146,8 +142,6 @@ def test_a_later_attempt_begins_with_the_files_that_a_rank_had_imported_late(att
     late.unlink()
     assert record_code(later[2], config, frozenset(sys.modules)).changes == "", "its import fails, or finds another"
     third, last = CodeRecord.read(later[1].code), CodeRecord.read(later[2].code)
-    assert third is not None
-    assert last is not None
     assert (third.late, last.late, read_again(third).absent) == (("chosen_late",), (), ())
 
 
@@ -161,7 +155,6 @@ def test_other_nodes_record_nothing(attempt: AttemptDir, monkeypatch: pytest.Mon
 def test_of_the_built_in_model_the_packages_are_recorded(attempt: AttemptDir) -> None:
     assert record_code(attempt, JobConfig(), frozenset(sys.modules)) == CodeAtStart()
     recorded = CodeRecord.read(attempt.code)
-    assert recorded is not None
     assert recorded.packages is not None
     assert (recorded.files, recorded.digest, recorded.packages["torch"]) == ({}, "", torch.__version__)
     second = attempt.run.attempt(2)

@@ -347,7 +347,6 @@ job._process.wait()
 
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
         from trainer.protocol.node_identity import local_job_id
 

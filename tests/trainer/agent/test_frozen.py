@@ -30,15 +30,12 @@ def test_an_agent_that_is_stopped_for_ever_is_ended_with_a_report(job, node):
     assert codes[node] == -signal.SIGKILL
     assert codes[1 - node] == 75, work.story()
     told = report_of(work.attempt.agent_report(node))
-    assert told is not None
     assert (told.node, told.end) == (node, AgentEnd.FROZEN)
     assert "stood still for 2 s (stopped by a signal" in told.reason
     if node:
         outcome = work.outcome()
-        assert outcome.failure is not None
         assert (str(outcome.failure.kind), outcome.failure.node) == ("agent_lost", "local-1")
     else:
         other = report_of(work.attempt.agent_report(1))
-        assert other is not None
         assert other.end is AgentEnd.GONE
     until(lambda: not any(alive(pid) for pid in started), 20, work.story)

@@ -52,6 +52,5 @@ def test_a_command_that_fails_on_a_full_disk_is_not_blamed_and_its_end_is_kept(d
     told.touch()
     assert work.wait() == [ExitCode.STORAGE], work.story()
     failure = work.outcome().failure
-    assert failure is not None
     assert failure.kind is FailureKind.STORAGE
     assert f"disk full ({work.run.path})" in failure.reason

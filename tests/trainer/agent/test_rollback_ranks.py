@@ -13,7 +13,6 @@ pytestmark = pytest.mark.multi
 def test_a_step_that_stays_bad_holds_the_run(training: Callable[..., LocalJob]) -> None:  # noqa: F811
     work = training(drill={"events": [{"kind": "nan", "rank": 1, "step": 3, "generation": 0}]}).ends(78, 78, seconds=90)
     outcome = work.outcome()
-    assert outcome.failure is not None
     assert (outcome.generations, outcome.failure.kind, outcome.failure.node) == (2, "numeric", None)
     assert "step 3 was bad before, and its batch at that time was skipped" in outcome.reason
 
@@ -23,5 +22,4 @@ def test_different_collectives_end_the_attempt_for_good(training: Callable[..., 
         78, 78, seconds=90
     )
     outcome = work.outcome()
-    assert outcome.failure is not None
     assert (outcome.generations, outcome.failure.kind, outcome.failure.rank) == (1, "desync", 1)

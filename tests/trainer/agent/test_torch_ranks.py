@@ -202,7 +202,6 @@ def test_a_workload_that_cannot_be_imported_is_the_users_error_and_never_retried
     # It is enough that one node tells: the other one may come to the coordinator when that has ended the attempt.
     assert second in (78, 75), work.story()
     failure = work.outcome().failure
-    assert failure is not None
     assert failure.kind == "user_error"
     assert "no_such_module" in failure.reason
 

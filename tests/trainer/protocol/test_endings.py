@@ -71,7 +71,6 @@ def test_an_attempts_outcome_names_files_that_are_no_unicode(tmp_path):
     )  # fmt: skip
     outcome.write(tmp_path / "outcome.json")
     read = AttemptOutcome.read(tmp_path / "outcome.json")
-    assert read.failure is not None
     assert (read.reason, read.failure.lines) == ("lacks caf\\udce9", ("caf\\udce9",))
 
 
@@ -245,10 +244,8 @@ def test_files_written_before_a_rank_had_one_end_are_read(tmp_path):
     attempt.heartbeat.write_text(HEARTBEAT)
     attempt.event_file("coordinator").write_text(EVENT)
     failure = AttemptOutcome.read(attempt.outcome).failure
-    assert failure is not None
     assert (failure.kind, failure.signal, failure.nodes) == (FailureKind.RANK_KILLED, 9, ("n0",))
     end = find_outcome(attempt, "n", 2, 1)
-    assert end is not None
     assert (end.exit_code, end.exception, end.step, end.position, end.good) == (1, "ValueError", 7, 56, False)
     append_outcome(attempt, end)
     assert attempt.rank_outcomes("n").read_text() == RANK_OUTCOME * 2, "later versions write the same keys"

@@ -37,7 +37,6 @@ def other_side(cell: ProgressCell) -> ProgressCell:
 
 def test_a_fresh_cell_reads_as_nothing_done(cell):
     reading = cell.read()
-    assert reading is not None
     assert (reading.step, reading.phase, reading.loss) == (0, Phase.INIT, 0.0)
     assert cell.read_stop_request() == (StopReason.NONE, 0.0)
 
@@ -46,7 +45,6 @@ def test_the_other_side_reads_what_was_written(cell):
     reader = other_side(cell)
     cell.update(step=7, phase=Phase.BACKWARD, loss=0.1 + 0.2, saved_step=5, total_steps=9, generation=2)
     reading = reader.read()
-    assert reading is not None
     assert (reading.step, reading.phase, reading.loss) == (7, Phase.BACKWARD, 0.1 + 0.2)
     assert (reading.saved_step, reading.total_steps, reading.generation) == (5, 9, 2)
     reader.close()

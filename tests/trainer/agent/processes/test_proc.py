@@ -24,7 +24,6 @@ def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     """A Python process that runs the given program and has said `on`."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", request.param], stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"on\n"
         yield process
         process.kill()
@@ -56,8 +55,6 @@ def test_a_busy_process_uses_its_processor_whatever_its_name(child: subprocess.P
 @pytest.mark.parametrize("child", [IDLE], indirect=True)
 def test_bytes_through_a_pipe_are_a_sign_of_life(child: subprocess.Popen[bytes]) -> None:
     before = seen(child.pid)
-    assert child.stdin is not None
-    assert child.stdout is not None
     child.stdin.write(b"x" * 50_000)
     child.stdin.close()
     assert child.stdout.readline() == b"read\n"
@@ -104,7 +101,6 @@ def test_a_group_is_its_leader_and_the_children_that_have_not_left_it() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", FAMILY], stdin=pipe, stdout=pipe, process_group=0) as leader:
         assert leader.stdin is not None
-        assert leader.stdout is not None
         stayed, left = map(int, leader.stdout.readline().split())
         nobody = 2**22 + 1  # above all pids
         found = proc.group_members({leader.pid, left, nobody})

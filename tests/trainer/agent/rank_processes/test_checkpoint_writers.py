@@ -172,7 +172,6 @@ def test_a_writer_dies_with_its_agent(tmp_path, state):
     doing = "starting" if state == "starting" else "serving"
     command = [sys.executable, "-c", _AGENT, str(tmp_path / "log"), doing]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as agent:
-        assert agent.stdout is not None
         pid = int(agent.stdout.readline())
         if state == "stopped":
             os.kill(pid, signal.SIGSTOP)

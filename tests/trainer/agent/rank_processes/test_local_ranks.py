@@ -127,7 +127,6 @@ def asked(kind: str, at: float | None = None) -> Request:
 ])  # fmt: skip
 def test_what_there_is_to_hit_is_hit(kind, at, words) -> None:
     order, answer = local_ranks.drill_order(asked(kind, at), SHAPE)
-    assert order is not None
     assert (order.kind, order.at) == (kind, at or 0)
     assert answer == words
 
@@ -154,6 +153,5 @@ def test_only_the_node_that_is_meant_obeys() -> None:
     serial, kind, _ = ranks.by_rank[3].cell.read_drill_order()
     assert (serial, list(KINDS)[kind]) == (5, "nan")
     for local in ranks.by_rank.values():
-        assert local.theirs is not None
         local.theirs.close()
     ranks.close()

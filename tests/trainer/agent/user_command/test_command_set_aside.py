@@ -121,7 +121,6 @@ def test_torn_ones_are_put_back_too_where_the_older_one_made_no_difference(tmp_p
         if last.action is Action.END:
             break
     assert attempt.told(EventKind.CHECKPOINT_SET_ASIDE)
-    assert last is not None
     assert last.known_failure.kind is FailureKind.STORAGE
     assert names(out) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
 

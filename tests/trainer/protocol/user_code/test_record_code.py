@@ -332,7 +332,6 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
     record = command(tmp_path, "python", name)
     record.write(tmp_path / "code.json")
     read = CodeRecord.read(tmp_path / "code.json")
-    assert read is not None
     assert (read.digest, list(read.files)) == (read.digest, ["\ufffd.py"])
     assert CodeRecord.read(tmp_path / "absent.json") is None
     assert CodeRecord.from_json({"schema": "orch.code/9"}) is None

@@ -236,8 +236,8 @@ class Agent:
         except OSError as error:
             if not is_disk_error(error):
                 raise
-            said = explain_disk_error(error, self._run.path)
-            sys.stderr.write(f"orch-agent: cannot start: {said}\n")
+            words = explain_disk_error(error, self._run.path)
+            sys.stderr.write(f"orch-agent: cannot start: {words}\n")
             return ExitCode.STORAGE
         except asyncio.CancelledError:
             sys.stderr.write("orch-agent: asked to end before it started, or its job is gone\n")

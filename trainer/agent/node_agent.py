@@ -392,7 +392,7 @@ class NodeAgent:
     # -- reporting ---------------------------------------------------------------------------------------------------
 
     async def _report_progress(self) -> None:
-        """Check ten times a second and report when due, and at once after the first step of a generation."""
+        """Check ten times a second and report when due, and immediately after the first step of a generation."""
         reported = 0
         while True:
             await asyncio.sleep(_LOOK_SECONDS)

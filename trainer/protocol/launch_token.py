@@ -71,7 +71,7 @@ def is_revoked(path: Path) -> bool:
 
 
 def _revocation_marker(path: Path) -> Path:
-    """Return the marker beside a revoked GO. A paused controller may rewrite GO, but never removes the marker."""
+    """Return the marker next to a revoked GO. A paused controller may rewrite GO, but never removes the marker."""
     return path.with_name(f"{path.name}.revoked")
 
 

@@ -10,11 +10,13 @@ import secrets
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from checkpointing.storage.durable import canonical, dump_line, fsync_dir, read_json, write_durably
+from trainer.protocol.plain_data import build
 
 SCHEMA = "orch.tokens/1"
 INDEX_NAME = "index.json"
@@ -104,9 +106,8 @@ def _parse(fields: Any, path: Path) -> TokenIndex:
     if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
         raise TokensError(f"{path} is not an index of tokens ({SCHEMA})")
     try:
-        known = {name: fields[name] for name in TokenIndex.__dataclass_fields__}
-        return TokenIndex(**{**known, "shards": tuple(TokenShard(**shard) for shard in known["shards"])})
-    except (KeyError, TypeError) as error:
+        return build(TokenIndex, fields)
+    except (ValueError, TypeError) as error:
         raise TokensError(f"{path} is damaged ({error}): remove the folder and prepare it again") from error
 
 
@@ -154,11 +155,8 @@ def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None 
     Raises TokensError if there is nothing to read or `out` contains something else, OSError if it cannot be written.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
-    try:
+    with _temporary_folder(out.parent) as temporary:
         return _place(_write(sources, temporary, progress), temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def prepare_under(
@@ -166,11 +164,17 @@ def prepare_under(
 ) -> tuple[Path, TokenIndex]:
     """Tokenize `sources` into `folder/<fingerprint>`, so changed text gets its own folder; raises like `prepare`."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    temporary = folder / f".{secrets.token_hex(6)}.tmp"
-    try:
+    with _temporary_folder(folder) as temporary:
         index = _write(sources, temporary, progress)
         out = folder / index.fingerprint[:16]
         return out, _place(index, temporary, out)
+
+
+@contextmanager
+def _temporary_folder(parent: Path) -> Iterator[Path]:
+    temporary = parent / f".{secrets.token_hex(6)}.tmp"
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

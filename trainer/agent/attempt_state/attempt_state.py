@@ -80,7 +80,7 @@ class Timeouts:
     kill: float = 60.0
     """Wait for the ranks of a failed generation to exit."""
     rejoin: float = 5.0
-    """Wait for the return of an agent that disconnected before its first message, perhaps because of a timeout."""
+    """Wait for the return of an agent that disconnected before its first message, for example because of a timeout."""
     verdict: float = 5.0
     """Limit for writing a verdict or reading records of dead ranks. A hung file system delays the kill this long."""
     heartbeat: float = 5.0

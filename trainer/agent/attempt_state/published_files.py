@@ -109,10 +109,10 @@ class Outbox:
     def __init__(self, attempt: AttemptDir, *, heartbeat: float, outcome: float) -> None:
         """`heartbeat` and `outcome` are the time limits of those writes, in seconds."""
         self._attempt, self._heartbeat_seconds, self._outcome_seconds = attempt, heartbeat, outcome
-        self._showing: asyncio.Future[None] | None = None
-        self._looking: asyncio.Future[bool] | None = None
+        self._publishing: asyncio.Future[None] | None = None
+        self._checking: asyncio.Future[bool] | None = None
 
-    async def be_found(self, fields: Mapping[str, Any]) -> None:
+    async def publish_address(self, fields: Mapping[str, Any]) -> None:
         """Reserve space for the outcome and publish the listening address. Raises OSError if no agent can join."""
 
         def write() -> None:
@@ -121,15 +121,15 @@ class Outbox:
 
         await run_detached(write, ADDRESS_SECONDS)
 
-    async def show(self, reading: Callable[[], Reading]) -> None:
+    async def publish_status(self, reading: Callable[[], Reading]) -> None:
         """Replace heartbeat.json and ranks.json; skipped while an earlier write is in progress.
         Two writes never overlap: if the older write finished last, its stale content would remain.
         """
         give_up = time.monotonic() + self._heartbeat_seconds
-        while self._showing is not None and not self._showing.done():
+        while self._publishing is not None and not self._publishing.done():
             if (left := give_up - time.monotonic()) <= 0:
                 return
-            await asyncio.wait([self._showing], timeout=left)
+            await asyncio.wait([self._publishing], timeout=left)
         self._raise_bugs()
         beat, ranks = reading()
 
@@ -138,30 +138,30 @@ class Outbox:
             if ranks is not None:
                 ranks.write(self._attempt.ranks)
 
-        self._showing = start_detached(write)
-        await asyncio.wait([self._showing], timeout=max(0.0, give_up - time.monotonic()))
+        self._publishing = start_detached(write)
+        await asyncio.wait([self._publishing], timeout=max(0.0, give_up - time.monotonic()))
         self._raise_bugs()
 
     def _raise_bugs(self) -> None:
         """Re-raise errors other than OSError.
         A full disk must not end a healthy run; its heartbeat goes stale, which is detected.
         """
-        if self._showing is not None and self._showing.done():
-            error = self._showing.exception()
+        if self._publishing is not None and self._publishing.done():
+            error = self._publishing.exception()
             if error is not None and not isinstance(error, OSError):
                 raise error
 
-    async def look(self, condition: Callable[[], bool]) -> bool:
+    async def check(self, condition: Callable[[], bool]) -> bool:
         """Return whether `condition` holds; False, without another call, while the file system is not responding."""
-        if self._looking is None:
-            self._looking = start_detached(condition)
-        await asyncio.wait([self._looking], timeout=self._heartbeat_seconds)
-        if not self._looking.done():
+        if self._checking is None:
+            self._checking = start_detached(condition)
+        await asyncio.wait([self._checking], timeout=self._heartbeat_seconds)
+        if not self._checking.done():
             return False
-        looked, self._looking = self._looking, None
+        looked, self._checking = self._checking, None
         return looked.result()
 
-    async def leave(self, outcome: AttemptOutcome) -> None:
+    async def write_outcome(self, outcome: AttemptOutcome) -> None:
         """Write the outcome; if that fails, the agents' exit code still reports how the attempt ended."""
         path = self._attempt.outcome
         try:

@@ -23,7 +23,7 @@ _LATE_SHARE = 0.05
 class Bounds:
     """Time limits for the ranks to agree, save and exit, in seconds."""
 
-    asked: float = 60.0  # after a request or USR2, or after the last progress since then
+    requested: float = 60.0  # after a request or USR2, or after the last progress since then
     longest: float = 1800.0  # after a request or USR2, regardless of progress
     term: float = 20.0  # after SIGTERM: Slurm's KillWait is 30
     margin: float = 5.0  # before the end of the job, for writing the outcome
@@ -42,9 +42,9 @@ def begins_late(lasts: float) -> float:
     return min(_BEGINS_LATE, lasts * _LATE_SHARE)
 
 
-def lead(limit: float | None, asked: float) -> float:
+def lead(limit: float | None, configured: float) -> float:
     """Return how many seconds before the end to start stopping: as configured, but at most half of a short job."""
-    return asked if limit is None else min(asked, limit / 2)
+    return configured if limit is None else min(configured, limit / 2)
 
 
 def classify_signal(signal_name: str, *, kind: str, left: float | None, lead_seconds: float) -> StopReason:
@@ -66,7 +66,7 @@ def bound(signal_name: str, reason: StopReason, *, now: float, end: float | None
     elif reason is StopReason.TIME_LIMIT and last is not None:
         wish = last  # all remaining time
     else:
-        wish = now + bounds.asked
+        wish = now + bounds.requested
     return max(now, wish if last is None else min(wish, last))
 
 
@@ -135,11 +135,8 @@ class Stopping:
     @property
     def earliest_stop(self) -> float | None:
         """Return the earliest time of a stop; Slurm may send its signal early."""
-        return (
-            None
-            if self.end is None or self.stop_time is None
-            else min(self.stop_time, self.end - self._lead - self._early)
-        )
+        at = self.stop_time
+        return None if self.end is None or at is None else min(at, self.end - self._lead - self._early)
 
     def on_deadline(self, now: float) -> Stop:
         return self._ask(StopReason.TIME_LIMIT, "", "the time limit is near", now)
@@ -173,7 +170,7 @@ class Stopping:
 
     def _put_off(self, stop: Stop, now: float) -> None:
         """Extend the ranks' time, up to `latest` and the end of the job."""
-        until = min(now + self._bounds.asked, stop.latest)
+        until = min(now + self._bounds.requested, stop.latest)
         if self.end is not None:
             until = min(until, self.end - self._bounds.margin)
         self.stop = replace(stop, until=max(stop.until, until))

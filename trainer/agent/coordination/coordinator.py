@@ -182,7 +182,7 @@ class Coordinator:
         port = await self._control_server.open(host)
         found = {"schema": "orch.coordinator/1", "host": host, "port": port, "token": self._control_server.token}
         found["job_id"] = self._state.identity.job_id
-        await self._state.outbox.be_found(found)
+        await self._state.outbox.publish_address(found)
         return found
 
     def _on_foreign(self, hello: Hello, reason: str) -> None:
@@ -307,7 +307,7 @@ class Coordinator:
             exit_code=int(code), step=state.progress.step, generations=state.generation.number,
             started_at=state.started_at, ended_at=time.time(), failure=state.with_drill(failure),
         )  # fmt: skip
-        await state.outbox.leave(outcome)
+        await state.outbox.write_outcome(outcome)
         state.events.write(EventKind.ATTEMPT_ENDED, result=str(result), reason=reason)
         state.enter(AttemptStage.ENDED)
         await self._timers.write_status()

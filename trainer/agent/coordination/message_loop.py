@@ -125,7 +125,7 @@ class Timers:
         """Write heartbeat.json, and ranks.json while ranks run."""
         # Merge first, so that a hung file system cannot delay the merge: failures and the outcome include the step.
         self._state.merge_reports()
-        await self._state.outbox.show(self._read_status)
+        await self._state.outbox.publish_status(self._read_status)
 
     def _read_status(self) -> Reading:
         beat, now = self._state.heartbeat(), time.monotonic()
@@ -150,7 +150,7 @@ class Timers:
             await self.write_status()
             for request in await self._request_inbox.poll():
                 self._state.deliver(-1, RequestFound(request=request))
-            if await self._state.outbox.look(self._fence.is_down):
+            if await self._state.outbox.check(self._fence.is_down):
                 self._state.deliver(-1, AttemptFenced(reason=self._fence.reason))
             await asyncio.sleep(SECONDS)
 

@@ -221,7 +221,7 @@ class ForkServer:
             case SignalRanks():
                 self._signal_all(order.number)
 
-    def _say(self, message: FromForkServer, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, message: FromForkServer, descriptors: Sequence[int] = ()) -> None:
         send_packet(self._link, message, descriptors)
 
     def _start(self, order: StartRank, descriptors: list[int]) -> None:
@@ -233,7 +233,7 @@ class ForkServer:
                 if pid == 0:
                     become_rank(order, descriptors, parent, ends, self._main)
         except OSError as error:
-            self._say(SpawnFailed(rank=rank, reason=f"fork failed: {error.strerror}"))
+            self._send(SpawnFailed(rank=rank, reason=f"fork failed: {error.strerror}"))
             return
         finally:
             if os.getpid() == parent:
@@ -242,7 +242,7 @@ class ForkServer:
         self._leaders[pid] = rank
         handle = os.pidfd_open(pid)
         try:
-            self._say(RankSpawned(rank=rank, pid=pid), [handle])
+            self._send(RankSpawned(rank=rank, pid=pid), [handle])
         finally:
             os.close(handle)
 
@@ -264,14 +264,14 @@ class ForkServer:
             if pid in self._leaders:
                 rank = self._groups[pid] = self._leaders.pop(pid)
                 if not silent:
-                    self._say(_rank_end(rank, info))
+                    self._send(_rank_end(rank, info))
         for group in [group for group in self._groups if not proc.kill_group(group, 0)]:
             self._empty[group] = self._groups.pop(group)
         # Reported last: once no rank is alive, any remaining child had left its rank's group.
         if self._empty and (self._leaders or self._groups or not proc.kill_children()):
             for rank in self._empty.values():
                 if not silent:
-                    self._say(RankGone(rank=rank))
+                    self._send(RankGone(rank=rank))
             self._empty.clear()
 
     def _on_agent_died(self, *_: object) -> NoReturn:
@@ -338,11 +338,11 @@ def _import_workload(config: JobConfig, link: socket.socket) -> tuple[RankMain, 
     except BaseException as error:  # noqa: BLE001  # outermost edge
         text = in_use().text
         message = str(traceback.TracebackException(type(error), error, None))  # whatever its own `__str__` does
-        said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message + _torch_hint(error)
+        words = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else message + _torch_hint(error)
         missing = describe_missing(error)
         failed = ImportFailed(
             exception=type(error).__name__,
-            message=text(said)[:4000] + missing,
+            message=text(words)[:4000] + missing,
             traceback=text(traceback.format_exc())[-16000:],
         )
         send_packet(link, failed)

@@ -111,7 +111,7 @@ def start_detached(function: Callable[[], T]) -> "asyncio.Future[T]":
 
 Task = asyncio.Task[None]
 _MAX_PRINTED = 20
-"""Maximum number of printed tracebacks: a failing callback may be called again at once."""
+"""Maximum number of printed tracebacks: a failing callback may be called again immediately."""
 
 
 class SupervisedTasks:
@@ -180,7 +180,7 @@ CLOSE_SECONDS = 5.0
 
 
 class WriteBehind:
-    """Writer that keeps the order of `append` and writes at once while the file responds; never raises OSError.
+    """Writer that keeps the order of `append` and writes immediately while the file responds; never raises OSError.
     `write` and `close` may block, and run only in the writer's thread. `lost` is called with every text that could not
     be written and the reason; of the texts that did not fit, only with the first.
     """
@@ -198,14 +198,14 @@ class WriteBehind:
         threading.Thread(target=self._run, name="orch-behind", daemon=True).start()
 
     def append(self, text: str) -> None:
-        """Queue `text` for writing; returns at once."""
+        """Queue `text` for writing; returns immediately."""
         with self._news:
-            told, why = self._full, self._refusal()
+            was_full, why = self._full, self._refusal()
             if not why:
                 self._texts.append(text)
                 self._characters += len(text)
                 self._news.notify_all()
-        if why and not told:
+        if why and not was_full:
             self._lost(text, why)
 
     def _refusal(self) -> str:

@@ -36,7 +36,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def set_pdeathsig(parent: int, number: int = signal.SIGKILL) -> None:
-    """Request signal `number` on the death of process `parent`; exits at once if it is already dead."""
+    """Request signal `number` on the death of process `parent`; exits immediately if it is already dead."""
     _prctl(_PR_SET_PDEATHSIG, number)
     # The parent may have died before the call.
     if os.getppid() != parent:

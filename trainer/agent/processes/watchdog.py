@@ -1,4 +1,4 @@
-"""Watchdog process beside each agent; kills the agent if it is stopped by a signal or stuck in the kernel.
+"""Watchdog process of each agent; kills the agent if it is stopped by a signal or stuck in the kernel.
 Uses only the standard library: `python -S watchdog.py DESCRIPTOR PID SECONDS REPORT NODE NAME`.
 """
 

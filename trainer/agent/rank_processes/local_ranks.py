@@ -275,7 +275,7 @@ AGENT_KINDS = {
 """Faults that an agent injects into its own node; the rank concerned injects those in `KINDS`."""
 
 _BY_SIGNAL = {"kill-rank": signal.SIGKILL, "stop-rank": signal.SIGSTOP}
-"""Kinds that the agent carries out at once, without waiting for a step."""
+"""Kinds that the agent carries out immediately, without waiting for a step."""
 
 
 def drill_order(request: Request, cluster: ClusterShape) -> tuple[InjectFault | None, str]:

@@ -30,11 +30,10 @@ def last_cpp_exception(log: Path, generation: int) -> str | None:
         text = read_tail(log, _TAIL).decode(errors="replace")
     except OSError:
         return None
-    return uncaught(text.rpartition(generation_mark(generation))[2])
+    return _find_uncaught(text.rpartition(generation_mark(generation))[2])
 
 
-def uncaught(text: str) -> str | None:
-    """Return the newest uncaught C++ exception in a text."""
+def _find_uncaught(text: str) -> str | None:
     found = _WHAT.findall(text)
     return found[-1].strip() if found else None
 
@@ -75,7 +74,7 @@ def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
     exception, message = _read_error_file(error_file) or _parse_traceback(lines) or (None, None)
     shown = [line[:WIDTH] for line in lines if line.strip()][-LINES:]
     return LastOutput(
-        lines=tuple(shown), written=len(raw), exception=exception, message=message, uncaught=uncaught(text)
+        lines=tuple(shown), written=len(raw), exception=exception, message=message, uncaught=_find_uncaught(text)
     )
 
 
@@ -157,7 +156,6 @@ async def complete_end(
 
 
 async def _complete_command_end(attempt: AttemptDir, end: RankEnd) -> RankEnd:
-    """Complete the end of a command, whose exception is in its log."""
     if end.exit_code == 0:
         return end
     output, error_file = LastOutput(), attempt.error_file(end.rank, end.generation)

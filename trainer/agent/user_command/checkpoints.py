@@ -61,7 +61,7 @@ def _siblings(
     main: str, step: int, numbered: Mapping[int, list[str]], older: Collection[int], config: CommandCheckpointsConfig
 ) -> list[str]:
     prefix = config.name_prefix(main)
-    # A name whose first number is the step belongs to it if all steps do: `optimizer-30.pt` beside `model-30.pt`.
+    # A name whose first number is the step belongs to it if all steps have one: `optimizer-30.pt` for `model-30.pt`.
     alone = not _NUMBER.search(prefix)
     forms = {_form(name, number) for number in older for name in numbered[number]} if alone else set()
     ranks = same_but_for_rank(main, numbered[step])
@@ -77,7 +77,6 @@ def _siblings(
 
 
 def _begins(name: str, prefix: str, step: int) -> bool:
-    """Return whether a name begins with the prefix and the step."""
     digits = _NUMBER.match(name, len(prefix))
     return name.startswith(prefix) and digits is not None and parse_digits(digits[0]) == step
 
@@ -196,6 +195,8 @@ _WEIGHTS = frozenset({".safetensors", ".distcp", ".json", ".pkl", ".npy", *_ARCH
 """Suffixes of files that are never empty in a complete checkpoint, except markers."""
 _MARKERS = frozenset({".bin", ".json", ".pkl"})
 """Suffixes also used for empty markers, and for files of a rank that has nothing to write."""
+_GARBLED = (NotImplementedError, struct.error, ValueError, OverflowError, EOFError, LookupError, MemoryError)
+"""Raised by zipfile for a directory with garbled numbers."""
 _INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Left by Hugging Face's Trainer in a checkpoint it had no time to finish; the Trainer ignores it when loading."""
 
@@ -484,15 +485,6 @@ def _cut_archive(file: Path) -> str:
             zipfile.ZipFile(stream).close()
         except zipfile.BadZipFile:
             return "is not a complete torch.save archive: its directory is missing, so it was truncated"
-        # Raised by zipfile for a directory with garbled numbers.
-        except (
-            NotImplementedError,
-            struct.error,
-            ValueError,
-            OverflowError,
-            EOFError,
-            LookupError,
-            MemoryError,
-        ) as error:
+        except _GARBLED as error:
             return f"is not a complete torch.save archive: cannot read its directory: {type(error).__name__}"
     return ""

@@ -165,7 +165,7 @@ class CommandRun:
         return ""
 
     async def check(self, now: GenerationState) -> None:
-        """Check the running program: periodically, and at once after a rank has failed."""
+        """Check the running program: periodically, and immediately after a rank has failed."""
         if not self._on:
             return
         if now.first_failure is not None and self._disk is None:

@@ -178,10 +178,10 @@ class CommandProgress:
             # a sign of damage may be too; it counts once all writers have exited.
             unchanged = settled or before.get(one.identity) == one.files
             written = settled or (not one.damage and (at > 0 or unchanged))
-            told = one.identity in self._reported and (one.earlier or one.identity not in self._reported_earlier)
-            if written and not told:
+            is_reported = one.identity in self._reported and (one.earlier or one.identity not in self._reported_earlier)
+            if written and not is_reported:
                 self._write_event(one, anew=one.identity in self._gone)
-            elif told and unchanged and self._is_new(one):
+            elif is_reported and unchanged and self._is_new(one):
                 self._write_event(one, anew=True)
         # A suddenly empty folder is more likely unreachable than emptied.
         for identity in [name for name in self._reported if found and name not in there]:
@@ -203,10 +203,10 @@ class CommandProgress:
 
     def _note_saved(self) -> None:
         """Set the saved step of the run to the newest checkpoint that is present."""
-        told = [one for one in self._latest if one.identity in self._reported]
-        self._progress.saved = max((one.step for one in told if not one.earlier), default=0)
+        reported = [one for one in self._latest if one.identity in self._reported]
+        self._progress.saved = max((one.step for one in reported if not one.earlier), default=0)
         if self._counts_steps:
-            self._progress.step = max((one.step for one in told), default=0)
+            self._progress.step = max((one.step for one in reported), default=0)
 
     def _write_event(self, one: CommandCheckpoint, *, anew: bool) -> None:
         """Report a checkpoint; `anew`: it was rewritten under a known identity, so its event gets a new name."""
@@ -302,8 +302,8 @@ class StepWatch:
         if error is None:
             self._show(looked.result())
         elif not (isinstance(error, SlowPattern) and self._slow):
-            said = f"{error}: the step is not shown" if isinstance(error, SlowPattern) else ascii(error)
-            sys.stderr.write(f"orch-agent: cannot read the program's progress: {said}\n")
+            why = f"{error}: the step is not shown" if isinstance(error, SlowPattern) else ascii(error)
+            sys.stderr.write(f"orch-agent: cannot read the program's progress: {why}\n")
         self._slow = isinstance(error, SlowPattern)
 
     def _show(self, found: CommandStep | None) -> None:

@@ -37,7 +37,7 @@ class Pointer:
 
 
 def find_target(one: CommandCheckpoint, run: RunDir, attempt: int, generation: int) -> Path | None:
-    """Return a path to move a checkpoint to: beside its folder, or in the run's own folder.
+    """Return a path to move a checkpoint to: next to its folder, or in the run's own folder.
     The path is on the checkpoint's file system. None if neither folder qualifies or is writable. Raises OSError.
     """
     folder = Path(os.path.realpath(one.path.parent))
@@ -85,7 +85,6 @@ def move_siblings(original: Path, aside: Path, siblings: Sequence[str]) -> bool:
 
 
 def _siblings_folder(aside: Path) -> Path:
-    """Return the folder of the other entries of a checkpoint that was set aside."""
     return aside.with_name(f"{aside.name}.beside")
 
 
@@ -147,16 +146,16 @@ def _content(path: Path) -> str | None:
 
 def _replace_name(text: str, one: CommandCheckpoint, instead: CommandCheckpoint | None) -> str | None:
     """Return the text with the name of `instead`; None unless it names only this checkpoint."""
-    said = text.strip()
-    name = said.rpartition("/")[2]
+    target = text.strip()
+    name = target.rpartition("/")[2]
     if name in (one.path.name, *one.siblings):
-        new = f"{said.removesuffix(name)}{_entry_like(name, one, instead)}" if instead is not None else ""
-    elif said.isascii() and said.isdigit() and int(said) == int(find_digits(one.path.name, one.step)):
-        width = len(said) if said.startswith("0") else 0
+        new = f"{target.removesuffix(name)}{_entry_like(name, one, instead)}" if instead is not None else ""
+    elif target.isascii() and target.isdigit() and int(target) == int(find_digits(one.path.name, one.step)):
+        width = len(target) if target.startswith("0") else 0
         new = str(int(find_digits(instead.path.name, instead.step))).zfill(width) if instead is not None else ""
     else:
         return None
-    return text.replace(said, new) if new else ""
+    return text.replace(target, new) if new else ""
 
 
 def _entry_like(name: str, one: CommandCheckpoint, instead: CommandCheckpoint) -> str:

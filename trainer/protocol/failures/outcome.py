@@ -88,7 +88,7 @@ class FailureKind(StrEnum):
     NODES_MISSING = "nodes_missing"
     """A job waited for its nodes longer than `recovery.patience`, and a smaller one could start.
 
-    The job is cancelled; the next one requests fewer nodes at once."""
+    The job is cancelled; the next one requests fewer nodes immediately."""
     LAUNCH_FAILED = "launch_failed"
     """The job ended before its agents agreed to start, or a node could not launch it (a failing prolog, a full disk of
     `slurmd`). Slurm may report CANCELLED.

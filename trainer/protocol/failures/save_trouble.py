@@ -56,7 +56,6 @@ def short_reason(reason: str) -> str:
 
 
 def _folder(path: str) -> str:
-    """Return the folder of checkpoints that contains a checkpoint's file."""
     parts = PurePosixPath(path)
     own = next((parent for parent in (parts, *parts.parents) if parse_name(parent.name) is not None), parts)
     return str(own.parent)

@@ -181,7 +181,6 @@ class LogReader:
         return found
 
     def _newer(self) -> dict[int, Path]:
-        """Return the rotated files after this one."""
         return {number: file for number, file in rotated_files(self._path).items() if number > self._number}
 
     def _is_current(self) -> bool:

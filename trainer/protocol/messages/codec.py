@@ -152,7 +152,6 @@ def _default(field: "Field[Any]") -> Any:
 
 
 def _non_default_fields(message: object) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
     found = {}
     for entry in _shape(type(message)).entries:
         value = getattr(message, entry.name)

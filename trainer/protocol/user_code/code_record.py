@@ -114,7 +114,7 @@ def changed_files(before: CodeRecord, now: CodeRecord) -> list[str]:
 
 
 def _new_beside(before: CodeRecord, now: CodeRecord) -> list[str]:
-    """Return new files beside known files in folders that were recorded whole; an entirely new folder may be output."""
+    """Return new files next to known files in folders that were recorded whole; a new folder may be output."""
     if not before.folders:
         return []
     known = {os.path.dirname(one.path) for one in before.files.values()}

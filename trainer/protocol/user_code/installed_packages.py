@@ -24,9 +24,8 @@ def find_site_folders(path: Iterable[str]) -> tuple[str, ...]:
 def read_versions(folders: Iterable[str]) -> dict[str, str] | None:
     """Return all distributions in these folders by normalized name; the first folder with a distribution counts.
 
-    `pip install --target --upgrade` leaves the old metadata beside the new; all versions in the folder are then listed.
-    Only folder names are read, because reading hundreds of files would delay a start. None: a folder cannot be
-    listed.
+    `pip install --target --upgrade` keeps the old metadata; all versions in the folder are then listed.
+    Only folder names are read, because reading hundreds of files would delay a start. None: a folder is missing.
     """
     found: dict[str, str] = {}
     for folder in folders:

@@ -106,7 +106,7 @@ def record_imported(modules: Mapping[str, Any], skip: Collection[str], config: P
         if place is not None:  # a module created at run time may have any name here
             found.add(name, place, imported=True)
     found.follow()
-    # A dynamic import in a library does not concern the files beside the workload.
+    # A dynamic import in a library does not concern the files next to the workload.
     whole = [folder for folder in folders if any(folder in file.parents for file in found.dynamic)]
     covers = f"the modules that importing {config.workload.target} loads, and the modules that these name"
     return _with_folders(found, whole, covers, [] if whole else [config.workload.target.partition(":")[0]])

@@ -158,9 +158,9 @@ async def test_heartbeats_never_overtake_one_another_and_the_last_one_stands(tmp
 
     keeper = Outbox(RunDir(tmp_path).attempt(1), heartbeat=0.2, outcome=10.0)
     for _ in range(3):  # the second and the third are left out
-        await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="running"), None))
+        await keeper.publish_status(lambda: (standing.beat(generation=1, nodes=[], state="running"), None))
     slow.set()
-    await keeper.show(lambda: (standing.beat(generation=1, nodes=[], state="ended"), None))
+    await keeper.publish_status(lambda: (standing.beat(generation=1, nodes=[], state="ended"), None))
     assert written == [1, 2]
 
 

@@ -1,7 +1,5 @@
-"""Local jobs that are ended with their test, and coroutines as tests."""
+"""Local jobs that are ended with their test."""
 
-import asyncio
-import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -55,11 +53,3 @@ def warm_job(job: Callable[..., LocalJob], agents: WarmAgents) -> Callable[..., 
         return job(command=[], starter=agents, **config)
 
     return make
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
-    return True

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.job import LocalJob, alive, until
-from tests.trainer.agent.test_torch_ranks import data, generations_of, training  # noqa: F401  # fixtures
+from tests.trainer.agent.test_torch_ranks import generations_of, training  # noqa: F401  # fixtures
 from trainer.protocol import skipped_batches
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import AttemptResult

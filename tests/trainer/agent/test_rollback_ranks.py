@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.trainer.agent.job import LocalJob
-from tests.trainer.agent.test_torch_ranks import data, training  # noqa: F401  # fixtures
+from tests.trainer.agent.test_torch_ranks import training  # noqa: F401  # fixtures
 
 pytestmark = pytest.mark.multi
 

@@ -2,32 +2,13 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.trainer.agent.blame.incidents import KINDS, PER_NODE, matrix, play
+from tests.trainer.agent.blame.incidents import KINDS, matrix, play
 from tests.trainer.agent.job import LocalJob
-from tests.trainer.agent.test_torch_ranks import TINY, data  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.multi
-
-QUICK = {"hang": {"least": 3.0, "slow": 20.0}, "preflight": {"on": False}}
-"""As in production, but sooner: the limits of a tiny model need not be those of a large one."""
-
-
-@pytest.fixture
-def make(warm_job: Callable[..., LocalJob], data: Any) -> Callable[..., LocalJob]:  # noqa: F811
-    numbers = iter(range(1000))
-
-    def start(**over: Any) -> LocalJob:
-        train = {**TINY["train"], "steps": 60, **over.pop("train", {})}
-        nodes = over.pop("nodes", 2)
-        shape = {"nodes": nodes, "ranks": PER_NODE, "folder": f"job-{next(numbers)}"}
-        settings = {**TINY, "detection": QUICK, "data": {"path": str(data)}, **over}
-        return warm_job(**shape, **{**settings, "train": train})
-
-    return start
 
 
 @pytest.mark.timeout(300)

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.agent.blame.incidents import BETWEEN_STAGES, HANGS, PATIENCE, play
-from tests.trainer.agent.blame.test_blame_in_jobs import make  # noqa: F401  # a fixture
 from tests.trainer.agent.job import LocalJob, until
-from tests.trainer.agent.test_torch_ranks import data  # noqa: F401  # a fixture
 from trainer.protocol.events import EventKind
 
 pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(600)]
@@ -73,7 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "kind", "seed"), CASES)
-def test_the_rank_with_the_fault_is_named(layout: str, kind: str, seed: int, make: Callable[..., LocalJob]) -> None:  # noqa: F811
+def test_the_rank_with_the_fault_is_named(layout: str, kind: str, seed: int, make: Callable[..., LocalJob]) -> None:
     told = play(kind, seed, lambda **over: make(**over, **LAYOUTS[layout].settings))
     assert told.culprit_right, told
     assert told.kind_right, told
@@ -83,9 +81,7 @@ def test_the_rank_with_the_fault_is_named(layout: str, kind: str, seed: int, mak
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("layout", [*WITH_EXPERTS, *RINGS])
-def test_a_rank_that_stops_before_an_exchange_is_named(
-    layout: str, seed: int, make: Callable[..., LocalJob]  # noqa: F811
-) -> None:  # fmt: skip
+def test_a_rank_that_stops_before_an_exchange_is_named(layout: str, seed: int, make: Callable[..., LocalJob]) -> None:
     rank, call = (2 + seed) % 4, 9 + seed
     target = {"target": f"stuck_workloads:{LAYOUTS[layout].stuck}", "path": [str(Path(__file__).parent)]}
     work = make(workload=target, **LAYOUTS[layout].settings).start(environ={"STUCK": f"{rank} {call}"})

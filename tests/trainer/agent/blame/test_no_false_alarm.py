@@ -13,7 +13,7 @@ import pytest
 
 from tests.end_to_end.user import SLOW_WORKLOAD
 from tests.trainer.agent.job import LocalJob, until
-from tests.trainer.agent.test_torch_ranks import TINY, UNMEASURED, data  # noqa: F401  # a fixture
+from tests.trainer.agent.test_torch_ranks import TINY, UNMEASURED
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import AttemptResult
 from trainer.protocol.requests import Request, RequestKind
@@ -46,9 +46,7 @@ def busy(programs: int) -> Iterator[None]:
         yield
 
 
-def started(
-    warm_job: Callable[..., LocalJob], data: Any, events: list[dict[str, Any]], **over: Any  # noqa: F811
-) -> LocalJob:  # fmt: skip
+def started(warm_job: Callable[..., LocalJob], data: Any, events: list[dict[str, Any]], **over: Any) -> LocalJob:
     """A job that trains until it is stopped."""
     settings = {
         **TINY,
@@ -79,7 +77,7 @@ def assert_nothing_happened(work: LocalJob) -> int:
     return len(work.events(EventKind.DRILL))
 
 
-def test_what_may_be_slow_is_left_alone(warm_job: Callable[..., LocalJob], data: Any) -> None:  # noqa: F811
+def test_what_may_be_slow_is_left_alone(warm_job: Callable[..., LocalJob], data: Any) -> None:
     slow = {"hang-in-data": (14, 6.0), "hang-in-forward": (17, 6.0), "hang-in-save": (20, 8.0)}
     events = [{"kind": kind, "rank": 1, "step": step, "value": value} for kind, (step, value) in slow.items()]
     args = {"while_there": str(SLOW_WORKLOAD), "seconds": STEP}
@@ -106,7 +104,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_ten_minutes_without_a_false_alarm(
     layout: str,
     warm_job: Callable[..., LocalJob],
-    data: Any,  # noqa: F811
+    data: Any,
     record_property: Callable[[str, object], None],
 ) -> None:
     alike = layout == "fsdp 4"

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.agent.blame.test_blame_in_jobs import make  # noqa: F401  # a fixture
 from tests.trainer.agent.job import LocalJob, until
-from tests.trainer.agent.test_torch_ranks import data  # noqa: F401  # a fixture
 from trainer.protocol.events import EventKind
 from trainer.protocol.requests import Request, RequestKind
 
@@ -30,7 +28,7 @@ def steps_of(work: LocalJob) -> int:
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_stage_that_becomes_slow_is_named(layout: str, seed: int, make: Callable[..., LocalJob]) -> None:  # noqa: F811
+def test_a_stage_that_becomes_slow_is_named(layout: str, seed: int, make: Callable[..., LocalJob]) -> None:
     rank = random.Random(f"{layout} {seed}").randrange(4)
     train = {"dtype": "float32", "batch_size": 16, "steps": 1_000_000}
     work = make(parallel=LAYOUTS[layout], model=MODEL, checkpoint={"every": 0}, train=train).start()

@@ -181,8 +181,7 @@ def _usual(what: str, origins: Origins) -> str:
 
 
 def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]:
-    yield from _too_large(asdict(config), ())
-    yield from _no_text(asdict(config), ())
+    yield from _unstorable(asdict(config), ())
     yield from _names(config)
     yield from _program(config)
     yield from program_size_complaints(config)
@@ -198,29 +197,22 @@ def _complaints(config: RunConfig, may_change: MayChange) -> Iterator[Complaint]
         yield from _data(config)
 
 
-def _too_large(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
-    """Yield whole numbers too large for the registry or some JSON readers; open maps are the user's own."""
-    if isinstance(value, dict) and not keys.is_open(keys.key_type(path, "")):
-        for name, inner in value.items():
-            yield from _too_large(inner, (*path, name))
-    elif isinstance(value, int) and abs(value) > LARGEST:
-        yield f"{keys.dotted_key(path)}={value}: must be between -{LARGEST} and {LARGEST} (2^53)", ""
+def _unstorable(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
+    """Yield whole numbers too large for the registry or some JSON readers, and strings that are not UTF-8.
 
-
-def _no_text(value: Any, path: tuple[str, ...]) -> Iterator[Complaint]:
-    """Yield strings with lone surrogates, which come from non-UTF-8 command lines and cannot be stored."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _no_text(name, (*path, name))
-            yield from _no_text(inner, (*path, name))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _no_text(inner, path)
+    Open maps may have any numbers. Strings with lone surrogates come from non-UTF-8 command lines.
+    """
+    key = keys.dotted_key(path)
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else ((None, inner) for inner in value)
+        for name, inner in items:
+            below = path if name is None else (*path, name)
+            yield from _unstorable(name, below)
+            yield from _unstorable(inner, below)
+    elif isinstance(value, int) and abs(value) > LARGEST and not keys.within_open(path):
+        yield f"{key}={value}: must be between -{LARGEST} and {LARGEST} (2^53)", ""
     elif isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
-        yield (
-            f"{keys.dotted_key(path)}={value}: is not UTF-8 text",
-            "type it in a UTF-8 terminal (`locale` shows yours)",
-        )
+        yield f"{key}={value}: is not UTF-8 text", "type it in a UTF-8 terminal (`locale` shows yours)"
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:

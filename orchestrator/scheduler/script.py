@@ -71,9 +71,9 @@ class Prepared:
     own_interpreter: bool  # the interpreter that runs orch, which finds its packages in the same place
 
 
-def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
+def prepare(spec: JobSpec) -> Prepared:
     """Fill the fragments chosen for the run; raises ConfigError for invalid values."""
-    fragments = [load(name, folder) for name in spec.templates]
+    fragments = [load(name) for name in spec.templates]
     given = {name: check_text(f"cluster.template_args.{name}", value) for name, value in spec.template_args.items()}
     _refuse_unused(fragments, given)
     chosen = check_text("cluster.python", expand_home(spec.python))
@@ -96,9 +96,9 @@ def prepare(spec: JobSpec, folder: Path | None = None) -> Prepared:
     return Prepared(setup=lines, srun=tuple(srun), python=f"{python} -P", own_interpreter=own)
 
 
-def load(name: str, folder: Path | None = None) -> Fragment:
+def load(name: str) -> Fragment:
     """Return a fragment by name, or a user's file by its path (with a '/'); raises ConfigError."""
-    place = folder or shipped_folder("sbatch_templates")
+    place = shipped_folder("sbatch_templates")
     path = Path(name).expanduser() if "/" in name else place / f"{name}.sh"
     if "/" not in name and not path.is_file():
         known = sorted(item.stem for item in place.glob("*.sh"))
@@ -210,11 +210,6 @@ def load_entry(entry: str) -> Callable[[str, str], None]:
     """Return the function `module:name`, which submitit pickles by this reference."""
     function: Callable[[str, str], None] = pkgutil.resolve_name(entry)
     return function
-
-
-def arguments(spec: JobSpec) -> tuple[str, str]:
-    """Return the two string arguments of the function."""
-    return str(spec.run_dir), str(spec.attempt)
 
 
 def start_command(run_dir: Path | str, submission: Path | str) -> str:

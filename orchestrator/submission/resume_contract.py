@@ -262,12 +262,12 @@ def require(changes: Collection[Change], accepted: Collection[str], command: str
 
 def find_rule(key: str) -> Rule:
     """Return the rule of a config key; unknown keys are harmless."""
-    return next((CONFIG[name].rule for name in _above(key) if name in CONFIG), Rule.HARMLESS)
+    return _term(key).rule
 
 
-def _term(key: str, now: Mapping[str, Any]) -> Term:
+def _term(key: str, now: Mapping[str, Any] | None = None) -> Term:
     """Return the rule for a key, or for the open map that contains it; unknown keys have no effect."""
-    if key == "workload.path" and now["workload"]["snapshot"]:
+    if key == "workload.path" and now is not None and now["workload"]["snapshot"]:
         return CONFIG["workload.snapshot"]
     return next((CONFIG[name] for name in _above(key) if name in CONFIG), HARMLESS)
 

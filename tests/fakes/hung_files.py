@@ -1,4 +1,4 @@
-"""Run directories whose file system is dead for a while."""
+"""Run directories on a file system that hangs for a while."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class HungFiles(DirectFiles):
-    """The file system of these runs is dead while they are in `hung`; other runs have another one."""
+    """Files that hang for the runs in `hung` and work for all others."""
 
     def __init__(self) -> None:
         self.hung: set[Path] = set()

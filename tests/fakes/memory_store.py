@@ -1,4 +1,4 @@
-"""Registry in memory, on which the controller's simulations run."""
+"""Registry in memory for simulations of the controller."""
 
 import sqlite3
 from pathlib import Path

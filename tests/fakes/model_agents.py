@@ -1,4 +1,4 @@
-"""The agents and ranks of one simulated job: they obey GO, train, save, beat and leave an outcome, in real files."""
+"""Agents and ranks of one simulated job: they obey GO, train, save, beat and write an outcome, in real files."""
 
 import json
 
@@ -17,7 +17,7 @@ STEP_SECONDS = 1.0
 
 
 class ModelAgents:
-    """One attempt's processes; `exit_code` is set once they have ended by themselves, `dead` when they were killed."""
+    """Processes of one attempt; `exit_code` is set once they have exited, `dead` once they have been killed."""
 
     def __init__(self, spec: JobSpec, job_id: str, nodes: tuple[str, ...], restarts: int, clock: FakeClock) -> None:
         self.spec, self.job_id, self.nodes, self.restarts, self.clock = spec, job_id, nodes, restarts, clock
@@ -28,7 +28,7 @@ class ModelAgents:
         self.step_done = 0
         self.exit_code: int | None = None
         self.dead = False
-        self.frozen = False  # stands still (SIGSTOP, stuck in the kernel): it does nothing, and says nothing
+        self.frozen = False  # stopped (SIGSTOP, stuck in the kernel): it neither acts nor reports
         self.commits: list[tuple[float, str]] = []
         self.trained: list[tuple[float, int]] = []
         self.saves_failing = ""
@@ -40,7 +40,7 @@ class ModelAgents:
         return self.token is not None and self.exit_code is None and not self.dead and not self.frozen
 
     def step(self, seconds: float) -> None:
-        """Live for some seconds."""
+        """Advance by some seconds."""
         if self.dead or self.frozen or self.exit_code is not None:
             return
         if self.restarts > 0:
@@ -102,11 +102,11 @@ class ModelAgents:
                 return
 
     def fail(self, failure: Failure) -> None:
-        """The attempt ends with an outcome that names its cause."""
+        """End the attempt with an outcome that names its cause."""
         self._end(AttemptResult.FAILED, failure.reason, ExitCode.RETRY, failure)
 
     def lose_coordinator(self) -> None:
-        """Another agent leaves because the coordinator is silent: its word reaches the controller by a file."""
+        """Let another agent exit because the coordinator is silent; its report reaches the controller as a file."""
         AgentReport(
             node=1, name="other", end=AgentEnd.SILENT, time=self.clock.now,
             reason="other lost the coordinator: it was silent for 60 s",
@@ -121,7 +121,7 @@ class ModelAgents:
         self.exit_code = code
 
     def close(self) -> None:
-        """Its process is over for good."""
+        """Close the event log."""
         if self._events is not None:
             self._events.close()
             self._events = None

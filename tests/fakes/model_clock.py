@@ -1,4 +1,4 @@
-"""A clock that moves only when it is told to."""
+"""Fake clock that moves only on request."""
 
 from orchestrator.observed_since import Clock
 
@@ -9,7 +9,7 @@ class FakeClock:
     def __init__(self, start: float = 1_000_000.0) -> None:
         self.now = start
         self.error = 0.0
-        """Seconds by which somebody has set the wall clock wrong."""
+        """Error of the wall clock in seconds."""
 
     def __call__(self) -> float:
         return self.now

@@ -30,7 +30,7 @@ SAVE_MAX_WAIT = 5.0
 
 @dataclass(eq=False)
 class ModelJob:
-    """One job as the model's slurmctld knows it; `shown` is what its answers say otherwise than was asked for."""
+    """A job in the model's slurmctld; `shown` has the fields that its answers show differently from the request."""
 
     job_id: str
     spec: JobSpec
@@ -62,11 +62,11 @@ class ModelJob:
 
 @dataclass
 class SlurmFaults:
-    """What goes wrong, as chances from 0 to 1 for each submit; `reject` refuses every one.
+    """Faults, as probabilities for each submission; `reject` refuses all.
 
-    `rewrites`: what the site changes of every job that is submitted, of REWRITES; `partial`: the chance that a row is
-    missing from an answer which Slurm gives as if it were whole; `garbled`: that a row of ours cannot be read; `fixed`:
-    the site lets nobody change a job.
+    `rewrites`: fields (of REWRITES) that the site changes in every submitted job; `partial`: probability that a row is
+    missing from an answer that looks complete; `garbled`: probability that a row is unreadable; `fixed`: the site does
+    not allow changes to jobs.
     """
 
     ambiguous: float = 0.0
@@ -83,16 +83,16 @@ class SlurmFaults:
 
 
 REWRITES = frozenset({"name", "comment", "files", "submit_time"})
-"""What a job_submit plugin or a wrapper of sbatch may change of a job; its id is nobody's to change."""
+"""Fields of a job that a job_submit plugin or an sbatch wrapper may change; the id never changes."""
 
 
 def slurm_time(seconds: float) -> str:
-    """A time as Slurm prints it: whole seconds, UTC."""
+    """Return a time as Slurm prints it: whole seconds, UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 class ModelSlurm:
-    """A scheduler behind the seam, with a world of its own that `step` moves on."""
+    """Scheduler with a simulated world that `step` advances."""
 
     kind = "slurm"
 
@@ -104,11 +104,11 @@ class ModelSlurm:
         self.zombies: list[ModelAgents] = []
         self.reachable = True
         self.calls: list[str] = []
-        self.hidden: set[str] = set()  # ids that answers leave out, whose processes are frozen
+        self.hidden: set[str] = set()  # ids missing from answers, with frozen processes
         self.agents_of: dict[str, list[ModelAgents]] = {}
         self._next_id = 1
         self._arriving: list[tuple[float, JobSpec]] = []
-        self._closed: list[JobStatus] = []  # rows of accounting that nothing changes any more
+        self._closed: list[JobStatus] = []  # final rows of accounting
 
     # -- the seam
 
@@ -138,7 +138,7 @@ class ModelSlurm:
         return {key: job for key, job in (self._recorded(ids) | queue).items() if key in ids}
 
     def _recorded(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """Rows of accounting, which may be late, silent or absent; an id may belong to several jobs in turn."""
+        """Return rows of accounting, which may be late, silent or absent; an id may have belonged to several jobs."""
         if not self.slurm_faults.accounting:
             return {}
         if self.slurm_faults.accounting_silent:
@@ -148,7 +148,7 @@ class ModelSlurm:
         return {job.job_id: job for job in ended_jobs(self._listed([*self._closed, *known]))}
 
     def _listed(self, jobs: Iterable[JobStatus]) -> list[JobStatus]:
-        """What one answer says: rows may be missing from it, or be unreadable."""
+        """Return the rows of one answer; some may be missing or unreadable."""
         whole = [job for job in jobs if self.rng.random() >= self.slurm_faults.partial]
         return [
             replace(job, state=UNREADABLE, reason="garbage") if self.rng.random() < self.slurm_faults.garbled else job
@@ -171,7 +171,7 @@ class ModelSlurm:
         return frozenset()
 
     def usable_nodes(self, asked: Resources, without: frozenset[str]) -> int | None:
-        """What `orchestrator.scheduler.slurm.node_capacity` asks sinfo for."""
+        """Replace the sinfo query of `orchestrator.scheduler.slurm.node_capacity`."""
         self._answer("usable_nodes")
         return len(set(self.nodes) - self.down - without - {*asked.exclude} | ({*asked.avoided} - without - self.down))
 
@@ -187,7 +187,7 @@ class ModelSlurm:
         self.calls.append(call)
 
     def _remembered(self) -> list[ModelJob]:
-        """What slurmctld itself still knows."""
+        """Return the jobs that slurmctld still remembers."""
         return [job for job in self.jobs if job.ended is None or self.clock.now - job.ended < MIN_JOB_AGE]
 
     def _status(self, job: ModelJob) -> JobStatus:
@@ -208,7 +208,7 @@ class ModelSlurm:
         self.rewrite(job, self.slurm_faults.rewrites)
 
     def _new_id(self) -> str:
-        """Given out again after a crash, but never while Slurm still knows a job by it."""
+        """Return the next id; ids are reused after a crash, but not while Slurm remembers their job."""
         known = {job.job_id for job in self._remembered()}
         while str(self._next_id) in known:
             self._next_id += 1
@@ -216,7 +216,7 @@ class ModelSlurm:
         return str(self._next_id - 1)
 
     def rewrite(self, job: ModelJob, what: Collection[str]) -> None:
-        """The site changes what answers say of a job: nothing of ours is left in it."""
+        """Replace these fields of a job in answers, as a site does."""
         changed = {
             "name": f"site-{job.job_id}",
             "comment": "managed by the site",
@@ -227,7 +227,7 @@ class ModelSlurm:
         job.shown |= {key: changed[key] for key in what}
 
     def add_foreign(self, name: str = "eval", comment: str = "", *, state: str = "RUNNING") -> ModelJob:
-        """Somebody's job of the same user, which has nothing to do with any run."""
+        """Add a job of the same user that belongs to no run."""
         spec = JobSpec(
             name=name, comment=comment, run_dir=Path("/home/somebody"), attempt=1, submission=Path("/home/somebody"),
             resources=Resources(nodes=1),
@@ -239,7 +239,7 @@ class ModelSlurm:
     # -- the world
 
     def close(self) -> None:
-        """The end of this world, and of every process in it."""
+        """Close all agents."""
         for agents in (agents for row in self.agents_of.values() for agents in row):
             agents.close()
 
@@ -282,7 +282,7 @@ class ModelSlurm:
                 job.agents.dead = True
 
     def end(self, job: ModelJob, state: str, wait: float = KILL_WAIT) -> None:
-        """The job leaves: through COMPLETING when it ran, at once when it waited."""
+        """End a job: through COMPLETING if it ran, immediately if it waited."""
         if job.state == "PENDING":
             job.state, job.ended = state, self.clock.now
             job.accounted_at = self.clock.now + self.slurm_faults.accounting_lag
@@ -296,7 +296,7 @@ class ModelSlurm:
         self.end(job, "PREEMPTED")
 
     def fail_node(self, job: ModelJob, *, zombie: bool) -> None:
-        """The first node's daemon dies; with `zombie` its ranks live on, unknown to Slurm."""
+        """Kill the first node's daemon; with `zombie`, its ranks continue without Slurm's knowledge."""
         self.down.add(job.nodes[0])
         job.state, job.ended = "NODE_FAIL", self.clock.now
         if job.agents is not None:
@@ -305,9 +305,9 @@ class ModelSlurm:
                 self.zombies.append(job.agents)
 
     def requeue(self, job: ModelJob) -> None:
-        """The job is queued again under the same id, by a person or after a prolog's failure.
+        """Requeue a job under the same id, as a user or a failed prolog does.
 
-        It has another submit time then, begins two minutes later, and leaves a row in accounting for ever.
+        It gets another submit time, begins two minutes later, and leaves a permanent row in accounting.
         """
         self._closed.append(replace(self._status(job), state="REQUEUED", source="accounting"))
         job.state, job.started, job.nodes, job.restarts = "PENDING", None, (), job.restarts + 1
@@ -316,9 +316,9 @@ class ModelSlurm:
             job.agents.dead = True
 
     def crash(self) -> None:
-        """slurmctld dies and comes back: what it had not saved yet is gone, and its ids are given out again.
+        """Restart slurmctld without its unsaved state; ids of lost jobs are reused.
 
-        Jobs that had just started wait again, held if they were when it saved them; their nodes end their processes.
+        Jobs that had just started wait again, held if they were when saved; their nodes kill their processes.
         """
         lost = [job for job in self.jobs if self.clock.now - job.submitted < SAVE_MAX_WAIT and job.started is None]
         self.jobs = [job for job in self.jobs if job not in lost]
@@ -332,7 +332,7 @@ class ModelSlurm:
                     job.agents.dead = True
 
     def forget(self, job: ModelJob) -> None:
-        """Slurm loses a running job; its processes are killed as of a defunct batch job."""
+        """Lose a running job; its processes are killed, as those of a defunct batch job are."""
         self.jobs.remove(job)
         if job.agents is not None:
             job.agents.dead = True

@@ -1,4 +1,4 @@
-"""A model Slurm with outages: what is refused, does not boot, is preempted or is gone, and until when."""
+"""Model Slurm with outages: refusals, boot failures, preemption and removed nodes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +22,12 @@ PASSING_REFUSALS = (
     "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
     "sbatch: fatal: Could not establish a configuration source",
 )
-"""What sbatch says while something is wrong that passes."""
+"""sbatch's messages during temporary problems."""
 
 
 @dataclass
 class Outages:
-    """Times until which something is broken, in seconds since the epoch; 0: it works."""
+    """End times of outages in seconds since the epoch; 0: none."""
 
     refused_until: float = 0.0
     words: str = PASSING_REFUSALS[0]
@@ -37,7 +37,7 @@ class Outages:
     decommissioned: set[str] = field(default_factory=set)
 
     def end(self) -> None:
-        """Everything works from now on; a node that is gone stays gone."""
+        """End all outages; removed nodes stay removed."""
         self.refused_until = self.boots_fail_until = self.preempted_until = 0.0
 
 
@@ -61,7 +61,7 @@ class OutageSlurm(ModelSlurm):
         return super().submit(spec)
 
     def decommission(self, node: str) -> None:
-        """The node is out of slurm.conf: whoever names it is refused."""
+        """Remove a node from slurm.conf; jobs that name it are refused."""
         self.nodes.remove(node)
         self.outages.decommissioned.add(node)
 

@@ -1,4 +1,4 @@
-"""An ordinary torchrun script: plain DDP, its own checkpoint file, its own resume; knows nothing of orch.
+"""Ordinary torchrun script: plain DDP with its own checkpoint file and resume, independent of orch.
 
     torchrun --nproc-per-node 2 plain_ddp.py --folder DIR [--steps N] [--every N] [--pause S]
         [--die-at STEP --die-rank RANK]
@@ -62,7 +62,7 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> in
 
 
 def die_once(folder: Path, step: int) -> None:
-    """Killed the first time only: the mark survives the restart."""
+    """Kill this rank the first time only; the mark survives the restart."""
     mark = folder / "died"
     if not mark.exists():
         mark.write_text(str(step))

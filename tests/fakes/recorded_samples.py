@@ -1,4 +1,4 @@
-"""What the ranks of a `RecordingLlama` have read and drawn, as far as it is part of what the run became."""
+"""Samples and random numbers of `RecordingLlama` ranks that contributed to the final weights."""
 
 import json
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ Lines = dict[int, list[dict[str, Any]]]
 
 
 def recorded(record: Path, run: str) -> Lines:
-    """By the beginning of each batch: a line of each rank with tokens of its own that trained it last, in their order.
+    """Return the lines of each batch by its first position: one per rank with its own tokens, of the last training.
 
-    Ranks of one tensor-parallel group must have read, and drawn, the same; those that share sequences have read it.
+    Ranks of one tensor-parallel group must have read and drawn the same; ranks that share sequences have read the same.
     """
     newest: dict[int, tuple[int, int]] = {}
     found: dict[int, dict[int, dict[str, Any]]] = {}
@@ -28,7 +28,7 @@ def recorded(record: Path, run: str) -> Lines:
 
 
 def assert_every_sample_once(lines: Lines, calm: Lines, steps: int, batch: int) -> None:
-    """Each step read the sequences that it reads in an undisturbed run, in their order, and none was read twice."""
+    """Check that each step read the same sequences as in an undisturbed run, and none twice."""
     assert list(lines) == list(calm) == [step * batch for step in range(steps)]
     read = [number for position in lines for number in numbers(lines[position])]
     assert read == [number for position in calm for number in numbers(calm[position])]
@@ -36,7 +36,7 @@ def assert_every_sample_once(lines: Lines, calm: Lines, steps: int, batch: int) 
 
 
 def numbers(ranks: Sequence[dict[str, Any]]) -> list[int]:
-    """The sequences of one batch in the global order: each data-parallel rank has a part of it, one after the other."""
+    """Return the sequences of one batch in global order: those of each data-parallel rank in turn."""
     parts: dict[int, list[int]] = {}
     for line in ranks:
         assert parts.setdefault(line["dp_rank"], line["numbers"]) == line["numbers"]
@@ -44,6 +44,6 @@ def numbers(ranks: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def assert_nothing_is_drawn_twice(lines: Lines) -> None:
-    """No rank draws in any step what it, or another one, has drawn in another."""
+    """Check that no random number was drawn twice by any rank."""
     drawn = [line["drawn"] for ranks in lines.values() for line in ranks]
     assert len(drawn) == len(set(drawn))

@@ -13,7 +13,7 @@ Row = dict[str, str]
 
 
 class RecordedSlurm:
-    """The answers of one version, as text; jobs go by the names under which they were submitted."""
+    """Answers of one version as text; jobs are identified by their submitted names."""
 
     def __init__(self, version: str) -> None:
         self._path = Path(__file__).parent / "slurm_output" / f"{version}.json"
@@ -25,14 +25,14 @@ class RecordedSlurm:
 
     @cached_property
     def asked(self) -> dict[str, Any]:
-        """Single answers by what was asked."""
+        """Return single answers by question."""
         return dict(self._record["asked"])
 
     def job_id(self, name: str) -> str:
         return next(row["JobID"] for row in self._record["queue"] if row["Name"] == name)
 
     def queue(self, wanted: Callable[[Row], bool] = lambda row: True) -> str:
-        """squeue's answer, with the blanks that it fills its columns with."""
+        """Return squeue's answer with padded columns."""
         rows = [row for row in self._record["queue"] + self._record["queue later"] if wanted(row)]
         # The records are older than the column StartTime.
         lines = (
@@ -41,6 +41,6 @@ class RecordedSlurm:
         return "".join(f"{line}\n" for line in lines)
 
     def accounting(self, wanted: Callable[[Row], bool] = lambda row: True) -> str:
-        """sacct's answer."""
+        """Return sacct's answer."""
         rows = [row for row in self._record["accounting"] + self._record["accounting later"] if wanted(row)]
         return "".join("".join(f"{row[name]}{SEPARATOR}" for name in SACCT_FIELDS) + "\n" for row in rows)

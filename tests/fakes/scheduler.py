@@ -1,4 +1,4 @@
-"""The smallest scheduler: jobs in memory, as obedient as the contract asks."""
+"""Minimal scheduler in memory that fulfills the contract."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -9,7 +9,7 @@ from orchestrator.scheduler.interface import ENDED_STATES, JobSpec, JobStatus, i
 
 
 class FakeScheduler:
-    """Scheduler in memory; `silent` takes its answers away, `ambiguous` lets submits fail after the fact."""
+    """Scheduler in memory; `silent` suppresses its answers, `ambiguous` makes accepted submissions fail."""
 
     kind = "slurm"
 
@@ -55,7 +55,7 @@ class FakeScheduler:
             self.set(job_id, held=False, state="CANCELLED")
 
     def set(self, job_id: str, **changes: object) -> None:
-        """Let something happen to a job."""
+        """Change a job's status."""
         self.jobs[job_id] = replace(self.jobs[job_id], **changes)  # type: ignore[arg-type]
 
     def _answer(self, call: str) -> None:

@@ -1,4 +1,4 @@
-"""The workload of the presets, whose steps take `seconds` longer while the file `while_there` exists: see `User`."""
+"""Built-in workload whose steps take `seconds` longer while the file `while_there` exists (see `User`)."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from trainer.worker.data import TokenData
 
 
 class SlowLlama(LlamaWorkload):
-    """Its ranks sleep, so that a run to which something is to happen leaves the processors to others."""
+    """Workload whose ranks sleep, so that a waiting run leaves the processors to others."""
 
     def __init__(self, config: JobConfig, *, while_there: str = "", seconds: float = 0.0) -> None:
         super().__init__(config)
@@ -29,7 +29,7 @@ class SlowLlama(LlamaWorkload):
 
 
 class RecordedData(TokenData):
-    """Token data that keeps the numbers of the sequences that it reads."""
+    """Token data that records the numbers of its sequences."""
 
     numbers: list[int]
 
@@ -39,7 +39,7 @@ class RecordedData(TokenData):
 
 
 class RecordingLlama(SlowLlama):
-    """Its ranks leave a line in the folder `record` for every step: what they read, and a number that they draw.
+    """Workload whose ranks record the sequences and a random number of every step in the folder `record`.
 
     `tests.fakes.recorded_samples` reads the lines.
     """

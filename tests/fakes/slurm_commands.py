@@ -1,4 +1,4 @@
-"""Slurm's commands as shell scripts in a folder of their own: what they answer is up to the test."""
+"""Slurm's commands as shell scripts with answers chosen by the test."""
 
 import os
 import shlex
@@ -18,12 +18,12 @@ printf 'ClusterName = lab\\nSlurmctldHost[0] = head\\nSlurmctldPort = 6817\\nSta
 
 
 def refusing(said: str, code: int = 1) -> str:
-    """An sbatch that says no to every job."""
+    """Return the script of an sbatch that refuses every job."""
     return f"cat > /dev/null; printf '%s\\n' {shlex.quote(said)} >&2; exit {code}"
 
 
 def write_commands(folder: Path, sbatch: str, *, sinfo: str = SINFO, **others: str) -> str:
-    """Write sbatch, what orch asks besides it, and `others` by their names; a PATH on which they are found first."""
+    """Write sbatch, sinfo, scontrol and `others` by name; return a PATH that begins with their folder."""
     folder.mkdir(exist_ok=True)
     for name, body in {"sbatch": sbatch, "sinfo": sinfo, "scontrol": SCONTROL, **others}.items():
         program = folder / name

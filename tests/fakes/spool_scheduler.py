@@ -1,6 +1,6 @@
-"""A third scheduler, as somebody would add it: jobs of a spool that is this host's own, started by its daemon.
+"""A third scheduler, as a developer would add it: jobs of a spool on this host, started by its daemon.
 
-It borrows how local jobs are started; what makes it a scheduler of its own is its name, its instance and its rows in
+It starts jobs like the local scheduler, but has its own name, instance and rows in
 trainer/protocol/config_sections/scheduler_kinds.py and orchestrator/scheduler/available_schedulers.py.
 """
 
@@ -11,7 +11,7 @@ from orchestrator.scheduler.local.local_scheduler import LocalScheduler
 
 
 class SpoolInstance:
-    """The spool of this host."""
+    """Instance of this host's spool."""
 
     silence = ""
 
@@ -24,5 +24,5 @@ class SpoolScheduler(LocalScheduler):
 
 
 def script(spec: JobSpec) -> str:
-    """What the spool's daemon would be given."""
+    """Return the script for the spool's daemon."""
     return f"#SPOOL name={spec.name} nodes={spec.resources.nodes}\n"

@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class LabError(RuntimeError):
-    """The lab cannot be had here, or a daemon of it did not come up; the message says why."""
+    """Raised if this machine cannot run the lab, or one of its daemons did not start."""
 
 
 def _search_path() -> str:
@@ -37,15 +37,15 @@ def _search_path() -> str:
 
 
 def missing_programs() -> list[str]:
-    """What of the lab is not installed here."""
+    """Return the lab's programs that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
 
 
 def install() -> None:
-    """Install the packages where that is possible; raises LabError, with the reason, where it is not."""
+    """Install the packages. Raises LabError if that is impossible."""
     if not missing_programs():
         return
-    # Several workers of one test run come here together, and only one can hold dpkg's lock.
+    # Several workers of one test run may install at the same time, but dpkg's lock is exclusive.
     with (Path(tempfile.gettempdir()) / f"orch-lab-install-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _install()
@@ -68,7 +68,7 @@ def _install() -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports outside the range from which the kernel picks those of clients, free just now."""
+    """Return ports that are free now, outside the kernel's range for clients."""
     found: list[int] = []
     while len(found) < count:
         candidate = 10000 + secrets.randbelow(20000)
@@ -95,7 +95,7 @@ class SlurmLab:
     # -- up and down
 
     def start(self) -> "SlurmLab":
-        """Bring everything up; what was started is stopped again when something fails."""
+        """Start all daemons, or none: after a failure, stop those that have started."""
         self._prepare()
         self._start_guard()
         try:
@@ -112,7 +112,7 @@ class SlurmLab:
         return self
 
     def stop(self) -> None:
-        """End what was started, jobs and their processes included."""
+        """End all daemons, jobs and their processes."""
         end_lab(self.folder)
         for child in [*self._children.values(), *([self._guard] if self._guard else [])]:
             if child is self._guard:
@@ -153,7 +153,7 @@ class SlurmLab:
         self._wait(lambda: self.ask("munge", "-n", "--socket", str(munge / "socket")).returncode == 0, "munged")
 
     def start_accounting(self) -> None:
-        """MariaDB and slurmdbd."""
+        """Start MariaDB and slurmdbd."""
         data = self.folder / "db" / "data"
         if not data.exists():
             made = self.ask(
@@ -181,7 +181,7 @@ class SlurmLab:
         self._wait(lambda: _answers(self._ports.accounting), "slurmdbd", 60)
 
     def stop_accounting(self) -> None:
-        """slurmdbd and its database are gone, at once."""
+        """Kill slurmdbd and its database."""
         for name in ("slurmdbd", "mariadbd"):
             self._kill(name)
 
@@ -193,7 +193,7 @@ class SlurmLab:
         self._kill("slurmctld")
 
     def pause_controller(self) -> None:
-        """slurmctld hears nothing and answers nothing until `resume_controller`."""
+        """Stop slurmctld until `resume_controller`."""
         os.kill(self.pids["slurmctld"], signal.SIGSTOP)
 
     def resume_controller(self) -> None:
@@ -203,14 +203,14 @@ class SlurmLab:
         self._spawn(f"slurmd-{node}", "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str, *, ranks_too: bool = True) -> None:
-        """The node is gone: its slurmd and slurmstepds, and what they started unless `ranks_too` is false."""
+        """Kill a node's slurmd and slurmstepds, and with `ranks_too` the processes that they started."""
         work = processes.job_processes(self.conf, node) if ranks_too else []
         self._kill(f"slurmd-{node}")
         processes.send(processes.using(self.folder / "spool" / node), signal.SIGKILL)
         processes.send(work, signal.SIGKILL)
 
     def cut_power(self, node: str) -> None:
-        """Everything of the node is gone at once: nobody of it can report the end of another."""
+        """Kill all processes of a node at the same time, so that none can report the end of another."""
         work = processes.job_processes(self.conf, node)
         steps = processes.steps_of(work)
         daemon = self.pids[f"slurmd-{node}"]
@@ -219,7 +219,7 @@ class SlurmLab:
         self._kill(f"slurmd-{node}")
 
     def start_node(self, node: str) -> None:
-        """Start the node's slurmd again and take the node back into service."""
+        """Restart the node's slurmd and return the node to service."""
         self._start_slurmd(node)
 
         def back() -> bool:
@@ -231,11 +231,11 @@ class SlurmLab:
     # -- questions
 
     def environment(self) -> dict[str, str]:
-        """What a user's shell on this cluster has more than another."""
+        """Return the variables of a user's shell on this cluster."""
         return {"SLURM_CONF": str(self.conf), "PATH": _search_path()}
 
     def ask(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run one Slurm command as a user would."""
+        """Run a Slurm command as a user would."""
         environ = {**os.environ, **self.environment()}
         return subprocess.run(
             command, env=environ, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
@@ -245,7 +245,7 @@ class SlurmLab:
         return self.ask("sinfo", "-h", "-N", "-n", node, "-p", "low", "-o", "%t").stdout.strip()
 
     def nodes_of(self, job: str) -> list[str]:
-        """Names of the nodes a job has."""
+        """Return the names of a job's nodes."""
         listed = self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%N").stdout.strip()
         return self.ask("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
 
@@ -287,7 +287,7 @@ class SlurmLab:
             time.sleep(0.05)
 
     def _start_guard(self) -> None:
-        """A process of its own that ends the lab when this one dies without doing so, even by SIGKILL."""
+        """Start a process that ends the lab if this process dies first, even by SIGKILL."""
         self._guard = subprocess.Popen(
             [sys.executable, "-m", "tests.slurm.lab", "guard", str(self.folder), str(os.getpid())],
             cwd=Path(__file__).parents[2], stdin=subprocess.DEVNULL, start_new_session=True,
@@ -321,7 +321,7 @@ def _answers(port: int) -> bool:
 
 
 def end_lab(folder: Path) -> None:
-    """End every process that lives in the lab's folder: daemons, steps, jobs; needs no record of them."""
+    """End all daemons, steps and jobs that use the lab's folder; no record of them is needed."""
     folder = folder.resolve()
     for _ in range(20):
         found = set(processes.using(folder)) | set(processes.job_processes(folder / "slurm.conf"))
@@ -333,7 +333,7 @@ def end_lab(folder: Path) -> None:
 
 
 def _is_labs(pid: int) -> bool:
-    """A shell or an editor may look into the folder: only Slurm's parts and its jobs are ended."""
+    """Return whether this is a Slurm daemon or job; a shell or an editor may also use the folder."""
     with contextlib.suppress(OSError):
         name = os.path.basename(os.readlink(f"/proc/{pid}/exe")).removesuffix("-wlm")  # Debian's alternatives
         daemons = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scancel")
@@ -350,7 +350,7 @@ def _guard(folder: Path, owner: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`start FOLDER` and `stop FOLDER`, for trying things by hand."""
+    """Run `start FOLDER` or `stop FOLDER`, for manual experiments."""
     parser = argparse.ArgumentParser(prog="python -m tests.slurm.lab", description=__doc__)
     parser.add_argument("verb", choices=("start", "stop", "guard"))
     parser.add_argument("folder", type=Path)

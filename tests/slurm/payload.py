@@ -1,4 +1,4 @@
-"""A trivial job: what it calls in place of an agent."""
+"""Payloads of trivial jobs, called in place of an agent."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def record(run_dir: str, attempt: str) -> None:
-    """Leave one file per node, then wait until `stop` appears in the run directory."""
+    """Write one file per node, then wait until `stop` appears in the run directory."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it; an agent does not
     node = os.environ.get("SLURM_NODEID", os.environ.get("SUBMITIT_LOCAL_GLOBALID", "?"))
     folder = Path(run_dir)
@@ -22,12 +22,12 @@ def record(run_dir: str, attempt: str) -> None:
 
 
 def fail(run_dir: str, attempt: str) -> None:
-    """End with the exit code that stands in the file `code`."""
+    """Exit with the code in the file `code`."""
     raise SystemExit(int((Path(run_dir) / "code").read_text()))
 
 
 def note_warning(run_dir: str, attempt: str) -> None:
-    """Leave a file when USR2 comes, and go on until something ends the process."""
+    """Write a file on SIGUSR2, and continue until the process is killed."""
     node = os.environ["SUBMITIT_LOCAL_GLOBALID"]
     signal.signal(signal.SIGUSR2, lambda *_: (Path(run_dir) / f"warned-{node}").touch())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Finding and ending the lab's own processes: by the folder they work in, never by name."""
+"""Find and end the lab's own processes by their folder, never by name."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import psutil
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Those that still run; zombies do not."""
+    """Return the processes that still run; zombies do not."""
     found = []
     for pid in pids:
         try:
@@ -21,7 +21,7 @@ def alive(pids: Iterable[int]) -> list[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """What the process was started with; empty when it is gone or not ours."""
+    """Return the initial environment of a process; empty if it has ended or belongs to another user."""
     try:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -31,7 +31,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def using(folder: Path) -> Iterator[int]:
-    """Processes with a file of `folder` open, or that work in it (a slurmstepd has its node's spool folder open)."""
+    """Yield processes with an open file or their current folder in `folder` (as slurmstepd in its spool folder)."""
     prefix = f"{folder.resolve()}/"
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid() and _touches(entry, prefix):
@@ -54,7 +54,7 @@ def _touches(process: Path, prefix: str) -> bool:
 
 
 def job_processes(conf: Path, node: str | None = None) -> list[int]:
-    """Everything that jobs of the cluster with this slurm.conf have started (on one node)."""
+    """Return the processes of all jobs of the cluster with this slurm.conf, or of those on one node."""
     found = []
     for pid in psutil.pids():
         environ = environment_of(pid)
@@ -66,7 +66,7 @@ def job_processes(conf: Path, node: str | None = None) -> list[int]:
 
 
 def steps_of(work: Iterable[int]) -> list[int]:
-    """The slurmstepds that have started these processes."""
+    """Return the slurmstepds that started these processes."""
     found = set()
     for pid in work:
         try:
@@ -77,7 +77,7 @@ def steps_of(work: Iterable[int]) -> list[int]:
 
 
 def send(pids: Iterable[int], signal: int) -> None:
-    """Signal those that are still there."""
+    """Signal the processes that still exist."""
     for pid in pids:
         try:
             os.kill(pid, signal)
@@ -86,7 +86,7 @@ def send(pids: Iterable[int], signal: int) -> None:
 
 
 def wait_gone(pids: Iterable[int], timeout: float) -> list[int]:
-    """Wait until none of them runs; returns those that are left."""
+    """Wait until all have ended; return those that have not in time."""
     deadline = time.monotonic() + timeout
     left = alive(pids)
     while left and time.monotonic() < deadline:

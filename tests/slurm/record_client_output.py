@@ -1,4 +1,4 @@
-"""Print as JSON what the clients of the Slurm that SLURM_CONF names answer about jobs of every kind.
+"""Print the output of Slurm's clients about jobs of every kind as JSON, for the Slurm that SLURM_CONF selects.
 
 Run as root on an idle cluster of four nodes n1-n4 with the partitions `low` and `high` (tests/slurm/lab.py):
 `python -m tests.slurm.record_client_output > tests/fakes/slurm_output/VERSION.json`. It takes two minutes.
@@ -28,7 +28,7 @@ ENDING = {
 }  # fmt: skip
 """Scripts by job name."""
 NAMED_IN_CONFIG = ("ClusterName", "SlurmctldHost", "SlurmctldPort", "StateSaveLocation", "AccountingStorageType")
-"""Lines of `scontrol show config` that are kept."""
+"""Recorded lines of `scontrol show config`."""
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
@@ -62,7 +62,7 @@ def accounting() -> list[Row]:
 
 
 def as_row(line: str, names: list[str]) -> Row:
-    """The fields without the blanks that fill them up."""
+    """Return the fields without padding."""
     fields = line.split(SEPARATOR)
     assert len(fields) == len(names) + 1, line
     return {name: value.strip() for name, value in zip(names, fields[:-1], strict=True)}
@@ -152,7 +152,7 @@ def record() -> dict[str, object]:
 
 
 def dump(record: dict[str, object]) -> str:
-    """JSON with one line for each row of a table."""
+    """Return JSON with one line for each row of a table."""
     lines = []
     for key, value in record.items():
         rows = ",\n  ".join(json.dumps(row) for row in value) if isinstance(value, list) else ""

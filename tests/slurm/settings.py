@@ -1,4 +1,4 @@
-"""The configuration files of the lab."""
+"""Configuration files of the lab."""
 
 import socket
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Ports:
-    """One port for each daemon."""
+    """Ports of the daemons."""
 
     controller: int
     accounting: int
@@ -16,7 +16,7 @@ class Ports:
 
 
 def slurm_conf(folder: Path, nodes: list[str], ports: Ports, cpus: int) -> str:
-    """slurm.conf: no cgroups, no systemd, several nodes on one host, quick to notice a dead one."""
+    """Return slurm.conf: no cgroups or systemd, several nodes on one host, fast detection of dead nodes."""
     host = socket.gethostname().partition(".")[0]
     lines = [
         "ClusterName=lab",
@@ -80,11 +80,11 @@ end
 
 return slurm.SUCCESS
 """
-"""job_submit.lua of a site that gives every job of orch in one partition a name and a comment of its own."""
+"""job_submit.lua of a site that changes names and comments of orch's jobs in one partition."""
 
 
 def slurmdbd_conf(folder: Path, ports: Ports, password: str) -> str:
-    """slurmdbd.conf; slurmdbd insists that nobody else can read it."""
+    """Return slurmdbd.conf, which slurmdbd accepts only if other users cannot read it."""
     host = socket.gethostname().partition(".")[0]
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""Programs that know nothing of orch, on the real Slurm: killed in four ways, again and again, and finished."""
+"""Unmodified programs on the real Slurm, which finish although they are killed repeatedly in four ways."""
 
 import json
 import signal
@@ -23,11 +23,11 @@ SHAPE = [
     "cluster.time=30", "recovery.backoff=0.5",
 ]  # fmt: skip
 WAIT = 180.0
-"""Seconds for a start on a busy machine; Slurm needs twenty of them to miss a node."""
+"""Seconds for a start on a busy machine; Slurm needs 20 of them to detect a lost node."""
 
 
 class Program:
-    """One run of a user's program, and what can be done to it."""
+    """A run of a user's program, with disturbances."""
 
     def __init__(
         self, lab: SlurmLab, user: User, script: Path, folder: Path, *more: str, settings: Sequence[str]
@@ -47,12 +47,12 @@ class Program:
         return dict(json.loads((self.folder / "final.json").read_text()))
 
     def until_it_trains_on(self, steps: int = 7) -> None:
-        """So many steps further than ever before: a checkpoint of its own lies among them."""
+        """Wait for this many new steps, which include a checkpoint."""
         last = self.step()
         self.user.until(lambda: self.step() >= last + steps, WAIT, f"training beyond step {last + steps}")
 
     def ranks(self) -> dict[int, int]:
-        """Pids by rank: the programs themselves, not what they have started."""
+        """Return the pids of the programs by rank, without their children."""
         found: dict[int, int] = {}
         for pid in sorted(processes.job_processes(self.lab.conf)):
             environ = processes.environment_of(pid)
@@ -63,7 +63,7 @@ class Program:
     def nodes(self) -> list[str]:
         return self.lab.nodes_of(self.user.status(self.run)["job_id"])
 
-    # -- disturbances: each returns when it is over
+    # -- disturbances; each returns when it has ended
 
     def kill_rank(self) -> None:
         processes.send([self.ranks()[1]], signal.SIGKILL)
@@ -95,7 +95,7 @@ WAYS: dict[str, Callable[[Program], None]] = {
 
 
 def disturb(program: Program, ways: Sequence[str]) -> list[tuple[str, float]]:
-    """One after the other, each once the program trains on; how many seconds each took."""
+    """Apply the disturbances in turn, each once training has resumed; return the seconds of each."""
     took, slow = [], program.folder / "slow"
     slow.touch()
     for way in ways:

@@ -1,4 +1,4 @@
-"""Fewer nodes on the real Slurm while one is missing, and all of them again: every sample once, the curve as it was."""
+"""Fewer nodes on the real Slurm while one is missing, then all again: every sample is read once, losses are equal."""
 
 from collections.abc import Callable
 
@@ -73,7 +73,7 @@ def test_four_nodes_then_three_then_four_again(
 
 
 def assert_same_curve(user: User, run: str, calm: str) -> str:
-    """Returns the largest difference."""
+    """Compare the losses of both runs; return the largest relative difference."""
     expected = losses(user, calm)
     found = losses(user, run)
     assert set(found) == set(expected) == set(range(1, STEPS + 1))

@@ -1,4 +1,4 @@
-"""The lab itself: it leaves nothing behind, whoever dies, and ordinary users can submit to it."""
+"""The lab leaves no processes behind, even if its owner is killed, and ordinary users can submit to it."""
 
 import os
 import pwd

@@ -1,4 +1,4 @@
-"""Outages on the real Slurm: a limit that passes, nodes that do not boot; the run waits and ends without a person."""
+"""Outages on the real Slurm: a temporary limit, nodes that do not boot; the run waits and finishes unattended."""
 
 import socket
 import time
@@ -30,7 +30,7 @@ kill $(cat {folder}/slurmd-c1.pid)
 
 
 def settings(folder: Path) -> str:
-    """Limits are enforced, and there is one node that is booted when a job wants it."""
+    """Return settings that enforce limits and define one node that boots on demand."""
     host, (port,) = socket.gethostname().partition(".")[0], _free_ports(1)
     return "\n".join(
         [
@@ -75,7 +75,7 @@ SHORT, LONG = 25, 130
 
 
 def waits(user: User, run: str, words: str) -> None:
-    """The run is between two attempts, and says for what it waits."""
+    """Wait until the run is between two attempts, with these words in its reason."""
 
     def said() -> bool:
         row = user.status(run)

@@ -1,4 +1,4 @@
-"""What a real Slurm refuses, and what it lets wait for ever: told before there is a run, or with what cures it."""
+"""Refusals of a real Slurm before a run exists, and jobs that would wait forever, with their remedies."""
 
 import shlex
 import shutil
@@ -58,7 +58,7 @@ def test_what_slurm_refuses_makes_no_run(lab: SlurmLab, user: User) -> None:
 
 @contextmanager
 def longest(lab: SlurmLab, minutes: str) -> Iterator[None]:
-    """The partition's longest time limit."""
+    """Set the partition's maximum time limit."""
     lab.ask("scontrol", "update", "partitionname=low", f"maxtime={minutes}")
     try:
         yield

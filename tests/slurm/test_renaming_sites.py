@@ -1,4 +1,4 @@
-"""Sites that change jobs: a job_submit plugin in Lua, a wrapper of sbatch; and foreign jobs that are odd to read."""
+"""Sites that change jobs by a job_submit plugin or an sbatch wrapper, and foreign jobs with unusual rows."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ exec {sbatch} --job-name=site-$$ --comment='managed by the site' --output=/dev/n
 
 
 def add_foreign_jobs(lab: SlurmLab) -> list[str]:
-    """Jobs of the same user that are nobody's run: a long comment, our own separator, an odd host list, no text."""
+    """Submit unrelated jobs: a long comment, our separator, an unusual host list, bytes that are not text."""
     asked: list[list[str | bytes]] = [
         ["--hold", "--comment", "x" * 800],
         ["--hold", "--comment", "a\x1fb", "-J", "two\nlines"],
@@ -45,13 +45,13 @@ def add_foreign_jobs(lab: SlurmLab) -> list[str]:
 
 
 def live_jobs(lab: SlurmLab, foreign: list[str]) -> set[str]:
-    """Jobs that may run something, apart from those of others."""
+    """Return jobs that may run, without the foreign ones."""
     listed = lab.ask("squeue", "-h", "--me", "-t", "PENDING,RUNNING,COMPLETING", "-o", "%A").stdout.split()
     return set(listed) - set(foreign)
 
 
 def follow(user: User, lab: SlurmLab, run: str, foreign: list[str]) -> None:
-    """Watch the run to its end; it never has more than one live job."""
+    """Watch the run until it ends; it must never have more than one live job."""
 
     def ended() -> bool:
         live = live_jobs(lab, foreign)

@@ -1,4 +1,4 @@
-"""Restore tests on the real Slurm: jobs of their own, on another world size, begun by a tick or by the daemon."""
+"""Restore tests on the real Slurm: separate jobs of other sizes, started by a tick or by the daemon."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +17,12 @@ GENEROUS = "restore_tests.budget=1000000"
 
 
 def history_of(user: User, run: str) -> list[dict[str, Any]]:
-    """Restore tests of a run, newest first."""
+    """Return the restore tests of a run, newest first."""
     return list(user.ask("restore-tests", "history", run))
 
 
 def verdicts(user: User, run: str, count: int, seconds: float = 150) -> list[dict[str, Any]]:
-    """Its tests once `count` of them have ended."""
+    """Return the ended tests once there are `count`."""
 
     def ended() -> list[dict[str, Any]]:
         found = [test for test in history_of(user, run) if test["verdict"]]

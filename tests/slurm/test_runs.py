@@ -1,4 +1,4 @@
-"""The main job on the real Slurm: ranks, nodes, controllers and agents die, and the run finishes all the same."""
+"""Runs on the real Slurm finish although ranks, nodes, controllers and agents are killed."""
 
 import os
 import signal
@@ -105,7 +105,7 @@ def test_a_node_whose_ranks_outlive_its_daemons_is_left_too(lab: SlurmLab, user:
 
 
 def assert_moved_away(user: User, run: str, dead: str) -> None:
-    """The last attempt but one was lost with its node, the last trained elsewhere, and never both at once."""
+    """Check that the second-to-last attempt lost its node, the last trained elsewhere, and they never overlapped."""
     lost, last = user.show(run)["attempts"][-2:]
     assert lost["failure"]["kind"] == "node_lost"
     assert lost["failure"]["node"] == dead

@@ -1,4 +1,4 @@
-"""The Slurm scheduler against a real Slurm, with its bad days."""
+"""The Slurm scheduler on a real Slurm, with outages."""
 
 import json
 import os
@@ -177,7 +177,7 @@ def test_no_controller_is_no_answer_and_nothing_is_assumed_and_a_dead_node_is_a_
 
 
 def _errors(questions: tuple[object, ...]) -> list[object]:
-    """Ask all at once, because each silence takes its time; the errors, or what was answered."""
+    """Ask in parallel, because each timeout takes long; return the errors or answers."""
     said: list[object] = [None] * len(questions)
 
     def ask(index: int, question: object) -> None:

@@ -1,4 +1,4 @@
-"""Secrets on the real Slurm: every node has them, and neither sbatch's words nor Slurm's own files do."""
+"""Secrets on the real Slurm: every node has them; sbatch's command line and Slurm's own files do not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Spare nodes on the real Slurm: a node dies, and the same job goes on with another."""
+"""Spare nodes on the real Slurm: a node dies, and the same job continues with another."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A controller that was started by a shell whose SLURM_CONF is gone by now, on the real Slurm."""
+"""A controller on the real Slurm whose SLURM_CONF has been deleted."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""A real Slurm that knows its switches: nodes under one switch have neighbouring ranks."""
+"""A real Slurm with a topology: nodes under one switch have neighbouring ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Two real Slurms of one name with one home: each run has its jobs in its own, whichever controller lives."""
+"""Two real Slurms with one name and one home: each run stays in its own, whichever controller is alive."""
 
 import shutil
 import time
@@ -26,7 +26,7 @@ def other() -> Iterator[SlurmLab]:
 
 
 def jobs(lab: SlurmLab, run: str) -> list[str]:
-    """Every job that this Slurm ever had for a run."""
+    """Return all jobs that this Slurm has had for a run."""
     listed = lab.ask("sacct", "-X", "-n", "-P", "-S", "now-1hours", "-o", "JobName").stdout.split()
     queued = lab.ask("squeue", "-h", "-t", "all", "-o", "%j").stdout.split()
     return sorted({name for name in (*listed, *queued) if name.startswith(f"orch-{run}-")})
@@ -47,7 +47,7 @@ def test_two_slurms_of_one_name_share_a_home(lab: SlurmLab, other: SlurmLab, use
 
 
 def _two_runs_one_without_a_controller(lab: SlurmLab, other: SlurmLab, user: User, there: User, every: str) -> None:
-    """The job of the first one waits, for its nodes are drained, until nothing is left to see of the second one."""
+    """The first run's job waits for drained nodes until the second run has ended."""
     # Other tests have jobs in this lab, too: these runs have names of their own.
     mine = user.submit("tiny-gpt", *SMALL, "name=one-home", "train.steps=8")["run"]
     theirs = there.submit("tiny-gpt", *SMALL, "name=other-home", "train.steps=8")["run"]

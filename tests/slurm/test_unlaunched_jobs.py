@@ -1,4 +1,4 @@
-"""Nodes that cannot launch a job, on the real Slurm: the run names them and goes on elsewhere."""
+"""Nodes of the real Slurm that cannot launch a job: the run names them and continues elsewhere."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,6 +1,6 @@
 """Jobs whose agents are programs, but whose fork servers are forks of a process that has imported torch.
 
-To import it anew takes five CPU seconds on every node in every attempt. Run as a program this is the agent.
+Importing it takes five CPU seconds on every node in every attempt. As a program, this is the agent.
 """
 
 import os
@@ -18,7 +18,7 @@ from trainer.agent.fork_server.link import ForkServerLink
 from trainer.protocol.run_dir import AttemptDir
 
 QUIET = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""What ForkServerLink sets: a process with threads must not fork."""
+"""Variables that ForkServerLink sets, because a process with threads must not fork."""
 NAME = "tests.slurm.warm_fork_servers"
 PYTHON = """#!/bin/sh
 [ "$1 $2 $3 $4" = "-P -u -m trainer.agent.main" ] || exit 2
@@ -29,9 +29,9 @@ exec {python} -P -u -m {program} "$@"
 
 
 def warm_python(user: User, orders: str = "") -> str:
-    """Override of a run of this user; other interpreters would start the same agent with a cold fork server.
+    """Return the override for a run of this user; other interpreters would start a cold fork server.
 
-    `orders` is the socket for them of a user whose other processes are programs.
+    `orders`: socket to use if the user's other processes are programs.
     """
     place = user.folder / "warm-python"
     place.write_text(
@@ -45,7 +45,7 @@ def warm_python(user: User, orders: str = "") -> str:
 
 
 def _start(theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str], output: int) -> WarmAgent:
-    """In the place of ForkServerLink's own."""
+    """Replacement of ForkServerLink's method."""
     words = ["PARENT", str(attempt.path)]
     with open(os.devnull) as nothing:
         streams = [nothing.fileno(), output, output]
@@ -53,7 +53,7 @@ def _start(theirs: socket.socket, attempt: AttemptDir, environ: Mapping[str, str
 
 
 def main(arguments: list[str]) -> None:
-    """Be a fork server, which finds modules where its environment says, as if it had just been started."""
+    """Run as a fork server with the import path of its environment, like a new process."""
     sys.path += [place for place in os.environ.get("PYTHONPATH", "").split(":") if place not in ["", *sys.path]]
     if sys.modules.get("numpy", server) is None:  # the warm root's torch does without, a program may have its own
         del sys.modules["numpy"]

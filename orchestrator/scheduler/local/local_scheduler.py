@@ -30,7 +30,7 @@ from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, Sub
 from orchestrator.home import state_home
 from orchestrator.scheduler.interface import UNREADABLE, JobSpec, JobStatus
 from orchestrator.scheduler.job_environment import package_root
-from orchestrator.scheduler.script import AGENT, arguments, own_folder, prepare
+from orchestrator.scheduler.script import AGENT, own_folder, prepare
 from orchestrator.scheduler.slurm.sbatch_values import check_field, minutes
 from trainer.protocol.cut_text import cut
 from trainer.protocol.failures.outcome import ExitCode, FailureKind
@@ -362,8 +362,9 @@ def _intent(spec: JobSpec, entry: str) -> Intent:
         lines.append(f"export PYTHONPATH={shlex.quote(root)}" if root else "unset PYTHONPATH")
     return Intent(
         name=check_field("name", spec.name, "name"), comment=spec.comment, submission=str(spec.submission.absolute()),
-        run_dir=str(spec.run_dir), entry=entry, arguments=arguments(spec), nodes=spec.resources.nodes,
-        limit_s=60 * minutes("cluster.time", spec.resources.time), signal_lead=spec.resources.signal_lead,
+        run_dir=str(spec.run_dir), entry=entry, arguments=(str(spec.run_dir), str(spec.attempt)),
+        nodes=spec.resources.nodes, limit_s=60 * minutes("cluster.time", spec.resources.time),
+        signal_lead=spec.resources.signal_lead,
         command=("bash", "-c", "\n".join([*lines, f"exec {prepared.python}"])), devices=_devices(spec),
         asked_at=time.time(), host=socket.gethostname(), named=str(spec.submission.absolute()),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from orchestrator.errors import ConfigError, Retryable, SlurmUnreachable, SubmitAmbiguous, SubmitRejected
 from orchestrator.near_words import nearest
 from orchestrator.scheduler.interface import TAG_VARIABLE, JobSpec, Resources
-from orchestrator.scheduler.script import arguments, load_entry, own_folder, prepare, start_command
+from orchestrator.scheduler.script import load_entry, own_folder, prepare, start_command
 from orchestrator.scheduler.slurm.command_output import expand_nodes, fold_nodes, require, run_command
 from orchestrator.scheduler.slurm.node_capacity import known_nodes, known_partitions, shortfall
 from orchestrator.scheduler.slurm.refusals import GRES, SIZE, is_of_sbatch, submit_error
@@ -166,11 +166,10 @@ def refusal(spec: JobSpec) -> SubmitRejected | None:
     WARNING: a job refused here because nodes are down may still be accepted: see `node_capacity.shortfall`. Raises
     ConfigError as `text` does.
     """
-    made, script = executor(spec), text(spec)
     try:
         done = subprocess.run(
-            [*_bounded_sbatch(TEST_TIMEOUT_S), "--test-only"], input=script, capture_output=True, text=True,
-            errors="replace", timeout=2 * TEST_TIMEOUT_S, check=False, env=made.spec.submitter.environ(os.environ),
+            [*_bounded_sbatch(TEST_TIMEOUT_S), "--test-only"], input=text(spec), capture_output=True, text=True,
+            errors="replace", timeout=2 * TEST_TIMEOUT_S, check=False, env=spec.submitter.environ(os.environ),
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -196,7 +195,7 @@ def submit(spec: JobSpec, entry: str) -> str:
             made = executor(spec, folder)
             made.words = _redirect_errors(errors.fileno(), words)
             try:
-                return str(made.submit(function, *arguments(spec)).job_id)
+                return str(made.submit(function, str(spec.run_dir), str(spec.attempt)).job_id)
             finally:
                 messages = os.pread(errors.fileno(), _MAX_MESSAGES, 0)
     except FailedJobError as error:

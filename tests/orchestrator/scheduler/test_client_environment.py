@@ -93,7 +93,7 @@ def test_exactly_this_environment_arrives_and_no_word_of_it_is_on_the_command_li
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobSpec:
-    path = write_commands(tmp_path / "bin", LOOK.replace("@", str(tmp_path)))
+    path = write_commands(tmp_path / "bin", LOOK.replace("@", str(tmp_path)), scancel="true")
     monkeypatch.setenv("PATH", path)
     monkeypatch.setenv("SLURM_JWT", f"{CANARY}-jwt")
     monkeypatch.setenv("AWS_SECRET", f"{CANARY}-of-the-controller")

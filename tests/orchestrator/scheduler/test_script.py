@@ -25,31 +25,31 @@ def spec(*templates: str, python: str = "", gpus: int = 0, **args: str) -> JobSp
 
 
 def test_the_default_runs_the_interpreter_that_runs_orch() -> None:
-    made = prepare(spec("default"), SHIPPED)
+    made = prepare(spec("default"))
     assert made.python == f"{shlex.quote(sys.executable)} -P"
     assert made.own_interpreter
     assert "umask 077" in made.setup
 
 
 def test_a_configured_interpreter_is_quoted() -> None:
-    made = prepare(spec("default", python="/opt/my env/bin/python"), SHIPPED)
+    made = prepare(spec("default", python="/opt/my env/bin/python"))
     assert made.python == "'/opt/my env/bin/python' -P"
     assert not made.own_interpreter
 
 
 def test_modules_are_words_each_quoted() -> None:
-    made = prepare(spec("modules", modules="cuda/12.8 nccl;reboot"), SHIPPED)
+    made = prepare(spec("modules", modules="cuda/12.8 nccl;reboot"))
     assert "module load cuda/12.8 'nccl;reboot' || exit 1" in made.setup
 
 
 def test_conda_uses_the_python_of_its_environment() -> None:
-    made = prepare(spec("conda", env="train", base="/opt/conda"), SHIPPED)
+    made = prepare(spec("conda", env="train", base="/opt/conda"))
     assert made.setup[-2:] == (". /opt/conda/etc/profile.d/conda.sh || exit 1", "conda activate train || exit 1")
     assert made.python == "python3 -P"
 
 
 def test_pyxis_becomes_srun_arguments() -> None:
-    made = prepare(spec("pyxis", image="team#img:1", mounts="/data:/data"), SHIPPED)
+    made = prepare(spec("pyxis", image="team#img:1", mounts="/data:/data"))
     assert made.srun == (
         "--container-image=team#img:1",
         "--container-mounts=/shared/runs/x 1:/shared/runs/x 1,/data:/data",
@@ -60,19 +60,19 @@ def test_pyxis_becomes_srun_arguments() -> None:
 
 @pytest.mark.parametrize(("gpus", "nv"), [(0, []), (8, ["--nv"])])
 def test_apptainer_wraps_the_interpreter(gpus: int, nv: list[str]) -> None:
-    made = prepare(spec("apptainer", image="/i/a.sif", gpus=gpus, python="/usr/bin/python3.12"), SHIPPED)
+    made = prepare(spec("apptainer", image="/i/a.sif", gpus=gpus, python="/usr/bin/python3.12"))
     bind = ["--bind", "/shared/runs/x 1"]
     assert shlex.split(made.python) == ["apptainer", "exec", *nv, *bind, "/i/a.sif", "/usr/bin/python3.12", "-P"]
 
 
 def test_nccl_sets_only_what_is_given() -> None:
-    assert prepare(spec("nccl"), SHIPPED).setup == ("export NCCL_DEBUG=WARN",)
-    made = prepare(spec("nccl", nccl_interface="ib0", nccl_hca="mlx5_0,mlx5_1"), SHIPPED)
+    assert prepare(spec("nccl")).setup == ("export NCCL_DEBUG=WARN",)
+    made = prepare(spec("nccl", nccl_interface="ib0", nccl_hca="mlx5_0,mlx5_1"))
     assert made.setup[1:] == ("export NCCL_SOCKET_IFNAME=ib0", "export NCCL_IB_HCA=mlx5_0,mlx5_1")
 
 
 def test_fragments_add_up_in_their_order() -> None:
-    made = prepare(spec("default", "nccl", "pyxis", image="i"), SHIPPED)
+    made = prepare(spec("default", "nccl", "pyxis", image="i"))
     assert made.setup[0] == "umask 077"
     assert made.setup[-1].startswith("export NCCL_DEBUG")
     assert made.srun
@@ -80,17 +80,17 @@ def test_fragments_add_up_in_their_order() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.sh")))
 def test_every_shipped_fragment_is_shell_and_says_what_it_is_for(name: str) -> None:
-    fragment = load(name, SHIPPED)
+    fragment = load(name)
     assert fragment.about
     assert all(argument.help for argument in fragment.args.values())
-    made = prepare(spec(name, **{key: "x" for key in fragment.args}), SHIPPED)
+    made = prepare(spec(name, **{key: "x" for key in fragment.args}))
     script = "\n".join([*made.setup, made.python])
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
 def test_two_interpreters_are_refused() -> None:
     with pytest.raises(ConfigError, match="conda and apptainer both define"):
-        prepare(spec("conda", "apptainer", env="e", base="b", image="i"), SHIPPED)
+        prepare(spec("conda", "apptainer", env="e", base="b", image="i"))
 
 
 @pytest.mark.parametrize(
@@ -106,21 +106,21 @@ def test_two_interpreters_are_refused() -> None:
 )
 def test_what_does_not_fit_is_refused(templates: tuple[str, ...], args: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        prepare(spec(*templates, **args), SHIPPED)
+        prepare(spec(*templates, **args))
 
 
 def test_typing_errors_get_the_nearest_name() -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(spec("defualt"), SHIPPED)
+        prepare(spec("defualt"))
     assert caught.value.hint == "did you mean default?"
     with pytest.raises(ConfigError) as caught:
-        prepare(spec("pyxis", imgae="x"), SHIPPED)
+        prepare(spec("pyxis", imgae="x"))
     assert caught.value.hint == "did you mean image?"
 
 
 def test_a_missing_argument_is_offered_as_it_is_typed() -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(spec("modules"), SHIPPED)
+        prepare(spec("modules"))
     assert is_override(caught.value.hint)
     added = caught.value.hint.replace("VALUE", "gcc")
     assert compose("slurm-first-run", [added]).config.cluster.template_args == {"modules": "gcc"}

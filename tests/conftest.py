@@ -1,4 +1,4 @@
-"""The order of tests among workers; a server that speaks S3 and a process that forks ranks, one of each."""
+"""Order of tests among workers, and shared fixtures: an S3 server and a process that forks ranks."""
 
 import asyncio
 import gc
@@ -47,17 +47,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 fork_writers()
 watch()  # a connection to SQLite that is left open fails its test
 
-# What is imported stays: to collect garbage among a million objects takes longer than most tests.
+# Imported objects stay, and collecting garbage among a million objects takes longer than most tests.
 gc.disable()
 
 
 MEMORY = "/dev/shm"
 ROOM = 8 << 30
-"""Free bytes in memory that the files of tests need; all tests together write half of that."""
+"""Free memory in bytes that the files of tests need; all tests together write half of that."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start what workers share; put files in memory where it has room: on a disk, tests would mostly wait."""
+    """Start shared processes, and put files into memory if there is room, because disks are slow."""
     if os.path.isdir(MEMORY) and psutil.virtual_memory().available > ROOM:
         free = os.statvfs(MEMORY)
         if free.f_bavail * free.f_frsize > ROOM and not free.f_flag & os.ST_NOEXEC:
@@ -74,16 +74,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Everything is imported: set it apart, and collect the garbage of tests from here on, but not every moment."""
+    """Freeze imported objects, and collect only the garbage of tests, rarely."""
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests begin first, those on the Slurm lab before all others, so that short ones fill up the end.
+    """Sort long tests first, beginning with the Slurm lab, so that short ones fill the end.
 
-    Files of long tests are mixed: those whose processes compute and those that wait for something share the cores.
+    Files of long tests are shuffled, so that computing and waiting tests share the cores.
     """
 
     def place(item: pytest.Item) -> tuple[bool, bool, int]:
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
-    """Make no cases of proofs that are not asked for: each worker would make thousands, and run none."""
+    """Create no cases of deselected proofs: each worker would create thousands and run none."""
     if collector.config.option.markexpr != "not proof":
         return None
     own = any(mark.name == "proof" for mark in getattr(obj, "pytestmark", ()))
@@ -103,7 +103,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
 
 
 class TestsByFile(LoadScopeScheduling):
-    """Gives a worker one file at a time: its tests share what it sets up. Files that share a lab or a run are one."""
+    """Scheduler that gives a worker one file at a time; files that share a lab or a run count as one."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]

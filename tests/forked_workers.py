@@ -1,8 +1,8 @@
-"""Workers of pytest-xdist as forks of one process that has collected the tests: each would import for ten CPU seconds.
+"""Workers of pytest-xdist as forks of one process with the collected tests, whose imports take ten CPU seconds.
 
-Run as a program with a path, this stands where execnet starts a Python: it gives its streams to that process over the
-socket there, and ends as the fork does that has taken them. Run with two descriptors and arguments of pytest, it is
-that process; without arguments of pytest it has collected nothing.
+As a program with a path, this replaces the Python that execnet starts: it passes its streams to that process over a
+socket and exits like the fork that received them. With two descriptors and arguments of pytest, it is that process;
+without arguments of pytest, it collects nothing.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def fork_workers(config: "pytest.Config", folder: Path) -> None:
-    """Start the process, which ends with this one, and have it make the workers; its socket is in `folder`."""
+    """Start the process, which ends with this one, and let it create the workers; its socket is in `folder`."""
     place, (lifeline, ours) = folder / "workers", os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(place))
@@ -37,17 +37,17 @@ def fork_workers(config: "pytest.Config", folder: Path) -> None:
             cwd=config.invocation_params.dir, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         )  # fmt: skip
     os.close(lifeline)
-    process.returncode = 0  # nobody waits for it
+    process.returncode = 0  # it is never waited for
     config.add_cleanup(partial(os.close, ours))
     command = shlex.join([sys.executable, __file__, str(place)])
     config.option.tx = [f"popen//python={command}" for _ in config.option.tx]
 
 
-# ---- in the place of a Python
+# ---- replacement of a Python
 
 
 def hand_over(place: str) -> int:
-    """Give the standard streams away; the exit code of the process that has got them."""
+    """Pass the standard streams on; return the exit code of the process that received them."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.connect(place)
         socket.send_fds(link, [b"streams"], [0, 1, 2])
@@ -58,14 +58,14 @@ def hand_over(place: str) -> int:
 
 
 def collect(words: Sequence[str]) -> bool:
-    """Import all tests; whether that is possible."""
+    """Import all tests; return whether that succeeded."""
     import pytest
 
     return pytest.main(list(words)) == pytest.ExitCode.OK
 
 
 def serve(listener: socket.socket, lifeline: int) -> None:
-    forks: dict[int, tuple[int, socket.socket]] = {}  # handle of a fork -> its pid, and where its end is told
+    forks: dict[int, tuple[int, socket.socket]] = {}  # handle of a fork -> its pid, and the socket for its exit code
     while True:
         for ready in select.select([listener, lifeline, *forks], [], [])[0]:
             if ready == lifeline:
@@ -91,7 +91,7 @@ def serve(listener: socket.socket, lifeline: int) -> None:
 
 
 def become_worker(streams: Sequence[int]) -> None:
-    """Do what execnet tells the Python that it starts."""
+    """Execute the program that execnet sends to a new Python."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

@@ -1,7 +1,7 @@
-"""Checkpoint writers as forks of whoever starts them: their program imports for longer than it writes.
+"""Checkpoint writers as forks of their parents, because their imports take longer than their writes.
 
-Their parents, arguments, descriptors and environments are the same. A start with another interpreter or module path, or
-with an environment that a fork has no room for, is left alone.
+Their parents, arguments, descriptors and environments are the same. Writers with another interpreter, module path or
+an environment too large for a fork are started as programs.
 """
 
 import gc
@@ -18,11 +18,11 @@ from tests.warm_root import as_program, become, has_room
 _PROGRAM = [sys.executable, "-P", "-m", process.__name__]
 _PATH = os.environ.get("PYTHONPATH")
 execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-"""Starts the program itself."""
+"""Original method, which starts the program."""
 
 
 def fork_writers() -> None:
-    """From here on, a writer that this process or a fork of it starts is a fork of its parent."""
+    """Make writers of this process and its forks forks of their parents."""
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
 
 
@@ -30,7 +30,7 @@ def _fork_or_execute(
     child: Any, words: Any, executable: Any, preexec: Any, close: Any, keep: Sequence[int], cwd: Any,
     environ: Mapping[str, str] | None, *rest: Any,
 ) -> None:  # fmt: skip
-    """Do what `Popen` leaves to this method, which gets the ends of the pipes after three other arguments."""
+    """Replacement of `Popen._execute_child`; the ends of the pipes follow three other arguments."""
     is_usual = (os.environ if environ is None else environ).get("PYTHONPATH") == _PATH
     if list(words[:4]) != _PROGRAM or not is_usual or not (environ is None or has_room(environ)):
         execute_child(child, words, executable, preexec, close, keep, cwd, environ, *rest)

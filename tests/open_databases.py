@@ -1,4 +1,4 @@
-"""A warning for every unclosed connection to SQLite, as from Python 3.13 on, whatever Python runs the tests."""
+"""Warning for every unclosed SQLite connection, as in Python 3.13, for all versions of Python."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class WatchedConnection(sqlite3.Connection):
-    """Warns when it is collected open, as Python 3.13 does, and names the test that opened it."""
+    """Connection that warns if it is collected while open, and names the test that opened it."""
 
     is_closed = True
 
@@ -28,6 +28,6 @@ class WatchedConnection(sqlite3.Connection):
 
 
 def watch() -> None:
-    """Have every new connection of this process watched, where Python does not do so itself."""
+    """Watch all new connections of this process, unless Python does so itself."""
     if sys.version_info < (3, 13):
         sqlite3.connect = functools.partial(sqlite3.connect, factory=WatchedConnection)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The house checks itself: import laws, sizes, names, and where printing and broad excepts may stand.
+"""House rules: imports, sizes, names, and places of printing and broad excepts.
 
 Each test walks the whole tree and reports every violation at once.
 """
@@ -32,7 +32,7 @@ EXEMPT = {
     "trainer/agent/fork_server/server.py": "it forks ranks",
     "trainer/protocol/config.py": "it assembles the sections of all owners",
 }
-"""Folders of `trainer/`, and what they may import of it; `trainer/models/` uses all but the agent."""
+"""Allowed imports between folders of `trainer/`; `trainer/models/` may import all but the agent."""
 AGENT_ROOMS = (
     "control",
     "processes",
@@ -48,7 +48,7 @@ AGENT_ROOMS = (
     "node_agent",
     "main",
 )
-"""Each may enter those before it."""
+"""Each may import those before it."""
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
 MODELS = {"trainer/models/llama.py", "trainer/models/mixture_of_experts.py"}
 PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
@@ -60,14 +60,14 @@ UNPICKLERS = {
     "checkpointing/engine/collectives/group.py": "names the error",
     "trainer/agent/flight/recorder.py": "reads dumps by an allow-list of opcodes",
 }
-"""Which files may import pickle, and why: files are read by allow-lists; processes never send it to each other."""
+"""Files that may import pickle, with reasons: files are read by allow-lists; processes never exchange pickles."""
 CODEC = "trainer/protocol/messages/codec.py"
 MESSAGE_TAGS, SENDERS = ("say", "do"), ("send", "send_message", "broadcast", "deliver")
-"""How a message is named on the wire, which is the codec's affair, and what sends one, which takes a dataclass."""
+"""Message tags on the wire, which only the codec may use, and senders, which take dataclasses."""
 EDGE = "# outermost edge"
 LONGEST_FILE, LONGEST_FUNCTION, WIDEST_CONFIG, MOST_PARAMETERS = 500, 60, 12, 8
 FEW_PARAMETERS = ("orchestrator/",)
-"""Where a function takes at most `MOST_PARAMETERS`."""
+"""Folders whose functions take at most `MOST_PARAMETERS`."""
 
 SOURCES = {str(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 TEXTS = {name: path.read_text() for name, path in SOURCES.items()}
@@ -77,24 +77,24 @@ IN_ROOMS = {name for name in SOURCES if name.startswith(TORCH_ROOMS)}
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Every file of the packages, parsed."""
+    """Return the syntax trees of all files."""
     return {name: ast.parse(text) for name, text in TEXTS.items()}
 
 
 @cache
 def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """What `ast.walk` finds, looked for once."""
+    """Return the cached result of `ast.walk`."""
     return tuple(ast.walk(tree))
 
 
 def none_of(violations: Iterable[str]) -> None:
-    """Fail with all of them, one a line."""
+    """Fail with all violations, one per line."""
     found = list(violations)
     assert not found, f"{len(found)} violations:\n" + "\n".join(found)
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Absolute names of everything a file imports, late imports included; a relative one begins with a dot."""
+    """Yield the absolute names of all imports, including late ones; relative ones begin with a dot."""
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -115,7 +115,7 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def for_types(node: ast.stmt) -> bool:
-    """Whether only type checkers read it."""
+    """Return whether only type checkers execute this statement."""
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 

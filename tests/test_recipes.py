@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, followed in a copy of the tree: each extension is one file, or one row, or both.
+"""The recipes of CONTRIBUTING.md in a copy of the tree: each extension is a file, a row, or both.
 
 A scheduler is added in tests/orchestrator/scheduler/test_third_scheduler.py, a notification channel in
 tests/orchestrator/notifications/test_channels.py.

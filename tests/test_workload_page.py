@@ -1,4 +1,4 @@
-"""docs/writing-a-workload.md names every method of a workload as the code has it."""
+"""docs/writing-a-workload.md names every method of a workload with its parameters."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ SOURCE = ROOT / "trainer" / "worker" / "workload.py"
 
 
 def methods(text: str, kinds: set[str]) -> dict[str, list[str]]:
-    """The public methods of these classes, with the names of their parameters."""
+    """Return the public methods of these classes, with their parameter names."""
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name in kinds]
     found = [node for kind in classes for node in kind.body if isinstance(node, ast.FunctionDef)]
     return {node.name: [one.arg for one in node.args.args] for node in found if node.name[0] != "_"}

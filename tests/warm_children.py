@@ -1,10 +1,10 @@
 """Controllers, local jobs and checks of user code as forks of the process in `tests/trainer/agent/warm_agents.py`.
 
-A controller, a job's process, its tasks and their fork servers import for eight CPU seconds before they do what most
-end-to-end tests are about. Here the same functions run with the same parents, arguments, environments and files, less
-the imports; only the parents of controllers and checks are others. Tests of shared roots, of the wheel and of how a
-controller starts run all of them as programs, those of secrets all but fork servers, and those on Slurm all agents and,
-without `warm_python`, their fork servers.
+A controller, a job's process, its tasks and their fork servers spend eight CPU seconds on imports. Here the same
+functions run with the same parents, arguments, environments and files, without the imports; only the parents of
+controllers and checks differ. Tests of shared roots, of the wheel and of a controller's start run all of them as
+programs; tests of secrets all but fork servers; tests on Slurm all agents and, without `warm_python`, their fork
+servers.
 """
 
 import importlib
@@ -35,7 +35,7 @@ _AGENT = ["-P", "-u", "-m", "trainer.agent.main"]
 
 
 def start_warm_children() -> None:
-    """From here on, start controllers, local jobs and checks of user code by an order to the warm process.
+    """Start later controllers, local jobs and checks of user code through the warm process.
 
     The variable WARM_CHILDREN names its socket.
     """
@@ -76,7 +76,7 @@ def _order(what: str, *order: object, descriptors: Sequence[int] = (), seconds: 
 def order_program(
     module: str, words: Sequence[str], environ: Mapping[str, str], streams: Sequence[int], link: int
 ) -> "WarmAgent":
-    """Start `module`, as much as `python -m` would, with `link` as the first of its arguments."""
+    """Start `module` like `python -m`, with `link` as its first argument."""
     from tests.trainer.agent.warm_agents import WarmAgent
 
     status, told = os.pipe()
@@ -87,7 +87,7 @@ def order_program(
 
 
 def _popen_or_order(command: list[str], **options: Any) -> Any:
-    """In the place of `Popen` where the user's code is checked."""
+    """Replacement of `Popen` in checks of user code."""
     if command[1:-1] != _INSPECTION or options["env"].get("PYTHONPATH") != str(ROOT):
         return subprocess.Popen(command, **options)
     stdin, written = os.pipe()
@@ -102,7 +102,7 @@ def _popen_or_order(command: list[str], **options: Any) -> Any:
 
 
 def listen() -> tuple[socket.socket, str]:
-    """The socket that orders come to, and its path."""
+    """Return the socket for orders, and its path."""
     folder = tempfile.mkdtemp(prefix="orch-orders-")
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.bind(f"{folder}/socket")
@@ -111,7 +111,7 @@ def listen() -> tuple[socket.socket, str]:
 
 
 def fork_for_order(listener: socket.socket) -> tuple[int, int]:
-    """Fork what is ordered, or the process that starts a job and answers; its pid, and where to tell how it ended."""
+    """Fork the ordered process, or the one that starts a job; return its pid and the descriptor for its exit code."""
     begin = {"job": _start_job, "controller": _become_controller, "program": _become_program}
     link, _ = listener.accept()
     with link:
@@ -160,7 +160,7 @@ def _start_job(link: socket.socket, _: list[int], intent: list[str], environ: Ma
 def _become_program(
     _: socket.socket, descriptors: list[int], environ: Mapping[str, str], folder: str, module: str, *words: str
 ) -> None:
-    """Be a program of whose arguments the first is its descriptor, and one may be PARENT, the pid of its parent."""
+    """Run as a program; its first argument is its descriptor, and PARENT stands for its parent's pid."""
     os.setsid()
     os.chdir(folder)
     *streams, link = descriptors
@@ -170,7 +170,7 @@ def _become_program(
 
 
 def _start_task(command: list[str], *, env: Mapping[str, str], stdin: int, stdout: Any, stderr: Any) -> Any:
-    """In the place of the job's `Popen`: the agent that its shell would become, or what else it starts."""
+    """Replacement of the job's `Popen`: start the agent that its shell would exec, or any other program."""
     setup, _, last = command[-1].rpartition("\n")
     words = shlex.split(last)
     if command[:2] != ["bash", "-c"] or words[:-2] != ["exec", sys.executable, *_AGENT]:

@@ -1,4 +1,4 @@
-"""Programs of tests, each a fork of a process that has imported what they need: that takes longer than most of them.
+"""Programs of tests as forks of a process with their imports, which take longer than most of the programs.
 
 `main` is that process. It reads JSON lines {module, ranks: [[argument ...] ...], folder, patience,
 environment, cwd} from stdin, forks one child for each of `ranks`, in which `module`'s main() finds its arguments in
@@ -29,19 +29,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended, and what it has printed."""
+    """Exit code and output of one rank."""
 
     code: int
     out: str
     err: str
 
     def result(self) -> Any:
-        """The JSON of its last line."""
+        """Return the JSON of its last line."""
         return json.loads(self.out.splitlines()[-1])
 
 
 class WarmPrograms:
-    """The running process, asked for one program at a time."""
+    """The warm process, which runs one program at a time."""
 
     def __init__(self) -> None:
         path = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
@@ -52,7 +52,7 @@ class WarmPrograms:
         self, module: str, ranks: Sequence[Sequence[object]], patience: float = 120.0,
         environment: Mapping[str, str] | None = None, cwd: Path = ROOT,
     ) -> list[Ended]:  # fmt: skip
-        """All ranks of a program to their ends; one of them for each row of arguments."""
+        """Run a program with one rank for each row of arguments, until all have ended."""
         with tempfile.TemporaryDirectory(prefix="orch-programs-") as folder:
             rows = [[str(argument) for argument in row] for row in ranks]
             order = {"module": module, "ranks": rows, "folder": folder, "patience": patience, "cwd": str(cwd)}
@@ -65,7 +65,7 @@ class WarmPrograms:
         return [Ended(code, out, err) for code, (out, err) in zip(codes, printed, strict=True)]
 
     def results(self, module: str, ranks: Sequence[Sequence[object]], dies: Sequence[int] = ()) -> list[Any]:
-        """The JSON that every rank has printed last; all must end well, but those that die."""
+        """Return the last JSON line of every rank; all must succeed, except those expected to die."""
         ended = {rank: one for rank, one in enumerate(self.run(module, ranks)) if rank not in dies}
         failed = {rank: one for rank, one in ended.items() if one.code != 0}
         assert not failed, "\n".join(f"rank {rank} ended with {one.code}: {one.err}" for rank, one in failed.items())
@@ -85,15 +85,15 @@ def warm_programs() -> Iterator[WarmPrograms]:
 
 
 _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_")
-"""Beginnings of variables that Python reads when it starts."""
+"""Prefixes of variables that Python reads at its start."""
 _idle: list[WarmPrograms] = []
-"""Processes that no test uses now: some tests type several commands at a time."""
+"""Idle processes; some tests run several commands at the same time."""
 
 
 def run_orch(
     words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """`orch WORDS`, as `subprocess.run` would run it. Raises TimeoutExpired."""
+    """Run `orch WORDS` like `subprocess.run`. Raises TimeoutExpired."""
     command = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]
     names = {name for name in {*environment, *os.environ} if name.startswith(_READ_AT_START)}
     if any(environment.get(name) != os.environ.get(name) for name in names):
@@ -112,7 +112,7 @@ def run_orch(
 
 
 def forked(order: Mapping[str, Any], main: Callable[[], None], arguments: Sequence[str], output: Path) -> int:
-    """A child that runs `main` as if it were a program of its own."""
+    """Fork a child that runs `main` as its main program; return its pid."""
 
     def begin() -> None:
         os.chdir(order["cwd"])
@@ -134,7 +134,7 @@ def forked(order: Mapping[str, Any], main: Callable[[], None], arguments: Sequen
 
 
 def ended(pids: Sequence[int], patience: float) -> list[int]:
-    """Exit codes; whoever still runs when `patience` is over is killed."""
+    """Return exit codes; kill children that still run after `patience` seconds."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + patience
     while len(codes) < len(pids):

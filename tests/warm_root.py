@@ -1,7 +1,7 @@
-"""The process that imports torch and all of orch, once for all workers: other warm processes are forks of it.
+"""The process that imports torch and all of orch once for all workers; other warm processes are its forks.
 
-Run as a program this is that process. It gets orders {call, arguments, environ, cwd} on sockets, with descriptors for
-stdin, stdout, the exit code and whatever else the call needs, whose numbers follow the arguments in sys.argv.
+As a program, this is that process. It receives orders {call, arguments, environ, cwd} on sockets, with descriptors for
+stdin, stdout, the exit code and the call's own needs; the numbers of the latter follow the arguments in sys.argv.
 """
 
 import atexit
@@ -28,20 +28,20 @@ from setproctitle import getproctitle
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 1 << 20
-"""Bytes of an order: an environment is in it."""
+"""Maximum bytes of an order, which contains an environment."""
 HASH_SEED = os.environ.get("PYTHONHASHSEED", "0")
-"""Seed of text hashes of all warm processes: a fork has its parent's, whatever its environment says."""
+"""Hash seed of all warm processes: a fork has its parent's, regardless of its environment."""
 _ROOM = {"ROOM": "-" * 100_000}
-"""Its place is for the environments of forks."""
+"""Placeholder in the initial environment, to be overwritten with the environments of forks."""
 _PLACE = "ORCH_TESTS_WARM_ROOT"
 _place = os.environ.pop(_PLACE, "")
-"""Where the root listens that all workers share; empty if each process starts its own."""
+"""Address of the root shared by all workers; empty if each process starts its own."""
 _links: dict[int, socket.socket] = {}
-"""The link to the root, by the pid of this process."""
+"""Link to the root by the pid of this process."""
 
 
 class WarmChild:
-    """A fork of the root, as much as `subprocess.Popen` of a program with pipes."""
+    """A fork of the root, like `subprocess.Popen` with pipes."""
 
     def __init__(self, pid: int, stdin: int, stdout: int, status: int) -> None:
         self.pid, self._status = pid, status
@@ -49,7 +49,7 @@ class WarmChild:
         atexit.register(self.communicate, 30.0)
 
     def communicate(self, timeout: float | None = None) -> None:
-        """Close its input and wait for its end; raises TimeoutExpired."""
+        """Close its stdin and wait until it has exited. Raises TimeoutExpired."""
         if self.stdin.closed:
             return
         with contextlib.suppress(BrokenPipeError):
@@ -63,7 +63,7 @@ class WarmChild:
 def start_warm(
     call: str, arguments: Sequence[str] = (), *, environ: Mapping[str, str], descriptors: Sequence[int] = ()
 ) -> WarmChild:
-    """Start `module:function` as if it were a program with these arguments and this environment."""
+    """Start `module:function` like a program with these arguments and this environment."""
     link = _links.get(os.getpid()) or _links.setdefault(os.getpid(), _link())
     stdin, written = os.pipe()
     read, stdout = os.pipe()
@@ -76,7 +76,7 @@ def start_warm(
 
 
 def share_root(folder: Path, *, imports_now: bool) -> None:
-    """Start a root for all processes that are started from now on with this environment; it ends with this process.
+    """Start a root for all processes started from now on with this environment; it ends with this process.
 
     It imports when it gets its first order, because many runs of tests need none of it, or now.
     """
@@ -121,13 +121,13 @@ def _start_root(place: str = "", *, imports_now: bool = False) -> socket.socket:
 
 
 def skip_absent_numpy() -> None:
-    """Let imports of an absent NumPy fail at once: torch tries hundreds in every rank, each in all folders."""
+    """Make imports of a missing NumPy fail fast: torch tries hundreds in every rank, each in all folders."""
     if importlib.util.find_spec("numpy") is None:
         sys.modules["numpy"] = None  # type: ignore[assignment]  # as `import` documents it
 
 
 def as_program(main: Callable[[], object]) -> NoReturn:
-    """Run `main` in a forked child as if the child had been started with it."""
+    """Run `main` in a forked child as its main program."""
     code = 1
     try:
         main()
@@ -145,7 +145,7 @@ def as_program(main: Callable[[], object]) -> NoReturn:
 
 
 def become(environ: Mapping[str, str] | None, streams: tuple[int, int, int], keep: Sequence[int] = ()) -> None:
-    """Be a process with this environment and these standard streams that has inherited nothing else but `keep`.
+    """Take on this environment and these standard streams; of all other descriptors, keep only `keep`.
 
     Without an environment it keeps its own.
 
@@ -169,13 +169,13 @@ def become(environ: Mapping[str, str] | None, streams: tuple[int, int, int], kee
 
 
 def has_room(environ: Mapping[str, str]) -> bool:
-    """Whether this environment fits where /proc/PID/environ is read from."""
+    """Return whether this environment fits into the memory that /proc/PID/environ shows."""
     begin, end = _place_of_environment()
     return len(_block(environ)) <= end - begin
 
 
 def _show_environment(environ: Mapping[str, str]) -> None:
-    """Write it where /proc/PID/environ is read from: processes of a job are found there."""
+    """Write the environment into the memory that /proc/PID/environ shows, by which processes of a job are found."""
     assert has_room(environ), "the environment has no room in that of the warm process"
     begin, end = _place_of_environment()
     ctypes.memmove(begin, _block(environ).ljust(end - begin, b"\0"), end - begin)
@@ -191,7 +191,7 @@ def _block(environ: Mapping[str, str]) -> bytes:
 
 
 def _import_all() -> None:
-    """Import all that a rank, an agent, a job or a verb may need. Torch warns of an absent NumPy."""
+    """Import everything that a rank, agent, job or verb may need, without torch's warning about a missing NumPy."""
     from trainer.protocol.config import JobConfig
     from trainer.worker.startup.preimport import import_lazy_parts, import_workload
 

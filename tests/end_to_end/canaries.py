@@ -1,4 +1,4 @@
-"""Values that tell where a secret has got to: in files, in command lines, in what commands print."""
+"""Canary values that show leaks of secrets: in files, command lines and output."""
 
 import base64
 import os
@@ -14,26 +14,26 @@ IN_BASE64 = tuple(
 )
 
 
-def told_in(data: bytes) -> list[bytes]:
+def find_canaries(data: bytes) -> list[bytes]:
     return [piece for piece in (*PIECES, *IN_BASE64) if piece in data]
 
 
-def files_that_tell(folder: Path) -> dict[str, list[bytes]]:
-    """Every file below the folder with a secret in it; one may be gone before it is read."""
+def find_leaking_files(folder: Path) -> dict[str, list[bytes]]:
+    """Return all files below the folder that contain a secret, with its forms; vanished files are skipped."""
     found = {}
     for path in folder.rglob("*"):
         try:
             data = path.read_bytes() if path.is_file() else b""
         except FileNotFoundError:
             continue
-        if told := told_in(data):
+        if told := find_canaries(data):
             found[str(path.relative_to(folder))] = told
     return found
 
 
 @contextmanager
 def command_lines_watched() -> Iterator[set[bytes]]:
-    """Every command line of this machine that tells a secret, looked at again and again meanwhile."""
+    """Collect all command lines of this machine that contain a secret, by polling."""
     found: set[bytes] = set()
     over = threading.Event()
 
@@ -44,7 +44,7 @@ def command_lines_watched() -> Iterator[set[bytes]]:
                     line = Path(f"/proc/{process}/cmdline").read_bytes()
                 except OSError:
                     continue
-                if told_in(line):
+                if find_canaries(line):
                     found.add(line)
 
     thread = threading.Thread(target=look)

@@ -1,4 +1,4 @@
-"""A local user, whose leftovers are ended with the test."""
+"""Fixtures of local users, whose processes end with the test."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A workload whose second rank takes all memory once."""
+"""A workload whose second rank exhausts memory once."""
 
 from pathlib import Path
 

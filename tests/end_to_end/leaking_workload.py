@@ -1,4 +1,4 @@
-"""A workload that tells its secrets as programs do: when it is imported, in steps, and when it fails."""
+"""A workload that prints its secrets at import, in steps and in an exception."""
 
 import base64
 import json

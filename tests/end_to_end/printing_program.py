@@ -1,7 +1,7 @@
-"""A program that prints a lot, dies, prints on in the next generation, waits to be killed, and ends in a new attempt.
+"""A program that prints a lot, aborts, prints more in the next generation, waits for a kill, and ends in a new attempt.
 
-`printing_program.py FOLDER SEEN MIB`: prints MIB in each life. It waits now and then until SEEN, the output of
-`orch logs -f`, has the newest line: what is tested is that no line is missed, not who is faster.
+`printing_program.py FOLDER SEEN MIB`: prints MIB in each life. It waits regularly until SEEN, the output of
+`orch logs -f`, has the newest line: the test is about missed lines, not about speed.
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 LINES = 16384
-"""Printed between two looks; one has 64 bytes. A MiB: the log keeps three."""
+"""Lines of 64 bytes between two waits: 1 MiB; the log keeps 3."""
 
 
 def line(life: int, number: int) -> str:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer as a `command:` of orch: what a torn checkpoint of its own does to it."""
+"""Hugging Face's Trainer as a `command:`, with a truncated checkpoint of its own."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`examples/`: complete programs that a kill in the middle does not change by one bit."""
+"""`examples/`: complete programs whose results are bit-identical after a kill."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ MOST_LINES = 60
 
 
 def saved_by(user: User) -> None:
-    """The examples, as somebody who has downloaded them has them."""
+    """Copy the examples into the user's folder."""
     for path in EXAMPLES.iterdir():
         if path.is_file():
             shutil.copy(path, user.folder)
@@ -75,7 +75,7 @@ def test_gpt2_with_tied_embeddings_ends_with_the_same_bits_after_a_kill(user: Us
 
 
 def ended(user: User, name: str, *, kill: bool) -> dict[str, float]:
-    """What `train_ddp.py` leaves when it is done; with `kill` it loses a rank after its first checkpoint."""
+    """Return the final record of `train_ddp.py`; with `kill`, it loses a rank after its first checkpoint."""
     folder = user.folder / name
     words = json.dumps([sys.executable, str(user.folder / "train_ddp.py"), str(folder), "800"])
     run = user.submit("torchrun-script", f"command={words}", *ONE_NODE)["run"]

@@ -1,4 +1,4 @@
-"""Weights leave one run and begin another."""
+"""Weights exported from one run start another."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Drills and demos that bring a run of their own say what they must; a live run is hit in test_local."""
+"""Reports of drills and demos with their own runs; test_local drills a live run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The main job on simulated nodes: killed in every way that one machine allows, and finished all the same."""
+"""Runs on simulated nodes finish although they are killed in every way that one machine allows."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ LAUNCH_POINTS = (
     "before_submit", "after_submit", "after_find", "after_adopt", "after_submitted", "after_go", "after_release",
 )  # fmt: skip
 SAMPLE = "after_submit"
-"""Where the run that is cancelled was launched; the proof has the others."""
+"""Failpoint of the cancelled run's launch; the proof covers the others."""
 
 
 def test_a_killed_rank_changes_nothing_even_without_a_controller_and_the_end_is_no_end(
@@ -54,7 +54,7 @@ def test_a_killed_rank_changes_nothing_even_without_a_controller_and_the_end_is_
 
 
 def goes_on_with_more_steps(user: User, run: str) -> None:
-    """A run that has ended: other settings, too, from there on."""
+    """Check that an ended run continues with changed settings."""
     more = ["train.steps=18", "optimizer.lr=0.001", "cluster.nodes=1", "parallel.dp_shard=0", "drill.events=[]"]
     assert user.run("resume", run, *more, "--accept", "drill.events").returncode == 0
     assert user.wait(run) == 0
@@ -110,7 +110,7 @@ def test_a_killed_agent_leaves_nothing_and_the_run_goes_on_in_a_new_attempt(user
 
 
 def submit_and_die(user: User, point: str, *settings: str) -> str:
-    """Submit a run from a process that dies at this point of the launch; returns the run, which goes on."""
+    """Submit a run from a process that dies at this point of the launch; return the run, which continues."""
     submitted = user.run(
         "submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", *settings, "--no-controller",
         ORCH_FAILPOINT=point,
@@ -213,7 +213,7 @@ def test_a_finished_run_is_branched_and_the_registry_comes_back_from_the_run_dir
 
 
 def cancelled(user: User, run: str) -> None:
-    """Cancel the run and wait for its end, which leaves no process."""
+    """Cancel the run and wait until all of its processes have ended."""
     assert user.run("cancel", run).returncode == 0
     assert user.wait(run) == 10
     user.until(lambda: not user.processes("orch-agent") and not user.processes("orch-rank"), 30, "an end")
@@ -224,7 +224,7 @@ def steps_of(user: User, run: str, attempt: int) -> list[int]:
 
 
 def flip_a_bit(checkpoints: Path, step: int) -> Path:
-    """Damage the largest shard of the checkpoint of this step; returns the shard."""
+    """Damage the largest shard of this step's checkpoint; return the shard."""
     (folder,) = checkpoints.glob(f"step-{step:08d}*")
     shard = max(folder.glob("*.distcp"), key=os.path.getsize)
     with shard.open("r+b") as stream:

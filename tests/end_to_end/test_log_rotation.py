@@ -1,4 +1,4 @@
-"""Logs of a program that prints without end: bounded on the disk, and read across rotations, restarts and attempts."""
+"""Logs of a program with endless output: bounded on disk, and readable across rotations, restarts and attempts."""
 
 import os
 import signal

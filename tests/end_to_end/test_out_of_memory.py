@@ -1,4 +1,4 @@
-"""A rank that the real kernel kills for lack of memory: its kind, what to change, and the restart in place."""
+"""A rank killed by the real kernel's OOM killer: its failure kind, the remedy, and the restart in place."""
 
 import os
 import signal

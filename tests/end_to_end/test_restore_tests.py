@@ -1,4 +1,4 @@
-"""Restore tests as a user types them: read-only, killed in the middle, and of a user's own program."""
+"""Restore tests typed by a user: read-only, killed midway, and for a user's own program."""
 
 import shutil
 import signal
@@ -34,7 +34,7 @@ except OSError:
 
 
 def read_only(user: User, run: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """`orch WORDS`, and all that it starts, where the run's folder cannot be written to."""
+    """Run `orch WORDS` and all of its children with the run's folder mounted read-only."""
     folder = str(user.run_dir(run).path)
     shield = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
     program = [sys.executable, "-P", "-m", "orchestrator.cli.main", *words]

@@ -1,4 +1,4 @@
-"""Canaries for secrets: real ranks have them, print them and fail with them, and no file but the run's own has them."""
+"""Canary secrets: real ranks print them and fail with them, but only the run's own secrets file contains them."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.canaries import FILE, HOOK, SHELL, command_lines_watched, files_that_tell, told_in
+from tests.end_to_end.canaries import FILE, HOOK, SHELL, command_lines_watched, find_canaries, find_leaking_files
 from tests.end_to_end.user import ONE_NODE, User
 from tests.slurm.warm_fork_servers import warm_python
 from tests.trainer.agent.warm_agents import WarmAgents
@@ -14,7 +14,7 @@ from tests.trainer.agent.warm_agents import WarmAgents
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
 MINE = ("tokens", "mine.yaml")
-"""What the user has written."""
+"""Files written by the user."""
 
 
 def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User, agents: WarmAgents) -> None:
@@ -39,9 +39,9 @@ def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User,
     del user.environment["HF_TOKEN"]
     assert user.wait(run) == 8
     allowed = {f"runs/{run}/secrets.json", *MINE}
-    assert set(files_that_tell(user.folder)) == allowed
+    assert set(find_leaking_files(user.folder)) == allowed
 
-    # They were there to be told.
+    # The ranks did have them.
     attempt = user.run_dir(run).attempt(1)
     log = attempt.rank_log(0).read_text()
     assert log.count("***HF_TOKEN***") > 4
@@ -54,7 +54,7 @@ def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User,
     shown = [user.run(*verb, run, "--json") for verb in (("show",), ("status",), ("events",), ("config", "show"))]
     shown += [user.run("logs", run, "--rank", rank, "--tail", "1000") for rank in ("all", "first-error")]
     for one in shown:
-        assert told_in((one.stdout + one.stderr).encode()) == []
+        assert find_canaries((one.stdout + one.stderr).encode()) == []
     assert "***HF_TOKEN***" in shown[-1].stdout
     assert json.loads(shown[1].stdout)["data"][0]["state"] == "FAILED"
     assert re.search(r'"webhook": ?"http://127.0.0.1:9/\*\*\*"', user.run_dir(run).config.read_text())
@@ -66,10 +66,10 @@ def test_a_command_of_ones_own_has_them_and_secrets_in_a_config_are_refused(user
         refused = user.run("submit", "tiny-gpt", f"cluster.root={user.root}", "cluster.kind=local", *words)
         assert refused.returncode == 2
         assert "would be written to config.json and the registry" in refused.stderr
-        assert told_in((refused.stdout + refused.stderr).encode()) == []
+        assert find_canaries((refused.stdout + refused.stderr).encode()) == []
     look = "[sh, -c, 'test $ORCH_SECRETS = HF_TOKEN && echo it is $HF_TOKEN']"
     shape = ["cluster.nodes=1", "cluster.ranks_per_node=1", "env_from=[HF_TOKEN]", f"command={look}"]
     run = user.submit("torchrun-script", *shape)["run"]
     assert user.wait(run) == 0
     assert "it is ***HF_TOKEN***" in user.run("logs", run, "--rank", "0").stdout
-    assert set(files_that_tell(user.folder)) == {f"runs/{run}/secrets.json"}
+    assert set(find_leaking_files(user.folder)) == {f"runs/{run}/secrets.json"}

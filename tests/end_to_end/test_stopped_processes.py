@@ -1,4 +1,4 @@
-"""SIGSTOP of the controller, the coordinator, another agent: the run ends as it would have, nobody else is named."""
+"""SIGSTOP of the controller, the coordinator or another agent: results are unchanged, no other process is blamed."""
 
 import signal
 import time
@@ -12,11 +12,11 @@ from tests.end_to_end.user import CALM, SMALL, User, assert_exact, assert_gone, 
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(1500)]
 HASTY = "detection.hang.agent=4"
-"""Seconds after which a node ends an agent that stands still; the default is longer than an agent's patience."""
+"""Seconds after which a node ends a stopped agent; the default is longer than an agent's patience."""
 
 
 def agent(user: User, node: int) -> psutil.Process:
-    """The agent of a simulated node; node 0's holds the coordinator."""
+    """Return the agent of a simulated node; node 0's is the coordinator."""
 
     def found() -> list[psutil.Process]:
         return [one for one in user.processes("orch-agent") if one.environ()["SUBMITIT_LOCAL_GLOBALID"] == str(node)]
@@ -32,7 +32,7 @@ def trains(user: User, run: str, attempt: int, step: int) -> None:
 
 
 def stop_agent(user: User, run: str, node: int, attempt: int) -> psutil.Process:
-    """Stop the agent of a node for ever; its node must end it."""
+    """Stop a node's agent permanently; its node must end it."""
     victim = agent(user, node)
     family = [victim, *victim.children(recursive=True)]
     victim.send_signal(signal.SIGSTOP)
@@ -77,7 +77,7 @@ def test_controller_agent_and_coordinator_are_stopped_in_one_run(user: User, cal
 
 
 def pause(victim: psutil.Process, seconds: float, meanwhile: Callable[[], Any]) -> None:
-    """Stop it for so long; 0: for ever."""
+    """Stop a process for this many seconds; 0: permanently."""
     victim.send_signal(signal.SIGSTOP)
     give_up = time.monotonic() + (seconds or 200.0)
     while time.monotonic() < give_up:

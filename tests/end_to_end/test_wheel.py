@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(600)]
 
 
 def build(folder: Path) -> Path:
-    """The wheel, built as `make wheel` builds it."""
+    """Return a wheel built as by `make wheel`."""
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PIP_CONSTRAINT": ""})
     (wheel,) = folder.glob("orch-*.whl")
@@ -26,7 +26,7 @@ def build(folder: Path) -> Path:
 
 
 def install(folder: Path, wheel: Path, *, whole: bool) -> Path:
-    """A new environment with the wheel; its dependencies are installed too, or borrowed from this one."""
+    """Return `orch` of a new environment with the wheel; dependencies are installed, or borrowed from this one."""
     venv.create(folder, with_pip=whole)
     python = folder / "bin" / "python"
     words = ["install", "-q", "-c", str(ROOT / "constraints.txt")] if whole else ["install", "-q", "--no-deps"]

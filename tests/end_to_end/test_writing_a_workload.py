@@ -1,4 +1,4 @@
-"""docs/writing-a-workload.md: its example, typed in from the page, survives the kill of a rank bit for bit."""
+"""docs/writing-a-workload.md: the page's example is bit-identical after the kill of a rank."""
 
 import json
 import math
@@ -20,7 +20,7 @@ EXAMPLES = PAGE.parents[1] / "examples"
 
 
 def typed_in(folder: Path) -> dict[str, str]:
-    """The files of the page, as somebody saves them in one folder."""
+    """Write the files of the page into one folder, and return them."""
     found = dict(FILES.findall(PAGE.read_text()))
     for name, text in found.items():
         (folder / name).write_text(text)
@@ -38,7 +38,7 @@ def test_the_page_shows_the_files_of_the_examples(tmp_path: Path) -> None:
 
 
 def shortened(program: Path) -> list[str]:
-    """A third of the steps of the page's program: rates change at the tenth and 15th, an epoch has five."""
+    """Reduce the page's program to a third of its steps: rates change at steps 10 and 15, an epoch has 5."""
     text = program.read_text()
     assert (text.count("[30, 45]"), text.count("1024")) == (1, 4)
     program.write_text(text.replace("[30, 45]", "[10, 15]").replace("1024", "320"))
@@ -78,7 +78,7 @@ def test_the_example_ends_with_the_same_bits_after_a_kill(user: User) -> None:
 
 
 def overrides() -> str:
-    """The page's methods that follow a changed configuration."""
+    """Return the page's methods that follow a changed configuration."""
     (block,) = re.findall(r"^```python\n(def build_optimizer\(.*?)^```", PAGE.read_text(), re.M | re.S)
     return textwrap.indent(block, "    ")
 

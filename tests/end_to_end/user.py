@@ -1,4 +1,4 @@
-"""A user at a terminal: runs the real `orch` in a private home, reads its JSON and the run directory."""
+"""A user at a terminal, who runs the real `orch` in a private home and reads its JSON and the run directory."""
 
 import contextlib
 import json
@@ -22,23 +22,23 @@ SMALL = [
     "cluster.nodes=2", "cluster.ranks_per_node=1", "parallel.tp=1", "recovery.backoff=0.2", "train.steps=30",
     "checkpoint.every=4", "model.layers=1",
 ]  # fmt: skip
-"""A run of tiny-gpt on two simulated nodes, with as few ranks as can lose one another."""
+"""Settings of tiny-gpt on two simulated nodes with one rank each."""
 TINY = ["model.layers=1", "train.seq_len=32", "train.batch_size=4"]
-"""Half of a rank's time less, where nobody has to catch a run in the middle that does not sleep in its steps."""
+"""Settings that halve a rank's time, for tests that need not interrupt a running step."""
 CALM = [*SMALL, *TINY, "train.steps=16"]
-"""Settings of the run that nothing disturbs, and of those that are compared with it."""
+"""Settings of the undisturbed run, and of runs that are compared with it."""
 ONE_NODE = [*SMALL, *TINY, "cluster.nodes=1", "cluster.ranks_per_node=2"]
-"""The same on one node: two processes less, for tests of what does not depend on nodes."""
+"""The same on one node: two processes fewer, for tests that do not depend on nodes."""
 SLOW_WORKLOAD = Path(__file__).resolve().parents[1] / "fakes" / "slow_llama.py"
 
 
 def warm_environment(agents: WarmAgents) -> dict[str, str]:
-    """Variables of a user whose controllers and local jobs are forks of this process."""
+    """Return variables of a user whose controllers and local jobs are forks of this process."""
     return {"WARM_CHILDREN": agents.orders}
 
 
 class User:
-    """One user with a state folder, a folder of runs, and a controller of their own."""
+    """A user with a private state folder, folder of runs and controller."""
 
     def __init__(self, folder: Path, cluster: str, environment: Mapping[str, str] | None = None) -> None:
         self.folder, self.cluster = folder, cluster
@@ -70,7 +70,7 @@ class User:
         return data
 
     def slowly(self, seconds: float = 0.4) -> list[str]:
-        """Overrides of a run to which something is to happen: its ranks sleep in every step, until `hurry`."""
+        """Return overrides with which ranks sleep in every step until `hurry`, so that a test can interrupt the run."""
         code = self.folder / "code"
         code.mkdir(exist_ok=True)
         shutil.copy(SLOW_WORKLOAD, code)
@@ -79,7 +79,7 @@ class User:
         return ["workload.target=slow_llama:SlowLlama", f"workload.path=[{code}]", *args]
 
     def hurry(self) -> None:
-        """What was to happen has happened: `slowly` is over, for all runs of this user."""
+        """End the sleeps of `slowly` in all runs of this user."""
         self._slow.unlink()
 
     @property
@@ -93,14 +93,14 @@ class User:
         return dict(self.ask("show", run))
 
     def wait(self, run: str, timeout: float = 240) -> int:
-        """`orch wait`; returns its exit code."""
+        """Run `orch wait` and return its exit code."""
         return self.run("wait", run, "--timeout", str(timeout), timeout=timeout + 60).returncode
 
     def run_dir(self, run: str) -> RunDir:
         return RunDir(self.root / run)
 
     def steps(self, run: str) -> list[dict[str, Any]]:
-        """Every line of every attempt's steps.jsonl, in the order of attempts."""
+        """Return all lines of all attempts' steps.jsonl, in the order of attempts."""
         lines = []
         for attempt in self.run_dir(run).all_attempts():
             if attempt.metrics.exists():
@@ -108,7 +108,7 @@ class User:
         return lines
 
     def work(self, run: str) -> list[dict[str, Any]]:
-        """Every line of the workers' own log: who trained which step, when."""
+        """Return all lines of the ranks' work logs, one for each trained step."""
         lines = []
         for attempt in self.run_dir(run).all_attempts():
             lines += work_lines(attempt)
@@ -118,9 +118,9 @@ class User:
         return max((line["step"] for line in self.steps(run)), default=0)
 
     def until(self, true: Callable[[], Any], seconds: float, what: str, every: float = 0.1) -> Any:
-        """Wait for something outside to happen; fails with `what`, and all runs' status, when it does not in time.
+        """Wait until `true` holds; fail with `what` and the status of all runs if it does not in time.
 
-        Where to look is costly (a command, all processes), less time goes by in looking than in waiting.
+        Less time is spent in polling than in waiting, because a poll may be expensive (a command, all processes).
         """
         end = time.monotonic() + seconds
         while (began := time.monotonic()) < end:
@@ -131,7 +131,7 @@ class User:
         raise AssertionError(f"{what}: not within {seconds} s\n{self.run('status', '--all').stdout}")
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """This user's live processes whose command line starts with `name` (their own title); "" for all."""
+        """Return this user's live processes whose command line (title) starts with `name`; "" for all."""
         found = []
         for process in psutil.process_iter(["cmdline", "status", "environ"]):
             words = process.info["cmdline"] or [""]
@@ -141,14 +141,14 @@ class User:
         return found
 
     def kill_controller(self) -> int:
-        """`kill -9` of this user's controller; returns how many there were."""
+        """Kill this user's controllers; return their number."""
         found = self.processes("orch-controller")
-        # A child that has not become another program yet bears its parent's title.
+        # A child has its parent's title until it executes its own program.
         whole = [process for process in found if process.ppid() not in {one.pid for one in found}]
         return sum(1 for process in whole if not process.send_signal(signal.SIGKILL))
 
     def leave(self) -> None:
-        """Kill everything of this user; the controller first, which would follow up what has died."""
+        """Kill all processes of this user; the controller first, because it would react to the other deaths."""
         for name in ("orch-controller", ""):
             for process in self.processes(name):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -156,7 +156,7 @@ class User:
 
 
 def assert_gone(family: list[psutil.Process], seconds: float = 30.0) -> None:
-    """None of these processes runs any more; one that is dead and only not yet reaped by its new parent is gone."""
+    """Check that these processes have ended; zombies count as ended."""
     _, left = psutil.wait_procs(family, timeout=seconds)
     alive = [process for process in left if _runs(process)]
     assert not alive, alive
@@ -170,18 +170,18 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def final(user: User, run: str) -> dict[str, Any]:
-    """The digest of the final weights, as the last attempt wrote it."""
+    """Return the last attempt's final record, with the digest of the weights."""
     path = user.run_dir(run).all_attempts()[-1].metrics.with_name("final.json")
     return dict(json.loads(path.read_text()))
 
 
 def losses(user: User, run: str) -> dict[int, float]:
-    """Step -> loss, the last training of a step counts."""
+    """Return the loss of each step; the last training of a step counts."""
     return {line["step"]: line["loss"] for line in user.steps(run)}
 
 
 def assert_exact(user: User, disturbed: str, calm: str) -> None:
-    """Same losses at every step, replayed ones included, and the same final weights, bit for bit."""
+    """Check for equal losses at every step, including replayed ones, and bit-identical final weights."""
     reference = losses(user, calm)
     for line in user.steps(disturbed):
         assert line["loss"] == reference[line["step"]], f"step {line['step']} differs"
@@ -190,14 +190,14 @@ def assert_exact(user: User, disturbed: str, calm: str) -> None:
 
 
 def compare(user: User, disturbed: str, calm: tuple[User, str]) -> None:
-    """`assert_exact` with an undisturbed run of another user."""
+    """Apply `assert_exact` with an undisturbed run of another user."""
     other, run = calm
     (user.root / "calm").symlink_to(other.run_dir(run).path)
     assert_exact(user, disturbed, "calm")
 
 
 def assert_no_step_twice_at_once(user: User, run: str) -> None:
-    """No two attempts trained at the same time, by the workers' own log."""
+    """Check that no two attempts trained at the same time, by the ranks' work logs."""
     spans: dict[int, tuple[float, float]] = {}
     for line in user.work(run):
         first, last = spans.get(line["attempt"], (line["time"], line["time"]))

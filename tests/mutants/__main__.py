@@ -1,9 +1,9 @@
-"""Plants one-line bugs, one at a time, and counts how many of them the fast tests of the same folder notice.
+"""Plant one-line bugs, one at a time, and count how many the fast tests of the same folder catch.
 
     python -m tests.mutants [--seed N] [--count N] [--only AREA ...] [--jobs N] [--cache FILE]
 
-A test is fast that is neither marked `proof` nor needs Slurm. Each mutant lives in a copy of the tree. Its tests are
-those that ran its line in one recorded run, the shortest first. Exit code 1 when fewer than 90 % are caught.
+Fast tests are neither marked `proof` nor need Slurm. Each mutant is planted in a copy of the tree. Its tests are those
+that ran its line in a recorded run, the shortest first. Exit code 1 if fewer than 90 % are caught.
 """
 
 import argparse
@@ -28,11 +28,11 @@ _IMPORTED = (
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "fsspec", "hypothesis", "omegaconf", "psutil",
     "sqlalchemy", "xdist.scheduler",
 )  # fmt: skip
-"""What forked tests need not import again; no tensor is made before the fork, because its threads would be missing."""
+"""Modules that forked tests need not import again; no tensor may exist before the fork, which loses its threads."""
 
 
 def chosen(areas: Sequence[str], count: int, seed: int) -> list[tuple[str, Mutant]]:
-    """As many of each area; no two on a line."""
+    """Return equally many mutants of each area, at most one per line."""
     found = []
     for number, area in enumerate(areas):
         by_line = defaultdict(list)
@@ -48,7 +48,7 @@ def chosen(areas: Sequence[str], count: int, seed: int) -> list[tuple[str, Mutan
 
 
 def tried(todo: Iterable[Mutant], jobs: int, cache: Path, areas: Sequence[str]) -> Iterable[Trial]:
-    """Each mutant in one of so many slots."""
+    """Try each mutant in one of `jobs` slots."""
     slots = [Slot() for _ in range(jobs)]  # copies of the tree as it is now, which may be edited meanwhile
     try:
         tests = dict(tests_by_line(cache, areas))
@@ -76,13 +76,13 @@ def tried(todo: Iterable[Mutant], jobs: int, cache: Path, areas: Sequence[str]) 
 
 
 def _cost(mutant: Mutant, tests: Mapping[str, TestRun]) -> tuple[bool, float]:
-    """Those without real ranks come first, and so do survivors that are found soon."""
+    """Return the sort key: mutants without real ranks and with short tests first."""
     own = [tests[name] for name in tests_of(mutant, tests)]
     return any(test.ranks for test in own), sum(test.seconds for test in own)
 
 
 def line(trial: Trial) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     caught = trial.caught_by or ("NOT CAUGHT" if trial.tests else "NOT CAUGHT: no test runs the line")
     return f"{trial.seconds:6.1f} s  {trial.mutant.name}  <-  {caught[:150]}"
 

@@ -1,6 +1,6 @@
-"""The code that mutants are made of, by area, and the tests that must notice them.
+"""The code to mutate, by area, and the tests that must catch the mutants.
 
-Of `checkpointing/` it is what a save runs on its way to a commit.
+`checkpointing/` is limited to the path of a save to its commit.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ AREAS = {
     ),
 }
 WHOLE_WORKERS = "trainer/worker"
-"""A package with tests of its own, beside those of its folders: its loops and checkpoints as a whole."""
+"""A package with its own tests in addition to those of its folders."""
 
 
 def sources(area: str) -> Iterator[str]:
-    """Paths of its files, relative to the tree."""
+    """Yield the paths of an area's files, relative to the tree."""
     for name in AREAS[area]:
         path = ROOT / name
         found = [path] if path.is_file() else sorted(path.rglob("*.py"))

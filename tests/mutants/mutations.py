@@ -1,7 +1,7 @@
-"""One-line bugs that can be planted in a file: each is an edit of a few characters.
+"""One-line bugs, each an edit of a few characters.
 
-Left out, by rule: docstrings, strings, annotations, decorators, assertions, arguments of `raise`, f-strings (they are
-messages), `__all__`, `__repr__`, code for type checkers, and branches that only a GPU takes: these tests have none.
+Excluded by rule: docstrings, strings, annotations, decorators, assertions, arguments of `raise`, f-strings (messages),
+`__all__`, `__repr__`, code for type checkers, and branches for GPUs, which these tests do not have.
 """
 
 import ast
@@ -31,12 +31,12 @@ _ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
 }
 _ANY_ORDER = ("isinstance", "issubclass", "getattr", "hasattr", "setattr", "equal", "isclose", "min", "max", "gcd")
 _COUNTED = 8
-"""Numbers up to this one are places and counts; higher ones, and fractions, are settings."""
+"""Numbers up to this are indices and counts; higher numbers and fractions are settings."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """The file's characters from `begin` to `end` are replaced by `text`."""
+    """Replacement of a file's characters from `begin` to `end` by `text`."""
 
     file: str
     line: int
@@ -50,12 +50,12 @@ class Mutant:
         return f"{self.file}:{self.line} {self.what}"
 
     def planted(self, source: str) -> str:
-        """The file with the bug in it."""
+        """Return the source with the bug."""
         return source[: self.begin] + self.text + source[self.end :]
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """Every bug that can be planted in this file; each compiles."""
+    """Return all possible bugs of a file; each compiles."""
     found = [one for one in _Planter(file, source).mutants() if _compiles(one.planted(source))]
     return list(dict.fromkeys(found))
 
@@ -69,7 +69,7 @@ def _compiles(source: str) -> bool:
 
 
 class _Planter:
-    """Walks the tree of one file."""
+    """Walk over the syntax tree of one file."""
 
     def __init__(self, file: str, source: str) -> None:
         self._file, self._source = file, source
@@ -139,7 +139,7 @@ class _Planter:
                 yield Mutant(self._file, first.lineno, begin, end, text, "arguments swapped")
 
     def _operator(self, before: ast.expr, after: ast.expr, old: str, new: str) -> Iterator[Mutant]:
-        """The operator stands between two operands, among brackets and comments perhaps."""
+        """Yield the replacement of an operator between two operands, possibly among brackets and comments."""
         begin, end = self._span(before)[1], self._span(after)[0]
         at = self._source.find(old, begin, end)
         if at >= 0:
@@ -160,12 +160,12 @@ class _Planter:
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
     def _offset(self, line: int, column: int) -> int:
-        """Columns of the syntax tree count bytes."""
+        """Return the index of a character; columns of the syntax tree count bytes."""
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
 
 def _mutable_children(node: ast.AST) -> Iterator[ast.AST]:
-    """Those in which a bug makes a difference to what the program does."""
+    """Yield the children in which a bug changes the program's behaviour."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue
@@ -175,7 +175,7 @@ def _mutable_children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _reachable(node: ast.AST) -> Iterator[ast.AST]:
-    """The node; only the alternative of a branch that a GPU takes, because tests take it always."""
+    """Yield the node, or only the alternative of a GPU branch, because tests always take that."""
     if isinstance(node, ast.If | ast.IfExp) and "cuda" in ast.unparse(node.test):
         for other in node.orelse if isinstance(node, ast.If) else [node.orelse]:
             yield from _reachable(other)
@@ -203,7 +203,7 @@ def _is_left_out(node: ast.AST) -> bool:
 
 
 def _others(value: float) -> tuple[float, float]:
-    """One more and one less; twice and half of a setting, of which a hundredth more or less is no bug."""
+    """Return one more and one less, or twice and half of a setting, where a small change is no bug."""
     if value == int(value) and abs(value) <= _COUNTED:
         return value + 1, value - 1
     return value * 2, value // 2 if isinstance(value, int) else value / 2
@@ -218,17 +218,17 @@ def _is_text(*operands: ast.expr) -> bool:
 
 
 def _is_none_or_false(value: ast.expr) -> bool:
-    """Whether callers that ask for its truth cannot tell it from None; another bug makes True of False."""
+    """Return whether the value is as false as None; another bug turns False into True."""
     return isinstance(value, ast.Constant) and (value.value is None or value.value is False)
 
 
 def _is_plain(test: ast.expr) -> bool:
-    """Whether nothing else changes this condition."""
+    """Return whether no other bug changes this condition."""
     return isinstance(test, ast.Name | ast.Attribute | ast.Call)
 
 
 def _is_typed(func: ast.expr) -> bool:
-    """Whether Python refuses its arguments in another order, or their order makes no difference."""
+    """Return whether swapped arguments would raise an error or make no difference."""
     return ast.unparse(func).rpartition(".")[2] in _ANY_ORDER
 
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest for the recorded run: names the test that runs, and writes how each has ended."""
+"""pytest plugin for the recorded run: names the current test, and records the results of all."""
 
 import json
 import sys

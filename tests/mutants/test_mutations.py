@@ -1,4 +1,4 @@
-"""Which one-line bugs are planted, and which are left out by rule."""
+"""The bugs that are planted, and those excluded by rule."""
 
 import ast
 
@@ -11,7 +11,7 @@ test_files.__test__ = False  # type: ignore[attr-defined]
 
 
 def planted(source: str) -> set[str]:
-    """The line of each bug, as it is with the bug in it."""
+    """Return the line of each bug with the bug in it."""
     return {one.planted(source).splitlines()[one.line - 1].strip() for one in mutants("x.py", source)}
 
 

@@ -1,4 +1,4 @@
-"""Which tests run which lines: recorded once, and kept by test file while nothing that it runs has changed."""
+"""The lines that each test runs, recorded once per test file until code that it runs changes."""
 
 import hashlib
 import json
@@ -27,18 +27,18 @@ FAST = "not slurm and not proof"
 
 @dataclass(frozen=True)
 class TestRun:
-    """One test in the recorded run."""
+    """A test in the recorded run."""
 
     seconds: float
     passed: bool
     ranks: bool
     """Whether it starts real ranks."""
     lines: dict[str, list[int]] = field(default_factory=dict)
-    """By source file."""
+    """Executed lines by source file."""
 
 
 def copy_tree(folder: Path) -> None:
-    """Everything that tests import, with its bytecode."""
+    """Copy everything that tests import, with bytecode."""
     for name in TREE:
         shutil.copytree(ROOT / name, folder / name)
     for name in ("pyproject.toml", "README.md"):
@@ -47,13 +47,13 @@ def copy_tree(folder: Path) -> None:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """That of tests which import `tree`, and no other."""
+    """Return the environment of tests that import `tree` only."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("COV_", "COVERAGE_", "PYTEST_"))}
     return {**kept, "PYTHONPATH": str(tree)}
 
 
 def tests_by_line(cache: Path, areas: Iterable[str]) -> dict[str, TestRun]:
-    """Every fast test of these areas, by its id; records those of files that have changed since the last time."""
+    """Return all fast tests of these areas by id; record those in changed files again."""
     wanted: dict[str, set[str]] = defaultdict(set)
     for source in (source for area in areas for source in sources(area)):
         for file in test_files(source):
@@ -70,7 +70,7 @@ def tests_by_line(cache: Path, areas: Iterable[str]) -> dict[str, TestRun]:
 
 
 def _has_changed(digests: dict[str, str], files: set[str]) -> bool:
-    """Whether one of these files is another one than in the recorded run."""
+    """Return whether one of these files has changed since the recorded run."""
     recorded = {file: known for file, known in digests.items() if file in files}
     return recorded != _digests(recorded)
 
@@ -112,7 +112,7 @@ def _recorded(files: list[str]) -> dict[str, Any]:
 
 
 def _lines(tree: Path) -> dict[str, dict[str, list[int]]]:
-    """By test and source file, of all processes that were recorded."""
+    """Return the lines by test and source file, of all recorded processes."""
     found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for path in (tree / "lines").iterdir():
         data = CoverageData(basename=str(path))

@@ -1,4 +1,4 @@
-"""Runs the tests of a mutant, in a copy of the tree and in a fork of a process that has imported torch."""
+"""Trials of mutants in a copy of the tree, in forks of a process that has imported torch."""
 
 import ast
 import contextlib
@@ -22,7 +22,7 @@ from tests.mutants.mutations import Mutant
 from tests.mutants.tested_lines import TREE, TestRun, copy_tree, environment
 
 MOST_SECONDS = 40.0
-"""What the tests of a mutant took together in the recorded run, at most: the slowest of many are left out."""
+"""Maximum seconds of a mutant's tests in the recorded run; the slowest are left out."""
 PATIENCE = 60.0
 """Seconds of a mutant's tests in addition to five times what they took in the recorded run."""
 IMPORT_ONLY = "<import>"
@@ -30,21 +30,21 @@ IMPORT_ONLY = "<import>"
 
 @dataclass(frozen=True)
 class Trial:
-    """How the tests of one mutant have ended."""
+    """Result of one mutant's tests."""
 
     mutant: Mutant
     caught_by: str
-    """The first test that failed, or empty."""
+    """First failed test, or empty."""
     seconds: float
     tests: int
-    """How many run the line."""
+    """Number of tests that run the line."""
 
 
 def tests_of(mutant: Mutant, tests: Mapping[str, TestRun]) -> list[str]:
-    """The fast tests of the folder that run the line, shortest first, real ranks last.
+    """Return the folder's fast tests that run the line: shortest first, real ranks last.
 
-    A line that runs when the file is imported counts for all that run another one of the file, or for all there are, in
-    one process where there are some.
+    A line that runs at import counts for all tests that run any line of the file, or else for all tests; tests without
+    ranks are preferred.
     """
     files = set(test_files(mutant.file))
     own = {name: test for name, test in tests.items() if name.partition("::")[0] in files and test.passed}
@@ -67,9 +67,9 @@ def _is_in_a_function(mutant: Mutant) -> bool:
 
 
 def _statement(mutant: Mutant) -> tuple[int, int]:
-    """First and last line of the smallest statement around it, of which not every line need be recorded.
+    """Return the first and last line of the smallest enclosing statement; coverage may not record all of its lines.
 
-    Of one with a body it is what stands before that.
+    A statement's body does not count.
     """
     statements = [node for node in ast.walk(_tree(mutant)) if isinstance(node, ast.stmt)]
     around = [node for node in statements if node.lineno <= mutant.line <= (node.end_lineno or 0)]
@@ -83,7 +83,7 @@ def _tree(mutant: Mutant) -> ast.Module:
 
 
 class Slot:
-    """A copy of the tree in which one mutant at a time is planted."""
+    """A copy of the tree for one mutant at a time."""
 
     def __init__(self) -> None:
         self.tree = Path(tempfile.mkdtemp(prefix="orch-mutants-"))
@@ -98,7 +98,7 @@ class Slot:
         return self._mutant is None
 
     def broken(self, files: Sequence[str]) -> set[str]:
-        """Test files that cannot be imported without a mutant, either."""
+        """Return test files that cannot be imported even without a mutant."""
         note = self.tree / "broken"
         note.write_text("")
         pid = os.fork()
@@ -108,7 +108,7 @@ class Slot:
         return set(note.read_text().split())
 
     def begin(self, mutant: Mutant, tests: Mapping[str, TestRun]) -> None:
-        """Plant it and start its tests."""
+        """Plant a mutant and start its tests."""
         self._mutant, self._tests = mutant, tests_of(mutant, tests)
         path = self.tree / mutant.file
         self._before, self._time = path.read_text(), path.stat().st_mtime
@@ -127,7 +127,7 @@ class Slot:
         os.setpgid(self._pid, self._pid)
 
     def poll(self) -> Trial | None:
-        """The trial, once it is over; its file is then as before."""
+        """Return the trial once it has ended, with the file restored; None before."""
         assert self._mutant is not None
         seconds = time.monotonic() - self._began
         caught = (self.tree / "caught").read_text()
@@ -147,7 +147,7 @@ class Slot:
         return trial
 
     def _other_end(self, code: int, seconds: float) -> str:
-        """Why its tests ended without one that failed; raises RuntimeError where that says nothing about them."""
+        """Return why the tests ended without a failure. Raises RuntimeError if pytest itself failed."""
         if seconds >= self._limit:
             return "time limit"
         if code == pytest.ExitCode.USAGE_ERROR:
@@ -164,7 +164,7 @@ class Slot:
 
 
 class _Broken:
-    """A plugin that notes the files that cannot be collected."""
+    """Plugin that records files that cannot be collected."""
 
     def __init__(self, note: Path) -> None:
         self._note = note
@@ -175,7 +175,7 @@ class _Broken:
 
 
 class _FirstFailure:
-    """A plugin that runs tests in the given order, and names the first one that fails."""
+    """Plugin that runs tests in the given order, and records the first failure."""
 
     def __init__(self, note: Path, tests: Sequence[str]) -> None:
         # Opened now: a test may go on as another user.
@@ -200,7 +200,7 @@ class _FirstFailure:
 
 
 def _run(tree: Path, arguments: Sequence[str], plugin: object) -> NoReturn:
-    """In a forked child: as a new pytest that sees no other tree than `tree`."""
+    """Run pytest in this forked child, with `tree` as its only tree."""
     code: Any = 70
     try:
         output = os.open(tree / "out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -225,4 +225,4 @@ def _run(tree: Path, arguments: Sequence[str], plugin: object) -> NoReturn:
 
 _ENVIRONMENT = dict(os.environ)
 _IMPORTED_EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""Plugins whose assertions are not rewritten, because they were imported before the fork."""
+"""Options for plugins whose assertions cannot be rewritten, because they were imported before the fork."""

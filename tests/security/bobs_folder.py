@@ -1,6 +1,6 @@
-"""Bob's program: builds a folder that looks like Ann's run, in which everything that could run is his.
+"""Bob's program: builds a folder that looks like Ann's run, with his code wherever code could run.
 
-Arguments: where it is to stand, the run's name, the folder in which executed code leaves a mark, and what squeue told.
+Arguments: the folder, the run's name, the folder for marks of executed code, and the job name from squeue.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Mark:
-    """Leaves a file when it is unpickled."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.code = f"import pathlib; pathlib.Path({folder!r}, {name!r}).touch()"

@@ -1,4 +1,4 @@
-"""One user's `orch`: a process that has imported all verbs, and runs each as a fork.
+"""One user's `orch`: a process with all verbs imported, which runs each as a fork.
 
 It reads JSON lines {words, environ, out, err} from stdin, and answers with the exit code of each.
 """

@@ -1,4 +1,4 @@
-"""Two ordinary users of one group, on a project folder that the group may write: made by root, gone at the end."""
+"""Two ordinary users of one group with a group-writable project folder, created by root and removed at the end."""
 
 import grp
 import json
@@ -21,12 +21,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 _verbs: dict[int, "subprocess.Popen[str]"] = {}
-"""By the uid of their user; they end with the town."""
+"""Processes by the uid of their user; they end with the town."""
 
 
 @dataclass(frozen=True)
 class Person:
-    """One account; `home` is private, `python` an interpreter that it may start, with our packages."""
+    """One account; `home` is private, `python` an interpreter with our packages that it may start."""
 
     name: str
     uid: int
@@ -36,21 +36,21 @@ class Person:
     python: Path
 
     def environment(self, **extra: str) -> dict[str, str]:
-        """Of a login shell, with as little as there can be."""
+        """Return the environment of a minimal login shell."""
         return {
             "HOME": str(self.home), "USER": self.name, "LOGNAME": self.name, "PATH": os.environ["PATH"],
             "ORCH_HOME": str(self.home / "orch"), "ORCH_SITE_CONFIG": "", "OMP_NUM_THREADS": "1", **extra,
         }  # fmt: skip
 
     def run(self, words: Sequence[str], **extra: str) -> subprocess.CompletedProcess[str]:
-        """A program of this user, with a umask that lets the group write, as many clusters have it."""
+        """Run a program as this user, with a group-writable umask as on many clusters."""
         return subprocess.run(
             list(words), env=self.environment(**extra), cwd=self.home, user=self.uid, group=self.gid,
             extra_groups=[self.shared], umask=0o002, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
 
     def orch(self, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        """One verb, as a fork of a process of this user that has imported all of them."""
+        """Run a verb as a fork of this user's process with all verbs imported."""
         verbs = _verbs.get(self.uid) or _verbs.setdefault(self.uid, self._start_verbs())
         assert verbs.stdin is not None
         assert verbs.stdout is not None
@@ -74,7 +74,7 @@ class Person:
         return json.loads(done.stdout)["data"]
 
     def code(self, text: str, *arguments: object) -> str:
-        """What a Python program prints, which may do all that this user may."""
+        """Return the output of a Python program with this user's permissions."""
         done = self.run([str(self.python), "-S", "-c", text, *map(str, arguments)])
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -82,7 +82,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Town:
-    """Ann, whose runs they are, Bob, who is in her group, and the project's folder."""
+    """Ann, who owns the runs, Bob, who is in her group, and the project's folder."""
 
     folder: Path
     project: Path
@@ -91,13 +91,13 @@ class Town:
     bob: Person
 
     def was_executed(self) -> list[str]:
-        """What code of Bob's has run as Ann: it leaves a file here."""
+        """Return the marks of Bob's code that ran as Ann."""
         return sorted(path.name for path in self.executed.iterdir() if path.stat().st_uid == self.ann.uid)
 
 
 @contextmanager
 def town() -> Iterator[Town]:
-    """Skips where no users can be made."""
+    """Create the users; skip the test if that is impossible."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("useradd", "userdel", "groupadd", "groupdel"))):
         pytest.skip("only root can make two users, with useradd")
     group = f"orchg{os.getpid()}"
@@ -118,7 +118,7 @@ def town() -> Iterator[Town]:
 
 
 def _end_processes(names: Sequence[str]) -> None:
-    """Nothing of these users may be left: an account with processes is not deleted."""
+    """End all processes of these users, because an account with processes cannot be deleted."""
     uids = {pwd.getpwnam(name).pw_uid for name in names if name in {entry.pw_name for entry in pwd.getpwall()}}
     for uid in uids & _verbs.keys():
         verbs = _verbs.pop(uid)
@@ -160,7 +160,7 @@ def _settled(folder: Path, group: str, names: Sequence[str]) -> Town:
 
 
 def _python(folder: Path, uid: int) -> Path:
-    """The interpreter of the tests, or the system's of the same version, with the packages of the tests."""
+    """Return the tests' interpreter, or the system's of the same version, with the tests' packages."""
     if _starts(Path(sys.executable), uid):
         return Path(sys.executable)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,4 +1,4 @@
-"""Bob attacks Ann's run: he is in her group, and the folder that her runs lie in is the group's."""
+"""Bob, who is in Ann's group, attacks her run in a group-writable folder."""
 
 import json
 import os
@@ -26,12 +26,12 @@ LOCAL = {
     "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1",
     "SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_LOCALID": "0",
 }  # fmt: skip
-"""What tells an agent that it is a task of a local job."""
+"""Variables of a task of a local job."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """A run of Ann's that trains while Bob tries what he can."""
+    """Ann's run, which trains during Bob's attacks."""
 
     town: Town
     name: str
@@ -43,7 +43,7 @@ class Live:
 
     @property
     def aside(self) -> RunDir:
-        """Where Bob has moved it."""
+        """Folder to which Bob moves the run."""
         return RunDir(self.town.project / "aside")
 
     def step(self, folder: RunDir | None = None) -> int:
@@ -53,7 +53,7 @@ class Live:
             return 0
 
     def goes_on(self, folder: RunDir | None = None) -> None:
-        """Returns when it has trained further than it had."""
+        """Wait until it has trained further."""
         before = self.step(folder)
         until(lambda: self.step(folder) > before, "it trains on")
 
@@ -61,11 +61,11 @@ class Live:
         return dict(self.town.ann.ask("status", self.name)[0])
 
     def until_told(self, text: str, *, told: bool = True) -> None:
-        """Returns when the reason in the registry has this text, or has it no more: as Ann, but not verb by verb."""
+        """Wait, as Ann, until the reason in the registry contains this text, or no longer does."""
         self.town.ann.code(WAIT, self.town.ann.home / "orch" / "registry.db", self.name, text, int(told))
 
     def processes(self) -> list[int]:
-        """Ann's processes."""
+        """Return Ann's processes."""
         uid = self.town.ann.uid
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and _owner(name) == uid]
 
@@ -321,7 +321,7 @@ print(json.dumps(answers))
 
 
 def owner(path: Path) -> int | None:
-    """None where it is gone: other tests have folders of that name, too."""
+    """Return the owner's uid; None if the path is gone, because other tests use such names too."""
     try:
         return path.stat().st_uid
     except FileNotFoundError:

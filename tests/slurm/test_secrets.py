@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.end_to_end.canaries import FILE, SHELL, command_lines_watched, files_that_tell
+from tests.end_to_end.canaries import FILE, SHELL, command_lines_watched, find_leaking_files
 from tests.end_to_end.user import User
 from tests.slurm.lab import SlurmLab
 
@@ -26,5 +26,5 @@ def test_every_node_has_them_and_slurm_has_not(lab: SlurmLab, user: User) -> Non
     for rank in (0, 1):
         log = user.run_dir(run["run"]).attempt(1).rank_log(rank).read_text()
         assert f"{rank} ***HF_TOKEN*** ***WANDB_API_KEY***" in log
-    assert set(files_that_tell(user.folder)) == {f"runs/{run['run']}/secrets.json", "tokens"}
-    assert files_that_tell(lab.folder) == {}, "the states and logs of Slurm's daemons"
+    assert set(find_leaking_files(user.folder)) == {f"runs/{run['run']}/secrets.json", "tokens"}
+    assert find_leaking_files(lab.folder) == {}, "the states and logs of Slurm's daemons"

@@ -1,4 +1,4 @@
-"""Imported by every Python whose PYTHONPATH begins with the folder of this file: records the lines that it runs.
+"""Recorder of executed lines, imported by every Python whose PYTHONPATH begins with this folder.
 
 Each process writes a data file of its own beside this file. Lines count for the test that `current` names when the
 process begins, or is forked.
@@ -14,7 +14,7 @@ COVERAGE: coverage.Coverage
 
 
 def begin() -> None:
-    """Record from here on in this process."""
+    """Start recording in this process."""
     global COVERAGE
     COVERAGE = coverage.Coverage(
         data_file=str(HERE / "lines" / "data"), data_suffix=True, config_file=str(HERE / "coverage.ini"), auto_data=True
@@ -24,7 +24,7 @@ def begin() -> None:
 
 
 def begin_again() -> None:
-    """The parent's lines are the parent's to write."""
+    """Discard the parent's lines, which the parent writes."""
     COVERAGE.stop()
     COVERAGE._auto_save = False
     begin()

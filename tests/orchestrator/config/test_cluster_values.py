@@ -1,4 +1,4 @@
-"""Values that Slurm could not read are refused with the configuration, each with what to type instead."""
+"""Values that Slurm could not read are refused with the configuration, each with a remedy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What users write, resolved; and what they get to read when they wrote it wrong."""
+"""Resolved configurations, and the messages for mistakes."""
 
 import os
 from collections.abc import Callable

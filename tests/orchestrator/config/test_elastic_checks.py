@@ -1,4 +1,4 @@
-"""`cluster.min_nodes` that a run cannot have is refused when it is submitted, with what it can have."""
+"""Impossible values of `cluster.min_nodes` are refused at submission, with possible ones."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sizes that do not fit: what a refusal says to type is accepted when it is typed."""
+"""Sizes that do not fit: the remedy in a refusal is accepted when typed."""
 
 from pathlib import Path
 from random import Random

@@ -1,4 +1,4 @@
-"""Secrets in a config are refused before they are written down, with what to type, and without showing them."""
+"""Secrets in a config are refused before they are written, with a remedy, and never shown."""
 
 import json
 import shlex

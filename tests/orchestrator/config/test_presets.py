@@ -1,4 +1,4 @@
-"""Every preset that orch brings along can be used, alone or under the data it lacks."""
+"""Every shipped preset can be used, alone or with added data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Relative folders: of a file from that file's folder, of the command line from where it is typed."""
+"""Relative folders: in a file relative to the file's folder, on the command line to the current folder."""
 
 from pathlib import Path
 from typing import Any

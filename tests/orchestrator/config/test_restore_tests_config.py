@@ -1,4 +1,4 @@
-"""`restore_tests` in a configuration: what may be written there, and what is refused with what to type."""
+"""Valid and invalid values of `restore_tests`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A site's and a user's config: stronger than presets, weaker than a file of one's own and than what is typed."""
+"""Site and user configs: stronger than presets, weaker than the run's own file and overrides."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What YAML allows and a configuration does not: one complaint at its line, with what mends it."""
+"""Valid YAML that a configuration does not allow: one error with its line and a remedy."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Slurm's commands as shell programs that a test writes, and what they print."""
+"""Slurm's commands as shell programs written by tests."""
 
 import shutil
 from collections.abc import Callable
@@ -25,6 +25,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 def printing(folder: Path, name: str, text: str) -> str:
-    """The body of a program that prints this text."""
+    """Return the body of a program that prints this text."""
     (folder / name).write_text(text)
     return f"cat {folder / name}"

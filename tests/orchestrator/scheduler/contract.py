@@ -1,4 +1,4 @@
-"""What every scheduler must do; each implementation's test module inherits the suite and gives it a `world`."""
+"""Contract of schedulers; test modules of implementations inherit the suite and define the fixture `world`."""
 
 import secrets
 import time
@@ -15,7 +15,7 @@ PATIENCE_S = 120.0
 
 
 def eventually(question: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
-    """Ask until the answer is yes; fails with `what` after `seconds`."""
+    """Ask until the answer is true; fail with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not question():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -24,7 +24,7 @@ def eventually(question: Callable[[], bool], what: str, seconds: float = PATIENC
 
 @dataclass
 class World:
-    """One scheduler, and a place for its jobs; the entry they call is `tests.slurm.payload:record`."""
+    """A scheduler with a folder for its jobs, which call `tests.slurm.payload:record`."""
 
     scheduler: Scheduler
     folder: Path
@@ -74,7 +74,7 @@ def local_world(folder: Path, index: Path) -> Iterator[World]:
 
 
 class SchedulerContract:
-    """Inherit it and define a fixture `world`."""
+    """Suite to inherit; subclasses define a fixture `world`."""
 
     def test_a_held_job_is_found_by_its_name_or_a_prefix_and_does_not_start_until_it_is_cancelled(
         self, world: World

@@ -76,7 +76,7 @@ for process in /proc/[0-9]*; do
 done > @/command-lines
 echo "Submitted batch job 7"
 """
-"""An sbatch that writes down what it sees, and what every user sees of all processes meanwhile."""
+"""An sbatch that records its environment, and the command lines that all users can see meanwhile."""
 
 
 def test_exactly_this_environment_arrives_and_no_word_of_it_is_on_the_command_line() -> None:

@@ -1,4 +1,4 @@
-"""Which Slurm this is: told apart by what differs, the same over its restarts, unknown while it is silent."""
+"""Identity of a Slurm: distinct between clusters, stable across restarts, unknown without an answer."""
 
 import socket
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_what_does_not_say_it_is_unknown(text: str) -> None:
 
 
 class Commands:
-    """scontrol, as it answers now; None is silence."""
+    """Fake scontrol; `text` None means no answer."""
 
     def __init__(self) -> None:
         self.text: str | None = SHOWN

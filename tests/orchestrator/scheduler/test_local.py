@@ -1,4 +1,4 @@
-"""Local jobs: who may die at which moment, and what is said about it afterwards."""
+"""Local jobs whose processes die at various moments, and their reported states."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def running(world: World) -> tuple[JobSpec, JobStatus]:
 
 @dataclass
 class Running:
-    """A job that runs until the end of these tests: they only look at it."""
+    """A job that runs until the end of these tests, which only inspect it."""
 
     world: World
     spec: JobSpec
@@ -110,7 +110,7 @@ def test_a_record_that_cannot_be_read_hides_its_own_job_only(world: World) -> No
 
 
 def submit_and_die(world: World, spec: JobSpec) -> None:
-    """In a fork: be killed right after the job's process has been started."""
+    """Submit in a fork that is killed right after it has started the job's process."""
 
     def killed(command: list[str], *, timeout: float, check: bool, capture_output: bool, text: bool, errors: str,
                **more: Any) -> None:  # fmt: skip
@@ -227,7 +227,7 @@ def test_after_a_restart_of_the_machine_its_jobs_are_gone(looked_at: Running, mo
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
-    """What is asked from now on is asked in another container, or on another machine of this name."""
+    """Make later look-ups run as in another container, or on another machine of the same name."""
     monkeypatch.setattr(local_scheduler, "is_visible", lambda space: False)
     monkeypatch.setattr(local_scheduler, "marked_processes", lambda name: [])
     if machine:

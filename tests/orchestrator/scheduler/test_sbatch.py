@@ -1,4 +1,4 @@
-"""Job scripts: what stands in them, and that no value can become a command."""
+"""Job scripts: their contents; no value can become a command."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def spec(folder: Path = Path("/shared/runs/x-1"), **resources: Any) -> JobSpec:
 
 
 def options(text: str) -> dict[str, str | bool]:
-    """The options of a script as a shell-like reader sees them."""
+    """Return the options of a script, parsed like a shell."""
     found: dict[str, str | bool] = {}
     for line in text.splitlines():
         if line.startswith("#SBATCH "):

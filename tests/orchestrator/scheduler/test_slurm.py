@@ -223,7 +223,7 @@ mv {0}/run {0}/aside; mkdir -p {0}/run/submission; echo Bob > {0}/run/submission
 cat $script > {0}/submitted
 echo Submitted batch job 5
 """
-"""An sbatch that lets Bob exchange the run's folder between the writing of the script and the reading of it."""
+"""An sbatch during which Bob exchanges the run's folder, before it reads the script."""
 
 
 def test_below_a_folder_of_others_slurm_reads_and_writes_nothing_by_name(program: Program, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What Slurm prints, as values."""
+"""Parsing of Slurm's output."""
 
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def test_host_lists_of_several_ranges(nodes: str, names: tuple[str, ...]) -> Non
 
 
 def foreign(**changes: str) -> str:
-    """The row of a job that has nothing to do with any run."""
+    """Return the row of a job that belongs to no run."""
     theirs = {"JobID": "1", "Name": "eval", "Comment": "", "Command": "/home/e.sh", "STDOUT": "/home/e.out"}
     return queue(**{**theirs, **changes})
 

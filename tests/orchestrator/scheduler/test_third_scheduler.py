@@ -1,4 +1,4 @@
-"""A third scheduler is a module of its own and a row in each of two tables: nothing else names one."""
+"""A third scheduler is a module and a row in each of two tables; no other code names schedulers."""
 
 import json
 import os
@@ -44,12 +44,12 @@ def tree(tmp_path: Path) -> Path:
 
 
 def typed(tree: Path, *words: str) -> Any:
-    """What `orch WORDS --json` of that tree answers."""
+    """Return the answer of `orch WORDS --json` in that tree."""
     return answers(tree, words)[0]
 
 
 def answers(tree: Path, *lines: tuple[str, ...]) -> list[Any]:
-    """What each of these command lines answers, all in one process."""
+    """Return the answers of these command lines, all run in one process."""
     all_typed = f"print(*[run([*words, '--json']) for words in {lines!r}], file=sys.stderr)"
     program = f"import sys; sys.path.insert(0, {str(tree)!r}); from orchestrator.cli.main import run; {all_typed}"
     home = tree.parent

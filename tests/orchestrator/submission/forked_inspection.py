@@ -1,4 +1,4 @@
-"""The process that imports a workload before a submit, as a fork of the one that has imported torch."""
+"""The process that imports a workload before a submit, as a fork of a process that has imported torch."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ PROGRAM = "trainer.worker.startup.inspect_workload"
 
 
 def _start(command: list[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any) -> SimpleNamespace:
-    """In the place of `user_code.subprocess.Popen`."""
+    """Replacement of `user_code.subprocess.Popen`."""
     assert command == [sys.executable, "-P", "-m", PROGRAM, str(pass_fds[0])]
     child = start_warm(f"{__name__}:main", environ=env, descriptors=pass_fds)
     return SimpleNamespace(pid=child.pid, stdin=child.stdin.buffer, wait=lambda: None)

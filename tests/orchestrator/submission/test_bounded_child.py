@@ -1,4 +1,4 @@
-"""A check of a submit in a process of its own: bounded in time, and killed with all that it has started."""
+"""Checks in a child process: limited in time, and killed with all of their own children."""
 
 import os
 import sys

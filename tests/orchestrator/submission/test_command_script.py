@@ -1,4 +1,4 @@
-"""The script of a `command:`: refused where it is certain that it is not there, and nowhere else."""
+"""Scripts of a `command:` are refused only if they certainly do not exist."""
 
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`orch submit` before the controller: everything is checked first, and a kill in between is made good."""
+"""`orch submit` before the controller: all checks come first, and a kill in between is repaired."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Data that a model and its sequences do not fit is refused before anything is written, with sizes that fit it."""
+"""Data that does not fit the model and its sequences is refused before anything is written, with sizes that fit."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What an import before the submit means: what is certain to fail is refused, the rest is left to the job."""
+"""The import before a submit: certain failures are refused, all others are left to the job."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A job is shown to Slurm before there is a run: what it says then, and what is no answer."""
+"""Slurm's check of a job before the run exists: refusals, warnings and missing answers."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ NO_NODES = "allocation failure: Requested node configuration is not available"
 
 
 class Site:
-    """What a person hears who submits here."""
+    """A user's view of submissions with fake Slurm commands."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch

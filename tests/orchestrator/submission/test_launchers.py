@@ -1,4 +1,4 @@
-"""Launchers in a `command:`: refused where orch starts more than one rank, with the command that needs none."""
+"""Launchers in a `command:` are refused if orch starts more than one rank."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What may change of a run that goes on: every key and identity field has a rule, and the rule is kept."""
+"""Allowed changes of a continued run: every key and identity field has a rule, which is applied."""
 
 import hashlib
 import socket
@@ -35,7 +35,7 @@ def submitted(tmp_path: Path) -> dict[str, Any]:
 
 
 def other(value: Any) -> Any:
-    """Another value of the same kind."""
+    """Return another value of the same type."""
     match value:
         case bool():
             return not value

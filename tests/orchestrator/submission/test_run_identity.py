@@ -1,4 +1,4 @@
-"""What a run notes of its code and environment, and what it must never note."""
+"""Recorded code and environment of a run, without secrets."""
 
 import json
 import os

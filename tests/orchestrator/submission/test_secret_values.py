@@ -1,4 +1,4 @@
-"""Secrets of a run: from the submitter's shell into one private file, whoever makes the folder, and nowhere else."""
+"""Secrets of a run go from the submitter's shell into one private file only, whichever process makes the folder."""
 
 import json
 import os
@@ -28,11 +28,11 @@ HOOK = "https://hooks.example.org/services/canary-hook"
 
 
 class Killed(BaseException):
-    """As by `kill -9`."""
+    """Stands for `kill -9`."""
 
 
 class Shell:
-    """A user who types `orch submit` and `orch resume`, with a registry."""
+    """A user's shell with a registry."""
 
     def __init__(self, folder: Path, store: Store) -> None:
         self.folder, self.store, self.root = folder, store, folder / "runs"
@@ -44,7 +44,7 @@ class Shell:
         return create_run.create_run(self.store, composed, cluster=None, now=5.0, **given)[0]
 
     def files_with(self, *values: str) -> list[str]:
-        """Every file below the folder, the registry's included, that has one of these in it."""
+        """Return all files below the folder, including the registry's, that contain one of these values."""
         files = [path for path in self.folder.rglob("*") if path.is_file()]
         found = [path for path in files if any(value.encode() in path.read_bytes() for value in values)]
         return sorted(str(path.relative_to(self.folder)) for path in found)

@@ -1,4 +1,4 @@
-"""Modules of a workload that a job would find elsewhere: the workload's own is refused, others are warned of."""
+"""Shadowed modules of a workload: refused for the workload itself, a warning for others."""
 
 from pathlib import Path
 

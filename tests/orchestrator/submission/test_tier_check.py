@@ -1,4 +1,4 @@
-"""A tier that cannot be used is refused before the submit, with its name."""
+"""Unusable tiers are refused by name before the submit."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Methods of a workload that orch never calls because of a slip in their names."""
+"""Misspelled methods of a workload, which orch would never call."""
 
 from pathlib import Path
 

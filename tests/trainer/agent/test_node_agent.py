@@ -134,15 +134,11 @@ def test_a_command_needs_no_word(tmp_path):
     alone.close()
 
 
-async def begin(alone: Alone) -> None:
-    alone.agent._start_generation(agents.StartGeneration(generation=2, node_rank=0))
-
-
-def test_a_start_that_meets_a_dead_fork_server_breaks_the_generation(alone):
+async def test_a_start_that_meets_a_dead_fork_server_breaks_the_generation(alone):
     alone.agent._link = LostLink()
     alone.ranks.close()
     alone.agent._ranks = None
-    asyncio.run(begin(alone))
+    alone.agent._start_generation(agents.StartGeneration(generation=2, node_rank=0))
     assert [message.generation for message in alone.told.of(agents.ForkServerDied)] == [2]
     alone.agent._kill(2)
     assert [message.generation for message in alone.told.of(agents.GenerationGone)] == [2]
@@ -173,24 +169,18 @@ def hasty(monkeypatch) -> None:
     monkeypatch.setattr(control_server, "LATE_SECONDS", 0.1)
 
 
-def test_an_agent_that_was_stopped_itself_does_not_take_its_coordinator_for_lost(alone, hasty):
-    async def scene() -> int:
-        line = alone.agent._peer = Line()
-        listening = asyncio.create_task(alone.agent._listen())
-        await asyncio.sleep(0.05)
-        time.sleep(1.0)  # noqa: ASYNC251  # all of the process stands still
-        asyncio.get_running_loop().call_later(0.1, lambda: line.say(agents.End(code=0)))
-        return await listening
-
-    assert asyncio.run(scene()) == 0
+async def test_an_agent_that_was_stopped_itself_does_not_take_its_coordinator_for_lost(alone, hasty):
+    line = alone.agent._peer = Line()
+    listening = asyncio.create_task(alone.agent._listen())
+    await asyncio.sleep(0.05)
+    time.sleep(1.0)  # noqa: ASYNC251  # all of the process stands still
+    asyncio.get_running_loop().call_later(0.1, lambda: line.say(agents.End(code=0)))
+    assert await listening == 0
 
 
-def test_a_coordinator_that_says_nothing_is_lost(alone, hasty):
-    async def scene() -> int:
-        alone.agent._peer = Line()
-        return await asyncio.wait_for(alone.agent._listen(), 5)
-
-    assert asyncio.run(scene()) == 75
+async def test_a_coordinator_that_says_nothing_is_lost(alone, hasty):
+    alone.agent._peer = Line()
+    assert await asyncio.wait_for(alone.agent._listen(), 5) == 75
 
 
 def test_an_agent_speaks_while_its_node_is_examined_and_can_be_told_to_end(alone, monkeypatch):
@@ -265,27 +255,21 @@ def test_a_file_system_that_stands_still_when_ranks_die_stops_no_agent(alone, mo
     assert (second.rank, second.reported, second.signal) == (0, False, 9)
 
 
-def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
-    async def scene() -> None:
-        alone.agent._on_ended(RankEnd(rank=0, exit_code=1))
-        alone.agent._ranks = None
-        await asyncio.wait([alone.agent._last_exit_report])
-
-    asyncio.run(scene())
+async def test_an_end_is_not_told_of_a_generation_that_is_over(alone):
+    alone.agent._on_ended(RankEnd(rank=0, exit_code=1))
+    alone.agent._ranks = None
+    await asyncio.wait([alone.agent._last_exit_report])
     alone.agent._ranks = alone.ranks
     assert not alone.told.of(RankEnd)
 
 
-def test_who_ended_before_its_fork_server_is_told_of_before_it(alone):
+async def test_who_ended_before_its_fork_server_is_told_of_before_it(alone):
     alone.agent._startup_failures = 9  # no other fork server
-
-    async def scene() -> None:
-        alone.agent._on_ended(RankEnd(rank=0, exit_code=1))
-        alone.agent._on_fork_server_lost("killed by SIGKILL")
+    alone.agent._on_ended(RankEnd(rank=0, exit_code=1))
+    alone.agent._on_fork_server_lost("killed by SIGKILL")
+    async with asyncio.timeout(5):
         while not alone.told.of(agents.GenerationGone):
             await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(scene(), 5))
     assert alone.told.names() == ["Unready", "RankEnd", "ForkServerDied", "RankEnd", "GenerationGone"]
 
 
@@ -312,21 +296,15 @@ def test_a_fork_server_that_cannot_be_started_ends_the_attempt_with_the_cause(al
     assert reason.startswith("the agent of n0 failed: OSError: [Errno 7] Argument list too long")
 
 
-def test_an_order_that_an_agent_cannot_carry_out_is_reported_before_it_leaves(alone, monkeypatch):
-    monkeypatch.setattr(
-        preflight, "examine", lambda *_: [PreflightFault(check="GPUs", reason="0 GPU(s)", shared=False)]
-    )
-
-    async def scene() -> Line:
-        line, alone.agent._ranks = Line(), None
-        serving = asyncio.create_task(alone.agent.serve(line))
-        line.say(agents.AskStop(reason=StopReason.CANCEL, seconds="soon"))  # type: ignore[arg-type]
-        alone.agent._ranks = alone.ranks
-        await asyncio.wait([serving])
-        assert isinstance(serving.exception(), TypeError)
-        return line
-
-    line = asyncio.run(scene())
+async def test_an_order_that_an_agent_cannot_carry_out_is_reported_before_it_leaves(alone, monkeypatch):
+    fault = PreflightFault(check="GPUs", reason="0 GPU(s)", shared=False)
+    monkeypatch.setattr(preflight, "examine", lambda *_: [fault])
+    line, alone.agent._ranks = Line(), None
+    serving = asyncio.create_task(alone.agent.serve(line))
+    line.say(agents.AskStop(reason=StopReason.CANCEL, seconds="soon"))  # type: ignore[arg-type]
+    alone.agent._ranks = alone.ranks
+    await asyncio.wait([serving])
+    assert isinstance(serving.exception(), TypeError)
     alone.agent._ranks = LocalRanks(1, range(2))  # the agent has closed the first ones
     assert [one.reason.split(" (")[0] for one in line.of(agents.AgentFailed)] == [
         "the agent of n0 failed: TypeError: unsupported operand type(s) for +: 'float' and 'str'"

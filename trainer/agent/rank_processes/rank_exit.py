@@ -19,23 +19,8 @@ from trainer.protocol.messages.ranks import generation_mark
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.secrets.secret_redaction import in_use
 
-_TAIL = 16384
 _WHAT = re.compile(r"^[ \t]*what\(\):[ \t]*(\S.*)$", re.MULTILINE)
 """Uncaught exception as the C++ runtime prints it; `\\s` would scan all following blank lines for each match."""
-
-
-def last_cpp_exception(log: Path, generation: int) -> str | None:
-    """Return the newest uncaught C++ exception of this generation in a rank's log, or None."""
-    try:
-        text = read_tail(log, _TAIL).decode(errors="replace")
-    except OSError:
-        return None
-    return _find_uncaught(text.rpartition(generation_mark(generation))[2])
-
-
-def _find_uncaught(text: str) -> str | None:
-    found = _WHAT.findall(text)
-    return found[-1].strip() if found else None
 
 
 LINES, WIDTH = 20, 200
@@ -60,7 +45,7 @@ class LastOutput:
     written: int = 0
     exception: str | None = None
     message: str | None = None
-    uncaught: str | None = None  # C++ exception
+    uncaught: str | None = None  # newest C++ exception
 
 
 def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
@@ -72,9 +57,13 @@ def last_output(log: Path, generation: int, error_file: Path) -> LastOutput:
     text = raw.decode(errors="replace")
     lines = [_plain(line) for line in text.split("\n")]
     exception, message = _read_error_file(error_file) or _parse_traceback(lines) or (None, None)
-    shown = [line[:WIDTH] for line in lines if line.strip()][-LINES:]
+    shown, caught = [line[:WIDTH] for line in lines if line.strip()][-LINES:], _WHAT.findall(text)
     return LastOutput(
-        lines=tuple(shown), written=len(raw), exception=exception, message=message, uncaught=_find_uncaught(text)
+        lines=tuple(shown),
+        written=len(raw),
+        exception=exception,
+        message=message,
+        uncaught=caught[-1].strip() if caught else None,
     )
 
 
@@ -184,5 +173,7 @@ def _is_from_torch(exception: str) -> bool:
 def _left_in_files(attempt: AttemptDir, end: RankEnd) -> tuple[RankEnd | None, str | None]:
     """Return the rank's outcome, or the C++ exception in its log if it was aborted and wrote no outcome."""
     outcome = find_outcome(attempt, end.node, end.rank, end.generation)
-    aborted = outcome is None and end.signal == signal.SIGABRT
-    return outcome, last_cpp_exception(attempt.rank_log(end.rank), end.generation) if aborted else None
+    if outcome is not None or end.signal != signal.SIGABRT:
+        return outcome, None
+    error_file = attempt.error_file(end.rank, end.generation)
+    return None, last_output(attempt.rank_log(end.rank), end.generation, error_file).uncaught

@@ -142,30 +142,24 @@ def hook():
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_an_exception_is_reported_and_printed(source, capsys):
-    async def scene() -> BaseException:
-        reported: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        report_exceptions(reported.set_result)
-        SOURCES[source](SupervisedTasks())
-        return await asyncio.wait_for(reported, 10)
-
-    error = asyncio.run(scene())
+async def test_an_exception_is_reported_and_printed(source, capsys):
+    reported: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    report_exceptions(reported.set_result)
+    SOURCES[source](SupervisedTasks())
+    error = await asyncio.wait_for(reported, 10)
     assert describe_error(error).startswith("ZeroDivisionError: of nothing (test_background_tasks.py:")
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_cancelled_task_and_a_future_that_was_given_up_are_no_errors():
-    async def scene() -> list[BaseException]:
-        errors: list[BaseException] = []
-        report_exceptions(errors.append)
-        tasks = SupervisedTasks()
-        tasks.spawn(asyncio.sleep(60))
-        tasks.cancel()
-        asyncio.get_running_loop().create_future().set_exception(OSError("late"))
-        await asyncio.sleep(0.05)
-        return errors
-
-    assert asyncio.run(scene()) == []
+async def test_a_cancelled_task_and_a_future_that_was_given_up_are_no_errors():
+    errors: list[BaseException] = []
+    report_exceptions(errors.append)
+    tasks = SupervisedTasks()
+    tasks.spawn(asyncio.sleep(60))
+    tasks.cancel()
+    asyncio.get_running_loop().create_future().set_exception(OSError("late"))
+    await asyncio.sleep(0.05)
+    assert errors == []
 
 
 class Gate:

@@ -8,14 +8,7 @@ import threading
 import pytest
 
 from trainer.agent.processes.log_pipes import LogPipes
-from trainer.agent.rank_processes.rank_exit import (
-    LINES,
-    WIDTH,
-    LastOutput,
-    complete_end,
-    last_cpp_exception,
-    last_output,
-)
+from trainer.agent.rank_processes.rank_exit import LINES, WIDTH, LastOutput, complete_end, last_output
 from trainer.protocol.failures.rank_end import RankEnd
 from trainer.protocol.logs.log_rotation import LogFile
 from trainer.protocol.messages.ranks import generation_mark
@@ -128,39 +121,10 @@ def test_a_log_that_is_not_there_says_nothing(tmp_path):
     assert last_output(tmp_path / "none", 1, tmp_path / "none.json") == LastOutput()
 
 
-def test_of_a_crash_in_cpp_the_exception_is_told(said):
-    assert said("terminate called after throwing\n  what():  bad alloc\n").uncaught == "bad alloc"
-
-
-CRY = (
-    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
-    "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 8. Is there a mismatch?\n"
-)
-
-
-@pytest.fixture
-def log(tmp_path):
-    return tmp_path / "rank-00001.log"
-
-
-def test_the_text_of_the_exception_is_told(log):
-    log.write_text(f"{generation_mark(2)}\nstep 1\n{CRY}more\n")
-    assert last_cpp_exception(log, 2) == (
-        "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 8. Is there a mismatch?"
-    )
-
-
-def test_an_older_generation_is_not_taken_for_this_one(log):
-    log.write_text(f"{generation_mark(1)}\n{CRY}{generation_mark(2)}\nstep 1\n")
-    assert last_cpp_exception(log, 2) is None
-
-
-def test_of_a_long_log_the_end_is_read(log):
-    log.write_bytes(b"\xff\xfe noise\n" * 100_000 + CRY.encode())
-    assert last_cpp_exception(log, 1) is not None
-    log.write_text(CRY + "later\n" * 100_000)
-    assert last_cpp_exception(log, 1) is None
-
-
-def test_without_a_log_there_is_nothing_to_tell(log):
-    assert last_cpp_exception(log, 1) is None
+def test_of_a_crash_in_cpp_the_exception_of_this_generation_is_told(said, tmp_path):
+    cause = "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 24 vs 8. Is there a mismatch?"
+    cry = f"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  {cause}\n"
+    assert said(f"noise\n{cry}more\n").uncaught == cause
+    assert said(f"{cry}{generation_mark(3)}\nstep 1\n", 3).uncaught is None
+    assert said("step 1\n" * 200_000 + cry).uncaught == cause
+    assert said(cry + "step 1\n" * 200_000).uncaught is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.agent.rank_processes.rank_exit import last_cpp_exception
+from trainer.agent.rank_processes.rank_exit import last_output
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.rank_progress.progress import Phase
@@ -84,6 +84,6 @@ def test_a_collective_of_another_size_aborts_the_rank_and_its_log_says_so(make_r
     saw, sent = run.train()["codes"]
     assert saw in (ExitCode.RETRY, ExitCode.ERROR)  # its peer has gone, or what came from it is no row of this step
     assert sent == -6
-    cry = last_cpp_exception(run.attempt.rank_log(1), 1)
+    cry = last_output(run.attempt.rank_log(1), 1, run.attempt.error_file(1, 1)).uncaught
     assert cry is not None
     assert "Is there a distributed collective mismatch in your code?" in cry

@@ -6,12 +6,13 @@ from typing import Any
 
 from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import Fenced, SchedulerChanged
-from orchestrator.registry.records import Lease, NewRun, Run
+from orchestrator.registry.records import Lease, Run
 from orchestrator.scheduler.scheduler_instance import unknown_instance
 from orchestrator.states import AttemptState
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock
 from tests.fakes.model_slurm import ModelSlurm
+from tests.fakes.new_runs import create_run
 from tests.scenarios.world import config
 from trainer.protocol.run_dir import RunDir
 
@@ -90,17 +91,13 @@ class Clusters:
         self.runs: list[str] = []
 
     def submit(self, scheduler: str, *, steps: int = 40, **identity: Any) -> str:
-        digest = self.store.put_config(config(steps=steps))
-        run, _ = self.store.create_run(
-            NewRun(
-                slug="sim",
-                cluster="slurm",
-                root=self.root,
-                config_digest=digest,
-                total_steps=steps,
-                identity=identity,
-                scheduler=scheduler,
-            ),
+        run, _ = create_run(
+            self.store,
+            self.root,
+            config(steps=steps),
+            total_steps=steps,
+            identity=identity,
+            scheduler=scheduler,
             now=self.clock.now,
             nonce=f"{len(self.runs) + 1:08x}",
         )

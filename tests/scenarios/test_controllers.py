@@ -8,11 +8,11 @@ import pytest
 
 from orchestrator.controller.reconcile import Controller
 from orchestrator.errors import Fenced, Precondition, RegistryError
-from orchestrator.registry.records import NewRun
 from orchestrator.registry.run_record import RunRecord
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.interface import UNREADABLE, JobStatus
 from orchestrator.states import AttemptState, RunState
+from tests.fakes.new_runs import create_run
 from tests.orchestrator.registry.newer_record import record_newer_attempt
 from tests.scenarios.world import World, training
 from trainer.protocol.launch_token import LaunchToken
@@ -100,11 +100,7 @@ def test_a_hold_of_somebody_s_own_is_left_alone_and_one_that_slurm_has_forgotten
 def test_one_run_s_trouble_does_not_stop_the_others(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.store.ignore_references()
-    run, _ = world.store.create_run(
-        NewRun(slug="bad", cluster="slurm", root=tmp_path, config_digest="missing", total_steps=1, identity={}),
-        now=0.0,
-        nonce="00000002",
-    )
+    run, _ = create_run(world.store, tmp_path, config_digest="missing", slug="bad", now=0.0, nonce="00000002")
     controller = Controller(world.store, {"slurm": world.slurm}, clock=world.clock.as_clock())
     report = controller.tick(world.lease)
     assert [error.split(":")[0] for error in report.errors] == ["bad-1"]
@@ -152,11 +148,7 @@ def test_a_job_whose_record_cannot_be_read_is_never_given_up(tmp_path: Path, mon
 def test_a_damaged_config_is_its_run_s_trouble_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path)
     world.store.ignore_references()
-    world.store.create_run(
-        NewRun(slug="bad", cluster="slurm", root=tmp_path, config_digest="damaged", total_steps=1, identity={}),
-        now=0.0,
-        nonce="00000002",
-    )
+    create_run(world.store, tmp_path, config_digest="damaged", slug="bad", now=0.0, nonce="00000002")
     read = world.store.config
 
     def config_of(digest: str) -> object:
@@ -196,7 +188,6 @@ def test_silence_in_the_middle_of_a_pass_is_reported_too(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("attempts", [1, 2], ids=["before its next attempt", "with an attempt not submitted"])
 def test_a_run_with_which_another_registry_goes_on_is_held(tmp_path: Path, attempts: int) -> None:
-    """It was stopped here, and resumed there; that attempt keeps its launch token and its configuration."""
     (tmp_path / "runs").mkdir()
     with Store.open(tmp_path / "registry.db") as store:
         world = World(tmp_path / "runs", store=store)

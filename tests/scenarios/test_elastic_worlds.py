@@ -197,7 +197,6 @@ def exclude(world: World, *nodes: str) -> None:
 def test_what_orch_excludes_gives_way_before_the_fewest_nodes_are_missed(
     least: int, avoids: bool, tmp_path: Path
 ) -> None:
-    """One of four nodes is excluded and works, another one dies."""
     data = elastic()
     data["cluster"]["min_nodes"] = least
     world = World(tmp_path, data=data)
@@ -251,7 +250,6 @@ def test_a_controller_may_be_killed_at_any_point_of_it(
 
 
 def test_nodes_that_are_gone_from_the_partition_for_good_are_done_without(tmp_path: Path) -> None:
-    """A job of more nodes than there are is not queued: sbatch refuses it."""
     world = world_on_four(tmp_path, backoff=10.0, backoff_max=40.0)
     training(world, 12)
     (job,) = world.slurm.running()
@@ -279,7 +277,6 @@ def test_nodes_that_are_gone_from_the_partition_for_good_are_done_without(tmp_pa
 
 
 def test_a_successor_cancels_at_once_what_was_given_up_before(tmp_path: Path) -> None:
-    """Its clock has not seen the wait: the request to stop that was written before the cancel says enough."""
     world = world_on_four(tmp_path)
     world.slurm.down = {"n1"}
 

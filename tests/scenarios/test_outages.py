@@ -83,7 +83,6 @@ def test_preemptions_before_the_first_save(root: Path) -> None:
     ("words", "hours"), [(words, 1.0 if place else 8.0) for place, words in enumerate(PASSING_REFUSALS)]
 )
 def test_a_refusal_that_passes(root: Path, words: str, hours: float) -> None:
-    """Whatever the words, it is waited for alike; for how long is seen with the first of them."""
     world = World(root)
     world.slurm.outages.words = words
     world.slurm.outages.refused_until = world.clock.now + hours * HOUR

@@ -9,9 +9,9 @@ from orchestrator import failpoints
 from orchestrator.errors import Fenced
 from orchestrator.recovery.classify_failure import GRACE
 from orchestrator.registry.lease import LEASE_TTL
-from orchestrator.registry.records import NewRun
 from orchestrator.states import RunState
 from tests.fakes.hung_files import HungFiles
+from tests.fakes.new_runs import create_run
 from tests.scenarios.world import World, training
 
 
@@ -55,17 +55,8 @@ def test_a_controller_that_wakes_in_the_middle_of_a_pass_harms_nobody(
     monkeypatch.setattr(failpoints, "reach", lambda point: None)
     late = [job for job in world.slurm.jobs if job.live]
     assert all(job.held for job in late), "what was submitted after the end runs nothing"
-    world.store.create_run(
-        NewRun(
-            slug="next",
-            cluster="slurm",
-            root=tmp_path,
-            config_digest=world.run.config_digest,
-            total_steps=1,
-            identity={},
-        ),
-        now=world.clock.now,
-        nonce="00000002",
+    create_run(
+        world.store, tmp_path, config_digest=world.run.config_digest, slug="next", now=world.clock.now, nonce="00000002"
     )
     world.turns(10, 10.0)
     assert not any(job.live for job in late), "and is swept with the next run"

@@ -9,9 +9,9 @@ import pytest
 from orchestrator import failpoints
 from orchestrator.controller.submission_limits import MOST_FOR_ATTEMPT, MOST_IN_AN_HOUR
 from orchestrator.errors import SubmitAmbiguous
-from orchestrator.registry.records import NewRun
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.model_slurm import REWRITES, SlurmFaults
+from tests.fakes.new_runs import create_run
 from tests.scenarios.world import World, config, moves, training
 
 SITES = {
@@ -48,7 +48,6 @@ def test_a_changed_job_is_adopted_and_told_of_never_submitted_again(tmp_path: Pa
 def test_such_a_site_with_bad_days_too(
     tmp_path: Path, rewrites: set[str], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed controllers, preemption, answers that lack rows or that nobody can read: one live job, and an end."""
     rng = Random(seed)
     world = World(tmp_path, seed, data=config(steps=60))
     world.slurm.slurm_faults = SlurmFaults(rewrites=frozenset(rewrites), partial=0.2, garbled=0.1, accounting_lag=5.0)
@@ -86,7 +85,6 @@ def test_a_controller_that_dies_right_after_sbatch_finds_the_renamed_job(
 
 
 def test_the_id_in_the_name_of_a_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """submitit names its script after the answer of sbatch; nothing else of the job is ours any more."""
     world = World(tmp_path)
     world.slurm.slurm_faults = SlurmFaults(rewrites=REWRITES)
     submit = world.slurm.submit
@@ -137,7 +135,6 @@ def test_what_turns_up_later_is_ended_by_its_id(tmp_path: Path) -> None:
 
 
 def test_sbatch_that_fails_without_an_id_is_tried_for_longer_than_three_times(tmp_path: Path) -> None:
-    """A controller of Slurm that is overloaded heals: nobody has to come, and no attempt is submitted more often."""
     world = World(tmp_path)
     world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0, lost=1.0)
     world.turns(600)
@@ -155,10 +152,8 @@ def test_no_more_than_twenty_in_an_hour_over_all_runs_and_restarts(tmp_path: Pat
     world = World(tmp_path)
     digest = world.run.config_digest
     for number in range(2, 12):
-        world.store.create_run(
-            NewRun(slug="sim", cluster="slurm", root=tmp_path, config_digest=digest, total_steps=40, identity={}),
-            now=world.clock.now,
-            nonce=f"{number:08x}",
+        create_run(
+            world.store, tmp_path, config_digest=digest, total_steps=40, now=world.clock.now, nonce=f"{number:08x}"
         )
     invisible(world)
     begun = world.clock.now
@@ -179,15 +174,11 @@ def test_jobs_that_start_as_they_should_do_not_count(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.slurm.down = set(world.slurm.nodes)
     for number in range(2, 42):
-        world.store.create_run(
-            NewRun(
-                slug="sim",
-                cluster="slurm",
-                root=tmp_path,
-                config_digest=world.run.config_digest,
-                total_steps=40,
-                identity={},
-            ),
+        create_run(
+            world.store,
+            tmp_path,
+            config_digest=world.run.config_digest,
+            total_steps=40,
             now=world.clock.now,
             nonce=f"{number:08x}",
         )
@@ -196,7 +187,6 @@ def test_jobs_that_start_as_they_should_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_list_without_the_waiting_job_gives_no_second_one(tmp_path: Path) -> None:
-    """Released, not started, and for ten minutes no list has it: before anything else it is ended by its id."""
     world = World(tmp_path)
     world.slurm.down = set(world.slurm.nodes)
     world.turns(2)
@@ -233,15 +223,11 @@ def test_answers_that_lack_rows_or_cannot_be_read_disturb_nothing(tmp_path: Path
 
 def test_one_run_s_unreadable_row_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path)
-    other, _ = world.store.create_run(
-        NewRun(
-            slug="sim",
-            cluster="slurm",
-            root=tmp_path,
-            config_digest=world.run.config_digest,
-            total_steps=40,
-            identity={},
-        ),
+    other, _ = create_run(
+        world.store,
+        tmp_path,
+        config_digest=world.run.config_digest,
+        total_steps=40,
         now=world.clock.now,
         nonce="00000002",
     )

@@ -9,11 +9,11 @@ import pytest
 
 from orchestrator.controller.reconcile import Controller
 from orchestrator.recovery.classify_failure import LOST_AFTER, RECORD_WITHIN
-from orchestrator.registry.records import NewRun
 from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState, RunState
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_slurm import ModelJob, SlurmFaults
+from tests.fakes.new_runs import create_run
 from tests.scenarios.world import World, config, training
 from trainer.protocol.failures.outcome import FailureKind
 
@@ -79,7 +79,6 @@ def test_a_cancel_that_changes_nothing_is_repeated_ever_more_rarely(tmp_path: Pa
 
 
 def test_a_release_that_changes_nothing_is_repeated_ever_more_rarely(tmp_path: Path) -> None:
-    """Slurm itself holds a job that no nodes can ever run."""
     world = World(tmp_path)
     world.slurm.down = set(world.slurm.nodes)
     world.turns(60, 1.0, lambda: bool(world.slurm.jobs))
@@ -180,18 +179,7 @@ def test_the_job_of_another_registry_s_run_of_that_name_is_left_alone(tmp_path: 
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
     ours, store = World(tmp_path / "ours", data=FOREVER), MemoryStore()
-    run, _ = store.create_run(
-        NewRun(
-            slug="sim",
-            cluster="slurm",
-            root=tmp_path / "theirs",
-            config_digest=store.put_config(FOREVER),
-            total_steps=4000,
-            identity={},
-        ),
-        now=ours.clock.now,
-        nonce="99999999",
-    )
+    run, _ = create_run(store, tmp_path / "theirs", FOREVER, total_steps=4000, now=ours.clock.now, nonce="99999999")
     assert run.name == ours.name
     lease = store.take_lease("login:9:0", ours.clock.now, 60.0)
     assert lease is not None

@@ -231,7 +231,6 @@ def test_a_requeued_job_is_ended_and_followed_by_a_new_attempt(tmp_path: Path) -
 
 
 def test_a_job_that_slurm_forgot_to_have_started_is_ended_and_followed_by_a_new_attempt(tmp_path: Path) -> None:
-    """slurmctld died before it saved that the job runs: it is held again, and its nodes end its processes."""
     world = World(tmp_path)
     world.turns(20, 1.0, lambda: world.attempts[0].state is AttemptState.RUNNING)
     world.slurm.crash()

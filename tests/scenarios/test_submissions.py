@@ -46,7 +46,6 @@ def test_silence_in_between_begins_the_minute_anew(tmp_path: Path) -> None:
 
 
 def test_one_lost_job_among_failures_of_sbatch_needs_nobody(tmp_path: Path) -> None:
-    """Somebody cancelled the first one while it was held, and there is no accounting: no trace of it is left."""
     world = World(tmp_path)
     world.slurm.slurm_faults = SlurmFaults(accounting=False)
     find = world.slurm.find

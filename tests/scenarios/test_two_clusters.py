@@ -34,7 +34,6 @@ def test_each_cluster_s_controller_serves_its_own_runs(two: Clusters) -> None:
 
 @pytest.mark.parametrize("visible", [True, False])
 def test_a_queued_run_is_left_alone_by_the_other_cluster(two: Clusters, visible: bool) -> None:
-    """Its own controller is away, its job waits and says nothing, and the other Slurm does not know it."""
     name = two.submit(A)
     two.a.slurm.down |= set(two.a.slurm.nodes)
     two.turns(3)
@@ -204,7 +203,6 @@ def test_what_may_have_a_job_is_not_cancelled_in_silence(two: Clusters) -> None:
 def test_a_run_that_is_cancelled_in_silence_is_not_launched_by_who_saw_it_alive(
     two: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A has read its rows when B, whose Slurm is silent, cancels the run."""
     name = two.submit("")
     two.b.slurm.reachable = False
     two.b.tick()
@@ -396,7 +394,6 @@ def test_a_run_whose_job_only_accounting_remembers_goes_on_after_the_move(two: C
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_nothing_is_taken_over_without_a_job_of_the_run(two: Clusters, lost: bool) -> None:
-    """Another ClusterName, or a Slurm that has lost its jobs with its name: nobody can tell that it was this one."""
     name = two.submit(A, steps=4000)
     two.turns(6)
     if lost:

@@ -28,7 +28,6 @@ def test_cancel_saves_first_and_is_answered_when_the_job_is_gone(tmp_path: Path)
 
 @pytest.mark.parametrize("lost", ["", "checkpoints"])
 def test_cancel_promises_no_checkpoint_that_is_gone(tmp_path: Path, lost: str) -> None:
-    """The whole folder was deleted, or what lies in it."""
     world = World(tmp_path)
     training(world, 12)
     world.slurm.preempt(world.slurm.running()[0])
@@ -67,7 +66,6 @@ def test_a_run_that_never_trained_is_cancelled_at_once(tmp_path: Path, turns: in
 
 
 def test_a_run_to_be_cancelled_says_what_it_waits_for(tmp_path: Path) -> None:
-    """A controller that was killed between sbatch and its answer had noted nothing yet."""
     world = World(tmp_path)
     world.slurm.slurm_faults = SlurmFaults(ambiguous=1.0, lost=1.0)
     world.kill_at = lambda point: point == "after_sbatch"
@@ -115,7 +113,6 @@ def test_a_cancelled_run_resumes_from_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_a_request_that_cannot_be_done_is_answered_and_harms_no_other_run(tmp_path: Path) -> None:
-    """What another version wrote, for instance: it would end every controller at its first pass."""
     world = World(tmp_path)
     assert world.finish().state is RunState.SUCCEEDED
     odd = world.store.put_config({**config(steps=60), "train": 60})
@@ -127,7 +124,6 @@ def test_a_request_that_cannot_be_done_is_answered_and_harms_no_other_run(tmp_pa
 
 
 def test_a_run_goes_on_with_what_a_person_changed(tmp_path: Path) -> None:
-    """More steps for a run that has succeeded: the first attempt keeps its config, the second has another one."""
     world = World(tmp_path)
     assert world.finish().state is RunState.SUCCEEDED
     first = world.run.config_digest

@@ -14,12 +14,13 @@ from orchestrator.errors import Fenced
 from orchestrator.observed_since import ObservedSince
 from orchestrator.recovery.classify_failure import LEAVING_LIMIT
 from orchestrator.registry.lease import LEASE_TTL, observed_state
-from orchestrator.registry.records import Attempt, Lease, NewRun, Run
+from orchestrator.registry.records import Attempt, Lease, Run
 from orchestrator.run_dirs.controlled_run import ControlledRun
 from orchestrator.states import ENDED_RUNS, AttemptState, RunState
 from tests.fakes.hung_files import HungFiles
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_clock import FakeClock
+from tests.fakes.new_runs import create_run
 from tests.fakes.outages import OutageSlurm
 from trainer.protocol.config import RecoveryConfig
 from trainer.protocol.events import EventLog
@@ -52,16 +53,11 @@ class World:
         self.slurm = OutageSlurm(self.clock, Random(seed + 1))
         self.root = root
         data = data or config()
-        digest = self.store.put_config(json.loads(canonical(data)))
-        run, _ = self.store.create_run(
-            NewRun(
-                slug="sim",
-                cluster="slurm",
-                root=root,
-                config_digest=digest,
-                total_steps=data["train"]["steps"],
-                identity={},
-            ),
+        run, _ = create_run(
+            self.store,
+            root,
+            json.loads(canonical(data)),
+            total_steps=data["train"]["steps"],
             now=self.clock.now,
             nonce="00000001",
         )

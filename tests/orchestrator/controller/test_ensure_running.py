@@ -21,7 +21,6 @@ from trainer.protocol.node_identity import start_time
 
 
 def test_a_daemon_is_started_once_and_found_by_a_second_one_and_stopped(path: Path, tmp_path: Path) -> None:
-    """It keeps no descriptor of the shell, such as a lock of flock(1), or the pipe of a command substitution."""
     assert not service.status(path).alive
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -59,7 +58,6 @@ def assert_a_second_one_ends(path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["elsewhere", f"{host_name()}/another-container"])
 def test_a_controller_elsewhere_with_the_pid_of_this_process_is_another(path: Path, place: str) -> None:
-    """Pids repeat from host to host, and so do start times: those of containers that booted together."""
     holder = f"{place}:{os.getpid()}:{start_time(os.getpid())}"
     with Store.open(path) as store:
         lease = store.take_lease(holder, time.time(), LEASE_TTL, lease_key(LOCAL))

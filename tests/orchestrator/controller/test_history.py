@@ -62,7 +62,6 @@ def test_rewritten_checkpoint_of_a_command_gets_its_own_row_and_time(tmp_path: P
 
 
 def test_save_is_timed_from_the_start_of_its_generation(tmp_path: Path) -> None:
-    """Pauses between generations, and checkpoints found by the next attempt, do not count as training."""
     world, log = begun(tmp_path)
     began, seen = world.clock.now, {"step": 0, "path": "/out/c-0", "bytes": 7, "new": True}
     for generation, at, saves in ((1, 0.0, (100.0, 700.0)), (2, 5000.0, (5060.0,))):

@@ -113,7 +113,7 @@ def test_one_run_whose_config_cannot_be_read_does_not_matter(cluster: Cluster, e
     other = another_run(cluster, exclude_hours)
     if exclude_hours > 0:
         other = replace(other, config_digest="0" * 64)
-    assert cluster.nodes.run([cluster.run, other], cluster.epoch, NOW + 60) != []
+    assert cluster.nodes.run(lambda: [cluster.run, other], cluster.epoch, NOW + 60) != []
     assert cluster.until("n1") == 60 + DAY
 
 
@@ -122,5 +122,5 @@ def test_the_longest_exclusion_of_a_clusters_runs_counts(cluster: Cluster, first
     cluster.exclude("n1")
     cluster.slurm.out = frozenset({"n1"})
     both = [another_run(cluster, 1.0), cluster.run]
-    cluster.nodes.run(both if first else both[::-1], cluster.epoch, NOW + 60)
+    cluster.nodes.run(lambda: both if first else both[::-1], cluster.epoch, NOW + 60)
     assert cluster.until("n1") == 60 + DAY

@@ -23,6 +23,7 @@ from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
 from orchestrator.states import AttemptState, RunState
+from tests.fakes.new_runs import create_run
 from trainer.protocol.logs.log_rotation import LogFile
 from trainer.protocol.node_identity import start_time
 from trainer.protocol.run_dir import RunDir
@@ -139,12 +140,7 @@ def test_a_run_s_folder_that_cannot_be_read_is_no_news(path: Path, monkeypatch: 
         raise PermissionError("no")
 
     with Store.open(path) as store:
-        digest = store.put_config({"name": "a"})
-        store.create_run(
-            NewRun(slug="a", cluster="local", root=path.parent, config_digest=digest, total_steps=1, identity={}),
-            now=1.0,
-            nonce="00000001",
-        )
+        create_run(store, path.parent, {"name": "a"}, slug="a", cluster="local", now=1.0, nonce="00000001")
         monkeypatch.setattr(RunDir, "all_attempts", stale)
         assert Controller(store, {}, clock=Clock()).news() == ((), ("a-1",), (False,))
 
@@ -206,7 +202,6 @@ def test_another_host_s_controller_is_believed_for_a_while(path: Path) -> None:
 def test_a_daemon_whose_commands_reach_another_slurm_gives_its_lease_back(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says so, and goes on for the other one; silence in between changes nothing."""
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     answers = ["first", "first", "", "second"]
 
@@ -259,27 +254,13 @@ FIRST, OTHER = "lab@login1:6817/aaaaaaaa", "other@login2:6817/bbbbbbbb"
 
 
 def live_run(store: Store, folder: Path, scheduler: str) -> None:
-    digest = store.put_config({"name": "a"})
-    store.create_run(
-        NewRun(
-            slug="a",
-            cluster="slurm",
-            root=folder,
-            config_digest=digest,
-            total_steps=1,
-            identity={},
-            scheduler=scheduler,
-        ),
-        now=time.time(),
-        nonce="00000001",
-    )
+    create_run(store, folder, {"name": "a"}, slug="a", scheduler=scheduler, now=time.time(), nonce="00000001")
 
 
 @pytest.mark.parametrize("served", [True, False])
 def test_a_daemon_whose_commands_reach_another_slurm_for_a_while_comes_back_to_its_runs(
     path: Path, monkeypatch: pytest.MonkeyPatch, served: bool
 ) -> None:
-    """Whether the other one has a controller of its own or not; here it would have ended, idle."""
     now = [FIRST]
 
     with Store.open(path) as store:
@@ -393,7 +374,6 @@ def test_a_single_pass_has_told_when_it_ends(path: Path) -> None:
 
 
 def test_a_controller_killed_after_sending_is_followed_by_one_that_repeats_it_once(path: Path) -> None:
-    """The message itself kills the controller that has sent it, the first time."""
     told, victim = path.parent / "told", path.parent / "victim"
     kill = f'while [ ! -s {victim} ]; do sleep 0.05; done; kill -9 "$(cat {victim})"'
     held_run(path, f'echo "$ORCH_NOTIFICATION_ID" >> told; if [ "$(wc -l < told)" = 1 ]; then {kill}; fi')

@@ -104,7 +104,6 @@ def test_a_run_whose_newest_checkpoint_may_be_in_the_tier_waits_and_is_held_in_t
 def test_a_job_that_waits_for_its_release_waits_no_longer_than_that(
     tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tier is lost after the look that precedes an attempt."""
     world = tiered(tmp_path, no_progress_hours=2.0)
     lose_job(world)
     look = reconcile.wait_for_tiers

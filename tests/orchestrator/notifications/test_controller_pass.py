@@ -76,7 +76,6 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 
 def test_a_change_is_told_once_by_every_channel(desk: Desk, hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the sender as the program that it is."""
     monkeypatch.setattr(delivery, "subprocess", subprocess)
     run = desk.run(
         {"webhook": hook.url, "command": ["sh", "-c", 'echo "$ORCH_RUN $ORCH_STATE $ORCH_STEP" >> told; cat >> told']}
@@ -252,7 +251,6 @@ def test_so_many_are_sent_together_and_the_rest_follows(desk: Desk, hook: Hook) 
 
 
 def test_the_configuration_of_the_time_of_the_change_counts(desk: Desk, hook: Hook) -> None:
-    """A webhook that `orch resume` brings does not hear of what was before."""
     run = desk.run({})
     desk.move(run, RunState.FAILED, "", NOW - 20)
     desk.store.move_attempt(run, 1, AttemptState.ENDED, "", epoch=desk.epoch, now=NOW - 20)

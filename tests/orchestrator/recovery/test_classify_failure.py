@@ -278,7 +278,6 @@ def test_logs_are_used_only_without_an_outcome(name: str) -> None:
     ],
 )
 def test_processes_killed_by_scancel_do_not_explain_it(text: str, kind: str) -> None:
-    """Ranks that exceed KillWait are killed and leave no outcome."""
     assert classify(evidence("CANCELLED", tails=agents(text))).kind == kind
 
 
@@ -333,7 +332,6 @@ NOT_LAUNCHED = {
 
 @pytest.mark.parametrize("name", NOT_LAUNCHED)
 def test_failed_launch_on_a_node_differs_from_a_persons_scancel(name: str) -> None:
-    """Jobs and logs as Slurm 22.05 recorded them in the lab."""
     ended, text, kind, node, words = NOT_LAUNCHED[name]
     failure = judge(evidence(job=ended, started=False, tails=agents(text)))[2]
     assert failure is not None
@@ -353,7 +351,6 @@ def test_a_log_line_never_blames_a_node() -> None:
 
 
 def test_step_of_a_command_does_not_count_as_saved() -> None:
-    """Its step comes from the last progress line; it may have saved nothing."""
     stopped = replace(SIGNALLED, step=119)
     for state, words in (
         ("FAILED", "stopped: an agent got SIGTERM"),

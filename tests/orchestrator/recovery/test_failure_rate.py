@@ -44,7 +44,6 @@ def test_a_quiet_cluster_is_trusted_more_with_time():
 
 
 def test_the_runs_own_failures_weigh_more_than_the_clusters():
-    """A thousand quiet node-days of others do not hide that this run dies every hour."""
     cluster = FailureCount(failures=10, node_seconds=1000 * DAY)
     run = FailureCount(failures=12, node_seconds=0.5 * DAY)
     alone = time_between_failures(1, node_days=64.0, cluster=cluster, run=NOTHING)
@@ -158,7 +157,6 @@ def test_failures_count_by_how_recent_they_are(ages: tuple[float, ...], days: fl
 
 
 def test_a_node_whose_peers_fail_as_often_is_no_worse() -> None:
-    """A program that kills ranks on every node is no evidence against one of them."""
     twice = history(0.0, 0.1, days=0.1)
     elsewhere = NodeHistory(failed=(0.0,) * 6, seconds=0.4 * DAY, recent_seconds=0.4 * DAY)
     assert not is_worse(twice, elsewhere, NODE_DAYS)

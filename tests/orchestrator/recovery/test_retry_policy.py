@@ -363,7 +363,6 @@ def test_drill_of_a_final_failure_holds_the_run() -> None:
 
 
 def test_between_two_failures_two_hours_count_at_most():
-    """A queue of days is no outage: 13 gaps of two hours are more than a day, 12 are just one, 11 are not."""
     for failures, hours, action in ((13, 2.0, Action.HOLD), (13, 90.0, Action.HOLD), (12, 90.0, Action.RETRY)):
         row = outage(K.NODE_LOST, hours * (failures - 1), failures)
         assert after(*row).action is action, (failures, hours)
@@ -375,7 +374,6 @@ def test_between_two_failures_two_hours_count_at_most():
      (K.PREEMPTED, 300.0, True)],
 )  # fmt: skip
 def test_an_attempt_of_a_command_that_lasted_counts_as_progress(kind: FailureKind, trained: float, is_progress: bool):
-    """Half an hour, or five minutes where it was taken away: its checkpoints cannot be seen."""
     row = [
         *(past(n, K.RANK_KILLED, None) for n in range(9)),
         past(9, kind, None, trained=trained),
@@ -399,7 +397,6 @@ def test_an_attempt_of_a_command_that_lasted_counts_as_progress(kind: FailureKin
 def test_a_checkpoint_whose_step_is_not_higher_counts_by_time_or_by_the_programs_own_step(
     kind: FailureKind, seconds: float, step: int, counts: bool
 ) -> None:
-    """A program that begins at step 0 at every start writes the same names."""
     later = [past(n, kind, 1, ago=2, saved_after=seconds, step=step + n) for n in range(2, 12)]
     history = [past(1, kind, 1, ago=50, step=30), *later]
     decision = after(*history)

@@ -138,7 +138,6 @@ def test_the_mark_of_a_restore_test_stays_until_another_passes(verdicts: list[st
 
 
 def test_the_failures_of_earlier_attempts_alone_mark_nothing_again():
-    """A restore test that passed since, or a mended program, would be in vain."""
     generations = [generation(1, 1, 100, failure=SEGFAULT.to_json()), generation(1, 2, 100), generation(2, 1, 100)]
     attempts = [attempt(1, SEGFAULT), attempt(2)]
     assert newly_suspect(attempts, generations, [saved(100)], replace(BUG, step=102)) == []

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.registry.records import Attempt, Lease, NewRun, RestoreTest, Run
+from orchestrator.registry.records import Attempt, Lease, RestoreTest, Run
 from orchestrator.registry.store import Store
+from tests.fakes.new_runs import create_run
 
 
 class Desk:
@@ -24,23 +25,20 @@ class Desk:
         return {"epoch": self.lease.epoch, "now": 10.0}
 
     def run(self, slug: str = "tiny", now: float = 1.0) -> tuple[Run, Attempt]:
-        digest = self.store.put_config({"name": slug})
         number = len(self.store.runs())
-        return self.store.create_run(
-            NewRun(
-                slug=slug,
-                cluster="local",
-                root=self.root,
-                config_digest=digest,
-                total_steps=100,
-                identity={"code": {"sha": "abc"}},
-            ),
+        return create_run(
+            self.store,
+            self.root,
+            {"name": slug},
+            slug=slug,
+            cluster="local",
+            total_steps=100,
+            identity={"code": {"sha": "abc"}},
             now=now,
             nonce=f"{number:08x}",
         )
 
     def test_of(self, run: str, step: int, verdict: str = "", *, ended_at: float = 20.0, layout: str = "same") -> str:
-        """A run that restores a checkpoint of `run`; without a verdict it is under way."""
         test = self.run(f"{run}-test")[0].name
         self.store.put_restore_test(
             RestoreTest(test=test, run=run, checkpoint=f"s{step}", layout=layout, step=step, begun_at=10.0)

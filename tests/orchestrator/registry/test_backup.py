@@ -95,7 +95,6 @@ def test_an_older_backup_and_an_empty_file_are_replaced(tmp_path: Path) -> None:
 
 
 def test_a_registry_in_a_folder_that_cannot_be_written_is_refused_with_the_way_to_copy_it(tmp_path: Path) -> None:
-    """SQLite cannot even read it there; the copy has what is only in the log."""
     with folder_of_an_ordinary_user() as place:
         folder, copy = place / "shared", place / "copy"
         folder.mkdir()

@@ -76,7 +76,6 @@ def test_a_process_in_another_container_is_neither_alive_nor_dead_until_its_leas
 
 
 def test_a_pid_namespace_is_a_space_of_its_own() -> None:
-    """Without a /proc of its own the space is not even known."""
     program = "from trainer.protocol.node_identity import *; print(process_space(), is_visible(''))"
     words = [sys.executable, "-c", program]
     spaces = []
@@ -233,7 +232,6 @@ def test_the_watch_outlives_the_process_but_not_the_boot(tmp_path: Path) -> None
 
 
 def test_a_single_pass_lives_and_does_not_stay() -> None:
-    """Nobody may rely on it, nor start a second writer beside it."""
     for once in (True, False):
         pid = os.getppid()
         holder = Holder(host=host_name(), pid=pid, started=start_time(pid) or "", once=once, space=process_space())

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from orchestrator.errors import Fenced
-from orchestrator.registry.records import Lease, NewRun
+from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.states import LIVE_ATTEMPTS, AttemptState, may_move
+from tests.fakes.new_runs import create_run
 
 HOLDERS = st.sampled_from(["a", "b", "c"])
 TTL = 10.0
@@ -37,12 +38,7 @@ class Controllers(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         shutil.copyfile(empty_registry(), self.folder / "registry.db")
         self.store = Store.open(self.folder / "registry.db")
-        digest = self.store.put_config({})
-        run, _ = self.store.create_run(
-            NewRun(slug="r", cluster="local", root=self.folder, config_digest=digest, total_steps=1, identity={}),
-            now=0.0,
-            nonce="00000000",
-        )
+        run, _ = create_run(self.store, self.folder, {}, slug="r", cluster="local", now=0.0, nonce="00000000")
         self.run = run.name
         self.now = 0.0
         self.leases: dict[str, Lease] = {}

@@ -7,9 +7,10 @@ import pytest
 
 from orchestrator.errors import Fenced, ForeignRun
 from orchestrator.registry import fast_queries
-from orchestrator.registry.records import Lease, NewRun
+from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
+from tests.fakes.new_runs import create_run
 
 A, B = "lab@login1:6817/aaaaaaaa", "lab@login1:6818/bbbbbbbb"
 
@@ -27,19 +28,8 @@ def taken(store: Store, scheduler: str, holder: str = "", now: float = 0.0) -> L
 
 
 def submitted(store: Store, tmp_path: Path, scheduler: str) -> str:
-    digest = store.put_config({"name": "a"})
-    run, attempt = store.create_run(
-        NewRun(
-            slug="a",
-            cluster="slurm",
-            root=tmp_path,
-            config_digest=digest,
-            total_steps=1,
-            identity={},
-            scheduler=scheduler,
-        ),
-        now=0.0,
-        nonce=f"{len(store.runs()):08x}",
+    run, attempt = create_run(
+        store, tmp_path, {"name": "a"}, slug="a", scheduler=scheduler, now=0.0, nonce=f"{len(store.runs()):08x}"
     )
     assert attempt.scheduler == run.scheduler == scheduler
     return run.name

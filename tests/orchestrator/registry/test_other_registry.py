@@ -137,7 +137,6 @@ def test_the_record_of_another_run_names_no_registry(desk: Desk, run: RunDir, se
 def test_a_live_run_of_another_registrys_live_controller_is_served_there(
     desk: Desk, run: RunDir, second: Store
 ) -> None:
-    """It has been resumed, and its next attempt has not begun."""
     desk.store.move_run(run.name, RunState.RECOVERING, "resumed by a person", **desk.stamp)
     assert found(second, run) is None, "no controller serves it"
     serve(desk)
@@ -162,7 +161,6 @@ def test_a_copy_of_the_folder_is_not_served_by_the_registry_of_the_original(
 
 
 def test_a_rebuild_writes_no_record_under_the_name_of_its_draft(desk: Desk, run: RunDir, tmp_path: Path) -> None:
-    """It records a change where a checkpoint is gone."""
     other = live_through_two_attempts(desk)
     shutil.rmtree(other.checkpoints)
     path = tmp_path / "second" / "registry.db"

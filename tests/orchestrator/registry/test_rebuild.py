@@ -17,11 +17,12 @@ import pytest
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line
 from orchestrator.errors import RegistryError
-from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, NewRun, Notice
+from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.run_dirs.run_folder import ensure_run_dir
 from orchestrator.states import AttemptState, RunState, Trust
+from tests.fakes.new_runs import create_run
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.protocol.launch_token import LaunchToken
@@ -33,10 +34,14 @@ CONFIG = {"name": "tiny", "train": {"steps": 100}}
 
 def begin(desk: Desk, slug: str = "tiny", now: float = 1.0) -> RunDir:
     """A run as submit makes it: rows, and a folder with run.json, config.json and the first intent."""
-    digest = desk.store.put_config(CONFIG)
     identity = {"code": {"sha": "abc"}}
-    run, attempt = desk.store.create_run(
-        NewRun(slug=slug, cluster="slurm", root=desk.root, config_digest=digest, total_steps=100, identity=identity),
+    run, attempt = create_run(
+        desk.store,
+        desk.root,
+        CONFIG,
+        slug=slug,
+        total_steps=100,
+        identity=identity,
         now=now,
         nonce=f"{len(desk.store.runs()):08x}",
     )
@@ -174,7 +179,6 @@ def test_a_registry_that_is_there_is_set_aside(desk: Desk) -> None:
 
 
 def test_a_journal_goes_with_the_registry_that_it_belongs_to(tmp_path: Path) -> None:
-    """SQLite would play the journal of the old file into the new one."""
     (tmp_path / "runs").mkdir()
     for tail in ("", "-wal", "-shm", "-journal"):
         (tmp_path / f"registry.db{tail}").write_bytes(b"a machine that lost its power")
@@ -400,19 +404,15 @@ def test_a_damaged_record_is_as_good_as_none(desk: Desk) -> None:
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_run_keeps_its_cluster_and_its_tags(desk: Desk, recorded: bool) -> None:
-    """By its record, and by run.json and the intents where that is lost, too."""
     there, digest = "lab@login1:6817/aaaaaaaa", desk.store.put_config(CONFIG)
-    run, attempt = desk.store.create_run(
-        NewRun(
-            slug="tiny",
-            cluster="slurm",
-            root=desk.root,
-            config_digest=digest,
-            total_steps=100,
-            identity={},
-            scheduler=there,
-            tags=("baseline",),
-        ),
+    run, attempt = create_run(
+        desk.store,
+        desk.root,
+        config_digest=digest,
+        slug="tiny",
+        total_steps=100,
+        scheduler=there,
+        tags=("baseline",),
         now=1.0,
         nonce="00000000",
     )

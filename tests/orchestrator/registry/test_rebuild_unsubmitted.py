@@ -37,7 +37,6 @@ def started(place: AttemptDir) -> Path:
 
 @pytest.mark.parametrize("file", [submitted, started])
 def test_a_record_that_missed_the_submission_is_not_believed(desk: Desk, file: Any) -> None:
-    """The disk was full when it should have been written, and not any more when the script was."""
     folder = begin(desk)
     write_records(desk.store, [folder.name])
     file(folder.attempt(1)).write_text("")

@@ -188,7 +188,6 @@ def test_a_pass_restores_trust_marks_the_copy_and_takes_the_pin_away(desk: Desk)
 
 @pytest.mark.parametrize(("seen", "rto"), [(NOW, 20.0), (NOW + 60.0, 15.0), (None, 15.0)])
 def test_a_controller_that_looks_late_makes_no_restart_faster(desk: Desk, seen: float | None, rto: float) -> None:
-    """Under cron it may see the job run when its first step is done."""
     desk.passes()
     test = desk.under_way()
     if seen is not None:
@@ -297,7 +296,6 @@ def test_of_several_ranks_the_one_that_failed_decides(desk: Desk) -> None:
 
 
 def test_a_layout_that_the_run_cannot_have_begins_nothing_and_takes_nobodys_place(tmp_path: Path) -> None:
-    """A run of a version that did not ask at submit."""
     desk = Desk(tmp_path, "restore_tests.every=off", "train.batch_size=16")
     settings = {**desk.config["restore_tests"], "every": "1d", "layouts": ["3"]}
     first = desk.add_run({**desk.config, "restore_tests": settings})
@@ -442,7 +440,6 @@ def test_the_record_of_a_test_keeps_its_row(desk: Desk) -> None:
 
 
 def test_a_controller_that_was_paused_begins_nothing_again(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    """It has found the test due before its successor began it."""
     stale = desk.tests.due(NOW)
     desk.passes()
     desk.tests.due = lambda now, *, force=False: stale  # type: ignore[method-assign]

@@ -67,7 +67,6 @@ def test_a_run_that_has_trained_for_less_is_not_due_yet() -> None:
 
 
 def test_time_in_the_queue_is_no_training() -> None:
-    """A run of a week that has trained for half a day and for a quarter of one: in between it waited."""
     given = facts(trained=7 * DAY)
     ended_one = replace(given.attempts[0], state=AttemptState.ENDED, started_at=NOW - 7 * DAY, ended_at=NOW - 6.5 * DAY)
     queued = replace(given.attempts[0], number=3, state=AttemptState.SUBMITTED, started_at=None)
@@ -118,7 +117,6 @@ def test_after_a_bad_one_the_next_older_one_at_once(verdict: str) -> None:
 
 @pytest.mark.parametrize("trust", [Trust.SUSPECT, Trust.CORRUPT, Trust.DELETED, Trust.WRITING])
 def test_after_a_bad_one_an_older_one_that_nothing_trusts_is_passed_over(trust: Trust) -> None:
-    """A test of it would add nothing to how far back is good."""
     given = replace(
         facts(tests=(ended(300, "SUSPECT"),)),
         checkpoints=(checkpoint(300, Trust.SUSPECT), checkpoint(200, trust), checkpoint(100)),
@@ -211,7 +209,6 @@ def test_nightly_and_crontab_lines() -> None:
 
 
 def test_a_bad_one_is_not_tested_again_and_again() -> None:
-    """As one of another tier, whose trust stays as it is: only a person has it tested again."""
     bad, older = ended(300, "SUSPECT", ago=300), ended(200, "RESTORED", ago=200)
     assert due(facts(state=RunState.SUCCEEDED, budget=10.0, tests=(bad, older))) is None
     live = due(facts(tests=(bad, replace(older, begun_at=NOW - 9 * DAY))))
@@ -235,7 +232,6 @@ def test_a_thousand_failures_in_a_row_are_a_pause_of_a_day_at_most() -> None:
 
 @pytest.mark.parametrize("state", [RunState.RUNNING, RunState.SUCCEEDED])
 def test_what_was_not_comparable_blames_nothing_and_is_not_repeated_at_once(state: RunState) -> None:
-    """Code was edited: the older checkpoints are no worse for it, and the next test would find the same."""
     ended_now = ended(300, "NOT_COMPARABLE", ago=60)
     found = due(facts(state=state, budget=10.0, tests=(ended_now,)))
     if state is RunState.SUCCEEDED:

@@ -56,7 +56,6 @@ def test_a_commit_takes_the_pins_of_dead_readers_out_of_the_way_of_retention(tmp
 
 @pytest.mark.parametrize("began", [990.0, None])
 def test_an_attempt_begins_with_its_first_process(tmp_path: Path, began: float | None) -> None:
-    """Not when the agents of all nodes have joined: then its first generation might begin before it."""
     world, log = begun(tmp_path)
     log.write(
         EventKind.ATTEMPT_STARTED, job_id="1", nodes=["n1"], world=2, **({} if began is None else {"began": began})
@@ -107,7 +106,6 @@ def test_generations_keep_what_each_event_adds(tmp_path: Path) -> None:
 
 
 def test_what_a_later_generation_resumed_from_is_not_where_the_attempt_began(tmp_path: Path) -> None:
-    """The first generation began with nothing; its events lie in another file, which is read after the ranks' own."""
     for late in (False, True):
         world, ranks = begun(tmp_path / str(late))
         name = "zone" if late else "coordinator"

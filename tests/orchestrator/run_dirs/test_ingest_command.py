@@ -72,7 +72,6 @@ def test_a_checkpoint_of_a_command_with_a_sign_of_damage_counts_and_its_row_show
 
 
 def test_what_a_command_saved_just_before_its_attempt_ended_counts_for_that_attempt(tmp_path: Path) -> None:
-    """Nobody had time to look: the next attempt finds it, and it is no progress of that one."""
     world, log = begun(tmp_path)
     world.store.move_attempt(
         world.name, 1, AttemptState.ENDED, "preempted", epoch=world.lease.epoch, now=world.clock.now
@@ -87,7 +86,6 @@ def test_what_a_command_saved_just_before_its_attempt_ended_counts_for_that_atte
 
 
 def test_what_was_there_before_a_run_is_saved_by_no_attempt_of_it(tmp_path: Path) -> None:
-    """The first attempt may never have looked."""
     world, log = begun(tmp_path)
     world.store.move_attempt(world.name, 1, AttemptState.ENDED, "gone", epoch=world.lease.epoch, now=world.clock.now)
     world.store.add_attempt(world.name, nonce="b", excluded=(), epoch=world.lease.epoch, now=world.clock.now)

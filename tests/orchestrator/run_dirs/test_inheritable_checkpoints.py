@@ -95,7 +95,6 @@ def test_what_must_be_in_a_place_is_what_was_committed_or_copied_there(tmp_path)
 
 
 def test_a_shared_tier_whose_folder_is_gone_is_waited_for(tmp_path: Path) -> None:
-    """Its mount is away: older checkpoints of another tier would repeat the steps that it holds."""
     folder, far = RunDir(tmp_path / "runs" / "r"), tmp_path / "far" / "r"
     config = CheckpointConfig(tiers=(TierConfig(path=str(tmp_path / "far")), TierConfig()))
     run = Run(

@@ -63,7 +63,6 @@ def test_the_batches_that_its_source_has_skipped_are_skipped_from_the_start(tmp_
 
 @pytest.mark.parametrize("lost", ["all", "COMMIT", "shard"])
 def test_without_its_checkpoint_a_run_is_not_begun(tmp_path: Path, source: Path, lost: str) -> None:
-    """Its run's retention was faster."""
     files = sorted(source.iterdir())
     for path in files:
         if lost in ("all", path.name) or (lost == "shard" and path.suffix == ".distcp"):
@@ -81,7 +80,6 @@ def test_without_its_checkpoint_a_run_is_not_begun(tmp_path: Path, source: Path,
 def test_the_slower_maker_takes_the_folder_of_the_faster_one(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Submitter and controller are within a second of each other, and a large checkpoint takes longer to look at."""
     real, makers = run_folder.verify_checkpoint, []
 
     def while_another_finishes(storage: LocalStorage, name: str, level: int) -> Report:
@@ -125,7 +123,6 @@ def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, source: Path
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 @pytest.mark.parametrize("whose", ["another user's", "open to others"])
 def test_a_folder_with_the_right_nonce_is_not_the_runs_own_for_that(tmp_path: Path, source: Path, whose: str) -> None:
-    """A job's name tells everybody the nonce."""
     folder = begin(tmp_path, source)
     assert begin(tmp_path, source) == folder
     if whose == "another user's":
@@ -157,7 +154,6 @@ def test_a_folder_that_is_exchanged_is_said_and_what_was_read_is_dropped(tmp_pat
 
 
 def test_a_deleted_run_json_is_written_again_where_the_folder_is_the_runs_own(tmp_path: Path) -> None:
-    """As by a site that deletes old files, in a live run too."""
     run = Run(
         name="b-1", state=RunState.RUNNING, reason="", cluster="local", run_dir=str(tmp_path / "b-1"),
         config_digest="d", total_steps=60,

@@ -231,8 +231,8 @@ def fill(desk: Desk, count: int) -> None:
             raw.executemany(compile_statement(insertion(kind), field_names(kind))[0], values)
 
 
-def test_ten_thousand_runs_are_read_by_look_ups(desk: Desk) -> None:
-    fill(desk, 10_000)
+def test_thousands_of_runs_are_read_by_look_ups(desk: Desk) -> None:
+    fill(desk, 4_000)
 
     def work(limit: int, states: list[str] | None) -> int:
         ticks = 0

@@ -7,7 +7,8 @@ import logging
 import os
 import shutil
 import sqlite3
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,51 +17,29 @@ import pytest
 
 from checkpointing.storage.backends import LocalStorage
 from checkpointing.storage.durable import canonical, dump_line
+from orchestrator.controller.ownership import never_submitted
 from orchestrator.errors import RegistryError
 from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, Notice
+from orchestrator.registry.run_record import write_records
 from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
-from orchestrator.run_dirs.run_folder import ensure_run_dir
+from orchestrator.run_dirs.run_folder import ensure_attempt_dir, ensure_run_dir
 from orchestrator.states import AttemptState, RunState, Trust
 from tests.fakes.new_runs import create_run
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.protocol.launch_token import LaunchToken
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 Desk = Any
 CONFIG = {"name": "tiny", "train": {"steps": 100}}
 
 
-def begin(desk: Desk, slug: str = "tiny", now: float = 1.0) -> RunDir:
-    """A run as submit makes it: rows, and a folder with run.json, config.json and the first intent."""
-    identity = {"code": {"sha": "abc"}}
-    run, attempt = create_run(
-        desk.store,
-        desk.root,
-        CONFIG,
-        slug=slug,
-        total_steps=100,
-        identity=identity,
-        now=now,
-        nonce=f"{len(desk.store.runs()):08x}",
-    )
-    folder = RunDir(Path(run.run_dir))
-    folder.make()
-    fields = {key: getattr(run, key) for key in ("name", "cluster", "created_at", "total_steps", "config_digest")}
-    about = {"schema": "orch.run/1", **fields, "nonce": attempt.nonce, "identity": identity}
-    folder.run.write_text(dump_line(about))
-    folder.config.write_bytes(canonical(CONFIG))
-    intend(folder, attempt)
-    return folder
-
-
-def intend(folder: RunDir, attempt: Any) -> None:
-    place = folder.attempt(attempt.number)
-    place.make()
-    fields = {"attempt": attempt.number, "nonce": attempt.nonce, "job_name": attempt.job_name}
-    intent = {"schema": "orch.intent/1", **fields, "excluded": list(attempt.excluded), "at": attempt.intent_at}
-    (place.path / "intent.json").write_text(dump_line(intent))
+def begin(desk: Desk, slug: str = "tiny", now: float = 1.0, **fields: Any) -> RunDir:
+    """Submit a run: its rows and its folder."""
+    nonce, known = f"{len(desk.store.runs()):08x}", {"total_steps": 100, "identity": {"code": {"sha": "abc"}}}
+    run, attempt = create_run(desk.store, desk.root, CONFIG, slug=slug, now=now, nonce=nonce, **{**known, **fields})
+    return ensure_run_dir(run, attempt, CONFIG)
 
 
 def save(folder: RunDir, name: str) -> Path:
@@ -108,7 +87,7 @@ def live_through_two_attempts(desk: Desk) -> RunDir:
     )  # fmt: skip
     store.move_run(name, RunState.RECOVERING, "budget left", **stamp, not_before=40.0)
     second = store.add_attempt(name, nonce="ffffffff", excluded=("n1",), **stamp)
-    intend(folder, second)
+    ensure_attempt_dir(folder, second, CONFIG)
     store.note_run(name, **stamp, step=100, loss=0.1 + 0.2)
     store.change_tags(name, ("baseline", "lr=3e-4"), ())
     store.move_attempt(name, 2, AttemptState.ENDED, "finished", **stamp, decision={"action": "succeed", "reason": ""})
@@ -135,6 +114,15 @@ def lose(desk: Desk) -> None:
     for name in os.listdir(desk.folder):
         if name.startswith(desk.path.name):
             (desk.folder / name).unlink()
+
+
+@contextmanager
+def rebuilt(desk: Desk) -> Iterator[Store]:
+    """Lose the registry and rebuild it from the runs' folders."""
+    lose(desk)
+    rebuild(desk.path, [desk.root], now=50.0)
+    with Store.open(desk.path) as store:
+        yield store
 
 
 def test_the_rebuilt_registry_equals_the_lost_one(desk: Desk) -> None:
@@ -217,9 +205,7 @@ def test_without_a_record_the_jobs_own_files_tell(desk: Desk) -> None:
     LaunchToken(attempt=1, epoch=41, job_id="7", nonce="00000000").write(folder.attempt(1).go)
     finish(folder, 1, AttemptResult.FINISHED)
     folder.record.unlink(missing_ok=True)
-    lose(desk)
-    rebuild(desk.path, [desk.root], now=50.0)
-    with Store.open(desk.path) as store:
+    with rebuilt(desk) as store:
         run, (attempt,) = store.run("tiny-1"), store.attempts("tiny-1")
         assert (run.state, run.identity) == (RunState.SUCCEEDED, {"code": {"sha": "abc"}})
         assert (attempt.state, attempt.job_id, attempt.nodes) == (AttemptState.ENDED, "7", ("n1", "n2"))
@@ -258,9 +244,7 @@ def test_events_written_after_the_record_are_taken_in(desk: Desk) -> None:
     desk.store.move_attempt(folder.name, 1, AttemptState.SUBMITTED, "job 7", **desk.stamp, job_id="7")
     name = tell(folder)
     save(folder, name)
-    lose(desk)
-    rebuild(desk.path, [desk.root], now=50.0)
-    with Store.open(desk.path) as store:
+    with rebuilt(desk) as store:
         (checkpoint,) = store.checkpoints(folder.name)
         assert (checkpoint.name, checkpoint.bytes) == (name, 5)
         assert store.attempt(folder.name, 1).state is AttemptState.SUBMITTED
@@ -363,9 +347,7 @@ def assert_gone_from_the_run_alone(desk: Desk, tier: str) -> None:
         )  # fmt: skip
         desk.store.put_checkpoint(item, epoch=desk.lease.epoch)
     desk.store.move_run(folder.name, RunState.HELD, "disk full", **desk.stamp)
-    lose(desk)
-    rebuild(desk.path, [desk.root], now=50.0)
-    with Store.open(desk.path) as store:
+    with rebuilt(desk) as store:
         trust = {item.step: item.trust for item in store.checkpoints(folder.name)}
         assert trust == {20: Trust.DELETED, 30: Trust.COMMITTED}
 
@@ -391,37 +373,59 @@ def test_what_lies_in_a_tier_that_cannot_be_read_is_not_taken_for_gone(
     assert_gone_from_the_run_alone(desk, str(scratch))
 
 
-def test_a_damaged_record_is_as_good_as_none(desk: Desk) -> None:
+def spoil(record: Path, section: str, key: str, value: object) -> None:
+    fields = json.loads(record.read_text())
+    fields[section][key] = value
+    record.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: spoil(record, "run", "state", "DANCING"),
+        lambda record: spoil(record, "run", "step", 10**30),
+        lambda record: spoil(record, "run", "created_at", 10**30),
+        lambda record: record.write_text("null"),
+        lambda record: record.write_text("[" * 100_000),
+    ],
+    ids=["state", "step", "time", "null", "nested"],
+)
+def test_a_run_with_a_damaged_record_is_rebuilt_from_its_other_files(
+    desk: Desk, damage: Callable[[Path], object]
+) -> None:
     folder = live_through_two_attempts(desk)
-    fields = json.loads(folder.record.read_text())
-    fields["run"]["state"] = "DANCING"
-    folder.record.write_text(json.dumps(fields))
-    lose(desk)
-    rebuild(desk.path, [desk.root], now=50.0)
-    with Store.open(desk.path) as store:
-        assert store.run(folder.name).state is RunState.HELD
+    damage(folder.record)
+    with rebuilt(desk) as store:
+        run = store.run(folder.name)
+        assert (run.state, run.created_at) == (RunState.HELD, 1.0)
+        assert run.step < 1000
+
+
+TRACES: dict[str, Callable[[AttemptDir], object]] = {
+    "none": lambda place: None,
+    "script": lambda place: (place.submission / "submission.sh").write_text(""),
+    "log": lambda place: (place.logs / "agent-0000.log").write_text(""),
+    "go": lambda place: LaunchToken(attempt=1, epoch=1, job_id="7", nonce="00000000").write(place.go),
+}
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_an_attempt_counts_as_submitted_if_its_folder_has_a_trace_of_a_job(desk: Desk, trace: str) -> None:
+    folder = begin(desk)
+    write_records(desk.store, [folder.name])
+    TRACES[trace](folder.attempt(1))
+    with rebuilt(desk) as store:
+        assert store.run(folder.name).state is RunState.CREATED
+        assert never_submitted(store.attempts(folder.name)) == (trace == "none")
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_run_keeps_its_cluster_and_its_tags(desk: Desk, recorded: bool) -> None:
-    there, digest = "lab@login1:6817/aaaaaaaa", desk.store.put_config(CONFIG)
-    run, attempt = create_run(
-        desk.store,
-        desk.root,
-        config_digest=digest,
-        slug="tiny",
-        total_steps=100,
-        scheduler=there,
-        tags=("baseline",),
-        now=1.0,
-        nonce="00000000",
-    )
-    folder = ensure_run_dir(run, attempt, CONFIG)
-    desk.store.move_run(run.name, RunState.HELD, "", **desk.stamp)
+    there = "lab@login1:6817/aaaaaaaa"
+    folder = begin(desk, scheduler=there, tags=("baseline",))
+    desk.store.move_run(folder.name, RunState.HELD, "", **desk.stamp)
     if not recorded:
         folder.record.unlink()
-    lose(desk)
-    rebuild(desk.path, [desk.root])
-    with Store.open(desk.path) as store:
-        assert (store.run(run.name).scheduler, store.run(run.name).tags) == (there, ("baseline",))
-        assert [item.scheduler for item in store.attempts(run.name)] == [there]
+    with rebuilt(desk) as store:
+        assert (store.run(folder.name).scheduler, store.run(folder.name).tags) == (there, ("baseline",))
+        assert [item.scheduler for item in store.attempts(folder.name)] == [there]

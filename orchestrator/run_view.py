@@ -143,7 +143,7 @@ class RunView:
         if self.state == RunState.SUCCEEDED and self.test_of is None:
             more = f"   train on:  {command}" if command else ""
             return f"it has finished:  orch show {self.run}{more}"
-        return f"{'test again' if self.test_of else 'go on with it'}:  {command}"
+        return f"{'test again' if self.test_of else 'continue'}:  {command}"
 
     @property
     def end_error(self) -> RunFailed | RunCancelled | None:

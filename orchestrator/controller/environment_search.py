@@ -87,7 +87,7 @@ class SlurmWatch:
         self._written: tuple[str, str] | None = None
 
     def after(self, report: TickReport) -> bool:
-        """Return whether Slurm can be queried again at once in an environment just taken over. Raises Fenced."""
+        """Return whether an environment in which Slurm answers was just taken over. Raises Fenced."""
         if self._kind != SLURM:
             return False
         silence, scheduler = "; ".join(report.silence), self._controller.actor.lease.scheduler

@@ -37,7 +37,7 @@ def never_submitted(attempts: Sequence[Attempt]) -> bool:
 def claim(run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot, host: str) -> Claim:
     """Decide from a scheduler's answers whether an unassigned run belongs to it; only positive evidence counts."""
     if never_submitted(attempts):
-        at = _submit_host(run, host)
+        at = run.identity.get("host") or host
         if at == host:
             return True, "it has no job in any scheduler yet"
         why = f"it was submitted on {at} while no scheduler answered; it continues with the next `orch` command there"
@@ -60,10 +60,6 @@ def claim_moved(attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Cla
         if job.state != UNREADABLE and any((tag.run, tag.attempt, tag.nonce) in ours for tag in tags(job)):
             return True, f"its job {job.job_id} is here"
     return False, ""
-
-
-def _submit_host(run: Run, host: str) -> str:
-    return str(run.identity.get("host") or host)
 
 
 def _is_evidence(run: Run, job: JobStatus) -> bool:
@@ -137,8 +133,8 @@ class Domain:
 
     def expects(self, run: Run, attempts: Sequence[Attempt]) -> bool:
         """Return whether this scheduler should know the newest job of a run."""
-        host = socket.gethostname()
-        return self.has(run) or (not run.scheduler and never_submitted(attempts) and _submit_host(run, host) == host)
+        here = run.identity.get("host") in (None, "", socket.gethostname())
+        return self.has(run) or (not run.scheduler and never_submitted(attempts) and here)
 
     def owns(self, run: Run, attempts: Sequence[Attempt], snapshot: SchedulerSnapshot) -> Claim:
         """Return whether the run belongs here; an unclaimed run is claimed on evidence only."""
@@ -149,8 +145,7 @@ class Domain:
         if not is_known(self.scheduler) or not snapshot.answered:
             return False, f"{run.cluster} does not answer, nothing is assumed: {snapshot.error}"
         known = bool(run.scheduler)
-        host = socket.gethostname()
-        holds, why = claim_moved(attempts, snapshot) if known else claim(run, attempts, snapshot, host)
+        holds, why = claim_moved(attempts, snapshot) if known else claim(run, attempts, snapshot, socket.gethostname())
         if not holds:
             return False, why
         store = self._actor.store

@@ -305,7 +305,7 @@ class Controller:
             return fresh
         lost = view.last.job_id
         if verdict[0] is AttemptState.LOST and lost is not None and lost not in snapshot.polled:
-            # Job lists omit this job, but a list can be wrong, and the job must not start beside its successor.
+            # Job lists omit this job, but a list can be wrong, and the job must not start next to its successor.
             end_judged_job(self.actor, view, lost, "Slurm no longer lists it")
         if job is not None and is_live(job) and not evidence.job_leaving:
             # There may be no later check: the run may end with this attempt.

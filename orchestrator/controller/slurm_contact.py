@@ -1,4 +1,4 @@
-"""File beside the registry with a controller's environment and whether Slurm answers in it."""
+"""File next to the registry with a controller's environment and whether Slurm answers in it."""
 
 import os
 from contextlib import suppress

@@ -110,12 +110,10 @@ class Notifications:
         digest = (begun[-1].config_digest if begun else "") or run.config_digest
         if digest not in self._configs:
             try:
-                made = build(NotifyConfig, self.store.config(digest).get("notify", {}))
+                self._configs[digest] = build(NotifyConfig, self.store.config(digest).get("notify", {}))
             except (RegistryError, NotFound, ValueError, TypeError, KeyError) as error:
                 log.warning("%s: cannot read its notification settings: %s", run.name, error)
-                made = NotifyConfig()
-            assert isinstance(made, NotifyConfig)
-            self._configs[digest] = made
+                self._configs[digest] = NotifyConfig()
         return self._configs[digest]
 
     def _send(

@@ -102,8 +102,7 @@ class NotificationState:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "NotificationState":
         """Parse the output of `asdict` from the run's row."""
-        made = build(cls, values)
-        assert isinstance(made, cls)
+        made: NotificationState = build(cls, values)
         return made
 
     def after(self, tried: DeliveryRecord) -> "NotificationState":

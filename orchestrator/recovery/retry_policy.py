@@ -148,7 +148,7 @@ def decide(
 
 
 def _immediate_retry_reason(last: EndedAttempt, failure: Failure, has_progress: bool) -> str:
-    """Return why the run continues at once after an end that is not a failure; empty for any other end."""
+    """Return why the run continues immediately after an end that is not a failure; empty for any other end."""
     if TRAITS[failure.kind].budget is Budget.NOTHING:
         return f"continues with fewer nodes: {failure.reason}"
     if last.was_drilled:
@@ -179,8 +179,8 @@ def _final(failure: Failure, history: Sequence[EndedAttempt], run: str) -> Decis
 
 def after_cancel(step: int | None, missing: str = "") -> Decision:
     """Return the decision for a cancelled run without a job; `missing`: why its checkpoint is not visible."""
-    saved = f"; the newest checkpoint is of step {step}" if step is not None else "; no checkpoint is known"
-    saved = f"; the newest checkpoint was of step {step}, and {missing}" if missing else saved
+    saved = f"; the newest checkpoint has step {step}" if step is not None else "; no checkpoint is known"
+    saved = f"; the newest checkpoint had step {step}, and {missing}" if missing else saved
     return Decision(action=Action.CANCEL, reason=f"cancelled by `orch cancel`{saved}")
 
 

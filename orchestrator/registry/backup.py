@@ -18,13 +18,13 @@ def backup(path: Path, to: Path) -> Path:
     On an error `to` is unchanged. Only an older backup or an empty file is replaced.
     """
     if not path.exists():
-        raise RegistryError("there is no registry to back up", where=str(path), hint="`orch submit` makes one")
+        raise RegistryError("there is no registry to back up", where=str(path), hint="`orch submit` creates one")
     if to.exists() and to.samefile(path):
         raise RegistryError("a registry cannot be its own backup", where=str(to), hint="name another file")
     to = to.resolve()  # a link is kept, and its target is replaced
     if to.exists() and not _replaceable(to):
         raise Precondition(
-            "something else than a backup of a registry is there, and it is left as it was", where=str(to),
+            "the file is not a registry backup and was not replaced", where=str(to),
             hint="name another file, or remove this one first",
         )  # fmt: skip
     temporary = to.with_name(f".{to.name}.{secrets.token_hex(6)}.tmp")
@@ -50,9 +50,9 @@ def backup(path: Path, to: Path) -> Path:
 def _unwritten(error: OSError, to: Path) -> Precondition:
     """Return the error for a failed backup, with the command to type."""
     folder = shlex.quote(str(to.parent))
-    hint = "name a file in a folder of yours: orch db backup ~/registry-backup.db"
+    hint = "name a file in your own folder: orch db backup ~/registry-backup.db"
     if not to.parent.exists():
-        hint = f"mkdir -p {folder}, or name a file in a folder that is there"
+        hint = f"mkdir -p {folder}, or name a file in an existing folder"
     return Precondition(f"the backup cannot be written: {error.strerror or error}", where=str(to), hint=hint)
 
 

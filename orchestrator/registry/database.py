@@ -73,7 +73,7 @@ class Database:
                 raise
             except sqlite3.Error as error:
                 if is_io_error(error):
-                    self.close()  # the next transaction connects anew
+                    self.close()  # the next transaction opens a new connection
                 if not is_busy(error) or time.monotonic() > give_up:
                     raise explain(error, self.path) from error
                 time.sleep(random.uniform(0.01, 0.1))

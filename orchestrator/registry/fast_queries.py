@@ -89,7 +89,7 @@ def runs_by_name(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def found_bad(path: Path, since: float) -> list[str]:
-    """Return the runs of which a restore test found a checkpoint bad at `since` or later."""
+    """Return the runs with a checkpoint that a restore test found bad at `since` or later."""
     query = f"SELECT DISTINCT run FROM restore_tests WHERE ended_at >= ? AND verdict IN {_BAD} ORDER BY run"
     return [row["run"] for row in _rows(path, query, (since,))]
 

@@ -163,7 +163,7 @@ class Reads(StoreOperations):
         """
         found = self.database.first(ConfigText, digest=digest)
         if found is None:
-            raise NotFound(f"no config {digest}", hint="`orch show RUN` tells a run's digest")
+            raise NotFound(f"no config {digest}", hint="`orch show RUN` prints a run's digest")
         if hashlib.sha256(found.data.encode()).hexdigest() != digest:
             raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
         return in_present_keys(json.loads(found.data))

@@ -69,10 +69,9 @@ class RunRecord:
         if found := _impossible(fields):
             raise ValueError(f"{path} is damaged: {found}")
         try:
-            record = build(cls, fields)
+            record: RunRecord = build(cls, fields)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        assert isinstance(record, cls)
         return record
 
 

@@ -60,7 +60,7 @@ def explain(error: BaseException | None, path: Path) -> RegistryError:
     if code(error) in _UNOPENED and (plain := _access_error(path)) is not None:
         return plain
     if code(error) in _UNWRITABLE and (place := log_without_place(path)):
-        what = f"the registry lies {place}, where its write-ahead log cannot be used"
+        what = f"the registry is {place}, where its write-ahead log cannot be used"
         hint = f"{_MAKE_WRITABLE[place].format(folder=path.parent)}; or copy it: {_COPY.format(path=path)}"
         return RegistryError(what, where=str(path), hint=hint)
     if code(error) == sqlite3.SQLITE_READONLY and not _is_writable(path):
@@ -79,7 +79,7 @@ def _is_writable(path: Path) -> bool:
 
 
 def log_without_place(path: Path) -> str:
-    """Return why a registry cannot keep its write-ahead log beside itself; "" if SQLite can read it.
+    """Return why a registry cannot keep its write-ahead log next to itself; "" if SQLite can read it.
 
     SQLite needs to write there even for reading, and does not report that.
     """

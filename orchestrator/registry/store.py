@@ -28,7 +28,7 @@ class Store(ControllerWrites):
         if not readonly:
             _prepare(path)
         elif (found := versions.read_version(path)) is None:
-            raise RegistryError("there is no registry yet", where=str(path), hint="`orch submit` makes one")
+            raise RegistryError("there is no registry yet", where=str(path), hint="`orch submit` creates one")
         else:
             versions.require_head(found, path)
         store = cls(Database(path, readonly=readonly))

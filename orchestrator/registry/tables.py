@@ -75,7 +75,7 @@ _LAYOUT: Mapping[type[Any], tuple[str, str, str, _Columns]] = {
 }  # fmt: skip
 """Name, primary key, foreign key and order of each record's table; referred tables come first.
 
-A key `id` that is no field of the record is SQLite's row number, which grows with time.
+A key `id` that the record lacks is SQLite's row number, which grows with time.
 """
 _UNIQUE = (("runs", "name"), ("attempts", "job_name"), ("lease", "scheduler"))
 _INDEXES = (

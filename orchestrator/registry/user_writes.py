@@ -147,11 +147,11 @@ def require_removable(run: Run, attempts: Sequence[Attempt], tests: Sequence[str
         raise Precondition(
             f"{run.name} is {run.state}" + ("" if run.state in LIVE_RUNS else ", and its last job may still be alive"),
             where=run.reason,
-            hint=f"`orch cancel {run.name}` stops it; then the same again",
+            hint=f"`orch cancel {run.name}` stops it; then try again",
         )
     if tests:
         raise Precondition(
             f"a restore test of {run.name} is under way: {tests[0]}",
             where=run.name,
-            hint=f"`orch wait {tests[0]}`, or `orch cancel {tests[0]}`; then the same again",
+            hint=f"`orch wait {tests[0]}`, or `orch cancel {tests[0]}`; then try again",
         )

@@ -54,8 +54,7 @@ class ImportableRun:
     @property
     def config(self) -> RunConfig:
         """Config of the run's next attempt."""
-        config = build(RunConfig, in_present_keys(self.configs[self.record.run.config_digest]))
-        assert isinstance(config, RunConfig)
+        config: RunConfig = build(RunConfig, in_present_keys(self.configs[self.record.run.config_digest]))
         return config
 
 
@@ -113,7 +112,7 @@ def _refuse_while_served(path: Path, now: float) -> None:
             raise RegistryError(
                 f"a controller{of} is alive ({lease.holder}) and writes to this registry",
                 where=str(path),
-                hint=f"`orch controller stop` on {holder_host(lease.holder)}, then again",
+                hint=f"`orch controller stop` on {holder_host(lease.holder)}, then try again",
             )
 
 
@@ -159,27 +158,27 @@ def _find_importable_runs(roots: Sequence[Path], known: KnownConfig) -> Iterator
                         found = _read(RunDir(path), known)
                     yield found
             except _UNUSABLE as error:
-                log.warning("left out: %s: %s", path, error)
+                log.warning("skipped %s: %s", path, error)
 
 
 def _read(folder: RunDir, known: KnownConfig) -> ImportableRun:
     run, config = read_json(folder.run), read_json(folder.config)
     if not isinstance(run, dict) or not isinstance(config, dict):
-        raise ValueError(f"{folder.run} or {folder.config} is no JSON object")
+        raise ValueError(f"{folder.run} or {folder.config} is not a JSON object")
     if run.get("schema") != "orch.run/1":
-        raise ValueError(f"{folder.run} is not of a run of orch")
+        raise ValueError(f"{folder.run} does not belong to an orch run")
     digest = hash_config(config)
     if digest != run["config_digest"]:
         kept = known(run["config_digest"])
         if kept is None or hash_config(kept) != run["config_digest"]:
             digests = f"its digest is {digest}, the run's is {run['config_digest']}"
-            raise ValueError(f"{folder.config} was changed ({digests}): put it back as it was, and rebuild again")
+            raise ValueError(f"{folder.config} was changed ({digests}): restore it, and rebuild again")
         log.warning("%s was changed: the run keeps the configuration that the registry had", folder.config)
         config = kept
     try:
         record = RunRecord.read(folder.record)
         if record.run.name != run["name"]:
-            raise ValueError(f"{folder.record} is of another run")
+            raise ValueError(f"{folder.record} belongs to another run")
     except _UNUSABLE as error:
         log.info("no record: %s", error)
         return _with_configs(folder, _relocate_record(salvage(folder, run), folder), config, recorded=False)
@@ -225,7 +224,7 @@ def _with_configs(folder: RunDir, record: RunRecord, submitted: dict[str, Any], 
         steps = 0 if configs[newest].get("command") else configs[newest]["train"]["steps"]
         run = replace(record.run, config_digest=newest, total_steps=steps)
         if recorded and run.state in LIVE_RUNS:
-            lost = "rebuilt, but a change of its configuration is lost: `orch resume RUN KEY=VALUE` makes it again"
+            lost = "rebuilt, but a change of its configuration is lost: repeat it with `orch resume RUN KEY=VALUE`"
             run = replace(run, state=RunState.HELD, reason=lost.replace("RUN", run.name))
         record = replace(record, run=run)
     return ImportableRun(folder=folder, configs=configs, record=replace(record, attempts=attempts))
@@ -302,7 +301,7 @@ def _catch_up(store: Store, item: ImportableRun, epoch: int, now: float) -> None
         try:
             ingest(store, view, epoch=epoch, now=now)
         except _UNUSABLE as error:
-            log.warning("%s: what attempt %d wrote last is not taken in: %s", item.folder.path, count, error)
+            log.warning("%s: the last events of attempt %d cannot be imported: %s", item.folder.path, count, error)
     _check_against_disk(store, item, epoch, now)
     # Reading old events again must not change the run's time of update.
     store.note_run(item.record.run.name, epoch=epoch, now=item.record.run.updated_at)
@@ -314,7 +313,7 @@ def _check_against_disk(store: Store, item: ImportableRun, epoch: int, now: floa
     places = shared_places(config, folder)
     entries, unread = look(places)
     for path, error in unread.items():
-        log.warning("%s: its checkpoints in %s stay as they were recorded: %s", folder.path, path, error)
+        log.warning("%s: its checkpoints in %s keep their recorded state: %s", folder.path, path, error)
     seen = of_run(entries, item.record.run, item.record.attempts)
     on_disk = {entry.name: entry for entry in seen}
     # Nodes' local disks and unreadable tiers cannot be checked from here.

@@ -154,7 +154,11 @@ class RestoreTests:
             attempts=tuple(self.store.attempts(run.name)),
             checkpoints=tuple(self._reachable(run, config)),
             tests=tests,
-            spent=sum(_rank_seconds(self.store, config, test, now) for test in tests if not test.forced),
+            spent=sum(
+                rank_count(test.layout, config) * trained_seconds(self.store.attempts(test.test), now)
+                for test in tests
+                if not test.forced
+            ),
         )
 
     def _reachable(self, run: Run, config: RunConfig) -> list[Checkpoint]:
@@ -178,7 +182,3 @@ def begin_test(store: Store, files: Files, run: Run, request: RestoreTestRequest
     except (OSError, RunDirHangs) as error:
         log.warning("%s: %s cannot be pinned for its restore test: %s", run.name, test.checkpoint, error)
     return test
-
-
-def _rank_seconds(store: Store, config: RunConfig, test: RestoreTest, now: float) -> float:
-    return rank_count(test.layout, config) * trained_seconds(store.attempts(test.test), now)

@@ -122,15 +122,10 @@ class _Plan:
     saved_by_run: bool
 
 
-def check_test(store: Store, run: Run, asked: RestoreTestRequest) -> None:
-    """Raise the errors that `create_test` would raise, without writing anything."""
-    _plan(store, run, asked)
-
-
-def _plan(store: Store, run: Run, asked: RestoreTestRequest) -> _Plan:
+def check_test(store: Store, run: Run, asked: RestoreTestRequest) -> _Plan:
+    """Return the plan of a test. Raises the errors that `create_test` would raise, without writing anything."""
     saved_by = _attempt(store, run, asked.checkpoint)
-    config = build(RunConfig, store.config(run.config_digest))
-    assert isinstance(config, RunConfig)
+    config: RunConfig = build(RunConfig, store.config(run.config_digest))
     settings = config.restore_tests
     # An imported checkpoint is tested with the config of the first attempt, which trained from it.
     first = run.config_digest if config.command else store.attempt(run.name, 1).config_digest or run.config_digest
@@ -151,7 +146,7 @@ def create_test(store: Store, run: Run, asked: RestoreTestRequest, now: float) -
     Raises ConfigError for a layout that does not fit the run, and Precondition for a checkpoint that no job can reach
     or, for scheduled tests, if another test of the run is in progress.
     """
-    plan = _plan(store, run, asked)
+    plan = check_test(store, run, asked)
     kind = resolve(asked.kind or run.cluster)
     order = restore_test.RestoreTestOrder(
         run=run.name,

@@ -105,7 +105,7 @@ def _last_finished(facts: RunFacts) -> RestoreTest | None:
 
 
 def _after_bad_verdict(facts: RunFacts) -> Due | None:
-    """Return a test of the next older checkpoint, due at once, to find a good one."""
+    """Return a test of the next older checkpoint, due immediately, to find a good one."""
     last = _last_finished(facts)
     if last is None or last.verdict not in FOUND_BAD or last.ended_at is None:
         return None

@@ -14,7 +14,7 @@ from trainer.protocol.node_identity import boot_time
 def pin_for_reading(storage: Storage, name: str) -> str:
     """Pin a checkpoint for this process; return the pin's holder, for `remove_pin`. Raises OSError."""
     remove_dead_readers(storage)
-    holder = token_hex(4)  # one process may read a checkpoint twice at once
+    holder = token_hex(4)  # a process may have two readers of one checkpoint
     note = f"being read by orch, process {os.getpid()} on {host_name()}"
     pin(storage, name, note, time.time(), holder=holder, process=str(this_process()))
     return holder

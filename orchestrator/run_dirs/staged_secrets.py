@@ -1,4 +1,4 @@
-"""Secrets of a run before its folder exists: a private file beside it, moved in by the folder's creator.
+"""Secrets of a run before its folder exists: a private file next to it, moved in by the folder's creator.
 
 The file is written before the run is in the registry, so that a controller has the values even if it is faster than
 the submitter or completes a dead submitter's work. The file is never copied.

@@ -22,7 +22,7 @@ def test_cancel_saves_first_and_is_answered_when_the_job_is_gone(tmp_path: Path)
     assert world.run.state is RunState.RUNNING
     assert world.finish().state is RunState.CANCELLED
     assert world.attempts[0].saved_step == world.slurm.agents_of[world.name][0].step_done
-    assert f"newest checkpoint is of step {world.attempts[0].saved_step}" in world.run.reason
+    assert f"newest checkpoint has step {world.attempts[0].saved_step}" in world.run.reason
     assert world.store.user_requests() == []
 
 
@@ -39,7 +39,7 @@ def test_cancel_promises_no_checkpoint_that_is_gone(tmp_path: Path, lost: str) -
     assert world.finish().state is RunState.CANCELLED
     step = max(attempt.saved_step or 0 for attempt in world.attempts)
     said = "its folder is gone" if lost else f"the run directory is not visible on {socket.gethostname()}"
-    assert f"the newest checkpoint was of step {step}, and {said}" in world.run.reason
+    assert f"the newest checkpoint had step {step}, and {said}" in world.run.reason
 
 
 def test_cancel_does_not_wait_for_ever(tmp_path: Path) -> None:

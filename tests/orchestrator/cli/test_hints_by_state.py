@@ -252,6 +252,6 @@ def test_a_failure_that_no_log_tells_of_is_told_from_the_registry(orch: Type, wo
 def test_this_test_types_what_is_offered(orch: Type, world: World, monkeypatch: Patch) -> None:
     """A hint that the state does not allow is found."""
     run = world.run(RunState.SUCCEEDED)
-    monkeypatch.setattr(RunView, "after_end", property(lambda view: f"go on with it:  orch resume {view.run}"))
+    monkeypatch.setattr(RunView, "after_end", property(lambda view: f"continue:  orch resume {view.run}"))
     with pytest.raises(AssertionError, match=f"`orch attach {{run}} --stack` offers `orch resume {run}`: exit code 4"):
         check(orch, run, ["attach {run} --stack"])

@@ -107,7 +107,7 @@ def test_a_run_that_may_be_live_is_refused(orch: Type, seeds: Seeds, state: RunS
     run = seeds.run(state=state)
     refused = orch("rm", run, "-y")
     assert refused.code == 4
-    assert f"`orch cancel {run}` stops it; then the same again" in refused.err
+    assert f"`orch cancel {run}` stops it; then try again" in refused.err
     assert seeds.store.run(run).removal == ""
 
 

@@ -411,7 +411,7 @@ def test_run_left_out_of_named_folder(orch: Type, seeds: Seeds, caplog: pytest.L
     (seeds.root / run).mkdir(exist_ok=True)
     (seeds.root / run / "run.json").write_text("{")
     said = orch("db", "rebuild", "--root", seeds.root).err
-    assert f"left out: {seeds.root / run}" in caplog.text
+    assert f"skipped {seeds.root / run}" in caplog.text
     assert "not named" not in said
 
 

@@ -295,8 +295,8 @@ def test_steps_are_known_by_default() -> None:
 
 def test_reason_of_a_cancel_names_the_newest_checkpoint() -> None:
     assert after_cancel(None).reason == "cancelled by `orch cancel`; no checkpoint is known"
-    assert after_cancel(40).reason == "cancelled by `orch cancel`; the newest checkpoint is of step 40"
-    lost = "cancelled by `orch cancel`; the newest checkpoint was of step 40, and its folder is gone"
+    assert after_cancel(40).reason == "cancelled by `orch cancel`; the newest checkpoint has step 40"
+    lost = "cancelled by `orch cancel`; the newest checkpoint had step 40, and its folder is gone"
     assert after_cancel(40, "its folder is gone").reason == lost
     assert after_cancel(None).action is Action.CANCEL
 

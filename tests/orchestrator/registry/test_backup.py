@@ -69,7 +69,7 @@ def test_what_is_no_backup_is_left_as_it_was(tmp_path: Path, content: bytes) -> 
     path, to = tmp_path / "registry.db", tmp_path / "notes.txt"
     Store.open(path).close()
     to.write_bytes(content)
-    with pytest.raises(Precondition, match="something else than a backup"):
+    with pytest.raises(Precondition, match="is not a registry backup"):
         backup(path, to)
     assert to.read_bytes() == content
 
@@ -78,7 +78,7 @@ def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     path, to = tmp_path / "registry.db", tmp_path / "pipe"
     Store.open(path).close()
     os.mkfifo(to)
-    with pytest.raises(Precondition, match="something else than a backup"):
+    with pytest.raises(Precondition, match="is not a registry backup"):
         backup(path, to)
     assert to.is_fifo()
 

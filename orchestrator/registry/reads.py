@@ -210,7 +210,7 @@ class Reads(StoreOperations):
             raise RunExpected(name, self._resolve_name(run))
         if "/" in name:  # its folder, or a path inside it
             parts = list(reversed(Path(os.path.abspath(os.path.expanduser(name))).parts))
-            known = self._names(_RUNS.name.in_(parts))
+            known = self._names(is_among(_RUNS.name, "parts"), parts=parts)
             if meant := next((part for part in parts if part in known), None):
                 raise NotFound(f"{name} is a path, and the name of a run is needed", hint=f"did you mean {meant}?")
             name = parts[0]
@@ -218,10 +218,10 @@ class Reads(StoreOperations):
         hint = f"did you mean {' or '.join(near)}?" if near else "`orch status -n 50` lists the newest runs"
         raise NotFound(f"no run {' '.join(name.split())}", hint=hint)
 
-    def _names(self, condition: ColumnElement[bool], limit: int | None = None) -> list[str]:
-        """Return the names of the runs that meet a condition, newest first."""
+    def _names(self, condition: ColumnElement[bool], limit: int | None = None, **values: Any) -> list[str]:
+        """Return the names of the runs that meet a condition with these parameters, newest first."""
         query = select(_RUNS.name).where(condition).order_by(_RUNS.id.desc()).limit(limit)
-        return [name for (name,) in self.database.rows(query)]
+        return [name for (name,) in self.database.rows(query, values)]
 
 
 def _given(**keys: Any) -> dict[str, Any]:

@@ -195,7 +195,8 @@ def encode(value: Any) -> Any:
 
 
 _DECODERS: Mapping[Any, Callable[[Any], Any]] = {
-    bool: bool, float: number, tuple: lambda text: tuple(json.loads(text)), dict: json.loads,
+    bool: bool, float: number, dict: json.loads,
+    tuple: functools.lru_cache(maxsize=1024)(lambda text: tuple(json.loads(text))),
 }  # fmt: skip
 
 

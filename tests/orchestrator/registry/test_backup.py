@@ -59,7 +59,7 @@ def test_what_cannot_be_backed_up(desk: Desk, tmp_path: Path) -> None:
     assert caught.value.hint.startswith(f"mkdir -p {tmp_path / 'no' / 'folder'},")
     with pytest.raises(Precondition, match="cannot be written") as caught:
         backup(desk.path, Path("/proc/x"))
-    assert caught.value.hint.startswith("name a file in a folder of yours")
+    assert caught.value.hint.startswith("name a file in your own folder")
     with closing(sqlite3.connect(desk.path)) as raw:
         assert raw.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 

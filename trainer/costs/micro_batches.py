@@ -15,10 +15,7 @@ class MicroBatchError(ValueError):
 
 
 def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> int:
-    """Return the micro-batches per step on each of `dp_size` data-parallel ranks.
-
-    Raises MicroBatchError with counts that work. `train.batch_size` is a multiple of `dp_size`.
-    """
+    """Return the micro-batches per step on each data-parallel rank; raises MicroBatchError with valid counts."""
     share = train.batch_size // dp_size
     fitting = _fitting(pipeline, share)
     key, count = _requested_count(pipeline, train, share, fitting)

@@ -107,10 +107,7 @@ def feed_forward_weights(model: ModelConfig) -> int:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s of a device in this precision.
-
-    None for a device that is not in the table, and for a slice of a GPU (MIG), which is slower than the whole GPU.
-    """
+    """Return the peak FLOP/s of a device; None for an unknown device or a slice of a GPU (MIG)."""
     if _has_words(device_name, "MIG"):
         return None
     for name, half, full in _TENSOR_CORES:

@@ -124,10 +124,7 @@ class _Units:
 
 
 def peak_bytes(parameters: Iterable[Parameter], parallel: ParallelConfig, world_size: int) -> int:
-    """Return the peak bytes of a float32 step on rank 0, from the second step on, with the optimizer's state.
-
-    Without a pipeline; for pipelines see `pipeline_peak_bytes`.
-    """
+    """Return the peak bytes of a float32 step on rank 0 without a pipeline, from the second step on."""
     known = list(parameters)
     held = state_bytes(known, parallel, world_size)
     stepping = held.gradients + (_host_copies(known, parallel, world_size) if held.on_host == ("optimizer",) else 0)

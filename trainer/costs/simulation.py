@@ -41,10 +41,7 @@ Table = Sequence[Sequence[PipelineAction]]
 
 
 def activations_held(table: Table) -> list[int]:
-    """Return each rank's maximum number of (stage, micro-batch) pairs with live activations.
-
-    Activations live from the forward pass to the last gradient that is computed from them.
-    """
+    """Return each rank's maximum number of (stage, micro-batch) pairs with live activations."""
     most = []
     for actions in table:
         held = high = 0
@@ -80,10 +77,7 @@ class RankSeconds:
 
 
 def bubbles(ranks: Sequence[RankSeconds]) -> list[float]:
-    """Return the bubble of each rank of a pipeline.
-
-    A rank waits in receives, and after its last computation until the last rank finishes, because all start together.
-    """
+    """Return each rank's share of the step spent in receives and after its last computation."""
     longest = max((rank.span for rank in ranks), default=0.0)
     if not longest:
         return [0.0 for _ in ranks]
@@ -132,10 +126,7 @@ class DeadlockError(ValueError):
 
 
 def simulate(table: Table, stages: Sequence[StageSeconds]) -> PipelineTimeline:
-    """Start every action as soon as its rank is free and its input has arrived; raises DeadlockError.
-
-    Sends take no time on their rank and do not slow each other down.
-    """
+    """Start every action once its rank is free and its input has arrived; sends are free. Raises DeadlockError."""
     arrivals: dict[PipelineAction, float] = {}
     clocks, places = [0.0 for _ in table], [0 for _ in table]
     spans: list[list[Span]] = [[] for _ in table]

@@ -157,10 +157,7 @@ def split(costs: LayerCosts, stages: int) -> Split:
 def _least(
     stages: int, count: int, cost: StageCost, join: Callable[[float, float], float], limit: float
 ) -> tuple[float, list[int]]:
-    """Return the least total over splits whose stages cost at most `limit`, and the ends of its stages.
-
-    Dynamic programming over stage and end, from the best split of the preceding layers into the stages so far.
-    """
+    """Return the least total over splits whose stages cost at most `limit`, and the ends of its stages."""
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(stages):
         found: dict[int, tuple[float, list[int]]] = {}

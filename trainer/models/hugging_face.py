@@ -79,10 +79,7 @@ def config_json(config: ModelConfig, *, seq_len: int, dtype: str) -> dict[str, A
 
 
 def mismatches(theirs: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a foreign `config.json` that do not fit, with the overrides that fix them.
-
-    The override is empty if the built-in model lacks the feature.
-    """
+    """Yield settings of a foreign `config.json` that do not fit, and overrides that fix them, or an empty one."""
     if config.experts.count:
         yield "it has no experts, like every Llama", "model.experts.count=0"
     for key, wanted in _REQUIRED.items():

@@ -36,10 +36,7 @@ def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Each rank has the columns from `first` on; three small all-reduces replace a large all-gather.
-
-    log(sum(exp(x))) - x[target], as in Megatron-LM (Shoeybi et al. 2019, section 3).
-    """
+    """Cross-entropy over columns split among ranks, as in Megatron-LM (Shoeybi et al. 2019, section 3)."""
 
     @staticmethod
     def forward(
@@ -223,10 +220,7 @@ class Llama(nn.Module):
             fill(name, parameter, seed, self.deviation(name))
 
     def deviation(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial values; None for norms, which start at one.
-
-        Projections back into the residual stream are scaled down with depth (GPT-2, Radford et al. 2019).
-        """
+        """Return the standard deviation of a parameter's initial values (GPT-2, Radford et al. 2019); None: ones."""
         if "norm" in name:
             return None
         if name.endswith(("wo.weight", "w2.weight", "experts.w2")):

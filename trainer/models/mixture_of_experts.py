@@ -72,10 +72,7 @@ class Router(BalancedRouter):
 
 
 class _Counted(torch.autograd.Function):
-    """Adds a load to a total in the backward pass: once per micro-batch, however often the forward pass runs.
-
-    Neither the recomputation of activation checkpointing nor validation has a backward pass of its own.
-    """
+    """Adds a load to a total in the backward pass, which runs once per micro-batch, unlike the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, load: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

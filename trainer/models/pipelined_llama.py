@@ -53,10 +53,7 @@ class LlamaStage(Llama):
 
 
 class StagesOfRank(nn.Module):
-    """All stages of one rank as one module, with parameter names of the whole model, to optimize and to save.
-
-    It shares the modules of its stages and computes nothing.
-    """
+    """All stages of one rank as one module with the whole model's parameter names; computes nothing."""
 
     def __init__(self, stages: Sequence[LlamaStage]) -> None:
         super().__init__()
@@ -127,10 +124,7 @@ def stage(
     module: LlamaStage, train: TrainConfig, group: dist.ProcessGroup, device: torch.device, *,
     sequences: int, tp: int = 1,
 ) -> LocalStage:  # fmt: skip
-    """Return `module` as a stage in the pipeline of the ranks of `group`; `sequences`: per micro-batch.
-
-    Each of `tp` ranks has a part of every sequence between layers, and therefore between stages.
-    """
+    """Return `module` as a stage in the pipeline of `group`; `sequences`: per micro-batch."""
     part, own = module.stage, module.part
     length = (train.seq_len if own is None else own.chunk * len(own.chunks)) // tp
     tokens, activation, loss = _examples(train, (sequences, length, module.config.dim))

@@ -80,10 +80,7 @@ def unwrap_data(data: Data) -> Data | StatefulData:
 
 
 class Positions:
-    """Positions of batches in the data: `consumed`, continued across epochs if it restarts with each epoch.
-
-    No two batches of a run have the same position, so a skipped position is a single batch.
-    """
+    """Positions of batches, continued across epochs if `consumed` restarts; every batch has its own."""
 
     def __init__(self, data: Data) -> None:
         self._data, self._offset = data, 0
@@ -173,10 +170,7 @@ class TokenData:
         self, folder: Path, train: TrainConfig, *,
         shuffle: bool, dp_rank: int, dp_size: int, device: torch.device, held_out: int = 0,
     ) -> None:  # fmt: skip
-        """Open the data; `held_out`: batches at its end that are used only for validation.
-
-        Raises ValueError if tokens, batch and ranks do not fit together.
-        """
+        """Open the data; `held_out`: batches at its end that are used only for validation. Raises ValueError."""
         self._stream = TokenStream(folder)
         for problem in batch_problems(train, dp_size):
             raise ValueError(problem)

@@ -147,10 +147,7 @@ def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> T
 def _model(
     made: workload.Workload, config: JobConfig, layout: mesh.Layout
 ) -> tuple[nn.Module, Callable[[], None] | None]:
-    """Return this rank's model, or its stages of it, and a function that sets weights if nothing is restored.
-
-    Only the built-in model can be split into stages, and only that model is certain not to read its weights earlier.
-    """
+    """Return this rank's model, and a function that sets the built-in one's weights if nothing is restored."""
     if not config.trains_built_in_workload:
         own = made.parallelize(made.build_model(), layout)
         if not any(module.training for module in own.modules()):  # `from_pretrained` returns it in eval mode

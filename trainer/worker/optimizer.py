@@ -91,10 +91,7 @@ _TINY = 1e-150
 
 
 def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False) -> torch.optim.Optimizer:
-    """Build AdamW with weight decay on matrices only: norms and biases are scales, not weights to shrink.
-
-    `on_host`: keep its state and run its step in host memory.
-    """
+    """Build AdamW with weight decay on matrices only; `on_host`: its state and step are in host memory."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stacks = {id(p) for module in model.modules() if isinstance(module, ExpertStacks) for p in module.parameters()}
     groups = [
@@ -156,10 +153,7 @@ def find_optimizers(values: Iterable[Any]) -> Iterator[torch.optim.Optimizer]:
 def clear_gradients(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], owners: Iterable[object]
 ) -> None:
-    """Clear gradients after a step, including those outside the optimizer: no checkpoint stores accumulated ones.
-
-    An optimizer that is an attribute of one of `owners` clears its gradients itself.
-    """
+    """Clear all gradients after a step, except those of optimizers that `owners` have as attributes."""
     optimizer.zero_grad(set_to_none=True)
     left = [parameter for parameter in parameters if parameter.grad is not None]
     if left:

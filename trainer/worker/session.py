@@ -178,10 +178,7 @@ def _on_other_software(journal: Journal, rank: int) -> OnSoftware:
 
 
 def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
-    """Return the data positions to skip, from the coordinator and from earlier attempts. Collective.
-
-    All ranks use rank 0's positions, because with different ones they would train on different data from then on.
-    """
+    """Return rank 0's data positions to skip, on every rank; collective."""
     known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
     return frozenset(all_gather_json(sorted(known), torch.device("cpu"))[0])
 

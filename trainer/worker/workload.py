@@ -294,10 +294,7 @@ _LONGEST = 500
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Convert any exception to a WorkloadError that names `what` and the location of the error.
-
-    Prints go to stderr, because stdout belongs to the command's answer.
-    """
+    """Convert any exception to a WorkloadError with `what` and the location; redirect prints to stderr."""
     try:
         with redirect_stdout(sys.stderr):
             yield

@@ -70,10 +70,7 @@ def mixed_precision(config: JobConfig) -> MixedPrecisionPolicy:
 
 
 def layer_precision(config: JobConfig) -> MixedPrecisionPolicy:
-    """Return the policy of the built-in model's layers, whose inputs arrive in the right precision.
-
-    Casting them would round the rotary table.
-    """
+    """Return the policy of the built-in model's layers; casting inputs would round the rotary table."""
     return replace(mixed_precision(config), cast_forward_inputs=False)
 
 
@@ -228,10 +225,7 @@ class GradientSync:
         return self._gradients
 
     def facts(self) -> GradientFacts:
-        """Return the gradient facts that ranks compare after `end_step`; pipeline stages compare nothing.
-
-        Gradients of unsharded parameters may be averaged elsewhere, for example by torch's own DDP.
-        """
+        """Return the gradient facts that ranks compare after `end_step`; pipeline stages compare nothing."""
         used = usage_mark(self._averaged) if self._stages == 1 else 0
         gradients, self._gradients = self._gradients, []  # released as soon as the parameters release them
         compared = [one for one in gradients if not isinstance(one, DTensor)] if self._compares else []

@@ -160,10 +160,7 @@ def _expert_order(received: torch.Tensor) -> torch.Tensor:
 
 
 class _RowExchange(torch.autograd.Function):
-    """Sends rows to each rank and receives rows from it; gradients take the reverse path.
-
-    The time between the exchange and its return is not measured, in either the forward or the backward pass.
-    """
+    """Exchanges rows with each rank; gradients take the reverse path. The work in between is not measured."""
 
     @staticmethod
     def forward(

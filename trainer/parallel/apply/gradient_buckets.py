@@ -167,10 +167,7 @@ class GradientBuckets:
         self._is_over = True
 
     def _watch(self, parameter: nn.Parameter, bucket: "_Bucket") -> None:
-        """Hook into each gradient.
-
-        Frozen parameters may be unfrozen later, but only accept hooks if they require gradients.
-        """
+        """Hook into each gradient; frozen parameters must require gradients to accept hooks."""
         if parameter._post_accumulate_grad_hooks:
             raise self._hook_error(parameter)
         wanted = parameter.requires_grad
@@ -232,10 +229,7 @@ class _Bucket:
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def pack_gradients(self) -> torch.Tensor | None:
-        """Pack all gradients into one tensor, and make each `grad` a view of it; None if all are frozen.
-
-        Gradients of parameters that this rank has not used count as zero, and their `grad` stays None.
-        """
+        """Pack all gradients into one tensor, and make each `grad` a view of it; None if all are frozen."""
         every = zip(self.members, self._places, strict=True)
         # A parameter that is frozen now may have a gradient from an earlier micro-batch.
         pairs = [pair for pair in every if pair[0].requires_grad or pair[0].grad is not None]

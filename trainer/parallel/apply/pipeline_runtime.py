@@ -286,10 +286,7 @@ class Pipeline:
         return given
 
     def _loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the last stage differentiates, scaled as in the loop without a pipeline.
-
-        Dividing the sums later would round differently.
-        """
+        """Return the tensor that the last stage differentiates, rounded as in the loop without a pipeline."""
         loss = output / self.micro_batches
         if self._factor != 1.0:
             loss = loss * self._factor

@@ -36,10 +36,7 @@ SENDS = (Activity.SEND_ACTIVATION, Activity.SEND_GRADIENT)
 
 
 class Watcher(Protocol):
-    """Provides once, for each moment of a step, the calls to run there in every step, on the training thread.
-
-    A moment ends before the next one begins.
-    """
+    """Provides, once per moment of a step, the calls to run at its start and end; moments do not overlap."""
 
     def begin_callback(self, moment: StageActivity) -> Call | None:
         """Return the call at the start of a moment, or None."""
@@ -73,10 +70,7 @@ class Watched:
 
 
 class Messages:
-    """Messages of one rank; shapes are fixed in advance, so ranks exchange no pickled metadata.
-
-    A message is identified by the moment that waits for it: `WAIT_FOR_...`, stage and micro-batch.
-    """
+    """Messages of one rank, identified by the moment that waits for them; no metadata is exchanged."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -225,10 +219,7 @@ class LocalStage:
         return len(self._inputs) + len(self._half_done)
 
     def forward(self, micro_batch: int, x: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        """Run a forward pass; `x`: tokens, or a tensor from the previous stage.
-
-        Raises ValueError for an unexpected output.
-        """
+        """Run a forward pass on tokens or on the previous stage's output `x`; raises ValueError for an odd output."""
         self._wait_for_gathers()
         if torch.is_grad_enabled():
             if not self.is_first:

@@ -346,10 +346,7 @@ class Journal:
         self.event(EventKind.CHECKPOINT_CADENCE, steps=steps, seconds=seconds, reason=reason)
 
     def log_work(self, step: int) -> None:
-        """Record that this rank has trained `step`, if WORK_LOG is set.
-
-        The lines prove that no step was trained twice at once.
-        """
+        """Record that this rank has trained `step`, to prove that none was trained twice at once (WORK_LOG)."""
         spec = self._spec
         if self._work is not None:
             line = {"rank": spec.rank, "node": spec.node_name, "pid": os.getpid(), "step": step}
@@ -361,10 +358,7 @@ class Journal:
             self._steps.append(dump_line({**self._stamp(), "world": self._spec.world_size, "step": step, **values}))
 
     def settle(self) -> None:
-        """Write the lines of all steps so far, so that a restart from the following save repeats none of them.
-
-        Waits at most SETTLE_SECONDS, and not again after the file has failed to respond in time.
-        """
+        """Write all lines so far, so that a restart repeats none; waits at most SETTLE_SECONDS, once if it hangs."""
         if self._steps is not None:
             self._settles = self._steps.flush(SETTLE_SECONDS if self._settles else 0.0)
 

@@ -304,10 +304,7 @@ def phase_tracker(cell: ProgressCell, model: nn.Module, device: torch.device) ->
 
 @contextmanager
 def waiting_for_peers(device: torch.device) -> Iterator[None]:
-    """Mark a collective or a wait for a message: a stream waits for it as for a kernel.
-
-    On the CPU a waiting thread does not run, so there is nothing to exclude from the measurement.
-    """
+    """Mark a wait for peers, which a GPU's stream measures as work; no-op on the CPU."""
     tracker = current_tracker()
     if tracker is None or device.type == "cpu":
         yield

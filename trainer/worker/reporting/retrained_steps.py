@@ -32,10 +32,7 @@ class RetrainedSteps:
     def __init__(
         self, recorded: Recorded, world: int, explains: Callable[[int], bool], report: Callable[[int, str], object]
     ) -> None:
-        """`explains(attempt)`: whether the code has changed since that attempt. `report` gets step and reason.
-
-        Lines with a different number of ranks (`world`) or different software are not compared.
-        """
+        """`explains(attempt)`: whether the code has changed since that attempt. `report` gets step and reason."""
         self._recorded, self._world, self._explains, self._report = recorded, world, explains, report
 
     def step_ended(self, step: int, values: Mapping[str, Any]) -> None:
@@ -56,10 +53,7 @@ class RetrainedSteps:
 
 
 def read_retrained(run: RunDir, attempt: int, restored: int) -> Recorded:
-    """Return the recorded steps after `restored`, each from the newest attempt that trained it.
-
-    Reading ends at an attempt whose configuration leads to different numbers, or whose files cannot be read.
-    """
+    """Return the recorded steps after `restored` from the newest attempts with the same settings."""
     found: dict[int, list[dict[str, Any]]] = {}
     settings = None
     for number in range(attempt, max(0, attempt - MAX_ATTEMPTS), -1):

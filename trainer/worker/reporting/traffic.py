@@ -45,10 +45,7 @@ class TrafficMeter:
         self._sent: Counter[str] = Counter()
 
     def step_ended(self) -> dict[str, int] | None:
-        """Call at the end of every step; return the measurement at the second step, else None.
-
-        Empty if the recorder's buffer does not hold the whole step.
-        """
+        """End a step; return the measurement at the second step (empty if records are lost), else None."""
         self._steps += 1
         if self._steps > _MEASURED_STEP:
             return None
@@ -84,10 +81,7 @@ class TrafficMeter:
 
 
 def group_dimensions(layout: Layout) -> dict[str, str]:
-    """Return the mesh dimension by process group name; a group of all ranks is torch's default group.
-
-    Parameters and gradients sent between ranks that share sequences count as those of shards or replicas.
-    """
+    """Return the mesh dimension by process group name; a group of all ranks is torch's default group."""
     own = [
         *([layout.sequence_ranks] if layout.sequence_mesh else []),
         *([layout.expert_mesh] if layout.expert_mesh else []),

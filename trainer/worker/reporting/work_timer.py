@@ -94,10 +94,7 @@ class Stopwatch(Protocol):
 
 
 class CpuStopwatch:
-    """Stopwatch of a rank on the CPU: its thread's running time, which excludes waits in gloo.
-
-    Loading data counts by wall time, because disks and other processes do its work.
-    """
+    """Stopwatch of a CPU rank: running time of its thread, without waits; wall time for loading data."""
 
     counts_waits = False
 
@@ -119,10 +116,7 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Stopwatch of a rank on a GPU: time between events in its stream, read once they have completed, without waiting.
-
-    Not exercised on a GPU yet; its arithmetic is tested with fake events.
-    """
+    """Stopwatch of a GPU rank: time between completed events in its stream. Not exercised on a GPU yet."""
 
     counts_waits = True
 
@@ -178,10 +172,7 @@ def exclude_fsdp_waits(model: nn.Module, pause: Callable[[], None], resume: Call
 
 
 def _also_after_backward(pause: Callable[[], None]) -> Callable[[], None]:
-    """Also pause at the end of the backward pass, before FSDP waits for the gradients that it has scattered.
-
-    Callbacks run in the order in which they were queued, and FSDP queues its own in the hook that follows the first.
-    """
+    """Also pause at the end of the backward pass, before FSDP's own callback waits for scattered gradients."""
 
     def pause_twice() -> None:
         pause()

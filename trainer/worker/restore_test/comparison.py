@@ -80,10 +80,7 @@ def _changed_software(attempt: AttemptDir, saved_by: int) -> bool:
 
 
 def has_other_code(attempt: AttemptDir, code: CodeRecord | None) -> bool:
-    """Return whether the attempt trained with code other than `code`, or with packages not known to be the same.
-
-    Unknown code is assumed to be the same.
-    """
+    """Return whether the attempt trained with other code, or with packages not known to be the same."""
     if code is None:
         return False
     theirs = CodeRecord.read(attempt.code)

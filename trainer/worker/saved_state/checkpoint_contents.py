@@ -31,10 +31,7 @@ def tensor_metadata(tensor: torch.Tensor) -> TensorMetadata:
 
 
 def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    """Return a zero tensor of this form, sharded like the first of `likes` with its shape; None if none matches.
-
-    Tensors that are not on the CPU are put on `device`.
-    """
+    """Return a zero tensor of this form, sharded like the first of `likes` with its shape; None if none matches."""
     dtype, shape, kind, sharded = wanted
     for like in likes:
         if like is not None and [list(like.shape), isinstance(like, DTensor)] == [shape, sharded]:
@@ -82,10 +79,7 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
 def expected_entries(manifest: Manifest) -> TensorExpectations:
-    """Return the expectations of a checkpoint saved by a rank of orch (shown by `extra`); none for others.
-
-    Step counts and data positions are not checked: programs skip steps, update twice, and start from other state.
-    """
+    """Return the expectations of a checkpoint saved by a rank of orch; none for others."""
     if "config_digest" not in manifest.extra:
         return TensorExpectations()
     ranks = manifest.world.get("ranks")
@@ -181,10 +175,7 @@ _HASH_CHUNK = 64 * 1024 * 1024
 
 
 def weights_digest(model: nn.Module, layout: Layout) -> str | None:
-    """Return the XXH3-128 over the full tensors in name order on rank 0, None elsewhere; equal in every layout.
-
-    A collective: every rank must call it.
-    """
+    """Return the XXH3-128 of all tensors in name order on rank 0, None elsewhere; collective."""
     tensors = _own_tensors(model) if layout.sizes["pp"] == 1 else _tensors_of_stages(model, layout)
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:

@@ -27,10 +27,7 @@ def _name(dp_rank: int) -> str:
 
 
 def plain_position(consumed: Any) -> int | float:
-    """Return `consumed` of the data as a plain number: it may be a NumPy number or a tensor.
-
-    Raises WorkloadError for anything else.
-    """
+    """Return `consumed`, perhaps a tensor or NumPy number, as a plain number; raises WorkloadError."""
     if isinstance(consumed, int | float):
         return consumed
     try:
@@ -76,10 +73,7 @@ class DataState:
         return self._own.reordered_sets
 
     def targets(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Allocate the tensors of this rank's state, given the facts of all `ranks` of a checkpoint.
-
-        Raises NotReshardable.
-        """
+        """Allocate the tensors of this rank's state from the facts of all `ranks`; raises NotReshardable."""
         states = {one[FACTS]["dp_rank"]: one[FACTS] for one in ranks if FACTS in one}
         self._saved = [(self._state_for_rank(rank), states[rank]) for rank in self._required_ranks(states)]
         return {key: tensor for state, facts in self._saved for key, tensor in state.targets(facts).items()}

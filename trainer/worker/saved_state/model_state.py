@@ -186,10 +186,7 @@ def cannot_be_filled(tensor: torch.Tensor) -> bool:
 
 
 class SharedMemory:
-    """Memory that tensors share in a new model but no longer at a save, for example a target network's.
-
-    A restart builds them shared again, while their saved values differ.
-    """
+    """Memory that tensors share in a new model but no longer at a save, such as a target network's."""
 
     def __init__(self, model: nn.Module) -> None:
         """Record which parameters and buffers of a new model share memory."""

@@ -39,10 +39,7 @@ def _loads_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_hidden_state(optimizer: torch.optim.Optimizer, names: Names) -> None:
-    """Raise WorkloadError for state not keyed by a parameter, or kept outside `optimizer.state`.
-
-    Call this once all state exists.
-    """
+    """Raise WorkloadError for state outside `optimizer.state[parameter]`; call once all state exists."""
     kind = type(optimizer).__name__
     for key, held in optimizer.state.items():
         of_parameter = isinstance(key, torch.Tensor) and key in names
@@ -288,10 +285,7 @@ class OptimizerState:
     # ---- restoring
 
     def targets(self, facts: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-        """Return the tensors to fill from a checkpoint with these facts; None: an imported checkpoint without facts.
-
-        Raises WorkloadError if the checkpoint belongs to another optimizer.
-        """
+        """Return the tensors to fill from a checkpoint; `facts`: None if imported. Raises WorkloadError."""
         live = self.tensors()
         if facts is None:
             self._targets = {key: tensor for key, tensor in live.items() if key.startswith(_STATE)}
@@ -324,10 +318,7 @@ class OptimizerState:
         return made
 
     def restore(self, facts: Mapping[str, Any] | None, absent: Collection[str]) -> list[str]:
-        """Apply the filled targets and the facts; return messages about lost or overruled values.
-
-        `absent`: targets missing from an imported checkpoint; their parameters start without state.
-        """
+        """Apply filled targets and facts; return messages. `absent`: targets that an imported checkpoint lacks."""
         if facts is None:
             return self._restore_imported(absent)
         self._restore_state(facts)
@@ -385,10 +376,7 @@ class OptimizerState:
             self._load(extra)
 
     def _load(self, extra: Mapping[str, Any]) -> None:
-        """Make the optimizer load its own state and `extra`, then put state and groups back as they were.
-
-        torch converts loaded state to the dtype of its parameter and creates new objects instead of filling these.
-        """
+        """Make the optimizer load `extra` and its own state, and put back what torch converts or replaces."""
         held = {parameter: dict(state) for parameter, state in self._parameter_states()}
         groups = [dict(group) for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), **extra})

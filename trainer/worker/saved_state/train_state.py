@@ -175,10 +175,7 @@ class TrainState:
         }  # fmt: skip
 
     def save(self, saver: RankCheckpointer) -> bool:
-        """Hand the state after `step` to the checkpointer; return False on every rank if it accepts none now.
-
-        Raises WorkloadError for state that a restart could not restore.
-        """
+        """Hand the state to the checkpointer; return False if it accepts none now. Raises WorkloadError."""
         with ExitStack() as asked:
             for state in (self._workload_state, self._scheduler_state, self._data_state, self._extra_state):
                 asked.enter_context(state.freeze_state())
@@ -298,10 +295,7 @@ class TrainState:
         return dict(states[self._rank if self._rank < len(states) else 0])
 
     def restore(self, saver: RankCheckpointer) -> None:
-        """Restore everything from the newest checkpoint that verifies; stay at step 0 without a checkpoint.
-
-        The saver is prepared first, because a copy in memory is only recognized by its layout.
-        """
+        """Restore the newest checkpoint that verifies; stay at step 0 without one."""
         self._optimizer_state.prime()
         self._prepare(saver)
         packed = torch.zeros_like(pack_rng(self._device))

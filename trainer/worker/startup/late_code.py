@@ -13,10 +13,7 @@ from trainer.worker.reporting.stderr_best_effort import write_stderr
 
 
 def record_late_code(attempt: AttemptDir, config: JobConfig, skip: Collection[str], journal: Journal) -> None:
-    """Add the user's modules to `attempt.code`, with an event if any is new or has changed.
-
-    `skip`: modules that this process had when it became a rank.
-    """
+    """Add the user's modules, except `skip`, to `attempt.code`, with an event if any is new or has changed."""
     if config.trains_built_in_workload:
         return
     modules = {name: module for name, module in list(sys.modules.items()) if name not in skip}

@@ -17,10 +17,7 @@ _EXCHANGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.device) -> None:
-    """Measure and report to the agent if enabled: in the first generation, and on a new node.
-
-    Collective over the world if it has several ranks. The GPU part has not run on a GPU yet.
-    """
+    """Measure this node and report to its agent, if enabled; collective. Not exercised on a GPU yet."""
     if not config.detection.preflight.on or not spec.fit:
         return
     began = time.monotonic()

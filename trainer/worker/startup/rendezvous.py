@@ -34,10 +34,7 @@ def is_node_fault(error: BaseException) -> bool:
 
 
 def choose(cluster: ClusterShape, local_rank: int) -> torch.device:
-    """Return the GPU with the rank's local number, or the CPU if the job asked for no GPUs.
-
-    All ranks of a node see the same GPUs; with fewer than requested, several ranks would share one. Raises NodeFault.
-    """
+    """Return the GPU with the rank's local number, or the CPU if no GPUs were requested; raises NodeFault."""
     wanted = cluster.gpus_per_node
     if not wanted:
         return torch.device("cpu")
@@ -119,10 +116,7 @@ def _loopback(host: str) -> bool:
 
 
 def open_store(spec: RankSpec, control: socket.socket) -> tuple[TCPStore, bytes]:
-    """Return the store and the generation's key: rank 0 makes both, and agents pass them on to the others.
-
-    The key travels with the store's address, from agent to agent, and is never in the store or the environment.
-    """
+    """Return the store and the generation's secret key, which agents pass from rank 0 to the others."""
     if spec.rank == 0:
         host, key = spec.host, secrets.token_bytes(KEY_BYTES)
         store = _host_store(host)

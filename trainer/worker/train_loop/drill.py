@@ -147,10 +147,7 @@ def _spin(seconds: float) -> None:
 
 
 def _hold_lock(seconds: float) -> None:
-    """Deadlock in C without releasing the GIL, like a faulty extension module.
-
-    A lock that waits for itself is not woken by signals, unlike a sleep.
-    """
+    """Deadlock in C with the GIL held, like a faulty extension module; unlike a sleep, no signal ends it."""
     libc = ctypes.PyDLL(None)
     mutex = ctypes.create_string_buffer(64)  # zeroed, which is PTHREAD_MUTEX_INITIALIZER
     libc.pthread_mutex_lock(mutex)

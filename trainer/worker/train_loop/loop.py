@@ -273,10 +273,7 @@ class Loop:
         return result.stop
 
     def _is_excused(self, pending: PendingStep, result: StepResult) -> bool:
-        """Return whether float16 overflow excuses a bad step: the optimizer skipped it, so nothing has changed.
-
-        A non-finite loss twice in a row comes from weights or data, which another scale cannot fix.
-        """
+        """Return whether float16 overflow excuses a bad step; a non-finite loss twice in a row is no overflow."""
         again, self._without_loss = self._without_loss, not math.isfinite(result.loss)
         return pending.overflowed and not (again and self._without_loss)
 
@@ -379,10 +376,7 @@ class Loop:
         self._services.phases.enter(Phase.DONE)
 
     def _probe(self) -> dict[str, float]:
-        """Return loss and gradient norm of one more step, which changes no weight, for comparison in a restore test.
-
-        Only for the built-in workload, because user data may end with the last step. It costs one step of the run.
-        """
+        """Return loss and gradient norm of one more step, which changes no weight, for restore tests to compare."""
         step, objects = self._train_state.step + 1, self._objects
         _, batches = self._train_state.positions.take(self._services.skip)
         loss = self._passes.run(step, batches, self._train_state.loss_scale.scale)

@@ -82,10 +82,7 @@ def build_passes(objects: TrainObjects, phases: PhaseTracker, drill: Drill, redu
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors, and other values with a `to(device)` method, on `device`.
-
-    It descends into lists, tuples and dictionaries. On a CPU the batch is returned unchanged.
-    """
+    """Return `batch` with the tensors in its lists, tuples and dictionaries on `device`; unchanged on a CPU."""
     if device.type == "cpu":
         return batch
 

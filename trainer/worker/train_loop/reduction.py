@@ -37,10 +37,7 @@ _CELLS = 3
 
 
 class MetricReducer:
-    """Packing of the numbers that a workload's method returns on this rank, and unpacking of their sum over all ranks.
-
-    Every later call must use the names of the first call, over all ranks.
-    """
+    """Reduces a workload's numbers over all ranks; every call must use the names of the first one."""
 
     def __init__(self, method: str, layout: Layout) -> None:
         """Create a reducer; `method` is the workload's method, for messages."""

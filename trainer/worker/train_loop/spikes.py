@@ -25,10 +25,7 @@ _LEVEL = 10.0
 
 
 class BadStep(ArithmeticError):
-    """A step with an unusable loss or gradient; no later state has been saved.
-
-    `position` is its batch's position in the data, that is, the amount consumed before it.
-    """
+    """A step with an unusable loss or gradient; `position` is its batch's position in the data."""
 
     def __init__(self, step: int, position: int, reason: str) -> None:
         super().__init__(f"step {step}: {reason}; its batch is at position {position} of the data")
@@ -48,10 +45,7 @@ class SpikeDetector:
         window: deque[float],
         on_new_level: Callable[[int, str], None] = lambda step, why: None,
     ) -> None:
-        """Create a detector on `window`, the newest accepted losses, which the training state owns and saves.
-
-        `on_new_level` is called with the first step of permanently higher losses, and the reason.
-        """
+        """Detect on `window`, the newest accepted losses; `on_new_level` gets the first step of a new level and why."""
         self._config, self._window, self._on_new_level = config, window, on_new_level
         while len(window) > config.window:
             window.popleft()

@@ -73,16 +73,69 @@ def _set_ranks(folder: Path, world: dict[str, Any]) -> None:
     (folder / COMMIT).write_bytes(commit.encode())
 
 
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.distcp"))
+
+
+def change_bytes(folder: Path, seed: int, act: Callable[[bytearray], None]) -> None:
+    path = shards(folder)[seed % len(shards(folder))]
+    data = bytearray(path.read_bytes())
+    before = bytes(data)
+    act(data)
+    assert data != before
+    path.write_bytes(data)
+
+
 def flipped_bit(folder: Path, older: Path, seed: int) -> None:
-    shard = sorted(folder.glob("*.distcp"))[seed % 2]
-    data = bytearray(shard.read_bytes())
-    place = random.Random(seed).randrange(len(data))
-    data[place] ^= 1 << seed % 8
-    shard.write_bytes(data)
+    def flip(data: bytearray) -> None:
+        data[random.Random(seed).randrange(len(data))] ^= 1 << seed % 8
+
+    change_bytes(folder, seed, flip)
+
+
+def truncated(folder: Path, older: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    change_bytes(folder, seed, lambda data: data.__delitem__(slice(draw.randrange(1, len(data)), None)))
+
+
+def zeroed_page(folder: Path, older: Path, seed: int) -> None:
+    def zero(data: bytearray) -> None:
+        at = random.Random(seed).choice([at for at in range(0, len(data), 4096) if any(data[at : at + 4096])])
+        data[at : at + 4096] = bytes(len(data[at : at + 4096]))
+
+    change_bytes(folder, seed, zero)
 
 
 def missing_shard(folder: Path, older: Path, seed: int) -> None:
-    sorted(folder.glob("*.distcp"))[seed % 2].unlink()
+    shards(folder)[seed % len(shards(folder))].unlink()
+
+
+def missing_index(folder: Path, older: Path, seed: int) -> None:
+    (folder / ("index.json" if seed % 2 else ".metadata")).unlink()
+
+
+def shard_of_older(folder: Path, older: Path, seed: int) -> None:
+    at = seed % len(shards(folder))
+    shards(folder)[at].write_bytes(shards(older)[at].read_bytes())
+
+
+def stray_file(folder: Path, older: Path, seed: int) -> None:
+    (folder / "__9_0.distcp").write_bytes(shards(older)[0].read_bytes())
+
+
+def other_fingerprints(folder: Path, older: Path, seed: int) -> None:
+    (folder / "fingerprints.json").write_bytes((older / "fingerprints.json").read_bytes())
+
+
+def torn_generators(folder: Path, older: Path, seed: int) -> None:
+    """A state that no generator accepts."""
+
+    def changed(state: State) -> State:
+        torn = state["rng/rank-00000"].clone()
+        torn[0] = 7
+        return {"rng/rank-00000": torn}
+
+    _change(folder, changed)
 
 
 def stale_weights(folder: Path, older: Path, seed: int) -> None:
@@ -167,8 +220,9 @@ def _change(folder: Path, changed: Callable[[State], State]) -> None:
 
 Damage = Callable[[Path, Path, int], None]
 
-DAMAGES: tuple[Damage, ...] = (
-    flipped_bit, missing_shard, stale_weights, other_optimizer, wrong_position, swapped_generators, nan_weights,
-    other_config, remade_manifest, transposed,
+IN_ANY_RUN: tuple[Damage, ...] = (
+    flipped_bit, truncated, zeroed_page, missing_shard, missing_index, shard_of_older, stray_file, other_fingerprints,
+    torn_generators, stale_weights, swapped_generators,
 )  # fmt: skip
+DAMAGES = (*IN_ANY_RUN, other_optimizer, wrong_position, nan_weights, other_config, remade_manifest, transposed)
 """Each damages the first folder; the second is the healthy checkpoint before it."""

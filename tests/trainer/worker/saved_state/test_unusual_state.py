@@ -190,42 +190,24 @@ def setting(name: str, strategy: str = "ddp") -> dict[str, Any]:
     }
 
 
+SHARDED = (
+    "BufferOfForward", "Growing", "ExtraDict", "DerivedByLoad", "OfEachRank", "NestedObjects", "SkippedUpdates",
+    "Thawed", "BuiltInEvaluation",
+)  # fmt: skip
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    "name",
-    [one if one == "AllAtOnce" else pytest.param(one, marks=pytest.mark.proof) for one in KEPT],
+    ("name", "strategy"),
+    [("AllAtOnce", "ddp")]
+    + [pytest.param(name, "ddp", marks=pytest.mark.proof) for name in KEPT if name != "AllAtOnce"]
+    + [pytest.param(name, "fsdp", marks=pytest.mark.proof) for name in SHARDED],
 )
-def test_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str) -> None:
-    calm = make_run(2, **setting(name))
+def test_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str, strategy: str) -> None:
+    calm = make_run(2, **setting(name, strategy))
     assert calm.train()["codes"] == [0, 0], calm.log()
-    hurt = make_run(2, **setting(name), drill=hang(0, step=8))
+    hurt = make_run(2, **setting(name, strategy), drill=hang(0, step=8))
     # A save of another form than the one before is skipped while that is still being written.
-    assert hurt.train_until_killed(0, committed=2)["codes"][0] == -9, hurt.log()
-    assert hurt.train()["codes"] == [0, 0], hurt.log()
-    assert hurt.losses() == calm.losses()
-    assert hurt.final()["weights_digest"] == calm.final()["weights_digest"]
-
-
-@pytest.mark.multi
-@pytest.mark.proof
-@pytest.mark.parametrize(
-    "name",
-    [
-        "BufferOfForward",
-        "Growing",
-        "ExtraDict",
-        "DerivedByLoad",
-        "OfEachRank",
-        "NestedObjects",
-        "SkippedUpdates",
-        "Thawed",
-        "BuiltInEvaluation",
-    ],
-)
-def test_sharded_ranks_that_are_killed_go_on_with_the_same_bits(make_run: Any, name: str) -> None:
-    calm = make_run(2, **setting(name, "fsdp"))
-    assert calm.train()["codes"] == [0, 0], calm.log()
-    hurt = make_run(2, **setting(name, "fsdp"), drill=hang(0, step=8))
     assert hurt.train_until_killed(0, committed=2)["codes"][0] == -9, hurt.log()
     assert hurt.train()["codes"] == [0, 0], hurt.log()
     assert hurt.losses() == calm.losses()

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model on text of your own, with orch's FSDP: GPT-2, whose embeddings are tied."""
+"""GPT-2 from Hugging Face, trained on a text file with orch's FSDP. Its embeddings are tied."""
 
 from pathlib import Path
 
@@ -9,15 +9,15 @@ import orch
 
 
 class Bytes:
-    """Windows of a text file, one byte a token; any position of the run can be sought."""
+    """Windows of a text file, one token per byte. `seek` restores any position of the run."""
 
     def __init__(self, path: Path, layout: orch.Layout, batch: int, length: int) -> None:
         self.text, self.layout, self.batch, self.length = torch.tensor(list(path.read_bytes())), layout, batch, length
-        self.consumed = 0  # windows that all ranks together have read: saved, and sought after a restart
+        self.consumed = 0  # windows read by all ranks together; saved, and restored with `seek`
         self.tokens_per_step = batch * length * layout.dp_size
 
     def take(self) -> list[torch.Tensor]:
-        """The micro-batches of one step; windows are shared out among the data-parallel ranks."""
+        """Return the micro-batches of one step. The data-parallel ranks divide the windows among them."""
         numbers = self.consumed + self.layout.dp_rank + self.layout.dp_size * torch.arange(self.batch)
         self.consumed += self.batch * self.layout.dp_size
         starts = numbers * 7919 % (len(self.text) - self.length)
@@ -25,12 +25,12 @@ class Bytes:
         return [windows.to(self.layout.device)]
 
     def seek(self, consumed: int) -> None:
-        """Go on after a restart."""
+        """Continue at this position after a restart."""
         self.consumed = consumed
 
 
 class Gpt2(orch.BaseWorkload):
-    """`workload.args` are `text`, `layers`, `width` and `heads`."""
+    """GPT-2 of the size given by `workload.args`: `text`, `layers`, `width` and `heads`."""
 
     def build_model(self) -> torch.nn.Module:
         size = {"n_layer": self.args["layers"], "n_embd": self.args["width"], "n_head": self.args["heads"]}

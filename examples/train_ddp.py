@@ -1,4 +1,4 @@
-"""An ordinary torchrun script: DDP, a checkpoint file of its own, its own resume. It knows nothing of orch."""
+"""A plain torchrun script: DDP, with its own checkpoint file and its own resume. It does not use orch."""
 
 import json
 import os

@@ -54,7 +54,6 @@ def ask(verb: str, *names: str, options: Sequence[str] = (), accept: Collection[
 
 
 def _run_command(words: Sequence[str]) -> tuple[str, int]:
-    """Return the command's output and its exit code."""
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONINSPECT", "PYTHONIOENCODING")}
     command = [sys.executable, "-P", "-c", _PROGRAM, "--json", "--quiet", *words]
     try:

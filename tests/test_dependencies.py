@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.cluster.machine_checks import NEEDED
+from orchestrator.cli.cluster.doctor import NEEDED
 
 ROOT = Path(__file__).resolve().parents[1]
 LOWEST = ROOT / ".venv" / "lowest"

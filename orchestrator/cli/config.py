@@ -4,17 +4,20 @@ import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from checkpointing.storage.durable import dump_line
+from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Column, Screen
 from orchestrator.config.redaction import redact_config, redacted_origins, redacted_value
 from orchestrator.errors import ConfigError, NotFound, OrchError
-from orchestrator.home import registry_path
 from orchestrator.run_view import find_run
+
+if TYPE_CHECKING:
+    from orchestrator.registry.store import Store
 
 SOURCE = click.argument("source", metavar="CONFIG")
 DIGITS = 6
@@ -73,10 +76,8 @@ def validate(screen: Screen, source: str, overrides: tuple[str, ...]) -> None:
     composed = compose_config(source, overrides)
     user_code.check(composed.config)
     warn_about_config(screen, composed.config)
-    if screen.json:
-        screen.data("config.validate", {"valid": True, "digest": composed.digest})
-    else:
-        screen.say(f"{source}: valid, digest {composed.digest[:12]}")
+    answer = {"valid": True, "digest": composed.digest}
+    screen.answer("config.validate", answer, f"{source}: valid, digest {composed.digest[:12]}")
 
 
 @config.command("diff")
@@ -136,30 +137,21 @@ def warn_about_config(screen: Screen, config: Any) -> None:
 
 
 def _find_config(name: str) -> dict[str, Any]:
-    """Return the configuration called `name`: a file, a preset, or a run or digest in the registry."""
     try:
         return dict(compose_config(name, ()).data)
     except (ConfigError, NotFound) as error:
-        is_file = name.endswith((".yaml", ".yml")) or Path(name).is_file()
-        if not is_file and (stored := _find_stored_config(name)) is not None:
-            return stored
+        if not (name.endswith((".yaml", ".yml")) or Path(name).is_file()):
+            with suppress(NotFound), open_store(readonly=True) as store:
+                return _stored_config(store, name)
         if isinstance(error, NotFound):
             error.hint += f"; or name a run, or give {DIGITS} or more digits of a digest from `orch show RUN`"
         raise
 
 
-def _find_stored_config(name: str) -> dict[str, Any] | None:
-    from orchestrator.registry.store import Store  # sqlalchemy: only where the registry is read in full
-
-    if not registry_path().exists():
-        return None
-    with Store.open(registry_path(), readonly=True) as store:
-        try:
-            digest = store.run(name).config_digest
-        except NotFound:
-            digests = store.config_digests() if len(name) >= DIGITS else set()
-            digest = next((item for item in digests if item.startswith(name)), name)
-        try:
-            return store.config(digest)
-        except NotFound:
-            return None
+def _stored_config(store: "Store", name: str) -> dict[str, Any]:
+    try:
+        digest = store.run(name).config_digest
+    except NotFound:
+        digests = store.config_digests() if len(name) >= DIGITS else set()
+        digest = next((item for item in digests if item.startswith(name)), name)
+    return store.config(digest)

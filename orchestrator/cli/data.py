@@ -32,11 +32,8 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
 
     missing = [path for path in paths if path != token_shards.STDLIB and not Path(path).expanduser().exists()]
     if missing:
-        raise NotFound(
-            f"no such text: {missing[0]}",
-            where="command line: PATHS",
-            hint=f"give text files, folders, or {token_shards.STDLIB}",
-        )
+        hint = f"give text files, folders, or {token_shards.STDLIB}"
+        raise NotFound(f"no such text: {missing[0]}", where="command line: PATHS", hint=hint)
     screen.if_interrupted = lambda: f"interrupted: {out} is {'complete' if any(out.glob('*')) else 'not written'}"
     started = time.monotonic()
     with screen.bar("tokenizing") as meter:
@@ -49,8 +46,6 @@ def prepare(screen: Screen, paths: tuple[str, ...], out: Path) -> None:
         "path": str(out), "tokens": index.tokens, "shards": len(index.shards), "dtype": index.dtype,
         "fingerprint": index.fingerprint, "seconds": round(seconds, 3),
     }  # fmt: skip
-    if screen.json:
-        screen.data("data.prepare", answer)
-        return
-    screen.say(f"{count(index.tokens)} tokens in {len(index.shards)} shards in {out}  ({span(seconds)})")
-    screen.note(f"fingerprint {index.fingerprint}\ntrain on them with  {shlex.quote(f'data.path={out}')} '~data.text'")
+    text = f"{count(index.tokens)} tokens in {len(index.shards)} shards in {out}  ({span(seconds)})"
+    train = f"train on them with  {shlex.quote(f'data.path={out}')} '~data.text'"
+    screen.answer("data.prepare", answer, text, note=f"fingerprint {index.fingerprint}\n{train}")

@@ -10,6 +10,7 @@ from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Screen, size
 from orchestrator.errors import ConfigError, NotFound, RegistryError
 from orchestrator.home import registry_path
+from orchestrator.registry import fast_queries
 from orchestrator.run_view import require_registry
 
 
@@ -33,10 +34,7 @@ def db() -> None:
 def path(screen: Screen) -> None:
     """Print the registry's file name: ORCH_REGISTRY, or `registry.db` in the state folder (ORCH_HOME)."""
     file = registry_path()
-    if screen.json:
-        screen.data("db.path", {"path": str(file), "exists": file.exists()})
-    else:
-        screen.say(str(file))
+    screen.answer("db.path", {"path": str(file), "exists": file.exists()}, str(file))
 
 
 @db.command("backup")
@@ -58,10 +56,8 @@ def backup(screen: Screen, to: Path) -> None:
     screen.if_interrupted = lambda: f"interrupted: no backup was written to {to}"
     copy(registry_path(), to)
     screen.if_interrupted = lambda: f"interrupted: {to} is complete"
-    if screen.json:
-        screen.data("db.backup", {"path": str(to), "bytes": to.stat().st_size})
-    else:
-        screen.say(f"{to}  ({size(to.stat().st_size)})")
+    length = to.stat().st_size
+    screen.answer("db.backup", {"path": str(to), "bytes": length}, f"{to}  ({size(length)})")
 
 
 @db.command("rebuild")
@@ -91,42 +87,18 @@ def rebuild(screen: Screen, roots: tuple[Path, ...], more: tuple[Path, ...]) -> 
 
     screen.if_interrupted = lambda: "interrupted: nothing is lost; run the same command again"
     old: list[Path] = []
-    before = _known_folders()
+    try:
+        before = fast_queries.run_folders(registry_path())
+    except RegistryError:  # a damaged registry is a reason to rebuild it
+        before = {}
     run_count = make(registry_path(), [root.resolve() for root in roots], on_aside=old.append)
     screen.note(f"registry {registry_path()}")
     for path in old:
         screen.note(f"the old registry is now {path}")
-    _warn_of_runs_left_out(screen, before, roots)
-    if screen.json:
-        kept = str(old[0]) if old else None
-        screen.data("db.rebuild", {"path": str(registry_path()), "runs": run_count, "old": kept})
-    else:
-        screen.say(f"rebuilt with {run_count} run{'' if run_count == 1 else 's'}")
-
-
-def _known_folders() -> dict[str, str]:
-    """Return the folder of each run in the registry, keyed by name; empty if the registry is unreadable."""
-    from orchestrator.registry import fast_queries
-
-    try:
-        return fast_queries.run_folders(registry_path())
-    except RegistryError:
-        return {}
-
-
-def _warn_of_runs_left_out(screen: Screen, before: dict[str, str], roots: tuple[Path, ...]) -> None:
-    """Warn about runs of the old registry that still exist, but are in none of the named folders."""
-    from orchestrator.registry import fast_queries
-
-    now = fast_queries.run_folders(registry_path())
-    named = {root.resolve() for root in roots}
-    lost = {
-        name: Path(folder).parent
-        for name, folder in before.items()
-        if name not in now and Path(folder).is_dir() and Path(folder).resolve().parent not in named
-    }
-    if lost:
-        every = dict.fromkeys([*(str(root.resolve()) for root in roots), *sorted(map(str, set(lost.values())))])
-        command = " ".join(["orch db rebuild", *(f"--root {shlex.quote(root)}" for root in every)])
-        what = f"{len(lost)} known runs are in folders that were not named; to include them: {command}"
-        screen.warn("runs_left_out", what)
+    now, named = fast_queries.run_folders(registry_path()), {root.resolve() for root in roots}
+    folders = (Path(folder).resolve() for run, folder in before.items() if run not in now)
+    if lost := sorted({str(folder.parent) for folder in folders if folder.is_dir() and folder.parent not in named}):
+        add = " ".join(f"--root {shlex.quote(root)}" for root in lost)
+        screen.warn("runs_left_out", f"known runs are in folders that were not named; to include them, add {add}")
+    answer = {"path": str(registry_path()), "runs": run_count, "old": str(old[0]) if old else None}
+    screen.answer("db.rebuild", answer, f"rebuilt with {run_count} run{'' if run_count == 1 else 's'}")

@@ -172,13 +172,12 @@ def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
         screen.note(text)
     hint = "this is a defect in orch; please report it with that file"
     if os.environ.get("PYTHONPATH"):
-        hint = "a module on PYTHONPATH may hide one that orch needs: `unset PYTHONPATH`, then run the command again"
+        hint = "a module on PYTHONPATH may hide one of orch's: `unset PYTHONPATH`, then run the command again"
     screen.error("Internal", f"internal error: {type(error).__name__}: {error}", where, hint)
     return 1
 
 
 def _complete(line: str) -> int:
-    """Print the completion candidates that a shell requests."""
     from orchestrator.cli.completion.candidates import answer  # only for completion
 
     screen = Screen()

@@ -21,8 +21,6 @@ from trainer.protocol.restore_test import FOUND_BAD, UNDECIDED, Outcome
 
 LOOK_EVERY = 0.5
 """Seconds between two checks for verdicts."""
-BY_A_TEST = "restore test "
-"""Prefix of trust reasons set by a restore test, and of the notes of pins held by a restore test."""
 
 
 RESTORE_TEST_JSON = """
@@ -91,11 +89,12 @@ def restore_test(
             begun = _await_verdicts(screen, store, begun)
     if screen.json:
         screen.data("ckpt.restore-test", [restore_test_json(test) for test in begun])
-    for test in begun if wait_ else ():
-        _show_verdict(screen, test)
-    for test in () if wait_ else begun:
-        screen.say(f"{test.test}: restores step {test.step} of {test.run} on {test.layout}")
-    if not (wait_ or screen.json):
+    elif wait_:
+        for test in begun:
+            _show_verdict(screen, test)
+    else:
+        for test in begun:
+            screen.say(f"{test.test}: restores step {test.step} of {test.run} on {test.layout}")
         screen.note(f"  verdict:  orch restore-tests history {run.name}")
     return _exit_code(begun) if wait_ else 0
 
@@ -140,7 +139,6 @@ def _find_checkpoint(screen: Screen, store: Any, target: str) -> tuple[Run, Chec
 
 
 def _parse_layouts(words: str | None) -> list[str]:
-    """Parse the value of --layout; empty if it is not given. Raises ConfigError."""
     from orchestrator.config.restore_tests_config import RestoreTestsConfig
 
     if words is None:
@@ -156,7 +154,6 @@ def _parse_layouts(words: str | None) -> list[str]:
 
 
 def _await_verdicts(screen: Screen, store: Any, begun: list[RestoreTest]) -> list[RestoreTest]:
-    """Wait until all tests have a verdict. Ctrl-C leaves them running."""
     started = time.monotonic()
     with screen.ticker() as ticker:
         while True:
@@ -166,12 +163,12 @@ def _await_verdicts(screen: Screen, store: Any, begun: list[RestoreTest]) -> lis
                 return now
             with suppress(NotFound):
                 run = store.run(waiting[0].test)
-                ticker.update(f"{run.name}: {run.state}, {run.reason} ({span(time.monotonic() - started)})")
+                state = ", ".join(filter(None, (run.state, run.reason)))
+                ticker.update(f"{run.name}: {state} ({span(time.monotonic() - started)})")
             time.sleep(LOOK_EVERY)
 
 
 def _exit_code(tests: Sequence[RestoreTest]) -> int:
-    """Return 0 if all were restored, 7 for a bad checkpoint, otherwise the code of a failed precondition."""
     verdicts = {test.verdict for test in tests}
     if verdicts & FOUND_BAD:
         return CheckpointInvalid.exit_code
@@ -179,17 +176,15 @@ def _exit_code(tests: Sequence[RestoreTest]) -> int:
 
 
 def _show_verdict(screen: Screen, test: RestoreTest) -> None:
-    """Print a verdict with its evidence in a few lines."""
     screen.say(f"step {test.step} of {test.run} on {test.layout}: {test.verdict}\n  {test.reason}")
     evidence = test.evidence
     known = [(text, show, evidence.get(key)) for key, text, show in _TIMES]
     times = [text.format(show(value)) for text, show, value in known if isinstance(value, (int, float))]
     if times:
         screen.say(f"  {', '.join(times)}")
-    for note in evidence.get("notes", ()) if not screen.json else ():
+    for note in evidence.get("notes", ()):
         screen.note(f"  {note}")
-    if not screen.json:
-        screen.note(f"  more:  orch show {test.test}")
+    screen.note(f"  more:  orch show {test.test}")
 
 
 _TIMES = (
@@ -221,13 +216,13 @@ def _cells(test: RestoreTest) -> dict[str, Any]:
 _RATE = "bytes_per_second"
 
 
-def _columns(screen: Screen) -> list[Column]:
+def _columns(people: bool) -> list[Column]:
     return [
         Column("RUN", "run"),
         Column("STEP", "step", count, right=True),
         Column("LAYOUT", "layout"),
         Column("VERDICT", "_verdict"),
-        Column("AGE", "_age", span) if screen.terminal else Column("AT", "_at"),
+        Column("AGE", "_age", span) if people else Column("AT", "_at"),
         Column("RTO", "_rto", span, right=True),
         Column("RATE", "_rate", lambda rate: f"{size(rate)}/s" if rate else "", right=True, drop_order=2),
         Column("STEPS", "_steps", right=True, drop_order=1),
@@ -236,9 +231,10 @@ def _columns(screen: Screen) -> list[Column]:
     ]
 
 
-def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, with_run: bool = True) -> None:
-    """Print one line per test."""
-    screen.table(_columns(screen)[0 if with_run else 1 :], [_cells(test) for test in tests])
+def show_tests(screen: Screen, tests: Sequence[RestoreTest], *, of_one_run: bool = False) -> None:
+    """Print one line per test; for tests of one run, without its name and aligned everywhere."""
+    columns = _columns(True)[1:] if of_one_run else _columns(screen.terminal)
+    screen.table(columns, [_cells(test) for test in tests], aligned=of_one_run)
 
 
 @click.group("restore-tests", cls=Noun)
@@ -259,7 +255,7 @@ def ls(screen: Screen) -> None:
     newest = {test.run: test for test in every}
     rows = [_cells(test) for test in reversed(every) if test.ended_at is None or newest[test.run] is test]
     empty = "no restore test yet: `orch restore-tests due` shows the next ones"
-    screen.listing("restore-tests.ls", _columns(screen), rows, empty=empty)
+    screen.listing("restore-tests.ls", _columns(screen.terminal), rows, empty=empty)
 
 
 @restore_tests.command("history", json_data="as ckpt restore-test")
@@ -275,7 +271,7 @@ def history(screen: Screen, run: str | None) -> None:
         name = store.run(run).name if run is not None else None
         rows = [_cells(test) for test in reversed(store.restore_tests(name))]
     empty = f"no restore test{f' of {name}' if name else ''} yet"
-    screen.listing("restore-tests.history", _columns(screen), rows, empty=empty)
+    screen.listing("restore-tests.history", _columns(screen.terminal), rows, empty=empty)
 
 
 DUE_JSON = "list of {run, step, checkpoint, layout, why, due_at, in, refused}; in is in seconds, negative if overdue"
@@ -371,13 +367,6 @@ def layouts_in_words(tests: Sequence[RestoreTest]) -> str:
     under_way = [test.layout for test in tests if test.ended_at is None]
     words = [", ".join(bad or newest), f"under way on {', '.join(under_way)}" if under_way else ""]
     return "; ".join(filter(None, words))
-
-
-def reason_beside_tests(trust: str, reason: str) -> str:
-    """Return the reason of a checkpoint's trust for display beside its restore tests, without repeating them."""
-    if not reason.startswith(BY_A_TEST):
-        return reason
-    return "" if trust == Trust.RESTORED else reason.partition(": ")[2]
 
 
 def newest_proven(tests: Iterable[RestoreTest], there: Mapping[str, float]) -> Proven | None:

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import stat
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +40,6 @@ from trainer.protocol.run_dir import RunDir
 
 SHOWN = 3
 """Maximum number of pinned checkpoints that a refusal names."""
-OTHER_WITHIN = 5.0
-"""Seconds to wait for another command to finish its removal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +54,6 @@ class TierCopies:
     @property
     def place(self) -> str:
         return self.tier.catalog.place
-
-    def delete(self) -> None:
-        """Delete the copies, and the run's folder in that tier once it is empty. Raises OSError."""
-        storage = self.tier.storage
-        for name in self.names:
-            delete(storage, name, lambda: True)
-        if self.names and isinstance(storage, LocalStorage) and not storage.list(""):
-            storage.delete("")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +132,10 @@ def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forg
 
 
 def _show(screen: Screen, plans: list[RemovalPlan], done: list[str], dry_run: bool) -> None:
-    for line in (line for plan in plans for line in plan.lines()) if dry_run else ():
-        screen.say(line)
     for plan in plans:
-        if plan.run.name in done:
+        if dry_run:
+            screen.say("\n".join(plan.lines()))
+        elif plan.run.name in done:
             tests = f", with {len(plan.tests)} restore test{'s' if len(plan.tests) > 1 else ''}" if plan.tests else ""
             screen.say(f"{plan.run.name}: removed{tests}, {size(plan.all_bytes)} freed")
             for words in plan.left:
@@ -168,14 +157,13 @@ def _plan_all(
                 raise NotFound(f"no run {name}", hint=f"rm needs the full name; did you mean {run.name}?")
             plans.append(plan_removal(store, run, keep_copies=keep_copies, forget=forget))
         except FileNotFoundError:
-            refusals.append(_removed_meanwhile(store, name))
+            hint = "`orch status` shows whether another command has removed it"
+            refusals.append(Precondition(f"files of {name} disappear while they are counted", where=name, hint=hint))
         except OrchError as error:
             refusals.append(error)
-    if refusals and not plans and len(refusals) == 1:
-        raise refusals[0]
-    for refusal in refusals:
+    for refusal in refusals if len(names) > 1 else ():
         screen.warn(type(refusal).__name__, f"{refusal.what}; {refusal.hint}")
-    if refusals and not plans:
+    if not plans:
         raise refusals[0]
     along = {test.run.name for plan in plans for test in plan.tests}
     return [plan for plan in plans if plan.run.name not in along], refusals[0] if refusals else None
@@ -186,9 +174,9 @@ def _is_confirmed(screen: Screen, plans: list[RemovalPlan], options: list[str]) 
     if not sys.stdin.isatty():
         hint = " ".join(["orch rm", *(plan.run.name for plan in plans), *options, "-y"])
         raise ConfigError("the removal cannot be confirmed", where="stdin is not a terminal", hint=hint)
-    for line in (line for plan in plans for line in plan.lines()):
-        screen.note(line)
-    return click.confirm("Remove for good?", err=True)
+    for plan in plans:
+        screen.note("\n".join(plan.lines()))
+    return click.confirm("Remove permanently?", err=True)
 
 
 def plan_removal(store: Store, run: Run, *, keep_copies: bool, forget: bool) -> RemovalPlan:
@@ -262,7 +250,7 @@ def own_folder(run: Run, first: Attempt, *, submitted: bool) -> Path | None:
         _require_owner(run, folder, first)
         return folder
     if submitted and run.removal != Removal.SET_ASIDE:
-        raise _foreign_folder(run, f"the folder of {run.name} is not there", "mount its file system")
+        raise _foreign_folder(run, f"the folder of {run.name} is missing", "mount its file system")
     return None
 
 
@@ -283,7 +271,7 @@ def _is_own_folder(run: Run, folder: Path) -> bool:
 
 
 def _unreadable(run: Run, error: OSError, place: Path, remedy: str) -> Precondition:
-    """Return the error for an unreadable folder. It does not offer --forget: the folder may be the run's own."""
+    # It does not offer --forget, since the folder may be the run's own.
     what = f"the folder of {run.name} cannot be read: {error.strerror or error}"
     hint = f"{remedy}, then run the same command again" if isinstance(error, PermissionError) else "orch doctor"
     return Precondition(what, where=str(place), hint=hint)
@@ -301,7 +289,6 @@ def _require_owner(run: Run, folder: Path, first: Attempt) -> None:
 
 
 def _foreign_folder(run: Run, what: str, remedy: str) -> Precondition:
-    """Return the error for a folder that may not belong to this run alone."""
     hint = f"{remedy}; to forget the run without touching any file: orch rm {run.name} --forget"
     return Precondition(what, where=run.run_dir, hint=hint)
 
@@ -334,7 +321,6 @@ def _refuse_inner_run(run: Run, place: Path) -> None:
 
 
 def _refuse_pins(run: Run, folder: RunDir) -> None:
-    """Raise Precondition if a pinned checkpoint exists."""
     storage = LocalStorage(folder.checkpoints)
     remove_dead_readers(storage)
     pinned = [] if run.removal else pinned_names(storage)  # a removal in progress has already passed this check
@@ -343,12 +329,9 @@ def _refuse_pins(run: Run, folder: RunDir) -> None:
     if not steps:
         return
     words = ", ".join(map(str, steps[:SHOWN])) + (", ..." if len(steps) > SHOWN else "")
+    what = f"{run.name} has pinned checkpoints: step{'' if len(steps) == 1 else 's'} {words}"
     unpin = "; ".join(f"orch ckpt unpin {run.name}@{step}" for step in steps[:SHOWN])
-    raise Precondition(
-        f"{run.name} has pinned checkpoints: step{'' if len(steps) == 1 else 's'} {words}",
-        where=str(folder.checkpoints),
-        hint=f"{unpin}; then run the same command again",
-    )
+    raise Precondition(what, where=str(folder.checkpoints), hint=f"{unpin}; then run the same command again")
 
 
 def _own_copies(store: Store, run: Run) -> list[str]:
@@ -364,43 +347,17 @@ def _try_remove(screen: Screen, store: Store, plan: RemovalPlan) -> bool:
     try:
         for each in (*plan.tests, plan):
             remove(store, each)
-        return True
-    except (OSError, ImportError, OrchError) as error:
-        if isinstance(error, (FileNotFoundError, NotFound)) and _is_gone(store, plan.run.name, plan.first.nonce):
-            screen.note(f"{plan.run.name}: another command has just removed it")
-            return True
-        if isinstance(error, OrchError) and not isinstance(error, NotFound):
-            screen.warn(type(error).__name__, f"{error.what}; {error.hint}")
-            return False
-        words = error.what if isinstance(error, OrchError) else getattr(error, "strerror", None) or error
-        place = getattr(error, "filename", None) or plan.folder
-        screen.warn("NotRemoved", f"{plan.run.name}: {place}: {words}; run the same command again to finish")
+    except NotFound:
+        screen.note(f"{plan.run.name}: another command has just removed it")
+    except OrchError as error:
+        screen.warn(type(error).__name__, f"{error.what}; {error.hint}")
         return False
-
-
-def _is_gone(store: Store, name: str, nonce: str = "") -> bool:
-    """Return whether another command has finished the removal, after waiting at most `OTHER_WITHIN` seconds.
-
-    If the first attempt has a different `nonce`, the name already belongs to a new run.
-    """
-    give_up = time.monotonic() + OTHER_WITHIN
-    while time.monotonic() < give_up:
-        try:
-            first = store.attempts(store.run(name).name)[0]
-        except NotFound:
-            return True
-        if nonce and first.nonce != nonce:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def _removed_meanwhile(store: Store, name: str) -> OrchError:
-    """Return the error for a run whose files disappeared while they were counted."""
-    if _is_gone(store, name):
-        return NotFound(f"{name} has just been removed by another command", hint="orch status")
-    hint = "`orch status` shows whether it is gone"
-    return Precondition(f"files of {name} disappear while they are counted", where=name, hint=hint)
+    except (OSError, ImportError) as error:
+        place = getattr(error, "filename", None) or plan.folder
+        what = f"{plan.run.name}: {place}: {getattr(error, 'strerror', None) or error}"
+        screen.warn("NotRemoved", f"{what}; run the same command again to finish")
+        return False
+    return True
 
 
 def remove(store: Store, plan: RemovalPlan) -> None:
@@ -409,7 +366,11 @@ def remove(store: Store, plan: RemovalPlan) -> None:
     store.begin_removal(run)
     failpoints.reach("rm_begun")
     for copies in plan.copies:
-        copies.delete()
+        storage = copies.tier.storage
+        for name in copies.names:
+            delete(storage, name, lambda: True)
+        if isinstance(storage, LocalStorage) and not storage.list(""):
+            storage.delete("")
     failpoints.reach("rm_copies")
     if plan.folder is not None:
         # A half-deleted folder must never be found under the run's name.
@@ -420,12 +381,7 @@ def remove(store: Store, plan: RemovalPlan) -> None:
         failpoints.reach("rm_renamed")
         store.note_set_aside(run)
         failpoints.reach("rm_set_aside")
-        delete_tree(renamed)
+        shutil.rmtree(renamed)  # links are deleted, their targets are not
+        fsync_dir(renamed.parent)
     failpoints.reach("rm_deleted")
     store.delete_run(run)
-
-
-def delete_tree(folder: Path) -> None:
-    """Delete a folder and its contents; links are deleted, their targets are not. Raises OSError."""
-    shutil.rmtree(folder)
-    fsync_dir(folder.parent)

@@ -28,7 +28,6 @@ def _private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The command lines that a script types; each gets one row."""
     seen: list[tuple[str, ...]] = []
 
     def ask(*words: str, options: Any = (), accept: Any = ()) -> Any:

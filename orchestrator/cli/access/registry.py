@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from orchestrator.cli.terminal.render import Screen
+from orchestrator.errors import Fenced
 from orchestrator.home import make_state_home, registry_path
 from orchestrator.run_view import require_registry
 
@@ -53,3 +54,17 @@ def wake_controller(screen: Screen, kind: str, *, no_controller: bool) -> str:
         screen.note("another controller holds the lease and will act")
         return ""
     return "; ".join(report.silence)
+
+
+def act_as_controller(screen: Screen, kind: str, known: tuple[str, ...], **options: Any) -> tuple[str, ...]:
+    """Run a controller pass; return the schedulers that did not answer. Those in `known` are not reported again."""
+    from orchestrator.controller import service
+
+    try:
+        report = service.tick_once(registry_path(), kind, **options)
+    except Fenced:  # a controller has become active meanwhile
+        return ()
+    silent: tuple[str, ...] = report.unreachable if report is not None else ()
+    if silent and silent != known:
+        screen.note(f"{' and '.join(silent)} does not answer; nothing is assumed, asking again")
+    return silent

@@ -4,18 +4,22 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition
 from orchestrator.home import registry_path
-from orchestrator.registry.lease import LeaseState, displayed_state, holder_host
+from orchestrator.registry import fast_queries
+from orchestrator.registry.lease import LeaseState, displayed_state, holder_host, host_name
 from orchestrator.run_dirs.run_folder import foreign_reason
 from orchestrator.run_view import RunView
-from trainer.protocol.config_sections.scheduler_kinds import traits
+from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.run_dir import RunDir
 
+T = TypeVar("T")
 ASK_WITHIN = 2.0
 """Seconds to wait for a file system. A hung one must not block a status query."""
 PUT_BACK = (
@@ -35,57 +39,51 @@ def existing_folder(run: str, run_dir: str) -> RunDir:
 
 def warn_of_missing(screen: Screen, run: str, run_dir: str) -> None:
     """Warn if the run's folder is missing; for verbs that work without it."""
-    if _is_missing(run_dir):
+    if _is_folder(run_dir) is False:
         screen.warn("folder_missing", f"{_missing(run)}: {run_dir}; {PUT_BACK}")
 
 
-def warn_of_moved(screen: Screen, view: RunView) -> None:
-    """Warn if the run's folder is missing. A run that has never had a job may not have a folder yet."""
-    if has_moved(view):
-        warn_of_missing(screen, view.run, view.run_dir)
-
-
 def has_moved(view: RunView) -> bool:
-    """Return whether the run has had a job but its folder is gone."""
-    return bool(view.job_id or view.attempts > 1) and _is_missing(view.run_dir)
+    """Return whether the run's folder is gone. A run that has never had a job may not have a folder yet."""
+    return bool(view.job_id or view.attempts > 1) and _is_folder(view.run_dir) is False
 
 
 def warn_of_lost_checkpoint(screen: Screen, view: RunView) -> None:
     """Warn if the newest checkpoint in the registry is gone from the run's folder."""
     last, path = view.last_checkpoint, view.saved_path or ""
     home = os.path.dirname(path)
-    if last is None or home != str(RunDir(Path(view.run_dir)).checkpoints) or not _answers(home, there=True):
+    if last is None or home != str(RunDir(Path(view.run_dir)).checkpoints):
         return
-    if _answers(path, there=False):
+    if _is_folder(home) and _is_folder(path) is False:
         listed = f"`orch ckpt ls {view.run}` shows which checkpoints are there"
         screen.warn("checkpoint_gone", f"the folder of step {last['step']} of {view.run} is gone; {listed}")
 
 
-def _is_missing(run_dir: str) -> bool:
-    """Return whether the folder is missing; False if its file system does not answer in time."""
-    return _answers(run_dir, there=False)
+def _is_folder(path: str) -> bool | None:
+    """Return whether the folder exists; None if its file system does not answer in time or denies access."""
 
-
-def _answers(folder: str, *, there: bool) -> bool:
-    """Return whether the file system confirms in time that the folder exists (or is missing, if `there` is False)."""
-    answers: list[bool] = []
-
-    def ask() -> None:
+    def look() -> bool | None:
         try:
-            answers.append(stat.S_ISDIR(os.stat(folder).st_mode))
+            return stat.S_ISDIR(os.stat(path).st_mode)
         except (FileNotFoundError, NotADirectoryError):
-            answers.append(False)
-        except OSError:  # a folder without read permission: the state is unknown
-            pass
+            return False
+        except OSError:
+            return None
 
-    asker = threading.Thread(target=ask, name="folder", daemon=True)
-    asker.start()
-    asker.join(ASK_WITHIN)
-    return answers == [there]
+    return call_in_time(look)
+
+
+def call_in_time(work: Callable[[], T]) -> T | None:
+    """Return the result of `work` on a folder; None if the file system does not answer within `ASK_WITHIN` seconds."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(work()), name="folder", daemon=True)
+    thread.start()
+    thread.join(ASK_WITHIN)
+    return results[0] if results else None
 
 
 def _missing(run: str) -> str:
-    return f"the folder of {run} is not there (moved, deleted, or its file system is not mounted here)"
+    return f"the folder of {run} is missing (moved, deleted, or its file system is not mounted here)"
 
 
 START = "`orch controller start` starts one"
@@ -94,16 +92,9 @@ TAKE_OVER = "`orch controller start` takes over once its lease has expired"
 """Command to type while a controller stalls."""
 
 
-def controller_state(now: float, scheduler: str = "") -> LeaseState:
+def controller_state(scheduler: str = "") -> LeaseState:
     """Return whether a controller drives the runs of this scheduler (empty: any), and if not, why it stalls."""
-    from orchestrator.registry import fast_queries  # sqlite3: not imported for `orch --help`
-
-    return displayed_state(fast_queries.lease(registry_path(), scheduler or None), now)
-
-
-def controller_lives(now: float, scheduler: str = "") -> bool:
-    """Return whether a controller drives the runs of this scheduler; empty matches a controller of any scheduler."""
-    return controller_state(now, scheduler).alive
+    return displayed_state(fast_queries.lease(registry_path(), scheduler or None), time.time())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,28 +106,22 @@ class RunLocation:
     reached: bool
     lives: bool  # whether a controller for it is alive
 
-    @property
-    def is_local(self) -> bool:
-        return self.scheduler.startswith("local@")
-
-    @property
-    def place(self) -> str:
-        """Host on which to type commands for this run's controller."""
-        return f"on {self.scheduler.partition('@')[2]}" if self.is_local else f"on a login node of {self.scheduler}"
-
     def require_answer(self) -> None:
         """Raise Precondition if no controller serves the run and none can be started from here."""
-        if not self.reached and not self.lives:
-            raise Precondition(
-                f"no controller of {self.scheduler} runs, and {self.run} cannot be served from this host",
-                where=last_seen(self.scheduler),
-                hint=f"type `orch controller start` {self.place}",
-            )
+        if self.reached or self.lives:
+            return
+        held = fast_queries.lease(registry_path(), self.scheduler)
+        host = holder_host(held.holder) if held is not None else ""
+        raise Precondition(
+            f"no controller of {self.scheduler} runs, and {self.run} cannot be served from this host",
+            where=f"the last one ran on {host}" if host else f"registry {registry_path()}",
+            hint=f"type `orch controller start` {where_to_type(self.scheduler)}",
+        )
 
 
 def locate_run(run: str, kind: str, scheduler: str) -> RunLocation:
     """Return the location of a run. Queries Slurm only if no controller for the run is alive."""
-    lives = controller_lives(time.time(), scheduler)
+    lives = controller_state(scheduler).alive
     return RunLocation(run=run, scheduler=scheduler, lives=lives, reached=lives or reaches(kind, scheduler))
 
 
@@ -151,17 +136,9 @@ def reaches(kind: str, scheduler: str) -> bool:
     return make_instance(kind)() in ("", scheduler)
 
 
-def where_to_start(scheduler: str, kind: str, here: str) -> str:
-    """Return the host on which to start a controller for these runs; empty for this host or if unknown."""
-    if not scheduler or scheduler == f"local@{here}":
-        return ""
-    return f"on {scheduler.partition('@')[2]}" if traits(kind).simulated_nodes else f"on a login node of {scheduler}"
-
-
-def last_seen(scheduler: str) -> str:
-    """Describe the host of this scheduler's last controller, or else give the registry's path."""
-    from orchestrator.registry import fast_queries
-
-    held = fast_queries.lease(registry_path(), scheduler)
-    host = holder_host(held.holder) if held is not None else ""
-    return f"the last one ran on {host}" if host else f"registry {registry_path()}"
+def where_to_type(scheduler: str) -> str:
+    """Return the host on which commands reach this scheduler; empty for this host or if unknown."""
+    kind, _, host = scheduler.partition("@")
+    if kind != LOCAL:
+        return f"on a login node of {scheduler}" if scheduler else ""
+    return "" if host == host_name() else f"on {host}"

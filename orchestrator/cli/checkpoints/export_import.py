@@ -13,9 +13,9 @@ from checkpointing.errors import CheckpointError
 from checkpointing.format.commit import parse_name
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.checkpoints import verify
-from orchestrator.cli.checkpoints.import_weights import bring, staging_folder
 from orchestrator.cli.checkpoints.target import find_one, find_registered, is_export, kept_while_read, warn_if_doubted
 from orchestrator.cli.config import OVERRIDES
+from orchestrator.cli.runs.branch import bring, staging_folder
 from orchestrator.cli.terminal.argument_types import ClusterKind, NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, count, size
@@ -23,8 +23,7 @@ from orchestrator.errors import CheckpointInvalid, ConfigError, NotFound, OrchEr
 
 _PROVENANCE = "orch.json"
 """Provenance file of an export."""
-_WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
-_FILES = _WEIGHTS | {".tar", ".zip", ".gguf"}
+_FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".zip", ".gguf")
 """Suffixes that an export's folder cannot have, because its name would look like a file's."""
 
 
@@ -57,7 +56,7 @@ def export(
     if with_optimizer and to != "torch":
         raise ConfigError("safetensors has no place for an optimizer", where="--with-optimizer", hint="--to torch")
     folder = folder.expanduser()
-    _require_folder(folder, to)
+    _require_folder(folder)
     before = (folder / _PROVENANCE).exists()
     screen.if_interrupted = lambda: (
         f"interrupted: {folder} is {'complete' if (folder / _PROVENANCE).exists() and not before else 'not written'}"
@@ -86,14 +85,14 @@ def export(
     _show_export(screen, chosen, folder, done, provenance, built_in=order.has_built_in_model)
 
 
-def _require_folder(folder: Path, to: str) -> None:
+def _require_folder(folder: Path) -> None:
     """Raise Precondition if `folder` is an existing file, ConfigError if its name looks like a file's."""
-    if folder.exists() and not folder.is_dir():
+    if folder.is_dir():
+        return
+    if folder.exists():
         raise Precondition(f"{folder} must be a folder, but is a file", hint="name a new folder")
-    if folder.suffix in _FILES and not folder.is_dir():
-        meant = folder.with_suffix("")
-        file = "checkpoint.pt" if to == "torch" else "model.safetensors, or checkpoint.pt with --to torch"
-        hint = f"name the folder: {shlex.quote(str(meant))}   (it then has {meant}/{file})"
+    if folder.suffix in _FILE_SUFFIXES:
+        hint = f"name a folder: {shlex.quote(str(folder.with_suffix('')))}"
         raise ConfigError(f"{folder} looks like a file name, but an export is a folder", where="DIR", hint=hint)
 
 
@@ -112,11 +111,10 @@ def _show_export(
     if screen.json:
         screen.data("ckpt.export", answer)
         return
-    files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
-    screen.say(f"{chosen.name} -> {folder}: {size(done.size)} in {files}")
-    proof = f"{count(tensors)} tensors read back; their values match the checkpoint"
+    files = f"{len(done.files)} file{'' if len(done.files) == 1 else 's'}"
     saved = f"; {count(done.compared)} match the fingerprints recorded when it was saved" if done.compared else ""
-    screen.say(f"  {proof}{saved}")
+    screen.say(f"{chosen.name} -> {folder}: {size(done.size)} in {files}")
+    screen.say(f"  {count(tensors)} tensors read back; their values match the checkpoint{saved}")
     if converted:
         screen.say(f"  {count(converted)} tensors were converted; values may be rounded")
 
@@ -154,19 +152,23 @@ def import_(
     from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
     from orchestrator.submission.create_run import check_beginning
 
-    _refuse_swapped(screen, given, preset)
-    source = _resolve_weights(given)
+    source = _find_weights(given)
+
+    def open_weights() -> AbstractContextManager[Any]:
+        from trainer.models.weights_import import open_source  # torch
+
+        return nullcontext(open_source(source))
+
     words = [f"cluster.kind={cluster}"] if cluster else []
     words += [f"name={json.dumps(name, ensure_ascii=False)}"] if name else []
-    screen.if_interrupted = lambda: "interrupted: no run was made"
+    screen.if_interrupted = lambda: "interrupted: no run was created"
     composed = compose(preset, (*overrides, *words), environ=os.environ)
     check_beginning(composed.config, preset)
-    _require_weights(given, source)
     launched = None
     with nullcontext() if dry_run else staging_folder(composed.config.cluster) as staging:
         brought = bring(
-            screen, composed.config, staging, source=lambda: _open_weights(source.absolute()),
-            where=str(source.absolute()), weights_only=weights_only,
+            screen, composed.config, staging, source=open_weights, where=str(source),
+            weights_only=weights_only,
         )  # fmt: skip
         if staging is not None:
             begin = {key: brought[key] for key in ("checkpoint", "source", "step", "optimizer")}
@@ -174,49 +176,22 @@ def import_(
     _show_import(screen, brought, launched)
 
 
-def _refuse_swapped(screen: Screen, given: str, preset: str) -> None:
-    """Raise ConfigError, with the corrected command, if the configuration precedes the weights."""
-    from orchestrator.config import yaml_text
-
-    place, file = Path(given).expanduser(), Path(preset).expanduser()
-    is_config = given in yaml_text.names() or place.suffix in (".yaml", ".yml") or not place.exists()
-    if is_config and (file.is_dir() or file.suffix in _WEIGHTS) and file.exists():
-        swapped = {given: preset, preset: given}
-        hint = "orch " + shlex.join(swapped.get(word, word) for word in screen.words)
-        raise ConfigError(
-            "the weights come first, then the configuration", where=f"command line: {given} {preset}", hint=hint
-        )
-
-
-def _resolve_weights(given: str) -> Path:
-    """Return the given file or folder. Raises NotFound, or ConfigError for a URL."""
+def _find_weights(given: str) -> Path:
+    """Return the folder or file with weights. Raises NotFound, ConfigError for a URL or a checkpoint of orch."""
     if "://" in given:
         hint = "download them first, then name the folder"
         raise ConfigError("weights must be in a folder or file on this machine", where=given, hint=hint)
-    place = Path(given).expanduser()
+    place = Path(given).expanduser().absolute()
+    hint = "name a folder or a file with weights"
     if not place.exists():
-        raise NotFound(f"{given} does not exist", hint="name a folder or a file with weights")
-    return place
-
-
-def _require_weights(given: str, place: Path) -> None:
-    """Raise NotFound for a folder without weights, ConfigError for a checkpoint of orch, before torch is loaded."""
-    if place.is_dir() and parse_name(place.absolute().name) is not None:
-        raise ConfigError(
-            f"{given} is an orch checkpoint, which cannot be imported", where=str(place.absolute()),
-            hint=f"orch submit --from {shlex.quote(str(place.absolute()))}   (--weights-only: a fresh optimizer)",
-        )  # fmt: skip
+        raise NotFound(f"{given} does not exist", hint=hint)
+    if place.is_dir() and parse_name(place.name) is not None:
+        hint = f"orch submit --from {shlex.quote(str(place))}   (--weights-only: a fresh optimizer)"
+        raise ConfigError(f"{given} is an orch checkpoint, which cannot be imported", where=str(place), hint=hint)
     if place.is_dir() and not is_export(place):
-        raise NotFound(
-            f"{given} has no weights: no *.safetensors file, and no checkpoint.pt", where=str(place.absolute()),
-            hint="name the folder or the file that has them",
-        )  # fmt: skip
-
-
-def _open_weights(place: Path) -> AbstractContextManager[Any]:
-    from trainer.models.weights_import import open_source  # torch
-
-    return nullcontext(open_source(place))
+        what = f"{given} has no weights: no *.safetensors file, and no checkpoint.pt"
+        raise NotFound(what, where=str(place), hint=hint)
+    return place
 
 
 def _show_import(screen: Screen, brought: dict[str, Any], launched: dict[str, Any] | None) -> None:
@@ -226,13 +201,10 @@ def _show_import(screen: Screen, brought: dict[str, Any], launched: dict[str, An
         return
     how = "the exported optimizer state" if brought["optimizer"] else "a fresh optimizer"
     begins = f"step {brought['step']} with {how}"
-    for note in brought["notes"]:
+    restart = "random generators, schedulers and a workload's own state start again; "
+    restart += "`orch submit --from RUN@STEP` brings them"
+    for note in (*brought["notes"], *([restart] if brought["optimizer"] else [])):
         screen.note(f"  {note}")
-    if brought["optimizer"]:
-        screen.note(
-            "  random generators, schedulers and a workload's own state start again; "
-            "`orch submit --from RUN@STEP` brings them"
-        )
     proof = f"; {count(brought['compared'])} match the fingerprints recorded at export" if brought["compared"] else ""
     if launched is None:
         screen.say(f"{brought['source']} fits: {count(brought['tensors'])} tensors; training would begin at {begins}")

@@ -57,6 +57,22 @@ class GcCandidate:
     def path(self) -> str:
         return f"{self.tier.catalog.place}/{self.name}"
 
+    def row(self, done: str) -> dict[str, Any]:
+        return {
+            "run": self.run, "tier": self.tier.label, "path": self.path, "name": self.name, "bytes": self.bytes,
+            "what": self.what, "done": done, "reason": self.keep or self.reason,
+        }  # fmt: skip
+
+
+GC_COLUMNS = [
+    Column("RUN", "run"),
+    Column("TIER", "tier"),
+    Column("NAME", "name"),
+    Column("SIZE", "bytes", size, right=True),
+    Column("WHAT", "what"),
+    Column("DONE", "done"),
+    Column("WHY", "reason"),
+]
 
 GC_JSON = "list of {run, tier, path, name, bytes, what, done, reason}; done is `deleted`, `would be deleted` or `left`"
 
@@ -93,9 +109,11 @@ def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, r
         deletable = [item for item in found if not item.keep]
         failed = [] if dry_run else [item for item in deletable if not _delete(screen, store, lease, item)]
     freed = sum(item.bytes for item in deletable if item not in failed)
-    _show(screen, found, failed, dry_run)
+    done = "would be deleted" if dry_run else "deleted"
+    rows = [item.row("left" if item.keep or item in failed else done) for item in found]
+    screen.listing("ckpt.gc", GC_COLUMNS, rows)
     if not screen.json:
-        screen.note(f"{size(freed)} {'would be freed' if dry_run else 'freed'}" if found else "nothing is left over")
+        screen.note(f"{size(freed)} {'would be freed' if dry_run else 'freed'}" if found else "nothing to clean up")
     return Precondition.exit_code if failed else 0
 
 
@@ -175,7 +193,6 @@ def _blocking_attempt(store: "Store", run: "Run", tier: Tier, number: int, nonce
 
 
 def _other_registry(store: "Store", run: "Run", attempts: "Sequence[Attempt]") -> str:
-    """Describe the other registry that continues this run with attempts unknown here; empty without one."""
     other = find_other_registry(run, attempts, store.path)
     return other.what if other is not None else ""
 
@@ -250,28 +267,6 @@ def _fence(store: "Store", run: "Run", lease: "Lease | None", item: GcCandidate)
         return held is not None and lease is not None and (held.epoch, held.holder) == (lease.epoch, lease.holder)
 
     return holds_lease if item.what == REFUSED else is_unused
-
-
-def _show(screen: Screen, found: list[GcCandidate], failed: list[GcCandidate], dry_run: bool) -> None:
-    columns = [
-        Column("RUN", "run"),
-        Column("TIER", "tier"),
-        Column("NAME", "name"),
-        Column("SIZE", "bytes", size, right=True),
-        Column("WHAT", "what"),
-        Column("DONE", "done"),
-        Column("WHY", "reason"),
-    ]
-    done = "would be deleted" if dry_run else "deleted"
-    rows: list[dict[str, Any]] = [
-        {
-            "run": item.run, "tier": item.tier.label, "path": item.path, "name": item.name, "bytes": item.bytes,
-            "what": item.what, "done": "left" if item.keep or item in failed else done,
-            "reason": item.keep or item.reason,
-        }
-        for item in found
-    ]  # fmt: skip
-    screen.listing("ckpt.gc", columns, rows)
 
 
 @click.command("du", cls=Verb, json_data="list of {run, tier, trust, count, bytes, collectable}")

@@ -16,7 +16,7 @@ from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import existing_folder, warn_of_missing
 from orchestrator.cli.checkpoints.target import Target, find, is_location, known_run, locate_target, split_target
 from orchestrator.cli.checkpoints.tiers import Tier, best_checkpoints, own_checkpoints, read_config, visible_tiers
-from orchestrator.cli.restore_tests import BY_A_TEST, by_checkpoint, layouts_in_words, reason_beside_tests
+from orchestrator.cli.restore_tests import by_checkpoint, layouts_in_words
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, iso, size, span
 from orchestrator.errors import ConfigError, NotFound
@@ -45,9 +45,8 @@ def pin(screen: Screen, target: str, note: str) -> None:
     if not any(copy.is_there for copy in copies if copy.name == found.name):
         garbage.remove_pin(_pins(found, target), found.name, "")
         raise NotFound(f"{found.name} has just been deleted", where=found.path, hint="pin a newer checkpoint")
-    screen.say(f"{found.name}: pinned{f' ({note})' if note else ''}")
-    if screen.json:
-        screen.data("ckpt.pin", {"name": found.name, "path": found.path, "pinned": True, "note": note})
+    answer = {"name": found.name, "path": found.path, "pinned": True, "note": note}
+    screen.answer("ckpt.pin", answer, f"{found.name}: pinned{f' ({note})' if note else ''}")
 
 
 @click.command("unpin", cls=Verb)
@@ -65,9 +64,8 @@ def unpin(screen: Screen, target: str) -> None:
         raise NotFound(f"{target} is not pinned", hint=hint)
     for name in names:
         garbage.unpin(storage, name)
-        screen.say(f"{name}: no longer pinned")
-    if screen.json:
-        screen.data("ckpt.unpin", [{"name": name, "pinned": False} for name in names])
+    answer = [{"name": name, "pinned": False} for name in names]
+    screen.answer("ckpt.unpin", answer, "\n".join(f"{name}: no longer pinned" for name in names))
 
 
 def _pins(target: Target, words: str) -> LocalStorage:
@@ -145,14 +143,11 @@ def ls(screen: Screen, run: str, everything: bool) -> None:
         row["_tested"] = layouts_in_words(tests.get(name, ()))
     kept = [row for row in rows.values() if everything or row["trust"] != Trust.DELETED]
     kept.sort(key=lambda row: (row["step"], row["attempt"], row["name"]), reverse=True)
-    is_test = "restore_test" in found.identity
-    _show(
-        screen, kept, f"{found.name} {'is a restore test, and saves nothing' if is_test else 'has no checkpoint yet'}"
-    )
+    why = "is a restore test, and saves nothing" if "restore_test" in found.identity else "has no checkpoint yet"
+    screen.listing("ckpt.ls", _columns(screen.terminal), list(map(_cells, kept)), empty=f"{found.name} {why}")
 
 
 def _row(found: Any, trust: str, path: str, reason: str) -> Row:
-    """Return the row for a checkpoint from the registry or from a tier."""
     return {
         "step": found.step, "trust": str(trust), "bytes": found.bytes, "path": path, "attempt": found.attempt,
         "name": found.name, "committed_at": iso(found.committed_at), "reason": reason, "tiers": [], "verified": [],
@@ -189,7 +184,7 @@ def _mark_gone(screen: Screen, run: str, rows: dict[str, Row], *, is_command: bo
         what = f"gone: there is no {row['path']}" if is_command else "gone: no tier has it"
         row["reason"] = f"{what}{'; ' if row['reason'] else ''}{row['reason']}"
     if gone:
-        steps = ", ".join(str(row["step"]) for row in sorted(gone, key=lambda row: row["step"])[:_NAMED])
+        steps = ", ".join(map(str, sorted(row["step"] for row in gone)[:_NAMED]))
         more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
         who = "the folder of the command does not have" if is_command else "no tier has"
         words = f"{who} these checkpoints of {run} any more: {steps}{more}"
@@ -209,7 +204,6 @@ def _describe_resume(rows: dict[str, Row], gone: list[Row]) -> str:
 
 
 def _add_verdicts(rows: dict[str, Row], tiers: list[Tier]) -> None:
-    """Add the results of `orch ckpt verify` for existing copies."""
     labels = {tier.catalog.place: tier.label for tier in tiers}
     for verdict in sorted(read_verdicts(tiers[0].storage), key=lambda verdict: verdict.at):
         row, tier = rows.get(verdict.name), labels.get(verdict.place)
@@ -225,25 +219,19 @@ def _test_json(test: RestoreTest) -> Row:
     }  # fmt: skip
 
 
-def _cells(row: Row, terminal: bool) -> Row:
-    """Return a row with its cells in words, on a terminal without what TESTED repeats."""
+def _cells(row: Row) -> Row:
     metric = " ".join(f"{name} {decimal(value)}" for name, value in (row["metric"] or {}).items())
     bad = ", ".join(f"INVALID on {found['tier']}" for found in row["verified"] if not found["ok"])
     levels = [found["level"] for found in row["verified"] if found["ok"]]
     good = "" if not levels else "restored" if levels[-1] == RESTORE_TESTED else f"level {levels[-1]}"
-    pin, reason = (row["pin"] or "pinned") if row["pinned"] else "", row["reason"]
-    if terminal and pin.startswith(BY_A_TEST) and any(test["ended_at"] is None for test in row["restore_tests"]):
-        pin = BY_A_TEST.strip()
-    if terminal and row["_tested"]:
-        reason = reason_beside_tests(row["trust"], reason)
-    best = f"{metric} best" if row["best"] else metric
-    return {**row, "_best": best, "_pin": pin, "_verified": bad or good, "_why": reason}
+    pin = (row["pin"] or "pinned") if row["pinned"] else ""
+    return {**row, "_best": f"{metric} best" if row["best"] else metric, "_pin": pin, "_verified": bad or good}
 
 
-def _show(screen: Screen, rows: list[Row], empty: str) -> None:
-    columns = [
+def _columns(terminal: bool) -> list[Column]:
+    return [
         Column("STEP", "step", count, right=True),
-        Column("AGE", "_age", span) if screen.terminal else Column("COMMITTED_AT", "committed_at"),
+        Column("AGE", "_age", span) if terminal else Column("COMMITTED_AT", "committed_at"),
         Column("SIZE", "bytes", size, right=True),
         Column("TRUST", "trust"),
         Column("ATT", "attempt", right=True, drop_order=1),
@@ -253,6 +241,5 @@ def _show(screen: Screen, rows: list[Row], empty: str) -> None:
         Column("PIN", "_pin", wraps=True),
         Column("VERIFIED", "_verified", wraps=True),
         Column("TESTED", "_tested", wraps=True),
-        Column("WHY", "_why"),
+        Column("WHY", "reason"),
     ]
-    screen.listing("ckpt.ls", columns, [_cells(row, screen.terminal) for row in rows], empty=empty)

@@ -99,10 +99,10 @@ def split_target(words: str) -> tuple[str, str]:
 
 
 def saving_run(name: str) -> "Run":
-    """Return the run by name, unique prefix, or `@last`. Raises NotFound, also for a restore test."""
+    """Return the run by name, unique prefix, or `@last`. Raises NotFound, and ConfigError for a restore test."""
     run = known_run(name)
     if (order := run.identity.get("restore_test")) is not None:
-        raise NotFound(
+        raise ConfigError(
             f"{run.name} is a restore test: it has no checkpoint of its own",
             where=f"it restores {order['run']}@{order['step']}",
             hint=f"write {order['run']}@{order['step']}; to restore it again: {repeat_test_command(order)}",
@@ -124,10 +124,7 @@ def find(words: str, warn: Warn) -> list[Target]:
     except NotFound:
         if not step and Path(name).is_dir():
             return [locate_target(words)]  # a folder in the current directory, typed without a slash
-        before, colon, number = name.rpartition(":")
-        if not (colon and number.isdigit()):
-            raise
-        raise NotFound(f"no run {name}", hint=f"did you mean {before}@{number}?") from None
+        raise
     listed = listing(run, existing_folder(run.name, run.run_dir), warn)
     if not listed:
         raise NotFound(f"{run.name} has no committed checkpoint", where=run.run_dir, hint=f"orch show {run.name}")
@@ -139,8 +136,7 @@ def _select_step(run: "Run", words: str, step: str, listed: list[Target]) -> lis
         name = _name_of_best(run) if step == "best" else listed[0].name
         return [target for target in listed if target.name == name]
     if not (step.isdigit() or step.startswith("step-")):
-        newest = f"did you mean {run.name}@latest?  " if step in ("last", "newest", "final", "end") else ""
-        raise ConfigError(f"`{step}` is not a step", where=words, hint=newest + WAYS)
+        raise ConfigError(f"`{step}` is not a step", where=words, hint=WAYS)
     same = [target for target in listed if step == target.name or (step.isdigit() and int(step) == target.step)]
     if not same:
         steps = ", ".join(str(found) for found in list(dict.fromkeys(target.step for target in listed))[:8])
@@ -194,37 +190,21 @@ def locate_target(words: str) -> Target:
         folder = Path(words.removeprefix("file://")).expanduser().absolute()
         folder = folder.resolve() if folder.name in ("", "..") else folder
         if not folder.is_dir():
-            raise NotFound(f"there is no folder {words}", hint=WAYS)
+            raise NotFound(f"no such folder: {words}", hint=WAYS)
         above_it = RunDir(folder.parent.parent)
         run_dir = above_it if folder.parent == above_it.checkpoints and above_it.config.exists() else None
         target = Target(LocalStorage(folder.parent), folder.name, str(folder), run_dir=run_dir)
     if target.parts is None:
-        raise _not_a_checkpoint(target.name, folder, words)
+        if folder is not None and is_export(folder):
+            hint = f"`orch ckpt import {shlex.quote(words)} CONFIG` begins a run with its weights"
+            raise ConfigError(f"{words} has exported weights, not a run's checkpoint", where=str(folder), hint=hint)
+        raise ConfigError(f"`{target.name}` is not the name of a checkpoint's folder", where=words, hint=WAYS)
     return target
-
-
-def _not_a_checkpoint(name: str, folder: Path | None, words: str) -> ConfigError:
-    """Return the error for a folder that is not a checkpoint; the hint has what to name instead."""
-    if folder is not None and RunDir(folder).config.exists() and RunDir(folder).checkpoints.is_dir():
-        return ConfigError(f"{words} is a run's folder, not a checkpoint's", where=str(folder), hint=_of_run(folder))
-    if folder is not None and is_export(folder):
-        hint = f"`orch ckpt import {shlex.quote(words)} CONFIG` begins a run with its weights"
-        return ConfigError(f"{words} has exported weights, not a run's checkpoint", where=str(folder), hint=hint)
-    return ConfigError(f"`{name}` is not the name of a checkpoint's folder", where=words, hint=WAYS)
 
 
 def is_export(folder: Path) -> bool:
     """Return whether a folder contains weights that `orch ckpt import` accepts."""
     return any(folder.glob("*.safetensors")) or (folder / "checkpoint.pt").exists()
-
-
-def _of_run(folder: Path) -> str:
-    """Return a hint that names the newest checkpoint of a run, by the registry or by its folder."""
-    with suppress(NotFound):
-        if Path(known_run(folder.name).run_dir) == folder:
-            return f"write {folder.name}, or {folder.name}@latest"
-    there = {parts: place for place in RunDir(folder).checkpoints.iterdir() if (parts := parse_name(place.name))}
-    return f"write {shlex.quote(str(there[max(there)]))}" if there else "it has no checkpoint"
 
 
 def listing(run: "Run", place: RunDir, warn: Warn) -> list[Target]:
@@ -283,7 +263,10 @@ def kept_while_read(*targets: Target) -> Iterator[None]:
     of_runs = [target for target in targets if target.run is not None]
     with ExitStack() as pinned:
         for target in of_runs:
-            pinned.enter_context(_keep_pinned(target))
+            assert target.pins is not None
+            with suppress(OSError):
+                holder = pin_for_reading(target.pins, target.name)
+                pinned.callback(_release, target.pins, target.name, holder)
         require_there(*of_runs)
         try:
             yield
@@ -292,18 +275,9 @@ def kept_while_read(*targets: Target) -> Iterator[None]:
             raise
 
 
-@contextmanager
-def _keep_pinned(target: Target) -> Iterator[None]:
-    """Pin the checkpoint for this process, if its run's folder can be written."""
-    storage, holder = target.pins, ""
+def _release(storage: Storage, name: str, holder: str) -> None:
     with suppress(OSError):
-        holder = pin_for_reading(storage, target.name) if storage is not None else ""
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            if storage is not None and holder:
-                remove_pin(storage, target.name, holder)
+        remove_pin(storage, name, holder)
 
 
 def require_there(*targets: Target) -> None:
@@ -311,4 +285,4 @@ def require_there(*targets: Target) -> None:
     for target in targets:
         if not target.is_there:
             hint = f"`orch ckpt ls {target.run}` lists what is left; `orch ckpt pin` keeps one" if target.run else WAYS
-            raise NotFound(f"{target.name} is not there any more: it is being deleted", where=target.path, hint=hint)
+            raise NotFound(f"{target.name} no longer exists: it is being deleted", where=target.path, hint=hint)

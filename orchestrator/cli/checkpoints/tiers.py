@@ -22,7 +22,6 @@ from trainer.protocol.run_dir import RunDir
 if TYPE_CHECKING:
     from orchestrator.registry.records import Run
     from orchestrator.registry.store import Store
-    from orchestrator.run_dirs.inheritable_checkpoints import OwnCheckpoints
 
 
 @dataclass(frozen=True)

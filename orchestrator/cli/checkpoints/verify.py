@@ -240,7 +240,6 @@ def _part(key: str) -> str:
 
 
 def _parts(found: Sequence[TensorDiff]) -> list[dict[str, Any]]:
-    """Count tensors by part of the state, the model first."""
     parts: dict[str, dict[str, Any]] = {}
     for item in found:
         part = parts.setdefault(_part(item.key), {"part": _part(item.key), "tensors": 0, "equal": 0, "apart": 0})
@@ -261,7 +260,6 @@ def _diff_row(item: TensorDiff) -> dict[str, Any]:
 
 
 def _what(item: TensorDiff) -> str:
-    """Describe the change of the tensor in a few words."""
     here, there = item.first, item.second
     if here is None or there is None:
         return "only in the second" if here is None else "only in the first"

@@ -39,17 +39,15 @@ def start_controller(screen: Screen, kind: str) -> tuple[bool, Health]:
     started = service.ensure_running(registry_path(), kind)
     screen.if_interrupted = lambda: "interrupted: `orch controller status` shows whether the controller has started"
     key = lease_key(kind)
-    before = controller_state(time.time(), key)
+    before = controller_state(key)
     if before.stalled:
         screen.note(f"{before.reason}: the new one waits until its lease has expired, a minute at most")
     deadline = time.monotonic() + ALIVE_WITHIN + (LEASE_TTL if before.stalled or before.once else 0.0)
-    while not controller_state(time.time(), key).stays:
+    while not controller_state(key).stays:
         if time.monotonic() >= deadline:
-            raise Precondition(
-                f"the controller was started, but took no lease within {ALIVE_WITHIN:.0f} s",
-                where=str(controller_log()),
-                hint="see that file for the reason; `orch controller run` runs one in the foreground",
-            )  # fmt: skip
+            what = f"the controller was started, but took no lease within {ALIVE_WITHIN:.0f} s"
+            hint = "see that file for the reason; `orch controller run` runs one in the foreground"
+            raise Precondition(what, where=str(controller_log()), hint=hint)
         time.sleep(LOOK_EVERY)
     return started, service.status(registry_path(), key)
 
@@ -138,11 +136,8 @@ def tick(screen: Screen) -> int:
         screen.note("another controller holds the lease and acts")
     elif report is not None:
         screen.say(f"{report.live} live runs")
-        for line in (
-            *report.actions,
-            *report.errors,
-            *(f"{kind} does not answer: nothing is assumed" for kind in report.unreachable),
-        ):
+        silent = (f"{kind} does not answer: nothing is assumed" for kind in report.unreachable)
+        for line in (*report.actions, *report.errors, *silent):
             screen.say(f"  {line}")
     if report is not None and report.unreachable:
         return SlurmUnreachable.exit_code
@@ -156,7 +151,7 @@ def _pass() -> tuple[TickReport | None, str]:
     """
     reports = {kind: service.tick_once(registry_path(), kind) for kind in kinds()}
     acted = [report for report in reports.values() if report is not None]
-    states = [controller_state(time.time(), lease_key(kind)) for kind, report in reports.items() if report is None]
+    states = [controller_state(lease_key(kind)) for kind, report in reports.items() if report is None]
     idle = [state.reason for state in states if not state.alive]
     return reduce(lambda first, second: first.plus(second), acted) if acted else None, "; ".join(idle)
 
@@ -181,16 +176,17 @@ def status(screen: Screen) -> None:
         screen.data("controller.status", {**_plain(health), "controllers": controllers})
         return
     for one in every or [health]:
-        looked = f"looked at the runs {span(time.time() - one.ticked_at)} ago" if one.ticked_at else "no look yet"
+        looked = f"last pass {span(time.time() - one.ticked_at)} ago" if one.ticked_at else "no pass yet"
         of = f" for {one.scheduler}" if one.scheduler else ""
         if one.alive:
-            silence = unanswered.get(one.scheduler, "")
-            mute = f"; gets no answer from Slurm: {silence}" if silence else ""
-            screen.say(f"alive{of}: pid {one.pid} on {one.host}, {looked}{mute}")
+            silence = unanswered.get(one.scheduler)
+            trouble = f"; gets no answer from Slurm: {silence}" if silence else ""
+            screen.say(f"alive{of}: pid {one.pid} on {one.host}, {looked}{trouble}")
         elif one.stalled:
             screen.say(f"{one.reason}{of}, {looked}; {TAKE_OVER}")
         else:
-            screen.say(f"none runs{of} ({looked}); `orch controller start` or the next `orch submit` there starts one")
+            start = "`orch controller start` or the next `orch submit` there starts one"
+            screen.say(f"no controller{of} is running ({looked}); {start}")
     screen.note(f"log {health.log}")
 
 
@@ -202,10 +198,8 @@ def stop(screen: Screen) -> None:
     The exit code is 4 if the controller runs on another host.
     """
     stopped = service.stop(registry_path())
-    if screen.json:
-        screen.data("controller.stop", {"stopped": _plain(stopped)})
-    else:
-        screen.say(f"stopped; {START}, and so does the next `orch submit`" if stopped else "none is running")
+    text = f"stopped; {START}, and so does the next `orch submit`" if stopped else "none is running"
+    screen.answer("controller.stop", {"stopped": _plain(stopped)}, text)
 
 
 @controller.command("install")
@@ -229,16 +223,12 @@ def install(screen: Screen, via: str, every: int, only_print: bool, remove: bool
     if screen.json:
         screen.data("controller.install", {"via": via, "lines": lines, "changed": changed})
         return
-    for line in lines:
-        screen.raw(line)
-    if only_print:
-        screen.note(f"to install it:  orch controller install --via {via}")
-    else:
-        screen.note(f"{via}: {'removed' if remove else 'installed'}" if changed else f"{via}: nothing to change")
+    screen.raw("\n".join(lines))
+    outcome = f"{via}: {('removed' if remove else 'installed') if changed else 'nothing to change'}"
+    screen.note(f"to install it:  orch controller install --via {via}" if only_print else outcome)
 
 
 def _plain(value: Any) -> Any:
-    """Return a report as plain JSON data, with times as ISO 8601."""
     fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     if isinstance(fields, dict):
         return {key: iso(item) if key.endswith("_at") and item else _plain(item) for key, item in fields.items()}

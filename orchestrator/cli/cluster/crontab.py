@@ -14,6 +14,7 @@ MARK = "# orch controller:"
 LOG = "controller-tick.log"
 TEMPLATE, OPTIONS = "controller.scrontab", "#SCRON"
 """The template in `sbatch_templates/` with our lines, and the prefix of its Slurm-only lines."""
+PROGRAMS = {"cron": "crontab", "scrontab": "scrontab"}
 TIMEOUT = 30.0
 
 
@@ -37,9 +38,8 @@ def lines(via: str, every: int) -> list[str]:
 def _search_paths() -> dict[str, str]:
     """Return the variables needed to find Slurm; cron sets only a PATH of two folders."""
     folders = dict.fromkeys(name for name in os.environ.get("PATH", "").split(":") if os.path.isdir(name))
-    others = {
-        name: os.environ[name] for name in ("SLURM_CONF", "SLURM_CLUSTERS", "LD_LIBRARY_PATH") if os.environ.get(name)
-    }
+    names = ("SLURM_CONF", "SLURM_CLUSTERS", "LD_LIBRARY_PATH")
+    others = {name: os.environ[name] for name in names if os.environ.get(name)}
     # Some crons accept at most 1000 characters, so missing folders are left out.
     return {"PATH": ":".join(folders), **others}
 
@@ -52,11 +52,8 @@ def read(via: str) -> list[str]:
     # No other error counts as empty: the returned lines replace the whole table when written back.
     if "no crontab" in done.stderr.lower():
         return []
-    raise Precondition(
-        f"{_program(via)} -l failed: {done.stderr.strip() or f'exit code {done.returncode}, no output'}",
-        where=via,
-        hint="the other table may work: --via scrontab" if via == "cron" else "the other table may work: --via cron",
-    )
+    what = f"{PROGRAMS[via]} -l failed: {done.stderr.strip() or f'exit code {done.returncode}, no output'}"
+    raise Precondition(what, where=via, hint=f"the other table may work: --via {_other(via)}")
 
 
 def without(table: list[str]) -> list[str]:
@@ -78,26 +75,20 @@ def write(via: str, table: list[str]) -> None:
     (make_state_home() / LOG).touch(mode=0o600)  # Slurm opens a job's `--output` with a different umask
     done = _run(via, "-", text="".join(f"{line}\n" for line in table))
     if done.returncode:
-        raise Precondition(
-            f"{_program(via)} rejected the table: {done.stderr.strip()}",
-            where=via,
-            hint=f"`orch controller install --via {via} --print` prints the lines, so that you can add them by hand",
-        )
+        hint = f"`orch controller install --via {via} --print` prints the lines, so that you can add them by hand"
+        raise Precondition(f"{PROGRAMS[via]} rejected the table: {done.stderr.strip()}", where=via, hint=hint)
 
 
-def _program(via: str) -> str:
-    return "crontab" if via == "cron" else "scrontab"
+def _other(via: str) -> str:
+    return "scrontab" if via == "cron" else "cron"
 
 
 def _run(via: str, argument: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
-    program = _program(via)
+    program = PROGRAMS[via]
     if shutil.which(program) is None:
-        other = "scrontab" if via == "cron" else "cron"
-        raise Precondition(
-            f"there is no `{program}` on this machine",
-            where=f"PATH={os.environ.get('PATH', '')}",
-            hint=f"try --via {other}, or leave `orch controller run` in a screen or tmux",
-        )
+        hint = f"try --via {_other(via)}, or leave `orch controller run` in a screen or tmux"
+        where = f"PATH={os.environ.get('PATH', '')}"
+        raise Precondition(f"there is no `{program}` on this machine", where=where, hint=hint)
     try:
         return subprocess.run(
             [program, argument], input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False

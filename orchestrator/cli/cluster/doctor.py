@@ -1,20 +1,32 @@
-"""`orch doctor`, with its checks of Slurm."""
+"""`orch doctor`: checks of this machine and of Slurm."""
 
 import os
 import re
+import secrets
 import shutil
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import click
 
-from orchestrator.cli.cluster.machine_checks import FAIL, INFO, OK, WARN, Check, is_local, machine
+from checkpointing.storage.trusted_path import weakness
+from orchestrator.cli.cluster import crontab
 from orchestrator.cli.terminal.argument_types import NonEmptyPath
 from orchestrator.cli.terminal.command_classes import Verb
-from orchestrator.cli.terminal.render import Screen
-from orchestrator.errors import OrchError, Precondition
+from orchestrator.cli.terminal.render import Screen, size
+from orchestrator.config.compose import compose
+from orchestrator.errors import OrchError, Precondition, RegistryError
+from orchestrator.home import registry_path, state_home
+from orchestrator.registry import file_systems, versions
+from orchestrator.scheduler.available_schedulers import kinds
 from orchestrator.scheduler.interface import Resources
+from orchestrator.scheduler.slurm.command_output import run_command, unreachable
 from orchestrator.scheduler.slurm.node_capacity import (
     NODES,
     PARTITIONS,
@@ -23,18 +35,176 @@ from orchestrator.scheduler.slurm.node_capacity import (
     read_nodes,
     shortfall,
 )
+from orchestrator.submission.create_run import first_job
 from trainer.protocol.config_sections.scheduler_kinds import SLURM
 
+OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
+NEEDED = {
+    "torch": "2.12", "click": "8.2.1", "sqlalchemy": "2.0", "omegaconf": "2.3.1",
+    "submitit": "1.5.3", "fsspec": "", "xxhash": "", "psutil": "", "setproctitle": "", "jinja2": "", "ClusterShell": "",
+    "rich": "",
+}  # fmt: skip
+_LITTLE = 5 * 1024**3
 COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
 ANSWER_WITHIN = 10.0
 CommandRunner = Callable[[list[str]], str]
 """Runs a Slurm command and returns its output; raises OrchError."""
+FIRST_RUN = "slurm-first-run"
+"""Preset that a new user submits first."""
+MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of a check. `fail` must be fixed before runs can continue; `warn` is worth knowing."""
+
+    name: str
+    level: str
+    text: str
+    hint: str = ""
+
+
+def python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
+    text = ".".join(map(str, version))
+    if version < (3, 11):
+        return Check("python", FAIL, f"Python {text} is too old", "use Python 3.11 or newer")
+    return Check("python", OK, f"Python {text}")
+
+
+def packages() -> Iterator[Check]:
+    """Check installed versions by their metadata, without importing anything, in particular torch."""
+    missing, found = [], {}
+    for name, least in NEEDED.items():
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+            continue
+        if least and _numbers(found[name]) < _numbers(least):
+            yield Check(name, FAIL, f"{name} {found[name]} is older than {least}", f"pip install '{name}>={least}'")
+    if missing:
+        yield Check("packages", FAIL, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    if "torch" in found:
+        yield Check("torch", OK, f"torch {found['torch']}")
+
+
+def compiler(headers: Path | None = None) -> Check:
+    """Check for the requirements of `train.compile` on nodes: a C++ compiler and the headers of this Python."""
+    word = os.environ.get("CXX", "g++")
+    file = (headers or Path(sysconfig.get_path("include"))) / "Python.h"
+    if shutil.which(word) is None:
+        missing, packages = word, "apt-get install g++, dnf install gcc-c++"
+    elif not file.exists():
+        missing, packages = str(file), "apt-get install python3-dev, dnf install python3-devel"
+    else:
+        return Check("compiler", OK, f"{word} and Python.h, for train.compile")
+    text = f"train.compile=true would fail here: there is no {missing}"
+    return Check("compiler", INFO, text, f"install it on the nodes: {packages}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    public = version.partition("+")[0]
+    return tuple(int(part) for part in public.split(".") if part.isdigit())
+
+
+def state_folder() -> Check:
+    """Check that `ORCH_HOME` can be written, or created."""
+    hint = "set ORCH_HOME to a folder that you may write"
+    try:
+        home = state_home()
+    except OSError as error:
+        return Check("state", FAIL, f"{error.filename}: {error.strerror}", hint)
+    there, trouble = _probe(home)
+    if trouble:
+        what = "written" if there == home else f"created in {there}"
+        return Check("state", FAIL, f"state folder {home} cannot be {what}: {trouble}", hint)
+    if there != home:
+        return Check("state", OK, f"state folder {home}; it will be created")
+    if home.stat().st_mode & 0o077:
+        return Check("state", WARN, f"{home} is open to others", f"chmod 700 {home}")
+    return Check("state", OK, f"state folder {home}")
+
+
+def registry(path: Path) -> Iterator[Check]:
+    """Check the registry's file system, the journal mode that is safe there, and its version."""
+    try:
+        place = _nearest(path.absolute().parent) / path.name
+        mount = file_systems.find_mount(place.parent)
+        journal = file_systems.choose_journal_mode(place, mount)
+        version = versions.read_version(path)
+        versions.require_known(version, path)
+    except RegistryError as error:
+        yield Check("registry", FAIL, error.what, error.hint)
+        return
+    except OSError as error:
+        yield Check("registry", FAIL, f"{path}: {error.strerror}", "set ORCH_REGISTRY to a file on a local disk")
+        return
+    kind = mount.kind if mount else "unknown"
+    what = "not created yet" if version is None else f"version {version}"
+    if journal == "wal":
+        yield Check("registry", OK, f"registry {path} ({kind}, {what}, write-ahead log)")
+    else:
+        text = f"registry {path} is on {kind} ({what}), which all hosts share: the slower rollback journal is used"
+        yield Check("registry", WARN, text, "a local disk is faster: ORCH_REGISTRY=/local/disk/registry.db")
+
+
+def run_folder(root: Path | None) -> Iterator[Check]:
+    """Check that the folder of all runs is writable, supports rename, and has free space."""
+    if root is None:
+        yield Check("root", INFO, "no folder for runs was checked", "orch doctor --root FOLDER")
+        return
+    there, trouble = _probe(root)
+    if trouble:
+        hint = "choose a folder that you may write: cluster.root=FOLDER"
+        yield Check("root", FAIL, f"run folder {root} cannot be written: {trouble} ({there})", hint)
+        return
+    disk, inodes, mount = shutil.disk_usage(there), os.statvfs(there), file_systems.find_mount(there)
+    text = f"run folder {root} ({mount.kind if mount else 'unknown file system'}, {size(disk.free)} free)"
+    yield Check("root", OK, text if there == root else f"{text}; it will be created")
+    if weak := weakness(there):
+        hint = weak.closing() or "cluster.shared_root=true uses it anyway, or cluster.root=FOLDER names another"
+        yield Check("root", WARN, f"`orch submit` refuses this folder: {weak}", hint)
+    if disk.free < _LITTLE:
+        hint = "free some space, or cluster.root=FOLDER on another disk"
+        yield Check("root", WARN, f"only {size(disk.free)} free for checkpoints", hint)
+    if inodes.f_files and inodes.f_ffree < inodes.f_files * 0.02:
+        hint = "remove small files, or set checkpoint.files=node, which writes fewer"
+        yield Check("root", WARN, f"only {inodes.f_ffree} of {inodes.f_files} inodes are free", hint)
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path, or its nearest ancestor that exists."""
+    path = path.expanduser().absolute()
+    while not os.path.exists(path):  # an inaccessible one counts as missing
+        path = path.parent
+    return path
+
+
+def _probe(folder: Path) -> tuple[Path, str]:
+    """Try the operations of every commit in a folder: write, fsync, rename, read under the new name.
+
+    Returns the nearest existing folder, where they were tried, and the error, if any.
+    """
+    there = _nearest(folder)
+    first = there / f".orch-probe-{secrets.token_hex(6)}"
+    second = first.with_name(first.name + "-renamed")
+    try:
+        with first.open("xb") as stream:
+            stream.write(b"probe")
+            stream.flush()
+            os.fsync(stream.fileno())
+        first.rename(second)
+        return there, "" if second.read_bytes() == b"probe" else "a renamed file does not hold what was written"
+    except OSError as error:
+        return there, "is not a folder" if isinstance(error, NotADirectoryError) else error.strerror or str(error)
+    finally:
+        for path in (first, second):
+            with suppress(OSError):
+                path.unlink()
 
 
 def ask_slurm(command: list[str]) -> str:
     """Return the output of a Slurm command. Raises OrchError if it fails or does not answer."""
-    from orchestrator.scheduler.slurm.command_output import run_command, unreachable
-
     done = run_command(command, ANSWER_WITHIN)
     if done.returncode:
         raise unreachable(command[0], done.stderr)
@@ -72,14 +242,11 @@ def slurm(
     yield from promises(settings)
     for source, asked in jobs.items():
         yield demand(source, asked, ask, wanted=wanted)
-    if root is not None and is_local(root):
+    mount = file_systems.find_mount(_nearest(root)) if root is not None else None
+    if mount is not None and mount.is_local:
         text = f"{root} is on a file system of this host alone; compute nodes may not see it"
-        yield Check(
-            "root",
-            WARN,
-            text,
-            "cluster.root=FOLDER on the shared file system; `orch doctor --root FOLDER` looks at one",
-        )
+        hint = "cluster.root=FOLDER on the shared file system; `orch doctor --root FOLDER` looks at one"
+        yield Check("root", WARN, text, hint)
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -127,19 +294,14 @@ def promises(settings: Mapping[str, str]) -> Iterator[Check]:
     lead = f"{wait} s" if wait is not None else "an unknown time"
     yield Check("stop", OK, f"KillWait {lead}: the time that a job has to save after SIGTERM; --signal extends it")
     if wait is not None and wait < 10:
-        yield Check(
-            "stop",
-            WARN,
-            "that is short: saves that take longer rely on cluster.signal_lead",
-            "cluster.signal_lead=300 leaves five minutes for a save, in ~/.config/orch/config.yaml or at submit",
-        )
-    if timeout is None or timeout == 0:
+        hint = "cluster.signal_lead=300 leaves five minutes for a save, in ~/.config/orch/config.yaml or at submit"
+        yield Check("stop", WARN, "that is short: saves that take longer rely on cluster.signal_lead", hint)
+    if not timeout:
         text = "SlurmdTimeout is 0: Slurm never gives up on a silent node, so only heartbeats reveal a failure"
         yield Check("node failure", WARN, text)
     else:
-        yield Check(
-            "node failure", OK, f"a dead node is seen after SlurmdTimeout {timeout} s; then a new job, without it"
-        )
+        text = f"a dead node is seen after SlurmdTimeout {timeout} s; then a new job, without it"
+        yield Check("node failure", OK, text)
     yield _preemption(settings)
     requeue = settings.get("JobRequeue", "?")
     yield Check("requeue", OK, f"JobRequeue {requeue}: orch submits with --no-requeue and starts new jobs itself")
@@ -152,9 +314,8 @@ def _preemption(settings: Mapping[str, str]) -> Check:
     if "SUSPEND" in mode.upper() or "GANG" in mode.upper():
         text = f"PreemptMode {mode}: a preempted job may be stopped in place; it looks like a hang until it continues"
         return Check("preemption", WARN, text)
-    return Check(
-        "preemption", OK, f"PreemptMode {mode}: a preempted run saves and continues in a new job, outside the budget"
-    )
+    text = f"PreemptMode {mode}: a preempted run saves and continues in a new job, outside the budget"
+    return Check("preemption", OK, text)
 
 
 def seconds(text: str | None) -> int | None:
@@ -165,8 +326,6 @@ def seconds(text: str | None) -> int | None:
 
 def periodic_passes() -> Check:
     """Check whether cron or scrontab keeps runs going after a reboot of this host."""
-    from orchestrator.cli.cluster import crontab
-
     ways = []
     for via in ("cron", "scrontab"):
         try:
@@ -177,17 +336,10 @@ def periodic_passes() -> Check:
             return Check("controller", OK, f"{via} runs a controller's pass regularly")
         ways.append(via)
     if not ways:
-        text = (
-            "neither cron nor scrontab can be used: after a reboot of this host runs wait for your next `orch` command"
-        )
+        text = "neither cron nor scrontab works: after a reboot of this host runs wait for your next `orch` command"
         return Check("controller", WARN, text)
     text = "after a reboot of this host no controller runs until you type an `orch` command"
     return Check("controller", INFO, text, f"orch controller install --via {ways[0]}")
-
-
-FIRST_RUN = "slurm-first-run"
-"""Preset that a new user submits first."""
-MARKS = {OK: "ok  ", INFO: "note", WARN: "warn", FAIL: "FAIL"}
 
 
 @click.command(cls=Verb)
@@ -206,7 +358,10 @@ def doctor(screen: Screen, root: Path | None, source: str) -> int:
     cluster = _cluster(source, found)
     place = root or (Path(cluster["root"]) if cluster.get("root") else None)
     place = place.expanduser() if place else None
-    found += machine(place)
+    home = state_folder()
+    found += [python(), *packages(), compiler(), home]
+    found += registry(registry_path()) if home.level != FAIL else ()
+    found += run_folder(place)
     wanted = cluster.get("kind") == SLURM
     found += slurm(place, wanted=wanted, jobs=_jobs(source if wanted else FIRST_RUN))
     found.append(periodic_passes())
@@ -220,8 +375,6 @@ def doctor(screen: Screen, root: Path | None, source: str) -> int:
 
 def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
     """Return the `cluster` section of the user's configuration; its errors become findings."""
-    from orchestrator.config.compose import compose  # omegaconf: only for the verbs that read configurations
-
     try:
         cluster: dict[str, Any] = compose(source, (), environ=os.environ).data["cluster"]
     except OrchError as error:
@@ -232,10 +385,6 @@ def _cluster(source: str, found: list[Check]) -> dict[str, Any]:
 
 def _jobs(source: str) -> dict[str, Resources]:
     """Return the resources of a run of this configuration, by its name; empty if Slurm is not available here."""
-    from orchestrator.config.compose import compose  # omegaconf: as above
-    from orchestrator.scheduler.available_schedulers import kinds
-    from orchestrator.submission.create_run import first_job
-
     if SLURM not in kinds():
         return {}
     try:
@@ -250,4 +399,4 @@ def _show(screen: Screen, found: list[Check]) -> None:
         if check.hint and check.level != OK:
             screen.say(f"      -> {check.hint}", hang=3)
     count = {level: sum(1 for check in found if check.level == level) for level in MARKS}
-    screen.note(f"{count[OK]} ok, {count[WARN]} to know, {count[FAIL]} to fix")
+    screen.note(f"{count[OK]} ok, {count[WARN]} warnings, {count[FAIL]} failures")

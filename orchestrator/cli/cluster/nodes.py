@@ -7,12 +7,13 @@ from typing import Any
 import click
 
 from checkpointing.storage.trusted_path import own_name
-from orchestrator.cli.access.registry import open_store, wake_controller
+from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import locate_run
-from orchestrator.cli.runs.cancel_resume import NO_CONTROLLER, any_silent, await_answers
+from orchestrator.cli.runs.cancel_resume import NO_CONTROLLER, PendingRequest, serve_requests
+from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Noun
 from orchestrator.cli.terminal.render import Column, Screen, count, iso, span
-from orchestrator.errors import ConfigError, NotFound, Precondition, SlurmUnreachable
+from orchestrator.errors import NotFound, Precondition, SlurmUnreachable
 from orchestrator.registry.records import EXCLUDE, RELEASE, UNTIL_RELEASED
 
 _LONGEST_WHY = 200
@@ -65,27 +66,19 @@ def _row(node: Any, now: float) -> dict[str, Any]:
 @nodes.command("exclude", json_data="list of {node, answer}")
 @click.argument("names", metavar="NODE...", nargs=-1, required=True)
 @click.option(
-    "--for",
-    "period",
-    metavar="TIME",
-    default=None,
+    "--for", "seconds", type=Seconds(min=0, min_open=True), metavar="TIME",
     help="For this time (30m, 2h, 1d); default: until `orch nodes release`.",
-)
+)  # fmt: skip
 @click.option("--why", metavar="TEXT", default="", help="Reason, shown by `orch nodes ls`.")
 @NO_CONTROLLER
 @click.pass_obj
-def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str, no_controller: bool) -> int:
+def exclude(screen: Screen, names: tuple[str, ...], seconds: float | None, why: str, no_controller: bool) -> int:
     """Keep jobs away from nodes: queued jobs, and jobs of any run that are submitted from now on.
 
     NODE is a name or a host list (gpu[003,017]) of at most 100000 nodes. Running jobs keep their nodes. orch obeys
     even if too few nodes remain for a job; Slurm then gives the reason. The exit code is 3 for a node that
     neither a run nor Slurm has, 4 if nothing was submitted to its cluster yet or the node is simulated.
     """
-    from orchestrator.config.restore_tests_config import interval_seconds  # only here
-
-    seconds = None if period is None else interval_seconds(period)
-    if period is not None and not seconds:
-        raise ConfigError(f"--for {period}: not a time", where="command line", hint="--for 30m, --for 2h or --for 1d")
     until = time.time() + seconds if seconds else UNTIL_RELEASED
     by = f"{own_name()}@{socket.gethostname()}"
     args = {"until": until, "why": f"{by}: {' '.join(why.split())[:_LONGEST_WHY]}" if why.split() else by}
@@ -93,7 +86,6 @@ def exclude(screen: Screen, names: tuple[str, ...], period: str | None, why: str
 
 
 def _expand_names(names: tuple[str, ...]) -> list[str]:
-    """Expand host lists to single names. Raises ConfigError."""
     from orchestrator.scheduler.slurm.command_output import expand_nodes
     from orchestrator.scheduler.slurm.sbatch_values import check_nodes  # as for cluster.exclude
 
@@ -114,22 +106,15 @@ def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
 
 
 def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> int:
-    """Record the requests, let the controller act, and print its answers."""
     with open_store(create=True) as store:
         clusters = {name: _clusters(store, verb, name) for name in names}  # all before the first request
         asked = [item for name in names for item in _request_per_cluster(store, verb, name, clusters[name], args)]
-        kinds = sorted({item["kind"] for item in asked if item["where"].reached})
-        silent = {kind: wake_controller(screen, kind, no_controller=no_controller) for kind in kinds}
-        answerable = [item for item in asked if item["where"].reached or item["where"].lives]
-        await_answers(screen, store, answerable, no_controller)
-    unanswered = any_silent(screen, asked, silent)
-    if screen.json:
-        screen.data(f"nodes.{verb}", [{"node": item["node"], "answer": item["answer"]} for item in asked])
-    for item in asked if not screen.json else ():
-        screen.say(item["answer"] or f"{item['node']}: asked; the controller has not answered yet")
+        unanswered = serve_requests(screen, store, asked, no_controller=no_controller)
+    text = "\n".join(item.answer or f"{item.node}: requested; the controller has not answered yet" for item in asked)
+    screen.answer(f"nodes.{verb}", [{"node": item.node, "answer": item.answer} for item in asked], text)
     for item in asked:
-        if not item["answer"]:
-            item["where"].require_answer()
+        if not item.answer:
+            item.where.require_answer()
     return SlurmUnreachable.exit_code if unanswered else 0
 
 
@@ -166,7 +151,7 @@ def _find_cluster(name: str) -> str:
 
 def _request_per_cluster(
     store: Any, verb: str, name: str, clusters: list[str], args: dict[str, Any]
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[PendingRequest]:  # fmt: skip
     """Record one request per cluster with this node, under a run of that cluster. Raises Precondition without a run."""
     now, asked = time.time(), []
     for cluster in clusters:
@@ -175,7 +160,7 @@ def _request_per_cluster(
             continue
         ask = store.add_user_request(run.name, verb, {"node": name, **args}, now=now)
         where = locate_run(run.name, run.cluster, run.scheduler)
-        asked.append({"node": name, "run": run.name, "kind": run.cluster, "ask": ask, "answer": "", "where": where})
+        asked.append(PendingRequest(run=run.name, kind=run.cluster, where=where, id=ask, node=name))
     if not asked:
         raise Precondition(
             f"nothing was submitted to {', '.join(clusters)} from here yet",

@@ -27,13 +27,8 @@ def answer(program: click.Command, line: str) -> Iterator[str]:
     except click.UsageError:  # the line is already invalid
         return
     for item in found:
-        yield "\t".join((_kind(item), *(" ".join(str(text or "").split()) for text in (item.value, item.help))))
-
-
-def _kind(item: "CompletionItem[str]") -> str:
-    if item.type in (FILE, "dir"):
-        return FILE
-    return OPEN if item.type == OPEN else "word"
+        kind = {FILE: FILE, "dir": FILE, OPEN: OPEN}.get(item.type, "word")
+        yield "\t".join((kind, *(" ".join(str(text or "").split()) for text in (item.value, item.help))))
 
 
 Item: typing.TypeAlias = "CompletionItem[str]"  # no type arguments before click 8.5
@@ -65,13 +60,9 @@ def find_source(context: click.Context, parameter: str) -> Source | None:
     return _SOURCES.get(f"{verb} {parameter}") or _SOURCES.get(parameter)
 
 
-def _verb(context: click.Context) -> str:
-    return str(context.info_name)
-
-
 def _runs(context: click.Context, incomplete: str) -> Iterator[Item]:
     typed = {word for value in context.params.values() if isinstance(value, tuple) for word in value}
-    wanted = _STATES.get(_verb(context))
+    wanted = _STATES.get(str(context.info_name))
     for name, state in fast_queries.run_names(registry_path()):
         if name not in typed and (wanted is None or state in wanted):
             yield CompletionItem(name, help=state)
@@ -82,7 +73,7 @@ def _checkpoints(context: click.Context, incomplete: str) -> Iterator[Item]:
     run, mark, _ = incomplete.partition("@")
     names = dict(fast_queries.run_names(registry_path()))
     if mark or run in names:
-        words = {"verify": ["latest", "all"], "unpin": []}.get(_verb(context), ["latest"])
+        words = {"verify": ["latest", "all"], "unpin": []}.get(str(context.info_name), ["latest"])
         if words and fast_queries.has_best(registry_path(), run):
             words.insert(1, "best")
         yield from (CompletionItem(f"{run}@{word}") for word in words)
@@ -193,7 +184,7 @@ def _configs_and_runs(context: click.Context, incomplete: str) -> Iterator[Item]
 _SOURCES: dict[str, Source] = {
     "run": _runs, "runs": _runs, "target": _checkpoints, "begin": _checkpoints, "source": _configs, "preset": _configs,
     "overrides": _keys, "tags": _words(lambda: fast_queries.tag_names(registry_path())),
-    "states": _words(lambda: map(str, RunState)), "names": _words(lambda: fast_queries.node_names(registry_path())),
+    "names": _words(lambda: fast_queries.node_names(registry_path())),
     "paths": lambda context, incomplete: [CompletionItem(incomplete, type=FILE)], "accept": _acceptable_keys,
     "resume words": _runs_and_keys, "drill words": _drill, "demo words": _keys, "tag words": _signed_tags,
     "config diff first": _configs_and_runs, "config diff second": _configs_and_runs, "ckpt diff first": _checkpoints,

@@ -28,5 +28,4 @@ def completion(screen: Screen, shell: str) -> None:
     if screen.json:
         screen.data("completion", {"shell": shell, "script": script})
         return
-    for line in script.splitlines():
-        screen.raw(line)
+    screen.raw(script.removesuffix("\n"))

@@ -1,6 +1,7 @@
 """`orch demo`: a small run that loses a rank and recovers, or whose checkpoints are tested after one is damaged."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -81,7 +82,7 @@ def demo_root(given: Path | None) -> Path:
         taken = next((place for place in (folder, *folder.parents) if place.is_file()), folder)
         raise ConfigError(f"{taken} is a file, and must be a folder", where="--root", hint="--root FOLDER") from error
     except OSError as error:
-        what = f"the folder for the demo's runs cannot be made: {error.strerror}"
+        what = f"the folder for the demo's runs cannot be created: {error.strerror}"
         raise Precondition(what, where=str(folder), hint="--root FOLDER") from error
     return folder
 
@@ -163,7 +164,11 @@ class DemoReport:
 def read_demo_report(run_dir: Path) -> DemoReport:
     """Build the report from the events and metrics of all attempts."""
     events, steps = EventFeed(run_dir).poll(), StepLines(RunDir(run_dir)).read()
-    fault = next((event for event in events if _is_fault(event)), None)
+    faults = (
+        event for event in events
+        if event.kind == EventKind.DRILL or (event.kind == EventKind.RANK_EXITED and event.data.get("signal"))
+    )  # fmt: skip
+    fault = next(faults, None)
     hit = (fault.attempt, fault.generation) if fault else (0, 0)
     # Events and steps of later generations or attempts than the fault's.
     later = [event for event in events if fault and (event.attempt, event.generation) > hit]
@@ -171,7 +176,10 @@ def read_demo_report(run_dir: Path) -> DemoReport:
     restored = next((event for event in later if event.kind == EventKind.CHECKPOINT_RESTORED), None)
     before = [line for line in steps if fault and (line["attempt"], line["generation"]) <= hit]
     after = [line for line in steps if fault and (line["attempt"], line["generation"]) > hit]
-    replayed = _replayed_losses(steps)
+    losses: dict[int, list[float]] = {}
+    for line in steps:
+        losses.setdefault(line["step"], []).append(line["loss"])
+    replayed = [(found[0], found[-1]) for found in losses.values() if len(found) > 1]
     return DemoReport(
         fault=_fault_words(fault) if fault else None,
         step=before[-1]["step"] if before else None,
@@ -187,24 +195,12 @@ def read_demo_report(run_dir: Path) -> DemoReport:
     )
 
 
-def _is_fault(event: Event) -> bool:
-    return event.kind == EventKind.DRILL or (event.kind == EventKind.RANK_EXITED and bool(event.data.get("signal")))
-
-
 def _fault_words(event: Event) -> str:
     data = event.data
     if event.kind == EventKind.DRILL:
         done = {"kill-rank": "killed with SIGKILL", "raise": "made to raise"}.get(data["kind"], data["kind"])
         return f"rank {data['rank']} was {done} after step {data['step']}"
     return f"rank {data['rank']} died of signal {data['signal']}"
-
-
-def _replayed_losses(steps: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return pairs of losses, first and last, of the steps that were trained again."""
-    losses: dict[int, list[float]] = {}
-    for line in steps:
-        losses.setdefault(line["step"], []).append(line["loss"])
-    return [(found[0], found[-1]) for found in losses.values() if len(found) > 1]
 
 
 def _show_recovery(screen: Screen, view: RunView, report: DemoReport, seconds: float) -> None:
@@ -252,7 +248,13 @@ def _demonstrate_restore_tests(screen: Screen, overrides: tuple[str, ...], root:
     trouble = wait_until_end(screen, run, timeout=timeout, follow=True).end_error
     if trouble is not None:
         raise trouble
-    newest, older, oldest = _newest_three(run, run_dir)
+    with open_store(readonly=True) as store:
+        saved = [row for row in store.checkpoints(run) if Path(row.path).is_dir()]
+    if len(saved) < 3:
+        hint = "leave train.steps, checkpoint.every, checkpoint.keep and checkpoint.tiers as they are"
+        what = f"{run} has {len(saved)} checkpoints, the demo needs three"
+        raise Precondition(what, where=str(run_dir), hint=hint)
+    newest, older, oldest = saved[:3]
     tests = []
 
     def test(checkpoint: Checkpoint, layout: str) -> None:
@@ -273,18 +275,7 @@ def _demonstrate_restore_tests(screen: Screen, overrides: tuple[str, ...], root:
     return _finish(screen, RunFailed("; ".join(wrong), where=str(run_dir), hint=hint) if wrong else None)
 
 
-def _newest_three(run: str, run_dir: Path) -> list[Checkpoint]:
-    with open_store(readonly=True) as store:
-        found = [view for view in store.checkpoints(run) if Path(view.path).is_dir()]
-    if len(found) < 3:
-        hint = "leave train.steps, checkpoint.every, checkpoint.keep and checkpoint.tiers as they are"
-        what = f"{run} has {len(found)} checkpoints, the demo needs three"
-        raise Precondition(what, where=str(run_dir), hint=hint)
-    return found[:3]
-
-
 def _run_restore_test(screen: Screen, checkpoint: Checkpoint, layout: str, seconds: float) -> RestoreTest:
-    """Run one restore test from submission to verdict. Raises WaitTimeout."""
     from orchestrator.restore_tests.controller_pass import begin_test
     from orchestrator.restore_tests.create import RestoreTestRequest
     from orchestrator.run_dirs.bounded_files import DirectFiles
@@ -307,14 +298,23 @@ def flip_bit(checkpoint: Path, step: int) -> FlippedBit:
     index = parse_index((checkpoint / INDEX).read_bytes())
     piece = max((piece for piece in index.pieces if piece.key.startswith("model/")), key=lambda piece: piece.nbytes)
     at = piece.data + piece.nbytes // 2
-    with (checkpoint / piece.file).open("r+b") as stream:
+    damage(checkpoint / piece.file, at)
+    return FlippedBit(step=step, file=piece.file, byte=at, tensor=piece.key)
+
+
+def damage(path: Path, at: int) -> None:
+    """Flip one bit of a file. A hard link to a file of another run's checkpoint is replaced by a copy first."""
+    if path.stat().st_nlink > 1:
+        own = path.with_name(f"{path.name}.own")
+        shutil.copyfile(path, own)
+        os.replace(own, path)
+    with path.open("r+b") as stream:
         stream.seek(at)
         byte = stream.read(1)[0]
         stream.seek(at)
         stream.write(bytes([byte ^ 1]))
         stream.flush()
         os.fsync(stream.fileno())
-    return FlippedBit(step=step, file=piece.file, byte=at, tensor=piece.key)
 
 
 def verdict_line(test: RestoreTest) -> str:
@@ -329,7 +329,7 @@ def _ranks(layout: str) -> str:
 
 
 def describe_wrong_verdicts(tests: Sequence[RestoreTest], bit: FlippedBit) -> list[str]:
-    """Describe every wrong verdict. Pure."""
+    """Describe every wrong verdict."""
     found = []
     for test in tests:
         damaged = test.step == bit.step

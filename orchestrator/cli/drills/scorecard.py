@@ -112,14 +112,20 @@ def score(
     fault = drills[-1]
     later = [event for event in events if event.time >= fault.time and event is not fault]
     sign = next((event for event in later if event.kind in expected.signs and _is_direct_sign(event, fault)), None)
-    failure = _failure(later, fault) or failure
+    ends = (
+        event.data for event in later if event.kind == EventKind.GENERATION_ENDED and event.attempt == fault.attempt
+    )
+    failure = next((data["failure"] for data in ends if data.get("failure")), failure)
     named, culprit_right = _judge_culprit(expected, fault, later, failure)
     back = None
     if expected.then == "restart":
-        back = _first_step(later, fault)
+        first_step = EventKind.GENERATION_FIRST_STEP
+        back = next((each for each in later if each.kind == first_step and _place(each) > _place(fault)), None)
         if back is None and running_for is not None:
             back = _started_again(later, fault, now - running_for)
     called = str(failure["kind"]) if failure else None
+    decided = (event.data for event in later if event.kind == EventKind.DECISION and event.attempt == fault.attempt)
+    reports = [*(event.data for event in later if event.kind == EventKind.INCIDENT), failure or {}]
     card = Scorecard(
         kind=kind,
         struck=_describe_target(fault),
@@ -132,11 +138,11 @@ def score(
         culprit_right=culprit_right,
         failure=called,
         kind_right=called in expected.failures if expected.failures else None,
-        decision=_decision(later, fault),
+        decision=next((f"{data.get('action')}: {data.get('reason')}" for data in decided), None),
         back_s=_since(fault, back),
         back_step=back.data.get("step") if back else None,
         steps_lost=_lost_steps(steps, later, back, fault),
-        evidence=_evidence(later, failure),
+        evidence=next((str(data["evidence"]) for data in reports if data.get("evidence")), None),
     )
     held = expected.then == "hold" and state == RunState.HELD
     over = back is not None or held or (expected.then == "go on" and sign is not None)
@@ -148,7 +154,6 @@ def score(
 
 
 def _first_mistake(card: Scorecard, expected: ExpectedReaction, *, over: bool, ended: bool) -> str:
-    """Return the first wrong part of the reaction; empty if all is as expected."""
     if card.noticed is None:
         return "it was not noticed"
     if card.kind_right is False and (over or ended):
@@ -174,19 +179,9 @@ def _is_direct_sign(event: Event, fault: Event) -> bool:
     return event.kind != EventKind.STRAGGLER or not event.data.get("over")
 
 
-def _failure(later: Sequence[Event], fault: Event) -> Mapping[str, Any] | None:
-    """Return the reported failure of the generation that was hit."""
-    for event in later:
-        if event.kind == EventKind.GENERATION_ENDED and event.attempt == fault.attempt and event.data.get("failure"):
-            found: Mapping[str, Any] = event.data["failure"]
-            return found
-    return None
-
-
 def _judge_culprit(
     expected: ExpectedReaction, fault: Event, later: Sequence[Event], failure: Mapping[str, Any] | None
 ) -> tuple[str | None, bool | None]:
-    """Return the named culprit and whether it is correct."""
     if expected.names == "none":
         return None, None
     reports: tuple[EventKind, ...] = (EventKind.INCIDENT, EventKind.STRAGGLER)
@@ -226,16 +221,6 @@ def _since(fault: Event, event: Event | None) -> float | None:
     return None if event is None else round(event.time - fault.time, 3)
 
 
-def _decision(later: Sequence[Event], fault: Event) -> str | None:
-    decisions = (event.data for event in later if event.kind == EventKind.DECISION and event.attempt == fault.attempt)
-    return next((f"{data.get('action')}: {data.get('reason')}" for data in decisions), None)
-
-
-def _first_step(later: Sequence[Event], fault: Event) -> Event | None:
-    wanted = EventKind.GENERATION_FIRST_STEP
-    return next((event for event in later if event.kind == wanted and _place(event) > _place(fault)), None)
-
-
 def _started_again(later: Sequence[Event], fault: Event, before: float) -> Event | None:
     """Return the start of the newest generation after the fault, if it is early enough and has not ended."""
     ended = {_place(event) for event in later if event.kind == EventKind.GENERATION_ENDED}
@@ -246,7 +231,6 @@ def _started_again(later: Sequence[Event], fault: Event, before: float) -> Event
 def _lost_steps(
     steps: Sequence[Mapping[str, Any]], later: Sequence[Event], back: Event | None, fault: Event
 ) -> int | None:  # fmt: skip
-    """Return the number of steps that had to be trained again."""
     if back is None or back.data.get("step") is None:
         return None
     # Earlier generations may have progressed further, but their losses belong to other failures.
@@ -255,9 +239,3 @@ def _lost_steps(
     ended = [event for event in later if event.kind == EventKind.GENERATION_ENDED and _place(event) == _place(fault)]
     newest = max([*trained, *(int(event.data.get("step") or 0) for event in (fault, *ended))])
     return max(0, newest - int(back.data["step"]) + 1)
-
-
-def _evidence(later: Sequence[Event], failure: Mapping[str, Any] | None) -> str | None:
-    incidents = (event.data for event in later if event.kind == EventKind.INCIDENT)
-    found = (str(data["evidence"]) for data in (*incidents, failure or {}) if data.get("evidence"))
-    return next(found, None)

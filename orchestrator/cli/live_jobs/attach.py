@@ -1,10 +1,10 @@
 """`orch attach`: the stacks of a live job's ranks."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -15,7 +15,7 @@ from orchestrator.cli.live_jobs.live_attempt import (
     find_live_attempt,
     require_rank_and_node,
 )
-from orchestrator.cli.runs.run_reader import newest_ranks
+from orchestrator.cli.runs.run_reader import PROCESS_STATES, newest_ranks
 from orchestrator.cli.terminal.argument_types import timeout_option
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
@@ -30,23 +30,15 @@ _FRAME = re.compile(r'^\s+File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _OUTSIDE = re.compile(r"^\s+(.+?) \((.+):(\d+)\)$")
 _MOST_NAMED = 3
 """Maximum number of ranks that an error names one by one."""
-_STATES = {
-    "T": "its process is stopped", "t": "a debugger holds its process", "D": "its process waits for a device",
-    "Z": "its process is dead", "X": "its process is gone",
-}  # fmt: skip
 ATTACH_JSON = """
 {run, folder, threads: [{node, rank, thread, frames: [{file, line, function}]}], missing: [{rank, node, why}]}
 """
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     file: str
     line: int
     function: str
-
-    def __str__(self) -> str:
-        return f'File "{self.file}", line {self.line}, in {self.function}'
 
 
 @dataclass(frozen=True)
@@ -55,10 +47,10 @@ class Thread:
 
     rank: int
     name: str
-    frames: tuple[Frame, ...]
+    frames: list[Frame] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {"rank": self.rank, "thread": self.name, "frames": [asdict(frame) for frame in self.frames]}
+        return {"rank": self.rank, "thread": self.name, "frames": [frame._asdict() for frame in self.frames]}
 
 
 def read_stacks(folder: Path) -> list[Thread]:
@@ -71,32 +63,22 @@ def read_stacks(folder: Path) -> list[Thread]:
     return [thread for rank, path in sorted(files.items()) for thread in parse(rank, path.read_text(errors="replace"))]
 
 
-def parse(rank: int, text: str) -> Iterator[Thread]:
-    """Yield the threads in the output of faulthandler or py-spy."""
-    name: str | None = None
-    frames: list[Frame] = []
+def parse(rank: int, text: str) -> list[Thread]:
+    """Return the threads in the output of faulthandler or py-spy."""
+    threads: list[Thread] = []
     for line in text.splitlines():
-        head = _THREAD.match(line)
-        frame = _frame(line)
-        if head is not None:
-            if name is not None:
-                yield Thread(rank, name, tuple(reversed(frames)))
-            name, frames = _name(head), []
-        elif frame is not None and name is not None:
-            frames.append(frame)
-    if name is not None:
-        yield Thread(rank, name, tuple(reversed(frames)))
-
-
-def _name(head: re.Match[str]) -> str:
-    words = [head[2], head[3].strip().rstrip(":"), head[4] or ""]
-    return " ".join(word for word in words if word) + (" (current)" if head[1].startswith("Current") else "")
+        if head := _THREAD.match(line):
+            words = [head[2], head[3].strip().rstrip(":"), head[4], "(current)" if head[1] == "Current thread" else ""]
+            threads.append(Thread(rank, " ".join(filter(None, words))))
+        elif threads and (frame := _frame(line)) is not None:
+            threads[-1].frames.insert(0, frame)
+    return threads
 
 
 def _frame(line: str) -> Frame | None:
-    ours, outside = _FRAME.match(line), _OUTSIDE.match(line)
-    if ours is not None:
+    if ours := _FRAME.match(line):
         return Frame(ours[1], int(ours[2]) if ours[2].isdigit() else 0, ours[3])
+    outside = _OUTSIDE.match(line)
     return Frame(outside[2], int(outside[3]), outside[1]) if outside is not None else None
 
 
@@ -130,7 +112,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     threads = read_stacks(folder / "stacks")
     readings, answered = _read_ranks(found, folder), {thread.rank for thread in threads}
     missing = [
-        {"rank": one, "node": _node(readings, one), "why": _explain_silence(readings.get(one))}
+        {"rank": one, "node": _node(readings, one), "why": _state(readings.get(one))}
         for one in _selected_ranks(found.cluster, rank, node)
         if one not in answered
     ]
@@ -147,14 +129,13 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
         where = _node_suffix(_node(readings, thread.rank))
         screen.raw(f"rank {thread.rank}{where}, thread {thread.name} (newest call last)")
         for frame in thread.frames:
-            screen.raw(f"  {frame}")
+            screen.raw(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
     for row in missing:
         screen.raw(_describe_missing(row))
     screen.note(f"kept in {folder}")
 
 
 def _selected_ranks(cluster: ClusterShape, rank: int | None, node: int | None) -> range:
-    """Return the ranks whose stacks were requested."""
     if rank is not None:
         return range(rank, rank + 1)
     first = 0 if node is None else node * cluster.ranks_per_node
@@ -174,11 +155,9 @@ def _node(readings: Mapping[int, RankReading], rank: int) -> str | None:
     return readings[rank].node if rank in readings else None
 
 
-def _explain_silence(reading: RankReading | None) -> str:
-    """Return the agent's explanation for a rank that did not answer; empty without one."""
-    if reading is None:
-        return ""
-    return "it has ended" if reading.ended else _STATES.get(reading.state, "")
+def _state(reading: RankReading | None) -> str:
+    state = PROCESS_STATES.get(reading.state) if reading is not None else None
+    return "it has ended" if reading is not None and reading.ended else f"its process is {state}" if state else ""
 
 
 def _read_ranks(found: LiveAttempt, folder: Path) -> dict[int, RankReading]:
@@ -186,17 +165,12 @@ def _read_ranks(found: LiveAttempt, folder: Path) -> dict[int, RankReading]:
     newest = newest_ranks(found.attempt_dir)
     readings = {one.rank: one for one in newest.ranks} if newest is not None else {}
     for path in sorted(folder.glob("node-*/cells.json")):
-        for cell in _read_cells(path):
+        try:
+            cells = read_json(path)
+        except (OSError, ValueError):
+            continue
+        for cell in cells.values() if isinstance(cells, dict) else ():
             one = RankReading.from_json(cell.get("seen")) if isinstance(cell, dict) else None
             if one is not None:
                 readings[one.rank] = one
     return readings
-
-
-def _read_cells(path: Path) -> list[Any]:
-    """Return the values of a JSON object; empty if the file is missing, unreadable or holds something else."""
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return []
-    return list(found.values()) if isinstance(found, dict) else []

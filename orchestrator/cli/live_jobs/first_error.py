@@ -110,7 +110,6 @@ def _make(
 
 
 def _rank_failures(folder: AttemptDir) -> Iterator[RootFailure]:
-    """Yield the failures that ranks reported."""
     for outcome, path in all_outcomes(folder):
         if not outcome.secondary and outcome.exit_code not in _QUIET_ENDS:
             reason = f"{outcome.exception}: {outcome.message}" if outcome.exception else f"exit {outcome.exit_code}"
@@ -122,7 +121,6 @@ def _rank_failures(folder: AttemptDir) -> Iterator[RootFailure]:
 
 
 def _judged_failures(folder: AttemptDir, events: list[Event]) -> Iterator[RootFailure]:
-    """Yield the failures with which the coordinator ended generations."""
     for event in events:
         if event.kind == EventKind.GENERATION_ENDED and event.data.get("failure"):
             yield _from_event(folder, event, event.data["failure"])

@@ -50,14 +50,10 @@ def save(screen: Screen, run: str, wait_: bool, timeout: float) -> None:
         screen.if_interrupted = lambda: stands
     answer = await_answer(found, request, timeout) if wait_ else None
     saved = _SAVED.match(answer or "")
-    if screen.json:
-        step = int(saved[1]) if saved else None
-        screen.data("save", {"run": found.run, "attempt": found.attempt_dir.number, "answer": answer, "step": step})
-    elif answer is None:
-        screen.say(f"{found.run}: save requested; training continues")
-        screen.note(f"  see:  orch ckpt ls {found.run}")
-    else:
-        screen.say(f"{found.run}: {answer}")
+    step = int(saved[1]) if saved else None
+    data = {"run": found.run, "attempt": found.attempt_dir.number, "answer": answer, "step": step}
+    note = "" if wait_ else f"  see:  orch ckpt ls {found.run}"
+    screen.answer("save", data, f"{found.run}: {answer or 'save requested; training continues'}", note=note)
 
 
 def require_rank_and_node(cluster: ClusterShape, rank: int | None, node: int | None) -> None:

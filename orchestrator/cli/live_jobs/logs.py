@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,8 +18,7 @@ from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, plain
 from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import controller_log
-from orchestrator.run_view import RunView, find_run
-from orchestrator.states import RunState
+from orchestrator.run_view import find_run
 from trainer.protocol.config import load
 from trainer.protocol.logs.log_rotation import LogReader, log_files, read_files, read_tail
 from trainer.protocol.run_dir import AttemptDir, RunDir
@@ -87,9 +85,12 @@ def logs(
     sources = _sources(place, wanted, view.run)
     if not sources:
         _require_existence(place, wanted)
-        _require_folder(place, wanted, view)
-    if only_path or (not follow and not sources):
-        _print_paths(screen, sources, place, wanted)
+    if not sources and (only_path or not follow):
+        where = str(controller_log().parent if controller else place.path)
+        raise NotFound("there is no such log (yet)", where=where, hint=f"orch events {place.name}")
+    if only_path:
+        answer = [{"source": source.label, "path": str(source.path)} for source in sources]
+        screen.answer("logs.path", answer, "\n".join(str(source.path) for source in sources))
         return 0
     if follow:
         return _follow(screen, place, wanted, view.run, 20 if tail is None else tail)
@@ -116,18 +117,6 @@ def _require_existence(place: RunDir, wanted: LogSelection) -> None:
         require_rank_and_node(load(place, attempts[-1] if attempts else 0).cluster, rank, wanted.node)
 
 
-def _require_folder(place: RunDir, wanted: LogSelection, view: RunView) -> None:
-    """Raise NotFound if the log folder of a started attempt is gone, since no logs will appear there."""
-    number = wanted.attempt or view.attempt
-    if wanted.controller or not number or not (view.is_over or view.state == RunState.RUNNING):
-        return
-    attempt = place.attempt(number)
-    gone = next((str(folder) for folder in (attempt.path, attempt.logs) if not folder.is_dir()), "")
-    if gone and view.generations:
-        what = f"the logs of attempt {number} of {view.run} are gone: its folder was deleted or moved"
-        raise NotFound(what, where=gone, hint=f"`orch show {view.run}` shows the record in the registry")
-
-
 def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, only_path: bool) -> int:
     found = first_error(place, attempt) or controller_failure(place, run, attempt)
     if found is None:
@@ -139,8 +128,7 @@ def _first_error(screen: Screen, place: RunDir, run: str, attempt: int | None, o
         screen.say(str(found.path))
     else:
         screen.say(found.headline)
-        for line in found.text.splitlines():
-            screen.raw(line)
+        screen.raw(found.text)
         screen.note(f"from {found.path}")
     return 0
 
@@ -177,31 +165,17 @@ def _of_attempt(attempt: AttemptDir, wanted: LogSelection) -> list[LogSource]:
 
 
 def _existing(sources: list[LogSource]) -> list[LogSource]:
-    """Return the logs that have a file; during a rotation there may be only rotated files."""
     return [source for source in sources if log_files(source.path)]
 
 
-def _print_paths(screen: Screen, sources: list[LogSource], place: RunDir, wanted: LogSelection) -> None:
-    if not sources:
-        where = str(place.path) if not wanted.controller else str(controller_log().parent)
-        raise NotFound("there is no such log (yet)", where=where, hint=f"orch events {place.name}")
-    if screen.json:
-        screen.data("logs.path", [{"source": source.label, "path": str(source.path)} for source in sources])
-    for source in sources:
-        screen.say(str(source.path))
-
-
 def _dump(screen: Screen, sources: list[LogSource], tail: int | None, only: str) -> None:
-    prefix = len(sources) > 1
-    collected: list[dict[str, Any]] = []
-    for source in sources:
-        for line in _lines(source.path, tail, only):
-            if screen.json:
-                collected.append({"source": source.label, "line": plain(line)})
-            else:
-                screen.raw(f"{source.label} | {line}" if prefix else line)
+    lines = ((source.label, line) for source in sources for line in _lines(source.path, tail, only))
     if screen.json:
-        screen.data("logs", {"paths": [str(source.path) for source in sources], "lines": collected})
+        rows = [{"source": label, "line": plain(line)} for label, line in lines]
+        screen.data("logs", {"paths": [str(source.path) for source in sources], "lines": rows})
+        return
+    for label, line in lines:
+        screen.raw(f"{label} | {line}" if len(sources) > 1 else line)
 
 
 def _lines(path: Path, tail: int | None, only: str) -> Iterator[str]:
@@ -221,7 +195,6 @@ def _every_line(path: Path) -> Iterator[str]:
 
 
 def _last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines without reading all of a large log."""
     wanted = _BLOCK
     found = read_tail(path, wanted)
     while found.count(b"\n") <= count and len(found) >= wanted:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.access.run_folder import existing_folder
-from orchestrator.cli.runs.run_reader import EventFeed, StepLine, newest_heartbeat, newest_ranks
+from orchestrator.cli.runs.run_reader import PROCESS_STATES, EventFeed, StepLine, newest_heartbeat, newest_ranks
 from orchestrator.cli.runs.status import warn_without_controller
 from orchestrator.cli.runs.timeline import EventDescriber
 from orchestrator.cli.runs.training_figures import describe_shares, loss_trend, step_seconds, time_shares
@@ -179,20 +179,18 @@ def print_reading(screen: Screen, reading: LiveReading) -> None:
     """Print the lines about the run, its events and its ranks; a live display omits those that do not fit."""
     for line in _head(reading):
         screen.say(line)
-    if reading.events:
-        screen.say("")
     # Above the ranks, because a live display is cut at the bottom of the terminal.
-    space = screen.remaining_space
     lines = [f"{screen.when(when)}  {one_line(text)}" for when, text in reading.events]
-    if space is not None:  # all but the newest event have one line each
+    if lines:
+        screen.say("")
+    if (space := screen.remaining_space) is not None:  # all but the newest event have one line each
         lines = [*(line if len(line) <= space[1] else line[: space[1] - 1] + "…" for line in lines[:-1]), *lines[-1:]]
     for line in lines:
         screen.say(line, hang=len(screen.when(0.0)) + 2)
     space = screen.remaining_space
     rows = select_ranks(reading, space[0] if space is not None else None)
     if rows:
-        title = f"\nthe {len(rows)} of {count(reading.world)} ranks to look at"
-        screen.say("" if len(rows) == reading.world else title)
+        screen.say("" if len(rows) == reading.world else f"\n{len(rows)} of {reading.world} ranks that need attention")
         screen.table(RANKS, [_cells(one) for one in rows], aligned=True)
 
 
@@ -208,13 +206,12 @@ def worst_ranks(ranks: Sequence[RankReading], most: int = WORST) -> Sequence[Ran
     """Return the ranks that most need attention: stopped, slow, furthest behind, longest without progress."""
 
     def badness(one: RankReading) -> tuple[bool, float, int, float]:
-        return one.state in STATES and not one.ended, one.ratio or 0.0, -(one.step or 0), one.age or 0.0
+        return one.state in PROCESS_STATES and not one.ended, one.ratio or 0.0, -(one.step or 0), one.age or 0.0
 
     return sorted(sorted(ranks, key=badness, reverse=True)[:most], key=lambda one: one.rank)
 
 
 def _head(reading: LiveReading) -> list[str]:
-    """Return the lines about the run as a whole."""
     view, beat, latest = reading.view, reading.beat, reading.latest
     lines = [f"{view.run}  {view.state}" + (f"  {one_line(view.reason)}" if view.reason else "")]
     share = f" ({100 * reading.step // view.total_steps} %)" if view.total_steps else ""
@@ -249,7 +246,7 @@ def _cells(one: RankReading) -> dict[str, Any]:
         **asdict(one),
         "phase": f"{one.phase} ({one.moment})" if one.moment else one.phase,
         "still": f"{one.age:.1f} s" if one.age is not None and one.age >= STILL and not one.ended else "",
-        "doing": "ended" if one.ended else STATES.get(one.state, ""),
+        "doing": "ended" if one.ended else PROCESS_STATES.get(one.state, ""),
         "work": f"{one.ratio:.2f} x" if one.ratio is not None else "",
     }
 
@@ -260,7 +257,6 @@ STAGES: dict[str, str] = {
     AttemptStage.CLEARING: "ending the remaining ranks",
 }
 """Activities of a job while no rank trains."""
-STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "Z": "dead", "X": "gone"}
 RANKS = [
     Column("RANK", "rank", right=True),
     Column("NODE", "node"),

@@ -3,15 +3,21 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from orchestrator.cli.access import run_folder
 from orchestrator.cli.access.registry import open_store, wake_controller
-from orchestrator.cli.access.run_folder import PUT_BACK, existing_folder
+from orchestrator.cli.access.run_folder import (
+    PUT_BACK,
+    START,
+    RunLocation,
+    controller_state,
+    existing_folder,
+    locate_run,
+)
 from orchestrator.cli.access.slurm_environment import warn_of_silence
 from orchestrator.cli.runs.config_changes import warn_of_edited_config
 from orchestrator.cli.terminal.command_classes import Verb
@@ -65,7 +71,7 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     If code, packages or data differ from the run's, confirm that with --accept KEY (docs/configuration.md lists
     them). Code that was fixed after its own failure needs no --accept. Variables of `env_from` in this shell
     replace the run's; changed ones are named. The exit code is 4 if the run's folder is gone, or if another
-    registry has gone on with the run (`orch db rebuild -h`).
+    registry has continued the run (`orch db rebuild -h`).
     """
     overrides = tuple(word for word in words if "=" in word or word.startswith(("~", "+")))
     runs = tuple(word for word in words if word not in overrides)
@@ -91,6 +97,38 @@ class ResumeOptions:
     note: Callable[[str], None] = lambda words: None
 
 
+@dataclass(kw_only=True)
+class PendingRequest:
+    """A user's request about a run or a node; `id` is None if there was nothing to ask the controller."""
+
+    run: str
+    kind: str
+    where: RunLocation
+    state: str = ""
+    id: int | None = None
+    answer: str = ""
+    node: str = ""
+
+    @property
+    def needs_controller(self) -> bool:
+        """Whether a controller here must act: on the request, or for a live run without a controller."""
+        is_orphan = self.state in LIVE_RUNS and not self.where.lives
+        return self.where.reached and (self.id is not None or is_orphan)
+
+
+def serve_requests(screen: Screen, store: Any, asked: list[PendingRequest], *, no_controller: bool) -> bool:
+    """Let controllers act on recorded requests, and wait for the answers.
+
+    Returns whether a request waits for a scheduler that does not answer, after a warning for each such scheduler.
+    """
+    kinds = sorted({each.kind for each in asked if each.needs_controller})
+    silent = {kind: wake_controller(screen, kind, no_controller=no_controller) for kind in kinds}
+    answerable = [each for each in asked if each.where.reached or each.where.lives]
+    await_answers(screen, store, answerable, no_controller)
+    waits = {(each.kind, each.where.scheduler) for each in answerable if not each.answer}
+    return any([warn_of_silence(screen, kind, key, silent.get(kind, "")) for kind, key in sorted(waits)])
+
+
 def _request_each(
     screen: Screen, verb: str, names: tuple[str, ...], target: RunState, no_controller: bool, *, here: bool = False,
     change: ResumeOptions | None = None,
@@ -99,10 +137,9 @@ def _request_each(
 
     With several runs, a refused request does not stop the others; the exit code is that of the first refusal.
     """
-    asked: list[dict[str, Any]] = []
+    asked: list[PendingRequest] = []
     screen.if_interrupted = lambda: _interrupt_message(verb, asked)
     refused: OrchError | None = None
-    silent: dict[str, str] = {}
     with open_store() as store:
         for name in names:
             try:
@@ -111,56 +148,35 @@ def _request_each(
                 refused = refused or error
                 if len(names) > 1:
                     screen.warn(type(error).__name__, error.what)
-        for kind in sorted({item["kind"] for item in asked if _needs_controller(item)}):
-            silent[kind] = wake_controller(screen, kind, no_controller=no_controller)
-        await_answers(screen, store, [item for item in asked if item["ask"] and _is_answerable(item)], no_controller)
+        unanswered = serve_requests(screen, store, asked, no_controller=no_controller)
     if refused is not None and not asked:
         raise refused
-    unanswered = any_silent(screen, asked, silent)
     _print_answers(screen, verb, asked)
     if refused is not None:
         return refused.exit_code
     for item in asked:
-        if not item["answer"] and not _is_answerable(item):
-            item["where"].require_answer()
-    if any(item["answer"].startswith(REFUSED) for item in asked):
+        if not item.answer:
+            item.where.require_answer()
+    if any(item.answer.startswith(REFUSED) for item in asked):
         return Precondition.exit_code
     return SlurmUnreachable.exit_code if unanswered else 0
 
 
-def any_silent(screen: Screen, asked: list[dict[str, Any]], here: dict[str, str]) -> bool:
-    """Return whether requests wait for a scheduler that does not answer; warns once per scheduler.
-
-    `here` has the errors that schedulers gave to a controller pass of this process, by kind.
-    """
-    waits = {(item["kind"], item["where"].scheduler) for item in asked if not item["answer"] and _is_answerable(item)}
-    return any([warn_of_silence(screen, kind, key, here.get(kind, "")) for kind, key in sorted(waits)])
-
-
-def _needs_controller(item: dict[str, Any]) -> bool:
-    """Return whether a controller must act: on the request, or for a live run without a controller."""
-    return bool(item["where"].reached and (item["ask"] or (item["state"] in LIVE_RUNS and not item["where"].lives)))
-
-
-def _interrupt_message(verb: str, asked: list[dict[str, Any]]) -> str:
-    names = [item["run"] for item in asked if item["ask"]]
-    if not names:
+def _interrupt_message(verb: str, asked: list[PendingRequest]) -> str:
+    recorded = [item for item in asked if item.id is not None]
+    if not recorded:
         return "interrupted: nothing was requested"
-    where = next(item["where"] for item in asked if item["ask"])
-    lives = run_folder.controller_lives(time.time(), where.scheduler)
-    acts = "the controller acts on it" if lives else f"no controller runs that acts on it; {run_folder.START}"
-    looks = "".join(f"\n  orch status {name}" for name in names)
-    return f"interrupted: the request to {verb} {', '.join(names)} is recorded, and {acts}{looks}"
-
-
-def _is_answerable(item: dict[str, Any]) -> bool:
-    """Return whether a controller is alive or can be started here, to answer the request."""
-    return bool(item["where"].reached or item["where"].lives)
+    lives = controller_state(recorded[0].where.scheduler).alive
+    acts = "the controller acts on it" if lives else f"no controller runs that acts on it; {START}"
+    looks = "".join(f"\n  orch status {item.run}" for item in recorded)
+    return (
+        f"interrupted: the request to {verb} {', '.join(item.run for item in recorded)} is recorded, and {acts}{looks}"
+    )
 
 
 def _request(
     store: Any, verb: str, name: str, target: RunState, here: bool, change: ResumeOptions | None
-) -> dict[str, Any]:
+) -> PendingRequest:
     run = store.run(name)
     _check_request(verb, name, run)
     attempts = store.attempts(run.name)
@@ -168,25 +184,30 @@ def _request(
     is_stopped = run.state not in (*LIVE_RUNS, RunState.CANCELLED)
     if is_stopped and not run.scheduler and not traits(run.cluster).simulated_nodes:
         _require_cluster(verb, run, key, attempts)
-    where = run_folder.locate_run(run.name, run.cluster, key or run.scheduler)
+    where = locate_run(run.name, run.cluster, key or run.scheduler)
     moves = here and key not in ("", run.scheduler)
-    item = {"run": run.name, "state": str(run.state), "ask": None, "answer": "", "kind": run.cluster, "where": where}
+    item = PendingRequest(run=run.name, state=run.state, kind=run.cluster, where=where)
     if moves and run.scheduler and _may_have_job(attempts):
         what = f"{run.name} may have a live job on {run.scheduler}, and a controller here has not found it"
         hint = f"let it end, or type `orch cancel {run.name}` there"
         raise Precondition(what, where=run.reason, hint=hint)
     if verb == "cancel" and run.state is RunState.CANCELLED:
-        return {**item, "answer": "was cancelled already"}
+        return replace(item, answer="was cancelled already")
     if verb == "resume":
         _require_folder(run, attempts, store.path)
         if run.state in LIVE_RUNS and not (moves and not (change and change.overrides)):
-            return _already_live(store, run, item, change)
+            _refuse_live(store, run, change)
+            return replace(item, answer="is already live")
     if not may_move(run.state, target) and run.state not in LIVE_RUNS:
         what = f"{run.name} is {run.state}: it cannot be {'cancelled' if verb == 'cancel' else 'resumed'}"
         raise Precondition(what, where=run.reason, hint=f"`orch show {run.name}` shows what happened")
-    changed = _store_changes(store, run, change) if change is not None else {}
+    changed: dict[str, Any] = {}
+    if change is not None:
+        from orchestrator.submission.resume_request import resume_request  # omegaconf: only here
+
+        changed = resume_request(store, run, change.overrides, change.accepted, change.note)
     ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
-    return {**item, "ask": ask}
+    return replace(item, id=ask)
 
 
 def _check_request(verb: str, name: str, run: Run) -> None:
@@ -232,7 +253,8 @@ def _require_folder(run: Run, attempts: list[Attempt], registry: Path) -> None:
     refuse_other_registry(run, attempts, registry)
 
 
-def _already_live(store: Any, run: Run, item: dict[str, Any], change: ResumeOptions | None) -> dict[str, Any]:
+def _refuse_live(store: Any, run: Run, change: ResumeOptions | None) -> None:
+    """Raise Precondition for a live run that is being cancelled, or whose configuration would change."""
     from orchestrator.controller.user_requests import pending_cancels
 
     if run.name in pending_cancels(store):
@@ -242,14 +264,6 @@ def _already_live(store: Any, run: Run, item: dict[str, Any], change: ResumeOpti
         what = f"{run.name} is {run.state}: its configuration changes only while no job of it lives"
         hint = f"`orch cancel {run.name}` stops it; then run this again"
         raise Precondition(what, where=" ".join(change.overrides), hint=hint)
-    return {**item, "answer": "is already live"}
-
-
-def _store_changes(store: Any, run: Run, change: ResumeOptions) -> dict[str, Any]:
-    """Store the changed configuration and return its part of the request. Raises if the resume contract refuses it."""
-    from orchestrator.submission.resume_request import resume_request  # omegaconf: only here
-
-    return resume_request(store, run, change.overrides, change.accepted, change.note)
 
 
 def _may_have_job(attempts: list[Attempt]) -> bool:
@@ -272,8 +286,8 @@ def _key_here(kind: str, *, must: bool) -> str:
     return key
 
 
-def await_answers(screen: Screen, store: Any, asked: list[dict[str, Any]], no_controller: bool) -> None:
-    """Fill in the controller's answer to each `ask` and the run's state; returns without them after ANSWER_TIMEOUT.
+def await_answers(screen: Screen, store: Any, asked: list[PendingRequest], no_controller: bool) -> None:
+    """Fill in the controller's answers and the runs' states; return without them after ANSWER_TIMEOUT.
 
     After QUIET seconds it shows what it waits for.
     """
@@ -284,34 +298,29 @@ def await_answers(screen: Screen, store: Any, asked: list[dict[str, Any]], no_co
             if no_controller or waited >= ANSWER_TIMEOUT:
                 return
             if waited >= QUIET:
-                names = ", ".join(item.get("node", item["run"]) for item in asked if not item["answer"])
-                ticker.update(f"asked; waiting for the controller's answer about {names}")
+                names = ", ".join(item.node or item.run for item in asked if not item.answer)
+                ticker.update(f"requested; waiting for the controller's answer about {names}")
             time.sleep(0.2)
 
 
-def _record_answers(store: Any, asked: list[dict[str, Any]]) -> bool:
+def _record_answers(store: Any, asked: list[PendingRequest]) -> bool:
     """Record the available answers in the items; return whether all are answered."""
-    if not all(item["answer"] for item in asked):
-        answers = {ask.id: ask for ask in store.user_requests(pending=False)}
+    if not all(item.answer for item in asked):
+        answers = {ask.id: ask for ask in store.user_requests(pending=False) if ask.answered_at is not None}
         for item in asked:
-            ask = answers.get(item["ask"])
-            if ask is not None and ask.answered_at is not None:
-                item["answer"] = ask.answer or "done"
-                item["state"] = str(store.run(item["run"]).state)
-    return all(item["answer"] for item in asked)
+            if item.id in answers:
+                item.answer = answers[item.id].answer or "done"
+                item.state = store.run(item.run).state
+    return all(item.answer for item in asked)
 
 
-def _print_answers(screen: Screen, verb: str, asked: list[dict[str, Any]]) -> None:
+def _print_answers(screen: Screen, verb: str, asked: list[PendingRequest]) -> None:
     if screen.json:
-        screen.data(verb, [{key: item[key] for key in ("run", "state", "answer")} for item in asked])
+        screen.data(verb, [{"run": item.run, "state": str(item.state), "answer": item.answer} for item in asked])
         return
     for item in asked:
-        answer = item["answer"] or _pending_words(item)
-        screen.say(answer if answer.startswith(item["run"]) else f"{item['run']}: {answer} ({item['state']})")
-        screen.note(f"  see:  orch status {item['run']}")
-
-
-def _pending_words(item: dict[str, Any]) -> str:
-    where = item["where"]
-    is_other = where.scheduler and (where.lives or not where.reached)
-    return f"asked; the controller{f' of {where.scheduler}' if is_other else ''} has not answered yet"
+        where = item.where
+        of = f" of {where.scheduler}" if where.scheduler and (where.lives or not where.reached) else ""
+        answer = item.answer or f"requested; the controller{of} has not answered yet"
+        screen.say(answer if answer.startswith(item.run) else f"{item.run}: {answer} ({item.state})")
+        screen.note(f"  see:  orch status {item.run}")

@@ -13,14 +13,14 @@ import click
 
 from checkpointing.storage.durable import dump_line, number, open_regular
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.runs.config_changes import describe_place
 from orchestrator.cli.runs.run_reader import StepLine, parse_steps
-from orchestrator.cli.runs.tags import check_tags, unknown_tags
+from orchestrator.cli.runs.tags import check_tags, warn_of_unknown_tags
 from orchestrator.cli.runs.training_figures import find_median
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, progress, span
 from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import ConfigError
-from orchestrator.registry.records import Attempt, Run
 from orchestrator.run_view import RunView, find_run, newest_runs
 from orchestrator.states import LIVE_RUNS
 from trainer.protocol.run_dir import RunDir
@@ -54,29 +54,25 @@ class LossCurve:
     computed: Mapping[int, str] = field(default_factory=dict)  # all computed numbers, by `_computed_part`
     validations: Mapping[int, str] = field(default_factory=dict)  # likewise
 
-    @classmethod
-    def read(cls, run_dir: Path) -> "LossCurve":
-        """Read the metrics of a run's attempts; empty if it has not trained or its folder is not visible."""
-        attempts = RunDir(run_dir).all_attempts()
-        speeds: list[StepLine] = []
-        losses: dict[int, float] = {}
-        computed: dict[int, str] = {}
-        for line in (line for attempt in attempts for line in _read_lines(attempt.metrics)):
-            try:
-                losses[line["step"]] = number(line["loss"])
-            except (ValueError, KeyError, TypeError):
-                continue  # written by a version with another format
-            computed[line["step"]] = _computed_part(line)
-            speeds.append({"tokens_per_s": line.get("tokens_per_s")})
-        validated = (line for attempt in attempts for line in _read_lines(attempt.validation))
-        return cls(
-            losses, find_median(speeds, "tokens_per_s"), computed,
-            {line["step"]: _computed_part(line) for line in validated},
-        )  # fmt: skip
+
+def read_curve(run_dir: Path) -> LossCurve:
+    """Read the metrics of a run's attempts; empty if it has not trained or its folder is not visible."""
+    attempts = RunDir(run_dir).all_attempts()
+    speeds: list[StepLine] = []
+    losses: dict[int, float] = {}
+    computed: dict[int, str] = {}
+    for line in (line for attempt in attempts for line in _read_lines(attempt.metrics)):
+        try:
+            losses[line["step"]] = number(line["loss"])
+        except (ValueError, KeyError, TypeError):
+            continue  # written by a version with another format
+        computed[line["step"]] = _computed_part(line)
+        speeds.append({"tokens_per_s": line.get("tokens_per_s")})
+    validations = {line["step"]: _computed_part(line) for each in attempts for line in _read_lines(each.validation)}
+    return LossCurve(losses, find_median(speeds, "tokens_per_s"), computed, validations)
 
 
 def _read_lines(path: Path) -> Iterator[StepLine]:
-    """Yield every complete line; nothing if the file is missing or not visible."""
     try:
         stream = open_regular(path)
     except OSError:
@@ -129,7 +125,6 @@ def sparkline(curve: LossCurve, scale: Scale | None, width: int) -> str:
 
 
 def _bar(losses: Sequence[float], scale: Scale) -> str:
-    """Return the mean of a few steps as one character."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not losses:
         return " "
@@ -209,14 +204,13 @@ def _difference(step: int, kind: str, curves: Sequence[LossCurve]) -> Difference
 def _numbers(part: str, kind: str) -> dict[str, float | None]:
     loss, grad_norm, metrics = json.loads(part)
     own = {f"{kind}{name}": value for name, value in metrics.items()} if isinstance(metrics, dict) else {}
-    return {name: _number(value) for name, value in {LOSS: loss, GRADIENT_NORM: grad_norm, **own}.items()}
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return number(value)
-    except (KeyError, TypeError, ValueError):
-        return None
+    found: dict[str, float | None] = {}
+    for name, value in {LOSS: loss, GRADIENT_NORM: grad_norm, **own}.items():
+        try:
+            found[name] = number(value)
+        except (KeyError, TypeError, ValueError):
+            found[name] = None
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,13 +232,9 @@ class Compared:
 @click.command(cls=Verb, json_data=COMPARE_JSON)
 @click.argument("runs", metavar="RUN...", nargs=-1)
 @click.option(
-    "-t",
-    "--tag",
-    "tags",
-    multiple=True,
-    metavar="NAME",
+    "-t", "--tag", "tags", multiple=True, metavar="NAME",
     help="Also runs with this tag (with all of several); repeatable.",
-)
+)  # fmt: skip
 @click.option(
     "--points", type=click.IntRange(1), metavar="N", default=POINTS, show_default=True,
     help="Steps whose losses to list.",
@@ -254,16 +244,19 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
     """Compare runs: whether they are equal, where they differ, speed, losses at the steps they share.
 
     It lists the keys of the configuration and the software that differ, and draws each loss in one line, all on the
-    same scale. RAN FOR is the time in which a run's jobs ran, IN ALL the time from its submission to its end.
+    same scale. RAN FOR is the time in which a run's jobs ran, TOTAL the time from its submission to its end.
 
     `equal bit for bit` covers loss, gradient norm and `metrics` of all shared steps, and the numbers of `validate`.
     Otherwise the first difference is printed with all its digits. NaN equals NaN. If a step was trained again, its
     newest line counts. Losses in tables are rounded.
     """
-    tagged = newest_runs(None, tests=True, tags=check_tags(tags))[::-1] if tags else []
+    tags = check_tags(tags)
+    warn_of_unknown_tags(screen, tags)
+    tagged = newest_runs(None, tests=True, tags=tags)[::-1] if tags else []
     chosen = list({view.run: view for view in [*map(find_run, dict.fromkeys(runs)), *tagged]}.values())
     if len(chosen) < 2:
-        raise _too_few([view.run for view in chosen], tags)
+        what = f"compare takes two or more runs, {f'only {chosen[0].run}' if chosen else 'none'} was found"
+        raise ConfigError(what, hint="`orch status -a` lists the runs, with their tags")
     found = [_read(view) for view in chosen]
     curves = [run.curve for run in found]
     steps, equality = common_steps(curves, points), compare_curves(curves)
@@ -281,42 +274,21 @@ def compare(screen: Screen, runs: tuple[str, ...], tags: tuple[str, ...], points
     _loss_table(screen, found, steps, labels)
 
 
-def _too_few(names: Sequence[str], tags: Sequence[str]) -> ConfigError:
-    """Return the error for fewer than two runs, with a command that works."""
-    unknown = [f"{what}; {offer}" for what, offer in unknown_tags(tags)]
-    found = f"only {names[0]} was found" if names else "none was found"
-    listed = [f"`orch status -t {tag}`" for tag in dict.fromkeys(tags)]
-    return ConfigError(f"compare takes two or more runs, {found}", hint=",  ".join([*unknown, _pair(names), *listed]))
-
-
-def _pair(names: Sequence[str]) -> str:
-    """Return a command that compares the named run with the newest of the others."""
-    others = [view.run for view in newest_runs(2 + len(names)) if view.run not in names]
-    chosen = [*reversed(others[: 2 - len(names)]), *names][:2]
-    return f"`orch compare {' '.join(chosen)}`" if len(chosen) == 2 else "there is no other run: `orch status -a`"
-
-
 def _read(view: RunView) -> Compared:
     from orchestrator.config.compose import flat  # yaml: only where configurations are read
 
     with open_store(readonly=True) as store:
         run, attempts = store.run(view.run), store.attempts(view.run)
         config = store.config(run.config_digest)
-    now = time.time()
+    now, ended = time.time(), [attempt.ended_at for attempt in attempts if attempt.ended_at is not None]
     return Compared(
         view=view,
         config=flat(config),
         software={key: _software(run.identity, key) for key in SOFTWARE},
-        curve=LossCurve.read(Path(run.run_dir)),
+        curve=read_curve(Path(run.run_dir)),
         running_s=sum((attempt.ended_at or now) - attempt.started_at for attempt in attempts if attempt.started_at),
-        elapsed_s=_end(run, attempts, now) - run.created_at,
+        elapsed_s=(now if run.state in LIVE_RUNS else max(ended, default=run.updated_at)) - run.created_at,
     )
-
-
-def _end(run: Run, attempts: Sequence[Attempt], now: float) -> float:
-    """Return the time at which the run ended, or `now` for a live run."""
-    ended = [attempt.ended_at for attempt in attempts if attempt.ended_at is not None]
-    return now if run.state in LIVE_RUNS else max(ended, default=run.updated_at)
 
 
 def _software(identity: Mapping[str, Any], key: str) -> Any:
@@ -327,14 +299,8 @@ def _software(identity: Mapping[str, Any], key: str) -> Any:
         return f"{value.get('version')} {str(value.get('sha256'))[:12]}"
     if key == "code.user" and isinstance(value, list):
         files = (identity["code"].get("files") or {}).get("digest")
-        return [*map(_describe_place, value), *([f"files {files[:12]}"] if files else [])]
+        return [*map(describe_place, value), *([f"files {files[:12]}"] if files else [])]
     return value[:12] if key == "data.fingerprint" and isinstance(value, str) else value
-
-
-def _describe_place(place: Mapping[str, Any]) -> str:
-    changed = str(place.get("diff_sha256") or "")[:8] if place.get("dirty") else ""
-    known = f" {str(place['git'])[:12]}" if place.get("git") else ""
-    return f"{place.get('path')}{known}" + (f" with changes {changed}" if changed else "")
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -343,6 +309,11 @@ def _differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     rows = {key: [one.get(key) for one in values] for key in keys}
     differing = {key: row for key, row in rows.items() if len({dump_line(value) for value in row}) > 1}
     return {key: [redacted_value(key, value) for value in row] for key, row in differing.items()}
+
+
+_VIEW_KEYS = (
+    "run", "state", "reason", "step", "total_steps", "loss", "attempts", "generations", "tags", "config_digest",
+)  # fmt: skip
 
 
 def _document(
@@ -355,15 +326,11 @@ def _document(
     def by_run(row: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(names, row, strict=True))
 
-    def pick(run: Compared, *keys: str) -> dict[str, Any]:
-        return {key: getattr(run.view, key) for key in keys}
-
     return {
         "runs": [
             {
-                **pick(run, "run", "state", "reason", "step", "total_steps", "loss"),
-                "tokens_per_s": run.curve.tokens_per_s, "running_s": run.running_s, "elapsed_s": run.elapsed_s,
-                **pick(run, "attempts", "generations", "tags", "config_digest"), "steps": len(run.curve.losses),
+                **{key: getattr(run.view, key) for key in _VIEW_KEYS}, "tokens_per_s": run.curve.tokens_per_s,
+                "running_s": run.running_s, "elapsed_s": run.elapsed_s, "steps": len(run.curve.losses),
                 "sparkline": sparkline(run.curve, scale, WIDE),
             }
             for run in found
@@ -411,7 +378,7 @@ RUNS = [
     Column("LOSS", "loss", decimal, right=True),
     Column("TOKENS/S", "speed", lambda speed: "-" if speed is None else count(round(speed)), right=True),
     Column("RAN FOR", "running", span, right=True, drop_order=1),
-    Column("IN ALL", "elapsed", span, right=True, drop_order=3),
+    Column("TOTAL", "elapsed", span, right=True, drop_order=3),
     Column("ATT.GEN", "tries", right=True, drop_order=2),
     Column("TAGS", "tags", ", ".join, drop_order=4),
     Column("LOSS BY STEP", "curve"),
@@ -421,23 +388,21 @@ RUNS = [
 def _difference_table(
     screen: Screen, what: str, differences: Mapping[str, Sequence[Any]], labels: Sequence[str]
 ) -> None:
-    if not differences:
-        screen.say(f"\n{what}: the same")
-        return
-    screen.say(f"\n{what}")
-    columns = [Column("KEY", "key"), *(Column(label, label, wraps=True) for label in labels)]
-    shown = [[_format_value(value) for value in row] for row in differences.values()]
-    rows = [{"key": key, **dict(zip(labels, row, strict=True))} for key, row in zip(differences, shown, strict=True)]
+    screen.say(f"\n{what}" if differences else f"\n{what}: the same")
+
+    def show(value: Any) -> str:
+        return "-" if value is None else value if isinstance(value, str) and value else dump_line(value)
+
+    columns = [Column("KEY", "key"), *(Column(label, label, show, wraps=True) for label in labels)]
+    rows = [{"key": key, **dict(zip(labels, values, strict=True))} for key, values in differences.items()]
     screen.table(columns, rows, aligned=True)
-
-
-def _format_value(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) and value else dump_line(value)
 
 
 def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int], labels: Sequence[str]) -> None:
     if not steps:
-        screen.say(f"\n{_describe_progress(found, labels) or 'no step was trained by all of them'}")
+        is_command = any(run.config.get("command") for run in found)
+        why = "orch records no losses by step for a `command`" if is_command else "the runs share no trained step"
+        screen.say(f"\n{why}")
         return
     columns = [
         Column("STEP", "step", count, right=True),
@@ -448,24 +413,7 @@ def _loss_table(screen: Screen, found: Sequence[Compared], steps: Sequence[int],
         for step in steps
     ]
     if len(found) == 2:
-        columns.append(Column("DIFFERENCE", "apart", _format_difference, right=True))
+        columns.append(Column("DIFFERENCE", "apart", lambda value: f"{value:+.4g}" if value else "0", right=True))
         rows = [{**row, "apart": row[labels[1]] - row[labels[0]]} for row in rows]
-    screen.say(f"\nloss at {'the step' if len(steps) == 1 else 'steps'} that all of them trained")
+    screen.say("\nlosses at shared steps")
     screen.table(columns, rows, aligned=True)
-
-
-def _describe_progress(found: Sequence[Compared], labels: Sequence[str]) -> str:
-    """Describe the progress reported by commands, which have no losses by step; empty if all runs are workloads."""
-    if not any(run.config.get("command") for run in found):
-        return ""
-    stands = [
-        f"{label} at step {progress(run.view.step, run.view.total_steps, ' of ')}, loss {decimal(run.view.loss)}"
-        if run.view.step
-        else f"{label} reports no step: `progress.pattern` finds it in its log"
-        for run, label in zip(found, labels, strict=True)
-    ]
-    return f"orch records no losses by step for a `command`, only its progress: {'; '.join(stands)}"
-
-
-def _format_difference(difference: float) -> str:
-    return "0" if difference == 0 else f"{difference:+.4g}"

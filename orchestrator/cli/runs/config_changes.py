@@ -2,22 +2,20 @@
 
 import json
 import re
-import shlex
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpointing.storage.durable import dump_line, read_json
+from checkpointing.storage.durable import read_json
 from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.run_folder import call_in_time
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.compose import diff
 from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import NotFound
 from orchestrator.registry.records import Attempt, Notice, Run
 from orchestrator.run_view import RunView
-from orchestrator.states import RunState
 from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.events import EventKind
 from trainer.protocol.run_dir import RunDir
@@ -25,10 +23,6 @@ from trainer.protocol.run_dir import RunDir
 if TYPE_CHECKING:  # `orch status` does not open the store
     from orchestrator.registry.store import Store
 
-READ_WITHIN = 2.0
-"""Seconds to wait for the folder. A hung file system must not block a status query."""
-_MOST_LISTED = 3
-"""Maximum number of changed keys listed one by one."""
 _DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
 
 
@@ -36,7 +30,7 @@ def describe_code(code: dict[str, Any], notices: Sequence[Notice]) -> str:
     """Describe the code in an identity, with the digest of the files that trained last or else were submitted."""
     ours = code.get("orch")
     words = [f"orch {ours.get('version')} {short_digests(ours.get('sha256'))}"] if isinstance(ours, dict) else []
-    words += map(_describe_place, code.get("user") or [])
+    words += map(describe_place, code.get("user") or [])
     kinds = (EventKind.CODE_RECORDED, EventKind.CODE_CHANGED)
     trained = [notice for notice in notices if notice.kind in kinds and notice.data.get("digest")]
     if trained:
@@ -46,10 +40,12 @@ def describe_code(code: dict[str, Any], notices: Sequence[Notice]) -> str:
     return "   ".join(words)
 
 
-def _describe_place(place: dict[str, Any]) -> str:
-    unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
+def describe_place(place: Mapping[str, Any]) -> str:
+    """Describe a folder of the user's code: its path, its commit, and a digest of uncommitted changes."""
     commit = f" {short_digests(place['git'])}" if place.get("git") else ""
-    return f"{place.get('path')}{commit}{' with changes' if place.get('dirty') else unknown}"
+    unknown = f" (changes not known: {place['dirty_reason']})" if place.get("dirty_reason") else ""
+    changes = f" with changes {str(place.get('diff_sha256') or '')[:8]}".rstrip() if place.get("dirty") else unknown
+    return f"{place.get('path')}{commit}{changes}"
 
 
 def short_digests(value: Any) -> str:
@@ -71,70 +67,41 @@ def config_changes(store: "Store", run: Run, attempts: Sequence[Attempt]) -> lis
 
 
 def warn_of_edited_config(screen: Screen, view: RunView) -> None:
-    """Warn about edits in the run's config.json that have no effect, and give the command to type."""
-    edited = _find_edited_config(RunDir(Path(view.run_dir)))
-    if edited is None:
+    """Warn about edits in the run's config.json, which have no effect, and give the command to type."""
+    place = RunDir(Path(view.run_dir))
+    edited = call_in_time(lambda: _edited_config(place))
+    if edited is None or _is_in_force(*edited, view.config_digest):
         return
-    path, content, digest = edited
-    overrides = _edited_overrides(content, digest, view.config_digest)
-    if overrides is not None:
-        command = _command(view, overrides or "KEY=VALUE")
-        screen.warn("edited_config", f"{path} was edited: that changes nothing; type {command}")
+    command = f"`orch resume {view.run} KEY=VALUE`"
+    if view.is_live:
+        command = f"`orch cancel {view.run}`, then {command}"
+    screen.warn("edited_config", f"{place.config} was edited: that changes nothing; type {command}")
 
 
-def _command(view: RunView, change: str) -> str:
-    """Return the command that applies a changed configuration."""
-    if view.state == RunState.SUCCEEDED and view.last_checkpoint is not None:
-        return f"orch submit --from {view.run} {change}"  # its newest checkpoint at that time
-    resume = f"orch resume {view.run} {change}"
-    return f"`orch cancel {view.run}`, then `{resume}`" if view.is_live else resume
+def _edited_config(place: RunDir) -> tuple[Any, str] | None:
+    """Return the content (None: not JSON) and the submitted digest of an edited config.json; else None."""
+    from trainer.protocol.config import hash_config  # dataclasses of a whole job: only for commands that name a run
+
+    try:
+        submitted = str(read_json(place.run)["config_digest"])
+        text = place.config.read_bytes()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None, submitted
+    return None if hash_config(content) == submitted else (content, submitted)
 
 
-def _find_edited_config(folder: RunDir) -> tuple[Path, Any, str] | None:
-    """Return the config file if it was edited, its content (None: unreadable) and the submitted digest; else None."""
-    found: list[tuple[Path, Any, str]] = []
-
-    def read() -> None:
-        from trainer.protocol.config import hash_config  # dataclasses of a whole job: only for commands that name a run
-
-        try:
-            submitted = str(read_json(folder.run)["config_digest"])
-            content = folder.config.read_bytes()
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-        try:
-            parsed = json.loads(content)
-            if hash_config(parsed) != submitted:
-                found.append((folder.config, parsed, submitted))
-        except ValueError:
-            found.append((folder.config, None, submitted))
-
-    reader = threading.Thread(target=read, name="config", daemon=True)
-    reader.start()
-    reader.join(READ_WITHIN)
-    return found[0] if found else None
-
-
-def _edited_overrides(content: Any, submitted: str, current: str) -> str | None:
-    """Return overrides for the edited values; empty if they are not clear, None if all are in force."""
+def _is_in_force(content: Any, submitted: str, current: str) -> bool:
+    """Return whether all edited values are in the current configuration, by a later `orch resume RUN KEY=VALUE`."""
     if not isinstance(content, dict):
-        return ""
+        return False
     try:
         with open_store(readonly=True) as store:
-            known, now = store.config(submitted), store.config(current)
+            before, now = store.config(submitted), store.config(current)
     except NotFound:
-        return ""
-    # Changes made by `orch resume RUN KEY=VALUE` are not edits; edits that it repeated are already in force.
+        return False
     content = in_present_keys(content)
-    wanted = diff(known, content)
-    missing = {key: after for key, (before, after) in diff(now, content).items() if key in wanted}
-    if not missing:
-        return None
-    return " ".join(_override(key, value) for key, value in missing.items()) if len(missing) <= _MOST_LISTED else ""
-
-
-def _override(key: str, value: Any) -> str:
-    if value is None:
-        return f"'~{key}'"
-    text = value if isinstance(value, str) and value and value.isprintable() else dump_line(value)
-    return shlex.quote(f"{key}={text}")
+    return not diff(before, content).keys() & diff(now, content).keys()

@@ -10,16 +10,15 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.access import run_folder
-from orchestrator.cli.access.run_folder import START, warn_of_moved
+from orchestrator.cli.access.registry import act_as_controller
+from orchestrator.cli.access.run_folder import START, controller_state, has_moved, locate_run, warn_of_missing
 from orchestrator.cli.runs.run_reader import EventFeed
 from orchestrator.cli.runs.status import warn_without_controller
 from orchestrator.cli.runs.timeline import EventDescriber, Repetition, Timeline, TimelineEntry, parse_since
 from orchestrator.cli.terminal.argument_types import Seconds
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen, StatusLine, count, decimal, iso, one_line, progress
-from orchestrator.errors import ConfigError, Fenced, WaitTimeout
-from orchestrator.home import registry_path
+from orchestrator.errors import ConfigError, WaitTimeout
 from orchestrator.run_view import RunView, find_run
 from orchestrator.states import RunState
 from trainer.protocol.events import Event
@@ -56,7 +55,7 @@ def detach_message(run: str) -> str:
     if view.is_over:
         return f"interrupted: {run} is {view.state}\n  orch show {run}"
     commands = [f"orch status {run}", f"orch wait {run}", f"orch cancel {run}"]
-    if run_folder.controller_lives(time.time(), view.scheduler):
+    if controller_state(view.scheduler).alive:
         return "\n  ".join([f"detached: {run} continues ({view.state})", *commands])
     what = f"detached: {run} is {view.state}, but no controller runs, so nothing is started or restarted from now on"
     return "\n  ".join([what, "orch controller start", *commands])
@@ -70,7 +69,8 @@ class RunFollower:
         self._feed: EventFeed | None = None
         self._describer = EventDescriber()
         self._next_tick = 0.0
-        self._unreachable, self._acts = "", False
+        self._silent: tuple[str, ...] = ()
+        self._acts = False
         self._reasons: set[str] = set()  # waiting reasons already shown
         self.events: list[Event] = []
 
@@ -118,23 +118,14 @@ class RunFollower:
 
         Raises Precondition if that is impossible from this host.
         """
-        if time.monotonic() < self._next_tick or run_folder.controller_lives(time.time(), view.scheduler):
+        if time.monotonic() < self._next_tick or controller_state(view.scheduler).alive:
             return
-        run_folder.locate_run(view.run, view.cluster, view.scheduler).require_answer()
+        locate_run(view.run, view.cluster, view.scheduler).require_answer()
         if not self._acts:
             self._acts = True
             self._ticker.print_above(f"no controller runs: this command acts in its place until it ends; {START}")
-        from orchestrator.controller import service  # only without a controller
-
-        try:
-            # With a stalled controller, repeated passes watch its lease until it can be taken over.
-            report = service.tick_once(registry_path(), view.cluster, patience=0.0)
-            silent = " and ".join(report.unreachable) if report is not None else ""
-            if silent and silent != self._unreachable:
-                self._screen.note(f"{silent} does not answer; nothing is assumed, asking again")
-            self._unreachable = silent
-        except Fenced:
-            pass  # a controller has become active meanwhile
+        # With a stalled controller, repeated passes watch its lease until it can be taken over.
+        self._silent = act_as_controller(self._screen, view.cluster, self._silent, patience=0.0)
         self._next_tick = time.monotonic() + TICK_EVERY
 
 
@@ -191,11 +182,9 @@ def end_follow(screen: Screen, view: RunView) -> int:
 @click.argument("run")
 @click.option("-f", "--follow", is_flag=True, help="Continue until the run ends.")
 @click.option(
-    "--since",
-    "start",
-    metavar="TIME",
+    "--since", "start", metavar="TIME",
     help="Only from then on: 90s, 10m, 2h, 1d, or an ISO time (local, unless it has a zone).",
-)
+)  # fmt: skip
 @click.option(
     "-a", "--all", "all_", is_flag=True,
     help="Print small events, too: agents that join, saves that begin, deleted checkpoints.",
@@ -212,11 +201,20 @@ def events(screen: Screen, run: str, follow: bool, start: str | None, all_: bool
         raise ConfigError("-f never ends, but --json prints one object", where=where, hint="omit one of them")
     after = parse_since(start, time.time()) if start is not None else 0.0
     view = find_run(run)
-    warn_of_moved(screen, view)
+    if has_moved(view):
+        warn_of_missing(screen, view.run, view.run_dir)
     reader = Timeline(view.run, Path(view.run_dir))
     found = [moment for moment in reader.poll() if moment.time >= after]
     if screen.json:
-        screen.data("events", [_to_json(moment) for moment in found])
+        keys = ("attempt", "generation", "source", "kind")
+        rows = [
+            {
+                "time": iso(each.time), **{key: getattr(each, key) for key in keys}, "text": each.text or None,
+                "data": each.data,
+            }
+            for each in found
+        ]  # fmt: skip
+        screen.data("events", rows)
         return 0
     printer = _Printer(screen, all_)
     printer.show(found)
@@ -238,11 +236,6 @@ def _follow(screen: Screen, reader: Timeline, printer: "_Printer", run: str) -> 
         if view.is_over and not fresh:
             return end_follow(screen, view)
         time.sleep(LOOK_EVERY)
-
-
-def _to_json(moment: TimelineEntry) -> dict[str, Any]:
-    fields = {key: getattr(moment, key) for key in ("attempt", "generation", "source", "kind")}
-    return {"time": iso(moment.time), **fields, "text": moment.text or None, "data": moment.data}
 
 
 class _Printer:

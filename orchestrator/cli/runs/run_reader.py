@@ -20,6 +20,8 @@ RECENT_STEPS = 100
 """Number of newest steps for the speed and trend of a run."""
 StepLine = dict[str, Any]
 """Line of steps.jsonl; the loss is as written (nan and inf as words)."""
+PROCESS_STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a device", "Z": "dead", "X": "gone"}
+"""States of a rank's process that keep it from working, by their letter in /proc."""
 _RANK_ZERO = "rank-00000"
 _MAIN_FILES = ("coordinator.jsonl", "rank-00000.jsonl")
 """Event files with most of the events; opened at every poll, since on NFS only an open updates the size."""

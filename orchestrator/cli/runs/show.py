@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from checkpointing.config import MEMORY
 from checkpointing.storage.durable import dump_line
 from orchestrator.cli.access.registry import open_store
 from orchestrator.cli.access.run_folder import has_moved, warn_of_missing
-from orchestrator.cli.restore_tests import reason_beside_tests
 from orchestrator.cli.runs.config_changes import config_changes, describe_code, short_digests
 from orchestrator.cli.runs.show_tables import (
     compared_table,
@@ -28,7 +28,7 @@ from orchestrator.cli.runs.status import (
     warn_of_undelivered,
     warn_without_controller,
 )
-from orchestrator.cli.runs.training_figures import describe_figures, figures_json, figures_of_run
+from orchestrator.cli.runs.training_figures import describe_figures, figures_of_run
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Column, Screen, count, decimal, host_list, iso, progress, size, span
 from orchestrator.recovery.elastic_policy import size_words
@@ -43,7 +43,7 @@ from orchestrator.registry.records import (
     Run,
     Transition,
 )
-from orchestrator.run_view import RunView, find_run, newest_runs
+from orchestrator.run_view import RunView, find_run
 from trainer.protocol.run_dir import RunDir
 
 SHOW_JSON = """
@@ -109,7 +109,8 @@ def show(screen: Screen, run: str, history: bool) -> None:
     attempt_table(screen, attempts, generations, known=found.reason)
     say_last_lines(screen, view)
     incident_tables(screen, incidents)
-    _checkpoint_table(screen, kept)
+    screen.say("" if kept else "\nno checkpoint")
+    screen.table(CHECKPOINTS, kept, aligned=True)
     if tests or (checkpoints and own_test is None):
         say_restore_tests(screen, found.name, tests, proven)
     if history or screen.verbose:
@@ -140,7 +141,7 @@ def _document(
         "checkpoints": kept,
         **{key: run.identity.get(key) for key in ("data", "imported")},
         "run_dir": run.run_dir,
-        "figures": figures_json(figures_of_run(RunDir(Path(run.run_dir)))),
+        "figures": asdict(figures) if (figures := figures_of_run(RunDir(Path(run.run_dir)))) else None,
         "created_at": iso(run.created_at),
         "transitions": [{**_pick(move, *moves), "time": iso(move.time)} for move in transitions],
     }
@@ -168,7 +169,6 @@ def attempt_json(attempt: Attempt, generations: Sequence[Generation]) -> dict[st
 
 
 def _failure_json(failure: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a failure with its stable keys first."""
     keys = ("kind", "reason", "rank", "node", "evidence")
     return None if failure is None else {**{key: failure.get(key) for key in keys}, **failure}
 
@@ -224,7 +224,7 @@ def _head(screen: Screen, run: Run, view: RunView, own_test: RestoreTest | None,
         **describe_figures(figures_of_run(RunDir(Path(run.run_dir)))),
         "created": f"{screen.when(run.created_at)}   updated {span(view.age_s)} ago",
         "tags": ", ".join(run.tags),
-        "config": run.config_digest[:12] + _compare_command(run),
+        "config": run.config_digest[:12],
         "code": describe_code(identity.get("code") or {}, notices),
         "env": _describe_identity(identity.get("env") or {}),
         "data": _describe_identity(identity.get("data") or {}),
@@ -236,15 +236,6 @@ def _head(screen: Screen, run: Run, view: RunView, own_test: RestoreTest | None,
     for name, text in lines.items():
         if text:
             screen.say(f"{name:<8} {text}", hang=9)
-
-
-def _compare_command(run: Run) -> str:
-    """Return the command that compares this run with the newest earlier one of its name; empty if they are equal."""
-    slug = run.name.rpartition("-")[0]
-    for view in newest_runs(200):
-        if view.created_at < run.created_at and view.run.rpartition("-")[0] == slug:
-            return f"   orch config diff {view.run} {run.name}" if view.config_digest != run.config_digest else ""
-    return ""
 
 
 def _describe_beginning(imported: Any) -> str:
@@ -342,12 +333,6 @@ CHECKPOINTS = [
     Column("ALSO IN", "copies", lambda copies: ", ".join(copy["tier"] for copy in copies), wraps=True),
     Column("WHY", "reason"),
 ]
-
-
-def _checkpoint_table(screen: Screen, kept: Sequence[dict[str, Any]]) -> None:
-    screen.say("" if kept else "\nno checkpoint")
-    rows = [{**row, "reason": reason_beside_tests(row["trust"], row["reason"])} for row in kept]
-    screen.table(CHECKPOINTS, rows, aligned=True)
 
 
 def _say_next(screen: Screen, view: RunView) -> None:

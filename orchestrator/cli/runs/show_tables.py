@@ -7,8 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.restore_tests import Proven, newest_proven, restore_test_json
-from orchestrator.cli.terminal.render import Column, Screen, count, iso, size, span
+from orchestrator.cli.restore_tests import Proven, newest_proven, restore_test_json, show_tests
+from orchestrator.cli.terminal.render import Column, Screen, count, iso, span
 from orchestrator.registry.records import Checkpoint, CheckpointCopy, Generation, Notice, RestoreTest, Run
 from orchestrator.run_dirs.ingest import UNREADABLE_EVENT
 from orchestrator.states import Trust
@@ -99,7 +99,7 @@ def _cells(screen: Screen, row: Row) -> Row:
 
 
 def _format(pattern: str) -> Any:
-    """Return a column format for numbers; words such as nan stay as they are."""
+    """Return a column format for numbers; words such as nan are kept."""
     return lambda value: pattern.format(value) if isinstance(value, (int, float)) else value or "-"
 
 
@@ -112,35 +112,34 @@ _REASON = Column("WHY", "reason", wraps=True)
 TABLES = (
     ("incidents", "incidents", [
         _WHEN, _GENERATION, Column("KIND", "kind"), Column("RANK", "ranks", right=True), Column("NODE", "nodes"),
-        Column("PHASE", "phase", drop_order=1), _STEP, Column("WHAT WAS DONE", "done", wraps=True),
+        Column("PHASE", "phase", drop_order=1), _STEP, Column("OUTCOME", "done", wraps=True),
         Column("EVIDENCE", "folder"),
     ]),
     ("stragglers", "stragglers", [
         _WHEN, _GENERATION, _RANK, _NODE, Column("SECTION", "section"),
         Column("WORK", "ratio", _format("{:.2f} x"), right=True), _STEP,
         Column("GPU HOURS LOST", "gpu_hours", _format("{:.3g}"), right=True),
-        Column("NOW", "over", lambda over: "as fast again" if over else "slow"),
+        Column("NOW", "over", lambda over: "recovered" if over else "slow"),
     ]),
-    ("changes of the code", "code_changes", [
-        _WHEN, _GENERATION, Column("OTHER CODE TRAINS", "reason", wraps=True),
+    ("code changes", "code_changes", [
+        _WHEN, _GENERATION, Column("CHANGE", "reason", wraps=True),
         Column("ACCEPTED", "accepted", lambda accepted: "by resume" if accepted else "no"),
     ]),
-    ("batches left out", "skipped", [
+    ("skipped batches", "skipped", [
         _WHEN, _GENERATION, _STEP, Column("POSITION", "position", count, right=True), _REASON,
     ]),
     ("restarts that trained differently", "restart_differs", [_WHEN, _GENERATION, _STEP, _REASON]),
-    ("state that checkpoints lack", "incomplete", [_WHEN, _GENERATION, _STEP, _REASON]),
+    ("state missing from checkpoints", "incomplete", [_WHEN, _GENERATION, _STEP, _REASON]),
     ("spare nodes used", "spares", [
         _WHEN, _GENERATION, Column("SPARE", "name"), Column("INSTEAD OF", "instead"), _REASON,
     ]),
     ("nodes that failed their checks", "unfit", [_WHEN, Column("ATT", "attempt", right=True), _NODE, _REASON]),
-    ("events that cannot be read", "unreadable", [_WHEN, _GENERATION, Column("EVENT", "unread"), _REASON]),
+    ("unreadable events", "unreadable", [_WHEN, _GENERATION, Column("EVENT", "unread"), _REASON]),
 )  # fmt: skip
 """Title, key in the answer, and columns."""
 
 NEWEST = 5
 """Number of restore tests that `orch show` prints."""
-UNDER_WAY = "under way"
 
 
 def find_proven_checkpoint(
@@ -167,9 +166,7 @@ def say_restore_tests(screen: Screen, run: str, tests: Sequence[RestoreTest], pr
     now = time.time()
     if tests:
         screen.say("\nrestore tests")
-        ages = [{"age": now - (test.ended_at or test.begun_at)} for test in tests]
-        rows = [{**test.evidence, **vars(test), **age} for test, age in zip(tests, ages, strict=True)]
-        screen.table(TESTS, rows[: -NEWEST - 1 : -1], aligned=True)
+        show_tests(screen, tests[: -NEWEST - 1 : -1], of_one_run=True)
     if len(tests) > NEWEST:
         screen.note(f"{len(tests) - NEWEST} more:  orch restore-tests history {run}")
     words = "no test has restored a checkpoint of this run"
@@ -181,28 +178,16 @@ def say_restore_tests(screen: Screen, run: str, tests: Sequence[RestoreTest], pr
     screen.say(("" if tests else "\n") + words)
 
 
-TESTS = [
-    Column("STEP", "step", count, right=True),
-    Column("LAYOUT", "layout"),
-    Column("VERDICT", "verdict", lambda verdict: verdict or UNDER_WAY),
-    Column("AGE", "age", span, right=True),
-    Column("RTO", "rto_seconds", span, right=True),
-    Column("RATE", "bytes_per_second", lambda rate: "-" if rate is None else f"{size(rate)}/s", True, 1),
-    Column("COMPARED", "compared", right=True, drop_order=2),
-    Column("WHY", "reason"),
-]
-
-
 def describe_own_test(test: RestoreTest) -> dict[str, str]:
     """Return the head lines of a run that is a restore test."""
     return {
         "tests": f"step {count(test.step)} of {test.run} on {test.layout}   {test.checkpoint}",
-        "verdict": f"{test.verdict or UNDER_WAY}" + (f"   {test.reason}" if test.reason else ""),
+        "verdict": (test.verdict or "under way") + (f"   {test.reason}" if test.reason else ""),
     }
 
 
 def compared_table(screen: Screen, test: RestoreTest) -> None:
-    """Print the steps that a restore test trained beside the run's own."""
+    """Print the steps of a restore test next to the run's own."""
     recorded = test.evidence.get("run_steps") or {}
     steps = test.evidence.get("steps") or ()
     rows = [_join_recorded_step(step, recorded.get(str(step["step"])) or []) for step in steps]
@@ -212,7 +197,7 @@ def compared_table(screen: Screen, test: RestoreTest) -> None:
 
 
 def _join_recorded_step(step: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Row:
-    """Return a step beside the run's closest record of it, since the run may have trained it more than once."""
+    """Return a step with the run's closest record of it, since the run may have trained it more than once."""
     nearest = min(recorded, key=lambda own: _distance(own.get("loss"), step.get("loss")), default={})
     return {**step, **{f"run_{name}": value for name, value in nearest.items()}}
 

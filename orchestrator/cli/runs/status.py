@@ -10,13 +10,14 @@ from orchestrator.cli.access.run_folder import (
     START,
     TAKE_OVER,
     controller_state,
+    has_moved,
     warn_of_lost_checkpoint,
-    warn_of_moved,
-    where_to_start,
+    warn_of_missing,
+    where_to_type,
 )
 from orchestrator.cli.access.slurm_environment import silence_reason
 from orchestrator.cli.runs.config_changes import warn_of_edited_config
-from orchestrator.cli.runs.tags import check_tags, unknown_tags
+from orchestrator.cli.runs.tags import check_tags, warn_of_unknown_tags
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import (
     Column,
@@ -31,9 +32,8 @@ from orchestrator.cli.terminal.render import (
     shorten_text,
     span,
 )
-from orchestrator.errors import ConfigError, NotFound
 from orchestrator.home import registry_path
-from orchestrator.registry.lease import displayed_state, holder_host, host_name
+from orchestrator.registry.lease import displayed_state, holder_host
 from orchestrator.registry.records import Lease
 from orchestrator.run_view import RunView, find_run, newest_runs, runs_by_name, summarize_test
 from orchestrator.states import LIVE_RUNS, RunState
@@ -56,7 +56,10 @@ restore_test is the newest finished one; eta_s is null while the run does not tr
 @click.option(
     "-n", "limit", type=click.IntRange(1), metavar="N", default=50, show_default=True, help="How many runs to list."
 )
-@click.option("--state", "states", multiple=True, metavar="STATE", help="List only runs in this state; repeatable.")
+@click.option(
+    "--state", "states", type=click.Choice(RunState, case_sensitive=False), multiple=True, metavar="STATE",
+    help="List only runs in this state; repeatable.",
+)  # fmt: skip
 @click.option(
     "-t", "--tag", "tags", multiple=True, metavar="NAME",
     help="List only runs with this tag (with all of several); repeatable.",
@@ -64,7 +67,7 @@ restore_test is the newest finished one; eta_s is null while the run does not tr
 @click.option("-w", "--watch", is_flag=True, help="Redraw every 2 seconds until Ctrl-C.")
 @click.pass_obj
 def status(
-    screen: Screen, runs: tuple[str, ...], all_: bool, limit: int, states: tuple[str, ...], tags: tuple[str, ...],
+    screen: Screen, runs: tuple[str, ...], all_: bool, limit: int, states: tuple[RunState, ...], tags: tuple[str, ...],
     watch: bool,
 ) -> None:  # fmt: skip
     """List the newest runs: state, step, loss, last checkpoint, reason.
@@ -76,17 +79,21 @@ def status(
     With RUN it also warns if the folder of the newest checkpoint is gone, and if the run's `config.json` was
     edited: that changes nothing, `orch resume RUN KEY=VALUE` does.
     """
-    chosen, tags = _states(states), check_tags(tags)
+    chosen, tags = frozenset(states) or None, check_tags(tags)
     if watch:
         screen.if_interrupted = lambda: ""  # the usual way to leave
-    for what, offer in unknown_tags(tags) if tags else ():
-        screen.warn("no_such_tag", f"{what}; {offer}")
+    warn_of_unknown_tags(screen, tags)
     while True:
-        views = _find_named(runs, chosen, tags) if runs else _list(None if all_ else limit, chosen, tags)
+        if runs:
+            named = [find_run(name) for name in dict.fromkeys(runs)]
+            views = [view for view in named if (chosen is None or view.state in chosen) and {*tags} <= {*view.tags}]
+        else:
+            views = newest_runs(None if all_ else limit, chosen, tests=all_, tags=tags)
         if watch:
             screen.clear_screen()
         for view in views if runs else ():
-            warn_of_moved(screen, view)
+            if has_moved(view):
+                warn_of_missing(screen, view.run, view.run_dir)
             warn_of_lost_checkpoint(screen, view)
             warn_of_edited_config(screen, view)
         _show(screen, views)
@@ -96,29 +103,6 @@ def status(
             return
         screen.flush()
         time.sleep(2.0)
-
-
-def _states(words: tuple[str, ...]) -> frozenset[RunState] | None:
-    known = [str(state) for state in RunState]
-    for word in words:
-        if word.upper() not in known:
-            hint = f"one of {', '.join(known)}"
-            raise ConfigError(f"no such state: {word}", where="command line: --state", hint=hint)
-    return frozenset(RunState(word.upper()) for word in words) or None
-
-
-def _list(limit: int | None, states: frozenset[RunState] | None, tags: tuple[str, ...]) -> list[RunView]:
-    return newest_runs(limit, states, tests=limit is None, tags=tags)
-
-
-def _find_named(names: tuple[str, ...], states: frozenset[RunState] | None, tags: tuple[str, ...]) -> list[RunView]:
-    try:
-        views = [find_run(name) for name in dict.fromkeys(names)]
-    except NotFound as error:
-        if meant := [name for name in names if name.upper() in set(RunState)]:
-            error.hint = f"`orch status --state {meant[0].upper()}` lists the runs in that state"
-        raise
-    return [view for view in views if (states is None or view.state in states) and {*tags} <= {*view.tags}]
 
 
 def _show(screen: Screen, views: Sequence[RunView]) -> None:
@@ -287,14 +271,15 @@ SLURM_CLUSTER = Column("CLUSTER", "slurm_cluster", lambda name: name or "local",
 
 def warn_without_controller(screen: Screen, views: Sequence[RunView]) -> None:
     """Warn about clusters with live runs but a stalled or missing controller; other controllers skip those runs."""
-    live = {view.scheduler: view.cluster for view in views if view.is_live}
-    for scheduler, kind in sorted(live.items()):
-        state = controller_state(time.time(), scheduler)
+    for scheduler in sorted({view.scheduler for view in views if view.is_live}):
+        state = controller_state(scheduler)
         if state.stalled:
             screen.warn("controller_stalled", f"{state.reason}: nothing is restarted meanwhile; {TAKE_OVER}")
         elif not state.alive:
-            place = where_to_start(scheduler, kind, here=host_name())
-            what = f"no controller{f' of {scheduler}' if scheduler else ''} runs: jobs go on, but nothing is restarted"
+            place = where_to_type(scheduler)
+            what = (
+                f"no controller{f' of {scheduler}' if scheduler else ''} runs: jobs continue, but nothing is restarted"
+            )
             start = f"{START}{f' {place}' if place else ''}"
             screen.warn("no_controller", f"{what} and this information is not updated; {start}")
 
@@ -312,7 +297,7 @@ def _footer(views: Sequence[RunView]) -> str:
 def _controller(lease: Lease, now: float, is_named: bool) -> str:
     """Describe whether the holder of a lease is alive, and when it last looked."""
     of = f" of {lease.scheduler}" if is_named and lease.scheduler else ""
-    looked = f"looked {span(now - lease.ticked_at)} ago" if lease.ticked_at else "has not looked yet"
+    looked = f"last pass {span(now - lease.ticked_at)} ago" if lease.ticked_at else "no pass yet"
     state = displayed_state(lease, now)
     if state.stalled:
         return f"{state.reason}{of}, {looked}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.access.registry import open_store
+from orchestrator.cli.access.registry import act_as_controller, open_store
 from orchestrator.cli.access.run_folder import START, TAKE_OVER, controller_state
 from orchestrator.cli.access.slurm_environment import compare_with_controller, silence_reason, unset_words
 from orchestrator.cli.config import OVERRIDES, compose_config, print_config, warn_about_config
@@ -20,7 +20,7 @@ from orchestrator.cli.terminal.argument_types import ClusterKind
 from orchestrator.cli.terminal.command_classes import Verb
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.config.redaction import redact_config, redacted_origins
-from orchestrator.errors import ConfigError, Fenced, Precondition, SlurmUnreachable, SubmitRejected
+from orchestrator.errors import ConfigError, Precondition, SlurmUnreachable, SubmitRejected
 from orchestrator.home import registry_path
 from orchestrator.registry.records import Run
 from orchestrator.run_view import RunView, find_run
@@ -48,27 +48,23 @@ state, step, reason
 @click.argument("source", metavar="CONFIG", required=False)
 @OVERRIDES
 @click.option(
-    "--from",
-    "begin",
-    metavar="RUN@STEP",
+    "--from", "begin", metavar="RUN@STEP",
     help="Begin with this checkpoint of another run: weights, optimizer, generators, place in the data. "
     "Default of CONFIG: that run's configuration; without changes, training computes the same bits.",
-)
+)  # fmt: skip
 @click.option(
-    "--weights-only",
-    is_flag=True,
+    "--weights-only", is_flag=True,
     help="With --from: take only the weights; begin at step 0 and at the start of the data, with a fresh optimizer.",
-)
+)  # fmt: skip
 @click.option("-t", "--tag", "tags", multiple=True, metavar="NAME", help="Tag the run; repeatable.")
 @click.option("-n", "--name", help="Name of the run; orch adds a number.")
 @click.option("--cluster", type=ClusterKind(), help="Where to run; overrides cluster.kind.")
 @click.option("--wait", "wait_", is_flag=True, help="Return when the run has ended.")
 @click.option("--follow", is_flag=True, help="Like --wait, and also print events and a progress line.")
 @click.option(
-    "--no-controller",
-    is_flag=True,
+    "--no-controller", is_flag=True,
     help="Start no controller: launch from here and return. Restarts need `orch wait` or a controller.",
-)
+)  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True,
     help="Print the configuration with origins and the sbatch script, and ask Slurm; write and submit nothing.",
@@ -77,9 +73,8 @@ state, step, reason
 @click.pass_obj
 def submit(
     screen: Screen, source: str | None, overrides: tuple[str, ...], begin: str | None, weights_only: bool,
-    tags: tuple[str, ...],
-    name: str | None, cluster: str | None, wait_: bool, follow: bool, no_controller: bool, dry_run: bool,
-    print_sbatch: bool,
+    tags: tuple[str, ...], name: str | None, cluster: str | None, wait_: bool, follow: bool, no_controller: bool,
+    dry_run: bool, print_sbatch: bool,
 ) -> int:  # fmt: skip
     """Submit a run; orch restarts it until it is finished.
 
@@ -96,7 +91,7 @@ def submit(
     """
     from orchestrator.config.layers import is_override  # yaml: only for the verbs that read configurations
 
-    screen.if_interrupted = lambda: "interrupted: no run was made"
+    screen.if_interrupted = lambda: "interrupted: no run was created"
     tags = check_tags(tags)
     if source is not None and is_override(source) and not Path(source).exists():
         overrides, source = (source, *overrides), None
@@ -160,7 +155,7 @@ def launch(
     from orchestrator.submission import create_run as launching
     from orchestrator.submission import user_code
 
-    screen.if_interrupted = lambda: "interrupted: no run was made"
+    screen.if_interrupted = lambda: "interrupted: no run was created"
 
     def set_interrupt_message(run: Run) -> None:
         screen.if_interrupted = lambda: detach_message(run.name)
@@ -191,7 +186,6 @@ def launch(
 
 
 def _start_controller(run: Run) -> None:
-    """Start a controller for the recorded run. Raises Precondition if this machine cannot start a process."""
     from orchestrator.controller import service
 
     try:
@@ -210,7 +204,7 @@ def _explain_missing_job(screen: Screen, run: Run, view: RunView, silent: tuple[
         what = f"{run.cluster} does not answer: {run.name} is recorded, but it is unknown whether it has a job"
         hint = f"{START}, which continues with it: do not submit it again"
         raise SlurmUnreachable(what, where=run.run_dir, hint=hint)
-    if not (state := controller_state(time.time(), run.scheduler)).alive:
+    if not (state := controller_state(run.scheduler)).alive:
         what = f"{run.name} is recorded, but no controller runs it: {state.reason}"
         hint = f"do not submit it again; {TAKE_OVER if state.stalled else START}"
         raise Precondition(what, where=run.run_dir, hint=hint)
@@ -228,15 +222,11 @@ def _ask_slurm(screen: Screen, composed: Any, kind: str) -> None:
 
 
 def _no_job_yet(view: RunView) -> str:
-    """Explain why the run has no job, by its controller, and whether SLURM_CONF is not set here."""
     from orchestrator.registry import fast_queries
 
     why = view.reason or silence_reason(fast_queries.lease(registry_path(), view.scheduler or None))
-    unset = "" if view.scheduler or not unset_words(view.cluster) else _UNSET
+    unset = "" if view.scheduler else unset_words(view.cluster)
     return f"no job yet{f': {why}' if why else ''}{unset}; the controller keeps trying: orch status {view.run}"
-
-
-_UNSET = "; SLURM_CONF is not set here: where it must be, set it, then `orch controller stop`, `orch controller start`"
 
 
 def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> tuple[RunView, tuple[str, ...]]:
@@ -254,7 +244,7 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
     silent: tuple[str, ...] = ()
     while True:
         if no_controller:
-            silent = _tick(screen, kind, silent)
+            silent = act_as_controller(screen, kind, silent)
         view = find_run(run)
         if view.job_id is not None or view.is_over:
             return view, silent
@@ -268,29 +258,12 @@ def _await_job(screen: Screen, run: str, kind: str, *, no_controller: bool) -> t
         time.sleep(LOOK_EVERY if not no_controller else 1.0)
 
 
-def _tick(screen: Screen, kind: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Run a controller pass, and return the schedulers that did not answer; `known` ones are not printed again."""
-    from orchestrator.controller import service
-
-    try:
-        report = service.tick_once(registry_path(), kind)
-    except Fenced:
-        return ()
-    silent: tuple[str, ...] = report.unreachable if report is not None else ()
-    if silent and silent != known:
-        screen.note(f"{' and '.join(silent)} does not answer; the run is recorded, asking again")
-    return silent
-
-
 def _print_launched(screen: Screen, launched: dict[str, Any]) -> None:
-    if screen.json:
-        screen.data("submit", launched)
-        return
-    run = launched["run"]
+    run, digest = launched["run"], launched["config_digest"][:12]
     job = f"job {launched['job_id']}" if launched["job_id"] else "no job yet"
-    screen.say(f"{run} submitted ({launched['cluster']}, {job}, config {launched['config_digest'][:12]})")
-    screen.note(f"  status   orch status {run}\n  logs     orch logs {run} -f\n  wait     orch wait {run} --follow")
-    screen.note(f"  cancel   orch cancel {run}\n  folder   {launched['run_dir']}")
+    note = f"  status   orch status {run}\n  logs     orch logs {run} -f\n  wait     orch wait {run} --follow\n"
+    note += f"  cancel   orch cancel {run}\n  folder   {launched['run_dir']}"
+    screen.answer("submit", launched, f"{run} submitted ({launched['cluster']}, {job}, config {digest})", note=note)
 
 
 def preview(screen: Screen, composed: Any, cluster: str | None, *, only_script: bool) -> None:

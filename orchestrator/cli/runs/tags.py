@@ -21,26 +21,22 @@ def check_tags(words: Iterable[str]) -> tuple[str, ...]:
     tags = tuple(sorted(set(words)))
     for word in tags:
         if not _TAG.fullmatch(word):
-            raise ConfigError(
-                f"`{word}` cannot be a tag",
-                where="a tag has up to 63 letters, digits and . _ : / = @ -, and begins with a letter or a digit",
-                hint="for example: baseline, lr=3e-4, team/ann",
-            )
+            where = "a tag has up to 63 letters, digits and . _ : / = @ -, and begins with a letter or a digit"
+            raise ConfigError(f"`{word}` cannot be a tag", where=where, hint="for example: baseline, lr=3e-4, team/ann")
     return tags
 
 
-def unknown_tags(tags: Iterable[str]) -> list[tuple[str, str]]:
-    """Return a message for each unused tag, and a hint with similar or existing tags."""
+def warn_of_unknown_tags(screen: Screen, tags: Iterable[str]) -> None:
+    """Warn about tags that no run has; the warning has a similar tag, or some existing ones."""
     from orchestrator.near_words import hint_with_choices, nearest  # only for a mistake
     from orchestrator.registry import fast_queries
 
-    known = fast_queries.tag_names(registry_path())
+    known = fast_queries.tag_names(registry_path()) if tags else set()
     listed = f"tags: {', '.join(sorted(known)[:_SHOWN])}{', ...' if len(known) > _SHOWN else ''}"
-    messages = []
     for tag in tags:
-        offer = hint_with_choices(nearest(tag, known), listed if known else "no run has any tag")
-        messages += [(f"no run has the tag {tag}", offer)] if tag not in known else []
-    return messages
+        if tag not in known:
+            offer = hint_with_choices(nearest(tag, known), listed if known else "no run has any tag")
+            screen.warn("no_such_tag", f"no run has the tag {tag}; {offer}")
 
 
 _SHOWN = 12
@@ -72,14 +68,10 @@ def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
     with open_store(readonly=not words) as store:
         found = store.run(run)
         now = store.change_tags(found.name, added, removed) if words else found.tags
-    if screen.json:
-        screen.data("tag", {"run": found.name, "tags": list(now)})
-        return
-    screen.say(f"{found.name}: {', '.join(now) or 'no tag'}")
+    screen.answer("tag", {"run": found.name, "tags": list(now)}, f"{found.name}: {', '.join(now) or 'no tag'}")
 
 
 def _split_tags(words: tuple[str, ...], remove: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the tags to add and the tags to remove, by their signs."""
     away = [word for word in words if word.startswith("~") or (remove and not word.startswith("+"))]
     added = [word.removeprefix("+") for word in words if word not in away]
     return check_tags(added), check_tags(word.removeprefix("~") for word in away)

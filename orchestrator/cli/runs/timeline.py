@@ -1,6 +1,5 @@
 """The timeline of a run, with a sentence for each event."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -17,14 +16,13 @@ from orchestrator.registry.records import REPLACED_VARIABLES, Attempt, Transitio
 from trainer.protocol.events import Event, EventKind
 from trainer.protocol.failures.outcome import ExitCode
 from trainer.protocol.failures.save_trouble import short_reason
+from trainer.protocol.time_spans import parse_span
 
 _FAILURES = (EventKind.CHECKPOINT_FAILED, EventKind.CHECKPOINT_RETRIED)
 _SUCCESSES = (EventKind.CHECKPOINT_COMMITTED, EventKind.CHECKPOINT_FLUSHED)
 _STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 _STOPS = {"cancel": ": cancel requested", "time_limit": ": the time limit is near"}
 """Reasons of a stop that the ranks know; a signal gives them none."""
-_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TOGETHER = 1.0
 """Seconds by which times within one controller pass may differ."""
 
@@ -102,11 +100,6 @@ def _describe_save(data: Data) -> str:
     stall = data.get("stall")
     waited = f", training waited {1000 * stall:.0f} ms" if stall else ""
     return f"saved step {data['step']} ({size(data['bytes'])}, {data['seconds']:.1f} s{waited})"
-
-
-def _describe_validation(data: Data) -> str:
-    numbers = "  ".join(f"{name} {decimal(value)}" for name, value in data["metrics"].items())
-    return f"validated after step {data['step']}: {numbers} ({data['seconds']:.1f} s)"
 
 
 def _describe_failed_save(data: Data) -> str:
@@ -194,7 +187,10 @@ _DESCRIPTIONS: dict[str, str | Callable[[Data], str]] = {
     EventKind.LOSS_LEVEL: "the losses have a new level from step {step} on: {reason}",
     EventKind.SPARE_USED: "{name} takes the place of {instead}: {reason}",
     EventKind.DRILL: _describe_drill,
-    EventKind.VALIDATED: _describe_validation,
+    EventKind.VALIDATED: lambda d: (
+        f"validated after step {d['step']}: "
+        f"{'  '.join(f'{name} {decimal(value)}' for name, value in d['metrics'].items())} ({d['seconds']:.1f} s)"
+    ),
     EventKind.STOP_REQUESTED: "asked to stop: {reason}",
     EventKind.STOP_AGREED: _describe_stop,
     EventKind.CHECKPOINT_COMMITTED: _describe_save,
@@ -316,11 +312,10 @@ def _transition_entry(index: int, move: Transition, attempt: Attempt | None, dec
 
 
 def _request_entries(requests: Iterable[UserRequest]) -> Iterator[TimelineEntry]:
-    """Yield user requests and the controller's answers."""
     for one in requests:
         data = {"verb": one.verb, "args": one.args}
         replaced = ", ".join(one.args.get(REPLACED_VARIABLES, ()))
-        text = f"asked: orch {one.verb}" + (f", with other values of {replaced}" if replaced else "")
+        text = f"requested: orch {one.verb}" + (f", with other values of {replaced}" if replaced else "")
         key = ("request", one.id)
         yield TimelineEntry(time=one.asked_at, source="person", kind="request", text=text, data=data, key=key)
         if one.answered_at is not None:
@@ -360,9 +355,8 @@ def parse_since(text: str, now: float) -> float:
 
     Raises ConfigError.
     """
-    ago = _AGO.fullmatch(text.strip())
-    if ago is not None:
-        return now - float(ago[1]) * _SECONDS[ago[2]]
+    if (ago := parse_span(text.strip())) is not None:
+        return now - ago
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError) as error:

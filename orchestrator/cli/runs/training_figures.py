@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import linear_regression, mean, median
 from typing import Any
@@ -132,11 +132,6 @@ def _newest_lines(attempt: AttemptDir) -> list[StepLine]:
     return list(parse_steps(read_new_lines(attempt.metrics, start)[0]))
 
 
-def figures_json(figures: TrainingFigures | None) -> dict[str, Any] | None:
-    """Return the figures as plain JSON data."""
-    return None if figures is None else asdict(figures)
-
-
 def describe_figures(figures: TrainingFigures | None) -> dict[str, str]:
     """Return the lines of `orch show` by their labels, without shares below half a percent."""
     if figures is None:
@@ -200,7 +195,6 @@ def _describe_bubble(ranks: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _describe_experts(experts: Mapping[str, float]) -> str:
-    """Describe the imbalance of tokens between experts."""
     if not experts:
         return ""
     most = f"expert {experts['expert']:.0f} of layer {experts['layer']:.0f}"

@@ -73,7 +73,7 @@ def progress(step: int | None, total: int | None, between: str = "/") -> str:
 
 
 def decimal(number: float | str | None, digits: int = 4) -> str:
-    """Format a loss or rate; the words nan and inf stay as they are."""
+    """Format a loss or rate; the words nan and inf are kept."""
     return "-" if number is None else (number if isinstance(number, str) else f"{number:.{digits}f}")
 
 
@@ -96,14 +96,9 @@ def _raw(value: Any) -> str:
     return one_line(value) if isinstance(value, str) else dump_line(value).strip('"')
 
 
-def _escape_unencodable(stream: TextIO, text: str) -> str:
-    """Escape the non-ASCII characters of a JSON text, unless the stream is UTF-8."""
-    if (stream.encoding or "").lower().replace("-", "") == "utf8":
-        return text
-    return _NOT_ASCII.sub(lambda sign: json.dumps(sign[0])[1:-1], text)
-
-
-_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+def _encodable(stream: TextIO, text: str) -> str:
+    """Return a JSON text as it is for a UTF-8 stream, else in ASCII."""
+    return text if (stream.encoding or "").lower().replace("-", "") == "utf8" else json.dumps(json.loads(text))
 
 
 def _terminal_columns() -> int:
@@ -148,8 +143,17 @@ class Screen:
     def data(self, verb: str, data: Any) -> None:
         """Print the JSON envelope of an answer."""
         answer = {"schema": f"orch.{verb}/1", "time": iso(time.time()), "data": data, "warnings": self._warnings}
-        self._print(_escape_unencodable(sys.stdout, dump_line(answer)), sys.stdout)
+        self._print(_encodable(sys.stdout, dump_line(answer)), sys.stdout)
         self.flush()
+
+    def answer(self, verb: str, data: Any, text: str, *, note: str = "") -> None:
+        """Print the answer as JSON, or else as text, with `note` on stderr."""
+        if self.json:
+            self.data(verb, data)
+            return
+        self.say(text)
+        if note:
+            self.note(note)
 
     def say(self, text: str, hang: int = 0) -> None:
         """Print a line of the answer as text; nothing with --json, where only data may be on stdout.
@@ -160,7 +164,6 @@ class Screen:
             self._sentences(text, sys.stdout, hang)
 
     def _sentences(self, text: str, stream: TextIO, hang: int = 0) -> None:
-        """Print lines, folded between words if they are too long for a terminal."""
         width, text = _terminal_columns() if stream.isatty() else 0, self._in_own_time(text)
         lines = [piece for line in text.split("\n") for piece in wrap_line(line, width, hang)] if width else [text]
         self._print("\n".join(lines), stream)
@@ -237,7 +240,7 @@ class Screen:
         if self.json:
             fields = {"code": code, "message": what, "where": where, "hint": hint}
             answer = json.dumps({"schema": "orch.error/1", "error": fields}, ensure_ascii=False)
-            self._print(_escape_unencodable(sys.stdout, answer), sys.stdout)
+            self._print(_encodable(sys.stdout, answer), sys.stdout)
             return
         lines = [f"error: {_readable(what)}", *(f"  {_readable(line)}" for line in (where, hint) if line)]
         self._sentences("\n".join(lines), sys.stderr)
@@ -258,7 +261,6 @@ class Screen:
         return zone.strftime("%Y-%m-%d %H:%M:%S") + ("Z" if self.utc else "")
 
     def _in_own_time(self, text: str) -> str:
-        """Return a sentence with its stored times in the displayed time zone."""
         return time_spans.show_moments(text, self.when)
 
     def clear_screen(self) -> None:
@@ -272,16 +274,16 @@ class Screen:
         from rich.live import Live  # rich: only where it is used
         from rich.text import Text
 
-        canvas = self._console(sys.stdout)
-        with Live(console=canvas, auto_refresh=False) as live:
+        self._canvas = self._console(sys.stdout)
+        with Live(console=self._canvas, auto_refresh=False) as live:
 
             def draw(page: Callable[[], None]) -> None:
-                self._page, self._canvas = [], canvas
+                self._page = []
                 try:
                     page()
                     text = Text.from_ansi("\n".join(self._page))
                 finally:
-                    self._page = self._canvas = None
+                    self._page = None
                 live.update(text, refresh=True)
 
             yield draw

@@ -1,14 +1,12 @@
 """Standard streams, and remedies for errors of the operating system."""
 
 import codecs
-import contextlib
 import errno
 import io
 import os
 import re
 import shlex
 import sys
-from pathlib import Path
 from typing import TextIO
 
 from orchestrator.errors import Precondition
@@ -19,31 +17,22 @@ _STATE = re.compile(r"(ORCH_HOME|XDG_STATE_HOME)=")
 def find_remedy(error: OSError) -> str:
     """Return a remedy for the error: the command or the variable, with the path."""
     name = str(error.filename or "")
+    folder = shlex.quote(os.path.dirname(name))
     if named := _STATE.match(name):
         remedy = f"export {named[1]}=FOLDER, a folder in which you may write"
     elif not name and error.errno == errno.ENOENT:
         remedy = "if the current folder was deleted, cd to another one"
+    elif error.errno in (errno.EACCES, errno.EPERM) and "://" in name:
+        remedy = f"{name} is in an object store: give this shell credentials that may read and write there"
     elif error.errno in (errno.EACCES, errno.EPERM):
-        remedy = _permission_hint(name)
+        remedy = f"`ls -ld {folder}` shows its owner and mode; get access, or name another place"
     elif error.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(name)):
-        remedy = f"`mkdir -p {shlex.quote(os.path.dirname(name))}`"
+        remedy = f"`mkdir -p {folder}`"
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = f"free some space in {os.path.dirname(name)}"
     else:
         remedy = "correct that, or name another place"
     return f"{remedy}; then type the same command again"
-
-
-def _permission_hint(name: str) -> str:
-    if "://" in name:
-        return f"{name} is in an object store: give this shell credentials that may read and write there"
-    lowest = next((place for place in (Path(name), *Path(name).parents) if os.path.lexists(place)), Path("/"))
-    closed = [folder for folder in reversed(lowest.parents) if not os.access(folder, os.X_OK)]
-    place = closed[0] if closed else lowest if lowest.is_dir() or not os.access(lowest, os.W_OK) else lowest.parent
-    with contextlib.suppress(OSError):
-        if place.stat().st_uid == os.getuid():
-            return f"`chmod u+rwX {shlex.quote(str(place))}`"
-    return f"{place} belongs to another user: name a place of your own"
 
 
 READER_GONE = 141

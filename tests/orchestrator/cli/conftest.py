@@ -1,14 +1,15 @@
-"""A terminal without a terminal: `orch` typed in-process, in a private home, with a registry made through the Store."""
+"""`orch` in this process, in a private home, with a registry filled through the Store."""
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpointing.storage.durable import dump_line
 from orchestrator.cli import main
 from orchestrator.registry.records import Checkpoint, Generation, NewRun, RestoreTest
 from orchestrator.registry.store import Store
@@ -19,7 +20,7 @@ from trainer.protocol.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Typed:
-    """What one command line came to."""
+    """Result of one command line."""
 
     code: int
     out: str
@@ -27,7 +28,6 @@ class Typed:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The one JSON object on stdout."""
         return dict(json.loads(self.out))
 
     @property
@@ -41,7 +41,6 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty state folder, and no configuration of whoever runs the tests."""
     folder = tmp_path / "home"
     monkeypatch.setenv("ORCH_HOME", str(folder))
     monkeypatch.delenv("ORCH_REGISTRY", raising=False)
@@ -52,8 +51,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def orch(home: Path, capsys: pytest.CaptureFixture[str]) -> Type:
-    """Type a command line."""
-
     def typed(*words: object) -> Typed:
         capsys.readouterr()
         code = main.run([str(word) for word in words])
@@ -64,7 +61,7 @@ def orch(home: Path, capsys: pytest.CaptureFixture[str]) -> Type:
 
 
 class Seeds:
-    """Fills a registry as a controller would."""
+    """A registry as a controller would fill it."""
 
     def __init__(self, store: Store, root: Path) -> None:
         self.store, self.root = store, root
@@ -78,7 +75,6 @@ class Seeds:
         self.store.note_tick(lease, time.time())
 
     def new(self, slug: str) -> NewRun:
-        """What `run` is made of."""
         return NewRun(
             slug=slug,
             cluster="local",
@@ -89,7 +85,6 @@ class Seeds:
         )
 
     def run(self, slug: str = "tiny", state: RunState = RunState.RUNNING, reason: str = "") -> str:
-        """A run at step 120 of 200 in its first attempt; all of it is one transaction, which takes the least time."""
         return self.store.together(lambda: self._run(slug, state, reason))
 
     def _run(self, slug: str, state: RunState, reason: str) -> str:
@@ -107,6 +102,14 @@ class Seeds:
             self.store.move_run(run.name, state, reason, epoch=self.epoch, now=now, step=120, loss=2.5)
         return run.name
 
+    def drop_lease(self) -> None:
+        lease = self.store.lease()
+        assert lease is not None
+        self.store.drop_lease(lease)
+
+    def tiers(self, run: str, *tiers: Mapping[str, object]) -> None:
+        (self.root / run / "config.json").write_text(dump_line({"checkpoint": {"tiers": list(tiers)}}))
+
     def checkpoint(self, run: str, step: int, trust: Trust = Trust.VERIFIED) -> None:
         name = f"step-{step:08d}.001-0123abcd"
         self.store.put_checkpoint(
@@ -121,7 +124,7 @@ class Seeds:
         self, run: str, step: int, verdict: str = "", reason: str = "", *, layout: str = "same", age: float = 60.0,
         **evidence: Any,
     ) -> str:  # fmt: skip
-        """A run that restores a checkpoint of `run`; it has ended `age` seconds ago if there is a verdict."""
+        """Record a restore test of `run` that ended `age` seconds ago, or is under way without a verdict."""
         now = time.time() - age
         name = f"step-{step:08d}.001-0123abcd"
         order = {"run": run, "checkpoint": name, "step": step, "layout": layout}
@@ -137,7 +140,6 @@ class Seeds:
         return test
 
     def killed_rank(self, run: str) -> None:
-        """Two generations, the first one ended by a SIGKILL of rank 1."""
         failure = Failure(kind=FailureKind.RANK_KILLED, reason="killed by signal 9", rank=1, node="n1", signal=9)
         first = Generation(
             run=run, attempt=1, number=1, started_at=100.0, ended_at=110.0, last_step=60, reason="rank 1 died",

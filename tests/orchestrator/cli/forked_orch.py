@@ -17,8 +17,6 @@ _MOST_DESCRIPTORS = 4096
 
 
 class ForkedOrch(subprocess.Popen[str]):
-    """`orch WORDS` as a process with pipes, less the start of a program; `store` is closed, it opens anew by itself."""
-
     def __init__(self, store: Store, words: Sequence[str], *, more: Mapping[str, str] | None = None, **streams: Any):
         store.close()  # a fork must not have an open database
         environ = {**os.environ, **(more or {})}
@@ -28,7 +26,6 @@ class ForkedOrch(subprocess.Popen[str]):
         self, words: list[str], executable: Any, preexec: Any, close: Any, keep: Any, cwd: Any,
         environ: Mapping[str, str], *rest: Any,
     ) -> None:  # fmt: skip
-        """Do what `Popen` leaves to this method, which gets the ends of the pipes in this order."""
         pipes = rest[3:9]
         streams = [theirs if theirs != -1 else number for number, theirs in enumerate((pipes[0], pipes[3], pipes[5]))]
         if (pid := os.fork()) == 0:
@@ -52,7 +49,6 @@ def _begin(words: list[str], streams: list[int], environ: Mapping[str, str]) -> 
 
 
 def on_a_terminal(store: Store, *words: str) -> str:
-    """What `orch WORDS` draws on a terminal of 200 columns."""
     ours, theirs = pty.openpty()
     more = {"COLUMNS": "200", "TERM": "xterm", "NO_COLOR": "1"}
     child = ForkedOrch(store, words, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, more=more)

@@ -15,7 +15,6 @@ _BARE = re.compile(rf"(?<![\w`/.-])orch (?:{'|'.join(sorted(_NAMES))}|-h)\b(?:(?
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """The words of every command after `orch`, in the order of the text."""
     found = [(match.start(), match[1]) for match in _QUOTED.finditer(text)]
     rest = _QUOTED.sub(lambda match: " " * len(match[0]), text)
     found += [(match.start(), match[0]) for match in _BARE.finditer(rest)]
@@ -23,7 +22,6 @@ def commands_in(text: str) -> list[list[str]]:
 
 
 def _each(command: str) -> Iterator[list[str]]:
-    """`orch a && orch b` are two; a full stop or bracket ends a sentence, not a command."""
     for part in command.split("&&"):
         text = part.strip().rstrip(".,;:)?")
         try:
@@ -36,7 +34,6 @@ def _each(command: str) -> Iterator[list[str]]:
 
 
 def is_name(words: list[str]) -> bool:
-    """Whether a verb is only named, as in `cancelled by orch cancel`, and needs more to be typed."""
     return " ".join(words) in _NAMES
 
 
@@ -44,7 +41,6 @@ _PLAIN_ARGUMENTS = {"demo", "nan", "desync", "local", "slurm", "auto", "cron", "
 
 
 def why_not_typed(words: list[str]) -> str:
-    """Why the command line is refused before it does anything; empty when it is understood."""
     verb = 2 if " ".join(words[:2]) in _NAMES else 1
     prose = [word for word in words[verb:] if word.isalpha() and word.islower() and word not in _PLAIN_ARGUMENTS]
     if prose:

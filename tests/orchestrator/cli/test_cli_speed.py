@@ -27,7 +27,6 @@ HEAVY = [
 
 
 def loaded_by(*lines: str) -> dict[str, set[str]]:
-    """The heavy libraries that a real process has loaded when it has done each `orch LINE`, one after the other."""
     code = (
         "import sys, json; from orchestrator.cli import main\n"
         f"for line in {lines!r}:\n"
@@ -54,7 +53,7 @@ def test_no_verb_of_every_day_loads_torch(seeds: Seeds) -> None:
         assert "torch" not in names, line
 
 
-def test_the_table_of_verbs_tells_what_the_verbs_are(orch: Type) -> None:
+def test_table_of_verbs(orch: Type) -> None:
     shown = orch("--help").out
     assert orch("-h").out == shown
     for name, (_, purpose) in main.VERBS.items():
@@ -87,7 +86,7 @@ OF_A_KNOWN_RUN = ["save x", "cancel x", "resume x", "tag x y", "rm x", "ckpt pin
 
 
 @pytest.mark.parametrize("command", [*READING, *OF_A_KNOWN_RUN])
-def test_a_verb_that_has_nothing_to_write_makes_no_state_folder(orch: Type, home: Path, command: str) -> None:
+def test_reading_verbs_create_no_state_folder(orch: Type, home: Path, command: str) -> None:
     assert orch(*command.split()).code in (0, 3, 4), "its words are right"
     assert not home.exists()
 
@@ -98,9 +97,9 @@ def test_the_first_write_makes_the_state_folder_private(orch: Type, home: Path, 
     assert home.stat().st_mode & 0o777 == 0o700
 
 
-def test_doctor_tries_the_folder_in_which_the_state_folder_will_be_made(orch: Type, home: Path) -> None:
+def test_doctor_probes_parent_of_state_folder(orch: Type, home: Path) -> None:
     state = [line for line in orch("doctor").out.splitlines() if "state folder" in line]
-    assert state == [f"ok    state folder {home}; it will be made"]
+    assert state == [f"ok    state folder {home}; it will be created"]
     assert not [name for name in os.listdir(home.parent) if "probe" in name]
 
 
@@ -111,7 +110,6 @@ CONTROLLER = "import orchestrator.controller.service, checkpointing, trainer; pr
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of somebody who calls his modules what orch calls its packages."""
     folder = tmp_path / "mine"
     folder.mkdir()
     for name in ("trainer", "checkpointing"):
@@ -129,8 +127,7 @@ def test_own_packages_come_first(folder: Path, tmp_path: Path, code: str, printe
     assert printed in done.stdout
 
 
-def test_a_job_is_not_given_a_pythonpath_that_hides_them(folder: Path) -> None:
-    """The shell's own does not reach a job; one of the configuration does."""
+def test_job_does_not_inherit_pythonpath(folder: Path) -> None:
     config = compose("tiny-gpt", [f"+env.PYTHONPATH=/other:{folder}"]).config
     with pytest.raises(ConfigError, match=f"{folder / 'trainer.py'} has the name of one of orch's own") as refused:
         user_code.check(config)

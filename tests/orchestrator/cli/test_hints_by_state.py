@@ -54,8 +54,6 @@ FINE = {0, 8, 10, 124, 130}
 
 
 class World:
-    """A registry and folders as a controller and jobs leave them, with one run in each state that is asked for."""
-
     def __init__(self, root: Path, store: Store, identity: dict[str, Any], data: dict[str, Any]) -> None:
         self.root, self.store, self.identity, self.data = root, store, identity, data
         lease = store.take_lease("login1:7:7", time.time(), 3600.0)
@@ -64,7 +62,6 @@ class World:
         store.note_tick(lease, time.time())
 
     def run(self, state: RunState, *, failure: Failure | None = None, command: bool = False, test_of: str = "") -> str:
-        """A run that is in this state, its first attempt with it; all in one transaction, to save time."""
         return self.store.together(lambda: self._run(state, failure, command, test_of))
 
     def _run(self, state: RunState, failure: Failure | None, command: bool, test_of: str) -> str:
@@ -104,7 +101,6 @@ class World:
         self.store.move_run(run, state, failure.reason if failure else "all steps are trained", **stamp, step=120)
 
     def _train(self, folder: RunDir, failure: Failure | None, run: str) -> None:
-        """What a job leaves: a heartbeat, logs, events, and a checkpoint that is in the registry."""
         if not folder.path.exists():
             return
         place = folder.attempt(1)
@@ -127,7 +123,6 @@ class World:
 
 @pytest.fixture(scope="module")
 def identity() -> dict[str, Any]:
-    """Code and environment of now, so that `orch resume` finds nothing that differs; read once, for it takes long."""
     return {"code": code(compose("tiny-gpt", []).config), "env": environment("local")}
 
 
@@ -140,8 +135,6 @@ def config() -> dict[str, Any]:
 def world(
     home: Path, tmp_path: Path, identity: dict[str, Any], config: dict[str, Any], monkeypatch: Patch
 ) -> Iterator[World]:
-    """Nobody starts anything, and nobody waits."""
-
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
@@ -163,12 +156,10 @@ def world(
 
 
 def offered(said: Typed) -> list[tuple[str, ...]]:
-    """The commands that one answer names, without those that it only speaks of."""
     return [tuple(words) for words in commands_in(f"{said.out}\n{said.err}") if not is_name(words)]
 
 
 def check(orch: Type, run: str, lines: Sequence[str] = TYPED) -> int:
-    """Type every verb of `lines`, then every command that was offered; returns how many those are."""
     by_command: dict[tuple[str, ...], str] = {}
     for line in lines:
         said = orch(*line.format(run=run).split())
@@ -210,12 +201,12 @@ VARIANTS: dict[str, Callable[[World], str]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_same_of_runs_that_are_not_as_others(orch: Type, world: World, variant: str) -> None:
+def test_offered_commands_of_other_runs(orch: Type, world: World, variant: str) -> None:
     assert check(orch, VARIANTS[variant](world)) > 5
 
 
 @pytest.mark.parametrize("state", [RunState.CREATED, RunState.RUNNING])
-def test_the_same_while_no_controller_runs(orch: Type, world: World, state: RunState) -> None:
+def test_offered_commands_without_controller(orch: Type, world: World, state: RunState) -> None:
     run = world.run(state)
     lease = world.store.lease()
     assert lease is not None
@@ -224,7 +215,7 @@ def test_the_same_while_no_controller_runs(orch: Type, world: World, state: RunS
     assert check(orch, run) > 5
 
 
-def test_what_is_offered_depends_on_the_state(orch: Type, world: World) -> None:
+def test_offered_commands_depend_on_the_state(orch: Type, world: World) -> None:
     held, rejected = world.run(RunState.HELD, failure=KILLED), world.run(RunState.HELD)
     done, program = world.run(RunState.SUCCEEDED), world.run(RunState.SUCCEEDED, command=True)
     assert f"orch logs {held} --rank first-error" in orch("show", held).err
@@ -236,7 +227,7 @@ def test_what_is_offered_depends_on_the_state(orch: Type, world: World) -> None:
         assert "orch resume" not in orch(*[program if word == done else word for word in typed]).err
 
 
-def test_a_failure_that_no_log_tells_of_is_told_from_the_registry(orch: Type, world: World) -> None:
+def test_first_error_from_registry(orch: Type, world: World) -> None:
     run = world.run(RunState.FAILED, failure=NOT_STARTED)
     caught = RunDir(world.root / run).attempt(1).submission / "41_0_log.err"
     caught.write_text("bash: line 3: python9: command not found\n")
@@ -249,8 +240,7 @@ def test_a_failure_that_no_log_tells_of_is_told_from_the_registry(orch: Type, wo
     assert f"from {caught}" in said.err
 
 
-def test_this_test_types_what_is_offered(orch: Type, world: World, monkeypatch: Patch) -> None:
-    """A hint that the state does not allow is found."""
+def test_wrong_hint_is_found(orch: Type, world: World, monkeypatch: Patch) -> None:
     run = world.run(RunState.SUCCEEDED)
     monkeypatch.setattr(RunView, "after_end", property(lambda view: f"continue:  orch resume {view.run}"))
     with pytest.raises(AssertionError, match=f"`orch attach {{run}} --stack` offers `orch resume {run}`: exit code 4"):

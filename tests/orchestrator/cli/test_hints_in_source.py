@@ -15,7 +15,6 @@ SAMPLES = (("kind", "kill-rank"), ("layout", "same"), ("step", "20"), ("other", 
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Every string of a module but docstrings, with its line; values in f-strings are replaced by samples."""
     left: list[ast.AST] = [ast.parse(path.read_text())]
     while left:
         node = left.pop()
@@ -40,7 +39,6 @@ def _part(node: ast.expr) -> str:
 
 
 def offered() -> list[tuple[str, list[str]]]:
-    """Every command that a message shows, with its place."""
     files = [
         path
         for package in ("orch", "orchestrator", "trainer", "checkpointing")

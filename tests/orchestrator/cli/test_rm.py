@@ -24,7 +24,7 @@ from orchestrator.controller.actor import Actor
 from orchestrator.controller.user_requests import answer_idle
 from orchestrator.errors import Precondition
 from orchestrator.observed_since import Clock, ObservedSince
-from orchestrator.registry.records import Notice, Run
+from orchestrator.registry.records import Notice
 from orchestrator.registry.user_writes import Removal
 from orchestrator.states import AttemptState, RunState
 from tests.checkpointing.made_checkpoint import make
@@ -38,7 +38,6 @@ NAME = f"step-00000050.001-{NONCE}"
 
 
 def ended_run(seeds: Seeds, state: RunState = RunState.SUCCEEDED, run: str = "") -> str:
-    """Return an ended run with its folder and a committed checkpoint of step 50."""
     name = run or seeds.run(state=state, reason="all ranks finished")
     seeds.store.move_attempt(name, 1, AttemptState.ENDED, "over", epoch=seeds.epoch, now=time.time())
     folder = seeds.root / name
@@ -57,7 +56,6 @@ def run(seeds: Seeds) -> str:
 
 
 def rows_of(seeds: Seeds, run: str) -> dict[str, int]:
-    """Return the number of rows of the run by table."""
     found = {}
     with closing(sqlite3.connect(seeds.store.database.path)) as raw:
         for (table,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
@@ -187,7 +185,7 @@ def foreign(seeds: Seeds, run: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["nonce", "no run.json", "link", "aside is a link", "file", "not there"])
-def test_a_folder_that_may_not_be_the_runs_own_is_left_alone(orch: Type, seeds: Seeds, run: str, how: str) -> None:
+def test_foreign_folder_is_left_alone(orch: Type, seeds: Seeds, run: str, how: str) -> None:
     foreign(seeds, run, how)
     before = sorted(path for path in seeds.root.rglob("*"))
     refused = orch("rm", run, "-y")
@@ -244,7 +242,6 @@ def test_a_run_without_a_folder_is_removed(orch: Type, seeds: Seeds) -> None:
 
 @pytest.fixture
 def tier(seeds: Seeds, run: str, tmp_path: Path) -> Path:
-    """The run's folder in a further tier, with a copy of its own and one of another run of this name."""
     folder = tmp_path / "far" / run
     folder.mkdir(parents=True)
     make(LocalStorage(folder), 50, nonce=NONCE, now=time.time())
@@ -262,9 +259,7 @@ def test_copies_are_deleted_too(orch: Type, seeds: Seeds, run: str, tier: Path) 
     assert tier.parent.exists()
 
 
-def test_copies_of_another_run_of_this_name_stay_and_are_listed(
-    orch: Type, seeds: Seeds, run: str, tier: Path, tmp_path: Path
-) -> None:
+def test_copies_of_another_run_stay(orch: Type, seeds: Seeds, run: str, tier: Path, tmp_path: Path) -> None:
     make(LocalStorage(tier), 60, nonce="eeeeeeee", now=time.time())
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "file").write_text("mine")
@@ -293,7 +288,6 @@ def test_an_unreachable_tier_is_named(orch: Type, seeds: Seeds, run: str) -> Non
 
 
 def typed_at_a_terminal(seeds: Seeds, answer: str, *words: str) -> tuple[int, str]:
-    """`orch WORDS` with a terminal as stdin, at which the answer is typed."""
     person, machine = pty.openpty()
     process = ForkedOrch(seeds.store, words, stdin=machine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     os.write(person, answer.encode())
@@ -305,7 +299,7 @@ def typed_at_a_terminal(seeds: Seeds, answer: str, *words: str) -> tuple[int, st
 
 def test_rm_asks_for_confirmation_at_a_terminal(seeds: Seeds, run: str) -> None:
     code, said = typed_at_a_terminal(seeds, "n\n", "rm", run)
-    assert (code, "Remove for good? [y/N]" in said, "nothing was removed" in said) == (0, True, True)
+    assert (code, "Remove permanently? [y/N]" in said, "nothing was removed" in said) == (0, True, True)
     assert f"folder  {seeds.root / run}" in said
     assert (seeds.root / run / "run.json").exists()
     code, said = typed_at_a_terminal(seeds, "y\n", "rm", run)
@@ -412,8 +406,6 @@ def test_a_copy_of_a_run_in_the_code_is_deleted_with_it(orch: Type, seeds: Seeds
 
 
 def after_another(do: Callable[..., Any]) -> Callable[..., Any]:
-    """Call twice, as if another command had been first."""
-
     def twice(*given: Any) -> Any:
         do(*given)
         return do(*given)
@@ -426,46 +418,3 @@ def test_rows_that_another_command_deleted(orch: Type, seeds: Seeds, monkeypatch
     monkeypatch.setattr(rm, "remove", after_another(rm.remove))
     said = orch("rm", run, "-y")
     assert (said.code, f"{run}: another command has just removed it" in said.err) == (0, True)
-
-
-def test_files_that_another_command_deletes_meanwhile(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = ended_run(seeds)
-
-    def deleted(folder: Path) -> None:
-        delete(folder)
-        seeds.store.delete_run(run)
-        raise FileNotFoundError(2, "No such file or directory", str(folder))
-
-    delete = rm.delete_tree
-    monkeypatch.setattr(rm, "delete_tree", deleted)
-    said = orch("rm", run, "-y")
-    assert (said.code, f"{run}: another command has just removed it" in said.err) == (0, True)
-
-
-def test_files_that_disappear_while_they_are_counted(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ended_run(seeds)
-
-    def counted(_: Run, folder: Path) -> int:
-        seeds.store.begin_removal(run)
-        seeds.store.delete_run(run)
-        raise FileNotFoundError(2, "No such file or directory", str(folder))
-
-    monkeypatch.setattr(rm, "bytes_below", counted)
-    said = orch("rm", run, "-y")
-    assert (said.code, f"{run} has just been removed by another command" in said.err) == (3, True)
-
-
-def test_a_removal_that_no_command_finishes_is_reported(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = ended_run(seeds)
-    monkeypatch.setattr(rm, "OTHER_WITHIN", 0.2)
-
-    def lost(folder: Path) -> None:
-        raise FileNotFoundError(2, "No such file or directory", str(folder))
-
-    monkeypatch.setattr(rm, "delete_tree", lost)
-    said = orch("rm", run, "-y")
-    assert (said.code, "run the same command again to finish" in said.err) == (4, True)

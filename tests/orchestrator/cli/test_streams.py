@@ -21,7 +21,6 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def program(seeds: Seeds) -> Program:
-    """Type `orch WORDS` in a shell; `SHELL` stands behind the words, and the environment may have more."""
     run = seeds.run()
 
     def typed(words: str, shell: str = "", **more: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +56,7 @@ def test_a_reader_that_goes_away_is_told_nothing(program: Program, home: Path) -
 
 
 @pytest.mark.parametrize("words", ["status", "status --json", "--help"])
-def test_an_answer_that_is_lost_is_an_error_on_stderr(program: Program, words: str) -> None:
+def test_lost_answer_is_an_error(program: Program, words: str) -> None:
     done = program(words, "> /dev/full")
     assert done.returncode == 4
     assert "error: the answer cannot be written: No space left on device\n  stdout" in done.stderr
@@ -65,7 +64,7 @@ def test_an_answer_that_is_lost_is_an_error_on_stderr(program: Program, words: s
     assert "Exception ignored" not in done.stderr
 
 
-def test_an_unbuffered_python_keeps_the_order_of_answers_and_words(program: Program) -> None:
+def test_unbuffered_output_keeps_its_order(program: Program) -> None:
     done = program("status", "2>&1", PYTHONUNBUFFERED="1")
     assert done.stdout.startswith("RUN\t"), done.stdout
     assert done.stdout.index("1 run ") > done.stdout.index("tiny-1")
@@ -75,7 +74,7 @@ def test_what_stderr_loses_changes_no_exit_code(program: Program) -> None:
     assert program("status nobody", "2> /dev/full").returncode == 3
 
 
-def test_an_encoding_with_few_signs_gets_plain_ones(program: Program) -> None:
+def test_characters_missing_in_the_encoding(program: Program) -> None:
     done = program("status", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert "1 run - controller" in done.stderr
@@ -83,7 +82,6 @@ def test_an_encoding_with_few_signs_gets_plain_ones(program: Program) -> None:
 
 @pytest.mark.parametrize("width", [60, 150, 200])
 def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, monkeypatch: Patch, width: int) -> None:
-    """On a real terminal."""
     seeds.run(reason="a long reason " * 20)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, width))
@@ -102,7 +100,7 @@ def test_a_page_is_as_wide_as_the_terminal(seeds: Seeds, monkeypatch: Patch, wid
     assert width - 20 < longest <= width
 
 
-def test_what_a_umask_takes_from_its_own_user_is_kept(program: Program, tmp_path: Path) -> None:
+def test_umask_never_masks_owner(program: Program, tmp_path: Path) -> None:
     copy = tmp_path / "copy.db"
     before = os.umask(0o777)
     try:
@@ -113,7 +111,7 @@ def test_what_a_umask_takes_from_its_own_user_is_kept(program: Program, tmp_path
     assert copy.stat().st_mode & 0o777 == 0o600
 
 
-def test_names_mean_the_same_bytes_in_a_locale_without_utf8(tmp_path: Path) -> None:
+def test_names_in_a_locale_without_utf8(tmp_path: Path) -> None:
     folder = tmp_path / "d\xe4\U0001f680"
     folder.mkdir()
     (folder / "\xe9.yaml").write_text(

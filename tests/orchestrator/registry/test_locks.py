@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.cluster import machine_checks
+from orchestrator.cli.cluster import doctor
 from orchestrator.errors import RegistryError
 from orchestrator.registry import backup, migrate, sqlite_errors
 from orchestrator.registry.store import Store
@@ -67,7 +67,7 @@ WORK: dict[str, Callable[[Path], object]] = {
     "read-only store": lambda path: Store.open(path, readonly=True).close(),
     "upgrade": migrate.upgrade,
     "backup": lambda path: backup.backup(path, path.with_name("copy")),
-    "doctor": lambda path: list(machine_checks.registry(path)),
+    "doctor": lambda path: list(doctor.registry(path)),
     "rebuild": rebuild_refused,
 }
 

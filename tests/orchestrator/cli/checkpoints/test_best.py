@@ -16,7 +16,6 @@ LOSSES = {50: 2.5, 100: 2.25, 150: 2.75, 200: None}
 
 @pytest.fixture
 def run(seeds: Seeds) -> str:
-    """A run whose second checkpoint is the best one by its validation, and whose last one has none."""
     name = seeds.run()
     root = folder(seeds, name)
     root.mkdir(parents=True)
@@ -36,7 +35,6 @@ def named(step: int) -> str:
 
 
 def chosen(orch: Type, run: str) -> int:
-    """The step that RUN@best means."""
     (row,) = orch("ckpt", "verify", f"{run}@best", "--json").data
     return int(row["step"])
 
@@ -65,7 +63,7 @@ def test_the_best_is_what_the_mode_says(orch: Type, seeds: Seeds, run: str) -> N
     assert chosen(orch, run) == 200
 
 
-def test_one_that_is_known_to_be_bad_is_never_the_best(orch: Type, seeds: Seeds, run: str) -> None:
+def test_bad_checkpoint_is_never_the_best(orch: Type, seeds: Seeds, run: str) -> None:
     storage = LocalStorage(folder(seeds, run))
     where = str(folder(seeds, run))
     found = read_manifest_digest(storage, named(100))
@@ -75,7 +73,7 @@ def test_one_that_is_known_to_be_bad_is_never_the_best(orch: Type, seeds: Seeds,
     assert chosen(orch, run) == 50
 
 
-def test_where_nobody_says_what_is_best_the_answer_says_what_to_type(orch: Type, seeds: Seeds, run: str) -> None:
+def test_best_without_metric(orch: Type, seeds: Seeds, run: str) -> None:
     configure(seeds, run)
     said = orch("ckpt", "verify", f"{run}@best")
     assert said.code == 2

@@ -20,7 +20,6 @@ NONCE = "0123abcd"
 
 @pytest.fixture
 def run(seeds: Seeds) -> str:
-    """A run with committed checkpoints of steps 50 and 100."""
     name = seeds.run()
     root = folder(seeds, name)
     root.mkdir(parents=True)
@@ -41,27 +40,15 @@ def half_written(root: Path, step: int, attempt: int = 1, nonce: str = NONCE) ->
 
 
 def end(seeds: Seeds, run: str) -> None:
-    """The run and its one attempt are over."""
     now = time.time()
     seeds.store.move_attempt(run, 1, AttemptState.ENDED, "over", epoch=seeds.epoch, now=now)
     seeds.store.move_run(run, RunState.FAILED, "a bug", epoch=seeds.epoch, now=now)
 
 
-def drop_lease(seeds: Seeds) -> None:
-    lease = seeds.store.lease()
-    assert lease is not None
-    seeds.store.drop_lease(lease)
-
-
-def tiered(seeds: Seeds, run: str, *tiers: dict[str, object]) -> None:
-    """Write the run's configuration with these tiers."""
-    (seeds.root / run / "config.json").write_text(dump_line({"checkpoint": {"tiers": list(tiers)}}))
-
-
 # -- what a target means
 
 
-def test_a_checkpoint_by_its_folder_is_the_one_of_its_run(orch: Type, seeds: Seeds, run: str) -> None:
+def test_checkpoint_by_folder(orch: Type, seeds: Seeds, run: str) -> None:
     place = folder(seeds, run) / f"step-00000050.001-{NONCE}"
     (row,) = orch("ckpt", "verify", place, "--json").data
     assert (row["step"], row["ok"], row["path"]) == (50, True, str(place))
@@ -83,8 +70,7 @@ def test_a_folder_that_is_none_is_told_apart(orch: Type, seeds: Seeds, run: str,
 @pytest.mark.parametrize(
     "words", [("ckpt", "verify"), ("ckpt", "diff", "x"), ("submit", "--from"), ("ckpt", "restore-test")]
 )
-def test_a_step_that_was_left_empty_is_not_the_newest(orch: Type, run: str, words: tuple[str, ...]) -> None:
-    """An unset variable of a shell must not choose a checkpoint."""
+def test_empty_step_is_refused(orch: Type, run: str, words: tuple[str, ...]) -> None:
     refused = orch(*words[:2], f"{run}@", *([f"{run}@50"] if words[2:] else []))
     assert refused.code == 2
     assert f"no step is given after the @\n  {run}@\n  {run}@latest is the newest" in refused.err
@@ -108,7 +94,7 @@ def test_copies_on_other_tiers_are_listed_and_verified_on_request(
     second.mkdir(parents=True)
     make(LocalStorage(second), 50, nonce=NONCE)
     make(LocalStorage(second), 20, nonce=NONCE)
-    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+    seeds.tiers(run, {"path": "run"}, {"path": str(tmp_path / "slow")})
     rows = {row["step"]: row["tiers"] for row in orch("ckpt", "ls", run, "--json").data}
     assert rows == {100: ["run"], 50: ["run", str(tmp_path / "slow")], 20: [str(tmp_path / "slow")]}
     assert [row["tier"] for row in orch("ckpt", "verify", f"{run}@50", "--json").data] == ["run"]
@@ -119,13 +105,11 @@ def test_copies_on_other_tiers_are_listed_and_verified_on_request(
     assert only["path"] == str(second / f"step-00000020.001-{NONCE}")
 
 
-def test_the_disks_of_nodes_are_seen_as_far_as_they_are_here(
-    orch: Type, seeds: Seeds, run: str, tmp_path: Path
-) -> None:
+def test_visible_disks_of_nodes(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
     for node in ("n1", "n2"):
         (tmp_path / "nvme" / run / node).mkdir(parents=True)
         make(LocalStorage(tmp_path / "nvme" / run / node), 120, nonce=NONCE)
-    tiered(seeds, run, {"path": str(tmp_path / "nvme"), "shared": False}, {"path": "run"})
+    seeds.tiers(run, {"path": str(tmp_path / "nvme"), "shared": False}, {"path": "run"})
     rows = {row["step"]: row["tiers"] for row in orch("ckpt", "ls", run, "--json").data}
     assert rows[120] == [f"{tmp_path / 'nvme'} ({node})" for node in ("n1", "n2")]
 
@@ -150,7 +134,7 @@ def test_only_what_is_there_is_pinned(orch: Type, run: str) -> None:
     assert orch("ckpt", "unpin", run).code == 2
 
 
-def test_the_pin_of_a_checkpoint_that_is_gone_is_taken_back(orch: Type, seeds: Seeds, run: str) -> None:
+def test_unpin_deleted_checkpoint(orch: Type, seeds: Seeds, run: str) -> None:
     orch("ckpt", "pin", f"{run}@50")
     place = folder(seeds, run) / f"step-00000050.001-{NONCE}"
     for file in place.iterdir():
@@ -162,7 +146,7 @@ def test_the_pin_of_a_checkpoint_that_is_gone_is_taken_back(orch: Type, seeds: S
 # -- room and debris
 
 
-def test_gc_takes_only_what_ended_attempts_left(orch: Type, seeds: Seeds, run: str) -> None:
+def test_gc_deletes_debris_of_ended_attempts(orch: Type, seeds: Seeds, run: str) -> None:
     root = folder(seeds, run)
     mine, foreign = half_written(root, 150), half_written(root, 160, attempt=7, nonce="ffff0000")
     (root / "notes").mkdir()
@@ -182,20 +166,14 @@ def test_gc_takes_only_what_ended_attempts_left(orch: Type, seeds: Seeds, run: s
     )
 
 
-def test_gc_leaves_a_deletion_of_a_living_attempt_to_it(orch: Type, seeds: Seeds, run: str) -> None:
+def test_gc_leaves_deletions_to_a_live_attempt(orch: Type, seeds: Seeds, run: str) -> None:
     place = half_written(folder(seeds, run), 150)
     (place / "DELETED").write_bytes(b"")
     (row,) = orch("ckpt", "gc", run, "--json").data
     assert (row["done"], row["what"]) == ("left", "half-deleted")
 
 
-def test_gc_must_be_told_which_runs(orch: Type, run: str) -> None:
-    assert orch("ckpt", "gc").code == 2
-    assert orch("ckpt", "gc", run, "--all").code == 2
-
-
 def corrupt(seeds: Seeds, run: str, step: int) -> Path:
-    """The registry knows that this checkpoint was refused."""
     seeds.checkpoint(run, step, Trust.COMMITTED)
     name = f"step-{step:08d}.001-{NONCE}"
     seeds.store.trust(run, name, Trust.CORRUPT, "digest differs", epoch=seeds.epoch, now=time.time())
@@ -210,7 +188,7 @@ def test_refused_checkpoints_stay_as_evidence_unless_asked_for(orch: Type, seeds
     named = orch("ckpt", "gc", run, "--json").data[0]
     assert (named["done"], named["what"]) == ("left", "refused")
     assert "digest differs" in named["reason"]
-    drop_lease(seeds)
+    seeds.drop_lease()
     orch("ckpt", "pin", f"{run}@50")
     assert orch("ckpt", "gc", run, "--refused", "--json").data[0]["reason"] == "it is pinned"
     orch("ckpt", "unpin", f"{run}@50")
@@ -225,19 +203,17 @@ def test_refused_checkpoints_stay_as_evidence_unless_asked_for(orch: Type, seeds
 def test_a_refused_checkpoint_that_verifies_stays(orch: Type, seeds: Seeds, run: str) -> None:
     place = corrupt(seeds, run, 50)
     end(seeds, run)
-    drop_lease(seeds)
+    seeds.drop_lease()
     (row,) = orch("ckpt", "gc", run, "--refused", "--json").data
     assert (row["done"], row["reason"]) == ("left", "its bytes are intact")
     assert place.exists()
 
 
-def test_refused_checkpoints_stay_while_another_registry_goes_on_with_the_run(
-    orch: Type, seeds: Seeds, run: str, tmp_path: Path
-) -> None:
+def test_refused_checkpoints_stay_with_another_registry(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
     place = corrupt(seeds, run, 50)
     (place / "__0_0.distcp").write_bytes(b"z" * 1000)
     end(seeds, run)
-    drop_lease(seeds)
+    seeds.drop_lease()
     record_newer_attempt(seeds.store, run, tmp_path / "other.db")
     (row,) = orch("ckpt", "gc", run, "--refused", "--json").data
     assert (row["done"], place.exists()) == ("left", True)
@@ -254,11 +230,11 @@ def test_committed_checkpoints_are_not_deleted_beside_a_controller(orch: Type, s
     assert place.exists()
 
 
-def test_a_run_that_is_not_there_is_told_beside_a_controller_too(orch: Type, seeds: Seeds, run: str) -> None:
+def test_unknown_run_with_live_controller(orch: Type, seeds: Seeds, run: str) -> None:
     assert orch("ckpt", "gc", "nobody", "--refused").code == 3
 
 
-def test_what_is_typed_with_line_breaks_is_printed_on_one_line(orch: Type, run: str) -> None:
+def test_line_breaks_in_arguments(orch: Type, run: str) -> None:
     assert orch("ckpt", "pin", f"{run}@50", "--note", "good\nerror: bad").out.endswith("(good error: bad)\n")
     assert "error: no run no such\n" in orch("show", "no\nsuch").err
 
@@ -276,7 +252,7 @@ def test_du_tells_trust_debris_and_what_gc_frees(orch: Type, seeds: Seeds, run: 
     assert "orch ckpt gc --all" in orch("ckpt", "du", run).err
 
 
-def test_checkpoints_that_somebody_removed_are_listed_as_gone(orch: Type, seeds: Seeds, run: str) -> None:
+def test_removed_checkpoints_are_listed_as_gone(orch: Type, seeds: Seeds, run: str) -> None:
     for step in (50, 100):
         seeds.checkpoint(run, step)
     shutil.rmtree(folder(seeds, run) / f"step-00000050.001-{NONCE}")
@@ -285,12 +261,11 @@ def test_checkpoints_that_somebody_removed_are_listed_as_gone(orch: Type, seeds:
     assert [one["code"] for one in said["warnings"]] == ["checkpoints_gone"]
     said_in_words = " ".join(orch("ckpt", "ls", run).err.split())
     assert "no tier has these checkpoints of tiny-1 any more: 50; a resume goes back to step 100" in said_in_words
-    tiered(seeds, run, {"path": "/nvme/orch", "shared": False}, {"path": "run"})
+    seeds.tiers(run, {"path": "/nvme/orch", "shared": False}, {"path": "run"})
     assert not orch("ckpt", "ls", run, "--json").answer["warnings"]  # it may be on a node that is not this machine
 
 
-def test_a_resume_that_finds_nothing_is_not_promised_a_beginning(orch: Type, seeds: Seeds, run: str) -> None:
-    """docs/saving.md: a run never starts from step 0 because its checkpoints cannot be used."""
+def test_resume_without_checkpoints_is_not_promised(orch: Type, seeds: Seeds, run: str) -> None:
     seeds.checkpoint(run, 50)
     shutil.rmtree(folder(seeds, run))
     folder(seeds, run).mkdir()
@@ -298,9 +273,7 @@ def test_a_resume_that_finds_nothing_is_not_promised_a_beginning(orch: Type, see
     assert "any more: 50; none is left: a resume fails as `storage` until one of them is put back" in said
 
 
-def test_the_checkpoints_of_a_command_are_looked_for_where_it_writes_them(
-    orch: Type, seeds: Seeds, run: str, tmp_path: Path
-) -> None:
+def test_checkpoints_of_a_command(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
     (seeds.root / run / "config.json").write_text(dump_line({"command": ["python", "train.py"]}))
     shutil.rmtree(folder(seeds, run))
     folder(seeds, run).mkdir()
@@ -326,7 +299,7 @@ def test_the_checkpoints_of_a_command_are_looked_for_where_it_writes_them(
     assert warning["message"] == f"the folder of the command does not have these checkpoints of {run} any more: 6"
 
 
-def test_status_of_a_run_tells_that_its_newest_checkpoint_is_gone(orch: Type, seeds: Seeds, run: str) -> None:
+def test_status_warns_of_missing_checkpoint(orch: Type, seeds: Seeds, run: str) -> None:
     def warned() -> list[str]:
         return [one["code"] for one in orch("status", run, "--json").answer["warnings"] if "check" in one["code"]]
 
@@ -343,7 +316,7 @@ def test_status_of_a_run_tells_that_its_newest_checkpoint_is_gone(orch: Type, se
     assert warned() == []  # what cannot be seen is not gone
 
 
-def test_of_a_folder_that_cannot_be_seen_no_checkpoint_is_said_to_be_gone(orch: Type, seeds: Seeds, run: str) -> None:
+def test_missing_run_folder_is_warned_of_once(orch: Type, seeds: Seeds, run: str) -> None:
     seeds.checkpoint(run, 50)
     shutil.rmtree(seeds.root / run)
     said = orch("ckpt", "ls", run, "--json").answer
@@ -352,7 +325,7 @@ def test_of_a_folder_that_cannot_be_seen_no_checkpoint_is_said_to_be_gone(orch: 
 
 
 @pytest.mark.parametrize("verb", ["ls", "du", "verify"])
-def test_what_the_file_system_says_is_told_in_words(orch: Type, seeds: Seeds, run: str, verb: str) -> None:
+def test_file_system_errors_as_text(orch: Type, seeds: Seeds, run: str, verb: str) -> None:
     shutil.rmtree(folder(seeds, run))
     folder(seeds, run).symlink_to(folder(seeds, run))
     said = orch("ckpt", verb, run)

@@ -60,7 +60,6 @@ def test_what_trains_and_is_no_number_is_invalid(orch: Type, seeds: Seeds, run: 
 
 
 def test_the_position_in_the_data_is_not_judged(orch: Type, seeds: Seeds, run: str) -> None:
-    """A run that began from one that skipped batches stands elsewhere than its step would say."""
     (seeds.root / run / "config.json").write_text(dump_line({"train": {"batch_size": 16}}))
     assert orch("ckpt", "verify", f"{run}@50", "--level", 4).code == 0
 
@@ -107,7 +106,7 @@ def test_diff_of_equal_checkpoints(orch: Type, run: str) -> None:
     assert "every tensor is equal" in same.out
 
 
-def test_diff_of_two_runs_tells_where_their_configurations_differ(orch: Type, seeds: Seeds, run: str) -> None:
+def test_diff_lists_config_differences(orch: Type, seeds: Seeds, run: str) -> None:
     other = seeds.run()
     place = save(seeds, other, 50, WEIGHT)
     (seeds.root / other / "config.json").write_text(dump_line({"train": {"batch_size": 16}}))

@@ -35,7 +35,6 @@ MODEL = [f"model.{key}={value}" for key, value in SIZES.items()]
 
 @pytest.fixture
 def run(seeds: Seeds) -> tuple[str, Path]:
-    """A run of a small Llama with one checkpoint; its name and the checkpoint's folder."""
     name = seeds.run()
     place = seeds.root / name
     model = Llama(ModelConfig(**SIZES), TrainConfig(seq_len=16))
@@ -99,7 +98,7 @@ def test_the_name_of_a_file_makes_no_folder(orch: Type, run: tuple[str, Path], t
     assert said.code == 2
     assert f"{tmp_path / name} looks like a file name, but an export is a folder" in said.err
     folder = (tmp_path / name).with_suffix("")
-    assert f"name the folder: {folder}   (it then has {folder}/checkpoint.pt)" in said.err
+    assert f"name a folder: {folder}\n" in said.err
     assert not (tmp_path / name).exists()
 
 
@@ -135,7 +134,7 @@ def test_a_checkpoint_is_pinned_while_it_is_read(
 
 
 @pytest.mark.parametrize("verb", ["export", "verify"])
-def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
+def test_checkpoint_deleted_while_it_is_read(
     orch: Type, run: tuple[str, Path], tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from checkpointing.storage.backends import LocalStorage
@@ -163,7 +162,7 @@ def test_one_that_its_run_deletes_meanwhile_is_not_called_damaged(
     monkeypatch.setattr(verification, "_report", report)
     monkeypatch.setattr(reader_pins, "pin", refuse)  # another user's run
     said = orch("ckpt", verb, run[0], *([tmp_path / "out"] if verb == "export" else []))
-    assert (said.code, f"{run[1].name} is not there any more: it is being deleted" in said.err) == (3, True), said.err
+    assert (said.code, f"{run[1].name} no longer exists: it is being deleted" in said.err) == (3, True), said.err
     assert f"`orch ckpt ls {run[0]}` lists what is left" in said.err
     assert not (tmp_path / "out").exists()
 
@@ -174,7 +173,7 @@ def settings(tmp_path: Path) -> list[str]:
     return [f"cluster.root={tmp_path / 'made'}", "cluster.kind=local", f"data.text=[{tmp_path / 'text'}]"]
 
 
-def test_import_tells_every_misfit_and_what_mends_it(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+def test_import_lists_every_mismatch(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
     orch("ckpt", "export", run[0], tmp_path / "hf")
     config = settings(tmp_path)
     bad = orch("ckpt", "import", tmp_path / "hf", "tiny-gpt", *config)
@@ -189,12 +188,13 @@ def test_import_tells_every_misfit_and_what_mends_it(orch: Type, run: tuple[str,
 
 
 def test_import_into_a_run_that_would_not_see_it(orch: Type, run: tuple[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
     config = [*settings(tmp_path), f"checkpoint.tiers=[{{path: {tmp_path / 'elsewhere'}}}]"]
-    bad = orch("ckpt", "import", run[1], "tiny-gpt", *config)
+    bad = orch("ckpt", "import", tmp_path / "model.safetensors", "tiny-gpt", *config)
     assert (bad.code, "checkpoint.tiers has no `run`" in bad.err) == (2, True), bad.err
 
 
-def test_what_has_no_weights_says_what_to_type(
+def test_import_without_weights(
     orch: Type, run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = orch("ckpt", "import", tmp_path, "tiny-gpt", *settings(tmp_path))
@@ -222,10 +222,9 @@ def test_import_of_nothing_and_of_garbage(orch: Type, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_the_run_s_folder_comes_with_the_checkpoint(
+def test_run_folder_is_created_with_its_checkpoint(
     orch: Type, run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
-    """Whoever sees the run sees its first checkpoint, sealed: nobody can launch it without."""
     seen: list[list[Any]] = []
 
     def no_job(_screen: Any, name: str, _kind: str, **_more: Any) -> tuple[RunView, tuple[str, ...]]:
@@ -258,7 +257,7 @@ def test_export_into_a_link_to_an_empty_folder(orch: Type, run: tuple[str, Path]
     assert (tmp_path / "scratch" / "model.safetensors").exists()
 
 
-def test_export_of_what_the_format_has_no_word_for(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
+def test_export_without_a_format_entry(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     built = build({"model/phase": torch.zeros(4, dtype=torch.complex128)})
     built.extra = {"step": 5, "consumed": 80, "loss": 2.5, "seed": 1, "fingerprint": None}
     folder = built.write(tmp_path / "odd", step=5)
@@ -275,10 +274,9 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "ensure_running", lambda _path, _kind: None)
 
 
-def test_a_run_begins_with_the_weights_of_another_alone(
+def test_submit_with_weights_only(
     orch: Type, run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another seed and batch size would not fit the optimizer and the place in the data, and do not matter here."""
     no_launch(monkeypatch)
     other = ["train.seed=9", "train.batch_size=4", "train.seq_len=16"]
     words = ["--from", f"{run[0]}@5", "--weights-only", *settings(tmp_path), *other]

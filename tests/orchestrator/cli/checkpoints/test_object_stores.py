@@ -18,14 +18,12 @@ WEIGHT = torch.arange(32, dtype=torch.float32).view(8, 4) + 1
 
 
 def send(folder: Path, storage: Storage) -> None:
-    """Copy a checkpoint to a store, its marker last."""
     for file in sorted(folder.iterdir(), key=lambda file: file.name == COMMIT):
         storage.publish(f"{folder.name}/{file.name}", file.read_bytes())
 
 
 @pytest.fixture
 def store(seeds: Seeds, s3_url: str, tmp_path: Path) -> Storage:
-    """The second tier of the run `tiny-1`: it has steps 50 and 100, the run's own folder step 100 alone."""
     run = seeds.run()
     assert run == "tiny-1"
     storage = open_storage(f"{s3_url}/{run}")
@@ -41,9 +39,7 @@ def store(seeds: Seeds, s3_url: str, tmp_path: Path) -> Storage:
     return storage
 
 
-def test_what_the_store_alone_has_is_listed_measured_exported_compared_and_pinned(
-    orch: Type, store: Storage, s3_url: str, tmp_path: Path
-) -> None:
+def test_checkpoint_in_store_only(orch: Type, store: Storage, s3_url: str, tmp_path: Path) -> None:
     rows = {row["step"]: row for row in orch("ckpt", "ls", "tiny-1", "--json").data}
     assert {step: row["tiers"] for step, row in rows.items()} == {100: ["run", s3_url], 50: [s3_url]}
     assert rows[50]["path"] == f"{s3_url}/tiny-1/{rows[50]['name']}"
@@ -83,7 +79,7 @@ def test_every_level_of_verify_reads_the_store_and_names_damage(
     assert orch("ckpt", "export", "tiny-1@50", tmp_path / "out").code == 7
 
 
-def test_gc_tidies_the_store_when_nobody_copies_to_it(orch: Type, seeds: Seeds, store: Storage, s3_url: str) -> None:
+def test_gc_cleans_object_store(orch: Type, seeds: Seeds, store: Storage, s3_url: str) -> None:
     name = "step-00000120.001-0123abcd"
     store.publish(f"{name}/__0_0.distcp", b"x" * 100)
     (row,) = orch("ckpt", "gc", "tiny-1", "--json").data

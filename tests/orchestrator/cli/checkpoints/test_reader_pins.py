@@ -40,7 +40,6 @@ def target(seeds: Seeds) -> Target:
 
 @pytest.fixture
 def reader(target: Target) -> Iterator[subprocess.Popen[str]]:
-    """Another process that reads the checkpoint."""
     assert isinstance(target.storage, LocalStorage)
     with subprocess.Popen(
         [sys.executable, "-c", READ, str(target.storage.root), target.name],
@@ -58,7 +57,7 @@ def test_a_pin_that_a_person_sets_meanwhile_stays(orch: Type, target: Target) ->
     assert {name: held.note for name, held in read_pins(target.storage).items()} == {target.name: "for the paper"}
 
 
-def test_a_pin_that_a_person_removes_meanwhile_is_not_written_again(orch: Type, target: Target) -> None:
+def test_removed_pin_is_not_rewritten(orch: Type, target: Target) -> None:
     assert orch("ckpt", "pin", f"{target.run}@50").code == 0
     with kept_while_read(target):
         assert orch("ckpt", "unpin", f"{target.run}@50").code == 0
@@ -87,9 +86,7 @@ def test_a_reader_that_was_killed_pins_nothing(orch: Type, target: Target, reade
     ("reader_host", "before_boot", "stays"),
     [("elsewhere", True, True), (host_name(), False, True), (host_name(), True, False)],
 )
-def test_a_reader_that_cannot_be_seen_counts_unless_its_host_was_started_again(
-    target: Target, reader_host: str, before_boot: bool, stays: bool
-) -> None:
+def test_invisible_reader_counts_until_reboot(target: Target, reader_host: str, before_boot: bool, stays: bool) -> None:
     process = Holder(host=reader_host, pid=1, started="1", space="0badcafe")
     at = boot_time() - 60 if before_boot else time.time()
     pin(target.storage, target.name, "being read", at, holder="0badcafe", process=str(process))

@@ -1,6 +1,6 @@
 """What restore tests say of checkpoints: layouts, what is under way, what is proven."""
 
-from orchestrator.cli.restore_tests import Proven, layouts_in_words, newest_proven, reason_beside_tests
+from orchestrator.cli.restore_tests import Proven, layouts_in_words, newest_proven
 from orchestrator.registry.records import RestoreTest
 from trainer.protocol.restore_test import Outcome
 
@@ -8,14 +8,13 @@ RESTORED, SUSPECT, CORRUPT = Outcome.RESTORED, Outcome.SUSPECT, Outcome.CORRUPT
 
 
 def made(step: int, verdict: str, layout: str = "same", at: float = 10.0) -> RestoreTest:
-    """One that ended at `at`; without a verdict it is under way."""
     return RestoreTest(
         test=f"t-{step}-{layout}-{at}", run="r", checkpoint=f"c{step}", layout=layout, step=step, begun_at=at - 5,
         ended_at=at if verdict else None, verdict=verdict,
     )  # fmt: skip
 
 
-def test_of_one_checkpoint_the_layouts_are_named_on_which_it_was_restored() -> None:
+def test_layouts_of_a_restored_checkpoint() -> None:
     good = [made(1, RESTORED, "2x4"), made(1, RESTORED, "1"), made(1, RESTORED, "same")]
     assert layouts_in_words(good) == "same, 1, 2x4"
     assert layouts_in_words([*good, made(1, "", "8")]) == "same, 1, 2x4; under way on 8"
@@ -27,7 +26,7 @@ def test_of_one_checkpoint_the_layouts_are_named_on_which_it_was_restored() -> N
     assert layouts_in_words([made(1, Outcome.NOT_FINISHED)]) == layouts_in_words([]) == ""
 
 
-def test_proven_is_the_newest_checkpoint_that_is_there_and_was_restored() -> None:
+def test_newest_proven_checkpoint() -> None:
     tests = [
         made(1, RESTORED, at=5.0),
         made(2, RESTORED, "1", at=6.0),
@@ -46,7 +45,7 @@ def test_proven_is_the_newest_checkpoint_that_is_there_and_was_restored() -> Non
     assert newest_proven([made(1, SUSPECT)], there) is None
 
 
-def test_what_was_found_corrupt_later_is_proven_no_more_until_it_is_restored_again() -> None:
+def test_corrupt_verdict_voids_earlier_restores() -> None:
     there = {"c1": 1.0}
     good, bad = made(1, RESTORED, at=5.0), made(1, CORRUPT, "1", at=6.0)
     assert newest_proven([good, bad], there) is None
@@ -55,14 +54,7 @@ def test_what_was_found_corrupt_later_is_proven_no_more_until_it_is_restored_aga
     assert again.layouts == ("same",)
 
 
-def test_a_layout_on_which_it_trains_otherwise_leaves_the_others_proven() -> None:
+def test_suspect_layout_leaves_others_proven() -> None:
     found = newest_proven([made(1, RESTORED, at=5.0), made(1, SUSPECT, "1", at=6.0)], {"c1": 1.0})
     assert found is not None
     assert found.layouts == ("same",)
-
-
-def test_beside_its_tests_a_checkpoint_repeats_no_reason_of_a_good_one() -> None:
-    said = "restore test r-test-1 on 1: digest differs: chunk 0"
-    assert reason_beside_tests("CORRUPT", said) == "digest differs: chunk 0"
-    assert reason_beside_tests("RESTORED", said) == ""
-    assert reason_beside_tests("RESTORED", "attempt 2 resumed from it") == "attempt 2 resumed from it"

@@ -3,7 +3,7 @@
 import errno
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +28,6 @@ NAME = f"step-00000050.001-{NONCE}"
 
 @pytest.fixture
 def run(seeds: Seeds) -> str:
-    """A run with a committed checkpoint of step 50 in its own folder."""
     name = seeds.run()
     folder(seeds, name).mkdir(parents=True)
     make(LocalStorage(folder(seeds, name)), 50, nonce=NONCE, now=time.time())
@@ -39,10 +38,6 @@ def folder(seeds: Seeds, run: str) -> Path:
     return seeds.root / run / "checkpoints"
 
 
-def tiered(seeds: Seeds, run: str, *tiers: Mapping[str, object]) -> None:
-    (seeds.root / run / "config.json").write_text(dump_line({"checkpoint": {"tiers": list(tiers)}}))
-
-
 def half_written(root: Path, name: str = NAME) -> Path:
     (root / name).mkdir(parents=True)
     (root / name / "__0_0.distcp").write_bytes(b"x" * 100)
@@ -50,7 +45,6 @@ def half_written(root: Path, name: str = NAME) -> Path:
 
 
 def over(seeds: Seeds, run: str, state: AttemptState = AttemptState.ENDED) -> None:
-    """The newest attempt is over."""
     number = seeds.store.attempts(run)[-1].number
     seeds.store.move_attempt(run, number, state, "over", epoch=seeds.epoch, now=time.time())
 
@@ -59,14 +53,7 @@ def next_attempt(seeds: Seeds, run: str) -> None:
     seeds.store.add_attempt(run, nonce="89ab4567", excluded=(), epoch=seeds.epoch, now=time.time())
 
 
-def drop_lease(seeds: Seeds) -> None:
-    lease = seeds.store.lease()
-    assert lease is not None
-    seeds.store.drop_lease(lease)
-
-
 def left(orch: Type, run: str, *words: str) -> dict[str, tuple[str, str]]:
-    """What `orch ckpt gc` did with what, and why, by tier."""
     rows = orch("ckpt", "gc", run, "--json", *words).data
     return {row["tier"]: (row["done"], row["reason"]) for row in rows}
 
@@ -76,7 +63,6 @@ def left(orch: Type, run: str, *words: str) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture
 def other(seeds: Seeds, run: str, tmp_path: Path) -> Path:
-    """The tier's folder of the name: step 50 of this run, and of another registry's run steps 50 and 80."""
     tier = tmp_path / "scratch"
     config = {"tiers": [{"path": str(tier)}, {"path": "run"}], "best": {"metric": "loss"}}
     (seeds.root / run / "config.json").write_text(dump_line({"checkpoint": config}))
@@ -88,7 +74,7 @@ def other(seeds: Seeds, run: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", ["{}", "{}@50", "{}@best", "{}@latest", "{}@all"])
-def test_no_word_means_a_checkpoint_of_another_run_with_the_name(orch: Type, run: str, other: Path, words: str) -> None:
+def test_targets_never_select_another_run(orch: Type, run: str, other: Path, words: str) -> None:
     done = orch("ckpt", "verify", words.format(run), "--json")
     assert (done.code, {Path(row["path"]).name for row in done.data}) == (0, {NAME}), done.err
 
@@ -103,9 +89,7 @@ def test_no_word_means_a_checkpoint_of_another_run_with_the_name(orch: Type, run
         ("submit", "--from", "{}@80", "--no-controller"),
     ],
 )
-def test_a_step_that_only_another_run_with_the_name_has_is_not_found(
-    orch: Type, run: str, other: Path, words: tuple[str, ...]
-) -> None:
+def test_step_of_another_run_is_not_found(orch: Type, run: str, other: Path, words: tuple[str, ...]) -> None:
     done = orch(*(word.format(run) for word in words), "--json")
     assert done.code == NotFound.exit_code
     assert f"{run} has no checkpoint of step 80" in done.err + done.out
@@ -119,27 +103,24 @@ def test_ls_and_du_leave_out_another_run_with_the_name(orch: Type, seeds: Seeds,
     assert {row["count"] for row in orch("ckpt", "du", run, "--json").data} == {1}
 
 
-def test_gc_keeps_what_another_run_with_the_name_has_refused(orch: Type, seeds: Seeds, run: str, other: Path) -> None:
-    """A command of an older orch may have recorded its verdict here."""
+def test_gc_keeps_refused_checkpoints_of_another_run(orch: Type, seeds: Seeds, run: str, other: Path) -> None:
     found = CopyVerdict(
         name="step-00000080.001-feedface", place=str(other), ok=False, level=2, at=time.time(), reason="torn",
         manifest=read_manifest_digest(LocalStorage(other), "step-00000080.001-feedface"),
     )  # fmt: skip
     record(LocalStorage(folder(seeds, run)), found)
     over(seeds, run)
-    drop_lease(seeds)
+    seeds.drop_lease()
     orch("ckpt", "gc", run, "--refused")
     assert (other / "step-00000080.001-feedface" / "COMMIT").exists()
 
 
-def test_the_checkpoint_that_the_run_began_with_is_found_in_every_tier(
-    orch: Type, seeds: Seeds, tmp_path: Path
-) -> None:
+def test_initial_checkpoint_is_found_in_every_tier(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
     begun = "step-00000030.002-89ab4567"
     new = replace(seeds.new("fork"), identity={"imported": {"checkpoint": f"/runs/tiny-1/checkpoints/{begun}"}})
     fork = seeds.store.create_run(new, now=time.time(), nonce=NONCE)[0].name
     folder(seeds, fork).mkdir(parents=True)
-    tiered(seeds, fork, {"path": str(tmp_path / "scratch")}, {"path": "run"})
+    seeds.tiers(fork, {"path": str(tmp_path / "scratch")}, {"path": "run"})
     for place in (folder(seeds, fork), tmp_path / "scratch" / fork):
         place.mkdir(parents=True, exist_ok=True)
         make(LocalStorage(place), 30, attempt=2, nonce="89ab4567", now=time.time())
@@ -150,9 +131,8 @@ def test_the_checkpoint_that_the_run_began_with_is_found_in_every_tier(
 # -- what is being copied
 
 
-def test_gc_leaves_what_a_later_attempt_may_be_copying(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
-    """It copies what earlier attempts have committed, under their names: half-written there, and somebody's."""
-    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+def test_gc_leaves_copies_of_a_live_attempt(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
+    seeds.tiers(run, {"path": "run"}, {"path": str(tmp_path / "slow")})
     copied = half_written(tmp_path / "slow" / run)
     debris = half_written(folder(seeds, run), f"step-00000070.001-{NONCE}")
     over(seeds, run)
@@ -167,10 +147,8 @@ def test_gc_leaves_what_a_later_attempt_may_be_copying(orch: Type, seeds: Seeds,
     assert not copied.exists()
 
 
-def test_gc_leaves_what_an_attempt_of_another_registry_may_be_copying(
-    orch: Type, seeds: Seeds, run: str, tmp_path: Path
-) -> None:
-    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+def test_gc_leaves_copies_of_another_registry(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
+    seeds.tiers(run, {"path": "run"}, {"path": str(tmp_path / "slow")})
     copied = half_written(tmp_path / "slow" / run)
     over(seeds, run)
     record_newer_attempt(seeds.store, run, tmp_path / "other.db")
@@ -179,10 +157,8 @@ def test_gc_leaves_what_an_attempt_of_another_registry_may_be_copying(
     assert reason.startswith(f"another registry has continued {run}: {tmp_path / 'other.db'} has attempt 2")
 
 
-def test_the_run_s_folder_is_copied_to_when_it_is_not_the_first_tier(
-    orch: Type, seeds: Seeds, run: str, tmp_path: Path
-) -> None:
-    tiered(seeds, run, {"path": str(tmp_path / "fast")}, {"path": "run"})
+def test_run_folder_as_copy_target(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
+    seeds.tiers(run, {"path": str(tmp_path / "fast")}, {"path": "run"})
     half_written(folder(seeds, run), f"step-00000070.001-{NONCE}")
     half_written(tmp_path / "fast" / run, f"step-00000070.001-{NONCE}")
     over(seeds, run)
@@ -195,7 +171,7 @@ def test_the_run_s_folder_is_copied_to_when_it_is_not_the_first_tier(
 def test_gc_stops_when_an_attempt_begins_meanwhile(
     orch: Type, seeds: Seeds, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+    seeds.tiers(run, {"path": "run"}, {"path": str(tmp_path / "slow")})
     copied = half_written(tmp_path / "slow" / run)
     over(seeds, run)
     delete = garbage.delete
@@ -218,7 +194,7 @@ def test_what_a_lost_attempt_left_is_nobody_s(orch: Type, seeds: Seeds, run: str
 
 
 @pytest.mark.parametrize("end", ["the run is over", "a later attempt was allowed"])
-def test_refused_checkpoints_of_a_lost_attempt_go_in_the_end(orch: Type, seeds: Seeds, run: str, end: str) -> None:
+def test_refused_checkpoints_of_a_lost_attempt(orch: Type, seeds: Seeds, run: str, end: str) -> None:
     seeds.checkpoint(run, 50, Trust.COMMITTED)
     seeds.store.trust(run, NAME, Trust.CORRUPT, "digest differs", epoch=seeds.epoch, now=time.time())
     over(seeds, run, AttemptState.LOST)
@@ -236,7 +212,6 @@ def test_refused_checkpoints_of_a_lost_attempt_go_in_the_end(orch: Type, seeds: 
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An object store that nobody answers for, as on a login node without network or credentials."""
     monkeypatch.setattr(FsspecStorage, "list", _refuse)
     monkeypatch.setattr(FsspecStorage, "open", _refuse)
     return "memory://far"
@@ -246,27 +221,23 @@ def _refuse(_storage: FsspecStorage, _path: str) -> NoReturn:
     raise OSError(errno.EIO, "NoCredentialsError: unable to locate credentials")
 
 
-def test_a_copy_at_hand_is_enough_when_another_tier_gives_no_answer(
-    orch: Type, seeds: Seeds, run: str, away: str
-) -> None:
-    tiered(seeds, run, {"path": "run"}, {"path": away})
+def test_reachable_copy_is_used(orch: Type, seeds: Seeds, run: str, away: str) -> None:
+    seeds.tiers(run, {"path": "run"}, {"path": away})
     good = orch("ckpt", "verify", f"{run}@50", "--json")
     assert (good.code, [row["tier"] for row in good.data]) == (0, ["run"])
     assert f"tier {away} cannot be read" in good.answer["warnings"][0]["message"]
     assert orch("ckpt", "pin", f"{run}@50").code == 0
 
 
-def test_no_answer_is_told_when_nothing_is_found_elsewhere(orch: Type, seeds: Seeds, run: str, away: str) -> None:
-    tiered(seeds, run, {"path": "run"}, {"path": away})
+def test_unreachable_tier_is_an_error_without_other_copies(orch: Type, seeds: Seeds, run: str, away: str) -> None:
+    seeds.tiers(run, {"path": "run"}, {"path": away})
     shutil.rmtree(folder(seeds, run) / NAME)
     none = orch("ckpt", "verify", run)
     assert (none.code, "unable to locate credentials" in none.err) == (4, True)
 
 
-def test_a_tier_whose_library_is_missing_is_like_one_that_gives_no_answer(
-    orch: Type, seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiered(seeds, run, {"path": "s3://far"}, {"path": "run"})
+def test_tier_with_missing_library(orch: Type, seeds: Seeds, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds.tiers(run, {"path": "s3://far"}, {"path": "run"})
     make_storage = open_storage
 
     def without_s3(place: str) -> Storage:
@@ -283,16 +254,16 @@ def test_a_tier_whose_library_is_missing_is_like_one_that_gives_no_answer(
 
 
 def test_du_warns_once_of_what_it_cannot_read(orch: Type, seeds: Seeds, run: str, away: str) -> None:
-    tiered(seeds, run, {"path": "run"}, {"path": away})
+    seeds.tiers(run, {"path": "run"}, {"path": away})
     assert orch("ckpt", "du", run).err.count("cannot be read") == 1
 
 
-def test_a_checkpoint_in_a_place_without_an_answer_is_not_called_invalid(orch: Type, away: str) -> None:
+def test_unreachable_checkpoint_is_not_invalid(orch: Type, away: str) -> None:
     gone = orch("ckpt", "verify", f"{away}/{NAME}")
     assert (gone.code, "unable to locate credentials" in gone.err, "INVALID" in gone.out) == (4, True, False)
 
 
-def test_a_checkpoint_that_a_store_does_not_have_is_invalid(orch: Type) -> None:
+def test_missing_checkpoint_in_store_is_invalid(orch: Type) -> None:
     assert orch("ckpt", "verify", f"memory://nothing/{NAME}").code == 7
 
 
@@ -313,8 +284,7 @@ def test_secrets_in_urls_are_not_kept() -> None:
 
 @pytest.fixture
 def nodes(seeds: Seeds, run: str, tmp_path: Path) -> tuple[Path, Path]:
-    """The parts that two nodes have of the checkpoint of step 60."""
-    tiered(seeds, run, {"path": str(tmp_path / "nvme"), "shared": False}, {"path": "run"})
+    seeds.tiers(run, {"path": str(tmp_path / "nvme"), "shared": False}, {"path": "run"})
     parts = tmp_path / "nvme" / run / "n1", tmp_path / "nvme" / run / "n2"
     for number, part in enumerate(parts):
         part.mkdir(parents=True)
@@ -334,36 +304,33 @@ def test_a_node_s_own_part_is_verified_as_such(orch: Type, run: str, nodes: tupl
     assert orch("ckpt", "verify", run, "--copies", "--level", level).code == (7 if level else 0)
 
 
-def test_a_complete_copy_comes_before_the_part_of_a_node(
+def test_complete_copy_is_preferred(
     orch: Type, seeds: Seeds, run: str, nodes: tuple[Path, Path], tmp_path: Path
 ) -> None:
     fast, slow = {"path": str(tmp_path / "nvme"), "shared": False}, {"path": str(tmp_path / "slow")}
-    tiered(seeds, run, fast, {"path": "run"}, slow)
+    seeds.tiers(run, fast, {"path": "run"}, slow)
     (tmp_path / "slow" / run).mkdir(parents=True)
     make(LocalStorage(tmp_path / "slow" / run), 60, nonce=NONCE)
     (row,) = orch("ckpt", "verify", run, "--json").data
     assert row["tier"] == str(tmp_path / "slow")
 
 
-def test_gc_leaves_the_sound_parts_of_a_refused_checkpoint(
-    orch: Type, seeds: Seeds, run: str, nodes: tuple[Path, Path]
-) -> None:
+def test_gc_keeps_sound_parts(orch: Type, seeds: Seeds, run: str, nodes: tuple[Path, Path]) -> None:
     seeds.checkpoint(run, 60, Trust.COMMITTED)
     seeds.store.trust(run, nodes[0].name, Trust.CORRUPT, "digest differs", epoch=seeds.epoch, now=time.time())
     (nodes[1] / "__1_0.distcp").write_bytes(b"y" * 499 + b"!")
     over(seeds, run)
-    drop_lease(seeds)
+    seeds.drop_lease()
     done = orch("ckpt", "gc", run, "--refused", "--json")
     assert [row["done"] for row in done.data] == ["left", "deleted"]
     assert "one node's part of a checkpoint" in done.data[0]["reason"]
     assert (nodes[0].exists(), nodes[1].exists()) == (True, False)
 
 
-def test_a_pin_stays_while_another_tier_has_the_checkpoint(
+def test_pin_stays_if_another_tier_has_the_checkpoint(
     orch: Type, seeds: Seeds, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention takes the nearest copy while the pin is written."""
-    tiered(seeds, run, {"path": "run"}, {"path": str(tmp_path / "slow")})
+    seeds.tiers(run, {"path": "run"}, {"path": str(tmp_path / "slow")})
     (tmp_path / "slow" / run).mkdir(parents=True)
     make(LocalStorage(tmp_path / "slow" / run), 50, nonce=NONCE)
     write = garbage.pin

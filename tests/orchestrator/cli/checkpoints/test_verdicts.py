@@ -19,7 +19,6 @@ NONCE = "0123abcd"
 
 @pytest.fixture
 def root(seeds: Seeds) -> Path:
-    """The checkpoints of the run `tiny-1`: step 50 is damaged, 100 is whole."""
     place = seeds.root / seeds.run() / "checkpoints"
     place.mkdir(parents=True)
     for step in (50, 100):
@@ -54,8 +53,7 @@ def test_restore_tests_are_listed_by_checkpoint(orch: Type, seeds: Seeds, root: 
     assert (cells["TESTED"], cells["VERIFIED"]) == ("same; under way on 1", "restored")
     assert cells["PIN"] == f"restore test {under_way.test}"
     assert dict(zip(head, older, strict=True))["TESTED"] == "CORRUPT on 2x4"
-    for_people = on_a_terminal(seeds.store, "ckpt", "ls", run.name)
-    assert ("restore test " in for_people, under_way.test in for_people) == (True, False)
+    assert under_way.test in on_a_terminal(seeds.store, "ckpt", "ls", run.name)
     first, second = orch("ckpt", "ls", run.name, "--json").data
     assert [(test["test"], test["layout"], test["verdict"]) for test in first["restore_tests"]] == [
         (good.test, "same", "RESTORED"), (under_way.test, "1", None),
@@ -75,9 +73,7 @@ def test_a_checkpoint_by_its_folder_is_the_run_s(orch: Type, root: Path) -> None
     assert list(known_bad(LocalStorage(root), str(root), LocalStorage(root))) == [f"step-00000050.001-{NONCE}"]
 
 
-def test_a_run_s_folder_that_cannot_be_written_to_is_no_reason_to_fail(
-    orch: Type, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_run_folder(orch: Type, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(_storage: LocalStorage, path: str, _data: bytes) -> None:
         raise PermissionError(13, "Permission denied", path)
 
@@ -86,16 +82,14 @@ def test_a_run_s_folder_that_cannot_be_written_to_is_no_reason_to_fail(
     assert (done.code, "could not record the verification result" in done.err) == (0, True)
 
 
-def test_gc_takes_a_copy_that_was_found_bad_when_asked(orch: Type, seeds: Seeds, root: Path) -> None:
+def test_gc_deletes_refused_copy(orch: Type, seeds: Seeds, root: Path) -> None:
     orch("ckpt", "verify", "tiny-1@all")
     now = time.time()
     seeds.store.move_attempt("tiny-1", 1, AttemptState.ENDED, "over", epoch=seeds.epoch, now=now)
     seeds.store.move_run("tiny-1", RunState.FAILED, "a bug", epoch=seeds.epoch, now=now)
     (row,) = orch("ckpt", "gc", "tiny-1", "--json").data
     assert (row["done"], "digest differs" in row["reason"]) == ("left", True)
-    lease = seeds.store.lease()
-    assert lease is not None
-    seeds.store.drop_lease(lease)
+    seeds.drop_lease()
     (row,) = orch("ckpt", "gc", "tiny-1", "--refused", "--json").data
     assert (row["done"], row["name"]) == ("deleted", f"step-00000050.001-{NONCE}")
     assert sorted(path.name for path in root.glob("step-*")) == [f"step-00000100.001-{NONCE}"]

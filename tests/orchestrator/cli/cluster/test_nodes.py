@@ -22,8 +22,6 @@ CLUSTER = "lab@login1:6817/0badcafe"
 
 @pytest.fixture(autouse=True)
 def controller(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers as soon as it is woken."""
-
     def wake(*_: Any, **__: Any) -> None:
         actor = Actor(seeds.store, {}, Clock(), ObservedSince(time.monotonic))
         lease = seeds.store.lease()
@@ -31,11 +29,10 @@ def controller(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
         actor.start_pass(lease)
         answer_idle(actor)
 
-    monkeypatch.setattr(nodes, "wake_controller", wake)
+    monkeypatch.setattr("orchestrator.cli.runs.cancel_resume.wake_controller", wake)
 
 
 def used(seeds: Seeds, *names: str) -> None:
-    """Nodes of a Slurm that a run has used."""
     new = NewRun(
         slug="big", cluster="slurm", root=seeds.root, config_digest=seeds.digest, total_steps=200, identity={},
         scheduler=CLUSTER,
@@ -45,12 +42,10 @@ def used(seeds: Seeds, *names: str) -> None:
         seeds.store.saw_node(name, CLUSTER, epoch=seeds.epoch, now=time.time())
 
 
-def test_a_node_is_excluded_for_a_while_and_the_list_says_by_whom_and_why(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_excluded_node_has_author_and_reason(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     used(seeds, "n1", "n2")
     monkeypatch.setattr(nodes, "own_name", lambda: "ada")
-    monkeypatch.setattr(nodes.socket, "gethostname", lambda: "login1")
+    monkeypatch.setattr(nodes.socket, "gethostname", lambda: "login2")
     began = time.time()
     said = orch("nodes", "exclude", "n2", "--for", "2h", "--why", "its  InfiniBand\tdrops", "--json")
     (row,) = said.data
@@ -58,13 +53,13 @@ def test_a_node_is_excluded_for_a_while_and_the_list_says_by_whom_and_why(
     assert row["answer"].startswith("n2 is excluded until ")
     first, second = orch("nodes", "ls", "--json").data
     assert (first["node"], first["excluded_by"], first["excluded_until"]) == ("n1", None, None)
-    assert (second["excluded_by"], second["reason"]) == ("person", "excluded by ada@login1: its InfiniBand drops")
+    assert (second["excluded_by"], second["reason"]) == ("person", "excluded by ada@login2: its InfiniBand drops")
     (node,) = [node for node in seeds.store.nodes() if node.name == "n2"]
     assert node.excluded_until == pytest.approx(began + 7200, abs=60)
     assert list(second)[-1] == "excluded_by", "keys are only added at the end"
 
 
-def test_without_a_time_it_holds_until_it_is_released(orch: Type, seeds: Seeds) -> None:
+def test_exclusion_without_time(orch: Type, seeds: Seeds) -> None:
     used(seeds, "n2", "n3")
     assert orch("nodes", "exclude", "n[2-3]").out.splitlines() == [
         "n2 is excluded until it is released", "n3 is excluded until it is released",
@@ -76,7 +71,7 @@ def test_without_a_time_it_holds_until_it_is_released(orch: Type, seeds: Seeds) 
     assert kept == {"n2": None, "n3": "person"}
 
 
-def test_a_node_that_no_attempt_had_was_never_seen(orch: Type, seeds: Seeds) -> None:
+def test_unused_node_was_never_seen(orch: Type, seeds: Seeds) -> None:
     now = time.time()
     seeds.store.exclude_node("n9", CLUSTER, now + 3600, "excluded by ada", epoch=seeds.epoch, now=now)
     (row,) = orch("nodes", "ls", "--json").data
@@ -86,7 +81,7 @@ def test_a_node_that_no_attempt_had_was_never_seen(orch: Type, seeds: Seeds) -> 
     assert row["last_seen"] is not None
 
 
-def test_what_orch_excluded_is_told_apart_and_stays_the_reason(orch: Type, seeds: Seeds) -> None:
+def test_exclusion_by_orch_keeps_its_reason(orch: Type, seeds: Seeds) -> None:
     used(seeds, "n2")
     now, epoch = time.time(), seeds.epoch
     seeds.store.exclude_node("n2", CLUSTER, now + 3600, "node_lost in tiny-1/1", epoch=epoch, now=now)
@@ -102,8 +97,8 @@ def test_what_orch_excluded_is_told_apart_and_stays_the_reason(orch: Type, seeds
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (("n2", "--for", "soon"), 2, "--for soon: not a time"),
-        (("n2", "--for", "0h"), 2, "--for 0h: not a time"),
+        (("n2", "--for", "soon"), 2, "'soon' is not a time"),
+        (("n2", "--for", "0h"), 2, "0.0 is not in the range x>0"),
         (("n[2",), 2, "n[2': not a host list"),
         (("n[1-100001]",), 2, "NODE='n[1-100001]': more than 100000 nodes"),
         (("n[1-60000]", "m[1-60000]"), 2, "NODE='m[1-60000]': more than 100000 nodes"),
@@ -127,9 +122,7 @@ def test_simulated_nodes_are_this_machine(orch: Type, seeds: Seeds) -> None:
     assert "local-0 is a simulated node" in said.err
 
 
-def test_a_node_that_no_run_has_used_is_known_by_slurm(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_node_is_found_in_slurm(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     used(seeds)
 
     def sinfo(command: list[str], *_: Any) -> CompletedProcess[str]:
@@ -146,18 +139,14 @@ def test_a_node_that_no_run_has_used_is_known_by_slurm(
     assert orch("nodes", "exclude", "n9").code == 0, "the registry knows where it is"
 
 
-def test_a_cluster_without_a_run_cannot_be_told_of_a_node(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exclusion_needs_a_run_of_the_cluster(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_find_cluster", lambda name: CLUSTER)
     said = orch("nodes", "exclude", "n9")
     assert said.code == 4
     assert "cluster.exclude=n9 in a configuration" in said.err
 
 
-def test_a_person_without_an_account_is_named_by_number(
-    orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_without_account_is_named_by_uid(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     used(seeds, "n2")
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)

@@ -16,22 +16,17 @@ from tests.orchestrator.cli.conftest import Seeds, Type
 
 
 def leave(seeds: Seeds) -> None:
-    """No controller runs from now on."""
-    lease = seeds.store.lease()
-    assert lease is not None
-    seeds.store.drop_lease(lease)
+    seeds.drop_lease()
 
 
 @pytest.fixture
 def alone(seeds: Seeds) -> Seeds:
-    """No controller runs."""
     leave(seeds)
     return seeds
 
 
 @pytest.fixture
 def started() -> Iterator[list[int]]:
-    """Pids of controllers that are to be ended after the test."""
     pids: list[int] = []
     yield pids
     for pid in pids:
@@ -39,7 +34,7 @@ def started() -> Iterator[list[int]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_one_is_started_once_and_again_after_a_kill(orch: Type, alone: Seeds, started: list[int]) -> None:
+def test_controller_is_started_once(orch: Type, alone: Seeds, started: list[int]) -> None:
     (first,) = orch("controller", "start", "--cluster", "local", "--json").data
     started.append(first["pid"])
     assert (first["started"], first["alive"], first["stalled"]) == (True, True, False)
@@ -64,9 +59,7 @@ def test_one_is_started_once_and_again_after_a_kill(orch: Type, alone: Seeds, st
     assert stopped.out == "stopped; `orch controller start` starts one, and so does the next `orch submit`\n"
 
 
-def test_one_that_does_not_come_up_is_an_error_with_its_log(
-    orch: Type, alone: Seeds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_controller_that_does_not_come_up(orch: Type, alone: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "ensure_running", lambda path, kind: True)
     monkeypatch.setattr(controller, "ALIVE_WITHIN", 0.0)
     refused = orch("controller", "start", "--cluster", "local")
@@ -121,7 +114,7 @@ def test_resuming_a_live_run_starts_a_controller_where_none_runs(
 
 
 @pytest.mark.parametrize("verb", ["status", "show", "top"])
-def test_who_only_looks_says_that_none_runs_and_starts_none(
+def test_reading_verbs_start_no_controller(
     orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setattr(service, "ensure_running", lambda path, kind: pytest.fail("started one"))
@@ -129,7 +122,7 @@ def test_who_only_looks_says_that_none_runs_and_starts_none(
     leave(seeds)
     said = orch(verb, run)
     assert said.code == 0
-    assert "warning: no controller runs: jobs go on, but nothing is restarted" in said.err
+    assert "warning: no controller runs: jobs continue, but nothing is restarted" in said.err
     assert "`orch controller start` starts one" in said.err
     (warning,) = orch(verb, run, "--json").answer["warnings"]
     assert warning["code"] == "no_controller"

@@ -24,14 +24,13 @@ from tests.orchestrator.cli.conftest import Patch, Seeds, Type
 
 FREE_TEXT = {
     "submit name", "ckpt import name", "ckpt pin note", "ckpt restore-test layouts", "ckpt restore-test tier",
-    "logs rank", "events start", "nodes exclude why", "nodes exclude period",
+    "logs rank", "events start", "nodes exclude why",
 }  # fmt: skip
 """What nobody can know before it is typed."""
 
 
 @pytest.fixture
 def runs(orch: Type, seeds: Seeds) -> list[str]:
-    """A live run, a held one, and one that is over with two checkpoints and a tag."""
     names = [seeds.run(state=state) for state in (RunState.RUNNING, RunState.HELD, RunState.SUCCEEDED)]
     for step in (50, 100):
         seeds.checkpoint(names[2], step)
@@ -41,7 +40,6 @@ def runs(orch: Type, seeds: Seeds) -> list[str]:
 
 
 def offered(line: str) -> list[str]:
-    """The values that a shell would be offered; an open one ends in an ellipsis."""
     found = [candidate.split("\t") for candidate in answer(main.orch, line)]
     return [f"<{kind}>" if kind == "file" else value + ("…" if kind == "open" else "") for kind, value, _ in found]
 
@@ -74,8 +72,8 @@ OFFERED = {
     "orch submit tiny-gpt nothing.here=": [],
     "orch submit -t ": ["sweep"],
     "orch tag tiny-1 +sw": ["+sweep"],
-    "orch status --state he": [],
-    "orch status --state HE": ["HELD"],
+    "orch status --state he": ["held"],
+    "orch status --state HE": ["held"],
     "orch nodes release g": ["gpu7"],
     "orch drill ": ["tiny-1"],
     "orch drill tiny-1 kill-r": ["kill-rank"],
@@ -104,7 +102,7 @@ def test_the_best_checkpoint_is_offered_where_the_run_chooses_one(orch: Type, se
     assert offered("orch ckpt unpin best-1@") == ["best-1@50"]
 
 
-def test_without_a_registry_nothing_is_offered_and_nothing_fails(home: Path) -> None:
+def test_completion_without_registry(home: Path) -> None:
     assert (offered("orch show "), offered("orch ckpt ls x"), offered("orch submit -t ")) == ([], [], [])
     home.mkdir(exist_ok=True)
     (home / "registry.db").write_text("this is no registry")
@@ -120,7 +118,7 @@ def test_tab_without_state(home: Path, monkeypatch: Patch, capsys: pytest.Captur
     assert capsys.readouterr() == ("", "")
 
 
-def test_every_text_that_somebody_types_is_completed_or_is_known_to_be_free(runs: list[str]) -> None:
+def test_every_argument_is_completed_or_free_text(runs: list[str]) -> None:
     from orchestrator.cli.completion.candidates import find_source
 
     silent = set()
@@ -162,7 +160,6 @@ def test_the_script_is_printed_whole(orch: Type, shell: str) -> None:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: Patch) -> None:
-    """`orch` on the PATH of a shell that has no settings of whoever runs the tests."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "orch").write_text(f'#!/bin/sh\nexec {sys.executable} -P -m orchestrator.cli.main "$@"\n')
@@ -173,8 +170,6 @@ def program(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 class Shell:
-    """A real shell at a terminal."""
-
     def __init__(self, command: list[str], setup: str) -> None:
         self._terminal, machine = pty.openpty()
         self._process = subprocess.Popen(command, stdin=machine, stdout=machine, stderr=machine, start_new_session=True)
@@ -183,7 +178,6 @@ class Shell:
         self._until(r"SETUP.*READY> ")
 
     def words_typed(self, keys: str) -> list[str]:
-        """The words on its line after these keys: it prints them instead of running the line."""
         self._type(f"{keys}\x01printf '[%s]' \r")
         return self._until(r"((?:\[[^][%]*\])+)\s*READY> ").strip("[]").split("][")
 
@@ -196,7 +190,6 @@ class Shell:
         os.write(self._terminal, keys.encode())
 
     def _until(self, pattern: str) -> str:
-        """The first group of what the shell says next, escape sequences left out."""
         said, deadline = "", time.monotonic() + 120
         while not (found := re.search(pattern, said, re.DOTALL)):
             ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))

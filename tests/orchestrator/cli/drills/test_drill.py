@@ -13,7 +13,7 @@ from checkpointing.storage.durable import dump_line, read_json
 from checkpointing.tiers.catalog import Catalog
 from checkpointing.verification.verify import verify
 from orchestrator.cli.drills import demo
-from orchestrator.cli.drills.drill_run import damage_newest
+from orchestrator.cli.drills.drill import damage_newest
 from orchestrator.cli.runs import events
 from orchestrator.cli.terminal.render import Screen
 from orchestrator.errors import Precondition
@@ -27,8 +27,6 @@ from trainer.protocol.run_dir import RunDir
 
 
 class Job:
-    """A job that carries out each drill and recovers."""
-
     def __init__(self, folder: RunDir, *, blames: int = 1) -> None:
         self._folder, self._blames, self._stop = folder, blames, threading.Event()
         self.asked: list[Request] = []
@@ -88,7 +86,7 @@ def test_a_node_is_named_by_its_place(orch: Type, seeds: Seeds) -> None:
 @pytest.mark.parametrize(("at", "spares", "why"), [
     ((), 0, "it has no spare node"), (("--rank", 0), 1, "the coordinator is on its first node"), ((), 1, ""),
 ])  # fmt: skip
-def test_a_node_that_no_spare_replaces_costs_a_new_job(
+def test_drill_without_spare_needs_confirmation(
     orch: Type, seeds: Seeds, at: tuple[object, ...], spares: int, why: str
 ) -> None:
     run = seeds.run()
@@ -103,8 +101,6 @@ def test_a_node_that_no_spare_replaces_costs_a_new_job(
 
 
 class Starting(Job):
-    """A job whose ranks train only once `trains` is set."""
-
     def __init__(self, folder: RunDir) -> None:
         super().__init__(folder)
         self.trains = threading.Event()
@@ -132,8 +128,6 @@ def test_a_drill_during_start_up_waits_with_a_note(orch: Type, seeds: Seeds, mon
 
 
 class Ending(Job):
-    """A job that is held before its ranks train."""
-
     def __init__(self, folder: RunDir, seeds: Seeds) -> None:
         super().__init__(folder)
         self._seeds = seeds

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.drills.drill_run import why_undetectable
+from orchestrator.cli.drills.drill import why_undetectable
 from orchestrator.cli.drills.scorecard import EXPECTED
 from trainer.protocol.config import JobConfig
 from trainer.protocol.plain_data import build
@@ -28,7 +28,7 @@ def test_only_a_model_in_stages_sends_between_them() -> None:
     assert all("parallel.pipeline.stages=1" in why for why in found.values())
 
 
-def test_a_users_own_command_takes_no_orders_and_is_not_watched() -> None:
+def test_undetectable_faults_of_a_command() -> None:
     found = refused({"command": ["python", "train.py"]})
     assert set(EXPECTED) - set(found) == {"kill-rank", "kill-agent", "kill-node", "full-disk"}
     assert "not watched for hangs: its ranks would wait until the time limit" in found["stop-rank"]

@@ -11,8 +11,6 @@ from trainer.protocol.events import Event, EventKind
 
 
 class Tape:
-    """Events of a run, one after another."""
-
     def __init__(self) -> None:
         self.events: list[Event] = []
 
@@ -42,7 +40,7 @@ def killed(rank: int = 1) -> Tape:
     return tape.add(100.5, EventKind.GENERATION_ENDED, **fell("rank_killed", rank=rank))
 
 
-def test_a_killed_rank_from_the_blow_to_the_next_step() -> None:
+def test_score_of_killed_rank() -> None:
     tape = killed().add(102.0, EventKind.GENERATION_FIRST_STEP, generation=2, step=21, seconds=1.4)
     card = tape.score("kill-rank")
     assert (card.detected_s, card.back_s, card.back_step, card.steps_lost) == (0.1, 2.0, 21, 5)
@@ -60,7 +58,7 @@ def test_it_is_not_over_before_it_trains_again() -> None:
     assert (ended.over, ended.passed) == (True, False)
 
 
-def test_steps_of_generations_before_the_one_that_was_hit_are_not_lost_again() -> None:
+def test_lost_steps_of_the_hit_generation_only() -> None:
     tape = Tape().add(100.0, EventKind.DRILL, generation=2, kind="kill-rank", rank=1, step=97)
     tape.add(100.1, EventKind.RANK_EXITED, generation=2, rank=1, node="n1", exit_code=None, signal=9, reason="killed")
     tape.add(100.5, EventKind.GENERATION_ENDED, generation=2, **fell("rank_killed"))
@@ -70,7 +68,7 @@ def test_steps_of_generations_before_the_one_that_was_hit_are_not_lost_again() -
     assert tape.score("kill-rank", steps=trained).steps_lost == 7
 
 
-def test_steps_whose_lines_are_lost_are_counted_by_the_end_of_their_generation() -> None:
+def test_lost_steps_without_metrics() -> None:
     tape = Tape().add(100.0, EventKind.DRILL, kind="full-disk", rank=0, step=20)
     tape.add(100.5, EventKind.GENERATION_ENDED, **{**fell("storage"), "step": 41})
     tape.add(102.0, EventKind.GENERATION_FIRST_STEP, attempt=2, step=21, seconds=1.4)
@@ -112,7 +110,7 @@ def test_the_wrong_kind_fails_the_drill() -> None:
     assert (card.detected_s, card.steps_lost, card.evidence) == (4.0, 0, "e")
 
 
-def test_an_incident_that_was_withdrawn_is_no_notice() -> None:
+def test_withdrawn_incident_is_no_detection() -> None:
     tape = Tape().add(100.0, EventKind.DRILL, kind="stop-rank", rank=1, step=25)
     tape.add(104.0, EventKind.INCIDENT, rank=1, kind="stopped", reason="?", withdrawn=True)
     card = tape.score("stop-rank", state=RunState.RUNNING)
@@ -150,7 +148,7 @@ def test_a_bad_loss_names_its_step() -> None:
     assert tape.score("nan").verdict == "step 24 was blamed"
 
 
-def test_a_node_whose_death_only_the_controller_can_tell_of() -> None:
+def test_score_of_node_loss_seen_by_controller() -> None:
     tape = Tape().add(100.0, EventKind.DRILL, kind="kill-node", rank=None, node="n1", step=25)
     tape.add(130.0, EventKind.ATTEMPT_STARTED, attempt=2, generation=0, nodes=["n2", "n3"])
     tape.add(135.0, EventKind.GENERATION_FIRST_STEP, attempt=2, step=21, seconds=4.0)
@@ -173,5 +171,5 @@ def test_a_fault_that_never_came() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_fault_that_a_rank_knows_can_be_scored(kind: str) -> None:
+def test_every_rank_fault_can_be_scored(kind: str) -> None:
     assert kind in {ALIASES.get(name, name) for name in EXPECTED}

@@ -18,7 +18,6 @@ from trainer.protocol.run_dir import RunDir
 
 
 def begun(seeds: Seeds, run: str, *, silent: float = 0.0, nodes: tuple[str, ...] = ("n1", "n2")) -> RunDir:
-    """Its first attempt beats, on two nodes with two ranks each; further ones are spare."""
     folder = RunDir(seeds.root / run)
     place = folder.attempt(1)
     place.make()
@@ -38,8 +37,6 @@ def over(folder: RunDir, reason: str) -> None:
 
 
 class Agent:
-    """Answers every request as agent 0 would."""
-
     def __init__(self, folder: RunDir, answer: str) -> None:
         self._folder, self._answer, self._stop = folder, answer, threading.Event()
         self.asked: list[Request] = []
@@ -82,7 +79,7 @@ def test_save_without_waiting_leaves_the_request(orch: Type, seeds: Seeds) -> No
     assert (request.kind, request.reason) == (RequestKind.SAVE, "orch save")
 
 
-def test_a_no_is_told_as_one(orch: Type, seeds: Seeds) -> None:
+def test_refused_save(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     with Agent(begun(seeds, run), "refused: the ranks run the user's own command, which orch cannot ask to save"):
         said = orch("save", run)
@@ -110,8 +107,6 @@ def test_waiting_ends_with_124_and_says_that_the_request_stands(orch: Type, seed
 
 
 class Clock:
-    """Seconds that pass when somebody sleeps."""
-
     def __init__(self, monkeypatch: Patch) -> None:
         self.now = 0.0
         self.then = lambda: None
@@ -144,7 +139,6 @@ def test_await_end_of_attempt(orch: Type, seeds: Seeds, monkeypatch: Patch) -> N
 
 
 def nobody(seeds: Seeds, what: str) -> tuple[str, str]:
-    """A run with nobody to answer, and the words that must be said about it."""
     if what == "held":
         return seeds.run(state=RunState.HELD, reason="the disk is full"), "is HELD: nothing runs"
     run = seeds.run(state=RunState.QUEUED)
@@ -158,7 +152,7 @@ def nobody(seeds: Seeds, what: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("what", ["held", "queued", "between", "silent"])
-def test_nothing_is_asked_where_nobody_listens(orch: Type, seeds: Seeds, what: str) -> None:
+def test_no_request_without_live_attempt(orch: Type, seeds: Seeds, what: str) -> None:
     run, words = nobody(seeds, what)
     said = orch("save", run)
     assert said.code == 4

@@ -23,8 +23,6 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -34,7 +32,6 @@ class Clock:
 
 @pytest.fixture
 def place(seeds: Seeds) -> RunDir:
-    """The folder of a running run with one attempt."""
     run = seeds.run()
     place = RunDir(seeds.root / run)
     shutil.rmtree(place.path)
@@ -91,7 +88,7 @@ def test_paths_and_json(orch: Type, place: RunDir) -> None:
     assert orch("logs", place.name, "-f", "--json").code == 2
 
 
-def test_the_controllers_words_about_one_run(orch: Type, place: RunDir, home: Path) -> None:
+def test_controller_log_of_one_run(orch: Type, place: RunDir, home: Path) -> None:
     (home / "controller.log").write_text(f"{place.name}: adopted job 41\nother-1: nothing\n")
     assert orch("logs", place.name, "--controller").out == f"{place.name}: adopted job 41\n"
 
@@ -106,7 +103,7 @@ def failed(
     append_outcome(attempt, outcome)
 
 
-def test_the_first_error_is_the_earliest_root_not_its_echo(orch: Type, place: RunDir) -> None:
+def test_first_error_is_the_earliest_root(orch: Type, place: RunDir) -> None:
     attempt = place.attempt(1)
     failed(attempt, 3, 99.0, secondary=True, exception="DistBackendError")
     failed(attempt, 2, 100.0)
@@ -118,7 +115,7 @@ def test_the_first_error_is_the_earliest_root_not_its_echo(orch: Type, place: Ru
     assert orch("logs", place.name, "--rank", "first-error", "--json").data["rank"] == 2
 
 
-def test_the_coordinators_judgement_counts_more_than_clocks(orch: Type, place: RunDir) -> None:
+def test_coordinator_decides_the_first_error(orch: Type, place: RunDir) -> None:
     attempt = place.attempt(1)
     failed(attempt, 0, 90.0)  # a node whose clock is behind
     failed(attempt, 2, 100.0)
@@ -176,7 +173,7 @@ def test_follow_all_ranks(orch: Type, seeds: Seeds, place: RunDir) -> None:
     assert shown.out.splitlines() == ["rank 0 | line 49", "rank 1 | line 49", "rank 1 | no end of line"]
 
 
-def test_a_log_without_a_newest_file_is_there_all_the_same(orch: Type, place: RunDir) -> None:
+def test_log_with_rotated_files_only(orch: Type, place: RunDir) -> None:
     place.attempt(1).agent_log(0).write_text("an agent\n")
     write_log(place.attempt(1), 0, "killed in the middle of a rotation")
     log = place.attempt(1).rank_log(0)
@@ -185,7 +182,7 @@ def test_a_log_without_a_newest_file_is_there_all_the_same(orch: Type, place: Ru
         assert orch("logs", place.name, *more).out == "killed in the middle of a rotation\n"
 
 
-def test_a_generation_begins_in_the_line_that_a_killed_rank_left_open(place: RunDir) -> None:
+def test_generation_mark_within_a_torn_line(place: RunDir) -> None:
     log = place.attempt(1).rank_log(0)
     log.write_text("--- generation 1 ---\none\nstep 5 los--- generation 2 ---\ntwo\n--- generation 3 ---\nthree\n")
     assert [_around(log, number) for number in (1, 2, 3)] == ["one\nstep 5 los", "two", "three"]
@@ -204,7 +201,6 @@ def test_following_ends_by_ctrl_c_without_harm(seeds: Seeds, place: RunDir) -> N
 
 
 def drilled(place: RunDir, tier: str = "/runs/tiny-1/checkpoints") -> None:
-    """Six steps; rank 1 is killed after step 4, and steps 3 and 4 are trained again from the checkpoint of 2."""
     attempt, clock = place.attempt(1), Clock()
     log = EventLog(attempt.event_file("coordinator"), "coordinator", 1, clock=clock)
     log.generation = 1
@@ -226,7 +222,7 @@ def drilled(place: RunDir, tier: str = "/runs/tiny-1/checkpoints") -> None:
         stream.write('{"torn')
 
 
-def test_the_story_of_a_killed_rank(place: RunDir) -> None:
+def test_demo_report(place: RunDir) -> None:
     drilled(place)
     story = read_demo_report(place.path)
     assert story.fault == "rank 1 was killed with SIGKILL after step 4"
@@ -237,7 +233,7 @@ def test_the_story_of_a_killed_rank(place: RunDir) -> None:
     assert (story.replayed, story.replayed_equal) == (2, 2)
 
 
-def test_a_run_that_was_not_hit_has_no_story(place: RunDir) -> None:
+def test_demo_report_without_fault(place: RunDir) -> None:
     story = read_demo_report(place.path)
     assert story.fault is None
     assert not story.has_recovered
@@ -286,7 +282,6 @@ def test_the_demo_judges_by_what_happened(
 
 
 def generation_failed(attempt: AttemptDir, *ends: tuple[int, int, str]) -> None:
-    """Generations that ended by a failure of a rank; each is (generation, rank, reason)."""
     log = EventLog(attempt.event_file("coordinator"), "coordinator", attempt.number)
     for generation, rank, reason in ends:
         log.generation = generation
@@ -295,8 +290,7 @@ def generation_failed(attempt: AttemptDir, *ends: tuple[int, int, str]) -> None:
     log.close()
 
 
-def test_the_first_error_of_a_failed_attempt_is_the_one_that_ended_it(orch: Type, place: RunDir) -> None:
-    """An earlier drill, or an error that the run survived, did not end it."""
+def test_first_error_of_a_failed_attempt(orch: Type, place: RunDir) -> None:
     attempt = place.attempt(1)
     ends = [(1, 1, "killed by SIGKILL (drill kill-rank)"), (2, 0, "ValueError: a bad batch"), (3, 0, "KeyError: 'x'")]
     generation_failed(attempt, *ends)
@@ -309,15 +303,3 @@ def test_the_first_error_of_a_failed_attempt_is_the_one_that_ended_it(orch: Type
     ).write(attempt.outcome)  # fmt: skip
     shown = orch("logs", place.name, "--rank", "first-error")
     assert shown.out.splitlines()[0] == "attempt 1, generation 3, rank 0 on n1: KeyError: 'x'"
-
-
-@pytest.mark.parametrize("part", ["attempts", "attempts/001", "attempts/001/logs"])
-def test_logs_whose_folder_is_gone_are_not_said_to_come(orch: Type, seeds: Seeds, place: RunDir, part: str) -> None:
-    seeds.killed_rank(place.name)  # the registry has a generation of this attempt
-    write_log(place.attempt(1), 0, "hello")
-    assert orch("logs", place.name).out == "hello\n"
-    shutil.rmtree(place.path / part)
-    said = orch("logs", place.name)
-    assert (said.code, f"the logs of attempt 1 of {place.name} are gone" in said.err) == (3, True), said.err
-    assert str(place.path / "attempts" / "001") in said.err
-    assert "(yet)" not in said.err

@@ -28,7 +28,6 @@ def rank(number: int, **more: Any) -> RankReading:
 
 
 def training(seeds: Seeds, ranks: list[RankReading], *, generation: int = 2, world: int | None = None) -> str:
-    """A run whose job has written all that a login node can read."""
     run = seeds.run()
     seeds.checkpoint(run, 100)
     place: AttemptDir = begun(seeds, run).attempt(1)
@@ -82,8 +81,7 @@ def test_stage_without_ranks(orch: Type, seeds: Seeds, state: str, phase: str, s
     assert said in orch("top", run).out
 
 
-def test_the_last_checkpoint_is_the_newest_that_files_tell_of(orch: Type, seeds: Seeds) -> None:
-    """The registry follows a moment later, or not at all while no controller runs."""
+def test_last_checkpoint_from_files(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     place = begun(seeds, run).attempt(1)
     assert "last checkpoint none" in orch("top", run).out
@@ -97,7 +95,7 @@ def test_the_last_checkpoint_is_the_newest_that_files_tell_of(orch: Type, seeds:
     assert "last checkpoint step 160 VERIFIED" in orch("top", run).out
 
 
-def test_a_checkpoint_that_was_found_bad_or_set_aside_is_not_the_last_one(orch: Type, seeds: Seeds) -> None:
+def test_last_checkpoint_skips_bad_and_set_aside_ones(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     log = EventLog(begun(seeds, run).attempt(1).event_file("coordinator"), "coordinator", 1)
     for step in (5, 6):
@@ -153,7 +151,7 @@ def test_speed_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
     assert third.endswith("0.5 s/step   loss changed by -0.2100 in 21 steps")
 
 
-def test_mfu_and_where_the_time_of_a_step_went_have_their_words(orch: Type, seeds: Seeds) -> None:
+def test_mfu_and_time_shares(orch: Type, seeds: Seeds) -> None:
     run = training(seeds, [rank(0)])
     place = seeds.root / run / "attempts/001/metrics/steps.jsonl"
     line = {
@@ -177,7 +175,7 @@ def test_a_large_job_shows_the_ranks_to_look_at(orch: Type, seeds: Seeds) -> Non
     ranks[40] = rank(40, state="T", age=9.0)
     ranks[7] = rank(7, ratio=1.2)
     shown = orch("top", training(seeds, ranks, world=512)).out
-    assert "the 10 of 512 ranks to look at" in shown
+    assert "10 of 512 ranks that need attention" in shown
     assert len([line for line in shown.splitlines() if " forward" in line and "n" in line.split()[1]]) == 10
     assert "stopped" in shown
     assert "1.20 x" in shown
@@ -197,19 +195,18 @@ def test_a_rank_that_has_ended_is_no_stopped_one() -> None:
     assert worst_ranks([rank(0, state="X", ended=True), rank(1, ratio=1.1)], 1)[0].rank == 1
 
 
-def test_a_run_that_has_not_begun_is_shown_as_far_as_it_is_known(orch: Type, seeds: Seeds) -> None:
+def test_run_without_job(orch: Type, seeds: Seeds) -> None:
     said = orch("top", seeds.run())
     assert (said.code, said.out.splitlines()[0]) == (0, "tiny-1  RUNNING")
 
 
-def test_on_a_terminal_it_draws_until_the_run_is_over(seeds: Seeds) -> None:
+def test_top_on_a_terminal(seeds: Seeds) -> None:
     run = training(seeds, [rank(0)])
     seeds.store.move_run(run, RunState.SUCCEEDED, "all ranks finished", epoch=seeds.epoch, now=time.time())
     assert "tiny-1  SUCCEEDED  all ranks finished" in on_a_terminal(seeds.store, "top", run)
 
 
 def drawn(seeds: Seeds, run: str, monkeypatch: Patch, *, height: int, width: int = 80) -> list[str]:
-    """What a live picture shows on a terminal of this size; at its end it would show all of it."""
     paper = io.StringIO()
     console = Console(file=paper, width=width, height=height, force_terminal=True, no_color=True, highlight=False)
     monkeypatch.setattr(Screen, "_console", lambda _self, _stream: console)
@@ -221,7 +218,6 @@ def drawn(seeds: Seeds, run: str, monkeypatch: Patch, *, height: int, width: int
 
 
 def plentiful(seeds: Seeds, ranks: int) -> str:
-    """A run of many ranks, whose last one is stopped, and of which more has happened than fits into a line each."""
     rows = [rank(number) for number in range(ranks)]
     rows[-1] = rank(ranks - 1, state="T", age=9.0)
     run = training(seeds, rows)
@@ -241,7 +237,7 @@ def test_live_display_fits(seeds: Seeds, monkeypatch: Patch, height: int, width:
     assert [line.split() for line in lines if "stopped" in line] == [
         ["31", "n16", "121", "forward", "9.0", "s", "stopped"]
     ]
-    assert "of 32 ranks to look at" in text
+    assert "of 32 ranks that need attention" in text
     assert len([line for line in lines if " forward" in line]) > 1
 
 
@@ -258,7 +254,6 @@ def test_one_rank_at_least_is_looked_at(seeds: Seeds) -> None:
 
 @pytest.mark.parametrize("state", [RunState.SUCCEEDED, RunState.HELD])
 def test_a_run_that_is_over_has_no_ranks(orch: Type, seeds: Seeds, state: RunState) -> None:
-    """Where they stood last is no news of anybody."""
     run = training(seeds, [rank(0), rank(1)])
     seeds.store.move_run(run, state, "over", epoch=seeds.epoch, now=time.time())
     said = orch("top", run)

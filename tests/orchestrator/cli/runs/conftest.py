@@ -8,7 +8,6 @@ import pytest
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The controller's front door, which only remembers who knocked."""
     import orchestrator.controller
 
     fake = SimpleNamespace(knocks=[])

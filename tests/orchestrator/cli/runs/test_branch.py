@@ -32,7 +32,6 @@ def place(seeds: Seeds, run: str) -> Path:
 
 @pytest.fixture
 def run(seeds: Seeds, tmp_path: Path) -> str:
-    """A run with a checkpoint of step 50, saved with the first config, and a second attempt with another one."""
     name = seeds.run()
     place(seeds, name).mkdir(parents=True)
     make(LocalStorage(place(seeds, name)), 50, nonce=NONCE, now=time.time())
@@ -51,12 +50,12 @@ def preview(orch: Type, *words: str) -> dict[str, Any]:
     return dict(shown.data["config"])
 
 
-def test_a_branch_has_the_config_that_the_checkpoint_was_saved_with(orch: Type, seeds: Seeds, run: str) -> None:
+def test_branch_uses_config_of_checkpoint(orch: Type, seeds: Seeds, run: str) -> None:
     config = preview(orch, "--from", f"{run}@50", "optimizer.warmup_steps=3")
     assert (config["name"], config["optimizer"]["lr"], config["optimizer"]["warmup_steps"]) == ("tiny-gpt", 0.003, 3)
 
 
-def test_a_checkpoint_of_a_smaller_attempt_leads_to_a_run_of_full_size(orch: Type, seeds: Seeds, run: str) -> None:
+def test_branch_from_smaller_attempt_has_full_size(orch: Type, seeds: Seeds, run: str) -> None:
     folder = seeds.root / run
     full = json.loads((folder / "config.json").read_text())
     small = {**full, "cluster": {**full["cluster"], "nodes": 1}, "parallel": {**full["parallel"], "dp_shard": 1}}
@@ -69,7 +68,7 @@ def test_a_checkpoint_of_a_smaller_attempt_leads_to_a_run_of_full_size(orch: Typ
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
-def test_a_config_that_is_lost_comes_from_the_registry(orch: Type, seeds: Seeds, run: str, content: str | None) -> None:
+def test_lost_config_is_read_from_registry(orch: Type, seeds: Seeds, run: str, content: str | None) -> None:
     file = seeds.root / run / "config.json"
     data = json.loads(file.read_bytes())
     file.write_text(content or "")
@@ -97,14 +96,13 @@ def test_what_does_not_fit_the_checkpoint_is_refused(orch: Type, seeds: Seeds, r
     assert f"{key.partition('=')[0]} cannot differ from the checkpoint's run" in refused.err
 
 
-def test_a_branch_sees_the_folder_that_its_checkpoint_is_put_into(orch: Type, seeds: Seeds, run: str) -> None:
+def test_branch_is_created_with_its_checkpoint(orch: Type, seeds: Seeds, run: str) -> None:
     refused = orch("submit", "--from", f"{run}@50", "checkpoint.tiers=[{path: /scratch}]", "--dry-run")
     assert refused.code == 2
     assert "checkpoint.tiers has no `run`" in refused.err
 
 
 def test_branch_uses_packages_of_this_interpreter(orch: Type, seeds: Seeds, run: str, tmp_path: Path) -> None:
-    """Those of the other run are as they were, in a folder that the new run does not have."""
     install(tmp_path / "site", "torch", "1.0")
     attempt, folders = RunDir(seeds.root / run).attempt(1), (str(tmp_path / "site"),)
     attempt.path.mkdir(exist_ok=True)
@@ -127,8 +125,7 @@ def test_a_branch_trains_the_code_that_was_copied(orch: Type, seeds: Seeds, run:
     assert composed.config.workload.path == (copy,), "its class is imported when it is submitted"
 
 
-def test_a_live_run_does_not_delete_what_a_branch_begins_with(seeds: Seeds, run: str) -> None:
-    """Between the choice and the copy, which take seconds."""
+def test_branch_pins_its_checkpoint(seeds: Seeds, run: str) -> None:
     storage = LocalStorage(RunDir(seeds.root / run).checkpoints)
     with branch(Screen(), f"{run}@50", None, ()) as (_, begins):
         assert pinned_names(storage) == {Path(begins["checkpoint"]).name}
@@ -138,7 +135,7 @@ def test_a_live_run_does_not_delete_what_a_branch_begins_with(seeds: Seeds, run:
 BAD = Skip(step=60, position=59, reason="loss nan")
 
 
-def test_a_branch_skips_the_batches_that_its_run_has_skipped(seeds: Seeds, run: str) -> None:
+def test_branch_inherits_skipped_batches(seeds: Seeds, run: str) -> None:
     def begins() -> dict[str, Any]:
         with branch(Screen(), f"{run}@50", None, ()) as (_, begins):
             return begins
@@ -148,7 +145,7 @@ def test_a_branch_skips_the_batches_that_its_run_has_skipped(seeds: Seeds, run: 
     assert begins()["skipped"] == [asdict(BAD)]
 
 
-def test_a_damaged_list_of_skipped_batches_is_no_empty_one(orch: Type, seeds: Seeds, run: str) -> None:
+def test_damaged_list_of_skipped_batches_is_refused(orch: Type, seeds: Seeds, run: str) -> None:
     file = seeds.root / run / "attempts" / "002" / "skipped.json"
     file.write_text("{}")
     refused = orch("submit", "--from", f"{run}@50", "--dry-run")
@@ -187,7 +184,7 @@ def test_nothing_begins_with_a_corrupt_checkpoint(orch: Type, seeds: Seeds, run:
     assert "is CORRUPT" in refused.err
 
 
-def test_nothing_begins_with_a_checkpoint_that_was_found_invalid(orch: Type, seeds: Seeds, run: str) -> None:
+def test_invalid_checkpoint_cannot_be_branched_from(orch: Type, seeds: Seeds, run: str) -> None:
     (saved,) = place(seeds, run).glob("step-00000050.*")
     file = max(saved.iterdir(), key=lambda path: path.stat().st_size)
     file.write_bytes(bytes(file.stat().st_size))

@@ -29,8 +29,6 @@ HERE, FAR = "lab@login1:6817/aaaaaaaa", "lab@login2:6817/bbbbbbbb"
 
 
 class Sites:
-    """Runs of two clusters; this host reaches the first one."""
-
     def __init__(self, seeds: Seeds) -> None:
         self.seeds, self.store = seeds, seeds.store
 
@@ -50,11 +48,9 @@ class Sites:
         self.store.move_attempt(name, 1, AttemptState.ENDED, "over", epoch=self.seeds.epoch, now=time.time())
 
     def controller(self, scheduler: str, host: str = "login2") -> None:
-        """One lives on another host."""
         assert self.store.take_lease(f"{host}:7:7", time.time(), 3600.0, scheduler) is not None
 
     def alone(self) -> None:
-        """Nobody drives anything any more."""
         held = self.store.lease()
         assert held is not None
         self.store.drop_lease(held)
@@ -88,7 +84,7 @@ def test_cluster_without_controller(orch: Type, sites: Sites) -> None:
     assert f"no controller of {FAR} runs" in warning["message"]
     assert f"on a login node of {FAR}" in warning["message"]
     shown = orch("status").err
-    assert f"of {HERE} ok (has not looked yet, login1)" in shown
+    assert f"of {HERE} ok (no pass yet, login1)" in shown
     assert f"{FAR} ok" not in shown
 
 
@@ -132,7 +128,7 @@ def test_request_waits_for_controller(orch: Type, sites: Sites, lives: bool, mon
         sites.controller(FAR)
     done = orch("cancel", run)
     assert [(ask.run, ask.verb) for ask in sites.store.user_requests()] == [(run, "cancel")]
-    assert f"asked; the controller of {FAR} has not answered yet" in done.out
+    assert f"requested; the controller of {FAR} has not answered yet" in done.out
     assert done.code == (0 if lives else 4)
     assert (f"no controller of {FAR} runs" in done.err) is not lives
 
@@ -145,7 +141,7 @@ def test_release_on_other_cluster(orch: Type, sites: Sites) -> None:
     sites.alone()
     refused = orch("nodes", "release", "n2")
     assert refused.code == 4
-    assert "n2: asked; the controller has not answered yet" in refused.out
+    assert "n2: requested; the controller has not answered yet" in refused.out
     assert f"no controller of {FAR} runs" in refused.err
 
 
@@ -167,13 +163,11 @@ def test_take_over_needs_ended_job(orch: Type, sites: Sites, monkeypatch: Patch)
 def test_local_runs(orch: Type, seeds: Seeds) -> None:
     assert run_folder.reaches("local", f"local@{socket.gethostname()}")
     assert not run_folder.reaches("local", "local@elsewhere")
-    there = run_folder.RunLocation(run="a-1", scheduler="local@elsewhere", reached=False, lives=False)
-    assert there.place == "on elsewhere"
+    assert run_folder.where_to_type("local@elsewhere") == "on elsewhere"
 
 
 @pytest.fixture
 def silent_slurm(seeds: Seeds, tmp_path: Path, monkeypatch: Patch) -> None:
-    """A shell in which Slurm's commands are there, and reach nobody; no controller lives."""
     for name in ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "sacct"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
         (tmp_path / name).chmod(0o755)
@@ -197,7 +191,7 @@ def test_request_to_silent_slurm(orch: Type, seeds: Seeds, verb: str, state: Run
     assert said.code == 5, said
     assert "warning: slurm does not answer from here" in told
     assert "SLURM_CONF is not set): the request stands; in a shell where `sinfo` answers" in told
-    assert "asked; the controller has not answered yet" in said.out
+    assert "requested; the controller has not answered yet" in said.out
     assert len(seeds.store.user_requests()) == 1
 
 
@@ -213,7 +207,6 @@ def test_cancel_of_unsubmitted_run(orch: Type, seeds: Seeds) -> None:
 @pytest.mark.usefixtures("silent_slurm")
 @pytest.mark.parametrize("verb", ["cancel", "resume"])
 def test_impossible_request(orch: Type, seeds: Seeds, verb: str) -> None:
-    """A registry that was made anew from a folder without a record: no cluster is known, and none answers."""
     run = next(run.name for run in seeds.store.runs() if run.state is RunState.HELD)
     Sites(seeds).belongs(run, "")
     said = orch(verb, run, "--no-controller")
@@ -245,13 +238,12 @@ def screen(monkeypatch: Patch) -> Any:
 
 
 def controller(seeds: Seeds, silence: str = "", **client: Any) -> None:
-    """What the one of the seeds (pid 7 on login1) has written down."""
     same = ClientEnvironment.from_environ().to_json()
     fields = {"pid": 7, "client": {**same, **client}, "silence": silence}
     host_file(registry_path(), "slurm", "", "login1").write_text(dump_line(fields))
 
 
-def test_an_answered_controller_and_one_that_says_nothing_are_nobodys_business(seeds: Seeds, screen: Any) -> None:
+def test_unremarkable_controllers(seeds: Seeds, screen: Any) -> None:
     compare_with_controller(screen, "slurm")
     controller(seeds, variables={"SLURM_CONF": "/etc/there.conf"})
     compare_with_controller(screen, "slurm")
@@ -261,7 +253,7 @@ def test_an_answered_controller_and_one_that_says_nothing_are_nobodys_business(s
     assert screen.said == []
 
 
-def test_what_a_controller_can_take_over_is_told(seeds: Seeds, screen: Any) -> None:
+def test_environment_that_can_be_taken_over(seeds: Seeds, screen: Any) -> None:
     controller(seeds, SILENT, variables={})
     compare_with_controller(screen, "slurm")
     assert screen.said == [
@@ -269,7 +261,7 @@ def test_what_a_controller_can_take_over_is_told(seeds: Seeds, screen: Any) -> N
     ]
 
 
-def test_what_it_cannot_take_over_is_refused_with_the_cure(seeds: Seeds, screen: Any) -> None:
+def test_environment_that_cannot_be_taken_over(seeds: Seeds, screen: Any) -> None:
     controller(seeds, SILENT, variables={}, token="0badcafe0bad")
     with pytest.raises(Precondition) as refused:
         compare_with_controller(screen, "slurm")
@@ -285,7 +277,7 @@ def test_another_sbatch_is_warned_of(seeds: Seeds, screen: Any) -> None:
     assert said.startswith("other_sbatch: the controller (pid 7 on login1) submits with /opt/old/bin/sbatch, not with")
 
 
-def test_a_controller_that_gets_no_answer_is_not_ok(orch: Type, seeds: Seeds) -> None:
+def test_controller_without_answer_is_reported(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     assert "controller ok" in orch("status", run).err
     controller(seeds, SILENT)
@@ -302,7 +294,7 @@ def test_a_controller_that_gets_no_answer_is_not_ok(orch: Type, seeds: Seeds) ->
     [
         ({"reason": "waits for room"}, "/a", "no job yet: waits for room; the controller keeps trying"),
         ({}, "/a", f"no job yet: {SILENT}; the controller keeps trying: orch status a-1"),
-        ({}, "", f"no job yet: {SILENT}; SLURM_CONF is not set here"),
+        ({}, "", f"no job yet: {SILENT}; SLURM_CONF is not set; the controller"),
         ({"scheduler": "lab@login1:6817/0badcafe"}, "", "no job yet; the controller keeps trying"),
         ({"cluster": "local"}, "", f"no job yet: {SILENT}; the controller keeps trying"),
     ],

@@ -162,14 +162,13 @@ def test_waits_for_answer(orch: Type, seeds: Seeds, service: SimpleNamespace, mo
     monkeypatch.setattr(cancel_resume, "ANSWER_TIMEOUT", 0.5)
     monkeypatch.setattr(cancel_resume, "QUIET", 0.0)
     told = orch("cancel", run)
-    assert f"asked; waiting for the controller's answer about {run}" in told.err
-    assert f"{run}: asked; " in told.out
+    assert f"requested; waiting for the controller's answer about {run}" in told.err
+    assert f"{run}: requested; " in told.out
 
 
 @pytest.mark.parametrize("state", [RunState.HELD, RunState.CANCELLED, RunState.RUNNING, RunState.RECOVERING])
 @pytest.mark.parametrize("left", [None, "checkpoints/step-00000100.001-0123abcd"])
 def test_deleted_folder(orch: Type, seeds: Seeds, service: SimpleNamespace, state: RunState, left: str | None) -> None:
-    """A rank that still saves makes parts of a deleted folder again: that is not the run's folder."""
     run = seeds.run(state=state)
     folder = Path(seeds.store.run(run).run_dir)
     shutil.rmtree(folder)

@@ -48,7 +48,7 @@ def runs(orch: Type) -> list[str]:
 def test_before_run(orch: Type, tmp_path: Path, monkeypatch: Patch, where: str, no_controller: None) -> None:
     monkeypatch.setattr(where, ctrl_c)
     done = submitted(orch, tmp_path)
-    assert (done.code, done.out, done.err.strip()) == (130, "", "interrupted: no run was made")
+    assert (done.code, done.out, done.err.strip()) == (130, "", "interrupted: no run was created")
     assert runs(orch) == []
 
 
@@ -64,7 +64,6 @@ def test_recorded_run(orch: Type, tmp_path: Path, monkeypatch: Patch, no_control
 
 
 def test_deferred_interrupt(orch: Type, tmp_path: Path, monkeypatch: Patch, no_controller: None) -> None:
-    """Nobody can be told that there is no run while its row is being written."""
     really = Store.create_run
 
     def pressed(store: Store, *args: Any, **more: Any) -> Any:
@@ -103,23 +102,22 @@ def test_a_run_that_is_over_does_not_go_on(seeds: Seeds) -> None:
 
 @pytest.mark.parametrize("words", [("wait",), ("events", "-f"), ("logs", "-f")])
 def test_detach_message(orch: Type, seeds: Seeds, monkeypatch: Patch, words: tuple[str, ...]) -> None:
-    run, lease = seeds.run(), seeds.store.lease()
-    assert lease is not None
+    run = seeds.run()
     monkeypatch.setattr(service, "tick_once", lambda path, kind, **_: SimpleNamespace(unreachable=()))
     monkeypatch.setattr(time, "sleep", ctrl_c)
     done = orch(*words, run)
     assert done.code == 130
     assert f"detached: {run} continues (RUNNING)" in done.err
-    seeds.store.drop_lease(lease)
+    seeds.drop_lease()
     assert f"detached: {run} is RUNNING, but no controller runs" in orch(*words, run).err
 
 
 @pytest.mark.parametrize("verb", ["cancel", "resume"])
 def test_request(orch: Type, seeds: Seeds, monkeypatch: Patch, no_controller: None, verb: str) -> None:
     run = seeds.run(state=RunState.HELD)
-    monkeypatch.setattr(cancel_resume, "_store_changes", lambda *_: {})
+    monkeypatch.setattr("orchestrator.submission.resume_request.resume_request", lambda *_: {})
     with monkeypatch.context() as early:
-        early.setattr(cancel_resume.run_folder, "locate_run", ctrl_c)
+        early.setattr(cancel_resume, "locate_run", ctrl_c)
         assert orch(verb, run).err.strip() == "interrupted: nothing was requested"
     assert seeds.store.user_requests() == []
     monkeypatch.setattr(cancel_resume, "await_answers", ctrl_c)
@@ -181,8 +179,7 @@ def test_interrupted_reader(orch: Type, seeds: Seeds, monkeypatch: Patch) -> Non
     assert (done.code, done.err.strip()) == (130, "interrupted")
 
 
-def test_ctrl_c_while_the_program_is_loaded_is_no_traceback(tmp_path: Path) -> None:
-    """On a busy login node that takes seconds."""
+def test_ctrl_c_during_imports(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     command = [sys.executable, "-c", "from orchestrator.cli.entry import main; main()"]
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}

@@ -18,7 +18,6 @@ SHOWN = "https://hooks.example.org/***"
 
 @pytest.fixture
 def mine(tmp_path: Path, home: Path) -> str:
-    """A configuration with a webhook."""
     file = tmp_path / "mine.yaml"
     file.write_text(f"includes: [tiny-gpt]\nnotify: {{webhook: '{WEBHOOK}', on: [HELD]}}\n")
     return str(file)

@@ -33,8 +33,6 @@ pytestmark = pytest.mark.usefixtures("service")
 
 
 class Resumable:
-    """A held run with a whole config, made with the code and the environment of now."""
-
     def __init__(
         self, seeds: Seeds, tmp_path: Path, state: RunState = RunState.HELD, *overrides: str, saved: bool = True
     ) -> None:
@@ -252,7 +250,6 @@ def test_accept_other_software(orch: Type, run: Resumable, monkeypatch: Patch) -
 
 
 def test_compared_code_continues(orch: Type, run: Resumable, seeds: Seeds, monkeypatch: Patch) -> None:
-    """Two source trees with one interpreter: the next attempt is of the tree whose `orch resume` was typed."""
     identity = run.store.run(run.name).identity
     job = {"python": sys.executable, "package_root": "/home/mia/older", "variables": {"LANG": "C"}}
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "job": job})
@@ -262,7 +259,6 @@ def test_compared_code_continues(orch: Type, run: Resumable, seeds: Seeds, monke
 
 
 def test_untrained_run_accepts_software(orch: Type, seeds: Seeds, tmp_path: Path, monkeypatch: Patch) -> None:
-    """A package that its training code lacked is installed, for instance."""
     run = Resumable(seeds, tmp_path, saved=False)
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, step=0)
     monkeypatch.setattr(resume_request, "environment", lambda kind: {**environment(kind), "torch": "9.9"})
@@ -271,7 +267,6 @@ def test_untrained_run_accepts_software(orch: Type, seeds: Seeds, tmp_path: Path
 
 
 def test_other_interpreter_is_not_compared(orch: Type, run: Resumable, seeds: Seeds, monkeypatch: Patch) -> None:
-    """Jobs of the run have the interpreter that it was submitted with, whoever types `orch resume`."""
     identity = run.store.run(run.name).identity
     job = {"python": "/opt/other/bin/python", "package_root": "", "variables": {}}
     run.store.note_run(run.name, epoch=seeds.epoch, now=1.0, identity={**identity, "job": job})
@@ -331,8 +326,6 @@ def test_unusable_tier_is_refused(orch: Type, run: Resumable, tmp_path: Path, mo
 
 
 def test_refusal_by_controller(orch: Type, run: Resumable, seeds: Seeds, service: SimpleNamespace) -> None:
-    """Somebody else has resumed it meanwhile."""
-
     def tick(path: object, kind: str, **_: object) -> None:
         (request,) = run.store.user_requests()
         run.store.answer(request.id, f"{REFUSED}{run.name} is RECOVERING", epoch=seeds.epoch, now=1.0)
@@ -344,8 +337,6 @@ def test_refusal_by_controller(orch: Type, run: Resumable, seeds: Seeds, service
 
 
 class Repository:
-    """A workload of two modules under git, one of them ignored, whose run has trained."""
-
     def __init__(self, seeds: Seeds, tmp_path: Path) -> None:
         self.folder = tmp_path / "code"
         self.folder.mkdir()
@@ -383,7 +374,6 @@ def test_ignored_file_is_code(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
 
 
 def test_compares_with_trained_code(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
-    """The code was edited before the job began: that code trained, and to go on with it needs no word."""
     code = Repository(seeds, tmp_path)
     (code.folder / "hidden_part.py").write_text("width = 2\n")
     attempt = RunDir(Path(code.run.store.run(code.run.name).run_dir)).attempt(1)
@@ -408,8 +398,6 @@ def test_missing_module(orch: Type, seeds: Seeds, tmp_path: Path) -> None:
 
 
 class TrainedPackages:
-    """A run whose attempt recorded that it trained with timm 2.0, in the folder of another interpreter."""
-
     def __init__(self, seeds: Seeds, tmp_path: Path, *overrides: str) -> None:
         self.run, self.site = Resumable(seeds, tmp_path, RunState.HELD, *overrides), tmp_path / "site"
         identity = self.run.store.run(self.run.name).identity

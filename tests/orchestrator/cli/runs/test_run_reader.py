@@ -19,8 +19,6 @@ from trainer.protocol.run_dir import RunDir
 
 
 class Reads:
-    """What was opened for reading, and how many bytes of it were read, by the file's place in the run."""
-
     def __init__(self) -> None:
         self.opens: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -79,7 +77,6 @@ def told(folder: RunDir, attempt: int, source: str, step: int, *, at: float, fil
 
 
 def large(folder: RunDir, attempts: int = 3, nodes: int = 5, ranks: int = 40) -> None:
-    """Every attempt with a file of events for each agent and rank, and a long steps.jsonl."""
     for attempt in range(1, attempts + 1):
         names = ["coordinator", *(f"agent-{node:04d}" for node in range(nodes))]
         for number, name in enumerate([*names, *(f"rank-{rank:05d}" for rank in range(ranks))]):
@@ -110,7 +107,7 @@ def test_top_reads_the_newest_attempt_and_the_ends_of_its_files(reads: Reads, se
     assert sum(reads.bytes.values()) < 1000
 
 
-def test_top_shows_rank_0_of_the_files_that_ranks_share(reads: Reads, tmp_path: Path) -> None:
+def test_top_reads_rank_0_of_shared_files(reads: Reads, tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     for rank in range(4):
         told(folder, 1, f"rank-{rank:05d}", rank, at=1.0, file=f"ranks-n{rank // 2}")
@@ -136,7 +133,7 @@ def test_top_goes_on_with_the_next_attempt(reads: Reads, tmp_path: Path) -> None
     assert set(reads.opens) == {"002/events/coordinator.jsonl"}
 
 
-def test_whoever_follows_opens_what_has_grown_and_no_attempt_that_is_over(reads: Reads, tmp_path: Path) -> None:
+def test_following_opens_grown_files_only(reads: Reads, tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     large(folder)
     feed = EventFeed(folder.path)
@@ -164,7 +161,7 @@ def test_what_is_skipped_is_not_even_read(reads: Reads, tmp_path: Path) -> None:
     assert [event.data["step"] for event in feed.poll()] == [500, 501]
 
 
-def test_steps_are_read_on_where_the_last_reading_stopped(reads: Reads, tmp_path: Path) -> None:
+def test_step_lines_are_read_incrementally(reads: Reads, tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     large(folder)
     every, recent_only = StepLines(folder), StepLines(folder, recent_only=True)

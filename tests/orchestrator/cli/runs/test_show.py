@@ -47,8 +47,7 @@ def test_when_an_attempt_and_its_generations_began_and_ended(capsys: pytest.Capt
     ]
 
 
-def test_a_generation_whose_end_nobody_reported_ended_with_its_attempt(capsys: pytest.CaptureFixture[str]) -> None:
-    """The controller has concluded the attempt before its last events were written."""
+def test_unreported_generation_ends_with_its_attempt(capsys: pytest.CaptureFixture[str]) -> None:
     cut = Generation(run="r-1", attempt=1, number=1, started_at=START + 5)
     assert printed(capsys, cut, of=attempt())[1] == ["09-21 14:13:25Z", "09-21 14:15:00Z", "1m35s", "with its attempt"]
 
@@ -94,7 +93,6 @@ def test_pins_of_a_folder_that_is_not_visible_are_not_known(orch: Type, seeds: S
 
 
 def test_time_zone_of_reasons(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
-    """A reason is stored in UTC; a screen with local times beside it shows it in local time, too."""
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
     try:
@@ -109,7 +107,7 @@ def test_time_zone_of_reasons(orch: Type, seeds: Seeds, monkeypatch: Patch) -> N
         time.tzset()
 
 
-def test_what_only_looks_like_a_moment_is_left_alone() -> None:
+def test_text_that_looks_like_a_time() -> None:
     assert show_moments("at 9999-99-99 99:99:99Z, 1970-01-12 13:46:40Zulu", lambda at: "moved") == (
         "at 9999-99-99 99:99:99Z, 1970-01-12 13:46:40Zulu"
     )
@@ -158,14 +156,14 @@ def test_an_incident_is_listed_with_its_evidence_and_what_was_done(orch: Type, s
     assert orch("show", run, "--json").data["incidents"][0]["evidence_there"] is True
 
 
-def test_an_incident_that_went_on_by_itself_is_said_so(orch: Type, seeds: Seeds) -> None:
+def test_withdrawn_incident(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     hang(seeds, run, withdrawn=True)
     (found,) = orch("show", run, "--json").data["incidents"]
     assert (found["withdrawn"], found["done"]) == (True, "nothing: it recovered without help")
 
 
-def test_stragglers_batches_spares_and_unfit_nodes_have_their_tables(orch: Type, seeds: Seeds) -> None:
+def test_tables_of_notices(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     notice(
         seeds, run, EventKind.STRAGGLER, rank=1, node="n1", section="forward", ratio=1.31, step=40, steps=20,
@@ -184,7 +182,7 @@ def test_stragglers_batches_spares_and_unfit_nodes_have_their_tables(orch: Type,
     for words in (
         "stragglers\n",
         "1.31 x",
-        "batches left out\n",
+        "skipped batches\n",
         "loss nan",
         "spare nodes used\n",
         "/dev/shm is full",
@@ -206,7 +204,7 @@ def test_other_code_is_named_with_the_digest_of_what_trained(orch: Type, seeds: 
     assert "package timm 1.0 -> 2.0 since attempt 1" in shown
 
 
-def test_what_a_restart_did_not_bring_back_has_its_tables(orch: Type, seeds: Seeds) -> None:
+def test_tables_of_unsaved_state(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     differs = "loss of step 8 is 2.0, was 1.0"
     notice(seeds, run, EventKind.RESTART_DIFFERS, step=8, restored=7, reason=differs)
@@ -215,7 +213,7 @@ def test_what_a_restart_did_not_bring_back_has_its_tables(orch: Type, seeds: See
     assert [(one["step"], one["restored"], one["reason"]) for one in data["restart_differs"]] == [(8, 7, differs)]
     assert [one["step"] for one in data["incomplete"]] == [7]
     shown = orch("show", run).out
-    for words in ("restarts that trained differently\n", differs, "state that checkpoints lack\n", "workload.k had"):
+    for words in ("restarts that trained differently\n", differs, "state missing from checkpoints\n", "workload.k had"):
         assert words in shown
 
 
@@ -275,7 +273,7 @@ def test_show_says_so_when_nothing_is_proven(orch: Type, seeds: Seeds) -> None:
     assert "\nno test has restored a checkpoint that still exists and is good\n" in orch("show", run).out
 
 
-def test_a_test_tells_what_it_restores_and_what_it_has_compared(orch: Type, seeds: Seeds) -> None:
+def test_show_of_a_restore_test(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     steps = [{"step": 101, "loss": 3.25, "grad_norm": 1.5, "lr": 0.001}, {"step": 102, "loss": "nan"}]
     again = [{"loss": 9.0, "grad_norm": 8.0}, {"loss": 3.125, "grad_norm": 1.75, "lr": 0.002}]  # trained twice
@@ -302,7 +300,7 @@ def test_a_test_that_goes_on_says_so(orch: Type, seeds: Seeds) -> None:
     assert "restored by a test" not in shown
 
 
-def test_a_test_that_failed_is_not_to_be_resumed_but_begun_again(orch: Type, seeds: Seeds) -> None:
+def test_failed_restore_test_is_repeated(orch: Type, seeds: Seeds) -> None:
     run = seeds.run(state=RunState.FAILED, reason="a bug")
     test = seeds.restore_test(run, 100, layout="1")
     seeds.store.move_run(test, RunState.FAILED, "no memory", epoch=seeds.epoch, now=0.0)
@@ -325,18 +323,18 @@ def test_a_test_that_failed_is_not_to_be_resumed_but_begun_again(orch: Type, see
         ("ckpt", "export", "{test}", "nowhere"),
     ],
 )
-def test_what_needs_a_checkpoint_is_refused_of_a_test(orch: Type, seeds: Seeds, words: tuple[str, ...]) -> None:
+def test_restore_test_has_no_checkpoint(orch: Type, seeds: Seeds, words: tuple[str, ...]) -> None:
     run = seeds.run()
     test = seeds.restore_test(run, 100, Outcome.RESTORED, layout="1")
     refused = orch(*(word.format(test=test) for word in words))
-    assert refused.code in (3, 4)
+    assert refused.code == (4 if words[0] == "resume" else 2)
     assert refused.err.startswith(f"error: {test} is a restore test: ")
     assert f"orch ckpt restore-test {run}@100 --layout 1" in refused.err
     assert seeds.store.user_requests() == []
     assert len(seeds.store.runs()) == 2
 
 
-def test_a_test_takes_no_room_and_leaves_nothing_over(orch: Type, seeds: Seeds) -> None:
+def test_restore_test_uses_no_checkpoint_space(orch: Type, seeds: Seeds) -> None:
     test = seeds.restore_test(seeds.run(), 100, Outcome.RESTORED)
     for verb in ("du", "gc", "ls"):
         done = orch("ckpt", verb, test, "--json")
@@ -349,7 +347,6 @@ WHY = "1 node was missing for 1h01m (recovery.patience=3600)"
 
 @pytest.fixture
 def run(seeds: Seeds) -> str:
-    """A run whose second attempt trains on three of its four nodes."""
     name, now = seeds.run(), time.time()
     digest = seeds.store.put_config({"name": "tiny", "cluster": {"nodes": 3}, "train": {"steps": 200}})
     seeds.store.move_attempt(name, 1, AttemptState.ENDED, "n4 is down", epoch=seeds.epoch, now=now, ended_at=now)

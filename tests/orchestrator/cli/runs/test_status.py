@@ -72,7 +72,7 @@ def test_show_json_has_the_promised_shape(orch: Type, seeds: Seeds) -> None:
     assert {"step", "trust", "bytes", "path", "attempt"} <= set(saved)
 
 
-def test_show_tells_a_person_why_and_what_next(orch: Type, seeds: Seeds) -> None:
+def test_show_has_reason_and_next_command(orch: Type, seeds: Seeds) -> None:
     run = seeds.run(state=RunState.HELD, reason="the disk is full")
     seeds.killed_rank(run)
     shown = orch("show", run)
@@ -82,14 +82,13 @@ def test_show_tells_a_person_why_and_what_next(orch: Type, seeds: Seeds) -> None
 
 
 def train(seeds: Seeds, run: str, *, started: float, now: float, step: int) -> None:
-    """The newest generation has trained from step 20 to `step`; times are seconds ago."""
     at = time.time()
     generation = Generation(run=run, attempt=1, number=1, started_at=at - started, resumed_from=20)
     seeds.store.put_generation(generation, epoch=seeds.epoch)
     seeds.store.note_run(run, epoch=seeds.epoch, now=at - now, step=step)
 
 
-def test_when_a_run_will_have_finished(orch: Type, seeds: Seeds) -> None:
+def test_eta(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     assert orch("status", "--json").data[0]["eta_s"] is None, "nothing is known of its speed"
     train(seeds, run, started=90.0, now=0.0, step=120)
@@ -117,7 +116,7 @@ def test_when_a_run_will_have_finished(orch: Type, seeds: Seeds) -> None:
 
 
 @pytest.mark.parametrize(("width", "there"), [(200, True), (120, True), (80, False)])
-def test_the_time_that_is_left_goes_first_where_there_is_no_room(width: int, there: bool) -> None:
+def test_eta_is_dropped_first(width: int, there: bool) -> None:
     row = {
         "run": "tiny-gpt-12", "state": "RUNNING", "progress": "120/200", "loss": 2.5, "eta_s": 90.0, "tags": [],
         "saved": "100 VERIFIED", "saved_age": 5.0, "tries": "1.2", "job_id": "4711",
@@ -129,7 +128,7 @@ def test_the_time_that_is_left_goes_first_where_there_is_no_room(width: int, the
     assert max(TABLE, key=lambda column: column.drop_order).title == "ETA"
 
 
-def test_a_job_that_slurm_will_never_start_needs_somebody(orch: Type, seeds: Seeds) -> None:
+def test_job_that_never_starts_needs_attention(orch: Type, seeds: Seeds) -> None:
     for slug, why in (("waits", "Priority"), ("stuck", "BadConstraints")):
         name = f"{slug}-1"
         reason = f"job 41 is PENDING{waiting_words(why, Resources(nodes=2), name, 0.0)}"
@@ -149,7 +148,7 @@ def test_a_loss_that_is_not_a_number_is_a_word(orch: Type, seeds: Seeds) -> None
     assert "nan" in orch("status").out
 
 
-def test_a_pipe_gets_every_character_separated_by_tabs(orch: Type, seeds: Seeds) -> None:
+def test_pipe_gets_complete_tsv(orch: Type, seeds: Seeds) -> None:
     reason = "a very long reason " * 20
     seeds.run(state=RunState.HELD, reason=reason + "\twith a tab\nand a line break")
     head, row = orch("status").out.splitlines()
@@ -160,17 +159,17 @@ def test_a_pipe_gets_every_character_separated_by_tabs(orch: Type, seeds: Seeds)
     assert cells["REASON"] == " ".join(reason.split()) + " with a tab and a line break"
 
 
-def test_a_terminal_gets_a_table_and_how_old_it_is(seeds: Seeds) -> None:
+def test_status_on_a_terminal(seeds: Seeds) -> None:
     run = seeds.run()
     seeds.checkpoint(run, 100)
     shown = on_a_terminal(seeds.store, "status")
     assert "120/200" in shown
     assert "100 VERIFIED" in shown
-    assert "controller ok (looked" in shown
+    assert "controller ok (last pass" in shown
     assert "\t" not in shown
 
 
-def test_control_characters_never_reach_the_terminal(orch: Type, seeds: Seeds) -> None:
+def test_control_characters_are_removed(orch: Type, seeds: Seeds) -> None:
     seeds.run(state=RunState.HELD, reason="evil \x1b]0;title\x07\x1b[31mred\x1b[0m \x9b2J end")
     shown = orch("status")
     assert "\x1b" not in shown.out
@@ -186,7 +185,7 @@ def test_runs_by_name_beginning_and_last(orch: Type, seeds: Seeds) -> None:
     assert orch("status", "@last", "--json").data[0]["run"] == newest
 
 
-def test_restore_tests_stand_in_nobodys_way(orch: Type, seeds: Seeds) -> None:
+def test_restore_tests_are_not_listed(orch: Type, seeds: Seeds) -> None:
     run = seeds.run("alpha", state=RunState.SUCCEEDED)
     test = seeds.restore_test(run, 100)
     for words in (("status",), ("status", "al"), ("status", "@last")):
@@ -197,7 +196,7 @@ def test_restore_tests_stand_in_nobodys_way(orch: Type, seeds: Seeds) -> None:
     assert [row["run"] for row in orch("status", test, "--json").data] == [test]
 
 
-def test_who_wants_to_remove_a_checkpoint_is_not_offered_to_remove_the_run(orch: Type, seeds: Seeds) -> None:
+def test_rm_of_a_checkpoint_is_refused(orch: Type, seeds: Seeds) -> None:
     seeds.run("demo")
     failed = orch("rm", "demo-1@20", "-y")
     assert failed.code == 3
@@ -232,21 +231,18 @@ def test_filters(orch: Type, seeds: Seeds) -> None:
     assert len(orch("status", "--json", "--all").data) == 4
     assert [row["state"] for row in orch("status", "--state", "failed", "--json").data] == ["FAILED"]
     refused = orch("status", "--state", "broken")
-    assert refused.code == 2
-    assert "SUCCEEDED" in refused.err
+    assert (refused.code, "'succeeded'" in refused.err) == (2, True)
 
 
-def test_a_run_that_nobody_drives_is_warned_of(orch: Type, seeds: Seeds) -> None:
+def test_missing_controller_is_warned_of(orch: Type, seeds: Seeds) -> None:
     seeds.run()
     assert orch("status", "--json").answer["warnings"] == []
-    lease = seeds.store.lease()
-    assert lease is not None
-    seeds.store.drop_lease(lease)
+    seeds.drop_lease()
     assert [item["code"] for item in orch("status", "--json").answer["warnings"]] == ["no_controller"]
     assert "orch controller" in orch("status").err
 
 
-def test_orch_alone_tells_what_runs_and_what_needs_somebody(orch: Type, seeds: Seeds) -> None:
+def test_overview(orch: Type, seeds: Seeds) -> None:
     running = seeds.run()
     held = seeds.run(state=RunState.HELD, reason="the disk is full")
     done = seeds.run(state=RunState.SUCCEEDED)
@@ -270,7 +266,7 @@ def test_each_run_has_its_newest_finished_restore_test(orch: Type, seeds: Seeds)
 
 
 @pytest.mark.parametrize("verdict", [Outcome.SUSPECT, Outcome.CORRUPT])
-def test_a_checkpoint_that_is_not_what_was_saved_is_warned_of(orch: Type, seeds: Seeds, verdict: Outcome) -> None:
+def test_bad_restore_test_is_warned_of(orch: Type, seeds: Seeds, verdict: Outcome) -> None:
     run = seeds.run()
     seeds.restore_test(run, 100, verdict, "loss differs", layout="1")
     words = f"{run}: restore test of step 100 on 1: {verdict}, loss differs"
@@ -289,7 +285,7 @@ def test_a_checkpoint_that_is_not_what_was_saved_is_warned_of(orch: Type, seeds:
         assert words not in shown.out + shown.err, line
 
 
-def test_a_run_that_has_ended_needs_somebody_for_a_week(orch: Type, seeds: Seeds) -> None:
+def test_failed_run_needs_attention_for_a_week(orch: Type, seeds: Seeds) -> None:
     for state in (RunState.SUCCEEDED, RunState.FAILED, RunState.HELD):
         seeds.restore_test(seeds.run(str(state).lower(), state=state), 100, Outcome.CORRUPT, age=8 * 86400.0)
         seeds.restore_test(seeds.run(str(state).lower(), state=state), 100, Outcome.CORRUPT, age=6 * 86400.0)
@@ -297,7 +293,7 @@ def test_a_run_that_has_ended_needs_somebody_for_a_week(orch: Type, seeds: Seeds
     assert told == {"succeeded-2", "failed-2", "held-1", "held-2"}
 
 
-def test_without_a_registry_status_is_empty_and_the_rest_says_so(orch: Type, home: Path) -> None:
+def test_verbs_without_registry(orch: Type, home: Path) -> None:
     assert orch("status", "--json").data == []
     assert orch().code == 0
     assert orch("show", "x").code == 3
@@ -335,7 +331,7 @@ def test_json_has_only_data_on_stdout(orch: Type, seeds: Seeds) -> None:
             assert len(done.out.splitlines()) == 1, placed
 
 
-def test_the_last_lines_of_a_command_stand_below_the_run_that_is_named(orch: Type, seeds: Seeds) -> None:
+def test_last_lines_of_a_command(orch: Type, seeds: Seeds) -> None:
     run = seeds.run(state=RunState.FAILED, reason="rank 1 raised KeyError: 7")
     lines = ("Traceback (most recent call last):", "\x1b]0;evil\x07KeyError: 7")
     failure = Failure(kind=FailureKind.USER_ERROR, reason="it raised", rank=1, node="n1", lines=lines)
@@ -349,7 +345,7 @@ def test_the_last_lines_of_a_command_stand_below_the_run_that_is_named(orch: Typ
     assert orch("show", run, "--json").data["attempts"][0]["failure"]["lines"] == list(lines)
 
 
-def test_of_a_command_no_step_and_no_end_is_made_up(orch: Type, seeds: Seeds) -> None:
+def test_unknown_steps_of_a_command(orch: Type, seeds: Seeds) -> None:
     assert (progress(0, 0), progress(40, 0), progress(40, 200)) == ("-", "40", "40/200")
     run = seeds.run()
     seeds.store.note_run(run, epoch=seeds.epoch, now=time.time(), step=0, total_steps=0)

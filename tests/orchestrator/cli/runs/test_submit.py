@@ -19,7 +19,6 @@ from tests.orchestrator.cli.conftest import Patch, Type, Typed
 
 @pytest.fixture
 def text(tmp_path: Path) -> str:
-    """An override that trains on a little text instead of the standard library."""
     path = tmp_path / "text.txt"
     path.write_text("to be or not to be, that is the question\n" * 200)
     return f"data.text=[{path}]"
@@ -27,7 +26,6 @@ def text(tmp_path: Path) -> str:
 
 @pytest.fixture
 def service(home: Path, monkeypatch: Patch) -> SimpleNamespace:
-    """A controller that launches every intent at once, or does what a test puts in its place."""
     import orchestrator.controller
 
     def launch(store: Store, run: Any, epoch: int) -> None:
@@ -58,7 +56,6 @@ Submit, Service = Callable[..., Typed], SimpleNamespace
 
 @pytest.fixture
 def submit(orch: Type, service: Service, tmp_path: Path, text: str) -> Submit:
-    """Type `orch submit` with a little text, and further words."""
     return lambda *more: orch(
         "submit", "tiny-gpt", f"cluster.root={tmp_path / 'runs'}", "--cluster", "local", text, *more
     )
@@ -124,8 +121,6 @@ def test_stalled_controller(orch: Type, submit: Submit, service: Service, monkey
 
 
 def test_controller_cannot_start(orch: Type, submit: Submit, service: Service) -> None:
-    """A login node that lets a user have no more processes."""
-
     def full(path: Path, kind: str) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable", sys.executable)
 
@@ -263,7 +258,6 @@ PIPELINE = ("parallel.dp_shard=0", "parallel.tp=1", "parallel.pipeline.stages=2"
 
 @pytest.mark.parametrize("verb", [("submit", "--dry-run"), ("config", "validate")])
 def test_few_micro_batches(orch: Type, verb: tuple[str, ...]) -> None:
-    """Two stages on two ranks each: eight sequences of a rank are cut into four by the wish for so many."""
     few = orch(*verb, "tiny-gpt", *PIPELINE, "parallel.pipeline.micro_batches=4")
     assert few.code == 0, few.err
     warned = [line for line in few.err.splitlines() if line.startswith("warning: ")]

@@ -23,9 +23,7 @@ def test_signs_say_what_happens_to_a_tag(orch: Type, seeds: Seeds) -> None:
 
 
 @pytest.mark.parametrize("options", [("-q",), ("-v",), ("-qv",)])
-def test_a_minus_before_a_letter_of_an_option_stays_that_option(
-    orch: Type, seeds: Seeds, options: tuple[str, ...]
-) -> None:
+def test_short_options_are_not_tags(orch: Type, seeds: Seeds, options: tuple[str, ...]) -> None:
     run = seeds.run()
     orch("tag", run, "qv", "q")
     left = orch("tag", run, *options, "--json").data["tags"]
@@ -74,7 +72,7 @@ def test_a_tag_is_in_the_record_at_once(orch: Type, seeds: Seeds) -> None:
     assert RunRecord.read(Path(folder / "record.json")).run.tags == ("kept",)
 
 
-def test_a_folder_that_cannot_take_its_record_misses_the_tag_and_a_warning_says_so(orch: Type, seeds: Seeds) -> None:
+def test_unwritable_record_is_warned_of(orch: Type, seeds: Seeds) -> None:
     run = seeds.run()
     place = RunDir(Path(seeds.store.run(run).run_dir))
     place.run.touch()

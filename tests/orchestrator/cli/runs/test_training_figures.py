@@ -20,7 +20,6 @@ GIB = 1 << 30
 
 
 def line(step: int, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
-    """A step of which forward takes a fifth, backward two fifths, and a save a tenth."""
     return {
         "attempt": 1, "generation": 1, "step": step, "loss": 3.0, "time": 1000.0 + step, "seconds": seconds,
         "tokens_per_s": 4000.0 / seconds, "tflops_per_rank": 2.0 / seconds, "mfu": 0.4 / seconds,
@@ -55,7 +54,7 @@ def test_a_generation_before_it_is_no_measure() -> None:
     assert describe_figures(figures)["speed"].endswith("(one step)")
 
 
-def test_all_ranks_are_compared_and_traffic_is_told_by_dimension() -> None:
+def test_figures_of_ranks_and_traffic() -> None:
     forward = {"least": 0.1, "median": 0.2, "most": 0.5, "rank": 3}
     idle = {"least": 0.0, "median": 0.0, "most": 0.0, "rank": 0}
     older = line(50, ranks={"forward": {**forward, "rank": 1}}, bytes={"tp": 1})
@@ -67,7 +66,7 @@ def test_all_ranks_are_compared_and_traffic_is_told_by_dimension() -> None:
     assert words["traffic"] == "tp 1.0 MiB, world 72 B in each step of rank 0"
 
 
-def test_waiting_is_told_apart_into_stages_sends_and_reductions() -> None:
+def test_waiting_by_kind_of_communication() -> None:
     lines = [line(step, 2.0, exposed={"receives": 0.2, "sends": 0.02, "reductions": 0.1}) for step in range(1, 5)]
     lines[1]["exposed"] = {"receives": 1.9, "sends": 0.0, "reductions": 0.0}  # one step that waited for something
     figures = training_figures(lines, world_size=4)
@@ -87,7 +86,6 @@ def test_how_even_experts_are() -> None:
 
 
 def test_what_nobody_knows_is_left_out() -> None:
-    """A workload without `flops_per_step` and `tokens_per_step`, on a device that is in no table."""
     bare = {"attempt": 1, "generation": 1, "step": 3, "loss": 1.0, "time": 1.0, "seconds": 1.0}
     figures = training_figures([bare], world_size=1)
     assert figures is not None
@@ -110,7 +108,7 @@ def test_show_prints_them_and_programs_get_them(orch: Type, seeds: Seeds) -> Non
     assert data["memory"] == {"allocated": 3 * GIB, "reserved": 4 * GIB}
 
 
-def test_an_attempt_that_has_not_trained_yet_leaves_those_of_the_one_before(seeds: Seeds) -> None:
+def test_figures_of_newest_trained_attempt(seeds: Seeds) -> None:
     place = begun(seeds, seeds.run())
     write(place, [line(1), line(2)])
     place.attempt(2).make()

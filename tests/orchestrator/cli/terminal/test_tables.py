@@ -19,7 +19,6 @@ def drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
 
 
 def status(width: int, run: str = "tiny-gpt-3", why: str = "") -> list[str]:
-    """`orch status` of one run."""
     shown = {
         "RUN": run, "STATE": "SUCCEEDED", "STEP": "2000/2000", "LOSS": "3.0102", "SAVED": "1h27m ago", "ETA": "12m05s",
         "CHECKPOINT": "2000 VERIFIED", "ATT.GEN": "1.1", "JOB": "481517", "NODES": "gpu[001-016]",
@@ -37,7 +36,7 @@ def status(width: int, run: str = "tiny-gpt-3", why: str = "") -> list[str]:
         (200, "RUN STATE STEP LOSS SAVED ETA CHECKPOINT ATT.GEN JOB NODES UPDATED TAGS WHY"),
     ],
 )
-def test_the_age_of_the_checkpoint_stays_longest_and_room_is_used(width: int, titles: str) -> None:
+def test_columns_are_dropped_in_order(width: int, titles: str) -> None:
     head, *_ = status(width, why="a node failed: a new job without gpu017 in 12 s")
     assert head.split() == titles.split()
 
@@ -51,7 +50,7 @@ def test_no_line_is_too_long_and_no_word_is_broken(width: int, run: str) -> None
     assert any(f"orch resume {HELD.split()[-1]}" in line for line in lines)
 
 
-def test_a_long_reason_stands_below_its_row_and_short_ones_in_their_column() -> None:
+def test_long_reason_is_printed_below_its_row() -> None:
     lines = drawn(
         [Column("RUN", "run"), Column("STATE", "state"), Column("WHY", "why")],
         [("a-1", "HELD", HELD), ("b-1", "RUNNING", "job 7 is RUNNING")],
@@ -63,7 +62,7 @@ def test_a_long_reason_stands_below_its_row_and_short_ones_in_their_column() -> 
     assert lines[-1] == "b-1  RUNNING  job 7 is RUNNING"
 
 
-def test_where_no_words_have_room_all_reasons_stand_below() -> None:
+def test_narrow_table_prints_reasons_below() -> None:
     name = "n" * 50
     lines = drawn(
         [Column("RUN", "run"), Column("LOSS", "loss", drop_order=1), Column("WHY", "why")],
@@ -99,7 +98,7 @@ def test_a_name_is_whole_on_the_narrowest_terminal(width: int) -> None:
     assert {*HELD.split(), "llama-70b-long-context-32k-warmup-1"} <= {word for line in lines for word in line.split()}
 
 
-def test_a_path_is_whole_and_a_command_is_broken_only_where_it_must_be() -> None:
+def test_paths_and_commands_are_kept_whole() -> None:
     assert folded_text("see /shared/home/someone/runs", 14) == ["see", "/shared/home/someone/runs"]
     assert folded_text("then type orch resume tiny-1", 20) == ["then type", "orch resume tiny-1"]
     assert folded_text("then type `orch ckpt ls x`, please", 20) == ["then type", "`orch ckpt ls x`,", "please"]
@@ -118,7 +117,7 @@ def test_wide_and_combining_characters_are_counted_as_they_are_drawn() -> None:
     assert [cell_width(text) for text in ("abc", "日本", "é", "e\u0301")] == [3, 4, 1, 1]
 
 
-def test_a_long_sentence_is_cut_between_words_and_says_how_much_is_gone() -> None:
+def test_long_sentence_is_cut_between_words() -> None:
     text = "word " * 100
     cut = shorten_text(text.strip())
     kept, _, more = cut.partition(" ... ")

@@ -1,5 +1,6 @@
-"""`orch doctor`: do the nodes that Slurm reports have what a configuration asks for?"""
+"""`orch doctor`: checks of nodes and of this machine."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,16 +30,14 @@ SINFO = {
         ),
     ],
 )  # fmt: skip
-def test_doctor_compares_what_a_run_asks_for_with_the_nodes(
-    asked: dict[str, Any], wanted: bool, level: str, text: str, hint: str
-) -> None:
+def test_demand_of_a_configuration(asked: dict[str, Any], wanted: bool, level: str, text: str, hint: str) -> None:
     found = doctor.demand("first", Resources(nodes=2, **asked), lambda words: SINFO[words[-1]], wanted=wanted)
     assert (found.name, found.level) == ("nodes", level)
     assert found.text.startswith(text)
     assert hint in found.hint
 
 
-def test_doctor_takes_no_answer_for_no_fault() -> None:
+def test_demand_without_answer() -> None:
     def silent(command: list[str]) -> str:
         raise SlurmUnreachable("sinfo got no answer")
 
@@ -47,3 +46,15 @@ def test_doctor_takes_no_answer_for_no_fault() -> None:
         "warn",
         "cannot check whether nodes have what first requests: sinfo got no answer",
     )
+
+
+def test_requirements_of_train_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c++").write_text("#!/bin/sh\n")
+    (tmp_path / "c++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    missing = doctor.compiler(headers=tmp_path)
+    assert (missing.level, "there is no" in missing.text, "Python.h" in missing.text) == (doctor.INFO, True, True)
+    (tmp_path / "Python.h").touch()
+    assert doctor.compiler(headers=tmp_path).level == doctor.OK
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert "train.compile=true would fail here: there is no" in doctor.compiler(headers=tmp_path).text

@@ -137,7 +137,7 @@ def test_resume_without_changes(orch: Type, run: Resumable) -> None:
     [
         (["train.seed=5"], "train.seed cannot change", "keep the old value"),
         (["model.dim=256"], "model.dim cannot change", "keep the old value"),
-        (["train.lrr=1"], "unknown key `train.lrr`", "did you mean `optimizer.lr`"),
+        (["train.lrr=1"], "unknown key `train.lrr`", "keys in `train`"),
         (["optimizer.lr=fast"], "must be a number", "default"),
         (["train.steps=100"], "has already trained more", "train.steps=121 or more"),
         (["checkpoint.tiers=[{path: /scratch}]"], "checkpoint.tiers lacks run", "{path: run}"),

@@ -91,7 +91,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '    patience_steps: int = 5\n    """Steps of patience."""\n    steps: int = 200\n',
     )
     contract = copy / "orchestrator/submission/resume_contract.py"
-    replace(contract, "progress.path progress.pattern", "progress.path progress.pattern train.patience_steps")
+    replace(contract, "train.recompute train.peak_tflops", "train.recompute train.peak_tflops train.patience_steps")
     (copy / "trainer/parallel/extra.py").write_text(DIMENSION)
     table = copy / "trainer/parallel/parallel_config.py"
     replace(table, "    CONTEXT,\n", "    CONTEXT,\n    EXTRA,\n")

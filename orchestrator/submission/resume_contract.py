@@ -4,15 +4,14 @@ One rule for every config key and identity field.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from orchestrator.config.compose import diff
+from orchestrator.config.keys import dotted_key, every_key
 from orchestrator.errors import ConfigError, Precondition
 from orchestrator.near_words import did_you_mean, nearest
-from orchestrator.notifications.channels import NotifyConfig
-from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.user_code.code_record import (
     CodeDecision,
     CodeRecord,
@@ -66,26 +65,14 @@ _TERMS: Mapping[Term, str] = {
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints elsewhere"): "checkpoints.path",
     Term(Rule.ACCEPT, "orch looks for the program's checkpoints under other names"): "checkpoints.pattern",
     HARMLESS: """
-        progress.path progress.pattern cluster.shared_root cluster.spare_nodes cluster.mem cluster.time
-        cluster.interface cluster.signal_lead cluster.partition cluster.account cluster.qos cluster.constraint
-        cluster.exclude cluster.sbatch parallel.tp_across_nodes parallel.fsdp.reshard_after_forward
-        parallel.fsdp.prefetch train.recompute.every train.recompute.keep train.peak_tflops checkpoint.every
-        checkpoint.auto.least checkpoint.auto.most checkpoint.auto.node_days checkpoint.keep
-        checkpoint.max_unsaved_steps checkpoint.plausibility checkpoint.files checkpoint.staging.mode
-        checkpoint.staging.host_memory checkpoint.staging.files checkpoint.retention.every checkpoint.best.metric
-        checkpoint.best.mode checkpoint.best.keep recovery.restarts_in_place recovery.max_failures
-        recovery.no_progress_hours recovery.backoff recovery.backoff_max recovery.exclude_hours
-        recovery.exclude_share recovery.patience detection.hang.on detection.hang.factor detection.hang.least
-        detection.hang.slow detection.hang.most detection.hang.stopped detection.hang.evidence detection.hang.agent
-        detection.hang.heartbeat detection.straggler.on detection.straggler.ratio detection.straggler.windows
-        recovery.exclude_slow_after detection.preflight.on detection.preflight.seconds detection.preflight.slowest
-        detection.preflight.skew restore_tests.every restore_tests.sample restore_tests.tier restore_tests.layouts
-        restore_tests.steps restore_tests.level restore_tests.budget restore_tests.max_parallel
-        restore_tests.cluster restore_tests.command logs.max_mib logs.keep logs.every
+        progress cluster.shared_root cluster.spare_nodes cluster.mem cluster.time cluster.interface cluster.signal_lead
+        cluster.partition cluster.account cluster.qos cluster.constraint cluster.exclude cluster.sbatch
+        parallel.tp_across_nodes parallel.fsdp.reshard_after_forward parallel.fsdp.prefetch
+        train.recompute train.peak_tflops checkpoint recovery detection restore_tests logs notify
     """,
     Term(Rule.ACCEPT, "ranks see different variables"): "env env_from secrets_file",
     _SUMS: """
-        cluster.nodes cluster.min_nodes cluster.ranks_per_node cluster.gpus_per_node cluster.cpus_per_task
+        parallel cluster.nodes cluster.min_nodes cluster.ranks_per_node cluster.gpus_per_node cluster.cpus_per_task
         train.micro_batch_size train.activation_checkpointing train.compile train.loss_chunks
     """,
     Term(Rule.ACCEPT, "other scripts prepare the node"): "cluster.templates",
@@ -101,26 +88,22 @@ _TERMS: Mapping[Term, str] = {
     Term(Rule.REFUSED, "it does not hold the same tokens; submit a new run"): "data.path",
     Term(Rule.ACCEPT, "a schedule that waits for a plateau sees other validations"): "validation.every",
     Term(Rule.ACCEPT, "checkpoints are kept in other places; no tier of the run can be left out"): "checkpoint.tiers",
-    Term(
-        Rule.ACCEPT, "different batches count as spikes and are skipped"
-    ): "detection.spike.deviations detection.spike.window detection.spike.roll_backs",
+    Term(Rule.ACCEPT, "different batches count as spikes and are skipped"): "detection.spike",
     Term(Rule.ACCEPT, "faults are injected on purpose"): "drill.events",
 }
-"""The keys that each rule covers."""
+"""The keys and sections that each rule covers; a key's rule comes before its section's."""
+_BY_NAME = {name: term for term, names in _TERMS.items() for name in names.split()}
 
 
-def _parallel_keys() -> Iterator[str]:
-    """Yield the keys of all parallel dimensions; most of them change the order of sums."""
-    for key in fields(ParallelConfig):
-        nested = key.default_factory() if key.default_factory is not MISSING else None
-        inner = fields(nested) if is_dataclass(nested) else ()
-        yield from [f"parallel.{key.name}.{item.name}" for item in inner] or [f"parallel.{key.name}"]
+def _above(key: str) -> Iterator[str]:
+    parts = key.split(".")
+    return (".".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
 CONFIG: Mapping[str, Term] = {
-    **dict.fromkeys(_parallel_keys(), _SUMS),
-    **{key: term for term, keys in _TERMS.items() for key in keys.split()},
-    **{f"notify.{field.name}": HARMLESS for field in fields(NotifyConfig)},
+    key: terms[0]
+    for key in map(dotted_key, every_key())
+    if (terms := [_BY_NAME[name] for name in _above(key) if name in _BY_NAME])
 }
 """The rule for every config key; entries of an open map follow the map's rule."""
 
@@ -270,11 +253,6 @@ def _term(key: str, now: Mapping[str, Any] | None = None) -> Term:
     if key == "workload.path" and now is not None and now["workload"]["snapshot"]:
         return CONFIG["workload.snapshot"]
     return next((CONFIG[name] for name in _above(key) if name in CONFIG), HARMLESS)
-
-
-def _above(key: str) -> Iterator[str]:
-    parts = key.split(".")
-    return (".".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
 def _field(identity: Mapping[str, Any], key: str) -> Any:

@@ -3,11 +3,7 @@
 Its arguments: ACTS RANK SIZE FOLDER, with ACTS like save:LAYOUT,load:LAYOUT
 """
 
-import json
-import os
 import sys
-import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.checkpointing.proofs.world import World, plain_load
+from tests.checkpointing.rank_process import begin, end, join
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "rows": ((-1,), (Shard(0),)),
@@ -77,15 +74,8 @@ def load(layout: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    begin()
     acts, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    meeting = f"file://{folder.parent}/meeting-{folder.name}-{acts}-{size}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    results = [
-        {"save": save, "load": load}[act](layout, folder) for act, layout in (one.split(":") for one in acts.split(","))
-    ]
-    sys.stdout.write(json.dumps(results) + "\n")
-    sys.stdout.flush()
-    os._exit(0)
+    join(rank, size, folder.parent / f"meeting-{folder.name}-{acts}-{size}")
+    steps = (one.split(":") for one in acts.split(","))
+    end([{"save": save, "load": load}[act](layout, folder) for act, layout in steps])

@@ -1,12 +1,9 @@
 """One rank that saves layouts, or restores them from all: arguments RANK SIZE FOLDER JOBS, [[mode, layout]...]."""
 
 import json
-import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from checkpointing.errors import NothingIntact
 from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.in_process_writer import InProcessWriter
+from tests.checkpointing.rank_process import begin, end, join
 
 NONCE = "ab12cd34"
 BY_NODE = " by node"
@@ -230,13 +228,8 @@ MODES: dict[str, Callable[[str, Path], dict[str, Any]]] = {
 
 
 def main() -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    begin()
     rank, size, folder, jobs = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
-    torch.set_num_threads(1)
     if size > 1:
-        meeting = f"file://{folder}/meeting-{'-'.join(jobs[0])}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    sys.stdout.write(json.dumps([MODES[mode](layout, folder) for mode, layout in jobs]) + "\n")
-    sys.stdout.flush()
-    os._exit(0)
+        join(rank, size, folder / f"meeting-{'-'.join(jobs[0])}")
+    end([MODES[mode](layout, folder) for mode, layout in jobs])

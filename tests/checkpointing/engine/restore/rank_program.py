@@ -5,9 +5,7 @@ import io
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from checkpointing.tiers.tier import RunTiers
 from tests.checkpointing.fake_storages import Faulty
 from tests.checkpointing.in_process_writer import InProcessWriter
 from tests.checkpointing.made_checkpoint import OWNER, tier_at
+from tests.checkpointing.rank_process import begin, end, join
 
 NONCE = "ab12cd34"
 Placed = dict[str, Tensor]
@@ -335,19 +334,12 @@ SCENARIOS: dict[str, Callable[[Path, Events], dict[str, Any]]] = {
 
 
 def main() -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    begin()
     rank, size, root, scenarios = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
-    torch.set_num_threads(1)
-    meeting = f"file://{root}/meeting-{size}-{'-'.join(scenarios[0])}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    join(rank, size, root / f"meeting-{size}-{'-'.join(scenarios[0])}")
     results = []
     for name, folder in scenarios:
         (root / folder).mkdir(exist_ok=True)
         reported: Events = []
         results.append({**SCENARIOS[name](root / folder, reported), "reported": reported})
-    sys.stdout.write(json.dumps(results) + "\n")
-    sys.stdout.flush()
-    # As real ranks end: gloo's threads may still be letting go of tensors, and an interpreter that is being taken down
-    # ends them with "terminate called without an active exception".
-    os._exit(0)
+    end(results)

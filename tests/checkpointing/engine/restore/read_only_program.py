@@ -1,10 +1,7 @@
 """One rank of jobs: to save layouts, or to restore a checkpoint read-only: arguments RANK SIZE FOLDER JOBS."""
 
 import json
-import os
 import sys
-import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch.distributed as dist  # isort: skip
 from checkpointing.engine.collectives.group import World
 from checkpointing.engine.restore.read_only import ReadOnlyCheckpoint
 from checkpointing.engine.restore.source import local_part
+from tests.checkpointing.rank_process import begin, end, join
 
 Tensors = dict[str, torch.Tensor]
 
@@ -69,17 +67,12 @@ def _untouched(mode: str, layout: str, folder: Path, step: int) -> dict[str, Any
 
 
 def main() -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    begin()
     rank, size, root, jobs = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
-    torch.set_num_threads(1)
     results = []
     for mode, layout, *rest in jobs:
         if not dist.is_initialized() and (size > 1 or mode == "of_ranks"):
-            meeting = f"file://{root}/meeting-{size}"
-            dist.init_process_group(
-                "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60)
-            )
+            join(rank, size, root / f"meeting-{size}")
         if mode == "save":
             results.append(layout_program.save(layout, root))
         elif mode == "save_ranks":
@@ -87,6 +80,4 @@ def main() -> None:
         else:
             folder, step = rest
             results.append(_untouched(mode, layout, root / folder, step))
-    sys.stdout.write(json.dumps(results) + "\n")
-    sys.stdout.flush()
-    os._exit(0)
+    end(results)

@@ -1,13 +1,9 @@
 """One of two real ranks in scenarios of reading: arguments FOLDER RANK; prints one JSON line."""
 
 import contextlib
-import json
-import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +26,7 @@ from checkpointing.writer.arena import Arena
 from tests.checkpointing.engine.restore.rank_program import checkpointer, empty, equal, placed, whole
 from tests.checkpointing.in_process_writer import InProcessWriter
 from tests.checkpointing.made_checkpoint import OWNER, tier_at
+from tests.checkpointing.rank_process import begin, end, join
 
 NONCE = "ab12cd34"
 SIZE = 2
@@ -162,16 +159,11 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def main() -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    begin()
     root, rank = Path(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(1)
-    meeting = f"file://{root}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
+    join(rank, SIZE, root / "meeting")
     results = {}
     for name, scenario in SCENARIOS.items():
         (root / name).mkdir(exist_ok=True)
         results[name] = scenario(root / name)
-    sys.stdout.write(json.dumps(results) + "\n")
-    sys.stdout.flush()
-    os._exit(0)
+    end(results)

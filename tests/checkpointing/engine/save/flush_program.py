@@ -3,7 +3,6 @@
 import json
 import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from checkpointing.engine.save.flusher import Flusher, TransferTimeouts  # noqa:
 from checkpointing.tiers.tier import RunTiers  # noqa: E402
 from checkpointing.writer.link import WriterLink  # noqa: E402
 from tests.checkpointing.made_checkpoint import OWNER, make, tier_at  # noqa: E402
+from tests.checkpointing.rank_process import join  # noqa: E402
 
 SIZE = 3 << 20
 
 
 def flush(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
+    join(rank, size, folder / "store")
     places = (tier_at(folder / "fast"), tier_at(folder / "slow", bandwidth=20.0))
     link, reported = WriterLink.start(), []
     flusher = Flusher(

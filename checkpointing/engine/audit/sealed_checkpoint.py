@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.engine.restore.metadata_reader import VerifiedFile, read_index
+from checkpointing.engine.state.layout import region
 from checkpointing.errors import CheckpointRefused, ManifestError
 from checkpointing.format.manifest import Index, Manifest, Piece
 from checkpointing.storage.backends import Storage
@@ -133,13 +134,11 @@ class SealedCheckpoint:
             first, last = max(start, piece.offsets[lead]), min(stop, piece.offsets[lead] + piece.sizes[lead])
             if first >= last or not piece.nbytes:
                 continue
-            row, sizes = piece.nbytes // piece.sizes[lead], list(piece.sizes)
-            sizes[lead] = last - first
+            row, offsets, sizes = piece.nbytes // piece.sizes[lead], list(piece.offsets), list(piece.sizes)
+            offsets[lead], sizes[lead] = first - start, last - first
             place = piece.data + (first - piece.offsets[lead]) * row
-            target = found.narrow(lead, first - start, last - first)
-            for dimension in range(lead + 1, len(span.sizes)):
-                target = target.narrow(dimension, piece.offsets[dimension], piece.sizes[dimension])
-            target.copy_(self._read(piece.file, place, (last - first) * row, dtype).view(sizes))
+            values = self._read(piece.file, place, (last - first) * row, dtype)
+            region(found, offsets, sizes).copy_(values.view(sizes))
         return found
 
     def _read(self, file: str, offset: int, length: int, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 from checkpointing.engine.audit.sealed_checkpoint import row_spans
 from checkpointing.engine.state.fingerprints import combine, partial
-from checkpointing.engine.state.layout import ALIGNMENT, RecordTemplate, template
+from checkpointing.engine.state.layout import ALIGNMENT, RecordTemplate, region, template
 from checkpointing.engine.state.save_plan import metadata_bytes
 from checkpointing.errors import CheckpointRefused
 from checkpointing.format.commit import Name, seal, write_file
@@ -112,10 +112,7 @@ class TorchTensors:
     def blocks(self, name: str) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         tensor = self._held[name]
         for span in row_spans(tuple(tensor.shape), tensor.dtype.itemsize):
-            part = tensor
-            for dimension, (offset, size) in enumerate(zip(span.offsets, span.sizes, strict=True)):
-                part = part.narrow(dimension, offset, size)
-            yield part.contiguous(), span.offsets
+            yield region(tensor, span.offsets, span.sizes).contiguous(), span.offsets
 
 
 def open_safetensors(place: Path) -> SafetensorsFiles:

@@ -25,6 +25,7 @@ from checkpointing.engine.restore.source import (
     local_part,
     locate_slice,
 )
+from checkpointing.engine.state.layout import region
 from checkpointing.errors import CheckpointRefused, ManifestError
 from checkpointing.format.read_plan import Shard, Slice, Strip, parts
 from checkpointing.message_codec import peer_message
@@ -366,7 +367,7 @@ class RankLoad:
         with torch.no_grad():
             local = {key: local_part(self._tensors[key]) for key in {need.key for need in self._slices}}
             for need, slice_bytes in zip(self._slices, self._slice_bytes, strict=True):
-                self._goals.append(_region(local[need.key], need.goal, need.sizes))
+                self._goals.append(region(local[need.key], need.goal, need.sizes))
                 self._sources.append(self._slice_memory(need, slice_bytes))
                 if slice_bytes is not None and any(me not in readers[chunk] for chunk in slice_bytes.chunks):
                     requests.append((slice_bytes.shard.name, slice_bytes.rows))
@@ -390,7 +391,7 @@ class RankLoad:
     def _slice_memory(self, need: Slice, slice_bytes: SliceBytes | None) -> Tensor:
         """Return the memory that holds or will hold a slice's values."""
         if slice_bytes is None:
-            return _region(self._source.odd[need.piece](), need.source, need.sizes)
+            return region(self._source.odd[need.piece](), need.source, need.sizes)
         view = self._view(need, slice_bytes)
         if view is None:
             packed = torch.empty(slice_bytes.nbytes, dtype=torch.uint8, device="cpu")
@@ -462,14 +463,6 @@ def _evenly(sizes: Sequence[int], count: int) -> list[slice]:
             groups.append(slice(start, at + 1))
             start, filled = at + 1, 0
     return [*groups, slice(start, len(sizes))] if start < len(sizes) else groups
-
-
-def _region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    if tuple(tensor.shape) == tuple(sizes):
-        return tensor
-    for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dimension, offset, size)
-    return tensor
 
 
 @lru_cache(maxsize=4096)

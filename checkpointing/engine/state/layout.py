@@ -33,6 +33,16 @@ _SMALL = 1 << 16
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, missing from this Python's mmap
 
 
+def region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return the part of a tensor at these offsets, in the same memory."""
+    if tuple(tensor.shape) == tuple(sizes):
+        return tensor
+    found = tensor.detach()
+    for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        found = found.narrow(dimension, offset, size)
+    return found
+
+
 class RecordFormatError(RuntimeError):
     """This torch writes tensors in a form that cannot be laid out in advance."""
 

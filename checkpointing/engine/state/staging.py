@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.engine.collectives.group import FAILURES, Failed, start_background_thread
 from checkpointing.engine.state.fingerprints import digest_replicas
-from checkpointing.engine.state.layout import Item, Part
+from checkpointing.engine.state.layout import Item, Part, region
 from checkpointing.engine.state.save_plan import AgreedPlan
 from checkpointing.writer.arena import Arena
 
@@ -363,7 +363,7 @@ class Stager:
             memory.zero_()  # the padding of a file must not contain data of another tensor
             _write_templates(self._arena.buffer(buffer), part.items)
             views = [_view(memory, item) for item in part.items]
-            sources = [_region(of[item], item) for item in part.items]
+            sources = [region(of[item], item.share.within, item.shape) for item in part.items]
             copy = self._copier.copy(views, sources, lambda: self._structure.fits(parts))
             staged.add(Bucket(part, buffer, memory, copy))
 
@@ -402,16 +402,6 @@ def _oldest_first(arena: Arena) -> list[int]:
 
 def _view(memory: Tensor, item: Item) -> Tensor:
     return memory[item.place : item.place + item.piece.nbytes].view(item.dtype).view(item.shape)
-
-
-def _region(tensor: Tensor, item: Item) -> Tensor:
-    """Return the values of an item within the rank's part of its tensor."""
-    if tuple(tensor.shape) == item.shape:
-        return tensor
-    region = tensor.detach()
-    for axis, (start, length) in enumerate(zip(item.share.within, item.shape, strict=True)):
-        region = region.narrow(axis, start, length)
-    return region
 
 
 def _write_templates(memory: memoryview, items: Sequence[Item]) -> None:

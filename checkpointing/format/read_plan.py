@@ -9,11 +9,18 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from checkpointing.format.manifest import Piece
 
 Numbers = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def strides(shape: Numbers) -> Numbers:
+    """Return the strides of a row-major array, in values."""
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 class Box(NamedTuple):
@@ -79,8 +86,7 @@ def intersect(piece: Piece, number: int, local: Box) -> Slice | None:
 
 def strips(whole: Sequence[int], need: Slice, itemsize: int, base: int) -> list[Strip]:
     """Return a slice's strips in its file; `whole` is the piece's shape, `base` the file offset of its values."""
-    steps = list(itertools.accumulate(reversed(whole), lambda step, size: step * size, initial=itemsize))
-    steps = steps[-2::-1]  # bytes between neighbours, in every dimension
+    steps = [step * itemsize for step in strides(tuple(whole))]
     start = base + sum(at * step for at, step in zip(need.source, steps, strict=True))
     dimension, length, inner_whole = len(whole), itemsize, True
     while dimension and inner_whole:

@@ -7,7 +7,6 @@ ranks have agreed that all of their bytes matched.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,7 +26,7 @@ from checkpointing.engine.restore.source import (
 )
 from checkpointing.engine.state.layout import region
 from checkpointing.errors import CheckpointRefused, ManifestError
-from checkpointing.format.read_plan import Shard, Slice, Strip, parts
+from checkpointing.format.read_plan import Shard, Slice, Strip, parts, strides
 from checkpointing.message_codec import peer_message
 
 Wanted = Mapping[int, int]
@@ -408,7 +407,7 @@ class RankLoad:
         start, rest = divmod(slice_bytes.rows[0].offset + delta, dtype.itemsize)
         if rest:
             return None
-        return flat.as_strided(need.sizes, _steps(self._source.index.pieces[need.piece].sizes), start)
+        return flat.as_strided(need.sizes, strides(self._source.index.pieces[need.piece].sizes), start)
 
     def _fill(self, slice_bytes: SliceBytes, packed: Tensor, receives: Sequence[list[Tensor]]) -> None:
         """Copy what this rank has itself; the rest comes from the ranks that have it."""
@@ -463,16 +462,6 @@ def _evenly(sizes: Sequence[int], count: int) -> list[slice]:
             groups.append(slice(start, at + 1))
             start, filled = at + 1, 0
     return [*groups, slice(start, len(sizes))] if start < len(sizes) else groups
-
-
-@lru_cache(maxsize=4096)
-def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a row-major array, in values."""
-    steps, step = [], 1
-    for size in reversed(shape):
-        steps.append(step)
-        step *= size
-    return tuple(steps[::-1])
 
 
 def _first_replica(tensor: DTensor) -> bool:

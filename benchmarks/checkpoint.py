@@ -21,7 +21,7 @@ _ROW_SECONDS = 1800
 _QUICK_ROUNDS, _QUICK_SCALE = 3, 0.125
 
 _SAVE = (
-    "the limit is a write with nothing beside it; here digests and fingerprints run on the two cores that also "
+    "the limit is a write while nothing else runs; here digests and fingerprints run on the two cores that also "
     "serve the disk (without fingerprints: 0.92), and the two publications of a commit take 1.5 ms of about 65"
 )
 _LOAD = (

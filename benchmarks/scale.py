@@ -1,7 +1,7 @@
 """Cost of 10,000 ranks for their coordinator, and its time to detect a stopped one.
 
     python -m benchmarks.scale [--nodes 1250] [--ranks-per-node 8] [--seconds 20] [--step 1.0] [--rounds 1]
-                               [--json] [--profile] [--list]
+                               [--json] [--list]
 
 The coordinator in this process is real; its agents, in another process, are synthetic: they join over loopback with the
 real protocol, and report like real agents, with every rank changed in every report. CPU is the coordinator process's,
@@ -14,10 +14,8 @@ Exit code 1 if a must is missed or the wrong rank is named.
 
 import argparse
 import asyncio
-import cProfile
 import json
 import math
-import pstats
 import resource
 import subprocess
 import sys
@@ -105,17 +103,10 @@ class ScaleBenchmark:
         return Coordinator(state)
 
     async def _measure_cpu(self) -> float:
-        """Measure CPU seconds per second while all ranks step; `--profile` prints where they go."""
-        profile = cProfile.Profile() if self._options.profile else None
-        if profile is not None:
-            profile.enable()
+        """Measure CPU seconds per second while all ranks step."""
         cpu, start = time.process_time(), time.monotonic()
         await asyncio.wait({self._coordinator}, timeout=self._options.seconds)
-        share = (time.process_time() - cpu) / (time.monotonic() - start)
-        if profile is not None:
-            profile.disable()
-            pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(25)
-        return share
+        return (time.process_time() - cpu) / (time.monotonic() - start)
 
     async def _incident(self, kind: str, number: int) -> dict[str, Any]:
         """Stop one rank; return the kind, whether another rank was named, the seconds to the verdict, and a note."""
@@ -189,6 +180,5 @@ if __name__ == "__main__":
         "--ranks-per-node": {"type": int, "default": 8},
         "--seconds": {"type": float, "default": 20.0, "help": "seconds of steady state to measure"},
         "--step": {"type": float, "default": 1.0, "help": "seconds that a step takes"},
-        "--profile": {"action": "store_true", "help": "show where the coordinator's time goes; worsens the figures"},
     }
     sys.exit(run_table("scale", __doc__, ROWS, measure, rounds=1, options=OPTIONS))

@@ -28,9 +28,9 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def _row(name: str, beside: str, settings: str) -> Row:
+def _row(name: str, peer: str, settings: str) -> Row:
     keys = tuple(f"parallel.{setting}" for setting in settings.split())
-    return Row(name=name, text=f"{name} / {beside}", must=1.02, stretch=1.0, source=keys)
+    return Row(name=name, text=f"{name} / {peer}", must=1.02, stretch=1.0, source=keys)
 
 
 ROWS = (

@@ -33,7 +33,7 @@ def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     home, source = _configured_home(environ)
     existing = next(place for place in (home, *home.parents) if os.path.lexists(place))
     if not existing.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "the state folder cannot be made: it is no folder", source)
+        raise NotADirectoryError(errno.ENOTDIR, "the state folder cannot be made: it is not a folder", source)
     check_unshared(existing, then="ORCH_HOME=FOLDER")
     return home
 

@@ -68,13 +68,13 @@ def _usual_file(variable: str, environ: Mapping[str, str]) -> Path:
     return config / "orch" / "config.yaml"
 
 
-def locate(source: str, beside: Path, where: str) -> Path:
+def locate(source: str, folder: Path, where: str) -> Path:
     """Return the file of a preset or path. Raises NotFound with a similar name, or ConfigError for an include.
 
     Raises ConfigError for a script, with the command that submits it.
     """
     as_path = Path(source).expanduser()
-    path = beside / as_path
+    path = folder / as_path
     is_name = source.strip() and not source.startswith((".", "/", "~")) and as_path.suffix not in (".yaml", ".yml")
     if is_name and source in yaml_text.names():
         return shipped_folder("configs") / f"{source}.yaml"
@@ -87,7 +87,7 @@ def locate(source: str, beside: Path, where: str) -> Path:
     if is_name and not path.exists():
         what = f"no preset `{source}`, and no such file"
     is_special = source.strip() and path.exists() and not path.is_dir()
-    hint = "write the configuration to a regular file, and name that" if is_special else _offer(source, where, beside)
+    hint = "write the configuration to a regular file, and name that" if is_special else _offer(source, where, folder)
     raise (ConfigError if where else NotFound)(what, where=where or (source if is_name else str(path)), hint=hint)
 
 
@@ -98,10 +98,10 @@ def _no_file(path: Path) -> str:
     return "is a pipe or a device; only regular files are read" if path.exists() else "no such file"
 
 
-def _offer(source: str, where: str, beside: Path) -> str:
+def _offer(source: str, where: str, folder: Path) -> str:
     """Return a hint with the nearest file or preset; only files may include partial presets."""
     typed = Path(source).expanduser()
-    near = near_file(beside / typed, (".yaml", ".yml", typed.suffix or ".yaml")) if source.strip(" ./~") else None
+    near = near_file(folder / typed, (".yaml", ".yml", typed.suffix or ".yaml")) if source.strip(" ./~") else None
     if near is not None:
         return f"did you mean {shlex.quote(source.rstrip('/').removesuffix(typed.name) + near)}?"
     known = [name for name in yaml_text.names() if where or "/" not in name]

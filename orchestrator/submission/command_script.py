@@ -192,13 +192,13 @@ _KEEP_FILES = frozenset({"default", "modules", "conda", "nccl"})
 """Templates whose jobs see this machine's files; jobs in containers or from custom scripts may not."""
 
 
-def check_command(config: RunConfig, beside: Path) -> None:
+def check_command(config: RunConfig, cwd: Path) -> None:
     """Raise ConfigError for a script that certainly does not exist, or that would be started twice.
 
-    `beside`: the folder from which the run is submitted.
+    `cwd`: the folder from which the run is submitted.
     """
-    _refuse_one_text(config.command, beside)
-    script_text = _shell_text(config.command, beside)
+    _refuse_one_text(config.command, cwd)
+    script_text = _shell_text(config.command, cwd)
     refuse_launcher(config, script_text)
     refuse_lost_exit_code(config.command, script_text)
     for word in config.command[1:]:
@@ -206,21 +206,21 @@ def check_command(config: RunConfig, beside: Path) -> None:
             raise _missing(config.command, word, Path(word))
     if not traits(config.cluster.kind).simulated_nodes and not set(config.cluster.templates) <= _KEEP_FILES:
         return
-    _check_program(config.command, beside)
+    _check_program(config.command, cwd)
     script = _script(config.command)
     if FOLDER_VARIABLE in {*config.env, *config.env_from}:
         folder = Path(config.env.get(FOLDER_VARIABLE, ""))
         if not (folder.is_absolute() and folder.is_dir()):
             return
-        beside = folder
-    if script is not None and not (beside / script).exists():
-        raise _missing(config.command, script, beside / script)
+        cwd = folder
+    if script is not None and not (cwd / script).exists():
+        raise _missing(config.command, script, cwd / script)
 
 
-def _refuse_one_text(command: tuple[str, ...], beside: Path) -> None:
+def _refuse_one_text(command: tuple[str, ...], cwd: Path) -> None:
     """Raise ConfigError for a program and its arguments in one string (`["python train.py"]`)."""
     program, *arguments = command
-    if len(program.split()) < 2 or (beside / program).exists() or shutil.which(program):
+    if len(program.split()) < 2 or (cwd / program).exists() or shutil.which(program):
         return
     try:
         words = shlex.split(program)
@@ -235,11 +235,11 @@ def _refuse_one_text(command: tuple[str, ...], beside: Path) -> None:
 _LARGEST_SCRIPT = 1 << 20
 
 
-def _shell_text(command: tuple[str, ...], beside: Path) -> str:
+def _shell_text(command: tuple[str, ...], cwd: Path) -> str:
     """Return the text of the shell script that the command starts; empty if none is readable here."""
     script = _script(tuple(_from_shell(command)) or command)
     try:
-        path = beside / (script or "")
+        path = cwd / (script or "")
         if script is None or path.suffix != ".sh" or not path.is_file() or path.stat().st_size > _LARGEST_SCRIPT:
             return ""
         return path.read_text(errors="replace")
@@ -247,14 +247,14 @@ def _shell_text(command: tuple[str, ...], beside: Path) -> str:
         return ""
 
 
-def _check_program(command: tuple[str, ...], beside: Path) -> None:
+def _check_program(command: tuple[str, ...], cwd: Path) -> None:
     """Raise ConfigError for a script that is the program but is not executable."""
     program = command[0]
     starter = _STARTERS.get(Path(program).suffix)
     if starter is None or not _SCRIPT.fullmatch(program):
         return
     on_path = "/" not in program
-    if not (beside / program).is_file() or (shutil.which(program) if on_path else os.access(beside / program, os.X_OK)):
+    if not (cwd / program).is_file() or (shutil.which(program) if on_path else os.access(cwd / program, os.X_OK)):
         return
     why = "is not a program on PATH" if on_path else "is not executable"
     words = shlex.quote(f"command=[{format_list_items([starter, *command])}]")

@@ -60,14 +60,14 @@ def code(config: RunConfig, folder: Path | None = None, imported: CodeRecord | N
     `folder`: base of relative script paths, by default this process's folder. `imported`: record of the imported
     modules; without it, the imports in the workload's source are followed.
     """
-    beside = folder or Path()
+    base = folder or Path()
     places = [Path(place).expanduser() for place in config.workload.path]
-    places += [Path(word) for word in config.command if word.endswith(".py") and (beside / word).is_file()]
+    places += [Path(word) for word in config.command if word.endswith(".py") and (base / word).is_file()]
     ours = [_ROOT / package for package in ("trainer", "checkpointing")]
-    record = None if config.trains_built_in_workload else imported or record_named(config, beside)
+    record = None if config.trains_built_in_workload else imported or record_named(config, base)
     return {
         "orch": {"version": _version("orch"), "sha256": digest(ours)},
-        "user": [{**_place(beside / place), "path": str(place)} for place in places],
+        "user": [{**_place(base / place), "path": str(place)} for place in places],
         "files": None if record is None else record.to_json(),
     }
 

@@ -32,7 +32,7 @@ from trainer.protocol.user_code.import_search import ImportSearch, shadowing_fil
 from trainer.protocol.user_code.record_code import named_tops
 
 NOTED_AFTER = 2.0
-"""Seconds to wait before the user is told about the check."""
+"""Seconds to wait before the user is informed of the check."""
 _LAST_WORDS = 4096
 
 
@@ -241,17 +241,17 @@ _IMPORT_PATH = "PYTHONPATH"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def check(config: RunConfig, beside: Path | None = None) -> None:
+def check(config: RunConfig, cwd: Path | None = None) -> None:
     """Raise ConfigError for code that a job cannot import or start, or that another module would shadow.
 
-    `beside`: the folder from which the run was submitted; by default this process's.
+    `cwd`: the folder from which the run was submitted; by default this process's.
     """
     folders = [Path(folder).expanduser() for folder in config.workload.path]
     for folder in folders:
         _check_folder(folder)
     _check_import_path(config)
     if config.command:
-        check_command(config, beside or Path.cwd())
+        check_command(config, cwd or Path.cwd())
     else:
         _check_target(config.workload.target, folders)
 
@@ -323,13 +323,13 @@ def _refuse_shadowed(target: str, top: str, folders: list[Path]) -> None:
         )
 
 
-def shadowed_helpers(config: RunConfig, beside: Path | None = None) -> list[str]:
+def shadowed_helpers(config: RunConfig, cwd: Path | None = None) -> list[str]:
     """Return warnings about modules in `workload.path` that a job would import from elsewhere."""
     folders = [Path(folder).expanduser() for folder in config.workload.path]
     if config.command or config.trains_built_in_workload or not folders:
         return []
     own = config.workload.target.partition(":")[0].partition(".")[0]
-    names, search = named_tops(config, beside or Path.cwd()) - {own}, ImportSearch(last=folders)
+    names, search = named_tops(config, cwd or Path.cwd()) - {own}, ImportSearch(last=folders)
     found = [(name, shadowing_file(name, folders, search)) for name in sorted(names)]
     return [f"the job imports {where[1]} as {name}, not {where[0]}" for name, where in found if where is not None]
 

@@ -208,7 +208,7 @@ def test_an_error_of_the_file_system_is_no_defect(orch: Type, seeds: Seeds, monk
 @pytest.mark.parametrize(
     ("place", "why", "verbs"),
     [
-        ("/etc/passwd", "it is no folder", ["status", "submit tiny-gpt", "doctor"]),
+        ("/etc/passwd", "it is not a folder", ["status", "submit tiny-gpt", "doctor"]),
         ("/proc/orch", "No such file", ["submit tiny-gpt"]),
     ],
 )

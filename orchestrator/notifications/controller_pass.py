@@ -13,7 +13,13 @@ from pathlib import Path
 
 from orchestrator.errors import NotFound, RegistryError
 from orchestrator.notifications.channels import NotifyConfig, Order
-from orchestrator.notifications.delivery import DeliveryRecord, Message, NotificationState, Sender
+from orchestrator.notifications.delivery import (
+    DeliveryRecord,
+    NotificationState,
+    Sender,
+    make_message,
+    message_variables,
+)
 from orchestrator.registry.records import Attempt, Run, Transition
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.job_environment import Submitter
@@ -120,10 +126,10 @@ class Notifications:
         self, run: Run, change: Transition, config: NotifyConfig, record: DeliveryRecord, epoch: int, now: float
     ) -> None:  # fmt: skip
         targets = {name: value for name, value in config.targets.items() if name not in record.delivered}
-        message = Message.for_change(run, change)
+        message = make_message(run, change)
         order = Order(
-            targets=targets, payload=message.to_json(),
-            environ={**Submitter.from_identity(run.identity).environ(os.environ), **message.variables()},
+            targets=targets, payload=message,
+            environ={**Submitter.from_identity(run.identity).environ(os.environ), **message_variables(message)},
             folder=str(run.identity.get("submit_dir", "/")), secrets=str(RunDir(Path(run.run_dir)).secrets),
         )  # fmt: skip
         trying = replace(record, tries=record.tries + 1, at=now)

@@ -29,44 +29,30 @@ _NEXT_COMMANDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """Notification of a run's state change; `id` stays the same if the message is sent again."""
+def make_message(run: Run, change: Transition) -> dict[str, Any]:
+    """Return the payload for a state change with the current step and loss; `id` stays the same if it is sent again."""
+    moment = datetime.fromtimestamp(change.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+    place = f" at step {run.step} of {run.total_steps}" if run.total_steps else ""
+    why = f": {change.reason}" if change.reason else ""
+    commands = _NEXT_COMMANDS.get(RunState(change.after), "see: `orch show {run}`").format(run=run.name)
+    return {
+        "schema": SCHEMA, "id": f"{run.name}/{change.after}/{moment}",
+        "text": f"{run.name} is {change.after}{place}{why} ({commands})", "run": run.name, "state": change.after,
+        "before": change.before, "reason": change.reason, "time": moment, "step": run.step,
+        "total_steps": run.total_steps, "loss": run.loss, "tags": run.tags, "run_dir": run.run_dir,
+    }  # fmt: skip
 
-    id: str
-    text: str
-    run: str
-    state: str
-    before: str
-    reason: str
-    time: str  # UTC, ISO 8601
-    step: int
-    total_steps: int
-    loss: float | None
-    tags: tuple[str, ...]
-    run_dir: str
 
-    @classmethod
-    def for_change(cls, run: Run, change: Transition) -> "Message":
-        """Build the message for a state change, with the current step and loss."""
-        moment = datetime.fromtimestamp(change.time, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
-        place = f" at step {run.step} of {run.total_steps}" if run.total_steps else ""
-        why = f": {change.reason}" if change.reason else ""
-        commands = _NEXT_COMMANDS.get(RunState(change.after), "see: `orch show {run}`").format(run=run.name)
-        return cls(
-            id=f"{run.name}/{change.after}/{moment}", text=f"{run.name} is {change.after}{place}{why} ({commands})",
-            run=run.name, state=change.after, before=change.before, reason=change.reason, time=moment, step=run.step,
-            total_steps=run.total_steps, loss=run.loss, tags=run.tags, run_dir=run.run_dir,
-        )  # fmt: skip
-
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **asdict(self)}
-
-    def variables(self) -> dict[str, str]:
-        """Return the fields as environment variables: `ORCH_STATE` and so on."""
-        values = {**asdict(self), "tags": ",".join(self.tags), "loss": "" if self.loss is None else repr(self.loss)}
-        names = {"id": "ORCH_NOTIFICATION_ID", "time": "ORCH_CHANGED_AT"}
-        return {names.get(name, f"ORCH_{name.upper()}"): str(value).replace("\0", "") for name, value in values.items()}
+def message_variables(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields of a message as environment variables: `ORCH_STATE` and so on."""
+    loss = message["loss"]
+    values = {**message, "tags": ",".join(message["tags"]), "loss": "" if loss is None else repr(loss)}
+    names = {"id": "ORCH_NOTIFICATION_ID", "time": "ORCH_CHANGED_AT"}
+    return {
+        names.get(name, f"ORCH_{name.upper()}"): str(value).replace("\0", "")
+        for name, value in values.items()
+        if name != "schema"
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -232,7 +232,7 @@ class Lease:
     """Lease of a controller, which may act under this epoch."""
 
     epoch: int
-    holder: str  # host/space:pid:start time (controller.leasing.lease.Holder)
+    holder: str  # host/space:pid:start time (orchestrator.registry.lease.Holder)
     renewed_at: float
     expires_at: float
     ticked_at: float = 0.0

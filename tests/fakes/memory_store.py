@@ -6,6 +6,7 @@ from typing import Any
 
 from orchestrator.registry import migrate
 from orchestrator.registry.database import Database
+from orchestrator.registry.records import Attempt, Run
 from orchestrator.registry.store import Store
 
 
@@ -20,6 +21,16 @@ class MemoryStore(Store):
         database = Database(Path("/memory/registry.db"))
         database.connect = lambda: connection  # type: ignore[assignment]
         super().__init__(database)
+        self._changes = -1
+        self._rows: dict[str, tuple[Run, list[Attempt]]] = {}
+
+    def rows(self, name: str) -> tuple[Run, list[Attempt]]:
+        """Return a run and its attempts; they are read once after each change. Not for use within a transaction."""
+        if self._changes != self.connection.total_changes:
+            self._changes, self._rows = self.connection.total_changes, {}
+        if name not in self._rows:
+            self._rows[name] = self.run(name), self.attempts(name)
+        return self._rows[name]
 
     def close(self) -> None:
         """Keep the connection, whose end would delete the registry."""

@@ -1,9 +1,9 @@
-"""Runs in a registry that were never submitted."""
+"""Runs and leases in a registry."""
 
 from pathlib import Path
 from typing import Any
 
-from orchestrator.registry.records import Attempt, NewRun, Run
+from orchestrator.registry.records import Attempt, Lease, NewRun, Run
 from orchestrator.registry.store import Store
 
 
@@ -16,3 +16,10 @@ def create_run(
         fields["config_digest"] = store.put_config(data)
     known = {"slug": "sim", "cluster": "slurm", "total_steps": 1, "identity": {}}
     return store.create_run(NewRun(root=root, **{**known, **fields}), now=now, nonce=nonce)
+
+
+def take_lease(store: Store, holder: str, now: float, ttl: float, *scheduler: str, **over: Any) -> Lease:
+    """Take a lease that is free."""
+    lease = store.take_lease(holder, now, ttl, *scheduler, **over)
+    assert lease is not None
+    return lease

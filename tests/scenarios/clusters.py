@@ -105,7 +105,7 @@ class Clusters:
         return str(run.name)
 
     def run(self, name: str) -> Run:
-        found: Run = self.store.run(name)
+        found: Run = self.store.rows(name)[0]
         return found
 
     def folder(self, name: str) -> RunDir:
@@ -138,7 +138,7 @@ class Clusters:
             assert len(live) <= 1, f"{name} has live jobs {live}"
             owner = self.run(name).scheduler
             assert all(owner in ("", where) for where, _ in live), f"{name} of {owner} has live jobs {live}"
-            last = self.store.attempts(name)[-1]
+            last = self.store.rows(name)[1][-1]
             if last.state in (AttemptState.ENDED, AttemptState.LOST):
                 assert not live, f"{name}/{last.number} is {last.state}, and {live} lives"
 

@@ -13,7 +13,7 @@ from orchestrator.scheduler.interface import JobStatus
 from orchestrator.states import AttemptState, RunState
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.model_slurm import ModelJob, SlurmFaults
-from tests.fakes.new_runs import create_run
+from tests.fakes.new_runs import create_run, take_lease
 from tests.scenarios.world import World, config, training
 from trainer.protocol.failures.outcome import FailureKind
 
@@ -181,8 +181,7 @@ def test_the_job_of_another_registry_s_run_of_that_name_is_left_alone(tmp_path: 
     ours, store = World(tmp_path / "ours", data=FOREVER), MemoryStore()
     run, _ = create_run(store, tmp_path / "theirs", FOREVER, total_steps=4000, now=ours.clock.now, nonce="99999999")
     assert run.name == ours.name
-    lease = store.take_lease("login:9:0", ours.clock.now, 60.0)
-    assert lease is not None
+    lease = take_lease(store, "login:9:0", ours.clock.now, 60.0)
     theirs = Controller(store, {"slurm": ours.slurm}, clock=ours.clock.as_clock())  # type: ignore[arg-type]
     theirs.rng = Random(1)
     for _ in range(8):

@@ -66,7 +66,6 @@ class World:
         self.files = HungFiles()
         self.lives = 0
         self.reports: list[TickReport] = []
-        self._rows: tuple[int, Run, list[Attempt]] | None = None  # the run's, with the number of changes when read
         self._checked: set[tuple[Path, int, int]] = set()  # launch tokens by file: a new one is a new file
         self.start_controller()
 
@@ -137,19 +136,18 @@ class World:
 
     # -- what people see
 
-    def _read(self) -> tuple[int, Run, list[Attempt]]:
-        changes = self.store.connection.total_changes if isinstance(self.store, MemoryStore) else -1
-        if self._rows is None or self._rows[0] != changes or changes < 0:
-            self._rows = changes, self.store.run(self.name), self.store.attempts(self.name)
-        return self._rows
+    def _rows(self) -> tuple[Run, list[Attempt]]:
+        if isinstance(self.store, MemoryStore):
+            return self.store.rows(self.name)
+        return self.store.run(self.name), self.store.attempts(self.name)
 
     @property
     def run(self) -> Run:
-        return self._read()[1]
+        return self._rows()[0]
 
     @property
     def attempts(self) -> list[Attempt]:
-        return self._read()[2]
+        return self._rows()[1]
 
     @property
     def view(self) -> ControlledRun:

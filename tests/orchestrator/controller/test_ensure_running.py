@@ -15,6 +15,7 @@ from orchestrator.home import controller_log
 from orchestrator.registry.lease import LEASE_TTL, host_name, is_awaited
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
+from tests.fakes.new_runs import take_lease
 from tests.orchestrator.controller.until import until
 from trainer.protocol.config_sections.scheduler_kinds import LOCAL
 from trainer.protocol.node_identity import start_time
@@ -85,8 +86,7 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_waits_beside_another_host_s_controller_until_that_one_renews(path: Path, spawned: list[int]) -> None:
     key = lease_key("local")
     with Store.open(path) as store:
-        lease = store.take_lease("elsewhere:1:1", time.time(), 60.0, key)
-        assert lease is not None
+        lease = take_lease(store, "elsewhere:1:1", time.time(), 60.0, key)
         assert not service.ensure_running(path), "it may live: nobody says that a new one was started"
         until(lambda: is_awaited(path, key))
         assert not service.ensure_running(path)

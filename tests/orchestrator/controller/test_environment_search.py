@@ -15,6 +15,7 @@ from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.scheduler_instance import read_instance
 from orchestrator.scheduler.slurm.client_environment import RECORDED, ClientEnvironment
+from tests.fakes.new_runs import take_lease
 
 SHOWN = """ClusterName             = lab
 SlurmctldHost[0]        = login1(127.0.0.1)
@@ -98,8 +99,7 @@ def test_a_daemon_writes_down_that_it_is_not_answered_and_goes_on_in_another_env
     path = tmp_path / "registry.db"
     with Store.open(path) as store:
         controller = Controller(store, {})
-        lease = store.take_lease(str(this_process()), time.time(), 60.0, LAB)
-        assert lease is not None
+        lease = take_lease(store, str(this_process()), time.time(), 60.0, LAB)
         controller.actor.lease = lease
         watch = SlurmWatch(path, "slurm", controller)
         good = TickReport(live=1, changed=False)

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.controller.nodes_to_avoid import EVERY, RepairedNodes
 from orchestrator.registry.records import BY_PERSON, NewRun, Run
 from orchestrator.registry.store import Store
+from tests.fakes.new_runs import take_lease
 from tests.fakes.scheduler import FakeScheduler
 
 DOMAIN, DAY = "lab@login1:6817/0badcafe", 86400.0
@@ -22,8 +23,7 @@ class Cluster:
     def __init__(self, store: Store, root: Path) -> None:
         self.store, self.slurm = store, FakeScheduler()
         digest = store.put_config({"name": "big", "recovery": {"exclude_hours": 24.0}})
-        lease = store.take_lease("login1:7:7", time.time(), 3600.0)
-        assert lease is not None
+        lease = take_lease(store, "login1:7:7", time.time(), 3600.0)
         self.epoch = lease.epoch
         new = NewRun(
             slug="big", cluster="slurm", root=root, config_digest=digest, total_steps=9, identity={}, scheduler=DOMAIN

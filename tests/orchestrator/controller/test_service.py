@@ -23,7 +23,8 @@ from orchestrator.registry.records import Lease, NewRun
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
 from orchestrator.states import AttemptState, RunState
-from tests.fakes.new_runs import create_run
+from tests.fakes.new_runs import create_run, take_lease
+from tests.orchestrator.controller.until import until
 from trainer.protocol.logs.log_rotation import LogFile
 from trainer.protocol.node_identity import start_time
 from trainer.protocol.run_dir import RunDir
@@ -48,8 +49,7 @@ def test_a_single_pass_is_no_controller_and_is_waited_for(path: Path, monkeypatc
     try:
         once = Holder(host=host_name(), pid=other.pid, started=start_time(other.pid) or "", once=True)
         with Store.open(path) as store:
-            lease = store.take_lease(str(once), time.time(), 60.0)
-            assert lease is not None
+            lease = take_lease(store, str(once), time.time(), 60.0)
             assert (service.status(path).alive, service.status(path).once) == (True, True)
             assert service.stop(path) is False, "a pass of somebody's shell is not to be ended"
             assert service.tick_once(path) is None
@@ -159,8 +159,7 @@ def test_a_daemon_that_lost_its_lease_leaves_it_to_another_or_takes_it_when_that
                 daemon.stopping = True
                 return
             before = store.lease()
-            lease = store.take_lease("other:1:1", time.time(), 60.0, over=[before])
-            assert lease is not None
+            lease = take_lease(store, "other:1:1", time.time(), 60.0, over=[before])
             taken.append(lease)
 
         def while_it_waits(seconds: float) -> None:
@@ -337,8 +336,7 @@ def held_run(path: Path, line: str) -> None:
     """A run that has just been held, and tells so by a line for the shell."""
     with Store.open(path) as store:
         key = lease_key("local")
-        lease = store.take_lease(str(this_process()), time.time(), 60.0, key)
-        assert lease is not None
+        lease = take_lease(store, str(this_process()), time.time(), 60.0, key)
         digest = store.put_config({"name": "r", "notify": {"command": ["sh", "-c", line]}})
         new = NewRun(
             slug="r", cluster="local", root=path.parent, config_digest=digest, total_steps=9, scheduler=key,
@@ -349,13 +347,6 @@ def held_run(path: Path, line: str) -> None:
         store.move_attempt(run.name, 1, AttemptState.ENDED, "", **stamp)
         store.move_run(run.name, RunState.HELD, "disk full", **stamp)
         store.drop_lease(lease)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def lines_of(file: Path) -> list[str]:

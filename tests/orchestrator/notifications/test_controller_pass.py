@@ -17,6 +17,7 @@ from orchestrator.notifications.delivery import MOST_WAITING, DeliveryRecord, No
 from orchestrator.registry.records import NewRun, Run
 from orchestrator.registry.store import Store
 from orchestrator.states import AttemptState, RunState
+from tests.fakes.new_runs import take_lease
 from tests.orchestrator.notifications.conftest import Hook
 from tests.orchestrator.notifications.forked_sender import FORKING
 from trainer.protocol.run_dir import RunDir
@@ -31,8 +32,7 @@ class Desk:
     def __init__(self, folder: Path) -> None:
         self.folder, self.now = folder, NOW
         self.store = Store.open(folder / "registry.db")
-        lease = self.store.take_lease("here", 0.0, 1e9)
-        assert lease is not None
+        lease = take_lease(self.store, "here", 0.0, 1e9)
         self.epoch = lease.epoch
         self.restart()
 

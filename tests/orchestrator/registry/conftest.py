@@ -5,7 +5,7 @@ import pytest
 
 from orchestrator.registry.records import Attempt, Lease, RestoreTest, Run
 from orchestrator.registry.store import Store
-from tests.fakes.new_runs import create_run
+from tests.fakes.new_runs import create_run, take_lease
 
 
 class Desk:
@@ -16,8 +16,7 @@ class Desk:
         self.root = folder / "runs"
         self.root.mkdir()
         self.store = Store.open(self.path)
-        lease = self.store.take_lease("here", 0.0, 1e9)
-        assert lease is not None
+        lease = take_lease(self.store, "here", 0.0, 1e9)
         self.lease: Lease = lease
 
     @property

@@ -24,6 +24,7 @@ from orchestrator.registry.lease import (
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from tests.fakes.model_clock import FakeClock
+from tests.fakes.new_runs import take_lease
 from trainer.protocol.node_identity import UNKNOWN, process_space, process_state, start_time
 
 
@@ -139,8 +140,7 @@ def test_no_clock_that_is_set_takes_a_lease_from_a_live_controller(
     clock, wall = FakeClock(), 1_000_000.0
     monkeypatch.setattr(leases, "_end", lambda holder: None)
     with Store.open(tmp_path / "registry.db") as store:
-        lease = store.take_lease(holder, wall, 60.0)
-        assert lease is not None
+        lease = take_lease(store, holder, wall, 60.0)
         observed = ObservedSince(clock)
         for _ in range(20):  # its own clock was set, and ours: it renews every 10 s as before
             wall += 10.0
@@ -158,10 +158,8 @@ def test_no_clock_that_is_set_takes_a_lease_from_a_live_controller(
 def test_of_two_that_watch_one_lease_expire_one_takes_it(tmp_path: Path, jump: float) -> None:
     clock = FakeClock()
     with Store.open(tmp_path / "registry.db") as store:
-        stalled = store.take_lease("elsewhere:1:1", 1_000.0 + jump, 60.0)
-        assert stalled is not None
-        first = store.take_lease("a:1:1", 1_060.0, 60.0, over=[stalled])
-        assert first is not None
+        stalled = take_lease(store, "elsewhere:1:1", 1_000.0 + jump, 60.0)
+        take_lease(store, "a:1:1", 1_060.0, 60.0, over=[stalled])
         assert store.take_lease("b:1:1", 1_060.0 + jump, 60.0, over=[stalled]) is None
         assert store.take_lease("b:1:1", 1_060.0 - jump, 60.0, over=[stalled]) is None
     assert clock.now >= 0.0
@@ -208,8 +206,7 @@ def test_people_are_shown_a_stalled_controller_after_a_minute_whichever_way_a_cl
 
 def test_a_takeover_fences_the_one_before(tmp_path: Path) -> None:
     with Store.open(tmp_path / "registry.db") as store:
-        old = store.take_lease(f"{host_name()}:{dead_pid()}:123", 10_000.0, 60.0)
-        assert old is not None
+        old = take_lease(store, f"{host_name()}:{dead_pid()}:123", 10_000.0, 60.0)
         # Our clock is behind the dead holder's: its lease looks live, but its process is gone.
         taken = acquire(store, ObservedSince(FakeClock()), 50.0)
         assert taken is not None

@@ -10,7 +10,7 @@ from orchestrator.registry import fast_queries
 from orchestrator.registry.records import Lease
 from orchestrator.registry.store import Store
 from orchestrator.states import RunState
-from tests.fakes.new_runs import create_run
+from tests.fakes.new_runs import create_run, take_lease
 
 A, B = "lab@login1:6817/aaaaaaaa", "lab@login1:6818/bbbbbbbb"
 
@@ -22,9 +22,7 @@ def store(tmp_path: Path) -> Any:
 
 
 def taken(store: Store, scheduler: str, holder: str = "", now: float = 0.0) -> Lease:
-    lease = store.take_lease(holder or f"holder of {scheduler}", now, 60.0, scheduler)
-    assert lease is not None
-    return lease
+    return take_lease(store, holder or f"holder of {scheduler}", now, 60.0, scheduler)
 
 
 def submitted(store: Store, tmp_path: Path, scheduler: str) -> str:

@@ -25,7 +25,7 @@ from orchestrator.registry.store import Store
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.run_dirs.run_folder import ensure_attempt_dir, ensure_run_dir
 from orchestrator.states import AttemptState, RunState, Trust
-from tests.fakes.new_runs import create_run
+from tests.fakes.new_runs import create_run, take_lease
 from trainer.protocol.events import EventKind, EventLog
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.protocol.launch_token import LaunchToken
@@ -138,8 +138,7 @@ def test_the_rebuilt_registry_equals_the_lost_one(desk: Desk) -> None:
     assert rebuild(desk.path, [desk.root], now=50.0) == 3
     with Store.open(desk.path) as store:
         assert everything(store) == before
-        lease = store.take_lease("next", 60.0, 10.0)
-        assert lease is not None
+        lease = take_lease(store, "next", 60.0, 10.0)
         assert lease.epoch > epoch
 
 

@@ -10,6 +10,7 @@ from orchestrator.errors import RegistryError
 from orchestrator.registry.lease import Holder, host_name
 from orchestrator.registry_rebuild.rebuild import rebuild
 from orchestrator.states import RunState
+from tests.fakes.new_runs import take_lease
 from tests.orchestrator.registry.test_rebuild import begin, lose
 from trainer.protocol.node_identity import start_time
 
@@ -51,8 +52,7 @@ def test_a_controller_of_this_host_is_judged_by_its_process_not_by_its_lease(des
     desk.store.drop_lease(desk.lease)
     parent = os.getppid()
     alive = Holder(host=host_name(), pid=parent, started=start_time(parent) or "")
-    held = desk.store.take_lease(str(alive), 0.0, 1.0)
-    assert held is not None
+    held = take_lease(desk.store, str(alive), 0.0, 1.0)
     with pytest.raises(RegistryError, match="a controller is alive"):
         rebuild(desk.path, [desk.root], now=5000.0)
     desk.store.drop_lease(held)

@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -20,14 +20,8 @@ from orchestrator.registry import lease as leases
 from orchestrator.registry.lease import Holder, host_name
 from orchestrator.registry.store import Store
 from orchestrator.scheduler.available_schedulers import lease_key
+from tests.orchestrator.controller.until import until
 from trainer.protocol.node_identity import process_state, start_time
-
-
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from orchestrator.restore_tests.create import RestoreTestRequest, create_test
 from orchestrator.run_dirs.bounded_files import DirectFiles
 from orchestrator.states import AttemptState, RunState, Trust
 from orchestrator.submission.run_identity import code
+from tests.fakes.new_runs import take_lease
 from tests.orchestrator.tiny_config import tiny_config
 from trainer.protocol.events import EventKind
 from trainer.protocol.plain_data import build
@@ -40,8 +41,7 @@ class Desk:
         self.root = folder / "runs"
         self.root.mkdir()
         self.store = Store.open(folder / "registry.db")
-        lease = self.store.take_lease("here", 0.0, 1e9)
-        assert lease is not None
+        lease = take_lease(self.store, "here", 0.0, 1e9)
         self.epoch = lease.epoch
         self.tests = RestoreTests(self.store, DirectFiles(), lambda run: True)
         self.overrides = overrides

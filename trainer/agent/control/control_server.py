@@ -259,12 +259,6 @@ class ControlServer:
 
     # -- agents ------------------------------------------------------------------------------------------------------
 
-    def _refusal(self, hello: Hello, peer: AgentPeer, foreign: str) -> str:
-        """Admit an agent; returns the reason for a refusal, empty on success."""
-        if foreign and self._on_foreign is not None:
-            self._on_foreign(hello, foreign)
-        return foreign or self._admit(hello, peer)
-
     async def _serve_peer(self, stranger: _UnauthenticatedPeer, hello: Hello, rest: bytes) -> None:
         peer: AgentPeer | None = None
         connection, seals = stranger.connection, session_seals(self.token, stranger.challenge, hello.nonce)
@@ -272,8 +266,10 @@ class ControlServer:
             loop = asyncio.get_running_loop()
             _, peer = await loop.connect_accepted_socket(lambda: AgentPeer(FROM_AGENT, rest, seals), connection)
             welcome = Welcome(protocol=PROTOCOL, release=installed_release())
-            refusal = self._refusal(hello, peer, why_foreign(hello, welcome))
-            if refusal:
+            foreign = why_foreign(hello, welcome)
+            if foreign and self._on_foreign is not None:
+                self._on_foreign(hello, foreign)
+            if refusal := foreign or self._admit(hello, peer):
                 peer.send_line(encode(Refused(reason=refusal, protocol=PROTOCOL, release=welcome.release)))
             else:
                 peer.send_line(encode(welcome))

@@ -334,37 +334,32 @@ async def connect(host: str, port: int, token: str, hello: Hello) -> Coordinator
     """
     async with asyncio.timeout(WELCOME_SECONDS):  # TimeoutError is an OSError
         _, peer = await asyncio.get_running_loop().create_connection(lambda: CoordinatorPeer(TO_AGENT), host, port)
-        answer: Welcome | Refused | None = None
-        foreign = ""
+        welcome = False
         try:
             async with asyncio.timeout(GREETING_SECONDS):
                 answer = await _introduce(peer, token, hello)
-            foreign = "" if answer is None else why_foreign(hello, answer)
+            foreign = why_foreign(hello, answer)
+            if isinstance(answer, Refused):
+                raise (ForeignProtocol if foreign else WireError)(f"the coordinator refuses: {answer.reason}")
+            if foreign:
+                raise ForeignProtocol(foreign)
+            welcome = True
         except TimeoutError as error:
             raise NotGreeted(f"the coordinator has not greeted within {GREETING_SECONDS:g} s") from error
         except Unproven as error:
             raise NotGreeted("the listener is not this attempt's coordinator") from error
         finally:
-            if foreign or not isinstance(answer, Welcome):
+            if not welcome:
                 peer.drop()
-    if answer is None:
-        raise NotGreeted("the coordinator closed the connection before its greeting")
-    if foreign:
-        raise ForeignProtocol(f"the coordinator refuses: {answer.reason}" if isinstance(answer, Refused) else foreign)
-    if isinstance(answer, Refused):
-        raise WireError(f"the coordinator refuses: {answer.reason}")
     return peer
 
 
-async def _introduce(peer: CoordinatorPeer, token: str, hello: Hello) -> Welcome | Refused | None:
-    """Answer the challenge; returns the coordinator's answer, or None if it hangs up. Raises Unproven."""
+async def _introduce(peer: CoordinatorPeer, token: str, hello: Hello) -> Welcome | Refused:
+    """Answer the challenge; returns the coordinator's answer. Raises NotGreeted or Unproven."""
     try:
-        line = await peer.receive_line()
-        challenge = None if line is None else read(CHALLENGE, line)
+        challenge = read(CHALLENGE, await _receive_greeting(peer))
     except WireError as error:
         raise Unproven("no challenge") from error
-    if challenge is None:
-        return None
     if not is_nonce(challenge.nonce):
         raise Unproven("no challenge")
     hello = replace(hello, nonce=new_nonce())
@@ -372,5 +367,10 @@ async def _introduce(peer: CoordinatorPeer, token: str, hello: Hello) -> Welcome
     peer.send_line(encode(hello))
     listeners, own = session_seals(token, challenge.nonce, hello.nonce)
     peer.secure(own, listeners)
-    answer = await peer.receive_line()
-    return None if answer is None else read(ANSWER, answer)
+    return read(ANSWER, await _receive_greeting(peer))
+
+
+async def _receive_greeting(peer: CoordinatorPeer) -> bytes | bytearray:
+    if (line := await peer.receive_line()) is None:
+        raise NotGreeted("the coordinator closed the connection before its greeting")
+    return line

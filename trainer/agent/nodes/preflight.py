@@ -130,11 +130,8 @@ def _run_folder(run_dir: Path) -> PreflightFault | None:
         full = error.errno in FULL
         reason = f"cannot write to the run folder {run_dir}: {error.strerror}"
         return PreflightFault(check="run folder", reason=reason, shared=True, full=full)
-    if back != token:
-        return PreflightFault(
-            check="run folder", reason=f"{run_dir} returns different bytes than were written", shared=True
-        )
-    return None
+    reason = f"{run_dir} returns different bytes than were written"
+    return None if back == token else PreflightFault(check="run folder", reason=reason, shared=True)
 
 
 def ahead_of_files(run_dir: Path) -> float | None:
@@ -285,11 +282,7 @@ def skew(
             return failure
         reason = f"the clocks of {' and '.join(ahead)} are {apart:.0f} s apart, above {config.skew:g} s"
         return Failure(kind=FailureKind.UNKNOWN, reason=reason, node=None)
-    reason = (
-        f"{node}: its clock is {abs(ahead[node] - middle):.0f} s {'ahead of' if ahead[node] > middle else 'behind'}"
-        f" the median of {len(ahead)} nodes (limit {config.skew:g} s)"
-    )
-    return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)
+    return _blame_clock(node, ahead[node] - middle, f"the median of {len(ahead)} nodes", config)
 
 
 def _blame_by_files(of_files: Mapping[str, float | None], config: PreflightConfig) -> Failure | None:
@@ -298,6 +291,9 @@ def _blame_by_files(of_files: Mapping[str, float | None], config: PreflightConfi
     if not right or len(off) != 1:
         return None
     ((node, ahead),) = off.items()
-    reason = f"{node}: its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the file server's"
-    reason += f", which agrees with the clock of {right[0]} (limit {config.skew:g} s)"
-    return Failure(kind=FailureKind.NODE_SUSPECT, reason=reason, node=node)
+    return _blame_clock(node, ahead, f"the file server's, which agrees with the clock of {right[0]}", config)
+
+
+def _blame_clock(node: str, ahead: float, reference: str, config: PreflightConfig) -> Failure:
+    where = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {reference} (limit {config.skew:g} s)"
+    return Failure(kind=FailureKind.NODE_SUSPECT, reason=f"{node}: its clock is {where}", node=node)

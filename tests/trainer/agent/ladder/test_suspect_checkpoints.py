@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised, situation
+from tests.trainer.agent.ladder.test_in_job_policy import end, killed, raised
+from tests.trainer.agent.ladder.test_ladder import Attempt
 from trainer.agent.ladder.attempt_history import AttemptHistory
-from trainer.agent.ladder.in_job_policy import decide
-from trainer.protocol.failures.decision import Action, Decision
+from trainer.protocol.failures.decision import Action
 from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.failures.suspect_checkpoints import WITHIN, FailedGeneration, failed_generation, suspect_steps
 from trainer.protocol.messages.agents import ProgressReport
@@ -91,50 +91,36 @@ def test_different_signals_and_exceptions_are_different_failures():
     assert "rank_killed by SIGSEGV" in marks
 
 
-class Attempt:
-    """Generations of one attempt, one failure after the other."""
-
-    def __init__(self) -> None:
-        self.past = AttemptHistory(trained=True)
-
-    def failed_generations(self, restored: int, *ends: object) -> Decision:
-        past = self.past
-        decision = decide(situation(*ends, restored=restored, history=past, budget=9))
-        past.record_failure(decision.failure, decision.mark, restored, decision.suspect)
-        past.restarts += decision.action is Action.RESTART
-        return decision
-
-
 def test_an_older_checkpoint_is_tried_before_a_program_is_blamed():
     attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
-    assert attempt.failed_generations(100, explodes).suspect is None
-    second = attempt.failed_generations(100, explodes)
+    assert attempt.over(explodes, restored=100).suspect is None
+    second = attempt.over(explodes, restored=100)
     assert (second.action, second.suspect, attempt.past.suspects) == (Action.RESTART, 100, [100])
     assert "the checkpoint of step 100 is suspect: NonFinite twice soon after loading it" in second.reason
     # From the older one it comes back at the same step: then it is the program.
-    third = attempt.failed_generations(90, explodes)
+    third = attempt.over(explodes, restored=90)
     assert (third.action, third.suspect) == (Action.END, None)
     assert "for the second time at step 103" in third.reason
 
 
 def test_a_failure_at_the_same_step_from_different_checkpoints_is_the_programs():
     attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
-    attempt.failed_generations(90, explodes)
-    assert attempt.failed_generations(100, explodes).action is Action.END
+    attempt.over(explodes, restored=90)
+    assert attempt.over(explodes, restored=100).action is Action.END
 
 
 def test_a_suspect_that_is_all_there_is_ends_as_before():
     attempt, explodes = Attempt(), raised(1, "NonFinite", step=103)
-    attempt.failed_generations(100, explodes)
-    assert attempt.failed_generations(100, explodes).suspect == 100
-    again = attempt.failed_generations(100, explodes)  # nothing older was there, so that it was loaded once more
+    attempt.over(explodes, restored=100)
+    assert attempt.over(explodes, restored=100).suspect == 100
+    again = attempt.over(explodes, restored=100)  # nothing older was there, so that it was loaded once more
     assert (again.action, again.suspect) == (Action.END, None)
 
 
 def test_an_exception_before_the_first_step_is_the_programs():
     attempt = Attempt()
     for number in (1, 2):
-        decision = attempt.failed_generations(100, raised(1, "KeyError", step=100))
+        decision = attempt.over(raised(1, "KeyError", step=100), restored=100)
         assert (decision.action is Action.END, decision.suspect) == (number == 2, None)
     assert decision.failure.kind is FailureKind.USER_ERROR
     assert "for the second time at step 100" in decision.reason
@@ -144,28 +130,28 @@ def test_different_errors_before_the_first_step_are_tried_again():
     attempt = Attempt()
     for message in ("no server", "no data"):
         ended = end(1, step=100, exit_code=1, exception="RuntimeError", message=message)
-        assert attempt.failed_generations(100, ended).action is Action.RESTART
+        assert attempt.over(ended, restored=100).action is Action.RESTART
 
 
 def test_different_errors_of_one_class_leave_the_checkpoint_alone():
     attempt = Attempt()
     for step, message in ((103, "sample 17 has no label"), (107, "cannot decode image")):
-        decision = attempt.failed_generations(100, end(1, step=step, exit_code=1, exception="E", message=message))
+        decision = attempt.over(end(1, step=step, exit_code=1, exception="E", message=message), restored=100)
         assert (decision.action, decision.suspect) == (Action.RESTART, None)
 
 
 def test_a_rank_that_dies_twice_after_loading_the_same_checkpoint():
     attempt = Attempt()
-    attempt.failed_generations(100, killed(2, 11, step=101))
-    second = attempt.failed_generations(100, killed(1, 11, step=102))
+    attempt.over(killed(2, 11, step=101), restored=100)
+    second = attempt.over(killed(1, 11, step=102), restored=100)
     assert (second.action, second.suspect) == (Action.RESTART, 100)
-    assert attempt.failed_generations(90, killed(1, 11, step=101)).suspect is None
+    assert attempt.over(killed(1, 11, step=101), restored=90).suspect is None
 
 
 def test_who_asks_never_to_be_retried_is_not():
     attempt = Attempt()
     for _ in range(2):
-        decision = attempt.failed_generations(100, end(1, step=103, exit_code=78, exception="Fatal", message="no"))
+        decision = attempt.over(end(1, step=103, exit_code=78, exception="Fatal", message="no"), restored=100)
         assert decision.action is Action.END
 
 

@@ -46,52 +46,30 @@ def history(group: str, last: int, *, inside: bool, **over: Any) -> list[dict[st
     return entries
 
 
-def test_a_quiet_world_has_nothing_to_say() -> None:
-    finding = analyse([flight(rank, *history("0", 5, inside=False)) for rank in range(3)], range(3))
-    assert (finding.kind, finding.reason) == ("none", "no rank waits inside a collective")
+def inside(*calls: int, done: tuple[int, ...] = ()) -> list[FlightRecord]:
+    """Records of ranks that have called so many collectives; those in `done` have completed all of them."""
+    return [flight(rank, *history("0", last, inside=rank not in done)) for rank, last in enumerate(calls)]
 
 
-def test_no_records_at_all() -> None:
-    finding = analyse([], range(2), [0, 1])
-    assert (finding.kind, finding.ranks) == ("none", ())
-    assert finding.reason == "no rank waits inside a collective; ranks 0 and 1 did not answer"
-
-
-def test_the_rank_that_never_came() -> None:
-    flights = [flight(rank, *history("0", 3 if rank == 1 else 4, inside=rank != 1)) for rank in range(4)]
-    finding = analyse(flights, range(4))
-    assert (finding.kind, finding.ranks, finding.group, finding.sequence) == ("missing", (1,), "0", 4)
-
-
-def test_the_rank_that_has_no_record_of_the_group_yet() -> None:
-    flights = [flight(0, *history("0", 1, inside=True)), flight(1)]
-    assert analyse(flights, range(2)).ranks == (1,)
-
-
-def test_one_that_ran_ahead_is_not_the_culprit() -> None:
-    flights = [
-        flight(0, *history("0", 5, inside=True)),
-        flight(1, *history("0", 4, inside=True)),
-        flight(2, *history("0", 3, inside=False)),
-    ]
-    finding = analyse(flights, range(3))
-    assert (finding.kind, finding.ranks, finding.sequence) == ("missing", (2,), 4)
-
-
-def test_a_silent_rank_is_the_one_when_all_others_wait() -> None:
-    flights = [flight(rank, *history("0", 4, inside=True)) for rank in (0, 1, 3)]
-    finding = analyse(flights, range(4), [2])
-    assert (finding.kind, finding.ranks) == ("missing", (2,))
-    assert finding.reason == (
+SIMPLE: dict[str, tuple[list[FlightRecord], tuple[int, ...], tuple[str, tuple[int, ...], int], str]] = {
+    "no rank waits": (inside(5, 5, done=(0, 1)), (), ("none", (), 0), "no rank waits inside a collective"),
+    "no records": ([], (0, 1), ("none", (), 0), "no rank waits inside a collective; ranks 0 and 1 did not answer"),
+    "a rank never came": (inside(4, 3, 4, 4, done=(1,)), (), ("missing", (1,), 4), "rank 1 never entered"),
+    "a rank has no record of the group": ([*inside(1), flight(1)], (), ("missing", (1,), 1), "rank 1 never entered"),
+    # The root of a broadcast has completed it before the others, and waits in the next collective.
+    "a rank is ahead": (inside(5, 4, 3, done=(2,)), (), ("missing", (2,), 4), "rank 2 never entered"),
+    "a rank is silent": ([one for one in inside(4, 4, 4, 4) if one.rank != 2], (2,), ("missing", (2,), 4),
         "rank 2 did not answer, and all others have entered collective #4 of group 0 (all_reduce of 4 Float), "
-        "in which ranks 0, 1 and 3 wait"
-    )
+        "in which ranks 0, 1 and 3 wait"),
+    "all are inside": (inside(4, 4, 4), (), ("stuck_together", (0, 1, 2), 4), "no rank is missing"),
+}  # fmt: skip
 
 
-def test_all_inside_and_nobody_through() -> None:
-    finding = analyse([flight(rank, *history("0", 4, inside=True)) for rank in range(3)], range(3))
-    assert (finding.kind, finding.ranks) == ("stuck_together", (0, 1, 2))
-    assert "no rank is missing" in finding.reason
+@pytest.mark.parametrize(("flights", "silent", "found", "words"), SIMPLE.values(), ids=SIMPLE)
+def test_the_rank_that_others_wait_for(flights, silent, found, words) -> None:
+    finding = analyse(flights, range(max([*silent, *(one.rank for one in flights)]) + 1), silent)
+    assert (finding.kind, finding.ranks, finding.sequence) == found
+    assert words in finding.reason
 
 
 @pytest.mark.parametrize(
@@ -112,19 +90,20 @@ def test_a_minority_that_did_something_else(odd: dict[str, Any], kind: str) -> N
     assert "ranks 0, 1 and 3 entered all_reduce of 4 Float" in finding.reason
 
 
-def test_of_two_the_one_that_never_did_so_before() -> None:
-    before = history("0", 3, inside=False)
-    flights = [flight(0, *before, call("0", 4, size=9)), flight(1, *before, call("0", 4))]
-    finding = analyse(flights, range(2))
-    assert (finding.kind, finding.ranks) == ("desync_shape", (0,))
-    assert finding.reason.endswith("the others have made such calls before")
-
-
-def test_of_two_alike_both_are_named() -> None:
-    flights = [flight(0, call("0", 1, size=9)), flight(1, call("0", 1, size=5))]
-    finding = analyse(flights, range(2))
-    assert (finding.kind, finding.ranks) == ("desync_shape", (0, 1))
-    assert finding.reason.endswith("the records do not show which of them is wrong")
+@pytest.mark.parametrize(
+    ("before", "sizes", "ranks", "words"),
+    [
+        (3, (9, 4), (0,), "the others have made such calls before"),
+        (0, (9, 5), (0, 1), "the records do not show which of them is wrong"),
+    ],
+)
+def test_of_two_ranks_the_one_whose_call_is_new_is_wrong(before, sizes, ranks, words) -> None:
+    earlier = history("0", before, inside=False)
+    finding = analyse(
+        [flight(at, *earlier, call("0", before + 1, size=size)) for at, size in enumerate(sizes)], range(2)
+    )
+    assert (finding.kind, finding.ranks) == ("desync_shape", ranks)
+    assert finding.reason.endswith(words)
 
 
 def test_views_of_as_many_elements_agree() -> None:

@@ -74,23 +74,23 @@ def whole(dump: object) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
-def test_an_answer_of_known_length(path: str) -> None:
-    assert asked(path, b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\npong and more") == b"pong"
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"Content-Length: 4\r\n\r\npong and more", b"pong"),
+        (b"Transfer-Encoding: chunked\r\n\r\n4\r\npong\r\nA;x=y\r\n and again\r\n0\r\n\r\n", b"pong and again"),
+        (b"\r\npong", b"pong"),
+    ],
+    ids=["of known length", "in chunks", "until the end"],
+)
+def test_an_answer_is_read(path: str, answer: bytes, body: bytes) -> None:
+    assert asked(path, b"HTTP/1.1 200 OK\r\n" + answer) == body
 
 
 def test_the_question_is_what_torch_understands(path: str) -> None:
     server = Server({"ping": whole("pong")})
     asyncio.run(server.during(path, recorder.ask(path, "ping", 5.0)))
     assert server.heard[0].startswith(b"POST /handler/ping HTTP/1.1\r\n")
-
-
-def test_an_answer_in_chunks(path: str) -> None:
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    assert asked(path, head + b"4\r\npong\r\nA;x=y\r\n and again\r\n0\r\n\r\n") == b"pong and again"
-
-
-def test_an_answer_until_the_end(path: str) -> None:
-    assert asked(path, b"HTTP/1.1 200 OK\r\n\r\npong") == b"pong"
 
 
 @pytest.mark.parametrize(

@@ -270,8 +270,7 @@ class Llama(nn.Module):
     def _summed_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy in float32; the logits of only one chunk of the sequence exist at a time.
 
-        Ranks with parts of different lengths use equally many chunks, some of them empty, because each chunk may gather
-        the output's weights.
+        Ranks use equally many chunks, perhaps empty ones, because each may gather the output's weights.
         """
         if self.loss_chunks == 1:
             return self._chunk_loss(x, targets)

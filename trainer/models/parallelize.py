@@ -6,7 +6,7 @@ from trainer.models.llama import Llama
 from trainer.parallel import apply
 from trainer.parallel.apply.fsdp_units import CannotShard
 from trainer.parallel.apply.mesh import Layout
-from trainer.parallel.dimension import Dimension, Splits
+from trainer.parallel.dimension import Splits
 from trainer.parallel.layout import refusal
 from trainer.parallel.parallel_config import DIMENSIONS
 from trainer.protocol.config import JobConfig
@@ -19,17 +19,12 @@ def check(config: JobConfig) -> None:
         raise WorkloadError(str(refused))
 
 
-def apply_dimension(dimension: Dimension, model: Llama, layout: Layout, config: JobConfig) -> None:
-    """Divide the model along one dimension."""
-    if dimension.torch_module:
-        import_module(f"{apply.__name__}.{dimension.torch_module}").apply(model, layout, config)
-
-
 def shard(model: Llama, layout: Layout, config: JobConfig) -> None:
     """Divide `model`, on the meta device, in place: innermost dimension first, FSDP around its result."""
     try:
         for dimension in reversed(DIMENSIONS):
-            if dimension.splits is Splits.BATCH or dimension.size(config.parallel) > 1:
-                apply_dimension(dimension, model, layout, config)
+            divides = dimension.splits is Splits.BATCH or dimension.size(config.parallel) > 1
+            if divides and dimension.torch_module:
+                import_module(f"{apply.__name__}.{dimension.torch_module}").apply(model, layout, config)
     except CannotShard as error:
         raise WorkloadError(str(error)) from error

@@ -102,10 +102,9 @@ def pipelined_llama(config: JobConfig, layout: Layout) -> PipelinedLlama:
 
 
 def stage_module(config: JobConfig, part: StagePart, layout: Layout) -> LlamaStage:
-    """Build the stage's module, sharded over `layout.fsdp` (the ranks with the same stage), without initial weights.
+    """Build the stage's module, sharded over the ranks with the same stage, without initial weights.
 
-    Gathered parameters are kept between micro-batches, regardless of `parallel.fsdp.reshard_after_forward`: the
-    pipeline gathers them once per step and finds gradients in them.
+    The pipeline gathers parameters once per step, regardless of `parallel.fsdp.reshard_after_forward`.
     """
     # torch warns in every rank's log about in-place changes of activations.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

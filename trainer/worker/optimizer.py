@@ -111,11 +111,7 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
 
 
 class OwnPartsAdamW(torch.optim.AdamW):
-    """AdamW that steps the local shards of parameters: identical results without a DTensor's sharding rules.
-
-    A step is elementwise. Torch derives sharding rules at the first step of a process, which delays a restart by a
-    tenth of a second.
-    """
+    """AdamW on local shards: identical results without DTensor's sharding rules, which delay a first step by 0.1 s."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         """Fill the lists of parameters, gradients and states; entries of `state` stay sharded."""
@@ -166,10 +162,9 @@ def clear_gradients(
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Create every state tensor by one step of zero gradients at rate 0; the weights are restored bit for bit.
+    """Create every state tensor by one step of zero gradients at rate 0; the weights keep their bits.
 
-    Hooks around the step are not called. The state keeps the traces of that step (`step` is 1): overwrite it from a
-    checkpoint, or drop it.
+    Hooks are not called. Overwrite or drop the state, which counts this step.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     with _preserve_weights(optimizer), _without_hooks(optimizer):

@@ -138,11 +138,7 @@ def _scores(block: Block) -> torch.Tensor:
 
 
 def sequence_part(length: int, parallel: ParallelConfig, method: CpMethod, rank: int) -> SequencePart:
-    """Return the part of rank `rank` among `parallel.cp` ranks.
-
-    In a ring each rank has one chunk from each end of a sequence. With a causal mask later tokens need more work, so
-    this gives all ranks equal work.
-    """
+    """Return the part of rank `rank`; in a ring, a chunk from each end of a sequence, for equal work."""
     ranks, each = parallel.cp, chunks_per_rank(method)
     chunk = padded_length(length, parallel, method) // (ranks * each)
     chunks = (rank, 2 * ranks - 1 - rank) if method is CpMethod.RING else (rank,)

@@ -149,11 +149,9 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 def apply_data_parallel(
     units: Sequence[nn.Module], model: nn.Module, layout: Layout, config: JobConfig, policy: MixedPrecisionPolicy
 ) -> None:
-    """Wrap these parts of `model` one by one, in order of computation, and then the rest.
+    """Wrap these parts of `model`, or those of `parallel.fsdp.wrap`, and then the rest; raises CannotShard.
 
-    `parallel.fsdp.wrap` may select other parts; raises CannotShard if this model does not support the settings.
-    Replicas without shards (DDP) stay plain modules in float32: `GradientSync` averages their gradients. With half
-    precision, or in host memory, they are FSDP2 on a mesh whose inner dimension has one rank.
+    Replicas in float32 (DDP) stay plain modules, whose gradients `GradientSync` averages.
     """
     refuse_modules(model)
     if config.parallel.has_plain_replicas(config.train.dtype):
@@ -246,10 +244,9 @@ class GradientSync:
         )
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Compute a micro-batch's gradients; collective.
+        """Compute a micro-batch's gradients; collective. Plain replicas average once per step.
 
-        Plain replicas average once per step, because an average must not be averaged again. The first call raises
-        CannotAverage for models that torch would reduce wrongly.
+        The first call raises CannotAverage for models that torch would reduce wrongly.
         """
         reduces = self._each or is_last
         is_first, self._is_first = self._is_first, False

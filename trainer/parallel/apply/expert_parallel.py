@@ -53,10 +53,9 @@ def own_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertStacks(nn.Module):
-    """Base of modules with the weights of several experts, all of shape [experts, inner width, width].
+    """Base of modules with weights of several experts, [experts, inner width, width], perhaps on their own mesh.
 
-    Such weights may have their own mesh. `module(rows, counts)` computes `rows` [rows, width], sorted by this
-    rank's experts, with `counts` rows for each.
+    `module(rows, counts)` computes `rows` [rows, width], sorted by expert, with `counts` rows for each.
     """
 
 
@@ -84,8 +83,7 @@ class BalancedRouter(nn.Module):
 class ExpertBalance:
     """The routers in this rank's layers; a dense model has none.
 
-    Loads have a row for each layer of the whole model. A pipeline rank fills in the rows of its own layers, so the
-    sum over all ranks is complete.
+    Loads have a row for each layer of the whole model; a pipeline rank fills in those of its own layers.
     """
 
     def __init__(self, model: nn.Module, rows: Iterable[int] | None = None, layers: int | None = None) -> None:
@@ -116,10 +114,9 @@ class ExpertBalance:
 
 
 class TokenExchange:
-    """Exchanges tokens with the ranks of `group`, which have the same number of experts, in rank order.
+    """Exchanges tokens with the ranks of `group`, which hold equally many experts, in rank order.
 
-    A rank with popular experts computes more than its peers. That work belongs to all ranks and is excluded from the
-    rank's timing, so only other slowness makes a rank a straggler.
+    The experts' work is excluded from this rank's timing, because popular experts do not make it a straggler.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -200,11 +197,7 @@ def apply(model: Any, layout: Layout, config: JobConfig) -> None:
 
 
 def share_tokens(model: Any, layout: Layout) -> None:
-    """Give tensor-parallel ranks parts of each sequence in the mixtures of `model`, and replicated weights.
-
-    Gradients of these weights are sums over the ranks, like those of norms. With shared experts (`layout.ep`), `tp`
-    ranks count like any other ranks, and each has its own experts.
-    """
+    """Give tensor-parallel ranks parts of each sequence in the mixtures of `model`, and replicated weights."""
     for layer in model.layers:
         mixture = layer.feed_forward
         _replicate(mixture.router, layout.tp)

@@ -42,10 +42,9 @@ class GradientFacts:
 
 
 def usage_mark(parameters: Iterable[torch.Tensor]) -> int:
-    """Return a mark of the parameters without a gradient, frozen or unused; 0 for an empty set, at most 2**16.
+    """Return a mark of the parameters without a gradient, at most 2**16; 0 if all have one.
 
-    Ranks that use different parameters would gather and average the wrong ones; with equal shapes no other check
-    detects that.
+    Ranks that use different parameters of equal shapes would average the wrong ones.
     """
     missing = [
         (number, parameter.requires_grad) for number, parameter in enumerate(parameters) if parameter.grad is None
@@ -111,10 +110,9 @@ class CannotAverage(RuntimeError):
 
 
 class GradientBuckets:
-    """Averages the gradients of a model's parameters over a process group by the end of each backward pass.
+    """Averages a model's gradients over a process group during each backward pass.
 
-    A bucket is sent as soon as all its gradients exist and the preceding buckets have been sent, during the backward
-    pass. All ranks send the same buckets in the same order, whichever parameters they used.
+    All ranks send the same buckets in the same order, whichever parameters they used.
     """
 
     def __init__(

@@ -13,10 +13,9 @@ from trainer.protocol.config_sections.recipe_config import TrainConfig
 
 
 def copy_views(unit: nn.Module) -> None:
-    """Make `unit` return copies instead of views (after `flatten`, `squeeze`, a Linear over three dimensions).
+    """Make `unit` return copies instead of views; call before `fully_shard`.
 
-    Call it before `fully_shard`. Otherwise torch warns in every rank's log, and the backward pass fails if
-    `nn.ReLU(inplace=True)` follows such a unit.
+    Otherwise torch warns in every log, and fails if `nn.ReLU(inplace=True)` follows the unit.
     """
     unit.register_forward_hook(_clone_views)
 

@@ -186,11 +186,9 @@ _OF_FORWARD = (Kind.UNSHARD, Kind.RECEIVE_ACTIVATION, Kind.FORWARD, Kind.SEND_AC
 
 
 class Pipeline:
-    """Stages of a rank; every rank of the pipeline calls the same methods with the same number of micro-batches.
+    """Stages of a rank; all ranks of the pipeline call the same methods with equally many micro-batches.
 
-    All schedules run from tables: receives are posted before they are needed, sends are waited for at the end, and with
-    FSDP2 a stage's parameters are gathered once per step and its gradients reduced once. torch's own runtime does the
-    same, but repeats its look-ups at every action, which costs 4 % of a step with small stages.
+    Like torch's runtime, but without its look-ups at every action, which cost 4 % of a step with small stages.
     """
 
     def __init__(
@@ -237,10 +235,9 @@ class Pipeline:
         return any(stage.is_last for stage in self.stages)
 
     def step(self, batches: Sequence[torch.Tensor], *, factor: float = 1.0, scale: float = 1.0) -> torch.Tensor:
-        """Compute gradients of the mean loss of `batches`, times `factor` and `scale`, for all stages' parameters.
+        """Compute gradients of the mean loss of `batches`, times `factor` and `scale`.
 
-        Each of `batches` [sequences, seq_len + 1] is one micro-batch. Returns the mean loss times `factor`, a scalar on
-        the rank with the last stage, and zero on the others.
+        Each batch is [sequences, seq_len + 1]. Returns the mean loss times `factor`, zero without the last stage.
         """
         self._factor, self._scale = factor, scale
         return self._run(self._all, batches)

@@ -46,10 +46,9 @@ class Watcher(Protocol):
 
 
 class Watched:
-    """Context manager that runs the calls of all `watchers` around a moment, in every step.
+    """Runs the calls of all `watchers` around a moment, in every step.
 
-    A Python call is cold between two passes of a model and takes ten times as long as in a loop, so this makes as few
-    calls as possible.
+    As few as possible: a Python call between two passes takes ten times as long as in a loop.
     """
 
     __slots__ = ("_begins", "_ends", "moment")
@@ -307,10 +306,9 @@ class LocalStage:
 
 
 def add_up_in_reduce_dtype(module: nn.Module) -> None:
-    """Move gradients of half-precision weights into the sums that FSDP keeps in its reduction dtype.
+    """Move gradients of half-precision weights into FSDP's sums in its reduction dtype.
 
-    FSDP does so after the module's backward pass. A pass for weight gradients alone does not run FSDP's hooks, so the
-    gradients would be accumulated in half precision.
+    A pass for weight gradients alone does not run FSDP's hooks, which would do so.
     """
     if not isinstance(module, FSDPModule):
         return

@@ -42,10 +42,9 @@ def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: 
 
 
 def differing_tensors(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of the plain tensors that differ between ranks, the same names on every rank; collective.
+    """Return the names of plain tensors that differ between ranks; collective.
 
-    If ranks have different names, shapes or types, all tensors count as different. DTensors are left out: they hold one
-    value for all ranks.
+    All differ if ranks have different names, shapes or types. DTensors have one value for all ranks.
     """
     plain = {key: tensor for key, tensor in sorted(tensors.items()) if _has_values(tensor)}
     if not dist.is_initialized() or dist.get_world_size() == 1:

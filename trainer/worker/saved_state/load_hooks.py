@@ -14,8 +14,7 @@ from trainer.worker.saved_state.model_state import cannot_be_filled
 def run_load_hooks(model: nn.Module) -> list[str]:
     """Run the load hooks of a filled model in torch's order; return the errors that they report.
 
-    A module with its own `_load_from_state_dict`, or with pre-hooks, loads its own state, but its tensors keep their
-    bits.
+    Modules that load their own state, or have pre-hooks, keep the bits of their tensors.
     """
     if not any(_loads_itself(module) or _post_hooks(module) for module in model.modules()):
         return []

@@ -140,11 +140,7 @@ def _items(value: Any) -> Any:
 
 
 def find_reordered_sets(value: Any, path: str) -> Iterator[str]:
-    """Yield the paths of sets of numbers that would be iterated in another order after a restart.
-
-    A set built from the same members may have another hash table than a set that has grown and shrunk. The order of
-    strings differs in every process anyway.
-    """
+    """Yield the paths of sets of numbers that would be iterated in another order after a restart."""
     if isinstance(value, set | frozenset):
         if all(isinstance(item, int | float) for item in value) and list(type(value)(_items(value))) != list(value):
             yield path

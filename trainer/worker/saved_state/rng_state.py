@@ -35,10 +35,9 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_by_data(seed: int, token_rank: int, step: int = 0) -> None:
-    """Seed so that dropout and the like differ between ranks with different tokens, and only between them.
+    """Seed equally on ranks with the same tokens, differently on others.
 
-    `step`: the starting step of a rank that did not exist in the previous world; it must not repeat the random numbers
-    that a rank in its place drew at the beginning.
+    `step`: the step at which a new rank starts; it must not repeat numbers drawn at the beginning.
     """
     own = (seed * 1_000_003 + token_rank) % (1 << 63)
     seed_generators(mix(own ^ mix(step)) >> 1 if step else own)

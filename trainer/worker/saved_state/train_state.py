@@ -218,8 +218,7 @@ class TrainState:
     def compare_ranks(self, gather: Callable[[Any], list[Any]]) -> None:
         """Gather every rank's software, and report differences and lost state; collective, after `restore`.
 
-        `gather` returns every rank's value on every rank. Warnings from the first steps are gathered once more, in a
-        save.
+        Warnings from the first steps are gathered once more, in a save.
         """
         answers = gather([self._software, self._unshared])
         of_ranks = [each for each, _ in answers]

@@ -144,11 +144,9 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class StateInventory:
-    """Tensors to save, the same objects every time while model and optimizer hold the same ones.
+    """Tensors to save: the same objects while model and optimizer hold the same ones.
 
-    Walking thousands of parameters takes longer than copying them. It is repeated only if a check of every holder (a
-    module's own dictionary, a parameter's optimizer state) finds another tensor or other memory behind it: FSDP gives a
-    shard new memory before its first use, and optimizers create their state at their first step.
+    A walk takes longer than a copy, so it is repeated only if a holder has another tensor or other memory.
     """
 
     def __init__(

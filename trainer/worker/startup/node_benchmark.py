@@ -28,11 +28,7 @@ def measure(spec: RankSpec, config: JobConfig, control: socket, device: torch.de
 
 
 class _TimeBudget:
-    """Agreement of all ranks before each try on whether time is left for it.
-
-    The slowest rank's time counts, so that no rank measures alone; the agreement delays the others' next try until a
-    slow pair has finished its own.
-    """
+    """Agreement of all ranks before each try on whether the slowest of them has time left for it."""
 
     def __init__(self, began: float, seconds: float, device: torch.device) -> None:
         self._began, self._seconds, self._device = began, seconds, device
@@ -60,10 +56,9 @@ def _exchanges(spec: RankSpec, budget: _TimeBudget, device: torch.device) -> lis
 
 
 def partners(rank: int, world: int, local_world: int) -> list[int]:
-    """Return the partner of a rank in every round, or -1; both of a pair meet in the same round.
+    """Return the partner of a rank in every round, or -1.
 
-    The first rank of every node meets both neighbours of its node in the ring of nodes, which identifies the bad node
-    of a slow pair. In the last round ranks meet a neighbour within their node.
+    First ranks meet both neighbours of their node in the ring of nodes; in the last round, ranks meet within nodes.
     """
     node, local = divmod(rank, local_world)
     nodes = world // local_world
@@ -130,8 +125,7 @@ def _measure_seconds(work: Callable[[], object], device: torch.device, clock: Ca
 def _exchange(spec: RankSpec, partner: int, device: torch.device, budget: _TimeBudget) -> float:
     """Return the seconds in which a pair exchanges data; a rank without a partner sends to itself.
 
-    WARNING: one collective for all, not messages between two: the analysis of a later hang would count those as
-    collectives that other ranks have skipped.
+    WARNING: a collective, because hang analysis would count messages between two ranks as skipped collectives.
     """
     ours = torch.zeros(_EXCHANGE_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     theirs = torch.empty_like(ours)

@@ -56,10 +56,9 @@ _LAZY_MODULES = (
 
 
 def import_lazy_parts() -> None:
-    """Import the parts of torch that training needs, so that a restart reads nothing from a replaced installation.
+    """Import parts of torch in advance, so that a restart reads nothing from a replaced installation.
 
-    A module that this version of torch lacks is not needed. No tensor is made, because one parallel operation in a
-    parent process would hang every forked child.
+    Makes no tensor: one parallel operation in a parent process would hang every forked child.
     """
     for name in _LAZY_MODULES:
         try:

@@ -212,10 +212,9 @@ def reduce(
     step: int, gradients: Sequence[torch.Tensor], loss: torch.Tensor, asked: StopReason, message: RankZeroMessage,
     own: OwnNumbers = NO_NUMBERS, about: GradientFacts | None = None,
 ) -> Reduced:  # fmt: skip
-    """Sum over all ranks; `loss` is this rank's mean, and the mean over ranks is the step's loss.
+    """Sum over all ranks; `loss` is this rank's mean. `about`: gradients to compare, or None.
 
-    `about`: None if no gradients are compared. If all ranks have the same gradients, each knows the norm, so the
-    optimizer need not wait for the sum in progress.
+    With equal gradients on all ranks, each knows the norm without waiting for the sum.
     """
     world = dist.get_world_size()
     about = about or GradientFacts()

@@ -11,11 +11,7 @@ from trainer.protocol.rank_progress.progress import ProgressCell, StopReason
 
 
 class StopFlag:
-    """A rank's view of its agent's requests.
-
-    A request to save and continue stays in the cell until the agent sees the save's event, possibly many steps later;
-    `served` ensures that only one save answers it.
-    """
+    """A rank's view of its agent's requests; `served` lets one save answer a request that stays in the cell."""
 
     def __init__(self, cell: ProgressCell) -> None:
         self._cell = cell

@@ -28,9 +28,8 @@ def micro_batch_count(pipeline: PipelineConfig, train: TrainConfig, dp_size: int
             f"type train.batch_size={pipeline.stages * dp_size}"
         )
     why = _why_not(pipeline, share, count)
-    offered = " or ".join(
-        f"parallel.pipeline.micro_batches={one}" for one in sorted(nearest(fitting, count or 1, SHOWN))
-    )
+    near = sorted(fitting, key=lambda one: (abs(one - (count or 1)), one))[:SHOWN]
+    offered = " or ".join(f"parallel.pipeline.micro_batches={one}" for one in sorted(near))
     more = " train.micro_batch_size=0" if train.micro_batch_size else ""
     raise MicroBatchError(f"{key}: {why}: type{more} {offered}")
 
@@ -80,10 +79,6 @@ def takes(pipeline: PipelineConfig, count: int) -> bool:
     if pipeline.schedule in LARGE_ROUNDS:
         return count % max(1, count // pipeline.ranks) == 0
     return count >= 1
-
-
-def nearest(counts: list[int], wanted: int, shown: int) -> list[int]:
-    return sorted(counts, key=lambda count: (abs(count - wanted), count))[:shown]
 
 
 def too_few(pipeline: PipelineConfig, train: TrainConfig, dp_size: int) -> str | None:

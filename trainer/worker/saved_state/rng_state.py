@@ -1,7 +1,4 @@
-"""Random generators of a rank as one row of bytes: packed, restored, and checked without changing them.
-
-The row contains its rank and step, so that a misplaced one is detected; rows of older releases do not.
-"""
+"""Random generators of a rank as one row of bytes, with its rank and step, so that a misplaced one is detected."""
 
 import json
 import random
@@ -74,13 +71,11 @@ def set_origin(packed: torch.Tensor, rank: int, step: int) -> None:
 
 
 def origin_fault(packed: torch.Tensor, name: str, step: int) -> str:
-    """Return why a row that `generators_fault` accepts is not that of `name` at `step`; empty without an origin."""
-    origin = _parts(packed)[_STATES:]
-    if not origin:
-        return ""
-    if len(origin[0]) != 16:
-        return f"records its origin in {len(origin[0])} bytes instead of 16"
-    saved_rank, saved_step = origin[0].view(torch.int64).tolist()
+    """Return why a row that `generators_fault` accepts is not that of `name` at `step`; empty if it is."""
+    origin = torch.cat(_parts(packed)[_STATES:] or [_NONE])
+    if len(origin) != 16:
+        return "does not record its rank and step"
+    saved_rank, saved_step = origin.view(torch.int64).tolist()
     if (rng_name(saved_rank), saved_step) == (name, step):
         return ""
     return f"is the state of rank {saved_rank} at step {saved_step}, in a checkpoint of step {step}"
@@ -140,22 +135,21 @@ def _unpack_numpy(part: torch.Tensor) -> None:
 
 def unpack_rng(packed: torch.Tensor, device: torch.device) -> None:
     """Restore the generators from a row of `pack_rng`."""
-    parts = _parts(packed)
-    torch.set_rng_state(parts[0])
-    gauss = float(parts[2].view(torch.float64))
-    random.setstate((3, tuple(parts[1].view(torch.int64).tolist()), None if gauss != gauss else gauss))
-    if device.type == "cuda" and len(parts) > 3 and len(parts[3]) > len(_NONE):
-        torch.cuda.set_rng_state(parts[3], device)
-    if len(parts) > 4:
-        _unpack_numpy(parts[4])
+    of_torch, numbers, pair, of_device, of_numpy, *_ = _parts(packed)
+    torch.set_rng_state(of_torch)
+    gauss = float(pair.view(torch.float64))
+    random.setstate((3, tuple(numbers.view(torch.int64).tolist()), None if gauss != gauss else gauss))
+    if device.type == "cuda" and len(of_device) > len(_NONE):
+        torch.cuda.set_rng_state(of_device, device)
+    _unpack_numpy(of_numpy)
 
 
 def generators_fault(packed: torch.Tensor) -> str:
     """Return why a row of `pack_rng` cannot be restored; empty if it can."""
     try:
         parts = _parts(packed)
-        if len(parts) < 3:
-            return f"holds {len(parts)} of the 3 generator states"
+        if len(parts) < _STATES:
+            return f"holds {len(parts)} of the {_STATES} generator states"
         torch.Generator().set_state(parts[0])
         numbers = tuple(parts[1].view(torch.int64).tolist())
         random.Random().setstate((3, numbers, None))

@@ -84,7 +84,7 @@ def _accept_request(actor: Actor, run: Run, request: UserRequest) -> bool:
     A run whose job may live in another scheduler is never taken away from it.
     """
     own = actor.lease.scheduler
-    # Node records under an older version's cluster name belong to no particular controller.
+    # Nodes of a run without a known scheduler belong to no particular controller.
     if is_ours(run, own) or (request.verb in OF_NODES and not run.scheduler and run.cluster in actor.schedulers):
         return True
     if not is_addressed_to(run, request, own):
@@ -162,7 +162,7 @@ def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
 def _release(actor: Actor, run: Run, request: UserRequest) -> bool:
     """Readmit a node; the reasons for its exclusion no longer count."""
     name, now = str(request.args["node"]), actor.clock.wall()
-    # A record under an older version's cluster name would return with the next run that is claimed.
+    # Runs without a known scheduler record nodes under their kind of cluster.
     known = [item for item in actor.store.nodes() if item.name == name and item.cluster in (run.domain, run.cluster)]
     excluded = [item.cluster for item in known if item.excluded_until > now]
     if not excluded:

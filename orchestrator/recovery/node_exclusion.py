@@ -16,7 +16,6 @@ REMEMBERED = 14 * 86400.0
 TWO_HANGS = 2
 _NOT_NODE_FAULTS = frozenset({"desync", "network"})  # incidents caused by a program, or by two nodes together
 DRILLED = "drilled"  # notice key: the run's configuration orders a fault in this generation
-TAKEN_FOR = "taken_for"  # key in the notice of a spare: the failure kind for which its predecessor was replaced
 Place = tuple[str, int, int]  # generation: run, attempt, number
 
 
@@ -183,8 +182,8 @@ def faulty(
             found[notice.node] = f"it failed its checks: {reason}"
         elif notice.kind == EventKind.SPARE_USED and (notice.run, notice.attempt, notice.node) in gone:
             found[notice.node] = f"{FailureKind.NODE_LOST}: {reason}"
-        elif notice.kind == EventKind.SPARE_USED and data.get(TAKEN_FOR) in NODE_LOCAL:
-            found[notice.node] = f"{data[TAKEN_FOR]}: {reason}"
+        elif notice.kind == EventKind.SPARE_USED and data.get("kind") in NODE_LOCAL:
+            found[notice.node] = f"{data['kind']}: {reason}"
     found.pop("", None)
     return found
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -130,14 +129,12 @@ class ControllerWrites(UserWrites):
     def claim_run(self, run: str, scheduler: str, *, epoch: int, before: str = "") -> bool:
         """Assign a run from `before` (empty: unassigned) to this scheduler; return whether it belongs to it now.
 
-        Attempts without a scheduler follow the run, and so do node records under an older version's cluster name.
+        Attempts without a scheduler follow the run.
         """
         self._fence(epoch)
         row = self.named_run(run)
         if row.scheduler not in (before, scheduler):
             return False
-        if not row.scheduler:
-            self._keep_nodes(row.cluster, scheduler)
         self.database.update(Run, {"scheduler": scheduler}, name=run)
         self.database.touch(run)  # its record contains the scheduler
         self.database.update(Attempt, {"scheduler": scheduler}, run=run, scheduler="")
@@ -346,16 +343,6 @@ class ControllerWrites(UserWrites):
     def _alter_node(self, node: Node, now: float, changes: Mapping[str, Any]) -> None:
         seen = {"last_seen": max(node.last_seen, now)}
         self.database.update(Node, {**seen, **changes}, cluster=node.cluster, name=node.name)
-
-    def _keep_nodes(self, old: str, new: str) -> None:
-        """Copy the node records from the cluster's old name to its new one; the later exclusion is kept."""
-        for node in self.database.find(Node, cluster=old):
-            known = self.database.first(Node, cluster=new, name=node.name)
-            if known is None:
-                self.database.put(replace(node, cluster=new))
-            elif node.excluded_until > known.excluded_until:
-                changes = {"reason": node.reason, "excluded_until": node.excluded_until}
-                self.database.update(Node, changes, cluster=new, name=node.name)
 
 
 def is_live(held: Lease, now: float, over: Sequence[Lease] | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpointing.config import MEMORY
 from checkpointing.storage.backends import LocalStorage
-from orchestrator.recovery.node_exclusion import DRILLED, TAKEN_FOR
+from orchestrator.recovery.node_exclusion import DRILLED
 from orchestrator.registry.records import Attempt, Checkpoint, CheckpointCopy, Generation, Notice
 from orchestrator.registry.store import Store
 from orchestrator.run_dirs.bounded_files import DirectFiles, Files
@@ -28,7 +28,6 @@ from orchestrator.run_dirs.reader_pins import remove_dead_readers
 from orchestrator.states import Trust, may_move
 from trainer.protocol.config_sections.scheduler_kinds import traits
 from trainer.protocol.events import Event, EventKind
-from trainer.protocol.failures.outcome import Failure, FailureKind
 from trainer.protocol.user_code.code_record import CodeRecord
 
 UNREADABLE_EVENT = "event.unreadable"  # kind of the notice for an event that lacks required fields
@@ -127,14 +126,6 @@ class _EventWriter:
         place = (self.attempt, self.event.generation)
         faults = ((each.attempt, each.generation) for each in self.view.config.drill.events)
         return any(all(wanted in (0, number) for wanted, number in zip(fault, place, strict=True)) for fault in faults)
-
-    def replacement_cause(self, node: str) -> str:
-        """Return the kind of failure for which this node was replaced; for older events, its generation's failure."""
-        if (kind := str(self.data.get("kind"))) in frozenset(FailureKind):
-            return kind
-        ended = [g for g in self.store.generations(self.run, self.attempt) if g.number == self.event.generation]
-        failure = ended[0].failure if ended else None
-        return str(failure["kind"]) if failure and node in Failure.from_json(failure).nodes else FailureKind.AGENT_LOST
 
     def known(self, name: str = "") -> Checkpoint | None:
         """Return the row of the checkpoint with this name, by default the event's."""
@@ -348,7 +339,7 @@ def _preflight(writer: _EventWriter) -> None:
 def _spare_used(writer: _EventWriter) -> None:
     """Store the loss of a node that a spare replaced; the attempt continues, so no failure will report the node."""
     lost, cluster = str(writer.data["instead"]), writer.view.run.domain
-    _notice(writer, lost, **{TAKEN_FOR: writer.replacement_cause(lost)})
+    _notice(writer, lost)
     if lost and not traits(writer.view.run.cluster).simulated_nodes and not writer.data.get("drill"):
         why = f"replaced by a spare in {writer.run}/{writer.attempt}: {writer.data.get('reason', '')}"
         writer.store.saw_node(lost, cluster, epoch=writer.epoch, now=writer.event.time, failure=why)

@@ -113,7 +113,10 @@ def test_a_node_that_slows_two_attempts_down_is_left_out_of_the_third(tmp_path: 
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [(EventKind.PREFLIGHT, {"node": 0, "ok": False}), (EventKind.SPARE_USED, {"node": 1, "instead": "HERE"})],
+    [
+        (EventKind.PREFLIGHT, {"node": 0, "ok": False}),
+        (EventKind.SPARE_USED, {"node": 1, "instead": "HERE", "kind": "node_suspect"}),
+    ],
 )
 def test_a_node_that_a_spare_replaced_is_avoided_by_the_next_attempt(
     tmp_path: Path, kind: EventKind, told: dict[str, object]

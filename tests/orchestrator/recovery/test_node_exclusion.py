@@ -10,7 +10,6 @@ from checkpointing.config import AutoConfig
 from orchestrator.recovery.failure_rate import NodeHistory
 from orchestrator.recovery.node_exclusion import (
     DRILLED,
-    TAKEN_FOR,
     NodeRecord,
     Pool,
     avoided_nodes,
@@ -170,7 +169,7 @@ def test_what_somebody_brought_about_says_nothing_of_a_node() -> None:
     told = [
         noticed(EventKind.INCIDENT, "n2", kind="stopped"),
         noticed(EventKind.STRAGGLER, "n2", rank=3),
-        noticed(EventKind.SPARE_USED, "n2", **{TAKEN_FOR: "agent_lost"}),
+        noticed(EventKind.SPARE_USED, "n2", kind="agent_lost"),
     ]
     one = {("r-1", 1): 1}
     assert (hangs(told), slowness(told, one), count_replacements(told)) == ({"n2": 1},) * 3
@@ -185,10 +184,10 @@ def test_a_node_that_its_own_checks_condemn_is_avoided_though_a_spare_mended_it(
     told = [
         noticed(EventKind.PREFLIGHT, "n2", generation=0, ok=False, reason="/dev/shm is full"),
         noticed(EventKind.PREFLIGHT, "n9", run="r-2", generation=0, ok=False, reason="no room"),
-        noticed(EventKind.SPARE_USED, "n3", reason="it says so", **{TAKEN_FOR: "node_suspect"}),
-        noticed(EventKind.SPARE_USED, "n4", reason="its agent is gone", **{TAKEN_FOR: "agent_lost"}),
-        noticed(EventKind.SPARE_USED, "n5", reason="its agent is gone", **{TAKEN_FOR: "agent_lost"}),
-        noticed(EventKind.SPARE_USED, "n6", reason="it says so", drill=True, **{TAKEN_FOR: "node_suspect"}),
+        noticed(EventKind.SPARE_USED, "n3", reason="it says so", kind="node_suspect"),
+        noticed(EventKind.SPARE_USED, "n4", reason="its agent is gone", kind="agent_lost"),
+        noticed(EventKind.SPARE_USED, "n5", reason="its agent is gone", kind="agent_lost"),
+        noticed(EventKind.SPARE_USED, "n6", reason="it says so", drill=True, kind="node_suspect"),
     ]
     trained = {("r-1", 1): 2, ("r-2", 1): 0}  # in r-2 nobody was fit: that may be everybody's trouble
     found = faulty(told, trained, {("r-1", 1, "n5"), ("r-2", 1, "n4")})

@@ -90,20 +90,3 @@ def test_a_run_is_claimed_once_and_its_attempts_follow(store: Store, tmp_path: P
     assert store.claim_run(name, B, epoch=second.epoch, before=A)
     added = store.add_attempt(name, nonce="ffffffff", excluded=(), epoch=second.epoch, now=1.0)
     assert [attempt.scheduler for attempt in store.attempts(name)] == [A, B] == [A, added.scheduler]
-
-
-def test_what_is_known_of_nodes_by_the_cluster_s_old_name_goes_on_with_a_claimed_run(
-    store: Store, tmp_path: Path
-) -> None:
-    name, epoch = submitted(store, tmp_path, ""), taken(store, A).epoch
-    for node, cluster, until in (("n1", "slurm", 90.0), ("n2", "slurm", 90.0), ("n2", A, 50.0), ("n3", "slurm", 40.0)):
-        store.saw_node(node, cluster, epoch=epoch, now=1.0, failure=f"{cluster} {node}")
-        store.exclude_node(node, cluster, until, f"{cluster} {node}", epoch=epoch, now=1.0)
-    store.exclude_node("n3", A, 60.0, "slow", epoch=epoch, now=1.0)
-    assert store.claim_run(name, A, epoch=epoch)
-    known = {node.name: (node.excluded_until, node.reason) for node in store.nodes() if node.cluster == A}
-    assert known == {"n1": (90.0, "slurm n1"), "n2": (90.0, "slurm n2"), "n3": (60.0, "slow")}
-    store.release_node("n1", A, "asked", epoch=epoch, now=2.0)
-    assert store.claim_run(name, A, epoch=epoch)
-    (released,) = [node for node in store.nodes() if (node.name, node.cluster) == ("n1", A)]
-    assert (released.excluded_until, released.failures) == (2.0, 0), "only the first claim brings them along"

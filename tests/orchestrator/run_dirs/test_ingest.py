@@ -335,25 +335,12 @@ def test_what_watchers_noticed_is_kept_once(tmp_path: Path) -> None:
 
 def test_a_node_that_a_spare_replaced_has_failed_once(tmp_path: Path) -> None:
     world, log = begun(tmp_path)
-    log.write(EventKind.SPARE_USED, node=2, name="n3", instead="n2", reason="its agent is gone")
+    log.write(EventKind.SPARE_USED, node=2, name="n3", instead="n2", reason="its agent is gone", kind="agent_lost")
     read(world)
+    assert [(item.node, item.data["kind"]) for item in world.store.notices(world.name)] == [("n2", "agent_lost")]
     (node,) = world.store.nodes()
     assert (node.name, node.failures, node.attempts) == ("n2", 1, 0)
     assert "replaced by a spare in" in node.reason
-
-
-def test_a_spare_s_notice_says_what_its_predecessor_was_replaced_for(tmp_path: Path) -> None:
-    world, log = begun(tmp_path)
-    log.generation = 1
-    failure = {"kind": "node_suspect", "reason": "n2: it says so", "rank": 3, "node": "n2"}
-    log.write(EventKind.GENERATION_ENDED, reason="n2: it says so", step=5, failure=failure)
-    log.write(EventKind.SPARE_USED, node=2, name="n3", instead="n2", reason="n2: it says so")
-    log.write(EventKind.SPARE_USED, node=3, name="n4", instead="n1", reason="its agent is gone")
-    # A node with a rank that cannot be killed is not the one for which the generation ended.
-    log.write(EventKind.SPARE_USED, node=4, name="n6", instead="n5", reason="n5: stuck", kind="hang")
-    read(world)
-    found = {item.node: item.data["taken_for"] for item in world.store.notices(world.name)}
-    assert found == {"n2": "node_suspect", "n1": "agent_lost", "n5": "hang"}
 
 
 def test_drills_are_kept_of_every_generation_and_orders_of_the_configuration_mark_theirs(tmp_path: Path) -> None:

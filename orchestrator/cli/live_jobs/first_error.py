@@ -74,10 +74,8 @@ def _root_failure(place: RunDir, folder: AttemptDir) -> RootFailure | None:
     If a failure ended the attempt, that failure is the root; otherwise the root is the earliest failure, which the run
     survived. Without a coordinator's report, it is the earliest primary failure reported by ranks or agents.
     """
-    events = list(_events(folder))
-    reported, seen = list(_rank_failures(folder)), list(_killed_ranks(folder, events))
-    judged = list(_judged_failures(folder, events))
-    end = _end(folder)
+    reported, end = list(_rank_failures(folder)), _end(folder)
+    judged, seen = _failures_in_events(folder)
     if end is not None and end[0].result == AttemptResult.FAILED:
         outcome, failure = end
         judged = [found for found in judged if found.reason == failure.reason][-1:] or judged[-1:]
@@ -120,31 +118,28 @@ def _rank_failures(folder: AttemptDir) -> Iterator[RootFailure]:
             )  # fmt: skip
 
 
-def _judged_failures(folder: AttemptDir, events: list[Event]) -> Iterator[RootFailure]:
-    for event in events:
-        if event.kind == EventKind.GENERATION_ENDED and event.data.get("failure"):
-            yield _from_event(folder, event, event.data["failure"])
+def _failures_in_events(folder: AttemptDir) -> tuple[list[RootFailure], list[RootFailure]]:
+    """Return the failures with which the coordinator ended generations, and the ranks killed by a signal.
 
-
-def _killed_ranks(folder: AttemptDir, events: list[Event]) -> Iterator[RootFailure]:
-    """Yield the ranks killed by a signal. They leave no outcome, but their agents report it."""
-    for event in events:
-        signal = event.data.get("signal") if event.kind == EventKind.RANK_EXITED else None
-        if signal:
-            node = event.data.get("node")
-            place = {"rank": event.data.get("rank"), "node": None if node is None else str(node)}
-            yield _from_event(folder, event, {"kind": "rank_killed", "reason": f"killed by signal {signal}", **place})
+    Killed ranks leave no outcome, but their agents report them.
+    """
+    judged, killed = [], []
+    for name in sorted(os.listdir(folder.events)) if folder.events.is_dir() else []:
+        for event in read_events(folder.events / name)[0]:
+            data = event.data
+            if event.kind == EventKind.GENERATION_ENDED and data.get("failure"):
+                judged.append(_from_event(folder, event, data["failure"]))
+            elif event.kind == EventKind.RANK_EXITED and data.get("signal"):
+                place = {"rank": data.get("rank"), "node": None if data.get("node") is None else str(data["node"])}
+                reason = f"killed by signal {data['signal']}"
+                killed.append(_from_event(folder, event, {"kind": "rank_killed", "reason": reason, **place}))
+    return judged, killed
 
 
 def _from_event(folder: AttemptDir, event: Event, fields: dict[str, Any]) -> RootFailure:
     failure = Failure.from_json(fields)
     path = folder.rank_log(failure.rank) if failure.rank is not None else folder.agent_log(0)
     return _make(folder, failure, event.generation, event.time, path)
-
-
-def _events(folder: AttemptDir) -> Iterator[Event]:
-    for name in sorted(os.listdir(folder.events)) if folder.events.is_dir() else []:
-        yield from read_events(folder.events / name)[0]
 
 
 def _end(folder: AttemptDir) -> tuple[AttemptOutcome, Failure] | None:

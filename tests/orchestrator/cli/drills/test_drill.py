@@ -26,30 +26,12 @@ from trainer.protocol.requests import Request, RequestKind, pending
 from trainer.protocol.run_dir import RunDir
 
 
-class Job:
+class Job(Agent):
     def __init__(self, folder: RunDir, *, blames: int = 1) -> None:
-        self._folder, self._blames, self._stop = folder, blames, threading.Event()
-        self.asked: list[Request] = []
-        self._thread = threading.Thread(target=self._serve)
+        super().__init__(folder)
+        self._blames = blames
 
-    def __enter__(self) -> "Job":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        log = EventLog(self._folder.attempt(1).event_file("coordinator"), "coordinator", 1)
-        log.generation = 1
-        while not self._stop.wait(0.01):
-            for request in pending(self._folder.requests, 1, {one.name for one in self.asked}):
-                self.asked.append(request)
-                self._strike(log, request)
-        log.close()
-
-    def _strike(self, log: EventLog, request: Request) -> None:
+    def reply(self, log: EventLog, request: Request) -> None:
         rank = int(request.value or 0)
         log.write(EventKind.DRILL, kind=request.detail, rank=rank, step=120)
         log.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=f"{request.detail} strikes rank {rank}")
@@ -105,9 +87,9 @@ class Starting(Job):
         super().__init__(folder)
         self.trains = threading.Event()
 
-    def _strike(self, log: EventLog, request: Request) -> None:
+    def reply(self, log: EventLog, request: Request) -> None:
         self.trains.wait(30)
-        super()._strike(log, request)
+        super().reply(log, request)
 
 
 def test_a_drill_during_start_up_waits_with_a_note(orch: Type, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +114,9 @@ class Ending(Job):
         super().__init__(folder)
         self._seeds = seeds
 
-    def _strike(self, log: EventLog, request: Request) -> None:
+    def reply(self, log: EventLog, request: Request) -> None:
         store, epoch = self._seeds.store, self._seeds.epoch
-        store.move_run(self._folder.name, RunState.HELD, "the disk is full", epoch=epoch, now=time.time())
+        store.move_run(self.folder.name, RunState.HELD, "the disk is full", epoch=epoch, now=time.time())
 
 
 def test_a_job_that_ends_before_it_trains_ends_the_drill(orch: Type, seeds: Seeds) -> None:

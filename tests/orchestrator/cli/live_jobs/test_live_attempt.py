@@ -37,8 +37,8 @@ def over(folder: RunDir, reason: str) -> None:
 
 
 class Agent:
-    def __init__(self, folder: RunDir, answer: str) -> None:
-        self._folder, self._answer, self._stop = folder, answer, threading.Event()
+    def __init__(self, folder: RunDir, answer: str = "") -> None:
+        self.folder, self._answer, self._stop = folder, answer, threading.Event()
         self.asked: list[Request] = []
         self._thread = threading.Thread(target=self._serve)
 
@@ -51,13 +51,17 @@ class Agent:
         self._thread.join()
 
     def _serve(self) -> None:
-        log = EventLog(self._folder.attempt(1).event_file("coordinator"), "coordinator", 1)
+        log = EventLog(self.folder.attempt(1).event_file("coordinator"), "coordinator", 1)
+        log.generation = 1
         while not self._stop.wait(0.01):
-            for request in pending(self._folder.requests, 1, {one.name for one in self.asked}):
+            for request in pending(self.folder.requests, 1, {one.name for one in self.asked}):
                 self.asked.append(request)
-                log.write(EventKind.REQUEST_ANSWERED, name="another", answer="no")
-                log.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=self._answer)
+                self.reply(log, request)
         log.close()
+
+    def reply(self, log: EventLog, request: Request) -> None:
+        log.write(EventKind.REQUEST_ANSWERED, name="another", answer="no")
+        log.write(EventKind.REQUEST_ANSWERED, name=request.name, answer=self._answer)
 
 
 def test_save_comes_back_with_the_step(orch: Type, seeds: Seeds) -> None:

@@ -118,15 +118,6 @@ def _report_error(screen: Screen, error: OrchError) -> int:
     return error.exit_code
 
 
-def _without_home() -> Precondition:
-    """Return the error for pathlib's RuntimeError on `~` in a path or in the location of the user's configuration."""
-    what = f"your home folder is not known: HOME is not set, and uid {os.getuid()} has no account here"
-    with suppress(RuntimeError):
-        Path.home()
-        what = "a path begins with ~NAME, and NAME has no account here"
-    return Precondition(what, hint="type the full path, or set HOME: `export HOME=FOLDER`")
-
-
 def _usage(screen: Screen, error: click.ClickException, words: Sequence[str]) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
     verb = next((f"orch {word}" for word in words if word in VERBS), "orch")
@@ -156,8 +147,13 @@ def redact_command_line(words: Sequence[str]) -> str:
 def _internal(screen: Screen, error: Exception, words: Sequence[str]) -> int:
     from orchestrator.home import make_state_home
 
-    if isinstance(error, RuntimeError) and "home directory" in str(error):
-        return _report_error(screen, _without_home())
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # pathlib's, for `~` in a path
+        what = f"your home folder is not known: HOME is not set, and uid {os.getuid()} has no account here"
+        with suppress(RuntimeError):
+            Path.home()
+            what = "a path begins with ~NAME, and NAME has no account here"
+        hint = "type the full path, or set HOME: `export HOME=FOLDER`"
+        return _report_error(screen, Precondition(what, hint=hint))
     text = traceback.format_exc()
     try:
         saved = make_state_home() / "last-error.txt"

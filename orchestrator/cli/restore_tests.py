@@ -34,17 +34,12 @@ other_software, notes
 @click.command("restore-test", cls=Verb, json_data=RESTORE_TEST_JSON)
 @click.argument("target", metavar="RUN[@STEP]")
 @click.option(
-    "--layout",
-    "layouts",
-    default=None,
-    metavar="LAYOUT,...",
+    "--layout", "layouts", metavar="LAYOUT,...",
     help="One test for each: same, RANKS (1) or NODESxRANKS (2x4). Default: restore_tests.layouts.",
-)
-@click.option(
-    "--steps", type=click.IntRange(1, 1000), metavar="N", default=None, help="Number of steps to train and compare."
-)
-@click.option("--level", type=click.IntRange(2, 4), metavar="N", default=None, help="First verify it at this level.")
-@click.option("--tier", default=None, help="Path of the tier whose copy is tested; `run` is the run's own folder.")
+)  # fmt: skip
+@click.option("--steps", type=click.IntRange(1, 1000), metavar="N", help="Number of steps to train and compare.")
+@click.option("--level", type=click.IntRange(2, 4), metavar="N", help="First verify it at this level.")
+@click.option("--tier", help="Path of the tier whose copy is tested; `run` is the run's own folder.")
 @click.option("--wait", "wait_", is_flag=True, help="Wait for the verdict.")
 @click.option("--local", is_flag=True, help="Run the test on this machine, not on the cluster.")
 @click.option("--no-controller", is_flag=True, help="Start no controller: launch from here and return.")

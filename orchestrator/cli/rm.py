@@ -99,10 +99,9 @@ RM_JSON = "list of {run, state, removed, folder, bytes, copies: [{tier, checkpoi
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation. Required without a terminal.")
 @click.option("--keep-copies", is_flag=True, help="Keep copies of checkpoints in other tiers.")
 @click.option(
-    "--forget",
-    is_flag=True,
+    "--forget", is_flag=True,
     help="Remove only the registry rows and touch no files, for a folder that is gone or not the run's.",
-)
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print what would be removed; remove nothing.")
 @click.pass_obj
 def rm(screen: Screen, runs: tuple[str, ...], yes: bool, keep_copies: bool, forget: bool, dry_run: bool) -> int:

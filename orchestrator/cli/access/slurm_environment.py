@@ -79,14 +79,11 @@ def compare_with_controller(screen: Screen, kind: str) -> None:
     contact, mine = read_live_contact(lease), ClientEnvironment.from_environ()
     if lease is None or contact is None:
         return
-    who, differs = (
-        f"the controller (pid {contact.pid} on {holder_host(lease.holder)})",
-        contact.client.differences(mine),
-    )
+    who = f"the controller (pid {contact.pid} on {holder_host(lease.holder)})"
+    differs = contact.client.differences(mine)
     if contact.silence and contact.client.token != mine.token:
-        raise Precondition(
-            f"{who} gets no answer from Slurm: {contact.silence}", where=f"its {'; its '.join(differs)}", hint=RESTART
-        )
+        what = f"{who} gets no answer from Slurm: {contact.silence}"
+        raise Precondition(what, where=f"its {'; its '.join(differs)}", hint=RESTART)
     if contact.silence and differs:
         screen.note(f"{who} gets no answer from Slurm; it continues with this shell's environment")
     elif contact.client.sbatch != mine.sbatch:

@@ -82,10 +82,9 @@ GC_JSON = "list of {run, tier, path, name, bytes, what, done, reason}; done is `
 @click.option("-a", "--all", "everything", is_flag=True, help="Clean up every run.")
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
 @click.option(
-    "--refused",
-    is_flag=True,
+    "--refused", is_flag=True,
     help="Also delete unpinned checkpoints that do not verify, of runs that are not live; needs a stopped controller.",
-)
+)  # fmt: skip
 @click.pass_obj
 def gc(screen: Screen, runs: tuple[str, ...], everything: bool, dry_run: bool, refused: bool) -> int:
     """Delete half-written checkpoints of attempts that have ended.
@@ -129,11 +128,9 @@ def _open_registry(*, locked: bool) -> "Iterator[tuple[Store, Lease | None]]":
             return
         lease = acquire(store, ObservedSince(Clock().mono), time.time(), once=True)
         if lease is None:
-            raise Precondition(
-                "a controller is running, and only one process may delete committed checkpoints",
-                where="`orch controller status` shows it",
-                hint=f"`orch controller stop`, then run this again; jobs continue meanwhile; afterwards {START}",
-            )
+            what = "a controller is running, and only one process may delete committed checkpoints"
+            hint = f"`orch controller stop`, then run this again; jobs continue meanwhile; afterwards {START}"
+            raise Precondition(what, where="`orch controller status` shows it", hint=hint)
         try:
             yield store, lease
         finally:

@@ -102,11 +102,10 @@ def saving_run(name: str) -> "Run":
     """Return the run by name, unique prefix, or `@last`. Raises NotFound, and ConfigError for a restore test."""
     run = known_run(name)
     if (order := run.identity.get("restore_test")) is not None:
-        raise ConfigError(
-            f"{run.name} is a restore test: it has no checkpoint of its own",
-            where=f"it restores {order['run']}@{order['step']}",
-            hint=f"write {order['run']}@{order['step']}; to restore it again: {repeat_test_command(order)}",
-        )
+        tested = f"{order['run']}@{order['step']}"
+        hint = f"write {tested}; to restore it again: {repeat_test_command(order)}"
+        what = f"{run.name} is a restore test: it has no checkpoint of its own"
+        raise ConfigError(what, where=f"it restores {tested}", hint=hint)
     return run
 
 

@@ -46,15 +46,11 @@ missing and therefore not checked
 @click.command("verify", cls=Verb, json_data=VERIFY_JSON)
 @click.argument("target", metavar="RUN[@STEP]|FOLDER")
 @click.option(
-    "--level",
-    type=click.IntRange(0, 4),
-    metavar="N",
-    default=2,
-    show_default=True,
+    "--level", type=click.IntRange(0, 4), metavar="N", default=2, show_default=True,
     help="0: COMMIT, manifest, names and sizes of files. 1: also a sample of the chunks, with both ends of every file. "
     "2: every chunk. 3: also metadata, index and tensor headers against each other (holes, overlaps, shapes, dtypes), "
     "and unlisted files. 4: also every value: fingerprints, NaN in trained parameters, random generators.",
-)
+)  # fmt: skip
 @click.option("--copies", is_flag=True, help="Verify every copy on every tier, not only the nearest one.")
 @click.pass_obj
 def verify(screen: Screen, target: str, level: int, copies: bool) -> int:

@@ -63,9 +63,7 @@ def controller() -> None:
 
 
 @controller.command("run")
-@click.option(
-    "--idle-exit", type=Seconds(min=0), default=None, metavar="SECONDS", help="Exit after this time without live runs."
-)
+@click.option("--idle-exit", type=Seconds(min=0), metavar="SECONDS", help="Exit after this time without live runs.")
 @click.option("--cluster", type=click.Choice(choices()), default="auto", help="Which runs to serve.")
 @click.pass_obj
 def run(screen: Screen, idle_exit: float | None, cluster: str) -> None:

@@ -53,11 +53,9 @@ back_s, back_step, steps_lost, evidence, over, passed, verdict}
 @click.command(cls=Verb, json_data=DRILL_JSON)
 @click.argument("words", metavar="RUN KIND | --demo KIND [KEY=VALUE ...]", nargs=-1, required=True)
 @click.option("--demo", is_flag=True, help="Use a small separate run on this machine.")
-@click.option(
-    "--rank", type=click.IntRange(0), metavar="N", default=None, help="The rank to hit (for node faults: the node)."
-)
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="The rank to hit (for node faults: the node).")
 @click.option("-y", "--yes", is_flag=True, help="Allow faults that cost the run more than a restart.")
-@click.option("--root", type=NonEmptyPath(path_type=Path), default=None, help="Folder for the demo's runs.")
+@click.option("--root", type=NonEmptyPath(path_type=Path), help="Folder for the demo's runs.")
 @timeout_option(300.0, least=1.0)
 @click.pass_obj
 def drill(
@@ -310,7 +308,7 @@ class DrillRun:
         Raises Precondition if the job refuses it or ends first, WaitTimeout after `seconds`.
         """
         self._nodes = found.heartbeat.nodes
-        last = found.cluster.nodes - 1  # a spare node cannot be the target
+        last = found.config.cluster.nodes - 1  # a spare node cannot be the target
         match self._kind:
             case "full-disk":
                 writers = fill_disk(found.heartbeat.job_id)

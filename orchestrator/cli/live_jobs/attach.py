@@ -85,10 +85,8 @@ def _frame(line: str) -> Frame | None:
 @click.command(cls=Verb, json_data=ATTACH_JSON)
 @click.argument("run")
 @click.option("--stack", is_flag=True, help="Print the stack of every thread of the ranks. Required.")
-@click.option("--rank", type=click.IntRange(0), metavar="N", default=None, help="Only this rank.")
-@click.option(
-    "--node", type=click.IntRange(0), metavar="N", default=None, help="Only the ranks of the N-th node, from 0."
-)
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="Only this rank.")
+@click.option("--node", type=click.IntRange(0), metavar="N", help="Only the ranks of the N-th node, from 0.")
 @timeout_option(60.0)
 @click.pass_obj
 def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | None, timeout: float) -> None:
@@ -104,7 +102,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
         raise ConfigError("--stack is missing", where="command line", hint=hint)
     if rank is not None and node is not None:
         raise ConfigError("--rank and --node exclude each other", where="command line", hint="give one of them")
-    require_rank_and_node(found.cluster, rank, node)
+    require_rank_and_node(found.config.cluster, rank, node)
     detail = "" if node is None else str(node)
     request = found.send_request(RequestKind.STACKS, "orch attach", value=rank, detail=detail)
     screen.if_interrupted = lambda: f"interrupted: {found.run} continues; the stacks are still written to its evidence"
@@ -113,7 +111,7 @@ def attach(screen: Screen, run: str, stack: bool, rank: int | None, node: int | 
     readings, answered = _read_ranks(found, folder), {thread.rank for thread in threads}
     missing = [
         {"rank": one, "node": _node(readings, one), "why": _state(readings.get(one))}
-        for one in _selected_ranks(found.cluster, rank, node)
+        for one in _selected_ranks(found.config.cluster, rank, node)
         if one not in answered
     ]
     if not threads:

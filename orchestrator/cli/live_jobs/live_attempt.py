@@ -92,11 +92,6 @@ class LiveAttempt:
             raise Precondition(what, where=where, hint=f"orch show {self.run}") from error
 
     @property
-    def cluster(self) -> ClusterShape:
-        """Nodes and ranks of the attempt. Raises Precondition if its configuration cannot be read."""
-        return self.config.cluster
-
-    @property
     def end_reason(self) -> str | None:
         """Reason in the attempt's outcome; None before it has one."""
         try:

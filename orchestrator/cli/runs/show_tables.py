@@ -18,30 +18,14 @@ from trainer.protocol.restore_test import Outcome
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
 
-_KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "stragglers": (
-        EventKind.STRAGGLER, ("rank", "node", "section", "ratio", "step", "steps", "gpu_hours", "over"),
-    ),
-    "code_recorded": (EventKind.CODE_RECORDED, ("digest",)),
-    "code_changes": (EventKind.CODE_CHANGED, ("digest", "reason", "accepted")),
-    "skipped": (EventKind.BATCH_SKIPPED, ("step", "position", "reason")),
-    "restart_differs": (EventKind.RESTART_DIFFERS, ("step", "restored", "reason")),
-    "incomplete": (EventKind.CHECKPOINT_INCOMPLETE, ("step", "reason")),
-    "spares": (EventKind.SPARE_USED, ("node", "name", "instead", "reason")),
-    "unfit": (EventKind.PREFLIGHT, ("reason",)),
-    "unreadable": (UNREADABLE_EVENT, ("unread", "reason")),
-}  # fmt: skip
-"""Kind of notice and its fields, by key of the answer."""
-
 
 def incidents_json(run: Run, notices: Sequence[Notice], generations: Sequence[Generation]) -> Rows:
     """Return notices as lists of plain JSON data by kind, oldest first."""
     found = {"incidents": [_incident(run, item, generations) for item in notices if item.kind == EventKind.INCIDENT]}
-    for key, (kind, fields) in _KINDS.items():
+    for key, (kind, fields, *_) in NOTICES.items():
         found[key] = [{**_when(item), **_fields(item, *fields)} for item in notices if item.kind == kind]
-    # The `node` of this event is an index in the job.
-    unfit = [item for item in notices if item.kind == EventKind.PREFLIGHT]
-    found["unfit"] = [{**_when(item), "node": item.data.get("name"), **_fields(item, "reason")} for item in unfit]
+    for row in found["unfit"]:  # the `node` of this event is an index in the job
+        row["node"] = row.pop("name")
     return found
 
 
@@ -78,8 +62,9 @@ def _outcome(notice: Notice, generations: Sequence[Generation]) -> str:
 
 def incident_tables(screen: Screen, found: Rows) -> None:
     """Print one table for each kind of notice that occurred."""
-    for title, key, columns in TABLES:
-        if found[key]:
+    notices = [(key, title, columns) for key, (_, _, title, columns) in NOTICES.items()]
+    for key, title, columns in [("incidents", "incidents", INCIDENTS), *notices]:
+        if found[key] and title:
             screen.say(f"\n{title}")
             screen.table(columns, [_cells(screen, row) for row in found[key]], aligned=True)
 
@@ -109,35 +94,46 @@ _RANK = Column("RANK", "rank", right=True)
 _NODE = Column("NODE", "node")
 _STEP = Column("STEP", "step", count, right=True)
 _REASON = Column("WHY", "reason", wraps=True)
-TABLES = (
-    ("incidents", "incidents", [
-        _WHEN, _GENERATION, Column("KIND", "kind"), Column("RANK", "ranks", right=True), Column("NODE", "nodes"),
-        Column("PHASE", "phase", drop_order=1), _STEP, Column("OUTCOME", "done", wraps=True),
-        Column("EVIDENCE", "folder"),
-    ]),
-    ("stragglers", "stragglers", [
-        _WHEN, _GENERATION, _RANK, _NODE, Column("SECTION", "section"),
-        Column("WORK", "ratio", _format("{:.2f} x"), right=True), _STEP,
-        Column("GPU HOURS LOST", "gpu_hours", _format("{:.3g}"), right=True),
-        Column("NOW", "over", lambda over: "recovered" if over else "slow"),
-    ]),
-    ("code changes", "code_changes", [
+INCIDENTS = [
+    _WHEN, _GENERATION, Column("KIND", "kind"), Column("RANK", "ranks", right=True), Column("NODE", "nodes"),
+    Column("PHASE", "phase", drop_order=1), _STEP, Column("OUTCOME", "done", wraps=True), Column("EVIDENCE", "folder"),
+]  # fmt: skip
+NOTICES: dict[str, tuple[str, tuple[str, ...], str, list[Column]]] = {
+    "stragglers": (
+        EventKind.STRAGGLER, ("rank", "node", "section", "ratio", "step", "steps", "gpu_hours", "over"), "stragglers", [
+            _WHEN, _GENERATION, _RANK, _NODE, Column("SECTION", "section"),
+            Column("WORK", "ratio", _format("{:.2f} x"), right=True), _STEP,
+            Column("GPU HOURS LOST", "gpu_hours", _format("{:.3g}"), right=True),
+            Column("NOW", "over", lambda over: "recovered" if over else "slow"),
+        ],
+    ),
+    "code_recorded": (EventKind.CODE_RECORDED, ("digest",), "", []),
+    "code_changes": (EventKind.CODE_CHANGED, ("digest", "reason", "accepted"), "code changes", [
         _WHEN, _GENERATION, Column("CHANGE", "reason", wraps=True),
         Column("ACCEPTED", "accepted", lambda accepted: "by resume" if accepted else "no"),
     ]),
-    ("skipped batches", "skipped", [
+    "skipped": (EventKind.BATCH_SKIPPED, ("step", "position", "reason"), "skipped batches", [
         _WHEN, _GENERATION, _STEP, Column("POSITION", "position", count, right=True), _REASON,
     ]),
-    ("restarts that trained differently", "restart_differs", [_WHEN, _GENERATION, _STEP, _REASON]),
-    ("state missing from checkpoints", "incomplete", [_WHEN, _GENERATION, _STEP, _REASON]),
-    ("spare nodes used", "spares", [
+    "restart_differs": (
+        EventKind.RESTART_DIFFERS, ("step", "restored", "reason"), "restarts that trained differently",
+        [_WHEN, _GENERATION, _STEP, _REASON],
+    ),
+    "incomplete": (
+        EventKind.CHECKPOINT_INCOMPLETE, ("step", "reason"), "state missing from checkpoints",
+        [_WHEN, _GENERATION, _STEP, _REASON],
+    ),
+    "spares": (EventKind.SPARE_USED, ("node", "name", "instead", "reason"), "spare nodes used", [
         _WHEN, _GENERATION, Column("SPARE", "name"), Column("INSTEAD OF", "instead"), _REASON,
     ]),
-    ("nodes that failed their checks", "unfit", [_WHEN, Column("ATT", "attempt", right=True), _NODE, _REASON]),
-    ("unreadable events", "unreadable", [_WHEN, _GENERATION, Column("EVENT", "unread"), _REASON]),
-)  # fmt: skip
-"""Title, key in the answer, and columns."""
-
+    "unfit": (EventKind.PREFLIGHT, ("name", "reason"), "nodes that failed their checks", [
+        _WHEN, Column("ATT", "attempt", right=True), _NODE, _REASON,
+    ]),
+    "unreadable": (UNREADABLE_EVENT, ("unread", "reason"), "unreadable events", [
+        _WHEN, _GENERATION, Column("EVENT", "unread"), _REASON,
+    ]),
+}  # fmt: skip
+"""Kind of notice, its fields, the title of its table and the columns, by key of the answer."""
 NEWEST = 5
 """Number of restore tests that `orch show` prints."""
 

@@ -62,16 +62,12 @@ def tag(screen: Screen, run: str, words: tuple[str, ...], remove: bool) -> None:
     `._:/=@-`. To remove a tag named q, v or h, use --remove. Tags are also kept in the run's folder and survive the
     loss of the registry.
     """
-    added, removed = _split_tags(words, remove)
+    away = [word for word in words if word.startswith("~") or (remove and not word.startswith("+"))]
+    added = check_tags(word.removeprefix("+") for word in words if word not in away)
+    removed = check_tags(word.removeprefix("~") for word in away)
     if both := sorted({*added} & {*removed}):
         raise ConfigError(f"{both[0]} cannot be both added and removed", where=" ".join(words), hint="choose one")
     with open_store(readonly=not words) as store:
         found = store.run(run)
         now = store.change_tags(found.name, added, removed) if words else found.tags
     screen.answer("tag", {"run": found.name, "tags": list(now)}, f"{found.name}: {', '.join(now) or 'no tag'}")
-
-
-def _split_tags(words: tuple[str, ...], remove: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    away = [word for word in words if word.startswith("~") or (remove and not word.startswith("+"))]
-    added = [word.removeprefix("+") for word in words if word not in away]
-    return check_tags(added), check_tags(word.removeprefix("~") for word in away)

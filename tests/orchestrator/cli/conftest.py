@@ -110,11 +110,11 @@ class Seeds:
     def tiers(self, run: str, *tiers: Mapping[str, object]) -> None:
         (self.root / run / "config.json").write_text(dump_line({"checkpoint": {"tiers": list(tiers)}}))
 
-    def checkpoint(self, run: str, step: int, trust: Trust = Trust.VERIFIED) -> None:
+    def checkpoint(self, run: str, step: int, trust: Trust = Trust.VERIFIED, age: float = 0.0) -> None:
         name = f"step-{step:08d}.001-0123abcd"
         self.store.put_checkpoint(
             Checkpoint(
-                run=run, name=name, step=step, attempt=1, trust=trust, bytes=1024, committed_at=time.time(),
+                run=run, name=name, step=step, attempt=1, trust=trust, bytes=1024, committed_at=time.time() - age,
                 path=str(self.root / run / "checkpoints" / name),
             ),
             epoch=self.epoch,

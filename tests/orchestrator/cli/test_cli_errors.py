@@ -46,6 +46,13 @@ def test_bad_configuration(orch: Type, home: Path, tmp_path: Path, case: str, ve
     assert error["message"]
 
 
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
 def assert_three_parts(text: str) -> None:
     first, *rest = text.rstrip().splitlines()
     assert first.startswith("error: ")
@@ -72,11 +79,9 @@ def test_binary_config_file(orch: Type, tmp_path: Path) -> None:
 
 
 def test_unreadable_config_file(tmp_path: Path, monkeypatch: Patch) -> None:
-    def denied(*_: object, **__: object) -> str:
-        raise PermissionError(13, "Permission denied")
-
     (tmp_path / "my run.yaml").touch()
-    monkeypatch.setattr(Path, "read_text", denied)  # root may read whatever its mode says
+    # Root may read a file of any mode.
+    monkeypatch.setattr(Path, "read_text", raising(PermissionError(13, "Permission denied")))
     with pytest.raises(ConfigError, match="cannot be read: Permission denied") as refused:
         layers.from_file(tmp_path / "my run.yaml")
     assert refused.value.hint == f"chmod u+r '{tmp_path}/my run.yaml'"
@@ -181,10 +186,7 @@ def test_a_home_of_nobody_is_no_defect_of_orch(orch: Type) -> None:
 
 
 def test_internal_error(orch: Type, seeds: Seeds, home: Path, monkeypatch: Patch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr(status, "newest_runs", broken)
+    monkeypatch.setattr(status, "newest_runs", raising(ZeroDivisionError("a defect")))
     failed = orch("status")
     assert failed.code == 1
     assert "internal error: ZeroDivisionError: a defect" in failed.err
@@ -196,10 +198,7 @@ def test_internal_error(orch: Type, seeds: Seeds, home: Path, monkeypatch: Patch
 
 
 def test_an_error_of_the_file_system_is_no_defect(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device", "/lustre/x")
-
-    monkeypatch.setattr(status, "newest_runs", full)
+    monkeypatch.setattr(status, "newest_runs", raising(OSError(28, "No space left on device", "/lustre/x")))
     failed = orch("status")
     assert failed.code == 4
     assert "No space left on device: /lustre/x" in failed.err
@@ -251,10 +250,7 @@ def test_main_exits_with_the_code(home: Path) -> None:
 
 
 def test_saved_traceback_is_private(orch: Type, home: Path, monkeypatch: Patch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr(compose, "compose", broken)
+    monkeypatch.setattr(compose, "compose", raising(ZeroDivisionError("a defect")))
     home.mkdir()
     saved = home / "last-error.txt"
     saved.write_text("an older one")
@@ -296,10 +292,7 @@ def test_size_limit_of_json_file(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_no_defect_of_orch(orch: Type, seeds: Seeds, monkeypatch: Patch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(status, "newest_runs", full)
+    monkeypatch.setattr(status, "newest_runs", raising(MemoryError()))
     told = orch("status")
     assert (told.code, told.err.splitlines()[0]) == (4, "error: not enough memory")
     assert "ulimit -v" in told.err
@@ -315,10 +308,7 @@ def test_a_name_that_is_no_text_is_no_defect(orch: Type, seeds: Seeds, words: tu
 
 
 def test_pythonpath_hint(orch: Type, home: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise AttributeError("module 'json' has no attribute 'loads'")
-
-    monkeypatch.setattr(compose, "compose", broken)
+    monkeypatch.setattr(compose, "compose", raising(AttributeError("module 'json' has no attribute 'loads'")))
     assert "this is a defect in orch" in orch("config", "show", "demo").err
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     failed = orch("config", "show", "demo")

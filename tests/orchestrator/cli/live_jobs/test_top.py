@@ -123,17 +123,8 @@ def test_speed_and_trend_have_a_line(orch: Type, seeds: Seeds) -> None:
     run = training(seeds, [rank(0)])
     place = seeds.root / run / "attempts/001/metrics/steps.jsonl"
     now = time.time()
-    lines = [
-        {
-            "attempt": 1,
-            "generation": 2,
-            "step": step,
-            "loss": 4.0 - step / 100,
-            "seconds": 0.5,
-            "time": now - 121 + step,
-        }
-        for step in range(100, 122)
-    ]
+    own = {"attempt": 1, "generation": 2, "seconds": 0.5}
+    lines = [{**own, "step": step, "loss": 4.0 - step / 100, "time": now - 121 + step} for step in range(100, 122)]
     place.write_text("".join(dump_line(line) + "\n" for line in lines))
     data = orch("top", run, "--json").data
     assert list(data)[-4:] == ["step_seconds", "eta_s", "loss_change", "loss_steps"]

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.cli.runs.status import TABLE
 from orchestrator.cli.terminal.render import progress
 from orchestrator.cli.terminal.tables import layout
-from orchestrator.registry.records import Checkpoint, Generation
+from orchestrator.registry.records import Generation
 from orchestrator.scheduler.interface import Resources
 from orchestrator.scheduler.slurm.refusals import waiting_words
 from orchestrator.states import RunState, Trust
@@ -95,18 +95,7 @@ def test_eta(orch: Type, seeds: Seeds) -> None:
     assert orch("status", "--json").data[0]["eta_s"] is None, "its start may be most of these 90 s"
     train(seeds, run, started=200_000.0, now=0.0, step=120)  # 2000 s a step, 80 are left
     assert orch("status", "--json").data[0]["eta_s"] == pytest.approx(160_000.0, abs=600.0)
-    name = f"step-{100:08d}.001-0123abcd"
-    saved = Checkpoint(
-        run=run,
-        name=name,
-        step=100,
-        attempt=1,
-        trust=Trust.DELETED,
-        bytes=1,
-        committed_at=time.time() - 200_000,
-        path=name,
-    )
-    seeds.store.put_checkpoint(saved, epoch=seeds.epoch)  # since then 10,000 s a step: the start is no part of it
+    seeds.checkpoint(run, 100, Trust.DELETED, age=200_000.0)  # since then 10,000 s a step, without the start
     assert orch("status", "--json").data[0]["eta_s"] == pytest.approx(800_000.0, abs=6000.0)
     assert "ETA_S" in orch("status").out.splitlines()[0]
     top = orch("top", run, "--json")

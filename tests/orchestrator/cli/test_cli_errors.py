@@ -192,7 +192,7 @@ def test_internal_error(orch: Type, seeds: Seeds, home: Path, monkeypatch: Patch
     assert "internal error: ZeroDivisionError: a defect" in failed.err
     assert "Traceback" not in failed.err
     assert str(home / "last-error.txt") in failed.err
-    assert "in broken" in (home / "last-error.txt").read_text()
+    assert "in fail" in (home / "last-error.txt").read_text()
     assert "Traceback" in orch("status", "--debug").err
     assert json.loads(orch("status", "--json").out)["error"]["code"] == "Internal"
 

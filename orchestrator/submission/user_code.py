@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from importlib.machinery import PathFinder
+from importlib import invalidate_caches
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -299,7 +300,7 @@ def _check_target(target: str, folders: list[Path]) -> None:
     places = [_ROOT] if top in OURS else folders
     if top not in OURS:
         _refuse_shadowed(target, top, folders)
-    file = _find_module_file(module, places) or (None if top in OURS else _find_installed_file(module))
+    file = _find_file(module, [str(place) for place in places]) or (None if top in OURS else _find_file(module, None))
     if file is None:
         searched = ", ".join(str(place) for place in places) or "no folder (workload.path is empty)"
         raise ConfigError(
@@ -344,24 +345,15 @@ def _near_module(module: str, places: list[Path]) -> str:
     return ".".join([*below.parent.parts, file.removesuffix(".py")]) if file else ""
 
 
-def _find_module_file(module: str, places: list[Path]) -> Path | None:
-    below = Path(*module.split("."))
-    for place in places:
-        for file in (place / below.with_suffix(".py"), place / below / "__init__.py"):
-            if file.is_file():
-                return file
-    return None
-
-
-def _find_installed_file(module: str) -> Path | None:
-    """Return the file of an installed module, found without importing it."""
-    top, _, rest = module.partition(".")
-    spec = PathFinder.find_spec(top)
-    if spec is None:
-        return None
-    if not rest:
-        return Path(spec.origin) if spec.origin else None
-    return _find_module_file(rest, [Path(place) for place in spec.submodule_search_locations or ()])
+def _find_file(module: str, places: list[str] | None) -> Path | None:
+    """Return a module's file, found without importing it in these folders, or by default in Python's own."""
+    invalidate_caches()
+    spec: ModuleSpec | None = None
+    for name in module.split("."):
+        if (spec := PathFinder.find_spec(name, places)) is None:
+            return None
+        places = list(spec.submodule_search_locations or ())
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _check_class(target: str, name: str, file: Path) -> None:

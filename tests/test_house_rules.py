@@ -19,9 +19,9 @@ MAY_IMPORT = {
     "trainer": {"trainer", "checkpointing"},
     "checkpointing": {"checkpointing"},
 }
-TORCH_ROOMS = ("trainer/worker/", "trainer/parallel/apply/", "trainer/models/", "checkpointing/engine/")
+TORCH_PACKAGES = ("trainer/worker/", "trainer/parallel/apply/", "trainer/models/", "checkpointing/engine/")
 STANDARD_ONLY = ("trainer/protocol/", "trainer/costs/", "trainer/parallel/")
-WALLS = {
+IMPORTS_WITHIN_TRAINER = {
     "trainer/protocol/": ("trainer.protocol",),
     "trainer/costs/": ("trainer.protocol", "trainer.costs", "trainer.parallel"),
     "trainer/parallel/": ("trainer.protocol", "trainer.costs", "trainer.parallel", "trainer.worker.reporting"),
@@ -33,7 +33,7 @@ EXEMPT = {
     "trainer/protocol/config.py": "it assembles the sections of all owners",
 }
 """Allowed imports between folders of `trainer/`; `trainer/models/` may import all but the agent."""
-AGENT_ROOMS = (
+AGENT_LAYERS = (
     "control",
     "processes",
     "flight",
@@ -72,7 +72,7 @@ FEW_PARAMETERS = ("orchestrator/",)
 SOURCES = {str(path.relative_to(ROOT)): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 TEXTS = {name: path.read_text() for name, path in SOURCES.items()}
 
-IN_ROOMS = {name for name in SOURCES if name.startswith(TORCH_ROOMS)}
+TORCH_FILES = {name for name in SOURCES if name.startswith(TORCH_PACKAGES)}
 
 
 @cache
@@ -127,32 +127,32 @@ def test_imports_go_one_way() -> None:
     def violations() -> Iterator[str]:
         for name, tree in trees().items():
             relative = [module for module in imported_modules(tree) if module.startswith(".")]
-            yield from (f"{name} imports {module}: relative, which hides the way it goes" for module in relative)
+            yield from (f"{name} imports {module}, which is relative" for module in relative)
             foreign = (imported_roots(tree) & set(PACKAGES)) - MAY_IMPORT[name.split("/")[0]]
             yield from (f"{name} imports {package}" for package in sorted(foreign))
 
     none_of(violations())
 
 
-def test_torch_is_imported_in_its_rooms_only_and_these_are_entered_late() -> None:
-    rooms = tuple(room.replace("/", ".").rstrip(".") for room in TORCH_ROOMS)
+def test_torch_is_imported_late_and_in_its_packages_only() -> None:
+    packages = tuple(folder.replace("/", ".").rstrip(".") for folder in TORCH_PACKAGES)
 
     def violations() -> Iterator[str]:
-        for name in SOURCES.keys() - IN_ROOMS:
+        for name in SOURCES.keys() - TORCH_FILES:
             if "torch" in imported_roots(trees()[name]):
                 yield f"{name} imports torch"
             body = [
                 node for node in trees()[name].body if not isinstance(node, ast.FunctionDef) and not for_types(node)
             ]
             for module in imported_modules(ast.Module(body=body, type_ignores=[])):
-                if module.startswith(rooms):
+                if module.startswith(packages):
                     yield f"{name} imports {module} when it is imported"
 
     none_of(sorted(violations()))
 
 
 def test_torch_free_packages_import_without_torch() -> None:
-    modules = [module_name(name) for name in SOURCES.keys() - IN_ROOMS]
+    modules = [module_name(name) for name in SOURCES.keys() - TORCH_FILES]
     skipped = [name for name in modules if name.endswith("__main__")]
     code = (
         "import importlib, sys\n"
@@ -163,32 +163,32 @@ def test_torch_free_packages_import_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_contract_needs_the_standard_library_only() -> None:
+def test_protocol_needs_the_standard_library_only() -> None:
     known = set(sys.stdlib_module_names) | {"trainer", "checkpointing"}
-    contract = [name for name in SOURCES if name.startswith(STANDARD_ONLY) and not name.startswith(TORCH_ROOMS)]
-    none_of(f"{name} imports {root}" for name in contract for root in sorted(imported_roots(trees()[name]) - known))
+    protocol = [name for name in SOURCES if name.startswith(STANDARD_ONLY) and not name.startswith(TORCH_PACKAGES)]
+    none_of(f"{name} imports {root}" for name in protocol for root in sorted(imported_roots(trees()[name]) - known))
 
 
-def test_walls_within_the_trainer() -> None:
+def test_imports_within_the_trainer() -> None:
     none_of(
         f"{name} imports {module}"
         for name, tree in trees().items()
-        for folder, allowed in WALLS.items()
+        for folder, allowed in IMPORTS_WITHIN_TRAINER.items()
         if name.startswith(folder) and name not in EXEMPT
         for module in imported_modules(tree)
         if module.startswith("trainer.") and not module.startswith(allowed)
     )
 
 
-def test_rooms_of_the_agent_are_entered_one_way() -> None:
+def test_agent_layers_import_one_way() -> None:
     def violations() -> Iterator[str]:
         for name in SOURCES:
             if not name.startswith("trainer/agent/") or name.endswith("__init__.py"):
                 continue
-            own = AGENT_ROOMS.index(name.split("/")[2].removesuffix(".py"))
+            own = AGENT_LAYERS.index(name.split("/")[2].removesuffix(".py"))
             modules = [module for module in imported_modules(trees()[name]) if module.startswith("trainer.agent.")]
-            entered = {module.split(".")[2] for module in modules} - set(AGENT_ROOMS[: own + 1])
-            yield from (f"{name} enters {room}" for room in sorted(entered))
+            imported = {module.split(".")[2] for module in modules} - set(AGENT_LAYERS[: own + 1])
+            yield from (f"{name} imports {layer}" for layer in sorted(imported))
 
     none_of(violations())
 
@@ -234,7 +234,7 @@ def _edges(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
             )
 
 
-def test_no_kind_of_scheduler_is_compared_by_name() -> None:
+def test_scheduler_kinds_are_not_compared_by_name() -> None:
     def compared(tree: ast.AST) -> Iterator[int]:
         for node in nodes(tree):
             if isinstance(node, ast.Compare):
@@ -242,7 +242,7 @@ def test_no_kind_of_scheduler_is_compared_by_name() -> None:
                 if any(isinstance(one, ast.Constant) and one.value in ("slurm", "local") for one in constants):
                     yield node.lineno
 
-    submitit = "trainer/agent/main.py"  # submitit's own word for what has started this process
+    submitit = "trainer/agent/main.py"  # submitit's name of what started this process
     none_of(f"{name}:{line}" for name, tree in trees().items() if name != submitit for line in compared(tree))
 
 
@@ -259,14 +259,14 @@ def test_files_and_functions_are_short() -> None:
     none_of(violations())
 
 
-def test_functions_are_short_on_the_whole() -> None:
+def test_most_functions_are_short() -> None:
     lengths = sorted(length(node) for tree in trees().values() for node in functions(tree))
     median, ninth_decile = lengths[len(lengths) // 2], lengths[len(lengths) * 9 // 10]
     assert median <= 10, f"median function length {median}"
     assert ninth_decile <= 25, f"90th percentile of function length {ninth_decile}"
 
 
-def test_names_are_the_fields_own() -> None:
+def test_file_names_name_a_concept() -> None:
     def violations() -> Iterator[str]:
         for name in SOURCES:
             stem = set(Path(name).stem.split("_"))
@@ -315,7 +315,7 @@ def test_functions_take_few_parameters() -> None:
         for name in SOURCES:
             for node in functions(trees()[name]) if name.startswith(FEW_PARAMETERS) else ():
                 if any("command(" in ast.unparse(item) for item in node.decorator_list):
-                    continue  # a verb's options are its parameters
+                    continue  # options of a command are its parameters
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 named = [one.arg for one in arguments if one.arg not in ("self", "cls")]
                 if len(named) > MOST_PARAMETERS:
@@ -336,7 +336,7 @@ def test_only_render_prints() -> None:
     none_of(violations())
 
 
-def test_broad_excepts_stand_at_an_edge_and_say_so() -> None:
+def test_broad_excepts_are_marked_as_outermost_edge() -> None:
     def violations() -> Iterator[str]:
         for name, text in TEXTS.items():
             lines = text.splitlines()
@@ -377,7 +377,7 @@ def _config_faults(node: ast.ClassDef) -> Iterator[str]:
             yield f".{ast.unparse(item.target)} has no docstring"
 
 
-def test_processes_send_each_other_no_pickles() -> None:
+def test_processes_exchange_no_pickles() -> None:
     def violations() -> Iterator[str]:
         for name, tree in trees().items():
             if name not in UNPICKLERS:

@@ -129,7 +129,7 @@ def test_a_controller_killed_at_any_point_of_the_launch(user: User, point: str) 
     assert {line["attempt"] for line in user.work(run)} == {1}
 
 
-def test_a_run_whose_launch_was_cut_off_is_looked_into_hit_cancelled_and_resumed_until_a_bug_fails_it(
+def test_a_run_from_an_interrupted_launch_to_a_bug(
     user: User,
 ) -> None:
     endless = ["train.steps=2000", "checkpoint.every=1000"]

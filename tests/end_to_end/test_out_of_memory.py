@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.proof, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_kernels_kill_is_told_from_any_other(user: User) -> None:
+def test_out_of_memory_kills_are_distinguished(user: User) -> None:
     words = [
         "submit", "tiny-gpt", "cluster.kind=local", f"cluster.root={user.root}", "cluster.nodes=1",
         "cluster.ranks_per_node=2", "train.steps=40", "train.dtype=float32", "checkpoint.every=5",

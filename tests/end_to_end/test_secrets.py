@@ -17,7 +17,7 @@ MINE = ("tokens", "mine.yaml")
 """Files written by the user."""
 
 
-def test_secrets_are_told_by_no_file_row_log_message_or_process(cold_user: User, agents: WarmAgents) -> None:
+def test_secrets_leak_nowhere(cold_user: User, agents: WarmAgents) -> None:
     user = cold_user
     (user.folder / "tokens").write_text(f"# mine\nWANDB_API_KEY='{FILE}'\n")
     (user.folder / "tokens").chmod(0o600)

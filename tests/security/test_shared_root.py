@@ -399,7 +399,7 @@ def test_tiers_have_their_own_names_in_events_and_lists(live):
 # -- Bob moves the run's folder away, which a group's folder allows him ------------------------------------------------
 
 
-def test_a_run_whose_folder_bob_has_exchanged_goes_on_and_says_so_and_obeys_ann(live):
+def test_an_exchanged_run_folder_is_reported(live):
     place, run = live.town, live.folder.path
     ann = place.ann
     place.bob.code("import os, sys; os.rename(*sys.argv[1:])", run, live.aside.path)

@@ -89,7 +89,7 @@ def test_preemption_uses_no_failure_budget_and_a_dead_node_leads_to_a_new_job_el
 
 
 @pytest.mark.proof
-def test_a_node_whose_ranks_outlive_its_daemons_is_left_too(lab: SlurmLab, user: User) -> None:
+def test_a_node_with_ranks_but_no_daemons_is_left(lab: SlurmLab, user: User) -> None:
     submitted = user.submit("tiny-gpt", *SMALL, "train.steps=4000")
     run = submitted["run"]
     training(user, run, 10)

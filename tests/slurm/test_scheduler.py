@@ -79,7 +79,7 @@ def test_a_drained_node_is_out_of_service_until_it_is_resumed(world: World, lab:
     assert world.scheduler.out_of_service(asked) == frozenset()
 
 
-def test_below_a_folder_of_others_a_job_has_its_log_in_its_folder_and_accounting_tells_of_it(world: World) -> None:
+def test_job_log_below_a_shared_folder(world: World) -> None:
     shared = world.folder / "shared"
     shared.mkdir()
     shared.chmod(0o777)

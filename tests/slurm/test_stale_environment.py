@@ -17,7 +17,7 @@ def waits(seconds: int) -> str:
 
 
 @pytest.mark.proof
-def test_a_submit_beside_a_controller_with_a_stale_environment_gets_its_job(lab: SlurmLab, user: User) -> None:
+def test_submit_despite_a_controller_with_a_stale_environment(lab: SlurmLab, user: User) -> None:
     copy = user.folder / "copy.conf"
     shutil.copy(lab.conf, copy)
     right = user.environment["SLURM_CONF"]

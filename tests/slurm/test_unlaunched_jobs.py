@@ -28,9 +28,7 @@ def failure(user: User, run: str, attempt: int) -> dict[str, Any]:
     return found
 
 
-def test_a_node_whose_prolog_fails_is_named_the_run_goes_on_and_a_person_who_cancels_the_job_ends_it(
-    lab: SlurmLab, user: User, sick: str
-) -> None:
+def test_failing_prolog_and_cancelled_job(lab: SlurmLab, user: User, sick: str) -> None:
     run = user.submit("torchrun-script", *LONG)["run"]
 
     def goes_on() -> bool:

@@ -39,7 +39,7 @@ def value(data: dict[str, Any], key: str) -> Any:
     return data
 
 
-def test_every_value_tells_where_it_came_from(made: Compose, tmp_path: Path) -> None:
+def test_every_value_has_its_source(made: Compose, tmp_path: Path) -> None:
     composed = made("includes: [model/tiny]\n" + READS + "train:\n  steps: 7\n", "train.seed=9", "+env.A=017")
     mine = tmp_path / "mine.yaml"
     assert composed.origins["train.steps"] == f"{mine}:4"
@@ -324,7 +324,7 @@ def test_a_run_is_a_command_or_a_workload(environ: dict[str, str]) -> None:
     assert "override #2" in caught.value.where
 
 
-def test_a_missing_data_folder_says_how_to_make_it(environ: dict[str, str]) -> None:
+def test_missing_data_folder(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="data.path=/nowhere: no such folder") as caught:
         compose("tiny-gpt", ["~data.text", "data.path=/nowhere"], environ=environ)
     assert caught.value.hint == "orch data prepare YOUR-TEXTS --out /nowhere"
@@ -389,7 +389,7 @@ def test_a_missing_config_offers_the_nearest_preset(
 
 
 @pytest.mark.parametrize("source", ["pipe", "./pipe", "pipe.yaml", "/dev/zero"])
-def test_a_pipe_or_a_device_is_not_read_and_not_said_to_be_missing(
+def test_pipes_and_devices_are_not_read(
     source: str, environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

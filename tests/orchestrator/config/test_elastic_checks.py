@@ -41,7 +41,7 @@ def test_what_can_be_is_taken(words: str, tmp_path: Path) -> None:
     assert composed(tmp_path, words).config.cluster.min_nodes == int(words[-1])
 
 
-def test_a_layout_that_does_not_fit_is_told_before_smaller_ones(tmp_path: Path) -> None:
+def test_a_layout_that_does_not_fit_is_reported_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"parallel\.dp_replicate=3"):
         composed(tmp_path, "cluster.min_nodes=2", "parallel.dp_replicate=3")
     with pytest.raises(ConfigError, match=r"train\.batch_size=18"):

@@ -30,7 +30,7 @@ def made(source: Path, *overrides: str) -> Any:
     return compose(str(source), overrides, environ={"HOME": "/nowhere", "ORCH_SITE_CONFIG": ""}).config
 
 
-def test_what_a_file_names_lies_beside_it(place: Path) -> None:
+def test_paths_in_a_file_are_relative_to_it(place: Path) -> None:
     config = made(place / "mine.yaml")
     assert config.workload.path == (str(place), str(place / "lib"))
     assert config.data.text == (str(place / "notes.txt"), "python-stdlib")
@@ -38,7 +38,7 @@ def test_what_a_file_names_lies_beside_it(place: Path) -> None:
     assert (config.cluster.root, config.cluster.templates) == (str(place / "runs"), ("default", str(place / "node.sh")))
 
 
-def test_what_an_included_file_names_lies_beside_that_one(place: Path, tmp_path: Path) -> None:
+def test_paths_in_an_included_file_are_relative_to_it(place: Path, tmp_path: Path) -> None:
     (tmp_path / "typed" / "top.yaml").write_text("includes: [../place/mine.yaml]\nsecrets_file: own\n")
     config = made(tmp_path / "typed" / "top.yaml")
     assert config.workload.path == (str(place), str(place / "lib"))

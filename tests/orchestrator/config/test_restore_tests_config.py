@@ -46,6 +46,6 @@ def test_what_is_refused(override: str, said: str) -> None:
     assert said in f"{refused.value.what} {refused.value.hint}"
 
 
-def test_layouts_that_nobody_tests_are_not_looked_at() -> None:
+def test_untested_layouts_are_ignored() -> None:
     config = compose("tiny-gpt", ["restore_tests.every=off", "restore_tests.layouts=[3]"]).config
     assert config.restore_tests.layouts == ("3",)

@@ -40,7 +40,7 @@ def test_what_is_no_record_counts_as_none(fields: object) -> None:
     assert ClientEnvironment.from_json(fields) is None
 
 
-def test_differences_are_told_in_words(tmp_path: Path) -> None:
+def test_differences_are_described(tmp_path: Path) -> None:
     sbatch = program(tmp_path / "bin")
     one = ClientEnvironment(variables={"SLURM_CONF": "/a"}, sbatch=sbatch)
     other = ClientEnvironment(variables={"SLURM_CLUSTERS": "far"})
@@ -52,7 +52,7 @@ def test_differences_are_told_in_words(tmp_path: Path) -> None:
     assert one.can_replace(other)
 
 
-def test_taking_one_over_changes_what_says_which_slurm_is_meant_and_nothing_else(tmp_path: Path) -> None:
+def test_taking_over_changes_only_which_slurm_is_used(tmp_path: Path) -> None:
     sbatch, own = program(tmp_path / "new"), program(tmp_path / "old")
     environ = {"PATH": os.path.dirname(own), "SLURM_CONF": "/old", "SLURM_CLUSTERS": "far", "HOME": "/home/me"}
     ClientEnvironment(variables={"SLURM_CONF": "/new"}, sbatch=sbatch).take_over(environ)
@@ -79,7 +79,7 @@ echo "Submitted batch job 7"
 """An sbatch that records its environment, and the command lines that all users can see meanwhile."""
 
 
-def test_exactly_this_environment_arrives_and_no_word_of_it_is_on_the_command_line() -> None:
+def test_the_environment_arrives_but_not_on_the_command_line() -> None:
     environ = {"A": "1", "EMPTY": "", "LINES": "a\nb=c", "BYTES": "\udcff", "PYTHONPATH": "/x", "LC_ALL": "C"}
     with with_environment(environ, ["/usr/bin/env", "-0"]) as words:
         assert not any(value in word for word in words[3:] for value in ("a\nb=c", "LINES"))
@@ -111,7 +111,7 @@ def seen(folder: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in (folder / "environment").read_text().splitlines() if "=" in line)
 
 
-def test_sbatch_sees_the_submitters_environment_and_nobody_else_does(spec: JobSpec, tmp_path: Path) -> None:
+def test_only_sbatch_sees_the_submitters_environment(spec: JobSpec, tmp_path: Path) -> None:
     assert sbatch.submit(spec, "trainer.agent.main:run_agent") == "7"
     environment = seen(tmp_path)
     assert environment["ORCH_VALUE"] == f"{CANARY}-recorded"

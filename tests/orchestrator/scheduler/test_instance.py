@@ -122,7 +122,7 @@ def test_an_unknown_one_owns_nothing() -> None:
     assert [is_known(name) for name in ("", unknown_instance("slurm"), local_instance())] == [False, False, True]
 
 
-def test_a_kind_that_there_is_not_is_told_as_an_error_of_ours() -> None:
+def test_an_unknown_kind_is_an_orch_error() -> None:
     with pytest.raises(Precondition, match="this version of orch has no scheduler `pbs`") as refused:
         make_instance("pbs")
     assert refused.value.hint.startswith("it has slurm, local; ")

@@ -71,7 +71,7 @@ def facts(spec: JobSpec, node: int) -> dict[str, object]:
     return found
 
 
-def test_a_task_finds_itself_in_a_session_of_its_job_and_sees_what_the_submitter_saw_but_no_secret(
+def test_session_and_environment_of_a_task(
     looked_at: Running,
 ) -> None:
     environ, task = (facts(looked_at.spec, 1)[name] for name in ("environ", "pid"))
@@ -187,7 +187,7 @@ def kill_holder(job: JobStatus) -> None:
     eventually(lambda: not psutil.pid_exists(holder) or psutil.Process(holder).status() == "zombie", "it is dead")
 
 
-def test_a_job_whose_holder_was_killed_runs_while_a_task_lives(world: World) -> None:
+def test_a_job_with_a_killed_holder_runs_while_a_task_lives(world: World) -> None:
     world.resources = Resources(nodes=1, time="5")
     spec, job = running(world)
     kill_holder(job)
@@ -234,9 +234,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, machine: bool) -> None:
         monkeypatch.setattr(local_scheduler, "boot_id", lambda: "another")
 
 
-def test_of_a_job_elsewhere_its_heartbeat_tells_and_silence_is_no_end(
-    looked_at: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invisible_job_is_judged_by_its_heartbeat(looked_at: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     world, spec, job = looked_at.world, looked_at.spec, looked_at.job
     beat = spec.submission.parent / "heartbeat.json"
     beat.write_text("{}")
@@ -302,7 +300,7 @@ def test_more_gpus_than_there_are_is_refused(world: World, monkeypatch: pytest.M
         world.scheduler.submit(world.spec())
 
 
-def test_a_job_that_cannot_start_says_why(world: World, tmp_path: Path) -> None:
+def test_why_a_job_cannot_start(world: World, tmp_path: Path) -> None:
     world.scheduler = LocalScheduler(entry="no.such.module:here", index=tmp_path / "index")
     with pytest.raises(SubmitRejected, match="No module named 'no'"):
         world.scheduler.submit(world.spec())

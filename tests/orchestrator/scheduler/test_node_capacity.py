@@ -72,7 +72,7 @@ SHORT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("asked", "words", "change"), SHORT)
-def test_what_no_node_has_is_told_with_what_to_type(asked: dict[str, Any], words: str, change: str) -> None:
+def test_unavailable_resources_are_refused_with_a_hint(asked: dict[str, Any], words: str, change: str) -> None:
     short = shortfall(Resources(**asked), NODES)
     assert short is not None
     assert (short.words, short.change) == (words, change)
@@ -106,7 +106,7 @@ def test_sizes(text: str, mib: float) -> None:
     assert megabytes(text) == mib
 
 
-def test_a_job_that_is_over_says_which_of_its_nodes_are_down(program: Program, tmp_path: Path) -> None:
+def test_down_nodes_of_an_ended_job(program: Program, tmp_path: Path) -> None:
     program("squeue", printing(tmp_path, "queue", queue(JobID="7", State="FAILED", NodeList="n[1-3]")))
     program("sacct", "true")
     program("sinfo", r"printf 'n1 idle\nn2 down*\nn3 idle*\n'")
@@ -130,7 +130,7 @@ def test_nodes_that_get_no_jobs_for_now(program: Program) -> None:
         (["idle~", "idle#", "allocated+", "mixed-", "allocated$", "allocated@"], False),
     ],
 )
-def test_marks_beside_a_state_change_no_service(program: Program, states: list[str], out: bool) -> None:
+def test_flags_of_a_state_do_not_change_service(program: Program, states: list[str], out: bool) -> None:
     names = [f"n{number}" for number in range(len(states))]
     program("sinfo", "; ".join(f"echo {one} {state!r}" for one, state in zip(names, states, strict=True)))
     assert SlurmScheduler().out_of_service(frozenset(names)) == (set(names) if out else set())

@@ -192,7 +192,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("reason", "lasts"), REASONS)
-def test_a_reason_is_told_with_whether_it_ends_and_what_to_type(reason: str, lasts: Lasts) -> None:
+def test_a_reason_is_explained_with_a_remedy(reason: str, lasts: Lasts) -> None:
     wait = find_wait(reason)
     assert wait is not None
     assert wait.lasts is lasts
@@ -213,7 +213,7 @@ def test_a_wait_that_has_just_begun_is_not_called_endless(reason: str, lasts: La
     assert "orch cancel" not in said
 
 
-def test_what_no_node_has_is_told_in_full() -> None:
+def test_all_unavailable_resources_are_reported() -> None:
     assert "no nodes have everything it requests (2 nodes with 8 cores, 4 GPUs, 8G, h100)" in waiting_words(
         "BadConstraints", ASKED, "a-1", 0.0
     )

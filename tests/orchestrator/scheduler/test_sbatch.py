@@ -157,7 +157,7 @@ def test_their_abbreviations_and_underscores_are_refused_too(option: str) -> Non
         check_options({option: "x"})
 
 
-def test_what_such_a_refusal_says_to_type_can_be_typed() -> None:
+def test_hints_of_these_refusals_work() -> None:
     for why in OWNED.values():
         for verb, option in re.findall(r"orch (\w+)[^`]*? (--[\w-]+)", why):
             context = click.Context(orch)

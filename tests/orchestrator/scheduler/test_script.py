@@ -79,7 +79,7 @@ def test_fragments_add_up_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.sh")))
-def test_every_shipped_fragment_is_shell_and_says_what_it_is_for(name: str) -> None:
+def test_shipped_fragments_are_documented_shell(name: str) -> None:
     fragment = load(name)
     assert fragment.about
     assert all(argument.help for argument in fragment.args.values())

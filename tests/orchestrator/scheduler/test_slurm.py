@@ -32,7 +32,7 @@ def test_accounting_answers_for_what_the_queue_has_forgotten(program: Program, t
     assert {job: status.state for job, status in SlurmScheduler().poll(["7"]).items()} == {"7": "TIMEOUT"}
 
 
-def test_an_error_beside_rows_of_accounting_is_no_silence(program: Program, tmp_path: Path) -> None:
+def test_accounting_rows_count_despite_an_error(program: Program, tmp_path: Path) -> None:
     rows = printing(tmp_path, "rows", accounting(JobIDRaw="7", State="TIMEOUT"))
     program("squeue", "true")
     program("sinfo", "echo 'n1 idle'")
@@ -49,7 +49,7 @@ def test_the_queue_is_asked_first_and_believed(program: Program, tmp_path: Path)
     assert [job.state for job in SlurmScheduler().find("orch-")] == ["RUNNING"]
 
 
-def test_a_reused_id_is_told_apart_by_its_submit_time(program: Program, tmp_path: Path) -> None:
+def test_a_reused_id_is_distinguished_by_its_submit_time(program: Program, tmp_path: Path) -> None:
     program(
         "squeue", printing(tmp_path, "queue", queue(JobID="7", SubmitTime="2026-11-21T05:00:00", Name="orch-a-2-ee"))
     )
@@ -84,7 +84,7 @@ def test_a_job_that_a_list_lacks_is_asked_for_by_its_id(program: Program, tmp_pa
     }  # fmt: skip
 
 
-def test_an_id_that_slurm_says_it_does_not_know_is_missing(program: Program, tmp_path: Path) -> None:
+def test_an_id_unknown_to_slurm_is_missing(program: Program, tmp_path: Path) -> None:
     no = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     program("squeue", BY_ID.format(by_id=no, all=printing(tmp_path, "all", queue(JobID="7"))))
     program("sacct", DISABLED)
@@ -125,7 +125,7 @@ def test_a_renamed_job_is_found_by_its_comment_its_files_and_its_id(program: Pro
         ("exit 1", None),
     ],
 )
-def test_of_a_job_without_a_mark_the_script_tells(
+def test_an_untagged_job_is_identified_by_its_script(
     program: Program, tmp_path: Path, script: str, tag: str | None
 ) -> None:
     bare = {"JobID": "4", "Name": "site", "Comment": "", "Command": "/s", "STDOUT": "/o"}
@@ -184,7 +184,7 @@ def test_a_release_and_a_cancel_need_no_accounting(program: Program, tmp_path: P
 @pytest.mark.parametrize(
     "squeue", ["echo nonsense", "exit 1", "echo 'error: Unable to contact slurm controller' >&2; exit 1"]
 )
-def test_a_silent_queue_is_no_answer_whatever_accounting_says(program: Program, tmp_path: Path, squeue: str) -> None:
+def test_a_silent_queue_is_no_answer(program: Program, tmp_path: Path, squeue: str) -> None:
     program("squeue", squeue)
     program("sacct", printing(tmp_path, "rows", accounting(JobIDRaw="7")))
     with pytest.raises(SlurmUnreachable):
@@ -247,7 +247,7 @@ def test_below_a_folder_of_others_slurm_reads_and_writes_nothing_by_name(program
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_job_whose_folder_is_another_users_is_not_submitted(program: Program, tmp_path: Path) -> None:
+def test_another_users_folder_is_refused(program: Program, tmp_path: Path) -> None:
     program("sbatch", f"touch {tmp_path / 'asked'}")
     (tmp_path / "run").mkdir()
     os.chown(tmp_path / "run", 61002, -1)
@@ -344,7 +344,7 @@ def test_the_payload_is_adopted_once_from_whatever_is_there(tmp_path: Path) -> N
     assert (tmp_path / "9_submitted.pkl").exists()
 
 
-def test_a_missing_payload_is_said(tmp_path: Path) -> None:
+def test_missing_payload(tmp_path: Path) -> None:
     with pytest.raises(Precondition, match="payload of job 7 is missing"):
         adopt_payload(tmp_path, "7")
 

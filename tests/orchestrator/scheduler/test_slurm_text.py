@@ -88,7 +88,7 @@ def test_held_means_pending_without_priority(changes: dict[str, str], held: bool
     assert read_queue(queue(**changes)).jobs[0].held is held
 
 
-def test_a_newline_in_somebodys_job_name_hides_no_other_job() -> None:
+def test_a_newline_in_a_job_name_hides_no_other_job() -> None:
     jobs, _ = read_queue(queue(JobID="1", Name="we|ird\nname") + queue(JobID="2"))
     assert [(job.job_id, job.name) for job in jobs] == [("1", "we|ird\nname"), ("2", "orch-a-1-abcd1234")]
 
@@ -155,7 +155,7 @@ def test_what_is_not_ours_cannot_hide_what_is(row: str, order: str) -> None:
         OURS[:70] + SEPARATOR + OURS[70:],
     ],
 )  # fmt: skip
-def test_a_row_of_ours_that_cannot_be_read_says_so_and_hides_no_other(damaged: str) -> None:
+def test_an_unreadable_own_row_is_reported_and_hides_no_other(damaged: str) -> None:
     listed, _ = read_queue(
         OTHERS + damaged + queue(JobID="13", Name="orch-b-1-abcd1234"), lambda job: is_marked(job, "orch-", {"12"})
     )
@@ -219,7 +219,7 @@ def test_a_cancelled_job_whose_script_never_ran(row: dict[str, str], unlaunched:
     assert (recorded.unlaunched, recorded.cancelled_by) == (bool(row["NodeList"]), 0)
 
 
-def test_a_row_whose_owner_accounting_cannot_name_is_left_out() -> None:
+def test_a_row_without_an_owner_is_left_out() -> None:
     assert read_accounting(accounting(JobName="allocation", NodeList="None assigned")).jobs == []
 
 

@@ -41,7 +41,7 @@ def test_its_answers_are_one_and_what_it_prints_is_none(tmp_path: Path) -> None:
         ("answer.write('half a line'); sys.exit(3)", "exit code 3"),
     ],
 )
-def test_its_death_is_told_with_its_last_line(tmp_path: Path, program: str, died: str) -> None:
+def test_a_crash_is_reported_with_its_last_line(tmp_path: Path, program: str, died: str) -> None:
     assert answered(tmp_path, program) == ChildAnswer(died=died)
 
 

@@ -43,7 +43,7 @@ def test_only_what_is_certain_is_refused(command: tuple[str, ...], refused: bool
         user_code.check(RunConfig(command=command))
 
 
-def test_the_path_that_was_tried_and_the_nearest_one_are_told(here: Path) -> None:
+def test_the_tried_and_the_nearest_path_are_reported(here: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         user_code.check(RunConfig(command=("python", "./trian.py", "--name", "a b")))
     assert refused.value.what == f"command: no file {here}/trian.py"

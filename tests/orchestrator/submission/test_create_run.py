@@ -172,7 +172,7 @@ def test_the_submitter_and_a_controller_may_make_the_folder_at_once(tmp_path: Pa
         assert (folder.attempt(1).path / "intent.json").exists()
 
 
-def test_an_unwritable_root_is_said_before_anything_is_written(tmp_path: Path, store: Store) -> None:
+def test_unwritable_root(tmp_path: Path, store: Store) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Precondition) as refused:
         submit(tmp_path, store, f"cluster.root={tmp_path / 'file' / 'runs'}")
@@ -211,7 +211,7 @@ def test_a_run_that_was_refused_is_named_and_never_launched_later(
     assert store.user_requests() == []
 
 
-def test_no_slurm_is_said_at_once(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_is_reported_at_once(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Precondition, match="there is no Slurm on this machine"):
         submit(tmp_path, store, cluster="slurm")
@@ -287,7 +287,7 @@ def test_a_class_that_cannot_be_a_workload_is_refused(tmp_path: Path, text: str,
 SNAPSHOT = ("workload.target=pkg.model:MyWorkload", "workload.snapshot=true")
 
 
-def test_a_snapshot_is_made_without_the_pipes_and_sockets_beside_the_code(tmp_path: Path, store: Store) -> None:
+def test_a_snapshot_omits_pipes_and_sockets(tmp_path: Path, store: Store) -> None:
     path = own(tmp_path, "pkg/model.py")
     os.mkfifo(tmp_path / "mine" / "pipe")
     (tmp_path / "mine" / "link").symlink_to("nowhere")

@@ -95,7 +95,7 @@ def test_a_variable_that_is_no_secret_hides_nothing_of_what_orch_records(
 
 
 @pytest.mark.parametrize("override", [f"+workload.args.word=a{CANARY}b", f"+env.WORDS=my {CANARY}"])
-def test_a_value_that_stands_in_the_config_as_well_is_refused(shell: Shell, override: str) -> None:
+def test_a_secret_also_in_the_config_is_refused(shell: Shell, override: str) -> None:
     with pytest.raises(ConfigError, match="contains the value of HF_TOKEN") as refused:
         shell.submit(NAMES, override)
     assert CANARY not in f"{refused.value.what} {refused.value.where} {refused.value.hint}"

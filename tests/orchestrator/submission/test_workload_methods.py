@@ -32,7 +32,7 @@ def config(folder: Path, text: str) -> RunConfig:
         ("    def _build_data(self): ...\n", ""),
     ],
 )
-def test_only_a_name_that_nothing_uses_and_that_is_near_is_told(tmp_path: Path, method: str, told: str) -> None:
+def test_only_unused_similar_names_are_reported(tmp_path: Path, method: str, told: str) -> None:
     made = config(tmp_path, HEAD + MODEL + LOSS + method)
     assert [words for words in near_methods(made) if told in words] == near_methods(made)
     assert bool(near_methods(made)) == bool(told)

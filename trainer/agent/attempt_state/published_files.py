@@ -110,7 +110,6 @@ class Outbox:
         """`heartbeat` and `outcome` are the time limits of those writes, in seconds."""
         self._attempt, self._heartbeat_seconds, self._outcome_seconds = attempt, heartbeat, outcome
         self._publishing: asyncio.Future[None] | None = None
-        self._checking: asyncio.Future[bool] | None = None
 
     async def publish_address(self, fields: Mapping[str, Any]) -> None:
         """Reserve space for the outcome and publish the listening address. Raises OSError if no agent can join."""
@@ -150,16 +149,6 @@ class Outbox:
             error = self._publishing.exception()
             if error is not None and not isinstance(error, OSError):
                 raise error
-
-    async def check(self, condition: Callable[[], bool]) -> bool:
-        """Return whether `condition` holds; False, without another call, while the file system is not responding."""
-        if self._checking is None:
-            self._checking = start_detached(condition)
-        await asyncio.wait([self._checking], timeout=self._heartbeat_seconds)
-        if not self._checking.done():
-            return False
-        looked, self._checking = self._checking, None
-        return looked.result()
 
     async def write_outcome(self, outcome: AttemptOutcome) -> None:
         """Write the outcome; if that fails, the agents' exit code still reports how the attempt ended."""

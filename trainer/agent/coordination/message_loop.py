@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import assert_never
 
@@ -21,6 +22,7 @@ from trainer.agent.coordination.job_monitor import JobMonitor
 from trainer.agent.coordination.launch_gate import Fence
 from trainer.agent.coordination.requests import RequestHandlers, RequestInbox
 from trainer.agent.ladder.rank_death import LIMITS
+from trainer.agent.processes.background_tasks import HungFileSystem, RepeatedRead
 from trainer.agent.watch.hang_limits import calm_seconds
 from trainer.protocol.events import EventKind
 from trainer.protocol.failures.failure_patterns import Meaning, has_meaning
@@ -102,6 +104,7 @@ class Timers:
     def __init__(self, state: RunningAttempt, monitor: JobMonitor) -> None:
         self._state, self._monitor = state, monitor
         self._fence = Fence(state.attempt_dir.go, state.token)
+        self._fence_check = RepeatedRead(self._fence.is_down, state.attempt_dir.go)
         self._request_inbox = RequestInbox(state.run_dir.requests, state.attempt_dir.number)
         self._tasks: list[asyncio.Task[None]] = []
         # Seconds between pings and between readings of all ranks: the reporting interval of agents in a job this large.
@@ -150,8 +153,9 @@ class Timers:
             await self.write_status()
             for request in await self._request_inbox.poll():
                 self._state.deliver(-1, RequestFound(request=request))
-            if await self._state.outbox.check(self._fence.is_down):
-                self._state.deliver(-1, AttemptFenced(reason=self._fence.reason))
+            with suppress(HungFileSystem):
+                if await self._fence_check.result(self._state.timeouts.heartbeat):
+                    self._state.deliver(-1, AttemptFenced(reason=self._fence.reason))
             await asyncio.sleep(SECONDS)
 
 

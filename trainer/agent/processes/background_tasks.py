@@ -41,9 +41,11 @@ async def read_file(function: Callable[[], T], path: Path, seconds: float) -> T:
 class RepeatedRead(Generic[T]):
     """A repeated read that may hang; at most one runs at a time, so a dead file system costs one thread."""
 
-    def __init__(self, function: Callable[[], T], path: Path) -> None:
-        self._function, self._path = function, path
+    def __init__(self, function: Callable[[], T], path: Path, clock: Callable[[], float] | None = None) -> None:
+        self._function, self._path, self._clock = function, path, clock or time.monotonic
         self._reading: asyncio.Future[T] | None = None
+        self.began_at = float("-inf")
+        """Start of the last read by `poll`."""
 
     async def result(self, seconds: float) -> T:
         """Return a result that is newer than the last one; raises HungFileSystem after `seconds`.
@@ -57,16 +59,6 @@ class RepeatedRead(Generic[T]):
             raise HungFileSystem(self._path, seconds)
         reading, self._reading = self._reading, None
         return reading.result()
-
-
-class PeriodicRead(Generic[T]):
-    """A periodic read in a detached thread; at most one runs at a time."""
-
-    def __init__(self, function: Callable[[], T], clock: Callable[[], float] | None = None) -> None:
-        self._function, self._clock = function, clock or time.monotonic
-        self._reading: asyncio.Future[T] | None = None
-        self.began_at = float("-inf")
-        """Start of the last read."""
 
     def poll(self, pause: float) -> "asyncio.Future[T] | None":
         """Return a finished read, once; otherwise start one if the last began at least `pause` seconds ago."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.agent.attempt_state.published_files import AttemptProgress
-from trainer.agent.processes.background_tasks import PeriodicRead, run_detached
+from trainer.agent.processes.background_tasks import RepeatedRead, run_detached
 from trainer.agent.user_command import match_step
 from trainer.agent.user_command.checkpoints import (
     CommandCheckpoint,
@@ -78,7 +78,7 @@ class CommandProgress:
         self._reported_earlier: set[str] = set()  # those of them that predate the run
         self._highest = -1  # highest step of any checkpoint present when a generation of this attempt began or ended
         self._first = True
-        self._reads = PeriodicRead(self._find)
+        self._reads = RepeatedRead(self._find, Path(config.path))
 
     async def start_generation(self) -> None:
         """Record the checkpoints that the program starts from."""
@@ -278,7 +278,7 @@ class StepWatch:
         """`log` is rank 0's; `folder` is the program's working directory."""
         self._config, self._log, self._folder, self._progress = config, log, folder, progress
         self._generation, self._slow = 0, False
-        self._reads = PeriodicRead(self._read, clock)
+        self._reads = RepeatedRead(self._read, log, clock)
 
     def start_generation(self, generation: int) -> None:
         """Ignore output of earlier generations from here on."""

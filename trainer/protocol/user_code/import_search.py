@@ -10,6 +10,8 @@ from functools import cached_property
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from trainer.protocol.user_code.installed_packages import read_text
+
 _ORCH = Path(__file__).resolve().parents[3]
 _OWN_PACKAGES = tuple(_ORCH / name for name in ("orch", "orchestrator", "trainer", "checkpointing"))
 _LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
@@ -132,21 +134,14 @@ class _Installed:
     def _files(self) -> str:
         """Return all lines of the RECORD files, except those of the user's own distributions."""
         infos = [info for info in self._place.glob("*.dist-info") if not (info / "direct_url.json").is_file()]
-        return "\n" + "\n".join(_text(info / "RECORD") for info in infos)
+        return "\n" + "\n".join(read_text(info / "RECORD") for info in infos)
 
     @cached_property
     def _eggs(self) -> frozenset[str]:
         """Return the top-level names of distributions without a RECORD, as installed by Debian."""
         infos = list(self._place.glob("*.egg-info"))
         infos += [info for info in self._place.glob("*.dist-info") if not (info / "RECORD").is_file()]
-        return frozenset(word for info in infos for word in _text(info / "top_level.txt").split())
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+        return frozenset(word for info in infos for word in read_text(info / "top_level.txt").split())
 
 
 def shadowing_file(name: str, folders: Sequence[Path], search: ImportSearch) -> tuple[Path, str] | None:

@@ -61,8 +61,7 @@ def provided_names(name: str, folders: Iterable[str]) -> set[str]:
     """Return the top-level modules of a distribution; if unknown, its own name spelled as a module."""
     for folder in folders:
         if infos := [info for found, _, info in _infos(folder) if found == name]:
-            listed = [_text(info, "top_level.txt").split() or list(_tops(_text(info, "RECORD"))) for info in infos]
-            return {top for tops in listed for top in tops} or {name.replace("-", "_")}
+            return {top for info in infos for top in _listed_tops(Path(info))} or {name.replace("-", "_")}
     return {name.replace("-", "_")}
 
 
@@ -101,19 +100,21 @@ def _infos(folder: str) -> Iterator[tuple[str, str, str]]:
         place = os.path.join(folder, entry)
         if parts := _INFO.fullmatch(entry):
             yield _normalize(parts["name"]), parts["version"], place
-        elif entry.endswith(".egg-info") and (version := _VERSION.search(_text(place, "PKG-INFO"))):
+        elif entry.endswith(".egg-info") and (version := _VERSION.search(read_text(Path(place, "PKG-INFO")))):
             yield _normalize(entry.removesuffix(".egg-info")), version[1], place
 
 
-def _tops(record: str) -> Iterator[str]:
-    for line in record.splitlines():
+def _listed_tops(info: Path) -> Iterator[str]:
+    yield from (tops := read_text(info / "top_level.txt").split())
+    for line in [] if tops else read_text(info / "RECORD").splitlines():
         top = line.partition(",")[0].partition("/")[0].strip('"')
         if top and top not in ("..", "__pycache__") and not top.endswith((".dist-info", ".data")):
             yield top.partition(".")[0]
 
 
-def _text(folder: str, name: str) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file; empty if it is unreadable."""
     try:
-        return Path(folder, name).read_text(errors="replace")
+        return path.read_text(errors="replace")
     except OSError:
         return ""

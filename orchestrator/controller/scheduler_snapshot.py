@@ -107,9 +107,8 @@ def changes(job: JobStatus, asked: JobSpec) -> str:
     found = []
     if job.name and job.name != asked.name:
         found.append(f"Slurm renamed the job: {asked.name} -> {job.name[:_SHOWN]}")
-    # Accounting may drop comments. Older jobs of ours have a shorter comment, and a site may append words.
-    same = job.comment.startswith(asked.comment) or (job.comment and asked.comment.startswith(job.comment))
-    if job.source == "queue" and not same:
+    # Accounting may drop comments, and a site may append words.
+    if job.source == "queue" and not job.comment.startswith(asked.comment):
         found.append(f"Slurm changed its comment to {job.comment[:_SHOWN]!r}")
     # A site's defaults for these settings do not count as changes.
     wanted = {"requeue": "0", "time limit": asked.resources.time, "partition": asked.resources.partition}

@@ -30,7 +30,7 @@ from orchestrator.states import AttemptState, RunState, Trust, may_move
 NO_HOLDER = ""
 """Holder of a dropped lease."""
 ALL_RUNS = ""
-"""Scheduler of a lease for all runs, used by `orch db rebuild` and by controllers of older versions."""
+"""Scheduler of a lease for all runs, used by `orch db rebuild`."""
 _SCHEDULER_OF = select(TABLES[Run].c.scheduler).where(TABLES[Run].c.name == bindparam("run"))
 
 

@@ -31,8 +31,7 @@ ONCE = "+once"
 class Holder:
     """Process that holds or wants the lease: `host/space:pid:start time`, because pids are reused.
 
-    The space identifies the pid namespace (`process_space`). Older versions wrote none; they take `host/space` for
-    another host, whose processes they cannot inspect either. The suffix `+once` marks a single pass, which later work
+    The space identifies the pid namespace (`process_space`). The suffix `+once` marks a single pass, which later work
     cannot rely on.
     """
 

@@ -173,6 +173,6 @@ def _is_behind(record: RunRecord, path: Path) -> bool:
         ours = {(attempt.number, attempt.nonce) for attempt in record.attempts}
         if theirs != ours and is_other_registry(known.get("registry", ""), Path(record.registry)):
             return not theirs <= ours
-        return int(known.get("changes") or len(known["transitions"])) > record.changes
+        return int(known["changes"]) > record.changes
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged or foreign content
         return False

@@ -164,7 +164,7 @@ class _EventWriter:
 
 def _attempt_started(writer: _EventWriter) -> None:
     nodes = tuple(writer.data.get("nodes", ()))
-    began = writer.data.get("began")  # nodes may join later; older versions do not write it
+    began = writer.data.get("began")  # nodes may join later
     # A node's clock may be hours ahead, but the controller's clock sets the end, and the difference is the run time.
     started = min(float(began) if began else writer.event.time, writer.now)
     writer.note(started_at=started, nodes=nodes)

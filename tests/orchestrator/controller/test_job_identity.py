@@ -147,7 +147,6 @@ AS_ASKED = JobStatus(
     ("change", "words"),
     [
         ({}, ""),
-        ({"comment": "orch:tiny-1/2"}, ""),
         ({"name": "site-1"}, "Slurm renamed the job: orch-tiny-1-2-00aa00bb -> site-1"),
         ({"comment": ""}, "Slurm changed its comment to ''"),
         ({"comment": "", "source": "accounting"}, ""),

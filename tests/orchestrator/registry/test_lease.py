@@ -48,20 +48,11 @@ def test_a_holder_is_named_by_host_pid_and_start_time() -> None:
     assert once.lives is True
     assert Holder.parse("") is None
     assert Holder.parse("nonsense") is None
+    assert holder_host(str(me)) == host_name()
 
 
 def test_a_process_that_got_a_reused_pid_is_not_the_holder() -> None:
     assert Holder(host=host_name(), pid=os.getpid(), started="1").lives is False
-
-
-def test_an_older_version_s_holder_is_looked_at_by_its_host_alone() -> None:
-    pid = os.getpid()
-    me = Holder.parse(f"{host_name()}:{pid}:{start_time(pid)}")
-    assert me is not None
-    assert (me.is_here, me.lives) == (True, True)
-    assert holder_host(str(this_process())) == host_name()
-    # It takes ours for one of another host: the whole beginning is the host to it.
-    assert str(this_process()).rpartition(":")[0].rpartition(":")[0] != host_name()
 
 
 def test_a_process_in_another_container_is_neither_alive_nor_dead_until_its_lease_expires() -> None:

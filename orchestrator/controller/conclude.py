@@ -121,7 +121,6 @@ def cancel_decision(actor: Actor, view: ControlledRun) -> Decision:
 
 
 def _missing(actor: Actor, view: ControlledRun, step: int) -> str:
-    """Return why the checkpoint of a step is missing; "" if it is present or outside the run's folder."""
     name, own = view.run.name, str(view.folder.checkpoints)
     rows = [row for row in actor.store.checkpoints(name) if row.step == step and row.trust is not Trust.DELETED]
     copies = [copy for copy in actor.store.copies(name) if copy.name in {row.name for row in rows}]

@@ -201,7 +201,6 @@ def _sweep_job(actor: Actor, domain: Domain, job: JobStatus, snapshot: Scheduler
 
 
 def _recorded_owner(store: Store, job: JobStatus) -> JobRecord | None:
-    """Return the ended attempt that the job itself names."""
     for tag in tags(job):
         try:
             run, attempt = store.run(tag.run), store.attempt(tag.run, tag.attempt)

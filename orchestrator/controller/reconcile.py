@@ -225,7 +225,6 @@ class Controller:
         return ControlledRun(run=run, attempts=attempts, config=self.configs(digest), cancel=cancel)
 
     def _reload_view(self, view: ControlledRun) -> ControlledRun:
-        """Return a view of the run from its current rows."""
         return self._view(self.store.run(view.run.name), tuple(self.store.attempts(view.run.name)))
 
     def _advance(self, view: ControlledRun, snapshot: SchedulerSnapshot) -> bool:

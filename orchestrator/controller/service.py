@@ -374,7 +374,6 @@ class Daemon:
         self.controller.store.drop_lease(lease)
 
     def _let_lease_go(self) -> None:
-        """Give up the lease if the registry allows it; otherwise it expires."""
         try:
             self._give_back()
         except (OrchError, OSError) as error:

@@ -135,7 +135,6 @@ def _resume(actor: Actor, run: Run, request: UserRequest) -> bool:
 
 
 def _resume_refusal(run: Run, attempts: Sequence[Attempt], request: UserRequest) -> str:
-    """Return why a run cannot be resumed as requested; empty if it can."""
     last, digest = attempts[-1], request.args.get("config")
     if run.removal:
         return f"{REFUSED}{run.name} is being removed"
@@ -151,7 +150,6 @@ def _resume_refusal(run: Run, attempts: Sequence[Attempt], request: UserRequest)
 
 
 def _changes(actor: Actor, run: Run, request: UserRequest) -> dict[str, Any]:
-    """Return the changes to a run's row that a resume request makes."""
     changes: dict[str, Any] = {"identity": run.identity | request.args.get("identity", {})}
     if (digest := request.args.get("config")) is not None:
         config = stored_config(actor.store, digest)

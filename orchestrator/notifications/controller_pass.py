@@ -104,7 +104,6 @@ class Notifications:
             self._watched.discard(name)
 
     def _needs_message(self, run: Run, attempts: list[Attempt], change: Transition, now: float) -> bool:
-        """Return whether this change needs a message."""
         if now - change.time > STALE:
             return False
         config = self._config(run, attempts, change)

@@ -187,7 +187,6 @@ def give_up_waiting(
 
 
 def _missing(asked: int, usable: int | None) -> str:
-    """Describe the nodes that the job has waited for."""
     if usable is None or usable >= asked:
         return f"{_count(asked)} {'was' if asked == 1 else 'were'} not free"
     return f"{_count(asked - usable)} {'was' if asked - usable == 1 else 'were'} missing"
@@ -228,7 +227,6 @@ def next_size(
 
 
 def _fits(sizes: Sequence[WorldSize], usable: int | None) -> bool:
-    """Return whether the smallest of these sizes could start."""
     return bool(sizes) and (usable is None or sizes[-1].all_nodes <= usable)
 
 

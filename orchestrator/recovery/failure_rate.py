@@ -165,7 +165,6 @@ def _decayed_span(began: float, ended: float) -> float:
 
 
 def _decay_weight(age: float) -> float:
-    """Return the remaining weight of an event of this age in seconds."""
     return math.pow(0.5, max(0.0, age) / HALF_LIFE)
 
 

@@ -204,7 +204,6 @@ def _place(notice: Notice) -> Place:
 
 
 def _by_node(found: Collection[tuple[str, str, int]]) -> dict[str, int]:
-    """Count how often each node is named."""
     return dict(Counter(node for node, _, _ in found if node))
 
 

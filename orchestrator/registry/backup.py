@@ -48,7 +48,6 @@ def backup(path: Path, to: Path) -> Path:
 
 
 def _unwritten(error: OSError, to: Path) -> Precondition:
-    """Return the error for a failed backup, with the command to type."""
     folder = shlex.quote(str(to.parent))
     hint = "name a file in your own folder: orch db backup ~/registry-backup.db"
     if not to.parent.exists():

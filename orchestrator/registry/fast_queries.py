@@ -200,7 +200,6 @@ def run_folders(path: Path) -> dict[str, str]:
 
 
 def _rows(path: Path, query: str, values: tuple[Any, ...], *, any_version: bool = False) -> list[sqlite3.Row]:
-    """Return the rows of a query; empty without a registry."""
     if not path.exists():
         return []
     try:

@@ -225,5 +225,4 @@ class Reads(StoreOperations):
 
 
 def _given(**keys: Any) -> dict[str, Any]:
-    """Return the keys that have a value."""
     return {key: value for key, value in keys.items() if value is not None}

@@ -121,7 +121,6 @@ def _load_record(store: Reads, name: str) -> RunRecord:
 
 
 def _long_deleted(checkpoints: Iterable[Checkpoint]) -> set[str]:
-    """Return the names of deleted checkpoints, except the newest."""
     deleted = sorted((one.step, one.name) for one in checkpoints if one.trust is Trust.DELETED)
     return {name for _, name in deleted[: max(0, len(deleted) - DELETED_KEPT)]}
 

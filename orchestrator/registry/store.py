@@ -56,7 +56,6 @@ class Store(ControllerWrites):
 
 
 def _prepare(path: Path) -> None:
-    """Bring the file to the present journal mode and tables."""
     journal = _make(path)
     found = versions.read_version(path)
     versions.require_known(found, path)  # before anything in the file changes

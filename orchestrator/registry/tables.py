@@ -86,7 +86,6 @@ _INDEXES = (
 
 
 def _build_once(build: Callable[P, T]) -> Callable[P, T]:
-    """Return `functools.cache` of a function, with the function's types."""
     return typing.cast("Callable[P, T]", functools.cache(build))
 
 

@@ -267,7 +267,6 @@ def _fill(store: Store, found: list[ImportableRun], now: float) -> None:
 
 
 def _put_record(database: Database, record: RunRecord) -> None:
-    """Insert all recorded rows of a run; for a node that is already known, the later row is kept."""
     tests = () if record.restore_test is None else (record.restore_test,)
     rows = (
         record.run, *record.attempts, *record.submissions, *record.generations, *record.checkpoints, *record.copies,
@@ -286,7 +285,6 @@ def _put_record(database: Database, record: RunRecord) -> None:
 
 
 def _epoch(item: ImportableRun) -> int:
-    """Return the highest epoch with which any of a run's attempts was launched."""
     epochs = [attempt.epoch for attempt in item.record.attempts]
     tokens = [_read_or_none(LaunchToken.read, place.go) for place in item.folder.all_attempts()]
     epochs += [token.epoch for token in tokens if token is not None]  # None: never launched, or fenced since
@@ -335,7 +333,6 @@ def _check_against_disk(store: Store, item: ImportableRun, epoch: int, now: floa
 
 
 def _set_aside(path: Path, now: float) -> Path | None:
-    """Rename a registry and its journal files; return the new path, or None if it did not exist."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     there = path.exists()
     for tail in ("", "-wal", "-shm", "-journal"):
@@ -440,7 +437,6 @@ def _is_fresh(path: Path, now: float) -> bool:
 
 
 def _read_or_none(read: Callable[[Path], T], path: Path) -> T | None:
-    """Return the content of a file; None if it is missing or damaged."""
     try:
         return read(path)
     except (OSError, ValueError, TypeError, KeyError):

@@ -119,7 +119,6 @@ class RestoreTests:
         return limited
 
     def _cannot(self, due: Due) -> str:
-        """Return why this test cannot be created; empty if it can."""
         try:
             check_test(self.store, self.store.run(due.run), self._request(due))
         except OrchError as error:

@@ -241,7 +241,6 @@ def choose_copy(store: Store, run: Run, config: RunConfig, checkpoint: Checkpoin
 
 
 def _attempt(store: Store, run: Run, checkpoint: Checkpoint) -> Attempt | None:
-    """Return the attempt that saved the checkpoint; None if it was imported."""
     parts = parse_name(checkpoint.name)
     if parts is None:
         return None

@@ -123,7 +123,6 @@ class BoundedFiles:
             raise self._left_behind(first, self._stuck[first])
 
     def _stuck_beside(self, folder: Path) -> list[Path]:
-        """Return the hanging directories on the same file system."""
         if not self._stuck:
             return []
         text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")

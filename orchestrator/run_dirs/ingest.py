@@ -304,7 +304,6 @@ def _remove(writer: _EventWriter, trust: Trust, reason: str) -> None:
 
 
 def _notice(writer: _EventWriter, node: str | None = None, *, kind: str = "", **more: Any) -> None:
-    """Store a notice, with additional fields, for people and for judging nodes."""
     event = writer.event
     if node is None:
         node = str(writer.data.get("node") or "")

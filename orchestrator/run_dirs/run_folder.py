@@ -231,7 +231,6 @@ def _check_owner(folder: RunDir, run: Run, first: Attempt) -> None:
 
 
 def _read_run_json(folder: RunDir) -> dict[str, Any]:
-    """Return the contents of `run.json`; empty if it is missing or damaged."""
     with suppress(OSError, ValueError):
         found = read_json(folder.run)
         return found if isinstance(found, dict) else {}

@@ -80,7 +80,6 @@ def require(folder: RunDir, names: Sequence[str]) -> RunSecrets:
 
 
 def _sweep(root: Path) -> None:
-    """Delete the files of killed submitters."""
     for path in root.glob(f"{_BEGINNING}*{_END}"):
         with suppress(OSError):
             if time.time() - path.lstat().st_mtime > _ABANDONED:

@@ -10,15 +10,19 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import setproctitle
 from torch import nn
 
+from checkpointing.engine.checkpointer import Checkpointer
+from checkpointing.engine.collectives.group import World
+from checkpointing.engine.restore.restorer import RestoreOptions
 from checkpointing.storage.backends import open_storage
 from checkpointing.storage.trusted_path import pin_path
 from checkpointing.tiers.catalog import Owner
 from checkpointing.tiers.tier import RunTiers, one_folder, resolve_tiers
+from checkpointing.writer.link import WriterLink, WriterLost
 from trainer.parallel.apply import mesh
 from trainer.protocol.config import JobConfig, load
 from trainer.protocol.failures.outcome import ExitCode
@@ -62,11 +66,6 @@ def seconds_left(
         return until - _EXIT_MARGIN - clock()
 
     return left
-
-
-if TYPE_CHECKING:
-    from checkpointing.engine.checkpointer import Checkpointer
-    from checkpointing.writer.link import WriterLink
 
 
 def rank_main(spec: RankSpec) -> int:
@@ -189,12 +188,8 @@ def _train_from_newest(session: RankSession, journal: Journal) -> ExitCode:
 
 def _checkpointer(
     session: RankSession, token: LaunchToken, on_event: Callable[[str, dict[str, Any]], None]
-) -> "Checkpointer":
+) -> Checkpointer:
     spec, config, run_dir = session.spec, session.config, session.run_dir
-    from checkpointing.engine.checkpointer import Checkpointer
-    from checkpointing.engine.collectives.group import World
-    from checkpointing.engine.restore.restorer import RestoreOptions
-
     go = session.attempt.go
     inherit = (*token.checkpoints, *token.perhaps)
     facts = {
@@ -218,10 +213,8 @@ def _checkpointer(
     )
 
 
-def _agent_writer(spec: RankSpec) -> "WriterLink | None":
+def _agent_writer(spec: RankSpec) -> WriterLink | None:
     """Return the agent's writer and memory for this rank, or None: the checkpointer then starts its own."""
-    from checkpointing.writer.link import WriterLink, WriterLost
-
     if spec.writer_fd < 0 or spec.arena_fd < 0:
         return None
     try:

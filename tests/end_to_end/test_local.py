@@ -27,9 +27,7 @@ SAMPLE = "after_submit"
 """Failpoint of the cancelled run's launch; the proof covers the others."""
 
 
-def test_a_killed_rank_changes_nothing_even_without_a_controller_and_the_end_is_no_end(
-    user: User, calm: tuple[User, str]
-) -> None:
+def test_a_killed_rank_without_a_controller(user: User, calm: tuple[User, str]) -> None:
     killed = user.submit("tiny-gpt", *CALM, *user.slowly(), KILL)["run"]
     user.until(lambda: user.step(killed), 90, "a first step, until which the job needs a controller")
     assert user.kill_controller() >= 1  # a submit on a busy machine may have started a second one, which waits
@@ -185,7 +183,7 @@ def is_looked_into_saved_and_hit(user: User, run: str) -> None:
     assert card["detected_s"] < 5
 
 
-def test_a_finished_run_is_branched_and_the_registry_comes_back_from_the_run_directories(
+def test_branching_and_a_rebuilt_registry(
     calm: tuple[User, str],
 ) -> None:
     user, first = calm

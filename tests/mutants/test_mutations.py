@@ -55,7 +55,7 @@ def test_a_bug_is_a_small_edit(source: str, bugs: set[str]) -> None:
         "class A(Protocol):\n    b = 1", "import a.b",
     ],
 )  # fmt: skip
-def test_what_makes_no_difference_to_the_program_is_left_out(source: str) -> None:
+def test_changes_without_effect_are_left_out(source: str) -> None:
     assert planted(source) == set()
 
 

@@ -200,7 +200,7 @@ for run in sys.argv[1:]:
 """
 
 
-def test_jobs_that_find_bobs_folders_and_links_in_place_of_their_own_load_nothing(place):
+def test_jobs_load_nothing_from_exchanged_folders(place):
     bob, folder, link, to_anns_own = place.bob, *(place.project / f"found-{number}" for number in (1, 2, 3))
     bobs_folder(place, folder, folder.name)
     bobs_folder(place, bob.home / "link", link.name)
@@ -360,7 +360,7 @@ HELLOS = {
 }
 
 
-def test_nothing_that_is_sent_to_the_control_port_disturbs_the_run(live):
+def test_messages_of_strangers_do_not_disturb_the_run(live):
     found = json.loads(live.folder.attempt(1).coordinator.read_text())
     address = found["host"], found["port"]
     silent = [socket.create_connection(address, 10) for _ in range(1000)]

@@ -45,7 +45,7 @@ REFUSED = [
 ]
 
 
-def test_what_slurm_refuses_makes_no_run(lab: SlurmLab, user: User) -> None:
+def test_refusals_by_slurm_make_no_run(lab: SlurmLab, user: User) -> None:
     for override, said, typed in REFUSED:
         spare = ("cluster.nodes=2", "cluster.ranks_per_node=1") if "spare" in override else ()
         done = user.run(*submit(user, TRAINS, *spare, override))

@@ -56,7 +56,7 @@ def test_a_tick_tests_what_is_due_on_another_world_size(lab: SlurmLab, user: Use
 
 
 @pytest.mark.proof
-def test_what_was_not_finished_is_no_verdict_and_is_due_again(lab: SlurmLab, user: User) -> None:
+def test_an_unfinished_test_is_due_again(lab: SlurmLab, user: User) -> None:
     run = user.submit("tiny-gpt", *SMALL)["run"]
     assert user.wait(run) == 0
     before = user.ask("ckpt", "ls", run)
@@ -92,7 +92,7 @@ def test_the_daemon_tests_a_run_that_goes_on_and_what_it_has_left(lab: SlurmLab,
 
 @pytest.mark.proof
 @pytest.mark.parametrize("trouble", ["out-of-time", "preempted", "node-dies", "killed"])
-def test_no_trouble_of_the_job_becomes_a_verdict(lab: SlurmLab, user: User, trouble: str) -> None:
+def test_troubles_of_the_job_are_no_verdict(lab: SlurmLab, user: User, trouble: str) -> None:
     run = user.submit("tiny-gpt", *SMALL, "train.steps=40")["run"]
     assert user.wait(run) == 0
     (begun,) = user.ask("ckpt", "restore-test", f"{run}@12", "--layout", "1x1", "--steps", "1000")

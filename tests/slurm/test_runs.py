@@ -64,9 +64,7 @@ def test_a_killed_rank_restarts_in_place_bit_for_bit(lab: SlurmLab, user: User) 
     assert_exact(user, run, calm)
 
 
-def test_preemption_uses_no_failure_budget_and_a_dead_node_leads_to_a_new_job_elsewhere_bit_for_bit(
-    lab: SlurmLab, user: User, calm: tuple[User, str]
-) -> None:
+def test_preemption_and_then_a_dead_node(lab: SlurmLab, user: User, calm: tuple[User, str]) -> None:
     settings = [*ONE_RANK_EACH, *SHORT, "recovery.max_failures=1"]
     run = user.submit("tiny-gpt", *settings, *user.slowly(0.8), warm_python(user))["run"]
     training(user, run, 5)

@@ -37,9 +37,7 @@ class TestSlurm(SchedulerContract):
     """The contract suite on the real Slurm."""
 
 
-def test_a_job_runs_in_its_own_environment_and_folder_and_a_failing_task_does_not_take_the_others_along(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_folder_and_independent_tasks_of_a_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOUD_SECRET_KEY", "hunter2")
     monkeypatch.setenv("SBATCH_COMMENT", "not this one")
     monkeypatch.setenv("SLURM_NTASKS", "7")
@@ -108,9 +106,7 @@ def test_job_log_below_a_shared_folder(world: World) -> None:
     assert replace(row, source="queue", reason=queued.reason, start_time=queued.start_time) == queued
 
 
-def test_an_ambiguous_submit_is_found_adopted_and_starts_and_requeued_from_outside_it_is_one_job_to_cancel(
-    lab: SlurmLab, world: World
-) -> None:
+def test_an_ambiguous_submit_is_adopted_and_may_be_requeued(lab: SlurmLab, world: World) -> None:
     spec = world.spec()
     lab.pause_controller()
     try:
@@ -142,9 +138,7 @@ def test_an_ambiguous_submit_is_found_adopted_and_starts_and_requeued_from_outsi
     assert [found.state for found in world.scheduler.find(spec.name)] == ["CANCELLED"]
 
 
-def test_no_controller_is_no_answer_and_nothing_is_assumed_and_a_dead_node_is_a_node_fail_with_the_names(
-    lab: SlurmLab, world: World
-) -> None:
+def test_silent_controller_and_dead_node(lab: SlurmLab, world: World) -> None:
     spec = world.spec()
     job = world.submit(spec)
     time.sleep(6)  # slurmctld saves its state at most every 5 s: before that a kill loses the job for good

@@ -52,7 +52,7 @@ def test_a_dead_node_is_replaced_within_the_job(lab: SlurmLab, user: User) -> No
 
 
 @pytest.mark.proof
-def test_without_power_on_the_node_that_leads_the_job_is_ended_and_another_follows(lab: SlurmLab, user: User) -> None:
+def test_power_loss_of_the_leading_node_leads_to_a_new_job(lab: SlurmLab, user: User) -> None:
     submitted = user.submit("tiny-gpt", *SMALL)
     run, job = submitted["run"], submitted["job_id"]
     training(user, run, 18)

@@ -50,7 +50,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("override", "what", "hint"), REFUSED)
-def test_what_slurm_could_not_read_is_refused_with_what_to_type(override: str, what: str, hint: str) -> None:
+def test_values_that_slurm_rejects_are_refused_with_a_hint(override: str, what: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose("tiny-gpt", [override], environ=ENVIRON)
     assert what in caught.value.what
@@ -70,7 +70,7 @@ def test_what_slurm_could_not_read_is_refused_with_what_to_type(override: str, w
      "+cluster.sbatch.contiguous=true", "+cluster.sbatch.switches=1@60", "+cluster.sbatch.no-kill=off",
      "+cluster.sbatch.a-plugin-of-the-site=7"],
 )  # fmt: skip
-def test_what_slurm_reads_passes(override: str) -> None:
+def test_values_that_slurm_reads_are_accepted(override: str) -> None:
     compose("tiny-gpt", [override], environ=ENVIRON)
 
 

@@ -26,7 +26,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "what", "hint"), REFUSED)
-def test_what_cannot_be_is_refused_with_what_can(words: str, what: str, hint: str, tmp_path: Path) -> None:
+def test_impossible_values_are_refused_with_a_hint(words: str, what: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         composed(tmp_path, *words.split())
     assert what in refused.value.what
@@ -37,7 +37,7 @@ def test_what_cannot_be_is_refused_with_what_can(words: str, what: str, hint: st
 @pytest.mark.parametrize(
     "words", ["cluster.min_nodes=0", "cluster.min_nodes=2", "cluster.min_nodes=1", "cluster.min_nodes=4"]
 )
-def test_what_can_be_is_taken(words: str, tmp_path: Path) -> None:
+def test_possible_values_are_accepted(words: str, tmp_path: Path) -> None:
     assert composed(tmp_path, words).config.cluster.min_nodes == int(words[-1])
 
 

@@ -22,7 +22,7 @@ COMMAND = "command=[python, train.py]"
         ("detection.spike.roll_backs=1", "orch does not see the program's loss"),
     ],
 )
-def test_what_is_typed_in_vain_is_refused(override: str, instead: str) -> None:
+def test_ineffective_overrides_are_refused(override: str, instead: str) -> None:
     with pytest.raises(ConfigError, match="has no effect on a `command`") as refused:
         compose("torchrun-script", [COMMAND, override])
     assert refused.value.what.startswith(override.lstrip("+").partition("=")[0])

@@ -42,7 +42,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("typed", WRONG)
-def test_what_is_offered_is_accepted(typed: str, environ: dict[str, str]) -> None:
+def test_offered_values_are_accepted(typed: str, environ: dict[str, str]) -> None:
     error = refused(typed.split(), environ)
     assert error is not None
     assert "override #" in error.where

@@ -61,7 +61,7 @@ def test_a_secret_is_refused_and_not_shown(override: str, what: str, variable: s
 
 
 @pytest.mark.parametrize("override", TAKEN)
-def test_what_is_none_is_taken(override: str) -> None:
+def test_values_that_are_no_secrets_are_accepted(override: str) -> None:
     compose("tiny-gpt", [override])
 
 

@@ -21,7 +21,7 @@ def test_longer_ones_are_refused_by_their_key():
     ]
 
 
-def test_so_are_many_that_are_too_long_together():
+def test_many_words_that_are_too_long_together_are_refused():
     words = ("python", *["z" * 100_000] * 63)
     assert complained(command=words) == [
         "command and env: have 6300582 bytes together, but Linux allows 6291456 for a program"

@@ -45,13 +45,13 @@ def test_paths_in_an_included_file_are_relative_to_it(place: Path, tmp_path: Pat
     assert config.secrets_file == str(tmp_path / "typed" / "own")
 
 
-def test_what_is_typed_is_meant_from_here(place: Path, tmp_path: Path) -> None:
+def test_typed_paths_are_relative_to_the_current_folder(place: Path, tmp_path: Path) -> None:
     config = made(place / "mine.yaml", "workload.path=[here]", "cluster.root=runs")
     assert config.workload.path == (str(tmp_path / "typed" / "here"),)
     assert config.cluster.root == str(tmp_path / "typed" / "runs")
 
 
-def test_what_refers_to_a_folder_lies_below_it(place: Path, tmp_path: Path) -> None:
+def test_references_to_a_folder_use_its_resolved_path(place: Path, tmp_path: Path) -> None:
     (tmp_path / "typed" / "top.yaml").write_text(
         "includes: [../place/mine.yaml]\ndata: {path: '${cluster.root}/tokens'}\n"
         "checkpoint: {tiers: [{path: '${cluster.root}/t'}, {path: run}]}\n"

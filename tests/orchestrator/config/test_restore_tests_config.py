@@ -14,7 +14,7 @@ def test_schedules(every: str) -> None:
 
 
 @pytest.mark.parametrize("every", ["", "0h", "1w", "daily", "0 3 * *", "99 * * * *", "5"])
-def test_what_is_no_schedule(every: str) -> None:
+def test_invalid_schedules(every: str) -> None:
     assert not is_schedule(every)
 
 
@@ -40,7 +40,7 @@ def test_intervals_in_seconds() -> None:
         ("restore_tests.command=[python, r.py]", "is only for a `command`"),
     ],
 )
-def test_what_is_refused(override: str, said: str) -> None:
+def test_invalid_restore_test_settings_are_refused(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose("tiny-gpt", [override])
     assert said in f"{refused.value.what} {refused.value.hint}"

@@ -36,7 +36,7 @@ def test_a_secret_is_compared_and_never_written_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", [None, {}, {"variables": 3}, {"variables": {}}, [], "x"])
-def test_what_is_no_record_counts_as_none(fields: object) -> None:
+def test_invalid_records_count_as_none(fields: object) -> None:
     assert ClientEnvironment.from_json(fields) is None
 
 

@@ -41,7 +41,7 @@ def test_the_name_is_readable_and_bears_a_digest() -> None:
     ("before", "after"),
     [("26874", "26875"), ("login1(", "login2("), ("= lab", "= lib"), ("/var/spool/slurmctld", "/var/spool/other")],
 )
-def test_what_differs_makes_another_name(before: str, after: str) -> None:
+def test_another_cluster_has_another_name(before: str, after: str) -> None:
     assert read_instance(SHOWN.replace(before, after)) != read_instance(SHOWN)
 
 
@@ -55,7 +55,7 @@ def test_a_restart_a_fail_over_and_a_backup_controller_keep_the_name() -> None:
 @pytest.mark.parametrize(
     "text", ["", "nonsense", SHOWN.replace("StateSave", "Other"), SHOWN.replace("= lab", "= (null)")]
 )
-def test_what_does_not_say_it_is_unknown(text: str) -> None:
+def test_an_unreadable_instance_has_no_name(text: str) -> None:
     assert read_instance(text) == ""
 
 

@@ -124,7 +124,7 @@ def submit_and_die(world: World, spec: JobSpec) -> None:
         os._exit(1)
 
 
-def test_a_submitter_killed_after_the_spawn_leaves_a_job_that_is_found_and_starts(world: World) -> None:
+def test_a_job_outlives_its_killed_submitter(world: World) -> None:
     world.resources = Resources(nodes=1, time="5")
     spec = world.spec()
     if (submitter := os.fork()) == 0:
@@ -249,9 +249,7 @@ def test_an_invisible_job_is_judged_by_its_heartbeat(looked_at: Running, monkeyp
         assert world.state(job) == "RUNNING"
 
 
-def test_jobs_of_another_host_with_the_same_home_are_not_judged_and_not_forgotten(
-    looked_at: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_of_another_host_are_kept(looked_at: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     world, job = looked_at.world, looked_at.job
     with monkeypatch.context() as patch:
         patch.setattr("socket.gethostname", lambda: "elsewhere")
@@ -332,7 +330,7 @@ def small_world(tmp_path: Path) -> Iterator[World]:
         yield made
 
 
-def test_a_job_is_refused_with_the_disk_as_the_reason_and_starts_once_there_is_room_and_its_end_finds_room(
+def test_a_job_on_a_full_disk(
     small_world: World,
 ) -> None:
     small_world.resources = Resources(nodes=1, time="5")

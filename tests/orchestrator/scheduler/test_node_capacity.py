@@ -88,15 +88,15 @@ def test_unavailable_resources_are_refused_with_a_hint(asked: dict[str, Any], wo
         {"nodes": 2, "partition": "nope"},  # whether it exists is told by Slurm
     ],
 )
-def test_what_some_partition_has_is_no_shortfall(asked: dict[str, Any]) -> None:
+def test_resources_of_any_partition_are_no_shortfall(asked: dict[str, Any]) -> None:
     assert shortfall(Resources(**asked), NODES) is None
 
 
-def test_what_orch_itself_avoids_comes_back() -> None:
+def test_nodes_that_orch_avoids_are_no_shortfall() -> None:
     assert shortfall(Resources(nodes=3, exclude=("n1",), avoided=("n1",)), NODES) is None
 
 
-def test_nothing_known_is_no_shortfall() -> None:
+def test_unknown_capacity_is_no_shortfall() -> None:
     assert shortfall(Resources(nodes=9, mem="900T"), []) is None
 
 

@@ -45,7 +45,7 @@ POLICY = f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's 
         "sbatch: unrecognized option '--foo'\nTry \"sbatch --help\" for more information",
     ],
 )
-def test_what_no_outage_explains_is_refused_for_good(said: str) -> None:
+def test_user_errors_are_permanent_refusals(said: str) -> None:
     error = submit_error(said)
     assert isinstance(error, SubmitRejected)
     assert error.retryable is not Retryable.YES
@@ -63,7 +63,7 @@ def test_what_no_outage_explains_is_refused_for_good(said: str) -> None:
         f"{FAILED}Invalid generic resource (gres) specification",
     ],
 )
-def test_what_a_typo_and_an_outage_share_is_judged_by_whether_the_job_was_ever_taken(said: str) -> None:
+def test_ambiguous_refusals_are_retryable_once_accepted(said: str) -> None:
     error = submit_error(said)
     assert isinstance(error, SubmitRejected)
     assert error.retryable is Retryable.ONCE_ACCEPTED
@@ -93,7 +93,7 @@ def test_what_a_typo_and_an_outage_share_is_judged_by_whether_the_job_was_ever_t
         f"sbatch: error: the site's filter says no\n{FAILED}something new",
     ],
 )
-def test_what_passes_is_refused_for_now(said: str) -> None:
+def test_temporary_refusals_are_retryable(said: str) -> None:
     error = submit_error(said)
     assert isinstance(error, SubmitRejected)
     assert error.retryable is Retryable.YES
@@ -220,7 +220,7 @@ def test_all_unavailable_resources_are_reported() -> None:
 
 
 @pytest.mark.parametrize(("reason", "said"), [("", ""), ("None", ""), ("SomethingNew", " (SomethingNew)")])
-def test_what_is_not_known_is_passed_on(reason: str, said: str) -> None:
+def test_unknown_reasons_are_passed_on(reason: str, said: str) -> None:
     assert waiting_words(reason, ASKED, "a-1", LONG_WAIT) == said
 
 
@@ -241,5 +241,5 @@ def test_the_first_run_fits_nodes_of_4_gb_and_two_cores() -> None:
         ("something that nobody knows", False), ("None", None), ("", None),
     ],
 )  # fmt: skip
-def test_which_waits_a_job_of_fewer_nodes_may_end_sooner(reason: str, for_nodes: bool | None) -> None:
+def test_waits_that_fewer_nodes_may_shorten(reason: str, for_nodes: bool | None) -> None:
     assert waits_for_nodes(reason) is for_nodes

@@ -169,7 +169,7 @@ def test_hints_of_these_refusals_work() -> None:
 @pytest.mark.parametrize(
     "option", ["", "-N", "N", "--nodes", "nice=5\n", "nice 5", "NICE", "a;b", "x\ny", "-", "gres=1"]
 )
-def test_what_is_no_long_option_name_is_refused(option: str) -> None:
+def test_invalid_option_names_are_refused(option: str) -> None:
     with pytest.raises(ConfigError):
         check_options({option: "x"})
 

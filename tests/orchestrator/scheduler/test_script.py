@@ -104,7 +104,9 @@ def test_two_interpreters_are_refused() -> None:
         (("modules",), {"modules": "a --force"}, "must not begin with '-'"),
     ],
 )
-def test_what_does_not_fit_is_refused(templates: tuple[str, ...], args: dict[str, str], words: str) -> None:
+def test_invalid_templates_and_arguments_are_refused(
+    templates: tuple[str, ...], args: dict[str, str], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         prepare(spec(*templates, **args))
 

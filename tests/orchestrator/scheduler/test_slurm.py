@@ -63,7 +63,7 @@ def test_a_reused_id_is_distinguished_by_its_submit_time(program: Program, tmp_p
     assert SlurmScheduler().poll(["7"])["7"].name == "eval"
 
 
-def test_of_several_rows_the_newest_submission_counts(program: Program, tmp_path: Path) -> None:
+def test_the_newest_submission_of_several_rows_counts(program: Program, tmp_path: Path) -> None:
     program("squeue", "true")
     rows = accounting(JobIDRaw="7", State="COMPLETED", Submit="2026-11-21T09:00:00") + accounting(JobIDRaw="7")
     program("sacct", printing(tmp_path, "rows", rows))
@@ -92,7 +92,7 @@ def test_an_id_unknown_to_slurm_is_missing(program: Program, tmp_path: Path) -> 
     assert SlurmScheduler().poll(["8"]) == {}
 
 
-def test_what_a_cut_answer_lacks_is_unknown_and_not_missing(program: Program, tmp_path: Path) -> None:
+def test_jobs_missing_from_a_cut_answer_are_unknown(program: Program, tmp_path: Path) -> None:
     program("squeue", printing(tmp_path, "cut", queue(JobID="7") + queue(JobID="8")[:30]))
     program("sacct", DISABLED)
     found = SlurmScheduler().poll(["7", "8"])
@@ -226,7 +226,7 @@ echo Submitted batch job 5
 """An sbatch during which Bob exchanges the run's folder, before it reads the script."""
 
 
-def test_below_a_folder_of_others_slurm_reads_and_writes_nothing_by_name(program: Program, tmp_path: Path) -> None:
+def test_slurm_uses_no_names_below_a_shared_folder(program: Program, tmp_path: Path) -> None:
     shared, tools = tmp_path / "shared", ("mv", "mkdir", "basename")
     for tool in tools:
         program(tool, f'exec {shutil.which(tool, path=os.defpath)} "$@"')

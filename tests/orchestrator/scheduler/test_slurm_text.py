@@ -102,7 +102,7 @@ def test_garbage_is_no_answer(text: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", ["n" * 16384, "gpu-[01-02]-[3", "n[1-"])
-def test_a_host_list_that_is_cut_or_odd_leaves_the_job_known_and_its_nodes_unknown(nodes: str) -> None:
+def test_an_invalid_host_list_leaves_only_the_nodes_unknown(nodes: str) -> None:
     (job,), whole = read_queue(queue(NodeList=nodes))
     assert (job.state, job.nodes, whole) == ("RUNNING", (), True)
 
@@ -142,7 +142,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("row", FOREIGN.values(), ids=FOREIGN)
 @pytest.mark.parametrize("order", ["before", "after", "between"])
-def test_what_is_not_ours_cannot_hide_what_is(row: str, order: str) -> None:
+def test_foreign_jobs_cannot_hide_own_jobs(row: str, order: str) -> None:
     rows = {"before": [row, OURS], "after": [OURS, row], "between": [OTHERS, row, OURS]}[order]
     (job,), whole = read_queue("".join(rows), lambda job: job.name.startswith("orch-a-"))
     assert (job.job_id, job.name, job.state, whole) == ("12", "orch-a-1-abcd1234", "RUNNING", True)
@@ -378,7 +378,7 @@ def test_a_row_that_no_slurm_will_ever_change_is_no_job(program: Program, tmp_pa
     assert SlurmScheduler().poll(["7"]) == {}
 
 
-def test_of_a_requeued_job_that_has_ended_the_newest_row_counts(program: Program, tmp_path: Path) -> None:
+def test_the_newest_row_of_an_ended_requeued_job_counts(program: Program, tmp_path: Path) -> None:
     rows = (
         accounting(JobIDRaw="7", State="NODE_FAIL", Submit="2026-11-21T01:00:00")
         + accounting(JobIDRaw="7", State="REQUEUED", Submit="2026-11-21T02:00:00")
@@ -404,7 +404,7 @@ def test_which_slurm_answers_is_read_the_same_in_every_version(recorded: Recorde
     assert read_instance(recorded.asked["config"]).startswith("lab@")
 
 
-def test_a_job_that_left_while_its_script_was_asked_for_is_not_taken_for_a_strangers(
+def test_a_job_that_ends_during_the_lookup_of_its_script(
     recorded: RecordedSlurm, program: Program, tmp_path: Path
 ) -> None:
     answer = recorded.asked["script of an unknown job"]

@@ -45,7 +45,7 @@ def test_a_crash_is_reported_with_its_last_line(tmp_path: Path, program: str, di
     assert answered(tmp_path, program) == ChildAnswer(died=died)
 
 
-def test_what_it_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_children_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "NOTED_AFTER", 0.0)
     program = f"""
     import subprocess

@@ -302,7 +302,7 @@ def test_a_snapshot_omits_pipes_and_sockets(tmp_path: Path, store: Store) -> Non
 
 
 @pytest.mark.parametrize("name", ["secret.txt", "folder"])
-def test_what_cannot_be_read_for_a_snapshot_is_named_and_leaves_no_run(
+def test_unreadable_files_prevent_a_snapshot_and_a_run(
     tmp_path: Path, store: Store, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = own(tmp_path, "pkg/model.py")
@@ -318,7 +318,7 @@ def test_what_cannot_be_read_for_a_snapshot_is_named_and_leaves_no_run(
     submit(tmp_path, store, *path, *SNAPSHOT)
 
 
-def test_what_became_unreadable_after_the_check_is_named_too(
+def test_files_that_became_unreadable_after_the_check_are_named(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = own(tmp_path, "pkg/model.py")
@@ -353,7 +353,7 @@ def test_a_place_inside_another_run_s_folder_is_refused_for_rm_would_delete_it(
     assert [run.name for run in store.runs()] == ["base-1"]
 
 
-def test_a_tier_that_has_another_user_s_run_of_that_name_is_refused_before_anything_is_written(
+def test_a_tier_with_another_users_run_is_refused(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "scratch" / "mine-1").mkdir(parents=True)

@@ -29,12 +29,12 @@ def judged(answer: ChildAnswer, kind: str = "slurm", **cluster: Any) -> tuple[Co
     return _judge(answer, own(cluster=ClusterConfig(**cluster)), kind, warned.append), warned
 
 
-def test_what_was_imported_is_the_code_of_the_run() -> None:
+def test_the_imported_code_is_the_code_of_the_run() -> None:
     record = CodeRecord(files={"mine": CodeFile(path="/mine.py", sha256="1")})
     assert judged(ChildAnswer(found={"code": record.to_json(), "refused": []}, ended=True)) == (record, [])
 
 
-def test_what_the_class_cannot_do_is_refused_with_the_remedy() -> None:
+def test_abilities_that_the_class_lacks_are_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.tp=2") as caught:
         judged(ChildAnswer(found={"refused": ["parallel.tp=2, but Mine has none", "set parallel.tp=1"]}, ended=True))
     assert caught.value.hint == "set parallel.tp=1"

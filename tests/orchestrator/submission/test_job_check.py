@@ -120,7 +120,7 @@ def test_a_refusal_has_slurms_words_and_what_to_type(
         ("allocation failure: something that nobody knows", "something that nobody knows"),
     ],
 )
-def test_what_passes_by_itself_is_a_warning(site: Site, said: str, words: str) -> None:
+def test_temporary_refusals_are_warnings(site: Site, said: str, words: str) -> None:
     site.ask(refusing(said), "cluster.mem=2G", "cluster.cpus_per_task=2")
     (warned,) = site.warned
     assert words in warned
@@ -135,7 +135,7 @@ def test_what_passes_by_itself_is_a_warning(site: Site, said: str, words: str) -
         "exec sleep 600",
     ],
 )
-def test_no_answer_is_no_refusal(site: Site, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+def test_a_missing_answer_is_ignored(site: Site, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(sbatch, "TEST_TIMEOUT_S", 0.2 if "sleep" in program else sbatch.TEST_TIMEOUT_S)
     site.ask(program, "cluster.mem=2G")
     assert site.warned == []
@@ -153,7 +153,7 @@ def test_a_wrapper_that_does_not_know_how_to_ask_refuses_nothing(site: Site, sai
     assert site.warned == []
 
 
-def test_what_a_wrapper_submits_instead_of_asking_is_cancelled(site: Site, tmp_path: Path) -> None:
+def test_a_job_submitted_by_a_wrapper_is_cancelled(site: Site, tmp_path: Path) -> None:
     told = tmp_path / "cancelled"
     site.ask("echo Submitted batch job 4711", "cluster.mem=2G", scancel=f'echo "$@" > {told}')
     assert told.read_text() == "4711\n"
@@ -170,7 +170,7 @@ def composed(*overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["slurm", "local"])
-def test_what_no_job_script_can_hold_is_refused_without_slurm(kind: str) -> None:
+def test_invalid_templates_are_refused_without_slurm(kind: str) -> None:
     with pytest.raises(ConfigError, match="no template 'modulez'") as caught:
         check_script(composed("cluster.templates=[modulez]"), kind)
     assert caught.value.hint == "did you mean modules?"

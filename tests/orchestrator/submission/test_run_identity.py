@@ -53,7 +53,7 @@ def test_a_folder_without_git_is_named_by_its_content(tmp_path: Path) -> None:
     assert run_identity.digest([tmp_path]) != before
 
 
-def test_no_secret_is_noted(tmp_path: Path) -> None:
+def test_secrets_are_not_recorded(tmp_path: Path) -> None:
     environ = {
         "WANDB_API_KEY": SECRET, "HF_TOKEN": SECRET, "NCCL_AUTH_TOKEN": SECRET, "MY_PASSWORD": SECRET,
         "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "HOME": "/home/ann",
@@ -70,9 +70,7 @@ def test_the_environment_is_named_without_importing_torch() -> None:
     assert found["python"].count(".") == 2
 
 
-def test_of_two_packages_with_one_name_the_one_that_is_imported_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_imported_one_of_two_equal_packages_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, version in (("first", "2.0"), ("second", "1.0")):
         about = tmp_path / folder / f"twice-{version}.dist-info"
         about.mkdir(parents=True)
@@ -125,7 +123,7 @@ def test_a_repository_that_a_hook_or_a_shell_has_chosen_is_not_the_runs(
     assert found["dirty"] is False
 
 
-def test_no_program_of_the_repositorys_settings_makes_the_diff(tmp_path: Path) -> None:
+def test_the_diff_runs_no_program_of_the_repository(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / ".gitattributes").write_text("*.py diff=slow\n")
     (tmp_path / "model.py").write_text("a = 1\n")

@@ -157,7 +157,7 @@ def test_a_run_that_is_refused_leaves_no_value_behind(shell: Shell, monkeypatch:
     assert shell.files_with(CANARY) == []
 
 
-def test_what_a_killed_submitter_left_is_swept(shell: Shell) -> None:
+def test_files_of_a_killed_submitter_are_deleted(shell: Shell) -> None:
     shell.root.mkdir()
     old, fresh = shell.root / ".secrets-00000001.json", shell.root / ".secrets-00000002.json"
     for path in (old, fresh):
@@ -167,9 +167,7 @@ def test_what_a_killed_submitter_left_is_swept(shell: Shell) -> None:
     assert (old.exists(), fresh.exists()) == (False, True)
 
 
-def test_a_run_without_its_values_is_held_and_goes_on_with_those_of_another_shell(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_its_secrets_waits_for_them(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     run = shell.submit(NAMES)
     folder = RunDir(Path(run.run_dir))
     folder.secrets.unlink()

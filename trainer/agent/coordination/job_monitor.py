@@ -206,7 +206,7 @@ class JobMonitor:
     def _find_slow_node(self) -> Failure | None:
         """Return the failure of a slow node once all measurements have arrived or are overdue."""
         benchmark, usual = self._benchmark, self._usual_speeds
-        if benchmark is None or not benchmark.is_over(time.monotonic()):
+        if benchmark is None or not benchmark.end_trial(time.monotonic()):
             return None
         slow = benchmark.failure(usual.result() if usual is not None and usual.done() else None)
         whose = {} if slow is None else {"name": slow.node}

@@ -178,7 +178,8 @@ class RequestHandlers:
         if order is None:
             return answer
         self._drills[request.name] = (order, answer)
-        return dict(self._order_drills()).get(request.name)
+        # Earlier drills that still wait are answered by `finished`, and so is this one.
+        return None if len(self._drills) > 1 else next((answer for _, answer in self._order_drills()), None)
 
     def _order_drills(self) -> Iterator[tuple[str, str]]:
         """Order the waiting drills if all ranks train; yields the request names and answers."""

@@ -45,9 +45,9 @@ class NodeBenchmark:
             self._first = now if self._first is None else self._first
             self._measured[message.rank] = speeds
 
-    def is_over(self, now: float) -> bool:
-        """Return True, once, when all ranks have been measured or are overdue.
-        Their time starts when the first measurement arrives.
+    def end_trial(self, now: float) -> bool:
+        """End the trial if all ranks have been measured or are overdue; returns whether it ends now.
+        The time limit starts when the first measurement arrives.
         """
         overdue = self._first is not None and now - self._first > self._config.seconds
         if self._over or not (overdue or len(self._measured) == len(self._nodes)):

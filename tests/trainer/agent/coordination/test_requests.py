@@ -65,7 +65,7 @@ class Desk:
             member.progress = agents.ProgressReport(generation=2, **fields)
 
     def ask(self, kind: RequestKind, **fields: Any) -> str | None:
-        request = Request(kind=kind, attempt=1, reason="why", name=f"{kind}.001.abcd.json", **fields)
+        request = Request(**{"kind": kind, "attempt": 1, "reason": "why", "name": f"{kind}.001.abcd.json", **fields})
         return self.handlers.handle(request, now=50.0, wall=1000.0)
 
     def finished(self, now: float) -> list[tuple[str, str]]:
@@ -165,6 +165,13 @@ def test_a_drill_waits_until_every_rank_of_the_generation_trains(desk) -> None:
     assert desk.finished(53.0) == [("drill.001.abcd.json", "kill-rank strikes rank 1")]
     assert [(order.kind, order.generation) for order in desk.told] == [("kill-rank", 2)]
     assert desk.finished(54.0) == []
+
+
+def test_a_drill_that_comes_when_an_earlier_one_can_strike_takes_no_answer_from_it(desk) -> None:
+    assert desk.ask(RequestKind.DRILL, detail="kill-rank", value=1, name="drill.001.1111.json") is None
+    trains(desk)
+    assert desk.ask(RequestKind.DRILL, detail="nan", value=1) is None
+    assert [name for name, _ in desk.finished(51.0)] == ["drill.001.1111.json", "drill.001.abcd.json"]
 
 
 def test_a_drill_hits_no_generation_that_has_just_failed(desk) -> None:

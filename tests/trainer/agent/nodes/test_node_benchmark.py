@@ -25,9 +25,9 @@ def told(rank: int, matmul: float = 1e9) -> RankSpeeds:
 def measured(machines: dict[str, str], slow: int | None = None) -> NodeBenchmark:
     benchmark = NodeBenchmark(NODES, machines, PreflightConfig())
     for rank in range(4):
-        assert not benchmark.is_over(0.0)
+        assert not benchmark.end_trial(0.0)
         benchmark.add(told(rank, 2e8 if rank == slow else 1e9), 0.0)
-    assert [benchmark.is_over(0.0) for _ in range(2)] == [True, False]
+    assert [benchmark.end_trial(0.0) for _ in range(2)] == [True, False]
     return benchmark
 
 
@@ -46,22 +46,22 @@ def test_a_rank_counts_once_and_only_if_there_is_one() -> None:
     benchmark = NodeBenchmark(NODES[:2], MACHINES, PreflightConfig())
     benchmark.add(told(0), 0.0)
     benchmark.add(told(0), 0.0)
-    assert not benchmark.is_over(0.0)
+    assert not benchmark.end_trial(0.0)
     with pytest.raises(ValueError, match="no such rank: 2"):
         benchmark.add(told(2), 0.0)
 
 
 def test_missing_figures_are_given_up_once_and_the_others_still_count() -> None:
     benchmark = NodeBenchmark(NODES, MACHINES, PreflightConfig(seconds=60.0))
-    assert not benchmark.is_over(1000.0), "nobody has begun"
+    assert not benchmark.end_trial(1000.0), "nobody has begun"
     for rank, at in ((0, 100.0), (1, 110.0), (2, 120.0)):
         benchmark.add(told(rank, 2e8 if rank == 2 else 1e9), at)
-    assert [benchmark.is_over(at) for at in (160.0, 160.1, 170.0)] == [False, True, False]
+    assert [benchmark.end_trial(at) for at in (160.0, 160.1, 170.0)] == [False, True, False]
     assert benchmark.missing() == [3]
     failure = benchmark.failure()
     assert failure.node == "n2"
     benchmark.add(told(3), 171.0)
-    assert not benchmark.is_over(171.0), "too late to be judged again"
+    assert not benchmark.end_trial(171.0), "too late to be judged again"
 
 
 def earlier(folder: Path, *attempts: list[dict[str, Any]]) -> RunDir:

@@ -311,6 +311,7 @@ def test_failed_restore_test_is_repeated(orch: Type, seeds: Seeds) -> None:
         ("submit", "--from", "{test}@100"),
         ("submit", "--from", "{test}", "--dry-run"),
         ("ckpt", "pin", "{test}"),
+        ("ckpt", "restore-test", "{test}"),
         ("ckpt", "verify", "{test}@all"),
         ("ckpt", "diff", "{test}", "{test}@100"),
         ("ckpt", "export", "{test}", "nowhere"),

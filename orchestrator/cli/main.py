@@ -188,8 +188,8 @@ def _complete(line: str) -> int:
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the `orch` program."""
     prepare()
-    asked = os.environ.get("_ORCH_COMPLETE")  # the command line so far, on Tab
-    sys.exit(run(args) if asked is None else _complete(asked))
+    typed = os.environ.get("_ORCH_COMPLETE")  # the command line so far, on Tab
+    sys.exit(run(args) if typed is None else _complete(typed))
 
 
 if __name__ == "__main__":

@@ -108,11 +108,11 @@ def release(screen: Screen, names: tuple[str, ...], no_controller: bool) -> int:
 def _request_each(screen: Screen, verb: str, names: list[str], args: dict[str, Any], no_controller: bool) -> int:
     with open_store(create=True) as store:
         clusters = {name: _clusters(store, verb, name) for name in names}  # all before the first request
-        asked = [item for name in names for item in _request_per_cluster(store, verb, name, clusters[name], args)]
-        unanswered = serve_requests(screen, store, asked, no_controller=no_controller)
-    text = "\n".join(item.answer or f"{item.node}: requested; the controller has not answered yet" for item in asked)
-    screen.answer(f"nodes.{verb}", [{"node": item.node, "answer": item.answer} for item in asked], text)
-    for item in asked:
+        requests = [item for name in names for item in _request_per_cluster(store, verb, name, clusters[name], args)]
+        unanswered = serve_requests(screen, store, requests, no_controller=no_controller)
+    text = "\n".join(item.answer or f"{item.node}: requested; the controller has not answered yet" for item in requests)
+    screen.answer(f"nodes.{verb}", [{"node": item.node, "answer": item.answer} for item in requests], text)
+    for item in requests:
         if not item.answer:
             item.where.require_answer()
     return SlurmUnreachable.exit_code if unanswered else 0
@@ -153,17 +153,17 @@ def _request_per_cluster(
     store: Any, verb: str, name: str, clusters: list[str], args: dict[str, Any]
 ) -> list[PendingRequest]:  # fmt: skip
     """Record one request per cluster with this node, under a run of that cluster. Raises Precondition without a run."""
-    now, asked = time.time(), []
+    now, requests = time.time(), []
     for cluster in clusters:
         run = next((run for run in store.runs() if run.domain == cluster), None)
         if run is None:
             continue
-        ask = store.add_user_request(run.name, verb, {"node": name, **args}, now=now)
+        request_id = store.add_user_request(run.name, verb, {"node": name, **args}, now=now)
         where = locate_run(run.name, run.cluster, run.scheduler)
-        asked.append(PendingRequest(run=run.name, kind=run.cluster, where=where, id=ask, node=name))
-    if not asked:
+        requests.append(PendingRequest(run=run.name, kind=run.cluster, where=where, id=request_id, node=name))
+    if not requests:
         raise Precondition(
             f"nothing was submitted to {', '.join(clusters)} from here yet",
             where=name, hint=f"cluster.exclude={name} in a configuration keeps its run away from that node",
         )  # fmt: skip
-    return asked
+    return requests

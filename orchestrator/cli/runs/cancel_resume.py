@@ -80,7 +80,7 @@ def resume(screen: Screen, words: tuple[str, ...], no_controller: bool, here: bo
     if overrides:
         from orchestrator.config.layers import from_overrides  # yaml: only where a configuration changes
 
-        from_overrides(overrides)  # invalid ones are refused before anything is asked for
+        from_overrides(overrides)  # invalid ones are refused before anything is requested
     for run in runs:
         with suppress(OrchError):  # a wrong name is reported by the request itself
             warn_of_edited_config(screen, find_run(run))
@@ -116,14 +116,14 @@ class PendingRequest:
         return self.where.reached and (self.id is not None or is_orphan)
 
 
-def serve_requests(screen: Screen, store: Any, asked: list[PendingRequest], *, no_controller: bool) -> bool:
+def serve_requests(screen: Screen, store: Any, requests: list[PendingRequest], *, no_controller: bool) -> bool:
     """Let controllers act on recorded requests, and wait for the answers.
 
     Returns whether a request waits for a scheduler that does not answer, after a warning for each such scheduler.
     """
-    kinds = sorted({each.kind for each in asked if each.needs_controller})
+    kinds = sorted({each.kind for each in requests if each.needs_controller})
     silent = {kind: wake_controller(screen, kind, no_controller=no_controller) for kind in kinds}
-    answerable = [each for each in asked if each.where.reached or each.where.lives]
+    answerable = [each for each in requests if each.where.reached or each.where.lives]
     await_answers(screen, store, answerable, no_controller)
     waits = {(each.kind, each.where.scheduler) for each in answerable if not each.answer}
     return any([warn_of_silence(screen, kind, key, silent.get(kind, "")) for kind, key in sorted(waits)])
@@ -137,33 +137,33 @@ def _request_each(
 
     With several runs, a refused request does not stop the others; the exit code is that of the first refusal.
     """
-    asked: list[PendingRequest] = []
-    screen.if_interrupted = lambda: _interrupt_message(verb, asked)
+    requests: list[PendingRequest] = []
+    screen.if_interrupted = lambda: _interrupt_message(verb, requests)
     refused: OrchError | None = None
     with open_store() as store:
         for name in names:
             try:
-                asked.append(_request(store, verb, name, target, here, change))
+                requests.append(_request(store, verb, name, target, here, change))
             except OrchError as error:
                 refused = refused or error
                 if len(names) > 1:
                     screen.warn(type(error).__name__, error.what)
-        unanswered = serve_requests(screen, store, asked, no_controller=no_controller)
-    if refused is not None and not asked:
+        unanswered = serve_requests(screen, store, requests, no_controller=no_controller)
+    if refused is not None and not requests:
         raise refused
-    _print_answers(screen, verb, asked)
+    _print_answers(screen, verb, requests)
     if refused is not None:
         return refused.exit_code
-    for item in asked:
+    for item in requests:
         if not item.answer:
             item.where.require_answer()
-    if any(item.answer.startswith(REFUSED) for item in asked):
+    if any(item.answer.startswith(REFUSED) for item in requests):
         return Precondition.exit_code
     return SlurmUnreachable.exit_code if unanswered else 0
 
 
-def _interrupt_message(verb: str, asked: list[PendingRequest]) -> str:
-    recorded = [item for item in asked if item.id is not None]
+def _interrupt_message(verb: str, requests: list[PendingRequest]) -> str:
+    recorded = [item for item in requests if item.id is not None]
     if not recorded:
         return "interrupted: nothing was requested"
     lives = controller_state(recorded[0].where.scheduler).alive
@@ -206,8 +206,8 @@ def _request(
         from orchestrator.submission.resume_request import resume_request  # omegaconf: only here
 
         changed = resume_request(store, run, change.overrides, change.accepted, change.note)
-    ask = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
-    return replace(item, id=ask)
+    request_id = store.add_user_request(run.name, verb, ({"here": key} if key else {}) | changed, now=time.time())
+    return replace(item, id=request_id)
 
 
 def _check_request(verb: str, name: str, run: Run) -> None:
@@ -286,39 +286,39 @@ def _key_here(kind: str, *, must: bool) -> str:
     return key
 
 
-def await_answers(screen: Screen, store: Any, asked: list[PendingRequest], no_controller: bool) -> None:
+def await_answers(screen: Screen, store: Any, requests: list[PendingRequest], no_controller: bool) -> None:
     """Fill in the controller's answers and the runs' states; return without them after ANSWER_TIMEOUT.
 
     After QUIET seconds it shows what it waits for.
     """
     began = time.monotonic()
     with screen.ticker() as ticker:
-        while not _record_answers(store, asked):
+        while not _record_answers(store, requests):
             waited = time.monotonic() - began
             if no_controller or waited >= ANSWER_TIMEOUT:
                 return
             if waited >= QUIET:
-                names = ", ".join(item.node or item.run for item in asked if not item.answer)
+                names = ", ".join(item.node or item.run for item in requests if not item.answer)
                 ticker.update(f"requested; waiting for the controller's answer about {names}")
             time.sleep(0.2)
 
 
-def _record_answers(store: Any, asked: list[PendingRequest]) -> bool:
+def _record_answers(store: Any, requests: list[PendingRequest]) -> bool:
     """Record the available answers in the items; return whether all are answered."""
-    if not all(item.answer for item in asked):
-        answers = {ask.id: ask for ask in store.user_requests(pending=False) if ask.answered_at is not None}
-        for item in asked:
+    if not all(item.answer for item in requests):
+        answers = {each.id: each for each in store.user_requests(pending=False) if each.answered_at is not None}
+        for item in requests:
             if item.id in answers:
                 item.answer = answers[item.id].answer or "done"
                 item.state = store.run(item.run).state
-    return all(item.answer for item in asked)
+    return all(item.answer for item in requests)
 
 
-def _print_answers(screen: Screen, verb: str, asked: list[PendingRequest]) -> None:
+def _print_answers(screen: Screen, verb: str, requests: list[PendingRequest]) -> None:
     if screen.json:
-        screen.data(verb, [{"run": item.run, "state": str(item.state), "answer": item.answer} for item in asked])
+        screen.data(verb, [{"run": item.run, "state": str(item.state), "answer": item.answer} for item in requests])
         return
-    for item in asked:
+    for item in requests:
         where = item.where
         of = f" of {where.scheduler}" if where.scheduler and (where.lives or not where.reached) else ""
         answer = item.answer or f"requested; the controller{of} has not answered yet"

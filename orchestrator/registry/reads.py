@@ -31,7 +31,6 @@ from orchestrator.registry.records import (
 )
 from orchestrator.registry.tables import TABLES, is_among
 from orchestrator.states import RunState
-from trainer.protocol.config_sections.moved_keys import in_present_keys
 
 _RUNS, _TESTS = TABLES[Run].c, TABLES[RestoreTest].c
 _ATTEMPTS, _GENERATIONS, _NOTICES = TABLES[Attempt].c, TABLES[Generation].c, TABLES[Notice].c
@@ -157,16 +156,14 @@ class Reads(StoreOperations):
         return self.database.find(Node)
 
     def config(self, digest: str) -> dict[str, Any]:
-        """Return the resolved config with this digest, converted to the keys of this version.
-
-        Raises NotFound, or RegistryError if its bytes are damaged.
-        """
+        """Return the resolved config with this digest; raises NotFound, or RegistryError if its bytes are damaged."""
         found = self.database.first(ConfigText, digest=digest)
         if found is None:
             raise NotFound(f"no config {digest}", hint="`orch show RUN` prints a run's digest")
         if hashlib.sha256(found.data.encode()).hexdigest() != digest:
             raise RegistryError(f"config {digest} is damaged: its bytes do not match", where=str(self.database.path))
-        return in_present_keys(json.loads(found.data))
+        config: dict[str, Any] = json.loads(found.data)
+        return config
 
     def config_digests(self) -> set[str]:
         """Return the digests of all configs."""

@@ -28,7 +28,6 @@ from orchestrator.run_dirs.inheritable_checkpoints import look, of_run, shared_p
 from orchestrator.run_dirs.other_registry import find_serving_registry, read_leases
 from orchestrator.states import LIVE_RUNS, AttemptState, RunState, Trust
 from trainer.protocol.config import hash_config
-from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.events import Event, EventKind, read_events
 from trainer.protocol.failures.outcome import AttemptOutcome, AttemptResult
 from trainer.protocol.launch_token import LaunchToken
@@ -54,7 +53,7 @@ class ImportableRun:
     @property
     def config(self) -> RunConfig:
         """Config of the run's next attempt."""
-        config: RunConfig = build(RunConfig, in_present_keys(self.configs[self.record.run.config_digest]))
+        config: RunConfig = build(RunConfig, self.configs[self.record.run.config_digest])
         return config
 
 

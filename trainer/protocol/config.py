@@ -11,7 +11,6 @@ from trainer.parallel.parallel_config import ParallelConfig
 from trainer.protocol.command_progress import CommandCheckpointsConfig, CommandProgressConfig
 from trainer.protocol.config_sections.fault_detection_config import DetectionConfig, DrillConfig
 from trainer.protocol.config_sections.limits import require_least
-from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.config_sections.recipe_config import ClusterShape, ModelConfig, TrainConfig
 from trainer.protocol.logs.log_rotation import LogsConfig
 from trainer.protocol.plain_data import build
@@ -157,7 +156,7 @@ class JobConfig(RecipeConfig):
 
 def load(run: RunDir, attempt: int) -> JobConfig:
     """Read the config of an attempt; 0: the submitted one. Raises OSError or ValueError."""
-    config = build(JobConfig, in_present_keys(read_json(run.attempt_config(attempt))))
+    config = build(JobConfig, read_json(run.attempt_config(attempt)))
     if not config.workload.snapshot:
         return config
     copies = tuple(str(run.code / str(index)) for index in range(len(config.workload.path)))

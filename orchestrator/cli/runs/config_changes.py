@@ -16,7 +16,6 @@ from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import NotFound
 from orchestrator.registry.records import Attempt, Notice, Run
 from orchestrator.run_view import RunView
-from trainer.protocol.config_sections.moved_keys import in_present_keys
 from trainer.protocol.events import EventKind
 from trainer.protocol.run_dir import RunDir
 
@@ -103,5 +102,4 @@ def _is_in_force(content: Any, submitted: str, current: str) -> bool:
             before, now = store.config(submitted), store.config(current)
     except NotFound:
         return False
-    content = in_present_keys(content)
     return not diff(before, content).keys() & diff(now, content).keys()

@@ -63,6 +63,10 @@ class WorkloadConfig:
     snapshot: bool = False
     """Copy those folders into the run directory at submit and train from the copy."""
 
+    def __post_init__(self) -> None:
+        if self.target == "trainer.worker.llama:LlamaWorkload":  # its name in the configs of older runs
+            object.__setattr__(self, "target", WorkloadConfig.target)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:

@@ -22,7 +22,7 @@ from trainer.parallel.apply.mesh import Layout, all_gather_json
 from trainer.worker.saved_state.rng_state import generators_fault, origin_fault, rng_name
 
 TensorMetadata = list[Any]
-"""In JSON: a tensor's dtype, shape, type of device, and whether it is sharded."""
+"""In JSON: a tensor's dtype, shape, type of device, and whether it is sharded; None: like its parameter."""
 
 
 def tensor_metadata(tensor: torch.Tensor) -> TensorMetadata:
@@ -34,7 +34,7 @@ def zeros(wanted: TensorMetadata, likes: Iterable[torch.Tensor | None], device: 
     """Return a zero tensor of this form, sharded like the first of `likes` with its shape; None if none matches."""
     dtype, shape, kind, sharded = wanted
     for like in likes:
-        if like is not None and [list(like.shape), isinstance(like, DTensor)] == [shape, sharded]:
+        if like is not None and list(like.shape) == shape and sharded in (None, isinstance(like, DTensor)):
             return torch.zeros_like(like, dtype=getattr(torch, dtype), requires_grad=False)
     if sharded:
         return None

@@ -206,11 +206,20 @@ class OptimizerState:
             "groups": self.groups.changed_values(),
             "values": self._values(),
             # Memory is allocated before the checkpoint is read; these are the differences from a fresh, primed state.
-            "late": {key: now for key, now in metadata.items() if self._metadata.get(key) != now},
+            "late": {
+                key: self._relate(key, now) for key, now in metadata.items() if self._metadata.get(key) != now
+            },
             "gone": self._missing_tensors(metadata),
             "entries": self._entries(),
         }
         return {"holders": self._describe_holders(), **{key: value for key, value in found.items() if value}}
+
+    def _relate(self, key: str, metadata: TensorMetadata) -> TensorMetadata:
+        """Return the metadata; sharding like the parameter's is None, because another layout may shard it or not."""
+        parameter = self._parameters.get(_owner(key) or "")
+        if parameter is None or metadata[1] != list(parameter.shape) or metadata[3] != isinstance(parameter, DTensor):
+            return metadata
+        return [*metadata[:3], None]
 
     def _parameter_states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         for parameter in self._parameters.values():

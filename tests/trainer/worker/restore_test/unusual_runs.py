@@ -176,5 +176,5 @@ KINDS: tuple[Kind, ...] = (
         test=on_layout(1),
         outcomes=EITHER,
     ),  # fmt: skip
-    Kind(name="own-on-two", over=own("TwoUpdatesInAStep").over, test=on_layout(2, dp_shard=2), outcomes=EITHER),
+    Kind(name="own-on-two", over=own("SkippedUpdates").over, test=on_layout(2, dp_shard=2), outcomes=EITHER),
 )

@@ -206,9 +206,7 @@ class OptimizerState:
             "groups": self.groups.changed_values(),
             "values": self._values(),
             # Memory is allocated before the checkpoint is read; these are the differences from a fresh, primed state.
-            "late": {
-                key: self._relate(key, now) for key, now in metadata.items() if self._metadata.get(key) != now
-            },
+            "late": {key: self._relate(key, now) for key, now in metadata.items() if self._metadata.get(key) != now},
             "gone": self._missing_tensors(metadata),
             "entries": self._entries(),
         }

@@ -26,14 +26,14 @@ def seconds(text: str) -> int:
     return first * 60 + second  # minutes[:seconds]
 
 
-_SPAN = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
+_SPAN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", re.ASCII)
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_span(text: str) -> float | None:
-    """Convert a whole number with a unit (s, m, h or d) to seconds; None for anything else."""
+    """Convert a number with a unit (s, m, h or d) to seconds; None for anything else."""
     found = _SPAN.fullmatch(text)
-    return float(int(found[1]) * _SECONDS[found[2]]) if found else None
+    return float(found[1]) * _SECONDS[found[2]] if found else None
 
 
 def span(seconds: float) -> str:

@@ -16,6 +16,7 @@ from orchestrator.config.redaction import redacted_value
 from orchestrator.errors import NotFound
 from orchestrator.registry.records import Attempt, Notice, Run
 from orchestrator.run_view import RunView
+from orchestrator.states import RunState
 from trainer.protocol.events import EventKind
 from trainer.protocol.run_dir import RunDir
 
@@ -71,7 +72,8 @@ def warn_of_edited_config(screen: Screen, view: RunView) -> None:
     edited = call_in_time(lambda: _edited_config(place))
     if edited is None or _is_in_force(*edited, view.config_digest):
         return
-    command = f"`orch resume {view.run} KEY=VALUE`"
+    verb = "submit --from" if view.state == RunState.SUCCEEDED else "resume"
+    command = f"`orch {verb} {view.run} KEY=VALUE`"
     if view.is_live:
         command = f"`orch cancel {view.run}`, then {command}"
     screen.warn("edited_config", f"{place.config} was edited: that changes nothing; type {command}")

@@ -59,6 +59,13 @@ def test_live_run_must_be_cancelled_first(orch: Type, made: Callable[..., Submit
     assert warning(orch("status", run.name, "--json")).endswith(command)
 
 
+def test_finished_run_is_branched(orch: Type, made: Callable[..., Submitted]) -> None:
+    run = made(RunState.SUCCEEDED)
+    run.edit(lambda data: data["optimizer"].update(lr=0.001))
+    command = f"type `orch submit --from {run.name} KEY=VALUE`"
+    assert warning(orch("status", run.name, "--json")).endswith(command)
+
+
 def test_damaged_or_missing_file(orch: Type, made: Callable[..., Submitted]) -> None:
     run = made()
     run.path.write_text("{,}")

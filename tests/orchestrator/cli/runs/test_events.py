@@ -136,7 +136,7 @@ def test_since(orch: Type, failed: str) -> None:
     assert f"{failed}: nothing has happened since 2999-01-01" in nothing.err
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("2d", 172800), (" 5s ", 5)])
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("2d", 172800), (" 5s ", 5)])
 def test_since_span(text: str, seconds: float) -> None:
     assert parse_since(text, 1e6) == 1e6 - seconds
 

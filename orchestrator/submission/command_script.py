@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise, takewhile
+from itertools import dropwhile, groupby, pairwise, takewhile
 from pathlib import Path
 
 from orchestrator.config.run_config import RunConfig
@@ -95,6 +95,12 @@ _MODULES = {
 }
 _VERBS = {"accelerate": "launch", "fabric": "run", "lightning": "run", "colossalai": "run", "tune": "run"}
 """Programs that start ranks only with this subcommand."""
+_SUBCOMMANDS = frozenset({"launch", "run", "model"})
+_NO_VALUE = re.compile(
+    r"-m|--(?:module|no[-_]python|standalone|multi[-_]gpu|cpu|tpu|use[-_]deepspeed|use[-_]fsdp|run[-_]path|quiet)"
+)
+"""Launcher options without a value."""
+_RUNNABLE = re.compile(r".*\.(?:py|sh)|(?:.*/)?python[\d.]*")
 _PYTHON_LAUNCHERS = frozenset(
     {"torchrun", "deepspeed", "composer", "accelerate-launch", "accelerate launch", "fabric run", "lightning run"}
 )
@@ -106,6 +112,7 @@ _NODES = re.compile(r"--(?:nnodes|num[-_]machines|num[-_]nodes)(?:[= ])(?!1(?: |
 _RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|nnodes)\b")
 _OWN_RANKS = re.compile(r"RANK|WORLD_SIZE|SLURM_|GROUP_|NODE_ID|NODEID")
 """Variables that show that a shell script starts each rank itself."""
+_NONE: tuple[str, Sequence[str]] = ("", ())
 _SEPARATORS = frozenset({"&&", "||", "|", ";", "&", "(", ")", "do", "then", "else", "{"})
 
 
@@ -116,7 +123,7 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
         return
     text = inline_text(_from_shell(command)) or script
     commands = [command, *(_simple_commands(text) if not _OWN_RANKS.search(text) else ())]
-    found, words = next(((name, words) for words in commands if (name := _find_launcher(words))), ("", ()))
+    found, words = next((found for found in map(_find_launcher, commands) if found[0]), _NONE)
     joins_nodes = found in _JOINING and _NODES.search(" ".join(words)) is not None
     if not found or (cluster.ranks_per_node == 1 and joins_nodes):
         return
@@ -126,38 +133,57 @@ def refuse_launcher(config: RunConfig, script: str = "") -> None:
     raise ConfigError(what, where="command", hint=hint)
 
 
-def _find_launcher(command: Sequence[str]) -> str:
-    """Return the name of the launcher among these words, after any programs that start it; empty without one.
+def _find_launcher(command: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the launcher among these words, after any programs that start it, as `_read_launcher` does.
 
     Words after a script are its arguments.
     """
     if not command or command[0] in _LAST_WORDS | _FILTERS:
-        return ""
-    words = range(_find_script_index(command) + 1)
-    return next(filter(None, (_read_launcher(command, at) for at in words)), "")
+        return _NONE
+    launchers = (_read_launcher(command, at) for at in range(_find_script_index(command) + 1))
+    return next((found for found in launchers if found[0]), _NONE)
 
 
-def _read_launcher(command: Sequence[str], at: int) -> str:
-    """Return the launcher that starts at this word; empty for any other word.
+def _read_launcher(command: Sequence[str], at: int) -> tuple[str, Sequence[str]]:
+    """Return the name and own words of the launcher that starts at this word; `_NONE` for any other word.
 
     Inside a command, a launcher's name counts only if it would start something: a conda environment may have that name.
     """
-    words = command[at:]
-    if _PYTHON.fullmatch(words[0]):
+    words, name = command[at:], command[at].rpartition("/")[2]
+    is_module = _PYTHON.fullmatch(name) is not None
+    if is_module:
         options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))
-        module = words[len(options) + 1 : len(options) + 3]
-        return _MODULES.get(module[1], "") if len(module) == 2 and module[0] == "-m" else ""
-    name = words[0].rpartition("/")[2]
-    if _VERBS.get(name) in words[1:2]:
-        name, words = f"{name} {words[1]}", words[1:]
+        mark, *words = words[len(options) + 1 :] or ("",)
+        name = _MODULES.get(words[0], "") if mark == "-m" and words else ""
+    elif _VERBS.get(name) in words[1:2]:
+        name = f"{name} {words[1]}"
+    elif name in _PYTHON_LAUNCHERS and len(words) > 1 and _PYTHON.fullmatch(words[1]):
+        return _NONE
+    if name not in _PYTHON_LAUNCHERS | _PROGRAM_LAUNCHERS | {"tune run"}:
+        return _NONE
+    if " " in name:
+        words = [words[0], *dropwhile(_SUBCOMMANDS.__contains__, words[1:])]
+    end = _find_started(words)
+    own, started = words[:end], "".join(words[end : end + 1])
+    is_any = name in _PROGRAM_LAUNCHERS or not {"--no-python", "--no_python"}.isdisjoint(own)
     if name == "tune run":  # torchtune uses torchrun only if a number of ranks is given
-        return name if any(map(_RANKS.match, words)) else ""
-    if name in _PROGRAM_LAUNCHERS:
-        return name if at == 0 or len(words) > 1 else ""
-    if name not in _PYTHON_LAUNCHERS or (len(words) > 1 and _PYTHON.fullmatch(words[1])):
-        return ""
-    starts = any(word.endswith(".py") or word in ("-m", "--module", "--no-python", "--no_python") for word in words)
-    return name if at == 0 or starts else ""
+        starts = any(map(_RANKS.match, own))
+    elif at == 0 or is_module or own[-1] in ("-m", "--module"):
+        starts = True
+    elif _RUNNABLE.fullmatch(started):
+        starts = is_any or not started.endswith(".sh")
+    else:  # after an option, the name is probably that option's value
+        starts = is_any and bool(started) and ("/" in started or not command[at - 1].startswith("-"))
+    return (name, own) if starts else _NONE
+
+
+def _find_started(words: Sequence[str]) -> int:
+    """Return the index of the program, script or module after a launcher's options; without one, their number."""
+    for at, (before, word) in enumerate(pairwise(words), 1):
+        takes_value = before.startswith("-") and "=" not in before and not _NO_VALUE.fullmatch(before)
+        if not word.startswith("-") and not (takes_value and not _RUNNABLE.fullmatch(word)):
+            return at
+    return len(words)
 
 
 def _find_script_index(words: Sequence[str]) -> int:

@@ -31,6 +31,11 @@ DOUBLED = [
     "mpirun -np 2 -x PATH python train.py", "env -u A OMP_NUM_THREADS=1 torchrun train.py",
     "nice -n 5 uv run torchrun train.py", "srun", "lightning run model --devices 2 train.py",
     "python -m lightning.fabric.cli run train.py", "conda run -n a tune run --nproc_per_node 2 recipe",
+    "torchrun train.py --num_nodes 2", "torchrun train.py --nnodes=2", "torchrun -m pkg.train --nnodes 2",
+    "torchrun --standalone train --nnodes 2", "torchrun --no-python ./train --nnodes 2",
+    "python -m torch.distributed.run train.py --num_nodes 2", "accelerate launch train.py --num_machines 2",
+    "python -m accelerate.commands.accelerate_cli launch train.py --num_nodes 2",
+    "accelerate launch python train.py", "fabric run python train.py",
 ]  # fmt: skip
 
 
@@ -45,7 +50,11 @@ def test_a_launcher_on_each_of_several_ranks_is_refused(command: str) -> None:
 @pytest.mark.parametrize(
     "command",
     ["python train.py", "python train.py torchrun", "python -c torchrun", "python train.py -m torch.distributed.run",
-     "accelerate test", "torchrun --nnodes=2 --rdzv_endpoint=a:1 train.py", "bash -c ls"],
+     "accelerate test", "torchrun --nnodes=2 --rdzv_endpoint=a:1 train.py", "bash -c ls",
+     "torchrun --rdzv_id 7 --nnodes 2 -m pkg.train",
+     "python -m torch.distributed.run --nnodes 2 train.py --num_nodes 1", "nohup torchrun --nnodes=2 train.py",
+     "python -m accelerate.commands.accelerate_cli launch --multi_gpu --num_machines 2 train.py",
+     "accelerate launch --num_machines=2 train.py", "tune run --nnodes 2 recipe"],
 )  # fmt: skip
 def test_other_programs_and_one_world_over_all_nodes_pass(command: str) -> None:
     check(tuple(command.split()))
@@ -77,6 +86,12 @@ BEHIND = [
     "python -m composer.cli.launcher -n 2 train.py",
     "python -m horovod.runner.launch -np 2 python train.py",
     "python -m lightning.fabric.cli run train.py",
+    "nohup torchrun train.py --nnodes=2",
+    "env A=1 torchrun train.py --num_nodes 2",
+    "conda run -n env torchrun train.py --num_nodes 2",
+    "apptainer exec --nv img.sif torchrun train.py --num_nodes 2",
+    "xvfb-run -a mpirun -np 2 ./solver",
+    "uv run accelerate launch python train.py",
 ]
 
 
@@ -100,6 +115,11 @@ def test_a_launcher_behind_any_other_program_is_refused(command: str) -> None:
         "my-trainer deepspeed config.yaml",
         "prlimit --core=0 python train.py torchrun train.py",
         "tune run full_finetune_distributed --config a",
+        "tune run full_finetune_distributed --nproc_per_node 2",
+        "./prog --launcher srun --steps 5",
+        "./prog --launcher srun llama",
+        "./prog --launcher torchrun train.sh",
+        "my-trainer deepspeed config.yaml --script train.py",
         "prlimit --core=0 bash -c ls",
     ],
 )

@@ -31,7 +31,7 @@ from trainer.protocol.config import JobConfig, WorkloadConfig
 from trainer.protocol.config_sections.recipe_config import ModelConfig, TrainConfig
 from trainer.worker.saved_state.checkpoint_contents import model_tensors
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 INTEROP = ROOT / ".venv" / "interop"
 
 SMALL = ModelConfig(vocab_size=100, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, rope_theta=500.0)

@@ -1,29 +1,28 @@
-"""Configuration of a command's checkpoints and progress, and its working folder."""
+"""Configuration of a command's checkpoints, progress and working folder."""
 
 import re
 from dataclasses import dataclass
 
 SET_ASIDE = ".orch-set-aside"
-"""Folder for checkpoints that were set aside, next to their folder or in the run's folder."""
+"""Folder for checkpoints that were set aside. It is next to the checkpoint folder or in the run folder."""
 
 
 def parse_digits(digits: str) -> int:
-    """Return the number in a name as a step.
+    """Return the step from the digits in a checkpoint name.
 
-    Only the first 18 digits count, for example of a time stamp, because the registry cannot store larger
-    numbers.
+    Only the first 18 digits count, for example of a timestamp, because the registry cannot store larger numbers.
     """
     return int(digits.lstrip("0")[:18] or "0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandCheckpointsConfig:
-    """Checkpoints of a `command:`. orch reads its progress from them, and sets a torn checkpoint aside."""
+    """Checkpoints of a `command:`. orch reads the run's progress from them and sets torn checkpoints aside."""
 
     path: str = ""
-    """Folder with the checkpoints of all the command's ranks, absolute or relative to where it runs; empty: unknown."""
+    """Folder with the checkpoints of all ranks, absolute or relative to the working folder. Empty: unknown."""
     pattern: str = "checkpoint-*"
-    """Names of the files or folders there; the last `*` is the step (a whole number), other `*` match anything."""
+    """Name pattern of the checkpoint files or folders. The last `*` is the step (an integer), others match anything."""
 
     def __post_init__(self) -> None:
         if "*" not in self.pattern or "/" in self.pattern:
@@ -49,7 +48,7 @@ class CommandCheckpointsConfig:
 
 
 FOLDER_VARIABLE = "ORCH_SUBMIT_DIR"
-"""Entry of `env` with the folder in which the command runs; default: the folder of the submit."""
+"""Variable in `env` with the command's working folder. The default is the folder where `orch submit` ran."""
 
 
 GROUPS = ("step", "total", "loss")
@@ -60,10 +59,10 @@ PROGRESS_SECONDS = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandProgressConfig:
-    """Source of a `command:`'s current step, for display; without it, orch shows a dash."""
+    """Source of the current step of a `command:`, for display. Without it, orch shows a dash."""
 
     path: str = ""
-    """File with the program's progress, absolute or relative to where it runs; empty: rank 0's log."""
+    """File with the program's progress, absolute or relative to its working folder. Empty: rank 0's log."""
     pattern: str = ""
     """Regular expression with a group `step`, and optionally `total` and `loss`: `(?P<step>[0-9]+)/(?P<total>[0-9]+)`.
 

@@ -1,4 +1,4 @@
-"""Resolved configuration as the job reads it from `config.json`: plain dataclasses without OmegaConf."""
+"""Resolved configuration that a job reads from `config.json`: plain dataclasses without OmegaConf."""
 
 import hashlib
 from dataclasses import dataclass, field, fields, replace
@@ -28,7 +28,7 @@ class OptimizerConfig:
     warmup_steps: int = 10
     """Steps of linear warm-up."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices."""
+    """Decoupled weight decay, for matrices only."""
     clip_norm: float = 1.0
     """Gradient norm above which gradients are clipped; 0: no clipping."""
 
@@ -57,25 +57,25 @@ class WorkloadConfig:
     target: str = "trainer.models.built_in:LlamaWorkload"
     """`package.module:Class` with the methods of `trainer.worker.workload.Workload`."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that class."""
+    """Keyword arguments for the class."""
     path: tuple[str, ...] = ()
     """Folders added to the import path, after orch's own packages."""
     snapshot: bool = False
-    """Copy those folders into the run directory at submit and train from the copy."""
+    """Copy the folders in `path` into the run directory at submit and train from the copy."""
 
     def __post_init__(self) -> None:
-        if self.target == "trainer.worker.llama:LlamaWorkload":  # its name in the configs of older runs
+        if self.target == "trainer.worker.llama:LlamaWorkload":  # name in the configs of older runs
             object.__setattr__(self, "target", WorkloadConfig.target)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """Validation schedule: uses the workload's own `validate`, or token data held out from training."""
+    """Validation with the workload's own `validate`, or on token data held out from training."""
 
     every: int = 0
     """Validate every this many steps and after the last step; 0: only after the last step."""
     batches: int = 0
-    """Number of batches of `train.batch_size` held out at the end of `data.path` to report `val_loss` on."""
+    """Number of batches of `train.batch_size`, held out at the end of `data.path`, on which to compute `val_loss`."""
 
     def __post_init__(self) -> None:
         require_least("validation", self, every=0, batches=0)
@@ -86,7 +86,7 @@ class RecoveryConfig:
     """Limits on retries."""
 
     restarts_in_place: int = 5
-    """Restarts in place (new generations) allowed in an attempt without a new checkpoint."""
+    """In-place restarts (new generations) allowed in an attempt without a new checkpoint."""
     max_failures: int = 10
     """The run is FAILED after this many failures possibly caused by the program, without a new checkpoint."""
     no_progress_hours: float = 24.0
@@ -100,7 +100,7 @@ class RecoveryConfig:
     exclude_share: float = 0.1
     """Largest share of the partition that may be excluded (at least one node, if the job can do without it)."""
     exclude_slow_after: int = 2
-    """Attempts that a node must have slowed down before it is excluded; 0: never."""
+    """Number of attempts a node must slow down before it is excluded; 0: never."""
     patience: float = 3600.0
     """Seconds a job may wait for all its nodes before the next one requests fewer (`cluster.min_nodes`)."""
 
@@ -122,11 +122,11 @@ class ProgramConfig:
     checkpoints: CommandCheckpointsConfig = field(default_factory=CommandCheckpointsConfig)
     progress: CommandProgressConfig = field(default_factory=CommandProgressConfig)
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for the ranks; not for secrets: they are stored in `config.json` and the registry."""
+    """Environment variables for the ranks. Not for secrets, because `config.json` and the registry store the values."""
     env_from: tuple[str, ...] = ()
-    """Variables that `orch submit` takes from its shell as secrets (`[HF_TOKEN, WANDB_API_KEY]`)."""
+    """Secrets that `orch submit` takes from its environment (`[HF_TOKEN, WANDB_API_KEY]`)."""
     secrets_file: str = ""
-    """A file of yours with NAME=VALUE lines and mode 0600, read on each node at every job start."""
+    """Your file of secrets: NAME=VALUE lines, mode 0600. Each node reads it at every job start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class RecipeConfig(ProgramConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(RecipeConfig):
-    """`config.json` as agents and ranks see it; keys that only the login node needs are ignored."""
+    """`config.json` as read by agents and ranks, without the keys used only on the login node."""
 
     cluster: ClusterShape = field(default_factory=ClusterShape)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -159,7 +159,7 @@ class JobConfig(RecipeConfig):
 
 
 def load(run: RunDir, attempt: int) -> JobConfig:
-    """Read the config of an attempt; 0: the submitted one. Raises OSError or ValueError."""
+    """Read the config of an attempt, or of the submit for attempt 0. Raises OSError or ValueError."""
     config = build(JobConfig, read_json(run.attempt_config(attempt)))
     if not config.workload.snapshot:
         return config
@@ -168,7 +168,7 @@ def load(run: RunDir, attempt: int) -> JobConfig:
 
 
 def config_digest(path: Path) -> str:
-    """Return the digest of a config file; raises like `load`."""
+    """Return the digest of a config file. Raises OSError or ValueError."""
     return hash_config(read_json(path))
 
 

@@ -1,11 +1,11 @@
-"""Shortens long texts from other programs at the end of a sentence, a clause or a word."""
+"""Cut long texts from other programs at the end of a sentence, a clause or a word."""
 
 _ENDS = (". ", "; ", ", ", " ")
 """Marks after which a text may be cut, best first."""
 
 
 def cut(text: str, most: int) -> str:
-    """Return at most about `most` characters of a text, followed by ` ...` if it was cut."""
+    """Return a text, cut to about `most` characters and followed by ` ...` if it is longer."""
     if len(text) <= most:
         return text
     for end in _ENDS:

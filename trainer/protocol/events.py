@@ -1,4 +1,4 @@
-"""Events, one JSON line each; one file for the coordinator, for each agent, and for the ranks of each node."""
+"""Events, one JSON line each. The coordinator, each agent, and each node's ranks have a file of their own."""
 
 import json
 import threading
@@ -14,9 +14,9 @@ from trainer.protocol.logs.line_file import LineFile, Lines, read_new_lines
 
 
 class EventKind(StrEnum):
-    """All event kinds that a job may write; the comment lists the keys of `data`."""
+    """Event kinds that a job may write. The comments list the keys in `data`."""
 
-    ATTEMPT_STARTED = "attempt.started"  # job_id, nodes [names], world, began (start of its first process)
+    ATTEMPT_STARTED = "attempt.started"  # job_id, nodes [names], world, began (start time of its first process)
     AGENT_JOINED = "agent.joined"  # node (index), name
     AGENT_LOST = "agent.lost"  # node, name, reason
     PREFLIGHT = "preflight"  # node, name, ok, reason; for all nodes together: ok, reason, speeds
@@ -24,7 +24,7 @@ class EventKind(StrEnum):
     CODE_RECORDED = "code.recorded"  # digest of the user's training code; code.json lists its files
     CODE_CHANGED = (
         "code.changed"  # digest, reason, files {name: digest}, packages {name: version} that differ from
-        # the code submitted, or trained last
+        # the code that was submitted or trained last
     )
     GENERATION_STARTED = "generation.started"  # world, nodes
     # step, seconds (since generation.started) (, held {parameters, gradients, optimizer: bytes of rank 0; on_host})
@@ -33,7 +33,7 @@ class EventKind(StrEnum):
     RANK_EXITED = "rank.exited"  # rank, node, exit_code, signal, reason
     DECISION = "decision"  # action, reason
     # name, kind, rank, node, phase, step, reason, waiting [ranks], evidence (path), detected (s);
-    # culprits [{rank, node, kind, reason}]: all roots; chain: which rank waits for which
+    # culprits [{rank, node, kind, reason}]: all root causes; chain: which rank waits for which
     INCIDENT = "incident"
     STRAGGLER = "straggler"  # rank, node, section, ratio, step, steps, gpu_hours, over (bool: back to normal speed)
     BATCH_SKIPPED = "batch.skipped"  # step, position, reason: skipped from now on
@@ -49,7 +49,7 @@ class EventKind(StrEnum):
     CHECKPOINT_SAVING = "checkpoint.saving"  # step, name
     CHECKPOINT_COMMITTED = "checkpoint.committed"  # step, name, bytes, manifest (digest), seconds, stall (s)
     CHECKPOINT_FAILED = "checkpoint.failed"  # step, reason (, bytes: size of the failed checkpoint) (, tier)
-    CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason, damaged (bool: its bytes) (, tier)
+    CHECKPOINT_REFUSED = "checkpoint.refused"  # step, name, reason, damaged (bool: its bytes are) (, tier)
     CHECKPOINT_RESTORED = "checkpoint.restored"  # step, name, seconds, tier (`memory` or the tier's path)
     CHECKPOINT_INCOMPLETE = "checkpoint.incomplete"  # step, reason: training changes state that is not in checkpoints
     CHECKPOINT_SOFTWARE = "checkpoint.software"  # step, changes {name: [before, now]}, ranks {name: rank} if not 0
@@ -61,10 +61,10 @@ class EventKind(StrEnum):
     CHECKPOINT_STUCK = "checkpoint.stuck"  # step, reason: a write does not finish; training continues
     CHECKPOINT_SUSPECT = "checkpoint.suspect"  # step, reason: the same failure twice soon after loading it
     CHECKPOINT_SEEN = (
-        "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt) (, was, damage, anew): by a command
+        "checkpoint.seen"  # step, name, path, bytes, new (bool: of this attempt) (, was, damage, anew): of a command
     )
     CHECKPOINT_SET_ASIDE = (
-        "checkpoint.set_aside"  # step, name, path (the new one), reason, damaged (bool), bytes: by a command
+        "checkpoint.set_aside"  # step, name, path (the new path), reason, damaged (bool), bytes: of a command
     )
     CHECKPOINT_CADENCE = "checkpoint.cadence"  # steps, seconds, reason: new interval between saves
     RESTORE_TESTED = "restore.tested"  # verdict, reason, evidence: result of a restore-test run
@@ -73,7 +73,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A line of an event file; `time` is seconds since the epoch on the writer's clock."""
+    """Event, a line in an event file. `time` is in seconds since the epoch on the writer's clock."""
 
     time: float
     source: str
@@ -88,20 +88,20 @@ _KEYS = frozenset(each.name for each in fields(Event))
 
 
 class EventLog:
-    """Appends the events of one process to a file that it may share with others on its host."""
+    """Writer that appends one process's events to a file, which other processes on its host may share."""
 
     def __init__(
         self, path: Path, source: str, attempt: int, *, clock: Callable[[], float] = time.time,
         lines: Lines | None = None,
     ) -> None:  # fmt: skip
-        """`lines` receives the lines instead of the file."""
+        """If `lines` is given, it receives the lines instead of the file."""
         self._lines = LineFile(path) if lines is None else lines
         self._source, self._attempt, self._clock, self._seq = source, attempt, clock, 0
         self._lock = threading.Lock()
         self.generation = 0
 
     def write(self, kind: EventKind, /, **data: Any) -> None:
-        """Append one event, stamped with this process's clock and the current generation; raises OSError."""
+        """Append one event, stamped with this process's clock and the current generation. Raises OSError."""
         with self._lock:  # the checkpoint thread writes too
             self._seq += 1
             line = {
@@ -120,9 +120,9 @@ class EventLog:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Return the events in whole lines from byte `offset` on, and the next offset; a torn last line is left for later.
+    """Return the events in complete lines from byte `offset` on, and the offset for the next call.
 
-    A line that is not an event (a torn write of a killed process followed by another's line) is skipped.
+    Lines that are not events are skipped. They occur if a process is killed while it writes.
     """
     lines, offset = read_new_lines(path, offset)
     return [event for line in lines if (event := _parse(line)) is not None], offset

@@ -1,4 +1,4 @@
-"""heartbeat.json: shows processes that can only read files, once a second, that the coordinator is alive."""
+"""heartbeat.json, which the coordinator rewrites once a second to show readers of the file that it is alive."""
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -11,7 +11,7 @@ from trainer.protocol.secrets.secret_redaction import in_use
 MOST_BYTES = 1 << 20
 """Maximum number of bytes read from a heartbeat file."""
 LONGEST_TROUBLE = 500
-"""Maximum characters of the ranks' save trouble: the heartbeat must stay within its file's reserved space."""
+"""Maximum characters in `saves_failing`, because the heartbeat must fit into its file's reserved space."""
 
 
 class AttemptStage(StrEnum):
@@ -20,13 +20,13 @@ class AttemptStage(StrEnum):
     JOINING = "joining"  # waiting for agents and their preflight
     WARMING = "warming"  # waiting for fork servers
     RUNNING = "running"  # ranks are running
-    CLEARING = "clearing"  # killing the remains of a generation
+    CLEARING = "clearing"  # killing the remaining processes of a generation
     ENDED = "ended"  # outcome written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """A heartbeat; `time` is seconds since the epoch on the coordinator's node."""
+    """Heartbeat of the coordinator. `time` is in seconds since the epoch on its node."""
 
     seq: int  # grows with every write
     time: float = 0.0
@@ -43,15 +43,15 @@ class Heartbeat:
     saves_failing: str = ""  # when saves began to fail and why; empty while they work
 
     def write(self, path: Path) -> None:
-        """Replace the previous heartbeat; raises OSError."""
+        """Replace the previous heartbeat. Raises OSError."""
         line = in_use().record(dump_line({"schema": "orch.heartbeat/1", **asdict(self)}))
         replace_or_overwrite(path, f"{line}\n".encode(errors="backslashreplace"))
 
     @classmethod
     def read(cls, path: Path) -> "Heartbeat":
-        """Return the newest heartbeat; fields of the wrong type count as missing.
+        """Return the newest heartbeat. Fields of the wrong type count as missing.
 
-        Raises OSError, ValueError, TypeError, KeyError or AttributeError for a missing or invalid one.
+        Raises OSError, ValueError, TypeError, KeyError or AttributeError if the file is missing or invalid.
         """
         found = read_json(path, MOST_BYTES)
         known = known_fields(cls, found)

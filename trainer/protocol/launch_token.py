@@ -1,4 +1,4 @@
-"""GO: the launch token that an agent requires before it trains, and the fence checked again before later actions."""
+"""GO, the launch token that an agent requires before it trains. It is checked again before commits and deletions."""
 
 import errno
 import os
@@ -23,17 +23,17 @@ class LaunchToken:
     perhaps: tuple[str, ...] = ()  # further checkpoints on nodes' own disks, inherited if found
     corrupt: tuple[str, ...] = ()  # checkpoints of earlier attempts that must never be loaded
     over: tuple[str, ...] = ()  # `<attempt>-<nonce>` of the run's earlier attempts, which no longer write
-    config_digest: str = ""  # digest of the config that this attempt was decided with; empty: unknown
+    config_digest: str = ""  # digest of the config when the controller launched; empty: unknown
     trained: bool = False  # an earlier attempt of the run has reached a step, saved or not
     mtbf: float = 0.0  # mean seconds between failures of a job of this size; 0: unknown
 
     def write(self, path: Path) -> None:
-        """Put the token in force. A write after revocation, such as one by a paused controller, has no effect."""
+        """Write the token. A write after the revocation, such as by a paused controller, has no effect."""
         write_durably(path, dump_line({"schema": "orch.go/1", **asdict(self)}).encode())
 
     @classmethod
     def read(cls, path: Path) -> "LaunchToken":
-        """Parse a token; raises OSError if it is missing or revoked, ValueError if it is invalid."""
+        """Parse a token. Raises OSError if it is missing or revoked, ValueError if it is invalid."""
         if was_revoked(path):
             raise FileNotFoundError(errno.ENOENT, "was revoked", str(path))
         fields: Any = read_json(path)
@@ -42,7 +42,7 @@ class LaunchToken:
         return build(cls, fields)
 
     def is_same(self, other: "LaunchToken") -> bool:
-        """Return whether both tokens launch the same job; after a controller takeover the epochs may differ."""
+        """Return whether both tokens launch the same job. Their epochs may differ after a controller takeover."""
         return (self.attempt, self.job_id, self.nonce) == (other.attempt, other.job_id, other.nonce)
 
 
@@ -55,18 +55,18 @@ def revoke(path: Path) -> None:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        os.replace(path, _revocation_marker(path))  # needs no space; the content of the file does not matter
+        os.replace(path, _revocation_marker(path))  # needs no disk space; the marker's content does not matter
         fsync_dir(path.parent)
     path.unlink(missing_ok=True)
 
 
 def was_revoked(path: Path) -> bool:
-    """Return whether the controller has revoked this GO; a GO missing without a marker was deleted from outside."""
+    """Return whether the controller has revoked this GO. Without this marker, a missing GO was deleted from outside."""
     return _revocation_marker(path).exists()
 
 
 def is_revoked(path: Path) -> bool:
-    """Return whether an attempt is fenced."""
+    """Return whether this GO was revoked and is gone."""
     return was_revoked(path) and not path.exists()
 
 
@@ -76,7 +76,7 @@ def _revocation_marker(path: Path) -> Path:
 
 
 def holds(path: Path, token: LaunchToken) -> bool:
-    """Return whether `token` is still in force; an unreadable GO counts as revoked."""
+    """Return whether `token` is still valid. An unreadable GO counts as revoked."""
     try:
         return token.is_same(LaunchToken.read(path))
     except (OSError, ValueError, TypeError, KeyError):

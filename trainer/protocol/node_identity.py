@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.protocol.config_sections.scheduler_kinds import LOCAL, SLURM
 
 UNKNOWN = "unknown"
-"""Process space of a process whose /proc belongs to another pid namespace: its peers cannot be looked up by pid."""
+"""Space of a process whose /proc belongs to another pid namespace, so it cannot look up its peers by pid."""
 
 
 def start_time(pid: int) -> str | None:
@@ -25,12 +25,12 @@ def start_time(pid: int) -> str | None:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of proc(5): T is stopped by a signal, Z a zombie; empty if the process does not exist."""
+    """Return the state letter from proc(5), such as T (stopped) or Z (zombie); empty if the process does not exist."""
     return next(iter(_stat(pid)), "")
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; the name before it may contain any character."""
+    """Return the fields of /proc/PID/stat that follow the process name, which may contain any character."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -38,7 +38,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def boot_id() -> str:
-    """Return the ID of this boot of this machine; raises OSError."""
+    """Return the boot ID of this machine. Raises OSError."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -48,12 +48,12 @@ def boot_time() -> float:
 
 
 def process_space() -> str:
-    """Return a short digest of the calling process's pid space."""
+    """Return a short digest of the calling process's boot and pid namespace."""
     return _space(os.getpid())
 
 
 def is_visible(space: str) -> bool:
-    """Return whether processes of that space can be looked up by pid; older versions stored an empty space."""
+    """Return whether processes in `space` can be looked up by pid. Older versions stored an empty space."""
     own = process_space()
     return own != UNKNOWN and space in ("", own)
 
@@ -72,7 +72,7 @@ def _space(pid: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeIdentity:
-    """Place of one agent in its job; `node` counts from 0."""
+    """Identity of one agent in its job. `node` counts from 0."""
 
     kind: str  # one of scheduler_kinds.KINDS
     job_id: str
@@ -92,7 +92,7 @@ def local_job_id(pid: int) -> str:
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
-    """Return the calling agent's place; raises RuntimeError outside a job."""
+    """Return the calling agent's identity. Raises RuntimeError outside a job."""
     if "SUBMITIT_LOCAL_JOB_ID" in environ:
         node = int(environ["SUBMITIT_LOCAL_GLOBALID"])
         return NodeIdentity(
@@ -116,7 +116,8 @@ def discover(environ: Mapping[str, str] = os.environ) -> NodeIdentity:
 
 
 def _switches(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the switches: `s0.s4.node7` with the pattern `switch.switch.node` has two; node names may contain dots."""
+    """Return the switches, for example s0 and s4 for `s0.s4.node7` with the pattern `switch.switch.node`."""
     address = environ.get("SLURM_TOPOLOGY_ADDR", "")
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
+    # Node names may contain dots.
     return tuple(address.split(".", levels)[:levels]) if address.count(".") >= levels else ()

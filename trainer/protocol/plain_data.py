@@ -1,4 +1,4 @@
-"""Dataclasses from plain JSON data."""
+"""Conversion of plain JSON data to dataclasses."""
 
 import functools
 import types
@@ -14,11 +14,12 @@ T = TypeVar("T")
 
 
 def build(kind: type[T], value: Any) -> T:
-    """Build a dataclass, nested ones included; unknown keys are ignored. Raises ValueError or TypeError."""
+    """Build a dataclass, including nested dataclasses. Unknown keys are ignored. Raises ValueError or TypeError."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{kind.__name__}: not an object: {value!r:.60}")
     hints = _find_types(typing.cast(Any, kind))
-    names = [one.name for one in fields(typing.cast(Any, kind)) if one.name in value]  # the first error stays the same
+    # In field order, so that the first error is always the same.
+    names = [one.name for one in fields(typing.cast(Any, kind)) if one.name in value]
     return kind(**{name: _convert(hints[name], value[name]) for name in names})
 
 
@@ -37,7 +38,7 @@ def _convert(annotation: Any, value: Any) -> Any:
     return float(value) if annotation is float else value
 
 
-@functools.cache  # it evaluates the text of every annotation
+@functools.cache  # evaluating all annotations is slow
 def _find_types(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
@@ -53,6 +54,6 @@ _READERS: dict[Any, Callable[[object], Any]] = {
 
 
 def known_fields(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers, texts and flags of a dataclass that have their declared types in plain JSON data."""
+    """Return the number, text and flag fields of a dataclass whose values in `found` have the declared types."""
     read = {one.name: _READERS[one.type](found.get(one.name)) for one in fields(kind) if one.type in _READERS}
     return {name: value for name, value in read.items() if value is not None}

@@ -1,15 +1,15 @@
-"""Linux's limits on a program's arguments and variables (`man 2 execve`). Pure."""
+"""Linux's limits on a program's arguments and environment variables (`man 2 execve`)."""
 
 MAX_STRING_BYTES = (1 << 17) - 1
 """Maximum bytes of one argument, or of one NAME=value, without the final zero byte."""
 MAX_TOTAL_BYTES = 6 << 20
-"""Maximum bytes of all arguments and variables, whatever the stack limit."""
+"""Maximum bytes of all arguments and variables, regardless of the stack limit."""
 _POINTER_BYTES = 9
-"""Overhead of each text: a final zero byte and a pointer."""
+"""Overhead per string: the final zero byte and a pointer."""
 
 
 def excess_bytes(text: str) -> int:
-    """Return by how many bytes an argument, or a NAME=value, is too long."""
+    """Return the number of bytes by which an argument or a NAME=value exceeds the limit."""
     return max(0, len(text.encode(errors="surrogateescape")) - MAX_STRING_BYTES)
 
 

@@ -13,32 +13,32 @@ _SCHEMA = "orch.ranks/1"
 
 @dataclass(frozen=True, kw_only=True)
 class RankReading:
-    """State of a rank as its agent saw it; None for unknown values, for example in a user's own program."""
+    """State of a rank as seen by its agent. None means unknown, for example for a user's own program."""
 
     rank: int
     node: str = ""
     step: int | None = None
     phase: str = ""
     age: float | None = None  # seconds since its progress cell last changed
-    state: str = ""  # state of its training thread in /proc, see RankSample
+    state: str = ""  # state of its training thread in /proc
     ratio: float | None = None  # its work time relative to its peers'; None: not slow
     ended: bool = False
     moment: str = ""  # in a pipeline: the action within its phase and the micro-batch
 
     def to_json(self) -> dict[str, Any]:
-        """Return one row; `moment` is left out if empty."""
+        """Return one row, without `moment` if it is empty."""
         return {key: value for key, value in asdict(self).items() if key != "moment" or value}
 
     @classmethod
     def from_json(cls, row: object) -> "RankReading | None":
-        """Parse the rank of one row; fields of the wrong type count as missing. None if the row has no rank."""
+        """Parse one row; None if it has no rank. Fields of the wrong type count as missing."""
         known = known_fields(cls, row) if isinstance(row, dict) else {}
         return cls(**known) if "rank" in known else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReadings:
-    """A reading of some of `world` ranks; `time` is seconds since the epoch on the coordinator's node."""
+    """Readings from some of `world` ranks. `time` is in seconds since the epoch on the coordinator's node."""
 
     generation: int
     world: int
@@ -47,13 +47,13 @@ class RankReadings:
     p99: Mapping[str, float] = field(default_factory=dict)  # 99th percentile of each phase in seconds
 
     def write(self, path: Path) -> None:
-        """Replace the previous readings; raises OSError."""
+        """Replace the previous readings. Raises OSError."""
         line = dump_line({"schema": _SCHEMA, **asdict(self), "ranks": [one.to_json() for one in self.ranks]})
         write_atomically(path, f"{line}\n".encode(errors="backslashreplace"))
 
     @classmethod
     def read(cls, path: Path) -> "RankReadings":
-        """Parse as much as possible of the newest readings; raises OSError or ValueError for an unusable file."""
+        """Parse as much as possible of the newest readings. Raises OSError or ValueError if the file is unusable."""
         try:
             fields = read_json(path)
         except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Requests: small files with which users and the controller send requests to a live job."""
+"""Requests from users and the controller to a live job, sent as small files."""
 
 import os
 import secrets
@@ -11,18 +11,18 @@ from checkpointing.storage.durable import dump_line, only_own_files, read_json, 
 
 
 class RequestKind(StrEnum):
-    """Kinds of request; agent 0 reads the folder once a second and answers with an event."""
+    """Kinds of request. Agent 0 reads the folder once a second and answers each request with an event."""
 
     STOP = "stop"  # save at the next agreed step boundary, then exit
     SAVE = "save"  # save at the next agreed step boundary, then continue
-    DEADLINE = "deadline"  # `value` is the job's true end, seconds since the epoch; `detail`: seconds since its start
+    DEADLINE = "deadline"  # `value` is the job's actual end, seconds since the epoch; `detail`: seconds since its start
     STACKS = "stacks"  # stacks of every thread; `value` is one rank, `detail` one node's index; neither: all ranks
     DRILL = "drill"  # injected fault; `detail` is its kind, `value` the affected rank (or node)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request to an attempt; `name` is its file name and identity."""
+    """Request to an attempt, identified by its file name `name`."""
 
     kind: RequestKind
     attempt: int
@@ -32,7 +32,7 @@ class Request:
     name: str = ""
 
     def write(self, folder: Path) -> str:
-        """Write the request into `folder`; returns its name."""
+        """Write the request into `folder` and return its name."""
         name = f"{self.kind}.{self.attempt:03d}.{secrets.token_hex(4)}.json"
         fields = {key: value for key, value in asdict(self).items() if key != "name"}
         write_durably(folder / name, dump_line(fields).encode(errors="backslashreplace"))
@@ -40,16 +40,16 @@ class Request:
 
 
 MOST_BYTES = 1 << 16
-"""Maximum size of a request in bytes: a reason is a sentence."""
+"""Maximum size of a request in bytes."""
 LARGEST = float(1 << 40)
-"""Largest value of a request: as a time it is 30,000 years ahead."""
+"""Largest value in a request. As a time, it is 30,000 years in the future."""
 
 REFUSED = "refused: "
 """Prefix of an answer that refuses a request."""
 
 
 def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
-    """Return the unanswered requests for `attempt`, oldest first; files that are not requests are ignored."""
+    """Return the unanswered requests for `attempt`, oldest first. Files that are not requests are ignored."""
     found = []
     for name in _by_age(folder):
         if name in answered or not name.endswith(".json") or name.startswith("."):
@@ -68,13 +68,13 @@ def pending(folder: Path, attempt: int, answered: set[str]) -> list[Request]:
 
 
 def _is_plain_file(path: Path) -> bool:
-    """Return whether the file was written here and does not link to another file."""
+    """Return whether this is a regular file without symbolic or hard links."""
     status = os.lstat(path)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def _is_sound(request: Request) -> bool:
-    """Return whether every field has its type, and the value can be a time or a rank."""
+    """Return whether every field has its type and the value can be a time or a rank."""
     value = request.value
     if type(request.attempt) is not int or type(request.detail) is not str or type(request.reason) is not str:
         return False
@@ -82,7 +82,7 @@ def _is_sound(request: Request) -> bool:
 
 
 def _by_age(folder: Path) -> list[str]:
-    """Return the names in the folder in order of writing: a later request may correct an earlier one."""
+    """Return the file names in the order of writing, because a later request may correct an earlier one."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""Restore test: the order given to its job, and its verdict."""
+"""Restore test: the order for its job, and its verdict."""
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -13,9 +13,9 @@ from trainer.protocol.secrets.secret_redaction import in_use
 ORDER_SCHEMA = "orch.restore-test/1"
 VERDICT_SCHEMA = "orch.restore-verdict/1"
 RESTORE_PROGRAM = Path(__file__).parent.parent / "agent" / "user_command" / "restore_program.py"
-"""Program that runs the user's program against a checkpoint; it is started by its path."""
+"""Program, started by its path, that runs the user's program against a checkpoint."""
 CHECKPOINT_VARIABLE = "ORCH_CHECKPOINT"
-"""Environment variable that tells that program, and the user's, the checkpoint's file or folder."""
+"""Environment variable with the checkpoint's file or folder, for RESTORE_PROGRAM and the user's program."""
 
 
 class Outcome(StrEnum):
@@ -35,11 +35,11 @@ UNDECIDED = frozenset({Outcome.NOT_COMPARABLE, Outcome.NOT_FINISHED})
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreTestOrder:
-    """The checkpoint that a run restores instead of training, and the number of steps to train after it.
+    """Checkpoint that a run restores instead of training, and the number of steps to train after it.
 
-    `manifest` is the digest that the registry kept at commit, `config_digest` the digest of the config it was saved
-    with; either is empty if unknown. `steps_digest` is the digest of the config that trained the following steps.
-    `agreed`: an earlier test of the run that was restored with equal steps on this layout, if any.
+    `manifest` is the digest that the registry recorded at commit. `config_digest` is the digest of the config that
+    saved the checkpoint, `steps_digest` of the config that trained the following steps. Unknown digests are empty.
+    `agreed` is an earlier restore test of the run with equal steps on this layout, if any.
     """
 
     run: str
@@ -58,13 +58,13 @@ class RestoreTestOrder:
     differs: tuple[str, ...] = ()  # identity fields (code.user, env.torch) that differ from the run's
 
     def last_step(self, train_steps: int) -> int:
-        """Return the last step that the test trains: within the run's steps, or one more if the run was at its end."""
+        """Return the last step to train. It exceeds the run's last step only if the checkpoint is from that step."""
         return self.step + 1 if self.step >= train_steps else min(self.step + self.steps, train_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreVerdict:
-    """Verdict of a restore test: one reason for users, `evidence` as plain JSON."""
+    """Verdict of a restore test. `reason` is a sentence for users, `evidence` is plain JSON."""
 
     outcome: Outcome
     reason: str
@@ -76,17 +76,17 @@ class RestoreVerdict:
 
     @classmethod
     def read(cls, attempt: AttemptDir) -> "RestoreVerdict":
-        """Parse the verdict; raises OSError if it is missing, ValueError, TypeError or KeyError if it is damaged."""
+        """Parse the verdict. Raises OSError if it is missing; ValueError, TypeError or KeyError if it is damaged."""
         return build(cls, read_json(attempt.restore_verdict))
 
 
 def write_order(run: RunDir, order: dict[str, Any]) -> None:
-    """Write the order into the folder of the run that executes it; raises OSError."""
+    """Write the order into the folder of the run that executes it. Raises OSError."""
     write_durably(run.restore_test, dump_line({"schema": ORDER_SCHEMA, **order}).encode())
 
 
 def read_order(run: RunDir) -> RestoreTestOrder | None:
-    """Return the restore order of this run; None for a run that trains. Raises OSError or ValueError."""
+    """Return the run's restore-test order, or None for a run that trains. Raises OSError or ValueError."""
     try:
         return build(RestoreTestOrder, read_json(run.restore_test))
     except FileNotFoundError:

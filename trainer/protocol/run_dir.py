@@ -1,7 +1,7 @@
 """The run directory and the names of all its files.
 
-Because of inode quotas, the ranks of a node share their files, except for logs. Nodes never share files: appends by
-several hosts to one file lose lines on NFS.
+Because of inode quotas, the ranks of a node share their files, except for logs. Nodes never share files, because NFS
+loses lines if several hosts append to one file.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def _entry(*parts: str) -> "cached_property[Path]":
-    """Return a property: the path of an entry of the owner's folder, cached because controllers read it often."""
+    """Return a property with the path of an entry in the owner's folder, cached because controllers read it often."""
     return cached_property(lambda owner: owner.path.joinpath(*parts))
 
 
@@ -22,8 +22,8 @@ class AttemptDir:
     path: Path
 
     config = _entry("config.json")  # present if it differs from the submitted one
-    run_config = _entry("run-config.json")  # the run's config, present in attempts smaller than the run
-    code = _entry("code.json")  # the user's code that this attempt imported: `trainer.protocol.user_code.code_record`
+    run_config = _entry("run-config.json")  # the run's config, present if this attempt is smaller than the run
+    code = _entry("code.json")  # the user's code that this attempt imported: a CodeRecord
     submission = _entry("submission")
     go = _entry("GO")
     coordinator = _entry("coordinator.json")
@@ -54,11 +54,11 @@ class AttemptDir:
         return [attempt for attempt in self.run.all_attempts() if attempt.number < self.number]
 
     def incident(self, name: str) -> Path:
-        """Return the evidence bundle of one incident."""
+        """Return the evidence folder of one incident."""
         return self.evidence / name
 
     def last_flights(self, node: str, generation: int) -> Path:
-        """Return the flight records of one node's ranks that ended with an exception, one line each."""
+        """Return the file with flight records of one node's ranks that exited with an exception, one line each."""
         return self.evidence / f"flights-{node}.g{generation:03d}.jsonl"
 
     def all_last_flights(self, generation: int) -> list[Path]:
@@ -69,7 +69,7 @@ class AttemptDir:
         return self.evidence / f"nccl.g{generation:03d}.rank-"
 
     def watchdog_flights(self, generation: int) -> list[tuple[int, Path]]:
-        """Return the watchdog's flight records of one generation with their ranks."""
+        """Return the watchdog's flight records of one generation, each with its rank."""
         prefix = self.watchdog_flight(generation).name
         found = ((path.name.removeprefix(prefix), path) for path in sorted(self.evidence.glob(f"{prefix}*")))
         return [(int(rank), path) for rank, path in found if rank.isdecimal()]
@@ -81,7 +81,7 @@ class AttemptDir:
         return self.logs / f"agent-{node:04d}.log"
 
     def work_log(self, node: str) -> Path:
-        """Return the work log of a node: one line per step and rank, written by the workers as proof of training."""
+        """Return a node's work log, with one line per step and rank as proof of training."""
         return self.path / "metrics" / f"work-{node}.jsonl"
 
     def work_logs(self) -> list[Path]:
@@ -91,26 +91,26 @@ class AttemptDir:
         return self.events / f"{source}.jsonl"
 
     def rank_events(self, node: str) -> Path:
-        """Return the events of one node's ranks."""
+        """Return the event file of one node's ranks."""
         return self.event_file(f"ranks-{node}")
 
     def rank_outcomes(self, node: str) -> Path:
-        """Return the outcomes of one node's ranks, one line per rank and generation."""
+        """Return the outcome file of one node's ranks, with one line per rank and generation."""
         return self.outcomes / f"ranks-{node}.jsonl"
 
     def all_rank_outcomes(self) -> list[Path]:
         return sorted(self.outcomes.glob("ranks-*.jsonl"))
 
     def error_file(self, rank: int, generation: int) -> Path:
-        """Return the file where torch's `@record` writes the exception of a command's rank, for its agent to read."""
+        """Return the file in which torch's `@record` stores the exception of a command's rank."""
         return self.outcomes / f"error-rank-{rank:05d}.g{generation:03d}.json"
 
     def rank_errors(self, node: str) -> Path:
-        """Return the collected error files of one node's ranks, one line each."""
+        """Return the file with the collected errors of one node's ranks, one line each."""
         return self.outcomes / f"errors-{node}.jsonl"
 
     def agent_report(self, node: int) -> Path:
-        """Return the report of an agent that ended without an order from its coordinator."""
+        """Return the report of an agent that exited without an order from its coordinator."""
         return self.outcomes / f"agent-{node:04d}.json"
 
     def agent_reports(self) -> list[Path]:
@@ -129,7 +129,7 @@ class RunDir:
     """Folder of one run below `cluster.root`."""
 
     path: Path
-    known_as: Path | None = None  # the folder's own path, if `path` is a different path to it (a descriptor)
+    known_as: Path | None = None  # the folder's own path, if `path` refers to it by a descriptor
 
     run = _entry("run.json")
     config = _entry("config.json")  # as submitted; an attempt may have its own (`attempt_config`)
@@ -143,7 +143,7 @@ class RunDir:
 
     @property
     def own_path(self) -> Path:
-        """Return the path by which people and other processes know this folder."""
+        """Return the path that users and other processes use for this folder."""
         return self.known_as or self.path
 
     @property
@@ -154,12 +154,12 @@ class RunDir:
         return AttemptDir(self.attempts / f"{number:03d}")
 
     def attempt_config(self, attempt: int) -> Path:
-        """Return the config of this attempt: its own if present, else the submitted one."""
+        """Return the attempt's own config if present, else the submitted config."""
         own = self.attempt(attempt).config
         return own if own.exists() else self.config
 
     def attempt_run_config(self, attempt: int) -> Path:
-        """Return the run's full-size config at the start of this attempt, before any reduction in nodes."""
+        """Return the run's full-size config at the start of this attempt, before any reduction of its nodes."""
         base = self.attempt(attempt).run_config
         return base if base.exists() else self.attempt_config(attempt)
 
@@ -176,7 +176,7 @@ class RunDir:
         return max((attempt.number for attempt in self.all_attempts()), default=0)
 
     def make(self) -> None:
-        """Create the run's folders; raises FileExistsError if one inside the run folder exists."""
+        """Create the run's folders. Raises FileExistsError if a folder inside the run folder exists."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         for folder in (self.requests, self.checkpoints, self.attempts):
             folder.mkdir(mode=0o700)

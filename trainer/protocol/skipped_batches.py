@@ -1,4 +1,4 @@
-"""Batches that a rollback found bad, and that every later generation and attempt skips.
+"""Batches that a rollback found bad. Every later generation and attempt skips them.
 
 The coordinator writes `attempts/NNN/skipped.json` before it starts the generation that must skip them.
 """
@@ -19,12 +19,12 @@ class Skip:
     """A skipped batch."""
 
     step: int  # step that failed with it
-    position: int  # data position of its start: consumed by all ranks before it
+    position: int  # data position of its start, as consumed by all ranks together
     reason: str
 
 
 def read(attempt: AttemptDir) -> tuple[Skip, ...]:
-    """Return the batches first skipped by this attempt; raises OSError, or ValueError if the file is damaged."""
+    """Return the batches first skipped by this attempt. Raises OSError, or ValueError if the file is damaged."""
     try:
         return tuple(build(Skip, fields) for fields in read_json(attempt.skipped_batches)["skipped"])
     except FileNotFoundError:
@@ -34,7 +34,7 @@ def read(attempt: AttemptDir) -> tuple[Skip, ...]:
 
 
 def read_all(run: RunDir) -> tuple[Skip, ...]:
-    """Return the batches skipped by all attempts, each once, oldest first; raises OSError or ValueError."""
+    """Return the batches skipped by any attempt, oldest first, without duplicates. Raises OSError or ValueError."""
     found: dict[int, Skip] = {}
     for attempt in run.all_attempts():
         for skip in read(attempt):
@@ -43,7 +43,7 @@ def read_all(run: RunDir) -> tuple[Skip, ...]:
 
 
 def add(attempt: AttemptDir, skips: Iterable[Skip]) -> None:
-    """Add batches to skip from now on, durable on return; raises OSError."""
+    """Add batches to skip from now on, durably. Raises OSError."""
     found = {skip.position: skip for skip in (*read(attempt), *skips)}
     fields = {"schema": _SCHEMA, "skipped": [asdict(skip) for skip in found.values()]}
     write_durably(attempt.skipped_batches, in_use().record(dump_line(fields)).encode(errors="backslashreplace"))

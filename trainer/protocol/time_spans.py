@@ -14,7 +14,7 @@ def is_no_limit(text: str) -> bool:
 
 
 def seconds(text: str) -> int:
-    """Convert `90`, `1:30:00`, `2-12` or `2-12:00:00` to seconds; raises ValueError for anything else."""
+    """Convert `90`, `1:30:00`, `2-12` or `2-12:00:00` to seconds. Raises ValueError for anything else."""
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(f"{text}: not in Slurm's notation (minutes, h:mm:ss, d-hh:mm:ss)")
@@ -31,7 +31,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_span(text: str) -> float | None:
-    """Convert a number with a unit (s, m, h or d) to seconds; None for anything else."""
+    """Convert a number with a unit (s, m, h or d) to seconds. Return None for anything else."""
     found = _SPAN.fullmatch(text)
     return float(found[1]) * _SECONDS[found[2]] if found else None
 
@@ -49,7 +49,7 @@ def span(seconds: float) -> str:
 
 
 def iso(moment: float | None) -> str | None:
-    """Return seconds since the epoch as UTC ISO 8601, the format of every JSON answer."""
+    """Format seconds since the epoch as UTC ISO 8601, as in all JSON answers."""
     if moment is None:
         return None
     return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,7 +1,7 @@
-"""Token shards: text files become memory-mapped little-endian uint16 files with an index and a fingerprint.
+"""Token shards: text converted to memory-mapped little-endian uint16 files with an index and a fingerprint.
 
-Byte-level: tokens 0..255 are the bytes of a document, 256 ends it. Standard library only, because the login node
-prepares data too.
+Tokens 0..255 are the bytes of a document, and 256 ends it. This module uses only the standard library, because the
+login node prepares data too.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _SEPARATOR_BYTES = SEPARATOR.to_bytes(2, "little")
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the total bytes."""
+"""Callback with the bytes done and the total bytes."""
 
 
 class TokensError(ValueError):
@@ -39,7 +39,7 @@ class TokensError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
-    """A file of tokens; `digest` is BLAKE2b-256 of its bytes."""
+    """File of tokens. `digest` is the BLAKE2b-256 digest of its bytes."""
 
     name: str
     tokens: int
@@ -48,7 +48,7 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIndex:
-    """Content of a folder of shards; `fingerprint` identifies the tokens and their order."""
+    """Index of a shard folder. `fingerprint` identifies the tokens and their order."""
 
     dtype: str
     tokens: int
@@ -60,7 +60,7 @@ class TokenIndex:
 
     @classmethod
     def read(cls, folder: Path) -> "TokenIndex":
-        """Parse and check the index of `folder`; raises TokensError with a remedy."""
+        """Parse and check the index of `folder`. Raises TokensError with a remedy."""
         path = folder / INDEX_NAME
         hint = "create it with `orch data prepare PATHS --out DIR`"
         try:
@@ -75,7 +75,7 @@ class TokenIndex:
         return index
 
     def changed_shards(self, folder: Path, reader: int = 0, readers: int = 1) -> list[str]:
-        """Return the names of shards whose digest has changed; several readers divide the shards. Raises OSError."""
+        """Return the names of this reader's share of shards whose digest has changed. Raises OSError."""
         changed = []
         for shard in self.shards[reader::readers]:
             with (folder / shard.name).open("rb") as stream:
@@ -87,8 +87,8 @@ class TokenIndex:
     def shards_changed_lately(self, folder: Path) -> list[str]:
         """Return the changed shards among those written after the index, checking up to 2 GiB. Raises OSError.
 
-        The index is written last. Programs cannot set back the change time of an inode (ctime), which advances in ticks
-        of the kernel's clock.
+        The index is written last, and programs cannot set back an inode's change time (ctime). Shards with the same
+        ctime as the index are checked too, because ctime advances in ticks of the kernel's clock.
         """
         written = (folder / INDEX_NAME).stat().st_ctime_ns
         later, left = [], _CHECKED_BYTES
@@ -121,10 +121,10 @@ def _check_size(path: Path, tokens: int) -> None:
 
 
 def expand_sources(sources: Sequence[str | Path]) -> list[Path]:
-    """Return the source files in a fixed order; raises TokensError for a missing path.
+    """Return the source files in a fixed order. Raises TokensError for a missing path.
 
-    A folder stands for every file below it except hidden files, `python-stdlib` for the Python source of the standard
-    library without its tests.
+    A folder stands for every file below it except hidden files. `python-stdlib` stands for the Python source of the
+    standard library without its tests.
     """
     found: list[Path] = []
     for source in sources:
@@ -150,7 +150,7 @@ def _below(folder: Path, *, suffix: str = "", left_out: frozenset[str] = frozens
 
 
 def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None = None) -> TokenIndex:
-    """Tokenize `sources` into the folder `out`; keeps an `out` that already holds the same tokens.
+    """Tokenize `sources` into the folder `out`. Keep `out` if it already holds the same tokens.
 
     Raises TokensError if there is nothing to read or `out` contains something else, OSError if it cannot be written.
     """
@@ -162,7 +162,7 @@ def prepare(sources: Sequence[str | Path], out: Path, progress: Progress | None 
 def prepare_under(
     sources: Sequence[str | Path], folder: Path, progress: Progress | None = None
 ) -> tuple[Path, TokenIndex]:
-    """Tokenize `sources` into `folder/<fingerprint>`, so changed text gets its own folder; raises like `prepare`."""
+    """Tokenize `sources` into `folder/<fingerprint>`, one folder for each text. Raises like `prepare`."""
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     with _temporary_folder(folder) as temporary:
         index = _write(sources, temporary, progress)
@@ -232,7 +232,7 @@ def _size(path: Path) -> int:
 
 
 def _text(path: Path) -> Iterator[bytes]:
-    """Yield the file's bytes; nothing if it is unreadable, or binary (a NUL in its first megabyte)."""
+    """Yield the file's bytes, or nothing if it is unreadable or binary (a NUL in its first megabyte)."""
     try:
         if not path.is_file():  # a FIFO would block forever
             return
@@ -248,7 +248,7 @@ def _text(path: Path) -> Iterator[bytes]:
 
 
 class _ShardWriter:
-    """Appends documents to shards of at most SHARD_TOKENS tokens."""
+    """Writer that appends documents to shards of at most SHARD_TOKENS tokens."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -266,7 +266,7 @@ class _ShardWriter:
         self._append(widened)
 
     def end_document(self) -> int:
-        """Close the current document; returns 1 if it had content, else 0."""
+        """Close the current document and return 1 if it had content, else 0."""
         if not self._document:
             return 0
         self._document = 0

@@ -1,4 +1,4 @@
-"""The process of each rank: the only part of the trainer that imports torch."""
+"""The process of each rank, which imports torch."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Program of a cold-started rank: it installs handlers for Slurm's signals before it imports torch."""
+"""Program of a cold-started rank. It installs handlers for Slurm's signals before it imports torch."""
 
 import os
 
@@ -7,7 +7,7 @@ from trainer.protocol.rank_progress.progress import outlive_step_signals
 
 
 def main() -> int:
-    """Train as the rank described in the environment; returns its exit code."""
+    """Train as the rank described in the environment and return its exit code."""
     outlive_step_signals()
     from trainer.worker.main import rank_main  # importing torch takes seconds, in which a signal may arrive
 

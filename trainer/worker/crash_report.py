@@ -1,4 +1,4 @@
-"""A rank's report of its own end, written where possible to its log, its agent and its node's outcome file."""
+"""A rank's report of its own exit, sent to its log, its agent and its node's outcome file if possible."""
 
 import socket
 import time
@@ -21,11 +21,11 @@ from trainer.worker.startup.rendezvous import is_node_fault
 from trainer.worker.train_loop.spikes import BadStep
 
 _MAX_MESSAGE, _MAX_TRACEBACK = 8000, 1 << 18
-"""Maximum characters kept of an exception's message and traceback: a message may contain a whole data set."""
+"""Maximum characters kept from an exception's message and traceback. A message may contain a whole data set."""
 
 
 def failed_outcome(spec: RankSpec, cell: ProgressCell, error: BaseException) -> RankEnd:
-    """Return the outcome of a rank that ended with `error`."""
+    """Log `error`, save the flight record, and return the outcome of the failed rank."""
     text = shorten(in_use().text("".join(traceback.format_exception(error))), _MAX_TRACEBACK)
     write_stderr(text)
     dump(spec, error)
@@ -55,7 +55,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def report_end(spec: RankSpec, control: socket.socket, last: RankEnd) -> None:
-    """Send the outcome to the agent and write it to disk; failures of either do not affect the exit."""
+    """Send the outcome to the agent and write it to disk. Failures of either do not affect the exit."""
     try:
         message = None if last.message is None else legible(last.message)[: 2 * _MAX_MESSAGE]
         send_message(control, replace(last, message=message, traceback=None))
@@ -79,7 +79,7 @@ def _exit_code(error: BaseException, secondary: bool) -> ExitCode:
 
 
 def build_outcome(spec: RankSpec, cell: ProgressCell, code: ExitCode, **cause: Any) -> RankEnd:
-    """Return the outcome of a rank; `cause`: fields that describe its error."""
+    """Return the outcome of a rank. `cause` has the fields that describe its error."""
     reading = cell.read()
     return RankEnd(
         rank=spec.rank,

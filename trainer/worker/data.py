@@ -1,4 +1,4 @@
-"""Batches from token shards in an order that depends only on the seed, and random draws of DataLoaders."""
+"""Batches from token shards in an order that depends only on the seed, and detection of DataLoaders' random draws."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ _MASK = (1 << 64) - 1
 
 
 class Data(Protocol):
-    """A rank's data as the training loop uses it; a checkpoint stores its position.
+    """A rank's data. A checkpoint stores its position.
 
     Data with a `fingerprint` (a string) can only be continued with data of the same fingerprint. If data has
-    `tokens_per_step` (a number over all ranks), its speed is recorded in tokens, or whatever it counts, per second.
+    `tokens_per_step` (a sum over all ranks), tokens per second are recorded.
     """
 
     consumed: int
 
     def take(self) -> Sequence[Any]:
-        """Return this rank's micro-batches of the next optimizer step, on its device, and advance the position."""
+        """Return this rank's micro-batches for the next optimizer step, on its device, and advance the position."""
 
     def seek(self, consumed: int) -> None:
-        """Go to the position of a checkpoint: the sequences consumed by all ranks together."""
+        """Go to the position from a checkpoint, the number of sequences consumed by all ranks together."""
 
 
 class StatefulData(Protocol):
-    """Data whose position is more than a number; a checkpoint stores the state of each data-parallel rank."""
+    """Data whose position is more than a number. A checkpoint stores the state of each data-parallel rank."""
 
     def take(self) -> Sequence[Any]:
         """Return the next micro-batches like `Data.take`."""
@@ -43,13 +43,13 @@ class StatefulData(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by `state_dict`.
 
-        A different number of data-parallel ranks requires `load_state_dicts(states)`, which receives the states of all
-        ranks in order; without it the restart is refused.
+        To restart with a different number of data-parallel ranks, define `load_state_dicts(states)`, which receives the
+        states of all ranks in order.
         """
 
 
 class CountedData:
-    """Stateful data with a position: the number of steps taken from it."""
+    """Stateful data with a position, the number of steps taken."""
 
     def __init__(self, data: StatefulData) -> None:
         self.data, self.consumed = data, 0
@@ -70,7 +70,7 @@ class CountedData:
 
 
 def with_position(data: Any) -> Data:
-    """Return the data with a position, as the loop needs it."""
+    """Return the data, wrapped in CountedData if it has no position."""
     return data if hasattr(data, "consumed") else CountedData(data)
 
 
@@ -80,7 +80,7 @@ def unwrap_data(data: Data) -> Data | StatefulData:
 
 
 class Positions:
-    """Positions of batches, continued across epochs if `consumed` restarts; every batch has its own."""
+    """Batch positions that are unique, even if the data's `consumed` restarts in every epoch."""
 
     def __init__(self, data: Data) -> None:
         self._data, self._offset = data, 0
@@ -91,13 +91,13 @@ class Positions:
         return self._offset + int(self._data.consumed)  # user data may use a tensor
 
     def seek(self, position: int) -> None:
-        """Make this the position of the next batch, whatever the data's own position."""
+        """Set the position of the next batch, regardless of the data's own position."""
         self._offset = position - int(self._data.consumed)
 
     def take(self, skip: Collection[int]) -> tuple[int, Sequence[Any]]:
-        """Return the position of the next batch that is not skipped, and this batch.
+        """Return the position of the next batch that is not skipped, and the batch itself.
 
-        Skipped batches are taken and dropped, which works for any data, whatever its positions count.
+        Skipped batches are taken and dropped, because not all data can seek.
         """
         while self.next in skip:
             self._take()
@@ -111,7 +111,7 @@ class Positions:
 
 
 def mix(value: int) -> int:
-    """Return the SplitMix64 finalizer (Steele, Lea, Flood 2014): a bijection of 64-bit numbers that mixes every bit."""
+    """Apply the SplitMix64 finalizer (Steele, Lea, Flood 2014), a bijection of 64-bit numbers that mixes every bit."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -120,7 +120,7 @@ def mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class Permutation:
-    """A seeded permutation of range(size) without memory: a Feistel network, iterated until the result is in range."""
+    """Seeded permutation of range(size) without a table: a Feistel network, iterated until the result is in range."""
 
     size: int
     seed: int
@@ -152,7 +152,7 @@ class TokenStream:
         return self.index.tokens
 
     def slice(self, start: int, length: int) -> torch.Tensor:
-        """Return tokens [start, start + length) as int64, across shard borders."""
+        """Return tokens [start, start + length) as int64, across shard boundaries."""
         pieces = []
         for part in self._parts:
             if start < len(part) and length:
@@ -164,13 +164,13 @@ class TokenStream:
 
 
 class TokenData:
-    """Sequences of `seq_len` + 1 tokens; step s takes indices (s-1) x batch .. s x batch of the global order."""
+    """Sequences of `seq_len` + 1 tokens. Step s takes indices (s-1) x batch .. s x batch of the global order."""
 
     def __init__(
         self, folder: Path, train: TrainConfig, *,
         shuffle: bool, dp_rank: int, dp_size: int, device: torch.device, held_out: int = 0,
     ) -> None:  # fmt: skip
-        """Open the data; `held_out`: batches at its end that are used only for validation. Raises ValueError."""
+        """Open the data. Its last `held_out` batches are used only for validation. Raises ValueError."""
         self._stream = TokenStream(folder)
         for problem in batch_problems(train, dp_size):
             raise ValueError(problem)
@@ -191,11 +191,11 @@ class TokenData:
             )
 
     def changed_shards(self, reader: int = 0, readers: int = 1) -> list[str]:
-        """Return the names of files whose bytes differ from the index; several readers divide them. Raises OSError."""
+        """Return this reader's share of files whose bytes differ from the index. Raises OSError."""
         return self._stream.index.changed_shards(self._stream.folder, reader, readers)
 
     def number(self, position: int) -> int:
-        """Return the sequence at `position` of the endless global order, with one permutation per epoch."""
+        """Return the sequence number at `position` in the endless global order, with one permutation per epoch."""
         epoch, place = divmod(position, self.sequences)
         return Permutation(self.sequences, mix(self._seed) ^ epoch)[place] if self._shuffle else place
 
@@ -237,16 +237,16 @@ Batches = TypeVar("Batches")
 
 
 class LoaderDraws:
-    """Watches torch's CPU generator during two steps; data that also draws in the second step draws in every step."""
+    """Monitor of torch's CPU generator during two steps. Data that draws in both is assumed to draw in every step."""
 
     def __init__(self, *, restored: int) -> None:
-        """`restored`: step of the checkpoint; 0: nothing is watched."""
+        """`restored` is the step of the checkpoint. With 0, nothing is monitored."""
         self.restored, self._left = restored, 2 if restored else 0
         self._taken: torch.Tensor | None = None
         self._is_shifted = False
 
     def take(self, take: Callable[[], Batches]) -> Batches:
-        """Return the result of `take`, checking its draws in a watched step."""
+        """Return the result of `take`, and check its draws in a monitored step."""
         if not self._left:
             return take()
         self._left -= 1
@@ -260,7 +260,7 @@ class LoaderDraws:
         return batches
 
     def reason(self) -> str:
-        """Return, once after the passes of a step, why the random numbers may differ; empty if they do not."""
+        """Return why the random numbers may differ; empty if they do not. Call this once after the passes of a step."""
         if self._left:
             self._is_shifted = self._taken is not None and not torch.equal(self._taken, torch.get_rng_state())
             return ""

@@ -46,7 +46,7 @@ from trainer.worker.startup import node_benchmark, rendezvous
 from trainer.worker.startup.preimport import protect_data_loader_workers
 
 _EXIT_MARGIN = 5.0
-"""Seconds reserved before the agent's deadline: for peers to meet, for the outcome and for the exit."""
+"""Seconds reserved before the agent's deadline, for waiting for peers, writing the outcome, and the exit."""
 _UNLIMITED, _PEERS_STOPPED = 1800.0, 20.0
 """Seconds allowed without a deadline, and after a stop request that reached only other ranks."""
 
@@ -54,7 +54,7 @@ _UNLIMITED, _PEERS_STOPPED = 1800.0, 20.0
 def seconds_left(
     cell: ProgressCell, *, finished: bool, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
-    """Return a function that returns the seconds left; a later stop request shortens them."""
+    """Return a function that returns the remaining seconds. A later stop request reduces them."""
     began = clock()
 
     def left() -> float:
@@ -69,7 +69,7 @@ def seconds_left(
 
 
 def rank_main(spec: RankSpec) -> int:
-    """Train as the rank described by `spec`; returns its exit code and never raises."""
+    """Train as the rank described by `spec` and return its exit code. Never raises."""
     started, modules, process = time.monotonic(), frozenset(sys.modules), os.getpid()
     setproctitle.setproctitle(f"orch-rank-{spec.rank}")
     protect_data_loader_workers()
@@ -91,7 +91,7 @@ def rank_main(spec: RankSpec) -> int:
 
 
 def _end_forked_process(error: BaseException) -> NoReturn:
-    """End a process forked by the workload, with the exit code of a Python program; it is not the end of the rank."""
+    """Exit a process forked by the workload, with the exit code of a Python program. The rank itself continues."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         code = error.code or 0
     else:
@@ -146,10 +146,10 @@ def _build(made: workload.Workload, config: JobConfig, layout: mesh.Layout) -> T
 def _model(
     made: workload.Workload, config: JobConfig, layout: mesh.Layout
 ) -> tuple[nn.Module, Callable[[], None] | None]:
-    """Return this rank's model, and a function that sets the built-in one's weights if nothing is restored."""
+    """Return this rank's model, and for the built-in model, a function that sets its initial weights."""
     if not config.trains_built_in_workload:
         own = made.parallelize(made.build_model(), layout)
-        if not any(module.training for module in own.modules()):  # `from_pretrained` returns it in eval mode
+        if not any(module.training for module in own.modules()):  # `from_pretrained` returns models in eval mode
             own.train()
         return own, None
     model = cast(Any, made).build_sharded(layout)
@@ -157,12 +157,12 @@ def _model(
 
 
 def _restore_and_train(session: RankSession) -> ExitCode:
-    """Restore the newest checkpoint, if there is one, and train on; or execute a restore-test order."""
+    """Restore the newest checkpoint, if any, and continue training; or execute a restore-test order."""
     order = read_order(session.run_dir)
     if order is not None:
         from trainer.worker.restore_test.run import run_restore_test  # needed only here
 
-        with suppress(FileNotFoundError):  # a missing folder is reported where it is read
+        with suppress(FileNotFoundError):  # the reader of the folder reports that it is missing
             order = replace(order, run_dir=str(pin_path(Path(order.run_dir))))
         return run_restore_test(order, session)
     journal = Journal(session.attempt, session.spec, session.on_saves)
@@ -214,7 +214,7 @@ def _checkpointer(
 
 
 def _agent_writer(spec: RankSpec) -> WriterLink | None:
-    """Return the agent's writer and memory for this rank, or None: the checkpointer then starts its own."""
+    """Return the agent's writer and memory for this rank. If None, the checkpointer starts its own."""
     if spec.writer_fd < 0 or spec.arena_fd < 0:
         return None
     try:

@@ -61,7 +61,7 @@ class HostAdamW(torch.optim.AdamW):
             own_part(parameter).copy_(weight, non_blocking=True)
 
     def _ensure_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state of a parameter, created at its first step; a shard's state is a shard."""
+        """Return the state of a parameter, created at its first step. A shard's state is a shard."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -77,7 +77,7 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def learning_rate(optimizer: OptimizerConfig, steps: int, step: int) -> float:
-    """Return the rate of step `step` (from 1) of `steps`: linear warm-up, then a cosine down to `min_lr_ratio`."""
+    """Return the learning rate at `step` (from 1) of `steps`: linear warm-up, then cosine decay to `min_lr_ratio`."""
     if step <= optimizer.warmup_steps:
         return optimizer.lr * step / optimizer.warmup_steps
     span = max(1, steps - optimizer.warmup_steps)
@@ -87,11 +87,11 @@ def learning_rate(optimizer: OptimizerConfig, steps: int, step: int) -> float:
 
 
 _TINY = 1e-150
-"""A rate that changes no weight, even in double precision, but whose square is not zero."""
+"""A rate too small to change a weight, even in double precision, whose square is not zero."""
 
 
 def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False) -> torch.optim.Optimizer:
-    """Build AdamW with weight decay on matrices only; `on_host`: its state and step are in host memory."""
+    """Build AdamW with weight decay on matrices only. With `on_host`, its state and step are in host memory."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stacks = {id(p) for module in model.modules() if isinstance(module, ExpertStacks) for p in module.parameters()}
     groups = [
@@ -111,10 +111,10 @@ def adamw(model: nn.Module, optimizer: OptimizerConfig, *, on_host: bool = False
 
 
 class OwnPartsAdamW(torch.optim.AdamW):
-    """AdamW on local shards: identical results without DTensor's sharding rules, which delay a first step by 0.1 s."""
+    """AdamW on local shards. It avoids DTensor's sharding rules, which delay a first step by 0.1 s."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fill the lists of parameters, gradients and states; entries of `state` stay sharded."""
+        """Fill the lists with local parts of parameters, gradients and states. The tensors in `state` stay sharded."""
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = [own_part(tensor) for tensor in tensors]
@@ -132,7 +132,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def train_mode(optimizer: torch.optim.Optimizer) -> None:
-    """Call `train()` if the optimizer has it; schedule-free optimizers have different weights in `eval` mode."""
+    """Call `train()` if the optimizer has it. Schedule-free optimizers have different weights in `eval` mode."""
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
@@ -162,9 +162,9 @@ def clear_gradients(
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Create every state tensor by one step of zero gradients at rate 0; the weights keep their bits.
+    """Create every state tensor by a step with zero gradients at rate 0. The weights do not change.
 
-    Hooks are not called. Overwrite or drop the state, which counts this step.
+    Hooks are not called. The caller must overwrite or drop the state, because it counts this step.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     with _preserve_weights(optimizer), _without_hooks(optimizer):
@@ -192,7 +192,7 @@ def _preserve_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Disable hooks, which may count steps or average weights and must not count this step as training."""
+    """Disable hooks, which may count steps or average weights, because this step is not training."""
     every: list[Any] = [of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks]
     every += [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     before = [dict(hooks) for hooks in every]

@@ -1,4 +1,4 @@
-"""A rank's session once its process groups exist, and training from a restored state."""
+"""A rank's session after its process groups are set up, and training from a restored state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ OnSoftware = Callable[[int, dict[str, Any], dict[str, int]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RankSession:
-    """A rank of a generation; `key` authenticates the ranks to each other, `started` is time.monotonic()."""
+    """Session of a rank in a generation. `key` authenticates the ranks to each other; `started` is monotonic time."""
 
     spec: RankSpec
     config: JobConfig
@@ -56,7 +56,7 @@ class RankSession:
         return self.run_dir.attempt(self.spec.attempt)
 
     def launch_token(self) -> LaunchToken:
-        """Return the GO of this attempt; raises WorkloadError if its config was edited since."""
+        """Return the GO of this attempt. Raises WorkloadError if its config has been edited."""
         token, file = LaunchToken.read(self.attempt.go), self.run_dir.attempt_config(self.spec.attempt)
         if token.config_digest not in ("", config_digest(file)):
             raise WorkloadError(f"{file} was edited while its job runs")
@@ -64,7 +64,7 @@ class RankSession:
 
 
 def new_train_state(session: RankSession, journal: Journal, on_software: OnSoftware | None = None) -> TrainState:
-    """Build the state of step 0, with the generators of this rank; `on_software` replaces the event."""
+    """Build the state at step 0 and seed this rank's random generators. `on_software` replaces the event."""
     config, rank = session.config, session.spec.rank
     state = TrainState(
         session.objects,
@@ -85,7 +85,7 @@ def run_training(
     skip: frozenset[int],
     *, test_until: int = 0,
 ) -> ExitCode:  # fmt: skip
-    """Train from `state`; `test_until` as in LoopServices."""
+    """Train from `state`. See LoopServices for `test_until`."""
     config, cell, objects = session.config, session.cell, session.objects
     if state.step and objects.scheduler is None:
         set_learning_rate(objects.optimizer, learning_rate(config.optimizer, config.train.steps, state.step))
@@ -119,7 +119,7 @@ def run_training(
 
 
 def _retrained_steps(session: RankSession, restored: int, journal: Journal, *, test: bool) -> RetrainedSteps:
-    """Return the comparison of retrained steps; active on rank 0 if equal inputs give equal bits."""
+    """Return the comparison of retrained steps, which is active on rank 0 if equal inputs give equal bits."""
     spec, run, device = session.spec, session.run_dir, session.objects.layout.device
     repeats = device.type == "cpu" or getattr(session.objects.workload, "strictly_deterministic", False)
     compares = restored and repeats and spec.rank == 0 and not test
@@ -144,7 +144,7 @@ def _figures(session: RankSession) -> StepFigures:
 
 
 def _positive(owner: object, name: str) -> float | None:
-    """Return an optional figure of a workload or its data; raises WorkloadError for an invalid number."""
+    """Return an optional figure from a workload or its data. Raises WorkloadError for an invalid number."""
     value = getattr(owner, name, None)
     if value is None:
         return None
@@ -178,7 +178,7 @@ def _on_other_software(journal: Journal, rank: int) -> OnSoftware:
 
 
 def skipped_positions(spec: RankSpec, run_dir: RunDir) -> frozenset[int]:
-    """Return rank 0's data positions to skip, on every rank; collective."""
+    """Return rank 0's data positions to skip, on every rank. Collective."""
     known = {*spec.skip, *(skip.position for skip in skipped_batches.read_all(run_dir))} if spec.rank == 0 else set()
     return frozenset(all_gather_json(sorted(known), torch.device("cpu"))[0])
 

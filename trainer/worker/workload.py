@@ -1,6 +1,6 @@
 """The workload: protocol, base class, hooks and metric values.
 
-docs/writing-a-workload.md shows all of them in one example. Everything that a restart must restore must be in
+docs/writing-a-workload.md shows them in one example. Everything that a restart must restore must be in
 parameters, persistent buffers, the optimizer's or the scheduler's `state_dict()`, the data's position, the random
 generators of torch, Python and NumPy, or the result of the workload's own `state_dict()`.
 """
@@ -37,7 +37,7 @@ Number = float | int | torch.Tensor
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean over the data-parallel ranks, weighted (by the number of samples, say); a bare number is a Mean too."""
+    """Mean over the data-parallel ranks, weighted by, for example, the number of samples. A number is a Mean too."""
 
     value: Number
     weight: Number = 1.0
@@ -45,7 +45,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """Sum over the data-parallel ranks; ranks that read the same data count once, with their mean."""
+    """Sum over the data-parallel ranks. Ranks that read the same data are averaged and count once."""
 
     value: Number
 
@@ -66,29 +66,29 @@ class WorkloadError(Exception):
 
 
 class Workload(Protocol):
-    """Interface between the loop and the trained model; created by `Class(config, **config.workload.args)`."""
+    """Interface between the loop and the model. It is created by `Class(config, **config.workload.args)`."""
 
     def build_model(self) -> nn.Module:
-        """Return the model, on the CPU or on the meta device; torch has the same seed on every rank."""
+        """Return the model, on the CPU or on the meta device. Torch has the same seed on every rank."""
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """Shard the model and move it to `layout.device`; afterwards every parameter has its initial value."""
+        """Shard the model, move it to `layout.device`, and make sure that every parameter has its initial value."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer; its groups' `lr` follows the schedule, times the group's `lr_scale` if present."""
+        """Return the optimizer. Its groups' `lr` follows the schedule, times the group's `lr_scale` if present."""
 
     def build_data(self, layout: Layout) -> Data | StatefulData:
-        """Return this rank's data; ranks that share layers (tp) or sequences (cp) read the same."""
+        """Return this rank's data. Ranks that share layers (tp) or sequences (cp) read the same data."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the mean loss over a micro-batch, a scalar; all micro-batches and ranks have equal weight."""
+        """Return the mean loss over a micro-batch as a scalar. All micro-batches and ranks have equal weight."""
 
 
 class Scheduler(Protocol):
     """A user's own learning-rate schedule, for example from `torch.optim.lr_scheduler`."""
 
     def step(self) -> None:
-        """Set the groups' `lr` for the next step; called after every optimizer step."""
+        """Set the groups' `lr` for the next step. Called after every optimizer step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a restart must restore."""
@@ -98,9 +98,9 @@ class Scheduler(Protocol):
 
 
 class BaseWorkload:
-    """Defaults: every child of the model sharded by FSDP, AdamW, token shards from `data.path`.
+    """Default workload: FSDP for every child of the model, AdamW, and token shards from `data.path`.
 
-    Its last five methods are hooks that do nothing unless overridden.
+    The last five methods are hooks that do nothing unless overridden.
     """
 
     strictly_deterministic = False
@@ -110,13 +110,13 @@ class BaseWorkload:
     """
 
     flops_per_step: float | None = None
-    """Model FLOPs of an optimizer step over all ranks, forward and backward: for TFLOP/s and MFU in steps.jsonl."""
+    """Model FLOPs of an optimizer step over all ranks, forward and backward, for TFLOP/s and MFU in steps.jsonl."""
 
     def __init__(self, config: JobConfig, **args: Any) -> None:
         self.config, self.args = config, args
 
     def parallelize(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """Apply FSDP to `fsdp_units` and the rest of the model; supports neither tensor nor context parallelism."""
+        """Apply FSDP to `fsdp_units` and the rest of the model. Tensor and context parallelism are not supported."""
         if refused := missing_parallelize(type(self), self.config):
             raise WorkloadError(refused)
         model.to(layout.device)
@@ -154,32 +154,33 @@ class BaseWorkload:
         )  # fmt: skip
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Scheduler | None:
-        """Return your own learning-rate schedule; None: `optimizer.lr` with warm-up and a cosine.
+        """Return your own learning-rate schedule, or None for `optimizer.lr` with warm-up and cosine decay.
 
         `ReduceLROnPlateau` steps after every validation, with the first number that `validate` returns.
         """
         return None
 
     def validate(self, model: nn.Module) -> Mapping[str, Metric]:
-        """Return validation metrics; called on every rank after every `validation.every` steps and after the last one.
+        """Return validation metrics. Called on every rank every `validation.every` steps and after the last step.
 
         The model is in eval mode without gradients, and the random generators are restored afterwards.
         """
         return {}
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return numbers of this step; called after its backward pass, on every rank."""
+        """Return metrics of this step. Called on every rank after the backward pass."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return other state to restore, on every rank: a gradient scaler's state, running averages, counters.
+        """Return other state to restore, such as a gradient scaler's state, running averages or counters.
 
-        Tensors that are equal on all ranks are saved once, DTensors in shards, everything else per rank.
+        Called on every rank. Tensors that are equal on all ranks are saved once, DTensors in shards, everything else
+        per rank.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`; called after model and optimizer have been restored."""
+        """Restore the result of `state_dict`. Called after model and optimizer have been restored."""
         if state:
             names = ", ".join(sorted(map(str, state))[:4])
             raise WorkloadError(
@@ -192,7 +193,7 @@ class BaseWorkload:
 def evaluating() -> Iterator[None]:
     """Mark an evaluation, or other work that takes minutes, within the workload's data or loss.
 
-    The block has the time limit of a slow phase and does not count as work of the step. Has no effect outside a rank.
+    The block has the time limit of a slow phase and does not count as work. Outside a rank, it has no effect.
     """
     tracker = current_tracker()
     if tracker is None:
@@ -206,14 +207,14 @@ def evaluating() -> Iterator[None]:
 
 
 def hook(workload: object, name: str) -> Callable[..., Any] | None:
-    """Return an optional method of a workload; None if it is missing or inherited from BaseWorkload."""
+    """Return an optional method of a workload, or None if it is missing or inherited from BaseWorkload."""
     found = getattr(workload, name, None)
     inherited = getattr(type(workload), name, None) is getattr(BaseWorkload, name)
     return found if callable(found) and not inherited else None
 
 
 def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
-    """Return why a class that inherits BaseWorkload's `parallelize` cannot have this layout; empty if it can."""
+    """Return why a class with BaseWorkload's `parallelize` cannot use this layout; empty if it can."""
     if getattr(kind, "parallelize", None) is not BaseWorkload.parallelize:
         return ""
     for dimension in DIMENSIONS:
@@ -225,7 +226,7 @@ def missing_parallelize(kind: type[Any], config: JobConfig) -> str:
 
 
 def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> None:
-    """Refuse BatchNorm in half precision on CPUs, which lack kernels with running statistics in a different width."""
+    """Refuse BatchNorm in half precision on CPUs, whose kernels need running statistics in the same precision."""
     found = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     if found and layout.device.type == "cpu" and config.train.dtype != "float32":
         raise WorkloadError(
@@ -234,7 +235,7 @@ def _refuse_batch_norm(model: nn.Module, layout: Layout, config: JobConfig) -> N
 
 
 def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the workload's optimizer; raises WorkloadError for a custom one that cannot be kept in host memory."""
+    """Return the workload's optimizer. Raises WorkloadError for a custom optimizer that cannot run in host memory."""
     made = workload.build_optimizer(model)
     config = getattr(workload, "config", None)
     if isinstance(config, JobConfig) and offloads_optimizer(config) and not isinstance(made, HostAdamW):
@@ -246,7 +247,7 @@ def build_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimiz
 
 
 def build_scheduler(workload: object, optimizer: torch.optim.Optimizer) -> Scheduler | None:
-    """Return the workload's own schedule, or None; raises WorkloadError for a schedule that cannot be restored."""
+    """Return the workload's own schedule, or None. Raises WorkloadError for a schedule that cannot be restored."""
     make = hook(workload, "build_scheduler")
     made: Scheduler | None = make(optimizer) if make is not None else None
     missing = [name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(made, name, None))]
@@ -256,10 +257,10 @@ def build_scheduler(workload: object, optimizer: torch.optim.Optimizer) -> Sched
 
 
 def find(config: WorkloadConfig) -> type[Any]:
-    """Import the class named by `workload.target`; raises WorkloadError with place and reason."""
+    """Import the class named by `workload.target`. Raises WorkloadError with the location and the reason."""
     for folder in config.path:
         if folder not in sys.path:
-            sys.path.append(folder)  # after orch's folders, so that a user's module never shadows one of orch
+            sys.path.append(folder)  # after orch's folders, so that a user's module never shadows orch's
     module_name, _, class_name = config.target.partition(":")
     if not class_name:
         raise WorkloadError(f"workload.target={config.target}: must look like package.module:Class")
@@ -275,7 +276,7 @@ def find(config: WorkloadConfig) -> type[Any]:
 
 
 def build(config: JobConfig) -> Workload:
-    """Create the workload; raises WorkloadError for arguments that its class does not accept."""
+    """Create the workload. Raises WorkloadError for arguments that its class does not accept."""
     kind = find(config.workload)
     try:
         made: Workload = kind(config, **config.workload.args)
@@ -294,7 +295,7 @@ _LONGEST = 500
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Convert any exception to a WorkloadError with `what` and the location; redirect prints to stderr."""
+    """Convert any exception to a WorkloadError with `what` and the location. Redirect prints to stderr."""
     try:
         with redirect_stdout(sys.stderr):
             yield

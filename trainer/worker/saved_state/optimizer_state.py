@@ -264,8 +264,8 @@ class OptimizerState:
     def _refuse_key(self, name: str, key: object) -> None:
         if type(key) not in (str, int):
             raise WorkloadError(
-                f"the state of {type(self._optimizer).__name__} cannot be saved: the key {key!r} in that of {name} is "
-                f"a {type(key).__name__}; keys must be strings or integers"
+                f"the state of {type(self._optimizer).__name__} cannot be saved: the state for {name} has key {key!r} "
+                f"of type {type(key).__name__}; keys must be strings or integers"
             )
 
     def _encode_value(self, name: str, key: str | int, value: object, found: dict[str, torch.Tensor]) -> Any:
